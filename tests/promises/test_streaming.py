@@ -53,6 +53,14 @@ class Whole(Stream):
         yield from self.draw(0, 1, 0)
 
 
+class Headed(Stream):
+    """Each lane begins with the same sample, such as a token that marks the beginning."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield torch.zeros(2)
+        yield from super().__iter__()
+
+
 class Uncopied(Stream):
     """Has a state that holds an open generator."""
 
@@ -194,15 +202,19 @@ def test_a_stream_with_other_samples(first: Stream, then: Stream, message: str, 
         (Stream(2), {}, r"lane 2 of 6 of the stream \(Stream\) gave no sample"),
         (Stream(0), {}, "lane 0 of 6 of the stream"),
         (Uncopied(), {}, r"the state_dict of lane 0 of 6 of the stream \(Uncopied\) cannot be copied \(TypeError: "),
-        (Whole(), {}, r"several of the 6 lanes of Whole begin with the same sample: let __iter__ divide"),
+        (Whole(), {}, r"several of the 6 lanes of Whole begin with the same samples: let __iter__ divide"),
         (Stream(), {"shuffle": True}, "a stream decides its order itself"),
         (Stream(shift="x"), {}, r"the stream failed in lane 0 of 6, at its sample 0 \(TypeError: .* at .*\.py:\d+\)"),  # type: ignore[arg-type]
-        (DataLoader(Stream(), batch_size=3), {}, "batch_size is 3 and the run's micro_batch_size 2"),
+        (DataLoader(Stream(), batch_size=3), {}, "batch_size is 3, and the run's is 12, in micro-batches of 2"),
     ],
 )
 def test_what_a_stream_must_be(data: Any, feed: dict[str, Any], message: str) -> None:
     with pytest.raises(samestep.Error, match=message):
         samestep.spawn(train_fed, 1, (data, feed))
+
+
+def test_lanes_may_begin_with_the_same_sample() -> None:
+    samestep.spawn(train_fed, 1, (Headed(), {}))
 
 
 def train_fed(data: Any, feed: dict[str, Any]) -> None:

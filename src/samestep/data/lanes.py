@@ -10,6 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from samestep.data.content import hash_content
 from samestep.data.loader import Task, seed_all
 from samestep.data.sample_errors import describe_error
@@ -182,10 +185,18 @@ class Lanes:
         for lane, (row, lane_s) in enumerate(zip(rows, spent_s, strict=True)):
             self.positions[lane] = LanePosition(lane, row["samples"], row["mark"], lane_s, LaneStart(*row["start"]))
 
+    def list_compared(self) -> list[int]:
+        """Return the first, the middle and the last lane, whose samples are compared at a start."""
+        return sorted({0, self.num_lanes // 2, self.num_lanes - 1})
+
     def list_first(self) -> list[int]:
-        """Return the indices of the first samples of the first, the middle and the last lane."""
-        lanes = sorted({0, self.num_lanes // 2, self.num_lanes - 1})
-        return [lane * self._size for lane in lanes]
+        """Return the indices of the first samples of these lanes."""
+        return [lane * self._size for lane in self.list_compared()]
+
+    def indices(self, lane: int, step: int) -> NDArray[np.int64]:
+        """Return the indices of a lane's micro-batch in a step of the loop."""
+        first = (step * self.num_lanes + lane) * self._size
+        return np.arange(first, first + self._size)
 
     def describe_catching_up(self, num_steps: int) -> str:
         """Describe how many samples are read again to continue after `num_steps` steps of the loop; "" if few."""

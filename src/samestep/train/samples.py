@@ -21,6 +21,8 @@ from samestep.train.generators import keeping_generators
 from samestep.world.environment import advise
 from samestep.world.group import Group
 
+NUM_COMPARED = 8  # micro-batches of each lane that begins as another one does
+
 
 def add_samples(
     options: Options, group: Group, snapshotter: Snapshotter, batches: Batches, seed: int, machine: Mapping[str, Any],
@@ -82,13 +84,33 @@ def compare_ranks(own: list[str], spec: DataSpec, seed: int, group: Group, machi
 
 
 def check_lanes(spec: DataSpec, lanes: Lanes, seed: int) -> None:
-    """Compare the first samples of a few lanes. Raises Error if two are equal: the stream does not divide its data."""
-    found = [_hash_of(each) for each in read_samples(spec, seed) if each]  # the training names a lane without a sample
-    if len({*found}) < len(found):
+    """Compare a few lanes of a stream. Lanes that begin with the same sample are read further.
+
+    All lanes are read with the same seeds, so that noise that is added to samples does not hide that they are equal.
+
+    Raises:
+        InvalidValue: two lanes have the same first `NUM_COMPARED` micro-batches: the stream does not divide its data.
+    """
+    first = [_hash_of(each) for each in read_samples(spec, seed)]
+    pairs = zip(lanes.list_compared(), first, strict=True)
+    suspected = [lane for lane, each in pairs if each and first.count(each) > 1]
+    found = [content for lane in suspected if (content := _read_lane(spec, lanes, lane, seed))]
+    if any(found.count(each) > 1 for each in found):
         raise InvalidValue(
-            f"several of the {lanes.num_lanes} lanes of {type(lanes.dataset).__name__} begin with the same sample: let "
-            "__iter__ divide the data by torch.utils.data.get_worker_info(), or give it a method lane(lane, num_lanes)"
+            f"several of the {lanes.num_lanes} lanes of {type(lanes.dataset).__name__} begin with the same samples: "
+            "let __iter__ divide the data by torch.utils.data.get_worker_info(), or give it a method "
+            "lane(lane, num_lanes)"
         )
+
+
+def _read_lane(spec: DataSpec, lanes: Lanes, lane: int, seed: int) -> list[str]:
+    """Return the hashes of a lane's first micro-batches; [] if it cannot be read, which the training will report."""
+    steps = range(NUM_COMPARED)
+    tasks = [Task(lanes.indices(lane, step), derive(seed, "data", step=step, pass_=1)) for step in steps]
+    alone = replace(spec, num_workers=min(spec.num_workers, 1))
+    with keeping_generators(), suppress(Error), Loader(alone, tasks, device=torch.device("cpu")) as loader:
+        return [hash_content(next(loader).batch) for _ in tasks]
+    return []
 
 
 def check_samples(
