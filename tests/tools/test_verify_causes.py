@@ -207,6 +207,18 @@ def test_harmless_uses_are_no_cause(verify: Any) -> None:
     assert code == 0, printed
 
 
+def test_a_logged_value_that_depends_on_the_number_of_ranks_is_named(verify: Any) -> None:
+    """A mean of this rank's losses; the training is the same, and a time is logged, too."""
+    code, printed = verify(
+        num_steps=2, top="import time", before="mine = []", in_micro_batch="mine.append(1.0 + step.micro_batch)",
+        in_step="run.log({'by hand': sum(mine) / len(mine), 'time': time.perf_counter()}); mine.clear()",
+    )  # fmt: skip
+    assert code == 0, printed
+    assert re.findall("\n(.*), logged after 1 step, is (.*) on 1 rank and (.*) on 3 ranks: ", printed) == [
+        ("by hand", "2.5", "1.5")
+    ]
+
+
 @pytest.mark.parametrize(
     ("module", "words"),
     one_in(12, [

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.config import OPTIONS, Option, format_flags, name_flag
-from samestep.console import format_ranks, print_result, show_activity
+from samestep.console import format_count, format_ranks, print_result, show_activity
 from samestep.errors import Error
 from samestep.files import replace_file
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
@@ -151,6 +151,7 @@ class _Verification:
         self._lines: list[str] = []
         self._is_same = True
         self._num_kills = 0  # that occurred
+        self._free: set[str] = set()  # logged values that differ in two runs on the same number of ranks
 
     def run(self) -> int:
         print(f"samestep verify {' '.join(self._trials.target.to_command()[1])}", flush=True)
@@ -230,7 +231,28 @@ class _Verification:
         if "kill" in how and not outcome.code:
             result += " (it ended before it was killed)"
         self._print_run(name, outcome, result)
+        if result == "same" and not outcome.is_resumed:
+            self._compare_logged(outcome)
         return result
+
+    def _compare_logged(self, outcome: Outcome) -> None:
+        """Name the logged values that depend on the number of ranks, such as a mean over one rank's micro-batches.
+
+        Values that differ in two runs on the same number of ranks, such as times, depend on something else.
+        """
+        one, other = self._reference.logged, outcome.logged
+        keys = [key for key in one if key in other and one[key] != other[key] and key[1] not in self._free]
+        if outcome.world_size == self._reference.world_size:
+            self._free |= {name for _, name in keys}
+            return
+        ranks = [format_ranks(run.world_size) for run in (self._reference, outcome)]
+        for step, name in {name: (step, name) for step, name in reversed(keys)}.values():
+            self._free.add(name)
+            self._lines.append(
+                f"{name}, logged after {format_count(step, 'step')}, is {one[step, name]} on {ranks[0]} and "
+                f"{other[step, name]} on {ranks[1]}: training does not depend on it; a mean over micro-batches "
+                "belongs in step.log, which averages over the batch"
+            )
 
     def _check_averages(self, size: int) -> None:
         show_activity(f"averages on {format_ranks(size)} ...")

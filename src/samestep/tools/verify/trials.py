@@ -17,7 +17,7 @@ from samestep.plan.ledger import read_records
 from samestep.snapshot.store import SNAPSHOTS, Store
 from samestep.tools.traced_script import build_trace, find_errors, start
 from samestep.tools.verify.traces import Traced, read_traces
-from samestep.watch.records import LEDGER
+from samestep.watch.records import LEDGER, METRICS, read_rows
 from samestep.world.environment import HOOK
 
 SHOWN_LINES = 30
@@ -39,6 +39,7 @@ class Outcome:
         trace: the traces of the ranks.
         final: the digest of the newest snapshot.
         ledger: the fingerprint of each step's samples.
+        logged: (step, name) -> the value in `metrics.jsonl`, the last of several.
     """
 
     world_size: int
@@ -51,6 +52,7 @@ class Outcome:
     trace: Traced
     final: str | None
     ledger: tuple[int, ...]
+    logged: Mapping[tuple[int, str], Any]
 
     @property
     def is_resumed(self) -> bool:
@@ -145,6 +147,12 @@ class Trials:
             output=read_tail(place / "output"),
             trace=read_traces(place),
             final=None if final is None else final.manifest["digest"],
+            logged={
+                (row["step"], name): value
+                for row in read_rows(run_dir / METRICS)
+                for name, value in row.items()
+                if "step" in row
+            },
             ledger=tuple(record[3] for record in read_records(run_dir / LEDGER)),
         )
 
