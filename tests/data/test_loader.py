@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -387,6 +386,7 @@ SCRIPT = """
 import itertools, multiprocessing, sys
 import numpy as np
 import torch
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 1000  # how long torch's own exit hook waits for each worker
 from samestep.data.loader import Loader, Task
 from samestep.data.spec import understand
 
@@ -421,10 +421,8 @@ def test_no_worker_outlives_a_rank_that_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ending", "code"), [("pass", 0), ("1 / 0", 1), ("sys.exit(3)", 3)])
 def test_a_rank_that_never_closes_its_loader_ends_at_once(tmp_path: Path, ending: str, code: int) -> None:
     process, workers = run_script(tmp_path, f"sys.stderr = None; {ending}")
-    began_s = time.monotonic()
-    process.communicate("\n", timeout=30)
+    process.communicate("\n", timeout=120)
     assert process.returncode == code
-    assert time.monotonic() - began_s < 9  # torch's own exit hook would wait 5 s for each
     assert not psutil.wait_procs(workers, timeout=30)[1]
 
 

@@ -113,7 +113,6 @@ def test_a_host_goes_and_comes_back(trial: Trial, undisturbed: Undisturbed, all_
     goes.wait()
     wait_until(lambda: (trial.faults / "held-0").exists(), "it goes on alone")
     trial.note("kill launcher", "forward, 1 of 2 hosts", (trial.dir / "restarts.jsonl").stat().st_mtime - killed_s)
-    assert (trial.dir / "restarts.jsonl").stat().st_mtime - killed_s < 10
     comes = trial.start("launch", 1, "", *flags, arguments=flags_of(*faults), host=all_hosts[1])
     stays.wait_for_words("a second one ends at once")  # it saves, to let the other join
     trial.go_on()
@@ -136,9 +135,7 @@ def test_the_plug_is_pulled(trial: Trial, undisturbed: Undisturbed, all_hosts: l
     cut_off.pull_the_plug()
     cut_s = time.time()
     wait_until(lambda: (trial.dir / "restarts.jsonl").exists(), "it goes on alone")
-    took_s = time.time() - cut_s
-    trial.note("pull the plug", "forward, 1 of 2 hosts", took_s)
-    assert took_s < 20  # 6 to 8 s on an idle machine
+    trial.note("pull the plug", "forward, 1 of 2 hosts", time.time() - cut_s)
     assert finish(stays, goes) == [0, 1], stays.output + goes.output
     assert f"the launcher at {stays_on.address}:29402, the rendezvous of the nodes, has ended" in goes.err.read_text()
     assert trial.outcome() == undisturbed()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from promises.faulty import DEADLINE_S
 from promises.trial import Outcome, Trial, read_outcome, read_tree
 from support.runs import ask
 from support.selection import one_in
@@ -120,7 +121,7 @@ def test_a_busy_rank_ends_at_once(trial: Trial, undisturbed: Undisturbed) -> Non
     assert launch.wait() == 0, launch.output
     took_s = (trial.dir / "restarts.jsonl").stat().st_mtime - killed_s
     trial.note("kill another rank", "reduction", took_s)
-    assert took_s < 10
+    assert took_s < DEADLINE_S, "rank 0 is held for so long"
     assert "a second one ends at once" not in launch.output, "there was no vote"
     assert trial.outcome() == undisturbed()
 

