@@ -92,6 +92,7 @@ def write_scripts(page: Path, directory: Path) -> tuple[list[str], dict[str, set
     ],
     ids=lambda page: page.name,
 )
+# A page has up to 25 commands, each a launch of its own: 18 s for the README, and over a minute on a busy machine.
 def test_pages(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the scripts and commands of a page in its order. A script that no command names is run first."""
     if page.name in SHORTENED:

@@ -112,6 +112,7 @@ def test_the_bits_do_not_depend_on_the_workers(data: Any) -> None:
     assert [loaded.fingerprint for loaded in here] == [fingerprint(task.indices) for task in tasks]
 
 
+# The worker is a new interpreter that imports torch: 2 s, and far more on a busy machine.
 def test_the_bits_do_not_depend_on_how_workers_start() -> None:
     tasks = plan_tasks(3)
     data = DataLoader(Noisy(), batch_size=4, num_workers=1, multiprocessing_context="spawn")

@@ -352,6 +352,7 @@ def test_the_first_signal_kills_a_script_without_handlers(command: Command) -> N
     command.assert_nothing_left()
 
 
+# The launcher is a new interpreter, and imports torch: 2 s, and 20 s on a busy machine.
 def test_a_signal_before_there_are_ranks(command: Command) -> None:
     command.write("plain.py", PLAIN)
     launch = command.start("launch", "--nproc-per-node", "2", "plain.py", real=True)

@@ -160,6 +160,7 @@ def test_a_wrong_number_of_ranks(num_ranks: Any) -> None:
         samestep.spawn(os.getpid, num_ranks)
 
 
+# Two new servers import torch: 8 s, and far more on a busy machine.
 def test_a_killed_server_is_replaced() -> None:
     def kill_server() -> None:
         os.kill(os.getppid(), signal.SIGKILL)

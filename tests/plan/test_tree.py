@@ -47,6 +47,7 @@ def fold(n: int, held: range) -> tuple[dict[Node, Sum], int]:
 numbers = st.integers(1, 64).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n + 5)))
 
 
+# 300 examples of up to 64 micro-batches: 2 s, and 20 s on a busy machine.
 @settings(max_examples=300)
 @given(numbers)
 def test_any_world_size_forms_the_canonical_sum(numbers: tuple[int, int]) -> None:
@@ -64,6 +65,7 @@ def test_any_world_size_forms_the_canonical_sum(numbers: tuple[int, int]) -> Non
     assert slots == {layout.root: canonical(0, n)}
 
 
+# As above.
 @settings(max_examples=300)
 @given(numbers)
 def test_parts_are_subtrees_that_cover_the_range(numbers: tuple[int, int]) -> None:

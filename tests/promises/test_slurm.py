@@ -228,6 +228,7 @@ def test_a_job_without_progress(jobs: Jobs, trial: Trial) -> None:
     assert jobs.cluster.show(number)["Restarts"] == "0"
 
 
+# Slurm waits before it starts a job that was queued again, and looks at time limits once in a while: 15 s in all.
 def test_time_limit(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
     """Slurm sends a signal before the limit."""
     started = jobs.submit("--time", "1", "--grace-s", "45")
@@ -238,6 +239,7 @@ def test_time_limit(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
     assert trial.outcome() == undisturbed()
 
 
+# Slurm waits before it starts a job that was queued again, and before it uses a node that has failed: 20 s in all.
 def test_a_node_fails(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
     """The job loses what came after the newest snapshot, and waits for two nodes again."""
     started = jobs.submit("--snapshot-every", "2")
@@ -357,6 +359,7 @@ def test_the_state_of_a_pending_job(jobs: Jobs, trial: Trial) -> None:
     assert not trial.dir.exists()
 
 
+# Two measurements, each with new interpreters, and KillWait of Slurm for the job that holds the node: 40 s if busy.
 def test_queue_times_of_scale(jobs: Jobs, trial: Trial) -> None:
     """One rank would start at once; two ranks on two nodes once the job on one of them has reached its limit."""
     scale = [jobs.python, "-m", "samestep", "scale", "--slurm", "--for-steps", "100", "--ranks-per-node", "1"]

@@ -12,6 +12,7 @@ from samestep.snapshot.serialization import digest
 from samestep.snapshot.store import Store
 
 
+# 190 writers, each with the waits of a few snapshots for the disk: up to a minute and a half on a busy machine.
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("killed")

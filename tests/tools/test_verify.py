@@ -23,6 +23,7 @@ def write(directory: Path, **faults: str) -> Path:
     return script
 
 
+# Eight runs on up to 5 ranks: 6 s, and 25 s on a busy machine.
 def test_a_sound_script_is_the_same_everywhere_and_nothing_of_it_is_left(tmp_path: Path) -> None:
     script = write(
         tmp_path,
@@ -68,6 +69,7 @@ def test_runs_that_are_not_the_same_end_with_1_and_are_kept_on_demand(tmp_path: 
     assert samestep_command("verify", "--keep-runs", "kept", script.name, cwd=tmp_path).returncode == 2
 
 
+# A command in a new interpreter, which imports torch, and its server: 5 s, and 30 s on a busy machine.
 def test_what_a_killed_one_leaves_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are kept while it, or a run that it started, is alive."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
