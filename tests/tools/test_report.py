@@ -321,6 +321,24 @@ def test_nothing_in_a_run_can_act_in_the_page(tmp_path: Path) -> None:
     assert "://" not in page.replace("http://www.w3.org", "").replace("https://github.com/leeoniya/uPlot", "")
 
 
+def test_logs_are_those_of_the_starts_that_failed(tmp_path: Path) -> None:
+    """Also of a start that failed before its first step, and wrote no status. The start before it was stopped."""
+    run = write_run(tmp_path / "run", status={"status": "failed", "reason": "rank 0 lost another rank", "start": 3})
+    for start, (rank, failure) in {0: (0, "no memory"), 1: (0, ""), 2: (0, "no data"), 3: (1, "killed")}.items():
+        (run / "logs" / str(start)).mkdir(parents=True)
+        (run / "logs" / str(start) / "0.log").write_text(f"output of start {start}")
+        if failure:
+            (run / "logs" / str(start) / "failure.json").write_text(json.dumps({"rank": rank, "reason": failure}))
+    data = read_run_data(run, "run", {})
+    assert data.status["reason"] == "killed"
+    assert data.logs == [
+        ("start 0: no memory", "output of start 0"),
+        ("start 2: no data", "output of start 2"),
+        ("start 3: killed", "rank 1 has printed nothing"),
+        ("start 3, rank 0", "output of start 3"),
+    ]
+
+
 def test_a_run_that_is_being_written(tmp_path: Path) -> None:
     status = {"status": "running", "process": os.getpid(), "host": read_host()}
     run = write_run(tmp_path / "run", status=status, metrics=[{"step": 1, "loss": 2.0}])
