@@ -167,7 +167,9 @@ def explain(error: Error | OSError) -> str | None:
     if isinstance(error, Error):
         return str(error)
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    refused = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTEMPTY)
+    refused = (
+        errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTEMPTY, errno.ELOOP,
+    )  # fmt: skip
     if error.filename is not None and error.errno in (*refused, *full):
         return f"{error.filename} cannot be used ({error.strerror}): name another"
     if error.filename is None and error.errno in (*full, errno.EIO):

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from states import assert_same
 from support.selection import one_in
 
-from samestep.errors import Error, RunDirectoryError
+from samestep.errors import Error, RunDirectoryError, explain
+from samestep.files import read_bytes
 from samestep.plan.ledger import Entry
 from samestep.snapshot.manifest import parse_manifest, seal
 from samestep.snapshot.object_store import ObjectStore, RemoteRun, Unreachable
@@ -361,6 +362,15 @@ def test_a_sound_snapshot_holds_regular_files(place: Path, capsys: Any) -> None:
     os.mkfifo(path)
     assert run_inspect([str(place / "run"), "--check"]) == 1
     assert "state.json is not a regular file" in capsys.readouterr().out
+
+
+def test_a_link_is_an_error_in_one_sentence(place: Path) -> None:
+    """Also where no command has expected it: the error of `open_regular` needs no traceback."""
+    link = place / "run" / "status.json"
+    link.symlink_to(place / "outside")
+    with pytest.raises(OSError, match="symbolic link") as caught:
+        read_bytes(link)
+    assert explain(caught.value) == f"{link} cannot be used (status.json is a symbolic link): name another"
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
