@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from samestep import InvalidType, InvalidValue, Run, UsageError
+from samestep.adapters.lightning_manual import ManualOptimization, PausedCall
 from samestep.data.loader import to_device
 from samestep.train.evaluate import PerMicroBatch
 
@@ -73,8 +74,8 @@ class Trainer(SimpleNamespace):
             global_rank=run.rank, local_rank=run.local_rank, world_size=run.world_size, is_global_zero=run.rank == 0,
             callback_metrics={}, optimizers=[], lr_scheduler_configs=[], logger=None, loggers=[], should_stop=False,
             training=False, validating=False, testing=False, predicting=False, sanity_checking=False,
-            progress_bar_callback=None, barebones=False, default_root_dir=str(run.dir), state=SimpleNamespace(fn="fit"),
-            **parts,
+            progress_bar_callback=None, barebones=False, manual=None, default_root_dir=str(run.dir),
+            state=SimpleNamespace(fn="fit"), **parts,
         )  # fmt: skip
         self._run = run
         self.lightning_module.trainer = self
@@ -187,7 +188,7 @@ def fit(
     mode: str = "min",
     patience: int | None = None,
 ) -> dict[str, float]:
-    """Train a LightningModule with automatic optimization, as `Trainer.fit` does, with the promises of a run.
+    """Train a LightningModule, as `Trainer.fit` does, with the promises of a run.
 
     The run's `batch_size / micro_batch_size` takes the place of Lightning's `accumulate_grad_batches`, and the run's
     `precision` that of Lightning's. `sync_dist=True` is always on. `training_step` gets the number of the step as
@@ -201,7 +202,7 @@ def fit(
 
     Args:
         run: created before the module.
-        module: LightningModule with one optimizer and any schedulers.
+        module: LightningModule. In manual optimization, `training_step` of each micro-batch pauses at each update.
         train_loader: a data set, a DataLoader with the run's batch size or micro-batch size as its batch size, or a
             LightningDataModule. None: that of the data module, or of the module.
         val_loader: the same for validation after each epoch, with any batch size; or a list of DataLoaders.
@@ -241,9 +242,9 @@ def fit(
     _set_up(run, trainer, "fit")
     train_loader, val_loader = _open(trainer, "train", train_loader), _open(trainer, "val", val_loader)
     trainer.count_steps(_count_samples(train_loader), run.batch_size)
-    optimizer, schedules, logs = _prepare(run, trainer)
+    schedules, logs = _prepare(run, trainer)
     for epoch in run.epochs(train_loader, max_epochs):
-        _run_epoch(run, trainer, epoch, optimizer, schedules, logs, gradient_clip_val)
+        _run_epoch(run, trainer, epoch, schedules, logs, gradient_clip_val)
         _log_epoch(run, trainer, epoch, logs, val_loader)
         _step(schedules, "epoch", epoch.number, trainer.callback_metrics)
         _keep_best(run, trainer, monitor, 1 if mode == "min" else -1, epoch.number, patience)
@@ -463,25 +464,29 @@ def _log_epoch(run: Run, trainer: Trainer, epoch: Any, logs: Logs, val_loader: A
         run.log(values)
 
 
-def _prepare(run: Run, trainer: Trainer) -> tuple[torch.optim.Optimizer, list[Schedule], Logs]:
+def _prepare(run: Run, trainer: Trainer) -> tuple[list[Schedule], Logs]:
     """Call the hooks before the training, and prepare the objects that they create."""
     module = trainer.lightning_module
     module.configure_model()
     logs = Logs(_find_metrics(module))
     module.log, module.log_dict, module.print = logs.log, logs.log_dict, run.print
-    optimizer, schedules = _configure(module)
-    module.optimizers = lambda use_pl_optimizer=True: optimizer
+    optimizers, schedules = _configure(module)
+    if module.automatic_optimization:
+        module.optimizers = lambda use_pl_optimizer=True: optimizers[0]
+    else:
+        trainer.manual = ManualOptimization(module, optimizers)
     named = {f"scheduler{i or ''}": each.scheduler for i, each in enumerate(schedules)}
+    named |= {f"optimizer{i or ''}": each for i, each in enumerate(optimizers)}
     if logs.metrics is not None:
         named["metrics"] = logs.metrics
     for i, callback in enumerate(trainer.callbacks):
         if is_replaced(callback, "state_dict", find_class(callback, "Callback")):
             named[f"callback{i}"] = callback
-    run.prepare(module=module, optimizer=optimizer, **named)
-    trainer.optimizers, trainer.lr_scheduler_configs = [optimizer], schedules
+    run.prepare(module=module, **named)
+    trainer.optimizers, trainer.lr_scheduler_configs = optimizers, schedules
     trainer.call("on_fit_start")
     trainer.call("on_train_start")
-    return optimizer, schedules, logs
+    return schedules if module.automatic_optimization else [], logs
 
 
 def _find_metrics(module: Any) -> "Metrics | None":
@@ -507,11 +512,6 @@ def _check(module: Any, callbacks: Sequence[Any], monitor: str | None, mode: str
     if of_lightning is None:
         raise InvalidType(f"fit needs a LightningModule, not a {type(module).__name__}")
     name = type(module).__name__
-    if not module.automatic_optimization:
-        raise InvalidValue(
-            f"{name} optimizes manually: set automatic_optimization = True, or write its training_step as a loop over "
-            "run.epochs, which allows several optimizers"
-        )
     replaced = [each for each in NOT_CALLED if is_replaced(module, each, of_lightning)]
     if replaced:
         raise InvalidValue(f"{name} replaces {' and '.join(replaced)} of Lightning's loop, which fit does not call")
@@ -539,27 +539,25 @@ def _check_callback(callback: Any) -> None:
         raise InvalidType(f"callbacks has {name} with {' and '.join(hooks)}, which fit does not call")
 
 
-def _configure(module: Any) -> tuple[torch.optim.Optimizer, list[Schedule]]:
-    """Return the optimizer and schedules from the result of `configure_optimizers`, in any of its forms."""
+def _configure(module: Any) -> tuple[list[torch.optim.Optimizer], list[Schedule]]:
+    """Return the optimizers and schedules from the result of `configure_optimizers`, in any of its forms."""
     given = module.configure_optimizers()
-    optimizers, schedulers = given, []
-    if isinstance(given, Mapping):
-        optimizers, schedulers = given["optimizer"], [given["lr_scheduler"]] if "lr_scheduler" in given else []
-    elif isinstance(given, list | tuple) and len(given) == 2 and isinstance(given[0], list | tuple):
+    if isinstance(given, list | tuple) and len(given) == 2 and isinstance(given[0], list | tuple):
         optimizers, schedulers = given
-    if isinstance(optimizers, list | tuple) and len(optimizers) == 1:
-        optimizers = optimizers[0]
-        if isinstance(optimizers, Mapping):
-            schedulers = [optimizers["lr_scheduler"]] if "lr_scheduler" in optimizers else []
-            optimizers = optimizers["optimizer"]
-    if not isinstance(optimizers, torch.optim.Optimizer):
+    else:
+        each = given if isinstance(given, list | tuple) else [given]
+        optimizers = [one["optimizer"] if isinstance(one, Mapping) else one for one in each]
+        schedulers = [one["lr_scheduler"] for one in each if isinstance(one, Mapping) and "lr_scheduler" in one]
+    wrong = [one for one in optimizers if not isinstance(one, torch.optim.Optimizer)]
+    if wrong or not optimizers or (len(optimizers) > 1 and module.automatic_optimization):
+        what = f"a {type(wrong[0]).__name__}" if wrong else f"{len(optimizers)} optimizers"
         raise InvalidValue(
-            f"configure_optimizers must return one optimizer, with its schedulers, not {type(optimizers).__name__}: "
-            "several need a loop over run.epochs"
+            f"configure_optimizers must return one optimizer, with its schedulers, not {what}: several need "
+            "automatic_optimization = False, as in Lightning"
         )
     schedulers = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
     schedules = [Schedule(**each) if isinstance(each, Mapping) else Schedule(each) for each in schedulers]
-    return optimizers, schedules
+    return [*optimizers], schedules
 
 
 def _step(schedules: list[Schedule], interval: str, number: int, values: Mapping[str, float]) -> None:
@@ -570,55 +568,107 @@ def _step(schedules: list[Schedule], interval: str, number: int, values: Mapping
 
 
 def _run_epoch(
-    run: Run, trainer: Trainer, epoch: Any, optimizer: torch.optim.Optimizer, schedules: list[Schedule], logs: Logs,
-    gradient_clip_val: float | None,
-) -> None:  # fmt: skip
+    run: Run, trainer: Trainer, epoch: Any, schedules: list[Schedule], logs: Logs, gradient_clip_val: float | None
+) -> None:
     """Train on the steps of an epoch."""
     trainer.current_epoch, trainer.training = epoch.number, True
     trainer.call("on_train_epoch_start")
     for step in epoch:
         trainer.global_step = step.number
         _run_step(run, trainer, step, logs, gradient_clip_val)
-        optimizer.step()
         trainer.callback_metrics |= logs.with_plain(step.metrics)
         _step(schedules, "step", step.number, trainer.callback_metrics)
     trainer.global_step, trainer.training = run.steps_done, False
 
 
 def _run_step(run: Run, trainer: Trainer, step: Any, logs: Logs, gradient_clip_val: float | None) -> None:
-    """Compute the gradient of a batch, with the hooks around it."""
-    module, metrics, parts = trainer.lightning_module, logs.metrics, {}
-    if metrics is not None:
-        metrics.hold()
-    logs.in_training_step = logs.in_micro_batch = True
-    for batch in step:
-        if metrics is not None:
-            metrics.clear()
+    """Compute the gradient of a batch and update, with the hooks around it; several times in manual optimization."""
+    calls: dict[int, PausedCall] = {}
+    parts: list[Any] = []
+    if logs.metrics is not None:
+        logs.metrics.hold()
+    updates = True
+    while updates:
+        logs.in_training_step = logs.in_micro_batch = True
+        mine = {}
+        for batch in step:
+            mine[step.micro_batch] = _run_micro_batch(run, trainer, step, batch, logs, calls)
+        logs.in_training_step = logs.in_micro_batch = False
+        number = 0
+        if logs.metrics is not None or trainer.manual is not None:
+            collected = step.collect(mine)
+            parts += [part for _, part in collected]
+            number = _agree([number for number, _ in collected], step.number)
+        updates = trainer.manual is not None and number >= 0
+        if number >= 0:
+            _update(run, trainer, trainer.optimizers[number], gradient_clip_val)
+    for paused in calls.values():
+        paused.close()
+    if logs.metrics is not None:
+        of_step, of_epoch = logs.metrics.fold(parts)
+        logs.of_metrics |= of_epoch
+        if of_step:
+            step.log(logs.metrics.compute(of_step))
+        logs.metrics.release()
+
+
+def _run_micro_batch(
+    run: Run, trainer: Trainer, step: Any, batch: Any, logs: Logs, calls: dict[int, PausedCall]
+) -> list[Any]:
+    """Run `training_step`, in manual optimization to its next update.
+
+    Returns the number of the optimizer that updates next (-1 after the last update), and the part of the metrics.
+    """
+    number, output, is_first = 0, None, step.num_passes == 0
+    if logs.metrics is not None:
+        logs.metrics.clear()
+    if is_first:
         trainer.call("on_train_batch_start", batch, step.number)
+
+    def call() -> Any:
+        if run.device.type == "cuda":
+            torch.cuda.set_device(run.device)  # of this thread
         with run.autocast():
-            output = module.training_step(batch, step.number)
+            return trainer.lightning_module.training_step(batch, step.number)
+
+    if trainer.manual is None:
+        output = call()
         loss = output["loss"] if isinstance(output, Mapping) else output
         if loss is not None:  # the module leaves this micro-batch out
             trainer.call("on_before_backward", loss)
             step.backward(loss)
+    else:
+        if is_first:
+            if (rehearsed := calls.get(step.micro_batch)) is not None:
+                rehearsed.close()
+            calls[step.micro_batch] = PausedCall(call)
+        kind, value = trainer.manual.advance(calls[step.micro_batch], step)
+        number, output = (value, None) if kind == "update" else (-1, value)
+    if trainer.manual is None or number < 0:
         trainer.call("on_train_batch_end", output, batch, step.number)
-        if values := logs.take():
-            step.log({name: value for name, (value, _) in values.items()})
-        if metrics is not None:
-            parts[step.micro_batch] = metrics.take()
-    logs.in_training_step = logs.in_micro_batch = False
-    if metrics is not None:
-        updated = {v: metrics.pack(part, run.world_size) for v, part in parts.items() if any(part)}
-        of_step, of_epoch = metrics.fold(step.collect(updated))
-        logs.of_metrics |= of_epoch
-        if of_step:
-            step.log(metrics.compute(of_step))
-        metrics.release()
+    if values := logs.take():
+        step.log({name: value for name, (value, _) in values.items()})
+    return [number, [] if logs.metrics is None else logs.metrics.pack(logs.metrics.take(), run.world_size)]
+
+
+def _agree(numbers: Sequence[int], step: int) -> int:
+    """Return the number that all micro-batches have. Raises InvalidValue if they differ."""
+    if len({*numbers}) > 1:
+        raise InvalidValue(
+            f"in step {step}, training_step has updated optimizer {max(numbers)} in some micro-batches only: make the "
+            "same updates in all of them, or decide on them by batch_idx"
+        )
+    return numbers[0]
+
+
+def _update(run: Run, trainer: Trainer, optimizer: torch.optim.Optimizer, gradient_clip_val: float | None) -> None:
     trainer.call("on_after_backward")
-    (optimizer,) = trainer.optimizers
     trainer.call("on_before_optimizer_step", optimizer)
     if gradient_clip_val is not None:
-        run.clip_grad_norm_(module.parameters(), gradient_clip_val)
+        own = [param for group in optimizer.param_groups for param in group["params"]]
+        params = trainer.lightning_module.parameters() if trainer.manual is None else own
+        run.clip_grad_norm_(params, gradient_clip_val)
+    optimizer.step()
 
 
 def _evaluate(run: Run, trainer: Trainer, kind: str, loaders: Any, logs: Logs) -> dict[str, float]:
