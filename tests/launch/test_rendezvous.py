@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -383,7 +384,8 @@ def test_launchers_of_one_user_share_a_secret(shared_tmp: Path) -> None:
         thread.join()
     assert len(found) == 8
     assert len(set(found)) == 1
-    assert [path.name for path in shared_tmp.glob("*/*")] == ["secret"]
+    (file,) = shared_tmp.glob("*/*")
+    assert (file.name, stat.S_IMODE(file.stat().st_mode)) == ("secret", 0o600)
 
 
 def test_a_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -399,7 +399,7 @@ def test_modules_are_compared_by_their_content(tmp_path: Path, monkeypatch: pyte
     ("'my data'", "data", "'my data' instead of data"),
 ])  # fmt: skip
 def test_arguments_that_differ(mine: str, theirs: str, said: str | None) -> None:
-    nodes = parse_nodes("2", None, "localhost:1", "", 300)
+    nodes = parse_nodes("2", None, "localhost:1", "", 300, "a secret of this test")
     assert nodes is not None
     here, there = (
         build_hello(replace(nodes, node_rank=rank), Target("script", str(SCRIPT), shlex.split(text)), 1, 0)

@@ -70,6 +70,7 @@ def share_secret() -> str:
             partial = file.with_name(secrets.token_hex(8))
             try:
                 with open(partial, "x", opener=open_regular) as opened:
+                    os.fchmod(opened.fileno(), 0o600)
                     opened.write(make_secret())
                 with suppress(FileExistsError):  # another launcher was faster
                     os.link(partial, file)
