@@ -124,7 +124,7 @@ def test_abandoned_workers_of_a_loader() -> None:
 
 
 def test_a_group_for_tensors_on_gpus_gets_gloo_for_those_in_host_memory() -> None:
-    """Without `_register_backend`: refuse such a group, and ask for the backend "cpu:gloo,cuda:nccl"."""
+    """Without `_register_backend`, `_device_types`: refuse such a group, and ask for "cpu:gloo,cuda:nccl"."""
     create: Any = dist.ProcessGroupGloo  # type: ignore[attr-defined]
     dist.Backend.register_backend("gpu", lambda *place: create(*place), devices=["cuda"])
     dist.init_process_group("gpu", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -132,6 +132,9 @@ def test_a_group_for_tensors_on_gpus_gets_gloo_for_those_in_host_memory() -> Non
         with pytest.raises(RuntimeError, match="cpu"):
             dist.broadcast(torch.ones(1), 0)
         torch_internals.add_gloo()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr(dist, "ProcessGroupGloo")  # the second call opens nothing
+            torch_internals.add_gloo()
         dist.broadcast(torch.ones(1), 0)
     finally:
         dist.destroy_process_group()

@@ -145,8 +145,10 @@ def forget_workers(iterator: Any) -> None:
 
 
 def add_gloo() -> None:
-    """Let the default process group exchange tensors in host memory, as if its backend were "cpu:gloo,cuda:nccl"."""
+    """Let the process group exchange tensors in host memory, as "cpu:gloo,cuda:nccl" does, unless it already can."""
     group: Any = dist.group.WORLD
+    if torch.device("cpu") in group._device_types:
+        return
     store: Any = dist.PrefixStore("samestep/gloo", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
     gloo = dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size(), dist.default_pg_timeout)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)

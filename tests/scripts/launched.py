@@ -32,6 +32,7 @@ def train_in_group(rank: int, how: str) -> None:
     elif how == "other":
         os.environ |= {"RANK": str(1 - rank), "WORLD_SIZE": "2"}
         dist.init_process_group("gloo", rank=rank, world_size=2)
+    samestep.Run(None, batch_size=8, micro_batch_size=4)  # the group serves several runs
     train()
     dist.destroy_process_group()
 

@@ -300,8 +300,7 @@ def find_ranks() -> Environment:
     if not has_group():
         return environment
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if "cpu" not in dist.get_backend_config():
-        add_gloo()
+    add_gloo()
     if (rank, world_size) == (environment.rank, environment.world_size):
         return environment
     if environment.world_size > 1:
