@@ -16,7 +16,7 @@ from support.waiting import wait_until
 import samestep
 from samestep import console
 from samestep.errors import PeerFailed
-from samestep.world import group
+from samestep.world import group, local_sockets
 
 # --- processes forked by the script -----------------------------------------------------------------------------------
 
@@ -140,6 +140,30 @@ def test_a_run_that_one_rank_creates_later(tmp_path: Path) -> None:
 
     sentence = samestep.spawn(train, 2)
     assert sentence.startswith("rank 0 has waited 0.1 s in samestep.Run for the other ranks: create each Run on every")
+
+
+@pytest.mark.parametrize(("where", "at"), [("then", 1), ("then", 3), ("after_epoch", 3)])
+def test_a_run_in_the_loop_of_another_one(tmp_path: Path, where: str, at: int) -> None:
+    """One rank creates it, and the other one continues with the loop: the error names both. On all ranks, it works."""
+
+    def create(t: Tiny) -> None:
+        if t.step.number == at and t.run.rank in ranks:
+            Tiny(None)
+
+    def train(t: Tiny, **given: Any) -> None:
+        more = {"then": lambda t: [update(t), create(t)]} if where == "then" else {"after_epoch": create}
+        t.train(**given, **more)
+
+    def connect_and_train(run_dir: Path) -> int:
+        if at == 1:  # a step's exchange is recognized on one host; some sandboxes hide that the ranks share theirs
+            local_sockets.read_host_id = lambda kind: "this host"  # type: ignore[assignment]
+        return tiny_run(run_dir, do=train)
+
+    ranks = [0]
+    with pytest.raises(samestep.Error, match=r"^rank 0 has called samestep\.Run.*, and rank 1 (continues|has not)"):
+        samestep.spawn(connect_and_train, 2, (tmp_path / "x",))
+    ranks = [0, 1]
+    assert samestep.spawn(connect_and_train, 2, (tmp_path / "y",)) == 8
 
 
 def test_a_rank_that_leaves_early(tmp_path: Path) -> None:

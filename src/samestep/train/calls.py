@@ -7,10 +7,10 @@ from samestep.errors import UsageError
 from samestep.world.group import Group
 
 EPOCH_END, EPOCH_END_AFTER_STOP = 0, 1
-PREPARE, LOOP, ONCE, EVALUATE, RESTORE = range(2, 7)
+PREPARE, LOOP, ONCE, EVALUATE, RESTORE, NEW_RUN = range(2, 8)
 NAMES = {
     PREPARE: "run.prepare", LOOP: "run.epochs or run.steps", ONCE: "run.once", EVALUATE: "run.evaluate",
-    RESTORE: "run.restore",
+    RESTORE: "run.restore", NEW_RUN: "samestep.Run",
 }  # fmt: skip
 
 
@@ -29,6 +29,8 @@ def meet(group: Group, call: int, names: Sequence[str] = ()) -> list[int]:
     """
     nothing = _hash([])
     marks = group.gather_number(call + (_hash(names) << 8))
+    if call == NEW_RUN:
+        _check_in_call(marks, group.rank)
     calls, asked = [mark & 0xFF for mark in marks], [mark >> 8 for mark in marks]
     _check_same(calls)
     if len({*asked}) > 1:
@@ -39,6 +41,17 @@ def meet(group: Group, call: int, names: Sequence[str] = ()) -> list[int]:
             "call run.snapshot on every rank; one of them writes it"
         )
     return calls
+
+
+def _check_in_call(marks: Sequence[int], own: int) -> None:
+    """Raise UsageError if a rank is in the exchange of a step: the beginning of its message is no mark of a call."""
+    known = {call + (_hash([]) << 8) for call in (EPOCH_END, EPOCH_END_AFTER_STOP, *NAMES)}
+    for rank, mark in enumerate(marks):
+        if mark not in known:
+            raise UsageError(
+                f"rank {own} has called samestep.Run inside the loop of another run, and rank {rank} continues with "
+                "that loop: create the Run on every rank at the same place, or outside of the loop"
+            )
 
 
 def _check_same(calls: Sequence[int]) -> None:

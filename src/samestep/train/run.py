@@ -46,7 +46,7 @@ from samestep.train.stop_signals import StopSignals
 from samestep.train.stopping import Stopping
 from samestep.train.tracing import open_tracer
 from samestep.train.unprepared import Unprepared
-from samestep.train.watchdog import Watchdog
+from samestep.train.watchdog import Watchdog, meet_in_loop
 from samestep.watch.progress import build_progress, say_above
 from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import Tracker
@@ -166,6 +166,7 @@ class Run:
         if settings.precision == "tf32" and self.device.type == "cuda":
             use_tf32()
         precision_of_run = build_precision(settings.precision, self.device)
+        meet_in_loop()
         group = open_group(environment, self.device, backend=settings.backend)
         self.rank, self.local_rank, self.world_size = environment.rank, environment.local_rank, environment.world_size
         self.state: dict[str, Any] = {}

@@ -20,6 +20,7 @@ from samestep.errors import Error, PeerFailed, Stuck
 from samestep.files import read_text
 from samestep.launch.failure import write_failure
 from samestep.snapshot.snapshotter import Snapshotter
+from samestep.train.calls import NEW_RUN, meet
 from samestep.train.context import RunContext
 from samestep.train.position import Position
 from samestep.train.steps import Step, StepObserver
@@ -156,6 +157,17 @@ class Watchdog(PhaseClock, StepObserver):
         error_dir = self._context.environment.error_dir
         if error_dir is not None and Path(error_dir).is_dir():
             write_failure(rank, error_dir, error, EXIT_CODE)
+
+
+def meet_in_loop() -> None:
+    """Check that all ranks create a Run, if this one does so in the loop of another run, between two exchanges.
+
+    Raises:
+        UsageError: another rank continues with that loop, and both would wait for each other.
+    """
+    for watchdog in _open:
+        if watchdog._context.world_size > 1 and watchdog.now[0] in ("updating", "script"):
+            meet(watchdog._context.group, NEW_RUN)
 
 
 def kill_sibling(pid: int) -> None:
