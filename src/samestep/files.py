@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 64 << 20  # of a file that is parsed whole
+PIECE_BYTES = 1 << 16
 MOST_DEPTH = 100  # of nested JSON: far below Python's limit of recursion
 
 
@@ -49,10 +50,12 @@ def read_bytes(path: Path, most: int = MOST_BYTES, *, is_given: bool = False) ->
         is_given: the user has given this path, so it may also be a link, a pipe or a device.
     """
     with open(path, "rb", opener=None if is_given else open_regular) as file:
-        data = file.read(most + 1)
+        data = bytearray()
+        while len(data) <= most and (piece := file.read(PIECE_BYTES)):  # /proc/sys allocates what a read asks for
+            data += piece
     if len(data) > most:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
-    return data
+    return bytes(data)
 
 
 def read_text(path: Path, most: int = MOST_BYTES, *, is_given: bool = False) -> str:

@@ -17,6 +17,7 @@ from samestep.errors import PeerFailed
 from samestep.world import local_sockets as sockets_module
 from samestep.world.environment import read_environment
 from samestep.world.group import open_group
+from samestep.world.host import read_host_id
 from samestep.world.local_sockets import LocalSockets, connect
 
 
@@ -154,3 +155,9 @@ def exchange_in_a_group() -> list[int]:
 
 def test_ranks_of_one_host_find_one_another() -> None:
     assert len(set(samestep.spawn(exchange_in_a_group, 3))) == 3
+
+
+def test_this_machine_is_known() -> None:
+    """Without its identity, ranks on one machine would not use local sockets, and would notice no rank that stops."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert read_host_id("net").startswith(f"{boot}-")
