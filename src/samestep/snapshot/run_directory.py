@@ -357,6 +357,7 @@ class RunDirectory:
                 continues, with a warning at each snapshot.)
         """
         if (change := self._describe_change()) and (self.path / RECORD).exists():
+            self.check_still_ours()  # a process that has taken the run over replaces its logs
             raise RunDirectoryError(f"{change}; the same command continues from the newest snapshot")
 
     def _describe_change(self) -> str:
