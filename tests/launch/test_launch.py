@@ -472,8 +472,8 @@ def test_ranks_that_cannot_know_their_rank_are_named(
     done = command.run("launch", "--nproc-per-node", str(num_ranks), "train.py", "--lr", "0.1")
     assert done.returncode == (3 if "exit" in script else 0), done.stderr
     line = (
-        "samestep: no rank used samestep or a process group, or read RANK: each of the 2 ranks ran all of train.py by "
-        "itself; see docs/coming-from.md, and check it with samestep verify --plain train.py --lr 0.1\n"
+        "samestep: no rank used samestep or a process group, or read RANK: each of the 2 ranks ran a full copy "
+        "of train.py; see docs/coming-from.md, and check it with samestep verify --plain train.py --lr 0.1\n"
     )
     assert (line in done.stderr) == warns
     assert done.stderr.count("no rank used") == warns

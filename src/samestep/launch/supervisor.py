@@ -91,8 +91,8 @@ def _warn_of_copies(ranks: Ranks, target: Target) -> None:
     if target.kind != "call" and ranks.num_ranks > 1 and not (ranks.directory / RANKED).exists():
         command = shlex.join(["samestep", "verify", "--plain", *target.to_command()[1]])
         say(
-            f"no rank used samestep or a process group, or read RANK: each of the {ranks.num_ranks} ranks ran all of "
-            f"{target.name} by itself; see docs/coming-from.md, and check it with {command}"
+            f"no rank used samestep or a process group, or read RANK: each of the {ranks.num_ranks} ranks ran a full "
+            f"copy of {target.name}; see docs/coming-from.md, and check it with {command}"
         )
 
 

@@ -125,16 +125,16 @@ def read_rank() -> int:
 
 def note_rank_reads(marker: Path) -> None:
     """Create the file `marker` when this process, or one that it forks, first reads its rank from the environment."""
-    encode: Any = os.environ.encodekey  # is called with the name of each variable that is read
+    noted: list[str] = []
 
-    def note(name: str) -> Any:
-        if name in ("RANK", "LOCAL_RANK"):
-            os.environ.encodekey = encode
+    def note(name: str, value: str) -> str:
+        if not noted and name in ("RANK", "LOCAL_RANK"):
+            noted.append(name)
             with suppress(OSError):
                 marker.touch()
-        return encode(name)
+        return value
 
-    os.environ.encodekey = note
+    intercept_reads(note)
 
 
 def read_master() -> tuple[str, int]:
