@@ -94,6 +94,7 @@ class Faults:
         self._faults = [Fault.parse(text) for text in faults]
         self._directory = directory
         self._struck: set[Fault] = set()
+        self._struck_before: set[str] = set()  # names of the files of faults that struck an earlier start
         self._spoiled = ""
         self.rank = 0
         self.run: Any = None
@@ -102,6 +103,7 @@ class Faults:
     def join(self, rank: int) -> None:
         """Writes the pid of this rank. All ranks have done so before `samestep.Run` returns on any."""
         self.rank = rank
+        self._struck_before = {path.name for path in self._directory.glob("struck-*")}
         (self._directory / f"pid-{rank}").write_text(str(os.getpid()))
 
     def are_in(self, moment: str) -> bool:
@@ -125,13 +127,16 @@ class Faults:
         if fault in self._struck:
             return False
         self._struck.add(fault)
+        path = self._directory / f"struck-{str(fault).replace(' ', '-')}"
         if fault.action in ENDINGS and fault.rank is None:  # once on each rank
-            (self._directory / f"struck-{str(fault).replace(' ', '-')}").write_text(str(fault))
+            path.write_text(str(fault))
             return True
         try:
-            with open(self._directory / f"struck-{str(fault).replace(' ', '-')}", "x") as file:
+            with open(path, "x") as file:
                 file.write(str(fault))
         except FileExistsError:
+            if fault.action == "kill" and path.name not in self._struck_before:  # the first rank is about to kill this
+                os.kill(os.getpid(), signal.SIGKILL)
             return False
         return True
 
