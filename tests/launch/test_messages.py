@@ -3,11 +3,12 @@
 import math
 import os
 import socket
+import struct
 from dataclasses import dataclass
 
 import pytest
 
-from samestep.launch.messages import LineSplitter, MessageReader, build, encode_message
+from samestep.launch.messages import LineSplitter, Link, MessageReader, build, encode_message
 
 
 def test_lines_that_arrive_in_pieces() -> None:
@@ -36,6 +37,19 @@ def test_messages() -> None:
         assert reader.receive(math.inf) == {}
         with pytest.raises(ConnectionError):
             reader.receive()
+
+
+def test_the_addresses_of_a_peer_that_has_reset_the_connection() -> None:
+    """The rendezvous server asks for them before it has read the end of the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        link = Link(listener.accept()[0])
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() sends a reset
+        theirs.close()
+        with pytest.raises(ConnectionError):
+            link.receive(math.inf)
+        assert link.addresses == ("127.0.0.1", "127.0.0.1")
+        link.close()
 
 
 @dataclass(frozen=True)

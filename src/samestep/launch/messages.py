@@ -100,15 +100,30 @@ class MessageReader:
 
 
 class Link(MessageReader):
-    """A TCP connection between a launcher and the rendezvous server. Every message has a "kind"."""
+    """A TCP connection between a launcher and the rendezvous server. Every message has a "kind".
+
+    Attributes:
+        addresses: the addresses of this side and of the peer; they are known after the peer has gone, too.
+
+    Raises:
+        OSError: the peer has closed the connection.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(connection.fileno(), MAX_GREETING_BYTES)
         self._socket = connection
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option, value in KEEP_ALIVE.items():
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        try:
+            self.addresses = (
+                plain_address(connection.getsockname()[0]),
+                plain_address(connection.getpeername()[0]),
+            )
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for option, value in KEEP_ALIVE.items():
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        except OSError:
+            connection.close()
+            raise
 
     def trust(self) -> None:
         """Accept long lines: the peer has proven that it knows the secret."""
@@ -129,11 +144,6 @@ class Link(MessageReader):
         if message is not None and not isinstance(message.get("kind"), str):
             raise ValueError("not a message")
         return message
-
-    @property
-    def addresses(self) -> tuple[str, str]:
-        """The addresses of this side and of the peer."""
-        return plain_address(self._socket.getsockname()[0]), plain_address(self._socket.getpeername()[0])
 
     def close(self) -> None:
         """Close the connection."""
