@@ -181,7 +181,8 @@ def serve(client: "Connection[Any, Any]") -> NoReturn:
     os.environ.update({"OMP_NUM_THREADS": "1", **child_variables(), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
     preload()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _Server(client).run()
+    server = _Server(client)  # without this name, its sockets would be collected open, and Python would warn
+    server.run()
     os._exit(0)
 
 
