@@ -185,7 +185,7 @@ def test_a_sampler_s_indices_as_given() -> None:
 @pytest.mark.parametrize(
     ("indices", "sentence"),
     [
-        ([], "the sampler gave no indices"),
+        ([], "the sampler gave no indices: each epoch needs"),
         ([0, 1, 4], "gave index 4 at position 2: the data set's samples are 0 to 3"),
         ([0, -1], "gave index -1 at position 1"),
         ([0.0, 1.0], "the sampler's indices are float64: give whole numbers"),

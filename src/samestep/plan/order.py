@@ -104,7 +104,7 @@ class GivenOrder:
         if found.ndim != 1:
             raise InvalidValue("the sampler's indices are not one-dimensional: give one whole number per sample")
         if not found.size:
-            raise InvalidValue("the sampler gave no indices: a run needs at least 1 sample")
+            raise InvalidValue("the sampler gave no indices: each epoch needs at least 1 sample")
         if found.dtype.kind not in "iu":
             raise InvalidValue(f"the sampler's indices are {found.dtype.name}: give whole numbers")
         wrong = np.flatnonzero((found < 0) | (found >= num_samples))
