@@ -20,6 +20,7 @@ NAMED = {
     "an average": ("ema", "pass it to run.prepare"),
     "a schedule": ("schedule", "pass it to run.prepare"),
     "a schedule of epochs": ("schedule", "pass it to run.prepare"),
+    "a schedule in a wrapper that does not save it": ("wrapper.schedule", "pass it to run.prepare"),
     "a scaler": ("scaler", "leave it out"),
     "a generator of torch": ("noise", "draw from torch, numpy.random or random themselves"),
     "a generator of numpy": ("noise", "draw from torch, numpy.random or random themselves"),
@@ -32,6 +33,7 @@ SILENT = (
     "nothing", "all is prepared", "a teacher", "a wrapper", "a trainer", "a generator that is seeded",
     "schedules in sequence", "schedules in a chain", "a copy that is made before each epoch",
     "a copy that is made before each step", "a copy of a part", "a metric", "a metric that is reset at the end",
+    "a schedule in a wrapper",
 )  # fmt: skip
 
 
@@ -69,6 +71,20 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.count = state["count"]
+
+
+class Holder:
+    """Holds a schedule, which its state contains or not."""
+
+    def __init__(self, schedule: torch.optim.lr_scheduler.LRScheduler, *, saves: bool) -> None:
+        self.schedule, self.saves = schedule, saves
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"schedule": self.schedule.state_dict()} if self.saves else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.saves:
+            self.schedule.load_state_dict(state["schedule"])
 
 
 def train(run_dir: Path, case: str, ignored: str = "nothing") -> None:
@@ -114,6 +130,11 @@ def train(run_dir: Path, case: str, ignored: str = "nothing") -> None:
     if case == "a trainer":
         trainer = Trainer(model, optimizer)
         in_step = lambda step: setattr(trainer, "count", step)  # noqa: E731
+    if case.startswith("a schedule in a wrapper"):
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        objects["wrapper"] = wrapper = Holder(schedule, saves=case.endswith("wrapper"))
+        del schedule
+        in_step = lambda step: wrapper.schedule.step()  # noqa: E731
     if case.startswith("schedules"):
         warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
         decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)

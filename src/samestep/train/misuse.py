@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.engine.gradient_pass import GradientPass
 from samestep.errors import UsageError
-from samestep.train.stateful import find_held_optimizers, is_saved
+from samestep.train.stateful import find_held_optimizers, find_saved
 from samestep.train.steps import Step, StepObserver
 from samestep.watch.replica_checksums import checksum, read_back
 
@@ -159,7 +159,7 @@ class MisuseChecks(StepObserver):
         """Return a prepared parameter of an unprepared optimizer, unless a prepared object saves the optimizer."""
         params = (param for group in optimizer.param_groups for param in group["params"])
         name = next((self._names[id(param)] for param in params if id(param) in self._names), None)
-        if name is not None and is_saved(self._objects, optimizer):
+        if name is not None and find_saved(self._objects, [optimizer]):
             self._optimizers.add(optimizer)
             return None
         return name

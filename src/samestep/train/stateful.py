@@ -3,7 +3,8 @@
 import gc
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 from weakref import ref
 
@@ -112,15 +113,27 @@ def find_held_optimizers(objects: Objects) -> list[torch.optim.Optimizer]:
     return [part for part in find_parts(objects, in_schedules=False) if isinstance(part, torch.optim.Optimizer)]
 
 
-def is_saved(objects: Objects, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the objects' states are built from the state of an optimizer."""
-    asked: list[bool] = []
-    hook = optimizer.register_state_dict_pre_hook(lambda _: asked.append(True))
-    try:
+def find_saved(objects: Objects, parts: Iterable[Any]) -> set[int]:
+    """Return the ids of those optimizers and schedulers whose state_dict is called to build the objects' states."""
+    asked: set[int] = set()
+
+    def watch(part: Any) -> Callable[[], Any]:
+        build = part.state_dict
+
+        def state_dict() -> Any:
+            asked.add(id(part))
+            return build()
+
+        return state_dict
+
+    with ExitStack() as stack:
+        for part in parts:
+            own = {name: value for name, value in vars(part).items() if name == "state_dict"}
+            stack.callback(vars(part).update, own)
+            part.state_dict = watch(part)
+            stack.callback(vars(part).pop, "state_dict")
         states(objects)
-    finally:
-        hook.remove()
-    return bool(asked)
+    return asked
 
 
 def learning_rates(objects: Objects) -> dict[str, float]:

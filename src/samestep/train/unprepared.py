@@ -18,7 +18,7 @@ from samestep.data.content import find_leaves, view_bytes
 from samestep.snapshot.async_copy import locate
 from samestep.train.batches import Batches
 from samestep.train.generators import KINDS, find_things, look_into, read_generator
-from samestep.train.stateful import find_parts, unwrap
+from samestep.train.stateful import find_parts, find_saved, unwrap
 from samestep.train.steps import Step, StepObserver
 
 LOOK_AT = (1, 2, 4, 8, 16)  # steps of this start after which to look
@@ -64,10 +64,14 @@ class Unprepared(StepObserver):
         self._at_epochs: dict[str, str] = {}  # marks at the beginning of epochs, of what can be reset
         self._num_steps = self._num_epochs = 0
         self._is_due = self._is_epoch = False
-        # Parts of prepared objects, such as the schedulers in a SequentialLR.
+        # Parts of prepared objects, such as the schedulers in a SequentialLR. A wrapper may hold some that it does not
+        # save.
         parts = [part for module in self._modules for part in module.modules()]
+        held = find_parts(objects, in_schedules=True)
+        schedules = [part for part in held if isinstance(part, LRScheduler)]
+        unsaved = {id(schedule) for schedule in schedules} - find_saved(objects, schedules)
         self._own = {id(each) for each in objects.values()}
-        self._parts = self._own | {id(part) for part in (*parts, *find_parts(objects, in_schedules=True))}
+        self._parts = self._own | {id(part) for part in (*parts, *held)} - unsaved
 
     def end_body(self, step: Step) -> None:
         self._num_steps += 1
