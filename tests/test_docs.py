@@ -43,13 +43,9 @@ def find_commands(page: Path) -> Iterator[str]:
                 yield command
 
 
-def run_command(command: str, cwd: Path, *, real: bool = False) -> str:
-    """Run a documented command with this test's interpreter and package. Returns its output.
-
-    `real`: in new interpreters.
-    """
-    bin_dir = Path(sys.executable).parent
-    path = f"{bin_dir}" if real else f"{find_programs()}:{bin_dir}"
+def run_command(command: str, cwd: Path) -> str:
+    """Run a documented command with this test's interpreter and package. Returns its output."""
+    path = f"{find_programs()}:{Path(sys.executable).parent}"
     done = subprocess.run(
         ["bash", "-c", f'export PATH="{path}:$PATH"; {command}'],
         cwd=cwd,
@@ -102,7 +98,7 @@ def test_pages(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     commands[:0] = [f"python {script}" for script in scripts if not any(script in command for command in commands)]
     digests = []
     for command in commands:
-        output = run_command(command, tmp_path, real=command == "python single.py")
+        output = run_command(command, tmp_path)
         if "--digest" in command:
             digests.append(output.strip())
     assert len(set(digests)) <= 1
