@@ -3,6 +3,7 @@ table of the faults that runs survived is printed at the end.
 """
 
 import functools
+import gc
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from support.strikes import Strike, format_tables, read_strikes
 LAUNCHERS = ("SAMESTEP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 SERVERS = ("launch.forkserver", "support.preloaded", "support.command_server", "multiprocessing.resource_tracker")
 FORKED_WITHOUT_EXEC = 0x40  # PF_FORKNOEXEC of the kernel's flags of a process
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # of these, a run changes the handlers
 GRACE_S = 20.0
 PID = os.getpid()
 LONG = ("test_slurm.py", "test_docs.py", "test_typed.py")
@@ -106,6 +108,7 @@ def describe(processes: dict[int, psutil.Process]) -> str:
 def _nothing_is_left() -> Iterator[None]:
     """Fail a test that leaves something behind."""
     directory, variables = os.getcwd(), dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
     before = find_children()
     yield
     deadline_s = time.monotonic() + GRACE_S
@@ -132,6 +135,12 @@ def _nothing_is_left() -> Iterator[None]:
     if os.getcwd() != directory:
         faults.append(f"the current directory {os.getcwd()}")
         os.chdir(directory)
+    if any(signal.getsignal(number) != handler for number, handler in handlers.items()):
+        gc.collect()  # a traceback holds a run, which restores them when nothing refers to it
+    for number, handler in handlers.items():
+        if signal.getsignal(number) != handler:
+            faults.append(f"a handler of {number.name}: {signal.getsignal(number)}")
+            signal.signal(number, handler)
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         faults.append("a process group")

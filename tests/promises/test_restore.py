@@ -119,10 +119,14 @@ def test_what_cannot_be_restored(tmp_path: Path) -> None:
 
 def test_a_loop_after_restore(tmp_path: Path) -> None:
     """It would train other weights than those of the newest snapshot."""
-    tiny_run(tmp_path / "run", num_steps=1)
-    run = Tiny(tmp_path / "run").run
-    run.restore("latest")
-    with pytest.raises(samestep.Error, match=r"run\.restore was called before the loop"):
-        run.steps(torch.ones(8, 4), 2)
-    with pytest.raises(samestep.Error, match="this run has no directory"):
-        Tiny().run.restore("best")
+
+    def refuse() -> None:  # in a rank, because a run without a loop keeps its signal handlers until the process ends
+        tiny_run(tmp_path / "run", num_steps=1)
+        run = Tiny(tmp_path / "run").run
+        run.restore("latest")
+        with pytest.raises(samestep.Error, match=r"run\.restore was called before the loop"):
+            run.steps(torch.ones(8, 4), 2)
+        with pytest.raises(samestep.Error, match="this run has no directory"):
+            Tiny().run.restore("best")
+
+    samestep.spawn(refuse, 1)

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -159,6 +159,10 @@ class Loop:
 
     def run_epochs(self, num_epochs: int) -> Generator[Epoch, None, None]:
         """Yield the epochs from the run's position on."""
+        with self._restoring_signals():
+            yield from self._run_epochs(num_epochs)
+
+    def _run_epochs(self, num_epochs: int) -> Iterator[Epoch]:
         position = self._position
         self._begin()
         for number in range(self.batches.epoch_of(position.steps_done), self.batches.first_epoch + num_epochs):
@@ -190,6 +194,10 @@ class Loop:
 
     def run_steps_of_epoch(self, end: int) -> Iterator[Step]:
         """Yield the steps up to step `end`, in an epoch's body."""
+        with self._restoring_signals():
+            yield from self._run_steps_of_epoch(end)
+
+    def _run_steps_of_epoch(self, end: int) -> Iterator[Step]:
         if (change := self._attributes.find_change()) is not None:  # such as by set_epoch, earlier in the body
             warn(self._context.say, change, start="the data set's")
         while self._position.steps_done < end and not self._stopping.ending:
@@ -197,6 +205,10 @@ class Loop:
 
     def run_steps(self) -> Generator[Step, None, None]:
         """Yield the steps from the run's position on."""
+        with self._restoring_signals():
+            yield from self._run_steps()
+
+    def _run_steps(self) -> Iterator[Step]:
         self._begin()
         while not self._stopping.ending:
             self._load_further()
@@ -269,10 +281,22 @@ class Loop:
         """At the end of the process: return why the run has not ended correctly."""
         return self._left_error or self.failure
 
-    def _leave(self, loop: str, where: str) -> None:
-        self._on.leave(self._position.steps_done)
+    @contextmanager
+    def _restoring_signals(self) -> Iterator[None]:
+        """After an error in the loop, Ctrl-C is no request to stop: a notebook, for example, continues without it."""
+        try:
+            yield
+        except Exception:
+            self._release_signals()
+            raise
+
+    def _release_signals(self) -> None:
         if self._context.environment.launcher == "python":  # a rank of a launcher may still get its signals
             self._stopping.signals.restore()
+
+    def _leave(self, loop: str, where: str) -> None:
+        self._on.leave(self._position.steps_done)
+        self._release_signals()
         if not self._stopping.is_ended and self._left_error is None:
             self._left_error = UsageError(
                 f"the loop over the {loop} was left by break (or return, or an error) in {where}, so that what came "
