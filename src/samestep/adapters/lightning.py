@@ -106,7 +106,7 @@ def _save_checkpoint(trainer: Trainer, path: Any) -> None:
     for part in (module, datamodule):
         if part is not None and part.hparams:
             checkpoint |= {part.CHECKPOINT_HYPER_PARAMS_KEY: dict(part.hparams)}
-            checkpoint |= {part.CHECKPOINT_HYPER_PARAMS_NAME: part._hparams_name}
+            checkpoint |= {part.CHECKPOINT_HYPER_PARAMS_NAME: part._hparams_name}  # noqa: SLF001
     module.on_save_checkpoint(checkpoint)
     torch.save(checkpoint, path)
 

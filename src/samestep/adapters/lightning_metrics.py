@@ -25,7 +25,7 @@ class Metrics:
     def __init__(self, module: nn.Module) -> None:
         for part in module.modules():
             if isinstance(part, MetricCollection):  # else only the first metric of a group has a state
-                part._enable_compute_groups = False
+                part._enable_compute_groups = False  # noqa: SLF001
                 part.add_metrics({})
         self._metrics: dict[str, Metric] = {p: part for p, part in module.named_modules() if isinstance(part, Metric)}
         for metric in self._metrics.values():
@@ -154,7 +154,7 @@ def _read(metric: Metric) -> State:
 
 def _write(metric: Metric, state: State) -> None:
     metric.reset()  # the value that it has kept, too
-    metric._update_count, values = state
+    metric._update_count, values = state  # noqa: SLF001
     for name, value in values.items():
         is_list = isinstance(value, list)
         setattr(metric, name, [each.to(metric.device) for each in value] if is_list else value.to(metric.device))
@@ -166,7 +166,7 @@ def _reduce(metric: Metric, states: Sequence[State]) -> State:
         return states[0]
     counts = [num for num, _ in states]
     merged: dict[str, Any] = {}
-    for name, how in metric._reductions.items():
+    for name, how in metric._reductions.items():  # noqa: SLF001
         values = [each[name] for _, each in states]
         if isinstance(values[0], list):
             merged[name] = [entry for value in values for entry in value]

@@ -96,7 +96,7 @@ def _open_server(overrides: Overrides, num_ranks: str) -> ForkServer:
         return ForkServer()  # not the program `samestep`: do not fork its state
     gc.disable()  # saves a quarter of the time of the imports
     # Before numpy is imported and starts threads, which a fork does not copy.
-    os.environ.update({"OMP_NUM_THREADS": str(overrides.get("num_threads") or 1), **child_variables()})
+    os.environ.update({"OMP_NUM_THREADS": str(overrides.get("num_threads") or 1), **child_variables()})  # noqa: TID251
     ranks = "1 rank" if num_ranks == "1" else f"{num_ranks} ranks" if num_ranks.isdecimal() else "ranks"
     with saying_when_slow(f"starting {ranks}", SLOW_S) if os.isatty(2) else nullcontext():
         import torch  # noqa: F401

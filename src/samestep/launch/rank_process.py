@@ -60,17 +60,17 @@ def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str
         elif not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
 
-    os.environ.clear()
-    os.environ.update(variables)
+    os.environ.clear()  # noqa: TID251 that of the fork server
+    os.environ.update(variables)  # noqa: TID251
     try:
         _set_up_streams()
         os.chdir(cwd)
         _separate_from_server(variables)
         # The temporary files of multiprocessing are then removed with the directory, also after a SIGKILL.
-        multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
+        multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]  # noqa: SLF001
         note_rank_reads(Path(directory, RANKED))
         if HOOK in variables:
-            module, options = json.loads(variables[HOOK])
+            module, options = json.loads(variables[HOOK])  # noqa: TID251 a variable of the environment
             importlib.import_module(module).begin(options)
         _run_target(rank, directory, **target)
         code = 0
@@ -102,10 +102,10 @@ def leave(code: int, *, waits: bool = False) -> NoReturn:
         signal.alarm(LEAVE_S)
     with suppress(BaseException):
         if waits:
-            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons  # noqa: SLF001
     with suppress(BaseException):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a late Ctrl-C would only print a traceback
-        atexit._run_exitfuncs()
+        atexit._run_exitfuncs()  # noqa: SLF001
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

@@ -87,7 +87,7 @@ def decode(structure: Any, tensors: Mapping[str, "Tensor"]) -> Any:
                 return Counter(visit_items(value))
             case "state_dict":
                 state_dict = OrderedDict(visit_items(value))
-                state_dict._metadata = OrderedDict(visit(value["versions"]))  # type: ignore[attr-defined]
+                state_dict._metadata = OrderedDict(visit(value["versions"]))  # type: ignore[attr-defined]  # noqa: SLF001
                 return state_dict
             case "tensor":
                 name = value["name"]

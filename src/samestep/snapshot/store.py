@@ -230,7 +230,7 @@ class Store:
                 if file.endswith(".safetensors"):
                     tensors.update(read_tensors(path / file))
             with open(path / STATE, "rb", opener=open_regular) as opened:
-                state: dict[str, Any] = decode(json.load(opened), tensors)
+                state: dict[str, Any] = decode(json.load(opened), tensors)  # noqa: TID251
             if not fits(state, shape):
                 raise ValueError("it lacks parts of a run's state")
         except OSError:

@@ -632,7 +632,7 @@ class Run:
             check_every=self._context.config.check_compute_every, **arguments,
         )  # fmt: skip
 
-    def _begin(self, batches: Batches, planned: int, num_epochs: int | None) -> Loop:
+    def _begin(self, batches: Batches, planned: int, num_epochs: int | None) -> Loop:  # noqa: PLR0915
         """Do everything between the check of the arguments and the first step of a loop. `planned`: its end."""
         context, config = self._context, self._context.config
         position, snapshotter = self._position, self._snapshotter

@@ -100,11 +100,16 @@ class StopSignals:
             return
         hearer: Any = self
         while isinstance(hearer, StopSignals):  # this run's loop may be that of an earlier run, whose handler is below
-            hearer.heard, hearer._heard_at_s = number, now_s
-            hearer = getattr(hearer._before.get(number), "__self__", None)
+            hearer = hearer.note(number, now_s)
         with suppress(RuntimeError, OSError):  # it interrupted a print, or the terminal is gone
             then = "" if self._launcher == "srun" else "; a second one ends at once"
             self._say(f"{signal.Signals(number).name}: the run stops and saves within a step{then}")
+
+    def note(self, number: int, now_s: float) -> object:
+        """Note that a signal has arrived. Returns the object whose method was the handler before this one's, if any."""
+        self.heard = number
+        self._heard_at_s = now_s
+        return getattr(self._before.get(number), "__self__", None)
 
     @property
     def exit_code(self) -> int:

@@ -70,7 +70,7 @@ class PhaseTiming(Tracer):
 
 def open_tracer(context: RunContext, run_dir: Path | None, options: str, watchdog: Watchdog) -> Tracer:
     """Return the tracer for `options`, which is JSON: `dir`, the choice of the tracer, and its options."""
-    parsed = json.loads(options)
+    parsed = json.loads(options)  # noqa: TID251 a variable of the environment
     if parsed.get("replay"):
         return Replay(context, run_dir, parsed)
     if parsed.get("paces"):

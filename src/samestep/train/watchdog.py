@@ -153,6 +153,11 @@ class Watchdog(PhaseClock, StepObserver):
             self._leave_error(rank, Stuck(sentence))  # first: the launcher looks for it after the process has ended
             kill_sibling(pid)
 
+    def meet_in_loop(self) -> None:
+        """See the function of this name."""
+        if self._context.world_size > 1 and self.now[0] in ("updating", "script"):
+            meet(self._context.group, NEW_RUN)
+
     def _leave_error(self, rank: int, error: BaseException) -> None:
         error_dir = self._context.environment.error_dir
         if error_dir is not None and Path(error_dir).is_dir():
@@ -166,8 +171,7 @@ def meet_in_loop() -> None:
         UsageError: another rank continues with that loop, and both would wait for each other.
     """
     for watchdog in _open:
-        if watchdog._context.world_size > 1 and watchdog.now[0] in ("updating", "script"):
-            meet(watchdog._context.group, NEW_RUN)
+        watchdog.meet_in_loop()
 
 
 def kill_sibling(pid: int) -> None:

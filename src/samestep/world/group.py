@@ -104,6 +104,10 @@ class Group:
         """Open a connection for signed entries of the store; None with one rank."""
         return SignedEntries(self._key) if self.world_size > 1 else None
 
+    def derive_key(self, secret: bytes, parts: Sequence[bytes]) -> None:
+        """Set the key that seals messages, from the launcher's secret and a random part of each rank."""
+        self._key = hashlib.sha256(secret + b"".join(parts)).digest()
+
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value` (as for `wire.encode`, or from `seal`), in rank order, on every rank."""
         if self.world_size == 1:
@@ -344,7 +348,7 @@ def open_group(
     group.local_rank = environment.local_rank
 
     def check(values: Sequence[tuple[Mapping[str, Any], bytes]]) -> None:
-        group._key = hashlib.sha256(environment.secret.encode() + b"".join(part for _, part in values)).digest()
+        group.derive_key(environment.secret.encode(), [part for _, part in values])
         if not compares:
             return
         software = [theirs for theirs, _ in values]

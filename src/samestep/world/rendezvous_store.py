@@ -23,7 +23,7 @@ def _find_store() -> Any:
     """Return the rendezvous store if a launcher holds it, so that it outlives each rank; else None."""
     if not (dist.is_available() and dist.is_initialized() and has_agent_store()):
         return None
-    return dist.distributed_c10d._get_default_store()
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001
 
 
 def is_left_by_rank_0(within_s: float) -> bool:
@@ -76,7 +76,7 @@ class SignedEntries:
     """
 
     def __init__(self, key: bytes) -> None:
-        store: Any = dist.distributed_c10d._get_default_store()
+        store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
         self._store, self._key = store.clone(), key
 
     def put(self, name: str, text: str) -> None:
@@ -131,7 +131,7 @@ class StoreExchange:
         deadline_s = time.monotonic() + timeout_s
         while not self._store.check([*keys.values()]) and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
-        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}  # noqa: TID251
 
     def exchange(self, name: str, value: Any, timeout_s: float, ranks: Iterable[int] | None = None) -> dict[int, Any]:
         """`post`, then `collect`."""

@@ -42,7 +42,7 @@ def decode(data: bytes | memoryview) -> Any:
         text, blobs = bytes(data[HEADER_BYTES : HEADER_BYTES + size]), memoryview(data)[HEADER_BYTES + size :]
         if len(text) != size:
             raise ValueError("too short")
-        return _read(json.loads(text), blobs, [0])
+        return _read(json.loads(text), blobs, [0])  # noqa: TID251 messages of ranks
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError, struct.error):
         raise Error(
             "a rank has received bytes that are no message of samestep: look for another program on the ranks' ports"

@@ -142,7 +142,7 @@ def read_metrics(path: Path) -> dict[str, Points]:
     with suppress(OSError), open(path, "rb", opener=open_regular) as file:
         while len(line := file.readline(MOST_LINE_BYTES)) < MOST_LINE_BYTES and line:
             try:
-                row = json.loads(line)  # without the checks of parse_json, which take three times as long
+                row = json.loads(line)  # without the checks of parse_json, which take three times as long  # noqa: TID251
             except (ValueError, RecursionError):
                 continue
             step = row.get("step") if type(row) is dict else None

@@ -137,9 +137,9 @@ def _fix_entropy(source: Source) -> None:
         drawn = source.draw("numpy.random", (k + 7) // 8)
         return int(randbits(k)) if drawn is None else int.from_bytes(drawn) >> -k % 8
 
-    os.urandom = random._urandom = fixed_urandom  # type: ignore[attr-defined]
+    os.urandom = random._urandom = fixed_urandom  # type: ignore[attr-defined]  # noqa: SLF001
     random.Random.seed = fixed_seed  # type: ignore[method-assign]
-    random.seed = random._inst.seed
+    random.seed = random._inst.seed  # noqa: SLF001
     numpy_bits.randbits = fixed_randbits  # type: ignore[attr-defined]
 
 

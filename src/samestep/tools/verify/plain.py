@@ -247,7 +247,7 @@ class _Entries:
         for path in self.copied:
             if path.is_dir():
                 copy = directory / path.name
-                shutil.copytree(path, copy, copy_function=_copy_file, ignore_dangling_symlinks=True)
+                shutil.copytree(path, copy, copy_function=_copy_file, ignore_dangling_symlinks=True)  # noqa: TID251
             else:
                 _copy_file(path, directory / path.name)
 
@@ -310,7 +310,7 @@ def _check_is_copied(target: Target, entries: _Entries) -> None:
 
 def _copy_file(source: str | Path, target: str | Path) -> None:
     if os.path.isfile(source):  # a socket or a pipe cannot be copied
-        shutil.copy2(source, target)
+        shutil.copy2(source, target)  # noqa: TID251
 
 
 def _is_small(path: Path) -> bool:

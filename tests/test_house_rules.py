@@ -1,0 +1,164 @@
+"""The rules of the source that no linter has: names, how files are opened, the cost of `import samestep`.
+
+Layers and cycles of imports are import-linter's; the environment, collectives, JSON, copies of files and private
+attributes are ruff's: see pyproject.toml. To change a rule, change it here or there, with the reason.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "samestep"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# Files are opened by files.py, which follows no link, blocks on no FIFO, and replaces files atomically.
+# Module, or its package with "/" -> why it opens files itself.
+OPENS_FILES = {
+    "files.py": "it is that place",
+    "recipes/": "scripts, as users write them, whose data set is trusted",
+    "sources/": "the data set is trusted, and may be links",
+    "data/source.py": "the data set is trusted, and may be links",
+    "adapters/": "what the adapted library writes",
+    "tools/report/page.py": "files of this package",
+    "world/environment.py": "the null device",
+    "launch/forkserver.py": "the null device",
+    "world/workdir.py": "read_private: relative to a directory that it has checked",
+    "launch/output_recorder.py": "a descriptor that it has opened so",
+}
+FILE_METHODS = ("read_text", "read_bytes", "write_text", "write_bytes")
+
+# Part of a name -> what to use instead.
+BANNED_NAMES = {
+    r"utils?": "a noun that says what is in it",
+    r"Manager": "what it is, not that it manages",
+    r"Base(?![a-z])\w*": "the thing itself; the plainest one is the base",
+    r"iterations?|num_iters?": "step",
+    r"sub_?batch|minibatch": "micro_batch",
+    r"global_?batch(_size)?|effective_?batch(_size)?": "batch",
+}
+
+
+def read_exports() -> dict[str, str]:
+    """Public name of `samestep` -> the module that holds it."""
+    for node in ast.walk(ast.parse((SOURCE / "__init__.py").read_text())):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_EXPORTS":
+            return {str(key): str(value) for key, value in ast.literal_eval(node.value).items()}
+    raise AssertionError("samestep/__init__.py has no _EXPORTS")
+
+
+def name_of(path: str) -> str:
+    """The full name of a module, such as "samestep.plan.tree". `__init__.py` has the name of its package."""
+    return ".".join(["samestep", *path.removesuffix(".py").removesuffix("__init__").split("/")]).strip(".")
+
+
+def find_name_faults(path: str, tree: ast.Module) -> Iterator[str]:
+    named = [(0, part) for part in name_of(path).split(".")[1:]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            named.append((node.lineno, node.name))
+        elif isinstance(node, ast.arg):
+            named.append((node.lineno, node.arg))
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            named.append((node.lineno, node.id if isinstance(node, ast.Name) else node.attr))
+    for line, name in named:
+        for banned, instead in BANNED_NAMES.items():
+            if re.search(rf"(^|_|(?<=[a-z0-9])(?=[A-Z]))({banned})($|_|(?=[A-Z]))", name):
+                yield f"src/samestep/{path}:{line}: {name!r}; call it {instead}"
+
+
+def find_model_faults(path: str, tree: ast.Module) -> Iterator[str]:
+    """Imports of a recipe's model beyond torch and Python's own: a user copies the file."""
+    if not path.startswith("recipes/models/"):
+        return
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = ["." * node.level + (node.module or "")]
+        for name in names:
+            if (first := name.split(".")[0]) != "torch" and first not in sys.stdlib_module_names:
+                yield f"src/samestep/{path}:{node.lineno}: imports {name}; a model imports torch only"
+
+
+def find_file_faults(path: str, tree: ast.Module) -> Iterator[str]:
+    """Calls that open files without `open_regular`."""
+    if any(path.startswith(place) for place in OPENS_FILES):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and opens_file(node):
+            yield f"src/samestep/{path}:{node.lineno}: opens a file; use read_bytes or open_regular of files.py"
+
+
+def opens_file(call: ast.Call) -> bool:
+    keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    if isinstance(call.func, ast.Name):
+        return call.func.id == "open" and keywords.get("opener") != "open_regular"
+    last = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    if last == "open":  # of a Path: Image.open and Reducer.open take other arguments
+        mode = ast.unparse(call.args[0]) if call.args else ""
+        return bool(re.fullmatch(r"'[rwax][bt+]*'", mode)) or bool({"mode", "encoding"} & {*keywords})
+    return last in FILE_METHODS
+
+
+Rule = Callable[[str, ast.Module], Iterator[str]]
+RULES: list[Rule] = [find_name_faults, find_model_faults, find_file_faults]
+
+
+def test_the_source_follows_the_rules() -> None:
+    assert FILES, f"no source at {SOURCE}"
+    faults = []
+    for file in FILES:
+        tree = ast.parse(file.read_text())
+        faults += [fault for rule in RULES for fault in rule(str(file.relative_to(SOURCE)), tree)]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source", "num_faults"),
+    [
+        (find_model_faults, "recipes/models/x.py", "import torch\nimport numpy as np", 1),
+        (find_model_faults, "recipes/models/x.py", "import samestep", 1),
+        (find_model_faults, "recipes/models/x.py", "import math\nfrom torch.utils import checkpoint", 0),
+        (find_name_faults, "plan/utils.py", "", 1),
+        (find_name_faults, "plan/io_util.py", "", 1),
+        (find_name_faults, "plan/x.py", "class RunManager: ...\nclass BaseRun: ...", 2),
+        (find_name_faults, "plan/x.py", "def f(global_batch_size): ...\nself.iteration = 0", 2),
+        (find_name_faults, "plan/x.py", "except_baseline = based = BASE = 1", 0),
+        (find_file_faults, "tools/x.py", "open(path)\nopen(path, 'w', opener=other)\npath.open('rb')", 3),
+        (find_file_faults, "tools/x.py", "(a / 'b').write_text(text)\npath.read_bytes()", 2),
+        (find_file_faults, "tools/x.py", "open(a, opener=open_regular)\nos.open(a, 0)\nImage.open(a)\nread_text(a)", 0),
+    ],
+)
+def test_each_rule_sees_faults(rule: Rule, path: str, source: str, num_faults: int) -> None:
+    assert len([*rule(path, ast.parse(source))]) == num_faults
+
+
+def test_layers_and_cycles_of_imports() -> None:
+    command = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([command, "--no-cache"], cwd=SOURCE.parents[1], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_two_modules_have_one_name() -> None:
+    """Packages, too: tracebacks and tabs of editors show the last part only."""
+    names = [name_of(str(file.relative_to(SOURCE))).rpartition(".")[2] for file in FILES]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+@pytest.mark.parametrize("name", ["samestep", "samestep.cli"])
+def test_importing_it_does_not_import_torch(name: str) -> None:
+    script = f"import sys, {name}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "False\n", (
+        f"import {name} imports torch: do that inside the function that needs it (-X importtime shows where)"
+    )
+
+
+def test_what_samestep_exports_has_a_module() -> None:
+    known = {name_of(str(file.relative_to(SOURCE))) for file in FILES}
+    assert {*read_exports().values()} <= known
