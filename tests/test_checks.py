@@ -9,7 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "samestep"
 # What a script's calls, data, models and optimizers go through. Other modules check files, options and hosts.
-SCANNED = ("plan", "data", "engine", "train", "snapshot/inspection.py", "snapshot/snapshotter.py")
+SCANNED = (
+    "plan", "data", "engine", "train", "snapshot/inspection.py", "snapshot/snapshotter.py", "world/version_check.py",
+)  # fmt: skip
 ERRORS = {"Error", "InvalidType", "InvalidValue", "RunDirectoryError", "UsageError"}
 # Functions that build a message -> the module that has them.
 BUILDERS = {"explain_drift": "watch/replica_checksums.py", "explain": "data/sample_errors.py"}
@@ -34,20 +36,34 @@ def read_builder(name: str) -> str:
 
 
 def find_messages() -> Iterator[tuple[str, str]]:
-    """Yield the place and the text of each error, and of the beginning of each warning."""
-    for entry in SCANNED:
-        path = SOURCE / entry
-        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
-            for node in ast.walk(ast.parse(file.read_text())):
-                if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args):
-                    continue
-                place, first = f"{file.relative_to(SOURCE)}:{node.lineno}", node.args[0]
-                if node.func.id == "warn":
-                    yield place, next(read_text(each.value) for each in node.keywords if each.arg == "start")
-                elif node.func.id in ERRORS and isinstance(first, ast.Call) and isinstance(first.func, ast.Name):
-                    yield place, read_builder(first.func.id)
-                elif node.func.id in ERRORS and not (isinstance(first, ast.Name) and first.id in NO_CHECKS):
-                    yield place, read_text(first)
+    """Yield the place and the text of each error, and of the beginning of each warning of any module."""
+    for file in sorted(SOURCE.rglob("*.py")):
+        path = file.relative_to(SOURCE)
+        is_scanned = any(path.is_relative_to(entry) for entry in SCANNED)
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args):
+                continue
+            place, first = f"{path}:{node.lineno}", node.args[0]
+            starts = [read_text(each.value) for each in node.keywords if each.arg == "start"]
+            if node.func.id == "warn" and starts:
+                yield place, starts[0]
+            elif not is_scanned or node.func.id not in ERRORS:
+                continue
+            elif isinstance(first, ast.Call) and isinstance(first.func, ast.Name):
+                yield place, read_builder(first.func.id)
+            elif not (isinstance(first, ast.Name) and first.id in NO_CHECKS):
+                yield place, read_text(first)
+
+
+def find_printed_explanations() -> list[str]:
+    """Find functions whose sentence, if there is one, is printed by `say`: the page does not list these."""
+    found = []
+    for file in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.If) and any(isinstance(each, ast.NamedExpr) for each in ast.walk(node.test)):
+                asked = re.findall(r":= (explain_\w+)\(", ast.unparse(node.test))
+                found += [name for name in asked if ast.unparse(node.body[0]) == "say(sentence)"]
+    return found
 
 
 def read_rows() -> set[str]:
@@ -61,6 +77,11 @@ def test_the_page_lists_every_check() -> None:
     assert len(messages) > 100
     assert [f"{place}: {text}" for place, text in messages if not any(row in text for row in rows)] == []
     assert [row for row in rows if not any(row in text for _, text in messages)] == [], "no check has this message"
+
+
+def test_what_the_page_leaves_out_is_no_check_of_a_script() -> None:
+    """A check that is printed by `say`, not by `warn`, would be on no page and could not be hidden."""
+    assert find_printed_explanations() == ["explain_torch"], "of what is installed"
 
 
 def test_each_warning_names_how_to_hide_it() -> None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.config import Option, name_flag
+from samestep.config import OPTIONS, Option, is_url, name_flag
 from samestep.console import escape, say
 from samestep.errors import Error, explain
 from samestep.files import read_text
@@ -196,6 +196,8 @@ def _start(target: "Target", values: dict[str, Any]) -> int:
         values.pop("rdzv_id", ""), values.pop("rdzv_timeout", 300),
         read_secret(values.pop("rdzv_secret", None)),
     )  # fmt: skip
+    if nodes is None:  # else another node may have the snapshot
+        _check_resume(**values)
     return run_launch(
         target,
         num_ranks=num_ranks,
@@ -204,6 +206,18 @@ def _start(target: "Target", values: dict[str, Any]) -> int:
         nodes=nodes,
         overrides=values,
     )
+
+
+def _check_resume(*, run_dir: str | None = None, resume: str = "latest", fresh: bool = False, **_: Any) -> None:
+    """Raise RunDirectoryError if `--run-dir` is a local directory without the snapshot that `--resume` names."""
+    which = OPTIONS["resume"].check("--resume", resume)
+    if run_dir is None or is_url(run_dir) or fresh or which in (None, "latest"):
+        return
+    from samestep.snapshot.store import Store
+
+    path = OPTIONS["run_dir"].check("--run-dir", run_dir)
+    if path.is_dir() or not path.exists():
+        Store(path).check_present(which)
 
 
 def _launch(arguments: list[str]) -> int:

@@ -17,6 +17,7 @@ from support.runs import check, run_command
 from samestep import cli
 from samestep.errors import Error
 from samestep.launch.flags import FLAGS, TORCHRUN, find_misplaced, take_flags, translate_torchrun
+from samestep.snapshot.store import Store
 from samestep.tools.verify.command import FLAGS as VERIFY_FLAGS
 
 
@@ -125,6 +126,11 @@ BAD = [  # arguments, and a part of the sentence
     ("launch missing.py", "there is no script missing.py"),
     ("launch --run-dir file file", "the run directory file cannot be written (it is a file)"),
     ("launch --nproc-per-node x file", "--nproc-per-node takes a number"),
+    ("launch --batch-size 0 file", "--batch-size must be a whole number above 0, found 0"),
+    ("train mlp --micro-batch-size=-1", "--micro-batch-size must be a whole number above 0, found -1"),
+    ("launch --run-dir run --resume foo file", "there is no snapshot named foo in run/snapshots: there is best"),
+    ("launch --run-dir run --resume 7 file", "there is no snapshot of step 7 in run/snapshots: there is best"),
+    ("train mlp --run-dir new --resume best", "there is no snapshot named best in new/snapshots: there are none yet"),
     ("train digits --epochs x", "--epochs must be a whole number, not 'x'"),
     ("train digits --lr=x", "--lr must be a number, not 'x'"),
     ("train gpt --steps", "--steps needs a value"),
@@ -136,6 +142,7 @@ BAD = [  # arguments, and a part of the sentence
     ("export missing model.pt", "there is no directory missing"),
     ("diff missing missing", "there is no directory missing"),
     ("doctor --device tpu", "--device must be cpu, cuda"),
+    ("doctor --run-dir file", "the run directory file cannot be written (it is a file)"),
     ("prepare text missing.txt --out file", "file exists already"),
     ("prepare text missing.txt --out new", "missing.txt"),
     ("sample missing", "there is no directory missing"),
@@ -145,6 +152,8 @@ BAD = [  # arguments, and a part of the sentence
 def test_bad_input_is_found_before_torch_is_imported(tmp_path: Path) -> None:
     """The import takes most of the time of such a command."""
     (tmp_path / "file").touch()
+    (tmp_path / "run").mkdir()
+    Store(tmp_path / "run").write({}, step=3, name="best", meta={})
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from samestep.cli import main\n"
@@ -154,7 +163,7 @@ def test_bad_input_is_found_before_torch_is_imported(tmp_path: Path) -> None:
     done = check(run_command(sys.executable, "-c", code, cwd=tmp_path, real=True))
     lines = done.stderr.splitlines()
     assert [part in line for line, (_, part) in zip(lines, BAD, strict=True)] == [True] * len(BAD), done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "run"}
 
 
 def test_flags_of_launch_may_be_anywhere_before_the_script() -> None:

@@ -80,7 +80,7 @@ ORDERS = [
     build_order(5000, seed=1, epoch=2),
     build_order(70_000, seed=1, epoch=2),
     build_order(5000, seed=1, epoch=2, shuffle=False),
-    GivenOrder(range(4999, -1, -1), 5000),
+    GivenOrder(range(4999, -1, -1), 5000, epoch=2),
     ShardedOrder([500, 0, 1, 999, 1500, 0, 200, 800, 1000], seed=1, epoch=2),
 ]
 WHOLES = [whole(order) for order in ORDERS]
@@ -175,9 +175,9 @@ def test_any_length_stays_within_it(length: int, key: int) -> None:
 def test_a_sampler_s_indices_as_given() -> None:
     expected = [3, 0, 3]
     for indices in (expected, tuple(expected), np.array(expected, dtype=np.int32), iter(expected)):
-        assert whole(GivenOrder(indices, 4)).tolist() == expected
+        assert whole(GivenOrder(indices, 4, 0)).tolist() == expected
     mine = np.array(expected)
-    order = GivenOrder(mine, 4)
+    order = GivenOrder(mine, 4, 0)
     mine[:] = 0
     assert whole(order).tolist() == expected
 
@@ -185,20 +185,20 @@ def test_a_sampler_s_indices_as_given() -> None:
 @pytest.mark.parametrize(
     ("indices", "sentence"),
     [
-        ([], "the sampler gave no indices: each epoch needs"),
-        ([0, 1, 4], "gave index 4 at position 2: the data set's samples are 0 to 3"),
-        ([0, -1], "gave index -1 at position 1"),
-        ([0.0, 1.0], "the sampler's indices are float64: give whole numbers"),
-        ([True, False], "the sampler's indices are bool"),
+        ([], "the sampler gave no indices for epoch 7: each epoch needs"),
+        ([0, 1, 4], "gave index 4 at position 2 of epoch 7: the data set's samples are 0 to 3"),
+        ([0, -1], "gave index -1 at position 1 of epoch 7: "),
+        ([0.0, 1.0], "the sampler's indices are float64 in epoch 7: give whole numbers"),
+        ([True, False], "the sampler's indices are bool in epoch 7: "),
         (["a"], "give whole numbers"),
-        ([[0, 1], [2, 3]], "not one-dimensional"),
-        ([[0], [1, 2]], "not one-dimensional"),
-        (np.int64(3), "not one-dimensional"),
+        ([[0, 1], [2, 3]], "not one-dimensional in epoch 7: "),
+        ([[0], [1, 2]], "not one-dimensional in epoch 7: "),
+        (np.int64(3), "not one-dimensional in epoch 7: "),
     ],
 )
 def test_invalid_samplers(indices: object, sentence: str) -> None:
     with pytest.raises(Error, match=sentence):
-        GivenOrder(indices, 4)  # type: ignore[arg-type]
+        GivenOrder(indices, 4, epoch=7)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=60), st.integers(0, 2**63 - 1), st.integers(0, 3))

@@ -352,6 +352,17 @@ def test_fresh_starts_beside(trial: Trial, undisturbed: Undisturbed) -> None:
         assert trial.outcome() == undisturbed()
 
 
+def test_fresh_names_the_directory_as_it_was_given(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for cwd, given, written in [(tmp_path, "x", "x"), (tmp_path, "x", "x-2"), (tmp_path / "x", ".", tmp_path / "x-3")]:
+        monkeypatch.chdir(cwd)
+        samestep.spawn(tiny_run, 1, (given,), env={"SAMESTEP_FRESH": "1"})
+        assert re.findall(r"written to +(.*)", capfd.readouterr().out) == [str(written)]
+    assert {path.name for path in tmp_path.iterdir()} == {"x", "x-2", "x-3"}
+
+
 # --- the length of a run ----------------------------------------------------------------------------------------------
 
 
@@ -576,7 +587,11 @@ def test_nothing_left_to_do(trial: Trial, undisturbed: Undisturbed, capfd: pytes
     printed = capfd.readouterr().out
     status = json.loads((trial.dir / "status.json").read_text())
     assert status["measured"]["samples_per_s"] > 0, "as the first start measured it"
-    assert "left to do in this loop: 15 of 15 steps are done; ask for more epochs, or begin anew with env=" in printed
+    said = (
+        "nothing left to do in this loop: 15 of 15 steps are done, and the script continues after it; to train it "
+        "longer, ask for more epochs, or begin anew with env="
+    )
+    assert said in printed
     assert trial.outcome() == undisturbed()
     assert trial.num_ends == 2
 

@@ -159,3 +159,17 @@ def test_snapshots_of_earlier_versions(tmp_path: Path, num_steps: int | None, la
         samestep.spawn(learn_in_order, 2, (run_dir,), more)
         assert digest(run_dir) == digest(tmp_path / "expected")
         assert "audit passed" in ask("inspect", run_dir, "--samples")
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+def test_an_error_in_a_sampler_names_the_epoch(lazily: bool) -> None:
+    def sample(epoch: int) -> Any:
+        return map(pick, range(8)) if lazily else [*map(pick, range(8))]
+
+    def pick(index: int) -> int:
+        return [*range(8)][index + tiny.run.steps_done]
+
+    tiny = Tiny()
+    with pytest.raises(IndexError, match="list index out of range") as caught:
+        tiny.train(sampler=sample)
+    assert caught.value.__notes__ == ["raised in sampler(1)"]

@@ -506,13 +506,13 @@ DATA: dict[str, Mistake] = {
         r"sampler must be a function, sampler\(epoch\) -> .* not a list", sampler=[1, 2]),
     "a sampler of torch's": at_start(
         r"sampler must be a function, .* not a DistributedSam", sampler=DistributedSampler(Pairs(), 2, 0)),
-    "a sampler of nothing": at_start(r"the sampler gave no indices", sampler=lambda epoch: []),
+    "a sampler of nothing": at_start(r"the sampler gave no indices for epoch 0: ", sampler=lambda epoch: []),
     "a sampler that gives None": at_start(
         r"sampler\(0\) gave None: return the epoch's sample indices", sampler=lambda epoch: None),
     "a sampler of floats": at_start(
-        r"the sampler's indices are float64: give whole numbers", sampler=lambda epoch: [0.5]),
+        r"the sampler's indices are float64 in epoch 0: give whole numbers", sampler=lambda epoch: [0.5]),
     "a sampler out of range": at_start(
-        r"the sampler gave index 32 at position 1: .* samples are 0 to 31", sampler=lambda epoch: [3, 32]),
+        r"the sampler gave index 32 at position 1 of epoch 0: .* samples are 0 to 31", sampler=lambda epoch: [3, 32]),
     "a sampler and shuffle": at_start(
         r"sampler and shuffle=True were both given: .* leave shuffle out", sampler=range, shuffle=True),
     "a sampler that draws from a generator of its own": at_start(

@@ -4,10 +4,12 @@ import difflib
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from samestep.config import OPTIONS, Option, name_flag, whole
 from samestep.errors import Error
+from samestep.plan.schedule import check_positive
 
 if TYPE_CHECKING:
     from samestep.launch.local_ranks import Target
@@ -33,6 +35,8 @@ FLAGS: dict[str, Option] = {
     "hosts": Option(str, "A,B:4", "run on these hosts over ssh, one node each; :N sets a host's --nproc-per-node"),
     "tf_config": Option(bool, "", "set TF_CONFIG in each rank, for TensorFlow's MultiWorkerMirroredStrategy"),
     **OPTIONS,
+    # `Run` checks the two sizes together.
+    **{name: replace(OPTIONS[name], check=check_positive) for name in ("batch_size", "micro_batch_size")},
 }
 
 # Options of torchrun that `launch` accepts, and what to use instead of the others.

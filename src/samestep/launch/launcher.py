@@ -76,6 +76,12 @@ def check_target(target: Target) -> None:
             raise Error(f"there is no module {package} here or among the installed ones")
 
 
+def check_run_dir(run_dir: str | None) -> None:
+    """Raise RunDirectoryError, before anything is started, if a file has the name of the run directory."""
+    if run_dir is not None and not is_url(run_dir) and Path(run_dir).exists() and not Path(run_dir).is_dir():
+        raise RunDirectoryError(f"the run directory {run_dir} cannot be written (it is a file): name another one")
+
+
 def parse_num_ranks(text: str) -> int | None:
     """Parse `--nproc-per-node`; None for "gpu" and "auto", which need torch. Raises Error if it is invalid."""
     if text in ("gpu", "auto"):
@@ -140,9 +146,7 @@ def run_launch(
         Error: there is no such script, an argument is invalid, or the nodes do not join.
     """
     check_target(target)
-    run_dir = overrides.get("run_dir")
-    if run_dir is not None and not is_url(run_dir) and Path(run_dir).exists() and not Path(run_dir).is_dir():
-        raise RunDirectoryError(f"the run directory {run_dir} cannot be written (it is a file): name another one")
+    check_run_dir(overrides.get("run_dir"))
     known = parse_num_ranks(num_ranks)
     if known is not None and nodes is None:
         parse_shown(show_ranks, known)

@@ -85,7 +85,7 @@ class SequentialOrder:
 
 
 class GivenOrder:
-    """The indices of a sampler; samples may be repeated or omitted.
+    """The indices of a sampler for an epoch; samples may be repeated or omitted.
 
     Attributes:
         indices: the sample at each position.
@@ -94,7 +94,7 @@ class GivenOrder:
         InvalidValue: `indices` are not one-dimensional integers in 0..num_samples-1, or are empty.
     """
 
-    def __init__(self, indices: Iterable[int], num_samples: int) -> None:
+    def __init__(self, indices: Iterable[int], num_samples: int, epoch: int) -> None:
         if not isinstance(indices, Sequence) and not hasattr(indices, "__array__"):
             indices = list(indices)
         try:
@@ -102,16 +102,18 @@ class GivenOrder:
         except ValueError:  # a ragged list
             found = np.empty((0, 0))
         if found.ndim != 1:
-            raise InvalidValue("the sampler's indices are not one-dimensional: give one whole number per sample")
+            raise InvalidValue(
+                f"the sampler's indices are not one-dimensional in epoch {epoch}: give one whole number per sample"
+            )
         if not found.size:
-            raise InvalidValue("the sampler gave no indices: each epoch needs at least 1 sample")
+            raise InvalidValue(f"the sampler gave no indices for epoch {epoch}: each epoch needs at least 1 sample")
         if found.dtype.kind not in "iu":
-            raise InvalidValue(f"the sampler's indices are {found.dtype.name}: give whole numbers")
+            raise InvalidValue(f"the sampler's indices are {found.dtype.name} in epoch {epoch}: give whole numbers")
         wrong = np.flatnonzero((found < 0) | (found >= num_samples))
         if wrong.size:
             at = int(wrong[0])
             raise InvalidValue(
-                f"the sampler gave index {found[at]} at position {at}: "
+                f"the sampler gave index {found[at]} at position {at} of epoch {epoch}: "
                 f"the data set's samples are 0 to {num_samples - 1}"
             )
         self.indices: Indices = np.array(found, dtype=np.int64)

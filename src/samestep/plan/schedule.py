@@ -116,7 +116,7 @@ def check_numbers(
         ("micro_batch_size", micro_batch_size),
         ("world_size", world_size),
     ):
-        _check_positive(name, value)
+        check_positive(name, value)
     if batch_size > MOST_SAMPLES:
         raise InvalidValue(f"batch_size must be at most {MOST_SAMPLES}, not {batch_size}")
     if batch_size % micro_batch_size:
@@ -160,7 +160,7 @@ def default_micro_batch_size(batch_size: int) -> int:
     It divides `batch_size` into V micro-batches: the largest of 8, 4 and 2 that gives each at least `LEAST_SAMPLES`,
     else 1. V does not depend on the number of ranks, since the run's bits depend on V.
     """
-    _check_positive("batch_size", batch_size)
+    check_positive("batch_size", batch_size)
     fitting = (v for v in (8, 4, 2) if batch_size % v == 0 and batch_size // v >= LEAST_SAMPLES)
     return batch_size // next(fitting, 1)
 
@@ -222,7 +222,8 @@ def _cut(start: int, stop: int, size: int) -> tuple[Span, ...]:
     return tuple((at, min(at + size, stop)) for at in range(start, stop, size))
 
 
-def _check_positive(name: str, value: object) -> None:
+def check_positive(name: str, value: object) -> None:
+    """Raise InvalidValue, with the number's name, if a value is not a whole number above 0."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise InvalidValue(f"{name} must be a whole number above 0, found {value!r}")
 
@@ -230,7 +231,7 @@ def _check_positive(name: str, value: object) -> None:
 def _check_length(length: object) -> None:
     if isinstance(length, Integral) and length == 0:
         raise InvalidValue("the data set is empty: a run needs at least 1 sample")
-    _check_positive("the length of the data set", length)
+    check_positive("the length of the data set", length)
 
 
 def _samples(count: int) -> str:

@@ -67,7 +67,7 @@ class NodeReplication:
     def _choose_fresh(self, path: Path) -> Path:
         """Return the first of x, x-2, x-3 ... that is empty, or does not exist, on all nodes."""
         for number in count(1):
-            beside = path.absolute()
+            beside = path if path.name else path.absolute()  # "." has no name
             chosen = path if number == 1 else beside.with_name(f"{beside.name}-{number}")
             if not any(self.each(lambda: chosen.exists() and any(chosen.iterdir()))):  # noqa: B023
                 return chosen

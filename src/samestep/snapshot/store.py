@@ -193,17 +193,29 @@ class Store:
             self._damaged.add(snapshot.path)
             problem = f"{place}: {problem}"
             warn(f"skipping a snapshot that cannot be used: {problem}")
-        where = self._named if elsewhere is None else elsewhere.where
+        where = str(self._named) if elsewhere is None else elsewhere.where
         if which == "latest":
             if not found:
                 return None
             advice = f"restore one from a backup, or start with {advise(fresh=True)}"
             raise RunDirectoryError(f"no snapshot in {where} can be used ({problem}): {advice}")
+        raise self._explain_missing(which, found, problem, where)
+
+    def check_present(self, which: int | str) -> None:
+        """Raise the error of `find` if no snapshot here matches. Reads manifests only."""
+        found = self.snapshots()
+        if which != "latest" and not any(each.matches(which) for each in found):
+            raise self._explain_missing(which, found, "", str(self._named))
+
+    def _explain_missing(
+        self, which: int | str, found: Sequence[Snapshot], problem: str, where: str
+    ) -> RunDirectoryError:
+        """Build the error for a snapshot that is not there, or that has a problem."""
         sound = [s.name or f"step {s.step}" for s in found if s.problem is None and s.path not in self._damaged]
         others = f"there is {', '.join(sound)}" if sound else "there is no other" if found else "there are none yet"
         what = f"of step {which}" if isinstance(which, int) else f"named {which}"
-        fault = f"the snapshot {what} cannot be used ({problem})" if wanted else f"there is no snapshot {what}"
-        raise RunDirectoryError(f"{fault} in {where}: {others}")
+        fault = f"the snapshot {what} cannot be used ({problem})" if problem else f"there is no snapshot {what}"
+        return RunDirectoryError(f"{fault} in {where}: {others}")
 
     def _copy(self, snapshot: Snapshot, elsewhere: Elsewhere) -> str | None:
         """Copy a snapshot to this store. Return a problem with it, as `adopt` does."""

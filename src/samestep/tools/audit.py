@@ -113,7 +113,7 @@ class _Plan:
         try:
             with open(path, "rb", opener=open_regular) as file:
                 indices = np.load(file, allow_pickle=False)
-            return GivenOrder(indices, int(indices.max()) + 1)
+            return GivenOrder(indices, int(indices.max()) + 1, epoch)
         except (OSError, ValueError, EOFError) as error:
             raise Error(
                 f"the sampler's order of epoch {epoch} cannot be read from {path} ({error}): restore it from a backup"

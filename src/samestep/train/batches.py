@@ -137,7 +137,7 @@ class Batches:
             self._epochs.begin(epoch, self._epochs.place_of(step) if start is None else start)
             return
         self._epochs.begin(order["epoch"], order["start"])
-        self._add(GivenOrder(order["indices"], len(self.spec)))
+        self._add(GivenOrder(order["indices"], len(self.spec), order["epoch"]))
 
     def find_epoch(self, step: int, run_dir: Path) -> list[int] | None:
         """Find the epoch in which step `step` begins, by the orders that the sampler gave before. Reads their lengths.
@@ -199,10 +199,14 @@ class Batches:
     def _call_sampler(self, epoch: int) -> GivenOrder:
         assert self._sampler is not None
         seed_all(derive(self._seed, "order", step=epoch))
-        given = self._sampler(epoch)
-        if not isinstance(given, Iterable):
-            raise InvalidType(f"sampler({epoch}) gave {given!r}: return the epoch's sample indices, such as a list")
-        return GivenOrder(given, len(self.spec))
+        try:
+            given = self._sampler(epoch)
+            if not isinstance(given, Iterable):
+                raise InvalidType(f"sampler({epoch}) gave {given!r}: return the epoch's sample indices, such as a list")
+            return GivenOrder(given, len(self.spec), epoch)  # a generator runs only here
+        except Exception as error:
+            error.add_note(f"raised in sampler({epoch})")
+            raise
 
     def _add(self, order: GivenOrder) -> None:
         epoch = self._epochs.next_epoch

@@ -253,15 +253,15 @@ class Loop:
         logged = self._metrics.take_names()
         return self._stopping.cast_vote(comparison=self._replicas.is_time(), results=results, logged=logged)
 
-    def explain_end(self) -> str:
-        """Describe why this start has no step left, and how to train longer."""
+    def explain_end(self) -> tuple[str, str]:
+        """Describe why the loop has no step left, and how to train it longer."""
         steps_done, last_step = self._position.steps_done, self.place.last_step
         if steps_done < last_step:
-            return f"run.stop() has ended this run; continue from here with {advise(resume=steps_done)}"
+            return f"run.stop() has ended it after step {steps_done}", f"start with {advise(resume=steps_done)}"
         end = self.batches.find_end(self.place.planned)
         is_cut = end is None or last_step < end
         more = "a larger max_steps" if is_cut else "more steps" if self.batches.is_endless else "more epochs"
-        return f"{steps_done} of {last_step} steps are done; ask for {more}"
+        return f"{steps_done} of {last_step} steps are done", f"ask for {more}"
 
     def check_not_left(self) -> None:
         """Raise Error if the script left one of the loops before its end."""

@@ -700,7 +700,11 @@ class Run:
             size = None if self._resumed else self.micro_batch_size
             self._say(describe(self.batch_size // self.micro_batch_size, self.world_size, size) + self._resumed)
         if self._stopping.ending and self._resumed and not place.is_further:
-            self._say(f"nothing left to do in this loop: {loop.explain_end()}, or begin anew with {advise(fresh=True)}")
+            why, longer = loop.explain_end()
+            self._say(
+                f"nothing left to do in this loop: {why}, and the script continues after it; to train it longer, "
+                f"{longer}, or begin anew with {advise(fresh=True)}"
+            )
         epochs = num_epochs and batches.first_epoch + num_epochs
         self._progress.begin(total_steps=loop.place.last_step, done_steps=self.steps_done, epochs=epochs)
         self._metrics.start_clock()

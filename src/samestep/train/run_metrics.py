@@ -15,7 +15,7 @@ from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.batches import Batches
 from samestep.train.context import RunContext
-from samestep.train.stateful import Objects, learning_rates
+from samestep.train.stateful import Objects, Wrapped, find_wrapped, learning_rates
 from samestep.train.step_log import Value
 from samestep.train.steps import Step, StepObserver
 from samestep.watch.progress import Progress
@@ -94,6 +94,7 @@ class RunMetrics(StepObserver):
     def begin_loop(self, batches: Batches, gradients: GradientPass) -> None:
         """A loop begins."""
         self._num_samples, self._batches, self._gradients = 0, batches, gradients
+        self._wrapped: Wrapped = find_wrapped(self._objects)
 
     def move_end(self, last_step: int) -> None:
         """Show another last step: a sampler gave the length of another epoch."""
@@ -118,7 +119,7 @@ class RunMetrics(StepObserver):
         self._is_logged = every.is_due(steps_done, epochs_done) or every.has_passed(now_s - self._logged_s)
         if self._is_logged:
             self._logged_s = now_s
-            self._rates = learning_rates(self._objects)
+            self._rates = learning_rates(self._objects, self._wrapped)
 
     def end_step(self, step: Step) -> None:
         """Record a finished step."""

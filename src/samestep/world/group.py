@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]  # what DDP itself calls
 
-from samestep.console import say, saying_when_slow
+from samestep.console import say, saying_when_slow, warn
 from samestep.errors import KINDS, Error, InvalidType, InvalidValue, PeerFailed, UsageError, name_kind
 from samestep.torch_internals import add_gloo
 from samestep.world import wire
@@ -354,7 +354,7 @@ def open_group(
         software = [theirs for theirs, _ in values]
         check_alike(software)
         if group.rank == 0 and (sentence := explain_hashing(software)):
-            say(sentence)
+            warn(say, sentence, start="ranks hash strings differently")
 
     if compares and group.rank == 0:
         _warn_of_torch()

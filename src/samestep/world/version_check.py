@@ -75,8 +75,8 @@ def explain_hashing(software: Sequence[Mapping[str, Any]]) -> str:
     for rank, mine in enumerate(others, start=1):
         if mine["hashing"] != first["hashing"]:
             return (
-                f"rank {rank} on {mine['host']} and rank 0 on {first['host']} hash strings differently, so the order "
-                "of a set of strings, as in list(set(words)), differs between them: run export PYTHONHASHSEED=0 before "
-                "the ranks are started, on every host"
+                f"ranks hash strings differently, such as rank {rank} on {mine['host']} and rank 0 on {first['host']}, "
+                "so that the order of a set of strings, as in list(set(words)), differs between them: run export "
+                "PYTHONHASHSEED=0 before the ranks are started, on every host"
             )
     return ""

@@ -7,7 +7,7 @@ from typing import Any
 from samestep.config import Option, to_flags
 from samestep.errors import Error
 from samestep.launch.flags import FLAGS, describe_flags, name_flags, reject_option, take_flags, take_target
-from samestep.launch.launcher import check_target
+from samestep.launch.launcher import check_run_dir, check_target
 from samestep.launch.local_ranks import Target
 from samestep.tools.doctor.checks import Options
 from samestep.world.environment import count_job_nodes, read_environment
@@ -43,7 +43,9 @@ START_FLAGS: dict[str, Option] = {
 
 
 def run_doctor(arguments: Sequence[str], start_ranks: Callable[[Target, dict[str, Any]], int]) -> int:
-    """Run the command with the arguments after its name. Returns the exit code. Raises Error as `parse`.
+    """Run the command with the arguments after its name. Returns the exit code.
+
+    Raises Error as `parse`, or if the directory for runs is a file.
 
     `start_ranks` starts a target with options of `samestep launch`, and returns the exit code.
     """
@@ -60,6 +62,7 @@ def run_doctor(arguments: Sequence[str], start_ranks: Callable[[Target, dict[str
         from samestep.tools.doctor.examination import examine
 
         return examine(environment, options)
+    check_run_dir(options.run_dir)
     if (num_nodes := count_job_nodes()) > 1 and "nnodes" not in starting:
         found = f"this job has {num_nodes} nodes, and only this one is checked"
         print(f"samestep doctor: {found}: srun samestep doctor checks all", file=sys.stderr, flush=True)
