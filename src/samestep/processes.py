@@ -2,8 +2,9 @@
 
 import os
 import signal
-import time
 from contextlib import suppress
+
+from samestep.waiting import wait_until
 
 PR_SET_PDEATHSIG = 1
 
@@ -17,9 +18,7 @@ def die_with_parent() -> None:
 
 def wait_or_kill(pid: int, limit_s: float) -> None:
     """Wait for the end of a child process. Kill it after `limit_s`."""
-    deadline_s = time.monotonic() + limit_s
     with suppress(ChildProcessError):  # already waited for
-        while os.waitpid(pid, os.WNOHANG) == (0, 0):
-            if time.monotonic() > deadline_s:
-                os.kill(pid, signal.SIGKILL)
-            time.sleep(0.001)
+        if not wait_until(lambda: os.waitpid(pid, os.WNOHANG) != (0, 0), limit_s, every_s=0.001):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)

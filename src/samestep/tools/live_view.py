@@ -19,6 +19,7 @@ from samestep.errors import Error
 from samestep.files import read_text, replace_file
 from samestep.snapshot.object_store import ObjectStore, find_copy, read_run
 from samestep.tools.inspect import CommandParser
+from samestep.waiting import wait_until
 from samestep.watch.records import (
     RANKS,
     STACKS_WANTED,
@@ -171,14 +172,11 @@ def ask_for_stacks(run_dir: Path, ranks: Sequence[int]) -> str:
     wanted = directory / STACKS_WANTED
     try:
         replace_file(wanted, b"")  # not through a link
-        asked_s, deadline_s = wanted.stat().st_mtime, time.monotonic() + ANSWER_S
+        asked_s = wanted.stat().st_mtime
     except OSError as error:
         return f"{directory} cannot be written ({error.strerror})"
     files = {rank: directory / f"stacks-{rank}.txt" for rank in ranks}
-    while time.monotonic() < deadline_s:
-        if all(file.exists() and file.stat().st_mtime >= asked_s for file in files.values()):
-            break
-        time.sleep(POLL_S / 10)
+    wait_until(lambda: all(f.exists() and f.stat().st_mtime >= asked_s for f in files.values()), ANSWER_S)
     wanted.unlink(missing_ok=True)
     texts = []
     for rank, file in files.items():

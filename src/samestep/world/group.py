@@ -4,7 +4,6 @@ import hashlib
 import secrets
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +19,7 @@ from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]
 from samestep.console import say, saying_when_slow, warn
 from samestep.errors import KINDS, Error, InvalidType, InvalidValue, PeerFailed, UsageError, name_kind
 from samestep.torch_internals import add_gloo
+from samestep.waiting import wait_until
 from samestep.world import wire
 from samestep.world.environment import (
     Environment,
@@ -242,12 +242,9 @@ class Group:
             self.local_sockets.exchange([memoryview(row) for row in rows])
             return next((rank for rank, row in enumerate(rows) if row != STOPPED), None)
         # A rank in another step waits for this one, and writes no entry.
-        deadline_s = time.monotonic() + STOP_S
-        while has_agent_store() and None in (steps := self._read_stops()):
-            if time.monotonic() > deadline_s:
-                return steps.index(None)
-            time.sleep(POLL_S)
-        return None
+        if not has_agent_store() or wait_until(lambda: None not in self._read_stops(), STOP_S, every_s=POLL_S):
+            return None
+        return next((rank for rank, step in enumerate(self._read_stops()) if step is None), None)
 
     def forget_stops(self) -> None:
         """Start a new loop, in which no rank has called `find_continuing` yet. Call on all ranks."""

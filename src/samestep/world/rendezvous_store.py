@@ -3,7 +3,6 @@
 import hmac
 import json
 import socket
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from samestep.waiting import wait_until
 from samestep.world.environment import Environment, has_agent_store, read_master
 
 MAC_BYTES = 32
@@ -35,14 +35,15 @@ def is_left_by_rank_0(within_s: float) -> bool:
         address = read_master()
     except OSError:
         return False
-    deadline_s = time.monotonic() + within_s
-    while time.monotonic() < deadline_s:
+
+    def is_closed() -> bool:
         try:
             socket.create_connection(address, timeout=within_s).close()
         except OSError:
             return True
-        time.sleep(0.05)
-    return False
+        return False
+
+    return wait_until(is_closed, within_s, every_s=0.05)
 
 
 def is_first(name: str) -> bool | None:
@@ -128,9 +129,7 @@ class StoreExchange:
     def collect(self, name: str, timeout_s: float, ranks: Iterable[int] | None = None) -> dict[int, Any]:
         """Return the values of `ranks` (None: all) under `name`. Ranks that post nothing in time are left out."""
         keys = {rank: self._key(name, rank) for rank in (range(self.world_size) if ranks is None else ranks)}
-        deadline_s = time.monotonic() + timeout_s
-        while not self._store.check([*keys.values()]) and time.monotonic() < deadline_s:
-            time.sleep(POLL_S)
+        wait_until(lambda: self._store.check([*keys.values()]), timeout_s, every_s=POLL_S)
         return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}  # noqa: TID251
 
     def exchange(self, name: str, value: Any, timeout_s: float, ranks: Iterable[int] | None = None) -> dict[int, Any]:

@@ -15,6 +15,7 @@ from samestep.files import read_tail
 from samestep.launch.local_ranks import COMMAND
 from samestep.tools.doctor.checks import FAIL, WARN, Context, Facts, Finding, well
 from samestep.tools.traced_script import build_trace, exiting_on_sigterm, read_lines, start
+from samestep.waiting import wait_until
 from samestep.world.workdir import WorkDir
 
 WARM_UP = 3  # steps: it compiles, opens files, starts workers
@@ -61,13 +62,13 @@ def look_at_data_loading(context: Context) -> dict[str, Any] | None:
 
 def _train(command: Sequence[str], variables: Mapping[str, str], home: Path) -> int | None:
     """Start the script and end it after enough steps. Returns its exit code; None if it was ended."""
-    deadline_s = time.monotonic() + LIMIT_S
     with start(command, variables, home / "output") as process:
-        while process.poll() is None and time.monotonic() < deadline_s:
-            time.sleep(POLL_S)
+
+        def has_measured() -> bool:
             lines = read_lines(home / "rank-0.jsonl")[WARM_UP:]
-            if len(lines) > 1 and lines[-1]["at_s"] - lines[0]["at_s"] > MEASURED_S:
-                break
+            return len(lines) > 1 and lines[-1]["at_s"] - lines[0]["at_s"] > MEASURED_S
+
+        wait_until(lambda: process.poll() is not None or has_measured(), LIMIT_S, every_s=POLL_S)
         code = process.poll()
         for _ in range(2):  # after the first, the run saves; the second makes the launcher kill its ranks
             process.terminate()

@@ -4,7 +4,6 @@ The launcher's environment names this module as the hook of the ranks (`world.en
 """
 
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from samestep.errors import Error
 from samestep.files import open_regular, read_text
+from samestep.waiting import wait_until
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 PERIOD_US = 10_000  # the default of 100 ms would stop a rank for most of a short step, and let it run through others
@@ -51,11 +51,14 @@ def open_quota(cores: float, num_ranks: int) -> Iterator[dict[str, Any]]:
             _write(group / "cpu.shares", str(min(1024 * num_ranks, 262_144)))
         yield {"group": str(group), "cores": cores}
     finally:
-        deadline_s = time.monotonic() + LEAVE_S
-        while group.exists() and time.monotonic() < deadline_s:  # a process that has ended leaves its group soon after
-            for each in (*group.glob("*/"), group):
-                with suppress(OSError):
-                    each.rmdir()
+        wait_until(lambda: _is_removed(group), LEAVE_S)  # a process that has ended leaves its group soon after
+
+
+def _is_removed(group: Path) -> bool:
+    for each in (*group.glob("*/"), group):
+        with suppress(OSError):
+            each.rmdir()
+    return not group.exists()
 
 
 def _write(file: Path, text: str) -> None:

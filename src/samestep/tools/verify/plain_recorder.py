@@ -25,7 +25,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -43,6 +42,7 @@ from torch.utils.data import DataLoader, Subset
 
 from samestep.files import open_regular, read_text, replace_file
 from samestep.torch_internals import LoaderIterator, count_collectives
+from samestep.waiting import wait_until
 from samestep.world.environment import read_rank
 
 NUM_VECTORS = 4
@@ -324,9 +324,8 @@ class Recorder:
         """End the process, once the other ranks have made this step too: they may still receive from this one."""
         self._write("cut")
         (self._directory / f"{ENDED}{os.getpid()}").touch()
-        size, deadline_s = dist.get_world_size() if dist.is_initialized() else 1, time.monotonic() + LEAVE_S
-        while len(list(self._directory.glob(f"{ENDED}*"))) < size and time.monotonic() < deadline_s:
-            time.sleep(0.02)
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        wait_until(lambda: len(list(self._directory.glob(f"{ENDED}*"))) >= size, LEAVE_S)
         for child in multiprocessing.active_children():  # workers of loaders
             child.kill()
         sys.stdout.flush()
