@@ -99,14 +99,17 @@ def replace_file(path: Path, content: bytes | memoryview, *, sync: bool = False)
 
 
 @contextmanager
-def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
-    """Yield a temporary path beside `path`. The file that the block writes there replaces `path` atomically.
+def replacing(path: Path, *, sync: bool = False, by_many: bool = False) -> Iterator[Path]:
+    """Yield a temporary path beside `path`. The file or link that the block creates there replaces `path` atomically.
 
-    It has one name, so that the next call removes what a killed process has left.
+    If the block raises, the temporary file is removed and `path` is unchanged.
 
-    If the block raises, the temporary file is removed and `path` is unchanged. `sync` as in `replace_file`.
+    Args:
+        sync: as in `replace_file`.
+        by_many: other processes may replace the same file at this moment. The temporary file then has a name of its
+            own, which a killed process leaves behind. Else it has one name, and the next call removes it.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex if by_many else 'partial'}")
     try:
         partial.unlink(missing_ok=True)
         yield partial

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from samestep.console import escape
-from samestep.files import open_regular
+from samestep.files import open_regular, replacing
 from samestep.launch.messages import READ_BYTES, MessageReader, encode_message
 from samestep.processes import wait_or_kill
 from samestep.world.environment import LOG, TERMINAL, read_log_pipe
@@ -118,9 +118,8 @@ class Log:
             if self._path == self._early and self._file is not None:
                 with open(self._early, "rb", opener=open_regular) as source, open(file, "ab", closefd=False) as target:
                     shutil.copyfileobj(source, target)
-            link = f"{self._early}.link"
-            os.symlink(path, link)
-            os.replace(link, self._early)
+            with replacing(Path(self._early)) as link:
+                os.symlink(path, link)
         except OSError as error:
             if file is not None:
                 os.close(file)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from samestep.console import say
 from samestep.errors import KINDS, Error, RunDirectoryError, name_kind
-from samestep.files import open_regular
+from samestep.files import open_regular, replacing
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.snapshot.manifest import find_damage, hash_range
 from samestep.snapshot.object_store import Unreachable
@@ -391,7 +391,8 @@ def _put_file(directory: RunDirectory, name: str, part: Mapping[str, Any]) -> st
     if _hash_start(received, part["size"]) != part["content"]:
         return "other bytes than were sent"
     path.parent.mkdir(exist_ok=True)
-    os.replace(received, path)
+    with replacing(path) as partial:
+        os.rename(received, partial)
     if name == RECORD:
         directory.read_record()
     return None

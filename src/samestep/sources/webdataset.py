@@ -2,7 +2,6 @@
 
 import os
 import tarfile
-import uuid
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from samestep.data.source import Shard
 from samestep.errors import InvalidValue
-from samestep.files import open_regular
+from samestep.files import open_regular, replacing
 from samestep.sources.shard_files import Kept, SampleFiles, is_inside, list_files, name_files
 
 CACHED_SHARDS = 64  # tars whose indices are kept
@@ -108,16 +107,11 @@ def _count_samples(tar: Path, at: Path) -> int:
         if index["mark"].tolist() == mark:
             return len(index["firsts"]) - 1
     index = _build_index(tar, status.st_size)
-    partial = at.with_name(f".{at.name}-{uuid.uuid4().hex}")  # several ranks may write the same index
     try:
-        with open(partial, "xb") as file:
+        with replacing(at, by_many=True) as partial, open(partial, "xb") as file:  # several ranks may write it
             np.savez(file, mark=np.array(mark), **index)  # type: ignore[arg-type]
-        os.replace(partial, at)
     except OSError as error:
         raise InvalidValue(f"the index of {tar} cannot be written to {at} ({error.strerror}): set index_dir=") from None
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
     return len(index["firsts"]) - 1
 
 
