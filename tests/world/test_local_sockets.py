@@ -1,6 +1,9 @@
 """The sockets between the ranks of one host."""
 
+import errno
+import multiprocessing
 import os
+import resource
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -14,6 +17,7 @@ import torch
 
 import samestep
 from samestep.errors import PeerFailed
+from samestep.world import host
 from samestep.world import local_sockets as sockets_module
 from samestep.world.environment import read_environment
 from samestep.world.group import open_group
@@ -161,3 +165,24 @@ def test_this_machine_is_known() -> None:
     """Without its identity, ranks on one machine would not use local sockets, and would notice no rank that stops."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     assert read_host_id("net").startswith(f"{boot}-")
+
+
+def read_with_no_file_left() -> str | None:
+    """As a process that may open no further file."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    try:
+        return read_host_id("net")
+    except OSError as error:
+        return error.strerror
+
+
+def test_a_machine_that_cannot_be_identified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that hides /proc/sys is not an error; a process without a file descriptor is."""
+
+    def forbid(path: Path) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(read_with_no_file_left) == "Too many open files"
+    monkeypatch.setattr(host, "read_text", forbid)
+    assert read_host_id("net") is None

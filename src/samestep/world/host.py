@@ -9,17 +9,23 @@ from pathlib import Path
 from samestep.files import read_text
 
 
-def read_host_id(namespace: str) -> str:
-    """Identify the running kernel and one of its namespaces; "" where /proc does not tell.
+def read_host_id(namespace: str) -> str | None:
+    """Identify the running kernel and one of its namespaces; None if they are hidden from this process.
 
     Equal values mean the same boot of the same machine, and the same namespace: "net" (ports and abstract socket names)
-    or "pid" (process ids). Host names do not tell this: machines made from one image, and containers, can share a name.
+    or "pid" (process ids). Host names do not show this: machines made from one image, and containers, can share a name.
+
+    A chroot may have no /proc, and the rules of a container may forbid /proc/sys. Two processes with None may be on
+    one host or on two.
+
+    Raises:
+        OSError: another one, such as too many open files.
     """
     try:
         boot = read_text(Path("/proc/sys/kernel/random/boot_id")).strip()
         return f"{boot}-{os.stat(f'/proc/self/ns/{namespace}').st_ino}"
-    except OSError:
-        return ""
+    except (FileNotFoundError, PermissionError):
+        return None
 
 
 def plain_address(address: str) -> str:

@@ -110,13 +110,13 @@ def connect(
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         host, token = read_host_id("net"), secrets.token_bytes(TOKEN_BYTES)
         name = b"\0samestep-" + secrets.token_hex(TOKEN_BYTES).encode()  # abstract: no file; every user can read it
-        if host:
+        if host is not None:
             listener.bind(name)
             listener.listen(group.world_size)
         ranks = group.gather((host, name, token, value))
         if check is not None:
             check([theirs for *_, theirs in ranks])
-        if not host or any(other != host for other, *_ in ranks):
+        if host is None or any(other != host for other, *_ in ranks):
             return None
         sockets: dict[int, socket.socket] = {}
         failure, deadline_s = "", time.monotonic() + CONNECT_S
