@@ -187,14 +187,14 @@ class Faults:
         """The next tensor to be hashed is of the snapshot at `path`."""
         from samestep.snapshot import serialization
 
-        hash_it = serialization._hash
+        hash_it = serialization.hash_bytes
 
         def reach_and_hash(data: bytes | memoryview) -> str:
-            serialization._hash = hash_it
+            serialization.hash_bytes = hash_it
             self.reach("hashing", read_step(path))
             return hash_it(data)
 
-        serialization._hash = reach_and_hash
+        serialization.hash_bytes = reach_and_hash
 
     def watch_saving(self) -> None:
         """Makes rank 0 reach the moments IN_SAVING, at which no line of a script runs.

@@ -1,11 +1,13 @@
 """The values inside samples and batches, as bytes and as hashes."""
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from samestep.hashing import hash_pieces
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,22 +24,24 @@ def view_bytes(tensor: "Tensor") -> memoryview:
 
 def hash_content(batch: Any) -> str:
     """Return a hash of all tensors and numbers; "" without any. Strings are left out, because paths may differ."""
+    pieces = _find_bytes(batch)
+    first = next(pieces, None)
+    return "" if first is None else hash_pieces(chain([first], pieces))[:16]
+
+
+def _find_bytes(batch: Any) -> "Iterator[bytes | memoryview]":
     import torch
 
-    sha, is_empty = hashlib.sha256(), True
     for value in find_leaves(batch):
         if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-            sha.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+            yield f"{value.dtype}{value.shape}".encode()
+            yield value.tobytes()
         elif isinstance(value, torch.Tensor):
             dense = value.to_dense() if value.layout is not torch.strided else value
-            sha.update(f"{dense.dtype}{tuple(dense.shape)}".encode())
-            sha.update(view_bytes(dense))
+            yield f"{dense.dtype}{tuple(dense.shape)}".encode()
+            yield view_bytes(dense)
         elif isinstance(value, bool | int | float | complex | np.number):
-            sha.update(repr(value).encode())
-        else:
-            continue
-        is_empty = False
-    return "" if is_empty else sha.hexdigest()[:16]
+            yield repr(value).encode()
 
 
 def list_dtypes(batch: Any) -> list[str]:

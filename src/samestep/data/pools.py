@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-import zlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from samestep.data.loader import Workers
 from samestep.data.spec import DataSpec
+from samestep.hashing import hash_short
 from samestep.torch_internals import read_version
 
 MOST = 4  # data sets; each worker holds the memory that its process had when it was forked
@@ -103,4 +103,4 @@ def _describe_bytes(value: Any) -> Any:
             value = value.detach().reshape(-1).view(torch.uint8).numpy()
         except (RuntimeError, TypeError):  # some subclasses have no bytes
             return version
-    return version, zlib.crc32(value.flat[:: 1 + value.nbytes // LARGE_BYTES].tobytes())
+    return version, hash_short(value.flat[:: 1 + value.nbytes // LARGE_BYTES].tobytes())

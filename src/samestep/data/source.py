@@ -1,7 +1,6 @@
 """Sources: data sets that are stored in shards and read by micro-batch, and the comparison of their shards."""
 
 import errno
-import hashlib
 import json
 import os
 import stat
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.errors import InvalidType, InvalidValue
+from samestep.hashing import hash_pieces
 
 MOST_NAMED = 3  # shards in a message
 BLOCK = 4096  # bytes that are hashed at the start, in the middle and at the end of a shard's file
@@ -106,9 +106,8 @@ def read_shards(dataset: Any) -> tuple[tuple[Shard, ...], NDArray[np.int64], str
         raise InvalidValue(f"the shards of {name} have {total} samples, and its len() is {len(dataset)}: correct one")
     if len({*names}) < len(names):
         raise InvalidValue(f"two shards of {type(dataset).__name__} have the same name: give each a name of its own")
-    sha = hashlib.sha256("\0".join(names).encode())
-    sha.update(sizes.tobytes())
-    return tuple(shards), sizes[0], sha.hexdigest()[:16]
+    mark = hash_pieces(["\0".join(names).encode(), sizes.tobytes()])[:16]
+    return tuple(shards), sizes[0], mark
 
 
 def mark_shards(dataset: Any, before: Sequence[Mark]) -> list[Mark]:
@@ -155,7 +154,7 @@ def _mark_file(file: str, before: Mark | None) -> Mark:
     with open(file, "rb", buffering=0) as opened:
         places = (0, status.st_size // 2, max(0, status.st_size - BLOCK))
         blocks = [os.pread(opened.fileno(), BLOCK, place) for place in places]
-    return status.st_mtime_ns, hashlib.sha256(b"".join(blocks)).hexdigest()[:16]
+    return status.st_mtime_ns, hash_pieces(blocks)[:16]
 
 
 def explain_rewrite(shards: Sequence[Shard], before: Sequence[Mark], now: Sequence[Mark]) -> str:

@@ -6,7 +6,6 @@ micro-batches, and one rank combines them. Earlier versions wrote records withou
 read as well, and `upgrade` converts them.
 """
 
-import hashlib
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.files import open_regular, replacing
+from samestep.hashing import hash_short
 
 NUM_READ = 1 << 16  # records at a time
 RECORD = struct.Struct("<QIIQQQ")  # the fields of `Entry`
@@ -64,16 +64,12 @@ def to_float(bits: int) -> float:
 
 def fingerprint(indices: NDArray[np.int64]) -> int:
     """Return a 64-bit hash of the sample indices of one micro-batch in their order."""
-    return _hash(np.ascontiguousarray(indices, dtype="<i8").tobytes())
+    return hash_short(np.ascontiguousarray(indices, dtype="<i8").tobytes())
 
 
 def combine(fingerprints: Sequence[int]) -> int:
     """Return the fingerprint of a step from those of its micro-batches, in order."""
-    return _hash(struct.pack(f"<{len(fingerprints)}Q", *fingerprints))
-
-
-def _hash(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+    return hash_short(struct.pack(f"<{len(fingerprints)}Q", *fingerprints))
 
 
 def count_records(ledger: Path) -> int:

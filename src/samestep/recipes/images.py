@@ -6,7 +6,6 @@ samestep train images --data photos --model resnet18 --image-size 224 --num-work
 
 import argparse
 import fcntl
-import hashlib
 import io
 import math
 import shutil
@@ -24,6 +23,7 @@ from torch.utils.data import Dataset
 
 import samestep
 from samestep.files import open_regular
+from samestep.hashing import hash_bytes
 from samestep.recipes import check_numbers, run_main
 from samestep.recipes.models.resnet import ARCHITECTURES, build_resnet
 
@@ -84,8 +84,8 @@ def split_data(folder: Path, held_out: float) -> tuple[list[str], list[Entry], l
     classes, entries = find_images(folder)
 
     def is_held_out(path: Path) -> bool:
-        digest = hashlib.sha256(path.relative_to(folder).as_posix().encode()).digest()
-        return int.from_bytes(digest[:8]) < held_out * 2**64
+        mark = hash_bytes(path.relative_to(folder).as_posix().encode())[:16]
+        return int(mark, 16) < held_out * 2**64
 
     val = [entry for entry in entries if is_held_out(entry[0])]
     train = [entry for entry in entries if not is_held_out(entry[0])]
@@ -99,7 +99,7 @@ def split_data(folder: Path, held_out: float) -> tuple[list[str], list[Entry], l
 def hash_names(folder: Path, *parts: list[Entry]) -> str:
     """Return a hash of the files' names, so that a later start with different images warns."""
     names = "\0".join(path.relative_to(folder).as_posix() for part in parts for path, _ in part)
-    return hashlib.sha256(names.encode(errors="surrogateescape")).hexdigest()[:16]
+    return hash_bytes(names.encode(errors="surrogateescape"))[:16]
 
 
 def write_digits(folder: Path) -> Path:

@@ -1,12 +1,11 @@
 """The manifest of a snapshot: written last, read first, with checksums of every byte of the other files."""
 
-import hashlib
 import json
 import os
 import platform
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from itertools import accumulate, repeat
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.files import fits, is_count, is_object, is_text, is_time, open_regular, parse_json, read_bytes
+from samestep.hashing import hash_bytes, hash_pieces
 from samestep.version import __version__
 
 FORMAT = 1
@@ -148,11 +148,14 @@ def find_damage(directory: Path, manifest: Mapping[str, Any]) -> str | None:
 
 def hash_range(file: int, start: int, length: int) -> str:
     """Return the sha256 of a range of bytes of a file, which may end within the range. Any thread may call it."""
-    sha, end = hashlib.sha256(), start + length
-    while data := os.pread(file, min(end - start, _BUFFER_BYTES), start):
-        sha.update(data)
-        start += len(data)
-    return sha.hexdigest()
+
+    def read() -> Iterator[bytes]:
+        at, end = start, start + length
+        while data := os.pread(file, min(end - at, _BUFFER_BYTES), at):
+            yield data
+            at += len(data)
+
+    return hash_pieces(read())
 
 
 def find_wrong_size(files: Mapping[str, Any], sizes: Mapping[str, int]) -> str | None:
@@ -166,4 +169,4 @@ def find_wrong_size(files: Mapping[str, Any], sizes: Mapping[str, int]) -> str |
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True, allow_nan=False).encode()).hexdigest()
+    return hash_bytes(json.dumps(manifest, sort_keys=True, allow_nan=False).encode())

@@ -5,7 +5,6 @@ The files at the URL have the layout of a run directory, except that the directo
 snapshot's manifest is written last and removed first; without a manifest, the snapshot does not exist.
 """
 
-import hashlib
 import os
 import re
 import time
@@ -21,6 +20,7 @@ from samestep.config import is_url
 from samestep.console import say
 from samestep.errors import Error, RunDirectoryError, explain, needing
 from samestep.files import MOST_BYTES, open_regular, read_bytes, replace_file
+from samestep.hashing import hash_bytes
 from samestep.snapshot.lock import build_token, explain_takeover
 from samestep.snapshot.manifest import FILE, MANIFEST, NAME, find_wrong_size, parse_manifest
 from samestep.snapshot.run_directory import RunDirectory
@@ -438,7 +438,7 @@ class RemoteRun:
             return
         with open(path, "rb", opener=open_regular) as file:
             content = file.read()
-        if self._pushed.get(name) != (now := hashlib.sha256(content).hexdigest()):
+        if self._pushed.get(name) != (now := hash_bytes(content)):
             self._store.write(name, content)
             self._pushed[name] = now
 

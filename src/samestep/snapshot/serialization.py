@@ -7,7 +7,6 @@ removed by then, and reports a full disk with an exception that is not an `OSErr
 """
 
 import base64
-import hashlib
 import json
 import math
 import os
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from samestep.data.content import view_bytes
 from samestep.errors import InvalidType
 from samestep.files import MOST_BYTES, fits, is_count, is_object, is_text, open_regular, parse_json
+from samestep.hashing import hash_bytes
 from samestep.snapshot.manifest import Pieces
 from samestep.world.forking import at_rest, at_work
 
@@ -126,13 +126,13 @@ def digest(state: Any) -> str:
         InvalidType: as in `encode`.
     """
     structure, tensors = encode(state)
-    return digest_of(structure, {name: _hash(view_bytes(tensor)) for name, tensor in tensors.items()})
+    return digest_of(structure, {name: hash_bytes(view_bytes(tensor)) for name, tensor in tensors.items()})
 
 
 def digest_of(structure: Any, hashes: Mapping[str, str]) -> str:
     """Return the `digest` of an encoded state, from the sha256 of each tensor's bytes."""
     text = json.dumps(_canonical(structure, hashes), sort_keys=True, separators=(",", ":"))
-    return _hash(text.encode())
+    return hash_bytes(text.encode())
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Pieces, dict[str, str]]:
@@ -163,7 +163,7 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Piec
         for name, tensor in ordered:
             with at_work():
                 data = view_bytes(tensor)
-            hashes[name] = _hash(data)
+            hashes[name] = hash_bytes(data)
 
     # Not concurrent.futures, which starts no thread after the main thread has ended.
     hashing = Thread(target=hash_all, name="samestep hashing")
@@ -180,7 +180,7 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Piec
         with at_rest():  # a fork may wait for this thread, and the other one for the fork
             hashing.join()
     lengths = [(name, tensor.numel() * tensor.element_size()) for name, tensor in ordered]
-    return [(len(text), _hash(text)), *((length, hashes[name]) for name, length in lengths)], hashes
+    return [(len(text), hash_bytes(text)), *((length, hashes[name]) for name, length in lengths)], hashes
 
 
 def read_tensors(path: Path) -> dict[str, "Tensor"]:
@@ -362,10 +362,6 @@ def is_dense(tensor: "Tensor") -> bool:
 
 def _name_of(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _hash(data: bytes | memoryview) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def _refusal(path: tuple[Any, ...], what: str) -> InvalidType:

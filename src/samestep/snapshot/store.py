@@ -1,6 +1,5 @@
 """The snapshots of a run on disk: written atomically, and checked before they are read."""
 
-import hashlib
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.errors import InvalidValue, RunDirectoryError
 from samestep.files import fits, is_count, is_object, open_regular, sync_directory
+from samestep.hashing import hash_bytes
 from samestep.snapshot.manifest import MANIFEST, NAME, STATE, Pieces, build_manifest, find_damage, read_manifest, seal
 from samestep.snapshot.serialization import decode, digest_of, encode, read_tensors, write_tensors
 from samestep.world.environment import advise
@@ -395,7 +395,7 @@ def _write_json(path: Path, value: Any) -> Pieces:
         file.flush()
         with at_rest():
             os.fsync(file.fileno())
-    return [(len(text), hashlib.sha256(text).hexdigest())]
+    return [(len(text), hash_bytes(text))]
 
 
 def _sync(directory: Path) -> None:

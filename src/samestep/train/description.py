@@ -1,6 +1,5 @@
 """Describes a start of a run for its record and its trackers: the script's commit, versions, device, data."""
 
-import hashlib
 import platform
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.files import read_bytes
+from samestep.hashing import hash_bytes
 from samestep.snapshot.run_record import Options
 from samestep.train.context import RunContext
 from samestep.version import __version__
@@ -53,7 +53,7 @@ def describe_script() -> dict[str, Any]:
     with suppress(OSError):
         if file is not None:
             content = read_bytes(Path(file), is_given=True)
-            sha256 = hashlib.sha256(content).hexdigest()[:16]
+            sha256 = hash_bytes(content)[:16]
             return {"file": Path(file).name, "sha256": sha256, "arguments": sys.argv[1:]}
     return {}
 

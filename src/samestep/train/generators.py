@@ -1,6 +1,5 @@
 """Random generators: the state of the global ones, and those that a script creates, which samestep does not seed."""
 
-import hashlib
 import os
 import pickle
 import random
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from samestep.hashing import hash_bytes
 from samestep.world.group import Group
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ def read_generator(generator: Any) -> str:
             state = repr(generator.getstate()).encode()
     except Exception:
         return ""
-    return hashlib.sha256(state).hexdigest()
+    return hash_bytes(state)
 
 
 def call_on_rank_0(group: Group, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:

@@ -2,7 +2,6 @@
 
 import math
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from samestep.console import warn
 from samestep.engine.gradient_checksum import GradientChecksum, find_zero
 from samestep.engine.gradient_pass import GradientPass, Report
 from samestep.engine.reducer import Reducer
+from samestep.hashing import hash_short
 from samestep.plan.ledger import Entry, to_bits
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.snapshotter import Snapshotter
@@ -158,7 +158,7 @@ class RunMetrics(StepObserver):
 
     def note_names(self, names: Iterable[str]) -> None:
         """Note the names in a call of `run.log`, for the comparison with the other ranks' in the next exchange."""
-        self._names = zlib.crc32(repr([*names]).encode(), self._names)
+        self._names = hash_short(repr([self._names, *names]).encode()) >> 32
 
     def take_names(self) -> int:
         """Return a hash of the names in the calls of `run.log` since the last exchange; 0 if there were none."""

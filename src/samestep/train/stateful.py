@@ -1,7 +1,6 @@
 """The objects passed to `run.prepare`: checks, descriptions and lists of their tensors."""
 
 import gc
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.engine.buffers import check_module, spread_buffers
 from samestep.errors import InvalidType, InvalidValue, UsageError
+from samestep.hashing import hash_bytes
 
 MAX_PARTS = 2_000  # most parts of prepared objects to look into
 Objects = Mapping[str, Any]
@@ -172,7 +172,7 @@ def describe(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     for name, module in modules.items():
         params = [(path, list(param.shape), str(param.dtype)) for path, param in module.named_parameters()]
         num_values = sum(param.numel() for param in module.parameters())
-        mark = hashlib.sha256(json.dumps(params).encode()).hexdigest()[:12]
+        mark = hash_bytes(json.dumps(params).encode())[:12]
         described[name] = f"{len(params)} parameters, {num_values} values, {mark}"
     return described
 

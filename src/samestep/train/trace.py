@@ -5,7 +5,6 @@ after the epoch's body). With `"dump": n`, the tensors of step n are written as 
 killed at some moment of a step, or while files of a snapshot are written.
 """
 
-import hashlib
 import json
 import os
 import pickle
@@ -27,6 +26,7 @@ from samestep.data.loader import Fetcher
 from samestep.engine.gradient_pass import GradientPass, Losses
 from samestep.errors import Error
 from samestep.files import open_regular
+from samestep.hashing import hash_bytes
 from samestep.snapshot.serialization import KIND, digest, digest_of, encode, write_tensors
 from samestep.train.batches import Batches
 from samestep.train.context import RunContext
@@ -138,7 +138,7 @@ class Trace(Tracer):
         }
         if self.context.rank == 0:
             structure, tensors = encode(self.build_state({"step": step.number + 1}))
-            hashes = {name: hashlib.sha256(view_bytes(tensor)).hexdigest() for name, tensor in tensors.items()}
+            hashes = {name: hash_bytes(view_bytes(tensor)) for name, tensor in tensors.items()}
             line |= {"digest": digest_of(structure, hashes), "tensors": {n: h[:16] for n, h in hashes.items()}}
             schedules = [thing for thing in self.objects.values() if isinstance(thing, LRScheduler)]
             line |= {"values": dict(flatten(structure)), "schedules": [each.last_epoch for each in schedules]}
@@ -208,7 +208,7 @@ class Trace(Tracer):
 
 def hash_tensor(tensor: Tensor) -> str:
     """Return a hash of a tensor's elements: 16 hexadecimal digits."""
-    return hashlib.sha256(view_bytes(tensor)).hexdigest()[:16]
+    return hash_bytes(view_bytes(tensor))[:16]
 
 
 def hash_batch(batch: Any) -> str:
@@ -218,7 +218,7 @@ def hash_batch(batch: Any) -> str:
     except Error:
         pass
     try:
-        return hashlib.sha256(pickle.dumps(batch)).hexdigest()[:16]
+        return hash_bytes(pickle.dumps(batch))[:16]
     except Exception:
         return ""
 

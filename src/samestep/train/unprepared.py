@@ -1,7 +1,6 @@
 """Detects state of the script that changes from step to step and is in no snapshot."""
 
-import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from samestep.console import warn
 from samestep.data.content import find_leaves, view_bytes
+from samestep.hashing import hash_pieces
 from samestep.snapshot.async_copy import locate
 from samestep.train.batches import Batches
 from samestep.train.generators import KINDS, find_things, look_into, read_generator
@@ -158,19 +158,21 @@ def _mark(thing: Any, known: set[int]) -> str:
     """Return a hash of a sample of an object's state, without the tensors at `known`; "" if it cannot be read."""
     if isinstance(thing, KINDS):
         return read_generator(thing)
-    digest = hashlib.blake2b(digest_size=16)
-    try:
+
+    def read() -> "Iterator[bytes | memoryview]":
         for value in islice(find_leaves(thing.state_dict()), MAX_VALUES):
             if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
                 value = torch.from_numpy(value)
             if isinstance(value, Tensor) and locate(value) not in known:
                 flat = value.detach().reshape(-1)
-                digest.update(view_bytes(flat[:: max(1, flat.numel() // MAX_ELEMENTS)].cpu().contiguous()))
+                yield view_bytes(flat[:: max(1, flat.numel() // MAX_ELEMENTS)].cpu().contiguous())
             elif isinstance(value, bool | int | float | str | np.number):
-                digest.update(repr(value).encode())
+                yield repr(value).encode()
+
+    try:
+        return hash_pieces(read())
     except Exception:
         return ""
-    return digest.hexdigest()
 
 
 def _read_seed(thing: Any) -> int:

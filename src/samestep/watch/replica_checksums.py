@@ -4,7 +4,6 @@ A replica differs after a bit flip in a machine's memory, or if code changes it 
 reveal that, because every rank adds the same gradients to its own weights. Nothing here communicates.
 """
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from samestep.hashing import hash_short
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> dtype
 
@@ -53,7 +54,7 @@ def read_back(checksums: Mapping[str, Tensor]) -> dict[str, int]:
 def combine(checksums: Mapping[str, int]) -> int:
     """Hash the checksums, by name, to 63 bits."""
     text = json.dumps(checksums, sort_keys=True).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    return hash_short(text) >> 1
 
 
 @dataclass(frozen=True)

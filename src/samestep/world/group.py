@@ -1,6 +1,5 @@
 """The group of all ranks: backend, and the collectives on values and whole tensors other than gradients."""
 
-import hashlib
 import secrets
 import signal
 import threading
@@ -18,6 +17,7 @@ from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]
 
 from samestep.console import say, saying_when_slow, warn
 from samestep.errors import KINDS, Error, InvalidType, InvalidValue, PeerFailed, UsageError, name_kind
+from samestep.hashing import hash_pieces
 from samestep.torch_internals import add_gloo
 from samestep.waiting import wait_until
 from samestep.world import wire
@@ -106,7 +106,7 @@ class Group:
 
     def derive_key(self, secret: bytes, parts: Sequence[bytes]) -> None:
         """Set the key that seals messages, from the launcher's secret and a random part of each rank."""
-        self._key = hashlib.sha256(secret + b"".join(parts)).digest()
+        self._key = bytes.fromhex(hash_pieces([secret, *parts]))
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value` (as for `wire.encode`, or from `seal`), in rank order, on every rank."""

@@ -1,7 +1,6 @@
 """Translates the variables of mpirun and of submitit on one machine into those of torchrun."""
 
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 
 from samestep.errors import InvalidValue
 from samestep.files import read_bytes, read_text
+from samestep.hashing import hash_short
 from samestep.world.host import find_interface
 
 FIRST_PORT, NUM_PORTS = 15000, 17000  # below the ephemeral ports of Linux
@@ -75,7 +75,7 @@ def build_variables(variables: Mapping[str, str], names: Names) -> dict[str, str
         "LOCAL_RANK": variables[names.local_rank],
         "LOCAL_WORLD_SIZE": variables[names.local_world_size],
         "MASTER_ADDR": address,
-        "MASTER_PORT": port or str(FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS),
+        "MASTER_PORT": port or str(FIRST_PORT + hash_short(job.encode()) % NUM_PORTS),
     }
 
 

@@ -1,6 +1,5 @@
 """Checks that all ranks run the same script with the same versions of Python, torch and samestep."""
 
-import hashlib
 import platform
 import re
 import sys
@@ -10,6 +9,7 @@ from typing import Any
 
 from samestep.errors import Error
 from samestep.files import read_bytes
+from samestep.hashing import hash_bytes
 from samestep.version import __version__
 from samestep.world.environment import read_host
 
@@ -29,7 +29,7 @@ def explain_torch(version: str) -> str:
 
 def hash_file(path: str | Path) -> str:
     """Return the first 12 hexadecimal digits of a file's SHA-256. Raises OSError."""
-    return hashlib.sha256(read_bytes(Path(path), is_given=True)).hexdigest()[:12]
+    return hash_bytes(read_bytes(Path(path), is_given=True))[:12]
 
 
 def describe_software() -> dict[str, Any]:

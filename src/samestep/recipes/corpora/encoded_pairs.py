@@ -1,6 +1,5 @@
 """Sentence pairs as token ids, padded to batches of similar lengths."""
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from torch.utils.data import Dataset
 
 import samestep
 from samestep.files import read_bytes, replace_file
+from samestep.hashing import hash_bytes
 from samestep.recipes.corpora.bpe import Tokenizer
 from samestep.recipes.corpora.sentence_pairs import Pair, read_pairs
 from samestep.recipes.models.seq2seq import END, PAD, START
@@ -169,7 +169,7 @@ def divide(pairs: list[Pair], num_held_out: int | None) -> tuple[list[Pair], lis
 def load_or_train(texts: Sequence[list[str]], size: int, directory: Path) -> list[Tokenizer]:
     """Return the tokenizers of both languages: from their files if the texts are the same, else trained."""
     files, mark = [directory / "source.json", directory / "target.json"], directory / "trained_on"
-    trained_on = hashlib.sha256(json.dumps([texts, size]).encode()).hexdigest().encode()
+    trained_on = hash_bytes(json.dumps([texts, size]).encode()).encode()
     if mark.exists() and read_bytes(mark) == trained_on:
         return [Tokenizer(read_bytes(file).decode()) for file in files]
     directory.mkdir(exist_ok=True)

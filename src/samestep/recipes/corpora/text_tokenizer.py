@@ -1,6 +1,5 @@
 """Tokenizers of text: bytes, or byte pair encoding with the library `tokenizers`. Does not import torch by itself."""
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from samestep.errors import Error, InvalidValue, needing
 from samestep.files import parse_json
+from samestep.hashing import hash_bytes
 
 END = "<|endoftext|>"  # the token at the end of each document
 NUM_BYTES = 256
@@ -40,7 +40,7 @@ class Tokenizer:
         """Describe it, such as "bytes" or "bpe of 4096 tokens (1f2e3d4c)"."""
         if self.kind == "bytes":
             return self.kind
-        return f"{self.kind} of {self.vocabulary_size} tokens ({hashlib.sha256(self.definition).hexdigest()[:8]})"
+        return f"{self.kind} of {self.vocabulary_size} tokens ({hash_bytes(self.definition)[:8]})"
 
     @cached_property
     def _library(self) -> Any:

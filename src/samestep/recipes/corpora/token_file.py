@@ -4,7 +4,6 @@ A directory holds `tokens.npy` (one dimension, uint16 or uint32), `tokens.json` 
 `tokenizer.json`. `samestep prepare text` writes it.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -18,6 +17,7 @@ import numpy as np
 
 from samestep.errors import Error, InvalidValue
 from samestep.files import fits, is_count, is_text, open_regular, parse_json, read_bytes, replace_file
+from samestep.hashing import hash_pieces
 from samestep.recipes.corpora.text_tokenizer import BYTES, Tokenizer
 from samestep.sources.token_windows import Tokens, TokenWindows
 
@@ -181,7 +181,7 @@ def _write_header(file: Any, dtype: np.dtype[Any], num_tokens: int) -> None:
 def hash_file(file: Path) -> str:
     """Return the SHA-256 of a file, as sha256sum prints it."""
     with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+        return hash_pieces(iter(lambda: opened.read(1 << 20), b""))
 
 
 def read_pieces(file: Path, piece_bytes: int = 1 << 16) -> Iterator[bytes]:

@@ -6,7 +6,7 @@ time limits.
 """
 
 import datetime
-import hashlib
+import hashlib  # noqa: TID251 random numbers of any length
 import json
 import os
 import random

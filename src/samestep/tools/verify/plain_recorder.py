@@ -18,7 +18,6 @@ Tensors are recorded as their dot products with a few fixed random vectors. Thes
 a mean of gradients is the mean of the projections, and two tensors with equal projections are equal with probability 1.
 """
 
-import hashlib
 import json
 import math
 import multiprocessing
@@ -41,6 +40,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader, Subset
 
 from samestep.files import open_regular, read_text, replace_file
+from samestep.hashing import hash_pieces
 from samestep.torch_internals import LoaderIterator, count_collectives
 from samestep.waiting import wait_until
 from samestep.world.environment import read_rank
@@ -364,11 +364,8 @@ def hash_rows(batch: Any) -> Iterator[str]:
     tensors = list(_find_tensors(batch))
     size = len(tensors[0]) if tensors else 0
     for row in range(size):
-        content = hashlib.sha1()
-        for tensor in tensors:
-            if len(tensor) == size:
-                content.update(tensor[row].detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-        yield content.hexdigest()[:16]
+        values = [tensor[row].detach().cpu().reshape(-1).contiguous() for tensor in tensors if len(tensor) == size]
+        yield hash_pieces(each.view(torch.uint8).numpy().tobytes() for each in values)[:16]
 
 
 def _find_tensors(batch: Any) -> Iterator[Tensor]:

@@ -1,0 +1,43 @@
+"""The hash functions: SHA-256 for content, and 64 bits of BLAKE2b for short identities.
+
+Other modules call these two, so that a hash can be recognized by its length. Not here are keys and proofs (HMAC), the
+checksum that the PNG format prescribes, and the checksum of gradients, for which BLAKE2b would be too slow.
+"""
+
+import hashlib
+from collections.abc import Iterable
+
+
+def hash_bytes(data: bytes | memoryview) -> str:
+    """Return the SHA-256 of some content: 64 hexadecimal digits. Where fewer suffice, callers keep the first ones.
+
+    It identifies content in files and between machines, also against intent. Large data release the GIL.
+
+    Example::
+
+        >>> hash_bytes(b"samestep")[:16]
+        '05fb1479ed6c9f38'
+    """
+    return hashlib.sha256(data).hexdigest()
+
+
+def hash_pieces(pieces: Iterable[bytes | memoryview]) -> str:
+    """Return `hash_bytes` of consecutive pieces, of which only one is in memory at a time."""
+    sha = hashlib.sha256()
+    for piece in pieces:
+        sha.update(piece)
+    return sha.hexdigest()
+
+
+def hash_short(data: bytes, purpose: bytes = b"") -> int:
+    """Return 64 bits of BLAKE2b, for identities that are compared often or packed into few bytes. Takes about 1 us.
+
+    Args:
+        purpose: at most 16 bytes; equal data have unrelated hashes for different purposes.
+
+    Example::
+
+        >>> hash_short(b"samestep") < 2**64
+        True
+    """
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, person=purpose).digest(), "little")
