@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from samestep.errors import UsageError
 from samestep.hashing import hash_short
+from samestep.world.announcements import announce
 from samestep.world.group import Group
 
 EPOCH_END, EPOCH_END_AFTER_STOP = 0, 1
@@ -28,11 +29,13 @@ def meet(group: Group, call: int, names: Sequence[str] = ()) -> list[int]:
         UsageError: another rank made a different call, or asked for different snapshots.
     """
     nothing = _hash([])
+    if call != NEW_RUN and group.world_size > 1:
+        _announce(group.rank, call, [NEW_RUN])  # a rank that creates a Run waits in another exchange
     marks = group.gather_number(call + (_hash(names) << 8))
     if call == NEW_RUN:
         _check_in_call(marks, group.rank)
     calls, asked = [mark & 0xFF for mark in marks], [mark >> 8 for mark in marks]
-    _check_same(calls)
+    _check_same(calls, range(len(calls)))
     if len({*asked}) > 1:
         rank = next(rank for rank, each in enumerate(asked) if each != nothing)
         other = next(other for other, each in enumerate(asked) if each != asked[rank])
@@ -43,28 +46,45 @@ def meet(group: Group, call: int, names: Sequence[str] = ()) -> list[int]:
     return calls
 
 
+def announce_run(rank: int) -> None:
+    """Raise UsageError if another rank waits in another call for this one, which creates a further Run."""
+    _announce(rank, NEW_RUN, [EPOCH_END, EPOCH_END_AFTER_STOP, *(call for call in NAMES if call != NEW_RUN)])
+
+
+def _announce(rank: int, call: int, others: Sequence[int]) -> None:
+    for other, ranks_call in announce(rank, call, others):
+        calls = {rank: call, other: ranks_call}
+        _check_same([calls[each] for each in sorted(calls)], sorted(calls))
+
+
+def explain_in_loop(own: int, rank: int) -> str:
+    """Return the error of rank `own`, which has called samestep.Run, while `rank` is in a step."""
+    return (
+        f"rank {own} has called samestep.Run inside the loop of another run, and rank {rank} continues with "
+        "that loop: create the Run on every rank at the same place, or outside of the loop"
+    )
+
+
 def _check_in_call(marks: Sequence[int], own: int) -> None:
     """Raise UsageError if a rank is in the exchange of a step: the beginning of its message is no mark of a call."""
     known = {call + (_hash([]) << 8) for call in (EPOCH_END, EPOCH_END_AFTER_STOP, *NAMES)}
     for rank, mark in enumerate(marks):
         if mark not in known:
-            raise UsageError(
-                f"rank {own} has called samestep.Run inside the loop of another run, and rank {rank} continues with "
-                "that loop: create the Run on every rank at the same place, or outside of the loop"
-            )
+            raise UsageError(explain_in_loop(own, rank))
 
 
-def _check_same(calls: Sequence[int]) -> None:
-    """Raise UsageError if the calls of the ranks differ. `calls`: one per rank."""
+def _check_same(calls: Sequence[int], ranks: Sequence[int]) -> None:
+    """Raise UsageError if the calls of the ranks differ. `calls`: one for each of `ranks`."""
     name = NAMES.get(max(calls))
     if name is None or min(calls) == max(calls):
         return
-    rank = calls.index(max(calls))
-    other = next(other for other, call in enumerate(calls) if call != calls[rank])
-    does = f"has called {NAMES[calls[other]]}" if calls[other] in NAMES else "has not"
+    first = calls.index(max(calls))
+    rank, call = ranks[first], calls[first]
+    other, others_call = next(each for each in zip(ranks, calls, strict=True) if each[1] != call)
+    does = f"has called {NAMES[others_call]}" if others_call in NAMES else "has not"
     advice = (
         "call it on every rank, since they divide the data set, and print or save the result on rank 0"
-        if calls[rank] == EVALUATE
+        if call == EVALUATE
         else "make the same calls in the same order on every rank, and check what ranks can see differently, such as "
         "whether a file exists, in the function that run.once calls"
     )

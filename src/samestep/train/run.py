@@ -46,11 +46,12 @@ from samestep.train.stop_signals import StopSignals
 from samestep.train.stopping import Stopping
 from samestep.train.tracing import open_tracer
 from samestep.train.unprepared import Unprepared
-from samestep.train.watchdog import Watchdog, meet_in_loop
+from samestep.train.watchdog import Watchdog, meet_for_run
 from samestep.watch.progress import build_progress, say_above
 from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import Tracker
 from samestep.watch.trackers.registry import build_trackers
+from samestep.world.announcements import open_announcements
 from samestep.world.environment import advise
 from samestep.world.group import choose_device, find_rank, find_ranks, open_group
 
@@ -166,8 +167,10 @@ class Run:
         if settings.precision == "tf32" and self.device.type == "cuda":
             use_tf32()
         precision_of_run = build_precision(settings.precision, self.device)
-        meet_in_loop()
+        if environment.world_size > 1:
+            meet_for_run(environment.rank)
         group = open_group(environment, self.device, backend=settings.backend)
+        open_announcements(group)
         self.rank, self.local_rank, self.world_size = environment.rank, environment.local_rank, environment.world_size
         self.state: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}

@@ -6,7 +6,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +16,17 @@ from torch import Tensor, nn
 
 from samestep.console import escape, warn
 from samestep.engine.gradient_pass import Losses
-from samestep.errors import Error, PeerFailed, Stuck
+from samestep.errors import Error, PeerFailed, Stuck, UsageError
 from samestep.files import read_text
 from samestep.launch.failure import write_failure
 from samestep.snapshot.snapshotter import Snapshotter
-from samestep.train.calls import NEW_RUN, meet
+from samestep.train.calls import NEW_RUN, announce_run, explain_in_loop, meet
 from samestep.train.context import RunContext
 from samestep.train.position import Position
 from samestep.train.steps import Step, StepObserver
-from samestep.watch.heartbeat import Facts, Heartbeat, PhaseClock
+from samestep.watch.heartbeat import Facts, Heartbeat, PhaseClock, read_beats
 from samestep.watch.stall_diagnosis import build_limits, explain_slow_saving
+from samestep.world.announcements import wait_for_all
 from samestep.world.environment import read_host, read_terminal
 
 EXIT_CODE = 1
@@ -130,6 +131,19 @@ class Watchdog(PhaseClock, StepObserver):
             self._has_warned_of_saving = True
             warn(self._context.say, slow, start="snapshots slow the run")
 
+    def _build_check(self) -> Callable[[], None]:
+        """Return a function that raises UsageError if a rank waits in an exchange that this one has not reached."""
+        group, num_done, earlier = self._context.group, self.tallies["reducing"].num, dict[int, int]()
+        entries = group.open_entries()
+
+        def check() -> None:
+            for beat in read_beats(entries, group.world_size) if entries is not None else ():
+                is_ahead = beat.phase == "reducing" and beat.num_seen >= num_done  # in an exchange that comes later
+                if is_ahead and beat.number > earlier.setdefault(beat.rank, beat.number):  # one beat may mix two phases
+                    raise UsageError(explain_in_loop(group.rank, beat.rank))
+
+        return check
+
     def close(self) -> None:
         """End the loop."""
         if self._heartbeat is not None:
@@ -153,10 +167,15 @@ class Watchdog(PhaseClock, StepObserver):
             self._leave_error(rank, Stuck(sentence))  # first: the launcher looks for it after the process has ended
             kill_sibling(pid)
 
-    def meet_in_loop(self) -> None:
+    def meet_for_run(self) -> None:
         """See the function of this name."""
-        if self._context.world_size > 1 and self.now[0] in ("updating", "script"):
-            meet(self._context.group, NEW_RUN)
+        group = self._context.group
+        if group.world_size == 1 or self.now[0] not in ("updating", "script"):
+            return
+        if group.local_sockets is not None:
+            meet(group, NEW_RUN)
+        else:  # an exchange over gloo that does not end would keep this process from ending
+            wait_for_all(group.rank, group.world_size, self._build_check())
 
     def _leave_error(self, rank: int, error: BaseException) -> None:
         error_dir = self._context.environment.error_dir
@@ -164,14 +183,15 @@ class Watchdog(PhaseClock, StepObserver):
             write_failure(rank, error_dir, error, EXIT_CODE)
 
 
-def meet_in_loop() -> None:
-    """Check that all ranks create a Run, if this one does so in the loop of another run, between two exchanges.
+def meet_for_run(rank: int) -> None:
+    """Check that all ranks create a further Run, if this one does so between two exchanges of another run.
 
     Raises:
-        UsageError: another rank continues with that loop, and both would wait for each other.
+        UsageError: another rank makes another call or continues with its loop, and both would wait for each other.
     """
+    announce_run(rank)
     for watchdog in _open:
-        watchdog.meet_in_loop()
+        watchdog.meet_for_run()
 
 
 def kill_sibling(pid: int) -> None:

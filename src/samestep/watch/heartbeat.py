@@ -444,6 +444,14 @@ class Heartbeat:
             self._timeline.add(ranks)
 
 
+def read_beats(entries: SignedEntries, world_size: int) -> list[Beat]:
+    """Return the newest beat of each rank; [] before each has sent one, or if the store has closed."""
+    with suppress(RuntimeError):
+        texts = entries.read([f"beat/{rank}" for rank in range(world_size)]) or []
+        return [Beat(**json.loads(text)["beat"]) for text in texts]
+    return []
+
+
 def _build_command(ranks: Sequence[int]) -> dict[str, Any]:
     """Build a command for ranks to write their stacks. Its number is unique, so that each rank executes it once."""
     return {"stacks": ranks, "number": time.time_ns()}
