@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from samestep.errors import UsageError
 from samestep.hashing import hash_short
-from samestep.world.announcements import announce
+from samestep.world.announcements import announce, find_announced
 from samestep.world.group import Group
 
 EPOCH_END, EPOCH_END_AFTER_STOP = 0, 1
@@ -13,6 +13,7 @@ NAMES = {
     PREPARE: "run.prepare", LOOP: "run.epochs or run.steps", ONCE: "run.once", EVALUATE: "run.evaluate",
     RESTORE: "run.restore", NEW_RUN: "samestep.Run",
 }  # fmt: skip
+OTHERS = (EPOCH_END, EPOCH_END_AFTER_STOP, *(call for call in NAMES if call != NEW_RUN))
 
 
 def meet(group: Group, call: int, names: Sequence[str] = ()) -> list[int]:
@@ -29,8 +30,9 @@ def meet(group: Group, call: int, names: Sequence[str] = ()) -> list[int]:
         UsageError: another rank made a different call, or asked for different snapshots.
     """
     nothing = _hash([])
-    if call != NEW_RUN and group.world_size > 1:
-        _announce(group.rank, call, [NEW_RUN])  # a rank that creates a Run waits in another exchange
+    if call != NEW_RUN and group.world_size > 1:  # a rank that creates a Run may wait in another exchange
+        is_end = call in (EPOCH_END, EPOCH_END_AFTER_STOP)  # of an epoch that can be short: without a round trip
+        _check_pairs(group.rank, call, announce(group.rank, call, [] if is_end else [NEW_RUN]))
     marks = group.gather_number(call + (_hash(names) << 8))
     if call == NEW_RUN:
         _check_in_call(marks, group.rank)
@@ -48,12 +50,17 @@ def meet(group: Group, call: int, names: Sequence[str] = ()) -> list[int]:
 
 def announce_run(rank: int) -> None:
     """Raise UsageError if another rank waits in another call for this one, which creates a further Run."""
-    _announce(rank, NEW_RUN, [EPOCH_END, EPOCH_END_AFTER_STOP, *(call for call in NAMES if call != NEW_RUN)])
+    _check_pairs(rank, NEW_RUN, announce(rank, NEW_RUN, OTHERS))
 
 
-def _announce(rank: int, call: int, others: Sequence[int]) -> None:
-    for other, ranks_call in announce(rank, call, others):
-        calls = {rank: call, other: ranks_call}
+def check_run(rank: int) -> None:
+    """As `announce_run`, for a rank that has announced its Run."""
+    _check_pairs(rank, NEW_RUN, find_announced(OTHERS))
+
+
+def _check_pairs(rank: int, call: int, found: Sequence[tuple[int, int]]) -> None:
+    for other, others_call in found:
+        calls = {rank: call, other: others_call}
         _check_same([calls[each] for each in sorted(calls)], sorted(calls))
 
 

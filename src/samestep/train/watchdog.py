@@ -20,7 +20,7 @@ from samestep.errors import Error, PeerFailed, Stuck, UsageError
 from samestep.files import read_text
 from samestep.launch.failure import write_failure
 from samestep.snapshot.snapshotter import Snapshotter
-from samestep.train.calls import NEW_RUN, announce_run, explain_in_loop, meet
+from samestep.train.calls import NEW_RUN, announce_run, check_run, explain_in_loop, meet
 from samestep.train.context import RunContext
 from samestep.train.position import Position
 from samestep.train.steps import Step, StepObserver
@@ -132,11 +132,12 @@ class Watchdog(PhaseClock, StepObserver):
             warn(self._context.say, slow, start="snapshots slow the run")
 
     def _build_check(self) -> Callable[[], None]:
-        """Return a function that raises UsageError if a rank waits in an exchange that this one has not reached."""
+        """Return a function that raises UsageError if a rank waits elsewhere than in samestep.Run for this one."""
         group, num_done, earlier = self._context.group, self.tallies["reducing"].num, dict[int, int]()
         entries = group.open_entries()
 
         def check() -> None:
+            check_run(group.rank)
             for beat in read_beats(entries, group.world_size) if entries is not None else ():
                 is_ahead = beat.phase == "reducing" and beat.num_seen >= num_done  # in an exchange that comes later
                 if is_ahead and beat.number > earlier.setdefault(beat.rank, beat.number):  # one beat may mix two phases

@@ -448,7 +448,8 @@ def read_beats(entries: SignedEntries, world_size: int) -> list[Beat]:
     """Return the newest beat of each rank; [] before each has sent one, or if the store has closed."""
     with suppress(RuntimeError):
         texts = entries.read([f"beat/{rank}" for rank in range(world_size)]) or []
-        return [Beat(**json.loads(text)["beat"]) for text in texts]
+        messages = [json.loads(text) for text in texts]  # noqa: TID251 signed messages of ranks
+        return [Beat(**message["beat"]) for message in messages]
     return []
 
 

@@ -1,12 +1,12 @@
 """Calls of ranks, announced to ranks that wait in another exchange: neither of the two exchanges would end."""
 
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
 
+from samestep.waiting import wait_until
 from samestep.world.group import PATIENCE_S, POLL_S, Group
 from samestep.world.rendezvous_store import SignedEntries
 
@@ -34,21 +34,26 @@ def open_announcements(group: Group) -> None:
 
 
 def announce(rank: int, call: int, others: Sequence[int]) -> list[tuple[int, int]]:
-    """Announce this rank's next call. Of two ranks that announce different calls, at least one finds the other.
+    """Announce this rank's next call. Of two ranks that announce and look for each other's calls, one finds it.
 
     Args:
         call: a number that stands for the call.
-        others: the calls to look for.
-
-    Returns:
-        (rank, call) of ranks whose call of the same number is one of `others`.
+        others: as for `find_announced`, like the result. The look-up takes a round trip to the store.
     """
     if not (_current and _current[0].is_valid()):
         return []
     _current[0].num_calls += 1
-    entries, number, found = _current[0].entries, _current[0].num_calls, list[tuple[int, int]]()
     with suppress(RuntimeError):  # the store has closed
-        entries.put(f"call/{call}", f"{number} {rank}")
+        _current[0].entries.put(f"call/{call}", f"{_current[0].num_calls} {rank}")
+    return find_announced(others)
+
+
+def find_announced(others: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (rank, call) of ranks that have announced one of `others` as the call that this rank makes now."""
+    if not (_current and _current[0].is_valid()):
+        return []
+    entries, number, found = _current[0].entries, _current[0].num_calls, list[tuple[int, int]]()
+    with suppress(RuntimeError):
         for other in others:
             for text in entries.read([f"call/{other}"]) or ():  # also waits until the own entry is in the store
                 its_number, its_rank = map(int, text.split())
@@ -65,16 +70,15 @@ def wait_for_all(rank: int, num_ranks: int, check: Callable[[], None]) -> None:
     """
     if not (_current and _current[0].is_valid()):
         return
-    entries, number, deadline_s = _current[0].entries, _current[0].num_calls, time.monotonic() + PATIENCE_S
+    entries, number = _current[0].entries, _current[0].num_calls
     with suppress(RuntimeError):
         entries.put(f"waits/{rank}", str(number))
-    while not _have_come(entries, num_ranks, number) and time.monotonic() < deadline_s:
+
+    def have_come() -> bool:
         check()
-        time.sleep(POLL_S)
+        with suppress(RuntimeError):
+            numbers = entries.read([f"waits/{each}" for each in range(num_ranks)])
+            return numbers is not None and min(map(int, numbers)) >= number
+        return True  # the store has closed: the next exchange fails
 
-
-def _have_come(entries: SignedEntries, num_ranks: int, number: int) -> bool:
-    with suppress(RuntimeError):
-        numbers = entries.read([f"waits/{rank}" for rank in range(num_ranks)])
-        return numbers is not None and min(map(int, numbers)) >= number
-    return True  # the store has closed: the next exchange fails
+    wait_until(have_come, PATIENCE_S, every_s=POLL_S)
