@@ -43,7 +43,7 @@ the same samples, the same updates, the same bits, at any number of ranks and th
 Commands:
   samestep train [RECIPE]       train one of the included recipes (default: digits)
   samestep launch SCRIPT ...    start your script on several ranks, on this machine or on several machines
-  samestep submit SCRIPT ...    submit your script to Slurm or Kubernetes
+  samestep submit SCRIPT ...    submit your script to Slurm
   samestep inspect RUN          show the content of a run directory: settings, snapshots, restarts, samples, digest
   samestep runs [DIR]           list the runs in a directory, sorted by any metric
   samestep report RUN ...       write an HTML page about one or several runs: metrics, time, restarts, configuration

@@ -79,10 +79,6 @@ def test_version() -> None:
         (["submit", "--array", "x", "--run-dir", "r", __file__], "--array takes numbers and ranges, such as 0-3,7%2"),
         (["submit", "--job-name", "a\nb", __file__], "--job-name takes one line of text, not 'a\\nb'"),
         (["submit", "--sbatch=--mem=1\ntouch x", __file__], "--sbatch takes one line of text"),
-        (
-            ["submit", "--k8s", "--image", "i", "--claim", "c:/runs", "--run-dir", "r", "--dry-run", __file__],
-            "--run-dir r is not on the claim, which is mounted at /runs",
-        ),
         (["launch", "--nproc-per-node", "foo", __file__], "takes a number, gpu, cpu or auto, not 'foo'"),
         (["launch", "--nproc-per-node"], "--nproc-per-node needs a value"),
         (["launch", "--show-ranks", "1", "--nproc-per-node", "1", __file__], "--show-ranks names rank 1"),

@@ -1,25 +1,17 @@
-"""What `samestep submit` renders: batch scripts, and manifests that fit Kubernetes' published schema."""
+"""The batch scripts that `samestep submit` renders."""
 
-import json
 import os
 import re
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
 
-import jsonschema
 import pytest
-import yaml
 from processes import Command
 
 from samestep.cli import main
 from samestep.errors import Error
 from samestep.launch.job import parse_time
-from samestep.launch.kubernetes import build_name
-
-CLAIM = ["--claim", "disk:/runs"]
-JOBSET = json.loads(Path(__file__).with_name("jobset.json").read_text())["schema"]
 
 
 @pytest.fixture
@@ -54,9 +46,6 @@ def read_directives(text: str) -> dict[str, str]:
 def read_srun(text: str) -> list[str]:
     start = text.index("srun ")
     return shlex.split(text[start : text.index("\nrc=")].replace("\\\n", ""))
-
-
-# --- Slurm ------------------------------------------------------------------------------------------------------------
 
 
 def test_batch_script(script: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -101,12 +90,11 @@ def test_a_recipe(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_at_a_url(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A URL is no local directory for the output, and needs no volume claim."""
+    """A URL is no local directory for the output."""
     text = render(capsys, "--run-dir", "s3://bucket/run", "train.py")
     assert read_directives(text)["output"] == "slurm/%j.out"
     words = read_srun(text)
     assert words[words.index("--run-dir") + 1] == "s3://bucket/run"
-    render_manifest(capsys, "--claim", "disk:/data", "--run-dir", "s3://bucket/run", "train.py")
 
 
 def test_array(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,24 +173,23 @@ def test_grace(script: Path, capsys: pytest.CaptureFixture[str], words: tuple[st
         (("--array", "0-3", "train.py"), "--array needs --run-dir DIR"),
         (("--fresh", "train.py"), "--fresh would apply to each start of the job"),
         (("--resume", "best", "train.py"), "--resume would apply to each start of the job"),
-        (("--image", "x", "train.py"), "--image is for Kubernetes alone: leave it out, or add --k8s"),
-        (("--k8s", "--time", "5", "train.py"), "--time is for Slurm alone: leave it or --k8s out"),
-        (("--k8s", "train.py"), "--k8s needs --image IMAGE"),
-        (("--k8s", "--image", "x", "--claim", "runs", "train.py"), "--claim takes CLAIM:/PATH, not 'runs'"),
-        (
-            ("--k8s", "--image", "x", "train.py"),
-            "the disk of a pod is lost with the pod, and the run with it: give --c",
-        ),
-        (("--k8s", "--image", "x", "--run-dir", "/runs/x", "train.py"), "the disk of a pod is lost with the pod"),
-        (("--k8s", "--image", "x", "--job-name", "42", "train.py"), "'42' contains no Kubernetes name"),
     ],
 )
 def test_bad_input(script: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
     assert said in refuse(capsys, *words)
 
 
+def test_each_start_has_a_new_secret(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is in no command, and not in the saved batch script."""
+    text = render(capsys, "--nodes", "2", "train.py")
+    [line] = [line for line in text.splitlines() if "SAMESTEP_RDZV_SECRET" in line]
+    made = [subprocess.run(["bash", "-c", f"{line}; env"], capture_output=True, text=True).stdout for _ in range(2)]
+    assert len({re.search(r"SAMESTEP_RDZV_SECRET=([0-9a-f]{64})\n", each)[1] for each in made}) == 2  # type: ignore[index]
+    assert "SAMESTEP_RDZV_SECRET" not in render(capsys, "train.py")
+
+
 def test_no_cluster(command: Command) -> None:
-    """Without sbatch and kubectl: one sentence, and nothing is left in the run's directory."""
+    """Without sbatch: one sentence, and nothing is left in the run's directory."""
     command.write("train.py", "")
     command.variables["PATH"] = "/nonexistent"
     for words, said in [
@@ -211,7 +198,6 @@ def test_no_cluster(command: Command) -> None:
             "sbatch cannot be started (No such file or directory): submit from a machine of",
         ),
         (("--test-only",), "sbatch cannot be started"),
-        (("--k8s", "--image", "x", *CLAIM), "kubectl cannot be started (No such file or directory): install it, or "),
     ]:
         done = command.run("submit", *words, "train.py")
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
@@ -237,150 +223,6 @@ def test_slurm_writes_no_output_through_a_link(command: Command) -> None:
     assert [*outside.iterdir()] == []
 
 
-# --- Kubernetes -------------------------------------------------------------------------------------------------------
-
-
-def close(schema: Any) -> Any:
-    """Return the schema without additional fields: the API server would drop those."""
-    if isinstance(schema, list):
-        return [close(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {key: close(value) for key, value in schema.items()}
-    if schema.get("x-kubernetes-int-or-string") is True:
-        closed.pop("anyOf", None)
-        closed["type"] = ["integer", "string"]
-    if isinstance(schema.get("properties"), dict) and "type" in schema:
-        closed.setdefault("additionalProperties", False)
-    return closed
-
-
-SCHEMA = close({**JOBSET, "properties": {**JOBSET["properties"], "metadata": {"type": "object"}}})
-
-
-def render_manifest(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    """Return the manifest, which is the last document, after a check against the schema."""
-    place = [] if "://" in " ".join(words) or "--claim" in words else CLAIM
-    *_, manifest = yaml.safe_load_all(render(capsys, "--k8s", "--image", "ghcr.io/me/train:1", *place, *words))
-    jsonschema.Draft202012Validator(SCHEMA).validate(manifest)
-    return manifest
-
-
-def test_nodes_share_a_secret(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each JobSet and each start of a Slurm job has a new secret. It is in no command, and not in the saved batch
-    script.
-    """
-    words = ["--k8s", "--image", "x", *CLAIM, "--nodes", "2", "--namespace", "ml", "train.py"]
-    found = [list(yaml.safe_load_all(render(capsys, *words))) for _ in range(2)]
-    secret, manifest = found[0]
-    assert (secret["kind"], secret["metadata"]) == ("Secret", {"name": "train-rdzv", "namespace": "ml"})
-    assert len({secret["stringData"]["secret"] for secret, _ in found} | {""}) == 3
-    (container,) = find_pods(manifest)["template"]["spec"]["containers"]
-    assert container["env"] == [
-        {"name": "SAMESTEP_RDZV_SECRET", "valueFrom": {"secretKeyRef": {"name": "train-rdzv", "key": "secret"}}}
-    ]
-    text = render(capsys, "--nodes", "2", "train.py")
-    [line] = [line for line in text.splitlines() if "SAMESTEP_RDZV_SECRET" in line]
-    made = [subprocess.run(["bash", "-c", f"{line}; env"], capture_output=True, text=True).stdout for _ in range(2)]
-    assert len({re.search(r"SAMESTEP_RDZV_SECRET=([0-9a-f]{64})\n", each)[1] for each in made}) == 2  # type: ignore[index]
-    assert "SAMESTEP_RDZV_SECRET" not in render(capsys, "train.py")
-
-
-def find_pods(manifest: Any) -> Any:
-    (group,) = manifest["spec"]["replicatedJobs"]
-    return group["template"]["spec"]
-
-
-def test_manifest(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    manifest = render_manifest(
-        capsys, "--nodes", "2", "--gpus-per-node", "8", "--claim", "disk:/runs", "--run-dir", "/runs/x", "--grace-s",
-        "300", "--max-restarts", "5", "--namespace", "ml", "--job-name", "My_Job", "train.py", "--lr", "0.1", "yes",
-    )  # fmt: skip
-    assert manifest["metadata"] == {"name": "my-job", "namespace": "ml"}
-    assert manifest["spec"]["network"]["subdomain"] == "my-job"
-    assert manifest["spec"]["failurePolicy"]["maxRestarts"] == 5
-    pods = find_pods(manifest)
-    assert (pods["parallelism"], pods["completions"], pods["completionMode"]) == (2, 2, "Indexed")
-    assert pods["podFailurePolicy"]["rules"][0]["onExitCodes"] == {"operator": "In", "values": [75]}
-    pod = pods["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] == 330
-    assert pod["securityContext"]["fsGroup"] > 0, "the image's user, who is not root, can write on the claim"
-    (container,) = pod["containers"]
-    assert container["image"] == "ghcr.io/me/train:1"
-    assert container["resources"] == {"requests": {"cpu": 32}, "limits": {"nvidia.com/gpu": 8}}
-    assert container["volumeMounts"][1] == {"name": "runs", "mountPath": "/runs"}
-    assert "my-job-node-0-0.my-job" in container["command"][2], "it waits for the first pod's name"
-    assert container["args"] == [
-        "python", "-P", "-m", "samestep", "launch", "--nnodes", "2", "--rdzv-endpoint",
-            "my-job-node-0-0.my-job:29400",
-        "--nproc-per-node", "8", "--run-dir", "/runs/x", "--grace-s", "300", "--max-restarts", "5",
-        "train.py", "--lr", "0.1", "yes",
-    ]  # fmt: skip
-
-
-def test_one_pod(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (container,) = find_pods(render_manifest(capsys, "train.py"))["template"]["spec"]["containers"]
-    assert container["command"][-1] == "train.py"
-    assert "--nnodes" not in container["command"]
-
-
-def test_the_run_lives_on_the_claim(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever directory the script names: that would be on the disk of a pod."""
-    manifest = render_manifest(capsys, "--claim", "disk:/all/runs/", "--nodes", "2", "--job-name", "My run", "train.py")
-    pod = find_pods(manifest)["template"]["spec"]
-    (container,) = pod["containers"]
-    args = container["args"]
-    assert args[args.index("--run-dir") + 1] == "/all/runs/my-run"
-    assert {"name": "runs", "mountPath": "/all/runs/"} in container["volumeMounts"]
-    assert {"name": "runs", "persistentVolumeClaim": {"claimName": "disk"}} in pod["volumes"]
-    (container,) = find_pods(render_manifest(capsys, "--run-dir", "s3://bucket/run", "train.py"))["template"]["spec"][
-        "containers"
-    ]
-    assert "s3://bucket/run" in container["command"]
-    assert [mount["name"] for mount in container["volumeMounts"]] == ["shared-memory"]
-
-
-def test_schema_sees_faults(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The schema refuses a misspelled field, another type, and a value that is not allowed."""
-    for spoil in (
-        lambda spec: spec.update(replicaJobs=[]),
-        lambda spec: spec["replicatedJobs"][0]["template"]["spec"].update(parallelism="2"),
-        lambda spec: spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"].update(restartpolicy="Never"),
-        lambda spec: spec["failurePolicy"]["rules"][0].update(action="Restart"),
-        lambda spec: spec["failurePolicy"]["rules"][0].pop("name"),
-    ):
-        manifest = render_manifest(capsys, "train.py")
-        spoil(manifest["spec"])
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.Draft202012Validator(SCHEMA).validate(manifest)
-
-
-@pytest.mark.parametrize(
-    ("text", "name"), [("train", "train"), ("My_Job.v2", "my-job-v2"), ("1-x-", "x"), ("a" * 99, "a" * 51)]
-)
-def test_names(text: str, name: str) -> None:
-    assert build_name(text) == name
-
-
-def test_kubectl(command: Command) -> None:
-    """kubectl receives the manifest, and its error is shown."""
-    command.write("train.py", "")
-    tool = command.write(
-        "bin/kubectl", '#!/bin/sh\n[ "$*" = "apply -f -" ] && cat > got.yaml && echo created && exit $(cat code)\n'
-    )
-    tool.chmod(0o755)
-    command.variables["PATH"] = f"{tool.parent}:{command.variables['PATH']}"
-    command.write("code", "0")
-    done = command.run("submit", "--k8s", "--image", "x", *CLAIM, "train.py")
-    assert done.returncode == 0, done.stderr
-    assert "samestep: created; its output: kubectl logs" in done.stderr
-    jsonschema.Draft202012Validator(SCHEMA).validate(yaml.safe_load((command.directory / "got.yaml").read_text()))
-    command.write("code", "1")
-    done = command.run("submit", "--k8s", "--image", "x", *CLAIM, "train.py")
-    assert done.returncode == 2
-    assert "samestep: error: kubectl refused the JobSet" in done.stderr
-
-
 @pytest.mark.parametrize("name", ["a\nscancel 1\n.py", "a\n#SBATCH --wrap=x\n.py", "a\rb.py", "a\x1bb.py"])
 def test_names_with_control_characters(script: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     script.with_name(name).write_text("")
@@ -399,9 +241,3 @@ def test_names_with_signs(script: Path, capsys: pytest.CaptureFixture[str], name
     assert directives["job-name"] == Path(name).stem
     assert directives["output"] == f"{name}/slurm/%j.out"
     assert read_srun(text)[-2:] == [name, name]
-
-
-def test_kubernetes_replaces_nothing(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = render(capsys, "--k8s", "--image", "i", *CLAIM, "train.py", "$(HOME)", "a$b", "$$")
-    pod = yaml.safe_load(text)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    assert pod["containers"][0]["command"][-3:] == ["$$(HOME)", "a$$b", "$$$$"]

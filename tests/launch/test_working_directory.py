@@ -22,7 +22,6 @@ RUN_AS_RANK = (
         Target("module", "train").to_full_command(2),
         Target("recipe", "samestep.recipes.digits").to_full_command(2),
         build_job(Target("recipe", "samestep.recipes.digits"), {}).build_command(sys.executable, "", "run"),
-        build_job(Target("recipe", "samestep.recipes.digits"), {"k8s": True}).build_command(sys.executable, "", "run"),
         [*COMMAND, "launch"],
         [sys.executable, "-P", "-c", RUN_AS_RANK],
         ["samestep"],

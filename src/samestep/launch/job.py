@@ -1,4 +1,4 @@
-"""A job for a cluster: its resources and the command that each node runs."""
+"""A Slurm job: its resources and the command that each node runs."""
 
 import re
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class Job:
         grace_s: seconds from the signal to stop to the kill.
         launch: more options of `samestep launch`.
         run_dir: the run's directory; of an array, the parent of its runs' directories; "": chosen by the script.
-        options: the options of Slurm or Kubernetes, by name.
+        options: the options of `samestep submit`, by name.
     """
 
     target: Target
@@ -51,8 +51,7 @@ class Job:
 
 def build_job(target: Target, values: Mapping[str, Any]) -> Job:
     """Build a job from the options of `samestep submit`. Raises Error if an option is invalid."""
-    if not values.get("k8s"):  # there, the script is in the image
-        check_target(target)
+    check_target(target)
     for name in ("fresh", "resume"):
         if name in values:
             raise Error(

@@ -1,10 +1,9 @@
-"""`samestep submit`: its options, and the choice between Slurm and Kubernetes."""
+"""`samestep submit`: its options."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from samestep.config import OPTIONS, Option, name_flag, whole
-from samestep.errors import Error
+from samestep.config import OPTIONS, Option, whole
 from samestep.launch import flags as launch
 from samestep.launch.job import GRACE_S, build_job
 from samestep.launch.local_ranks import Target
@@ -19,8 +18,6 @@ Before the time limit Slurm signals the run, which saves and requeues its job. A
 The run continues in the same directory, as often as needed, without changes to the script. If three starts in a row are
 stopped before they have saved anything new, the job ends with exit code 2.
 Exit code: that of the job; with --detach, --dry-run and --test-only 0 on success.
-
-With --k8s, submits a JobSet to Kubernetes, which restarts evicted pods.
 """
 
 FLAGS: dict[str, Option] = {
@@ -36,38 +33,19 @@ FLAGS: dict[str, Option] = {
     "array": Option(str, "LIST", "one run per number, such as 0-3,7%2, in RUN_DIR/<number>; see SLURM_ARRAY_TASK_ID"),
     "sbatch": Option(list, "OPTION", "another option of sbatch, such as --sbatch=--mem=64G; can be repeated"),
     "job_name": Option(str, "NAME", "name of the job; default: the script's"),
-    "dry_run": Option(bool, "", "print the batch script or manifest, and submit nothing"),
+    "dry_run": Option(bool, "", "print the batch script, and submit nothing"),
     "test_only": Option(bool, "", "print when Slurm expects the job to start, and submit nothing"),
     "detach": Option(bool, "", "do not show the output"),
-    "k8s": Option(bool, "", "submit to Kubernetes with kubectl instead of Slurm"),
-    "image": Option(str, "IMAGE", "Kubernetes: a container image with torch, samestep and the script"),
-    "claim": Option(
-        str, "C:PATH", "Kubernetes: PersistentVolumeClaim for the runs, and where to mount it; a run is in PATH/NAME"
-    ),
-    "namespace": Option(str, "NAME", "Kubernetes: namespace; default: kubectl's"),
     **{name: launch.FLAGS[name] for name in ("show_ranks", "tf_config", "max_restarts")},
     **OPTIONS,
     "grace_s": Option(
         int, "S", f"seconds from the signal to the limit; default: {GRACE_S}, at most a quarter of --time", whole(1)
     ),
 }  # fmt: skip
-ONLY_SLURM = ("cpus_per_rank", "time", "partition", "account", "array", "sbatch", "test_only")
-ONLY_KUBERNETES = ("image", "claim", "namespace")
 
 
 def run_submit(target: Target, values: Mapping[str, Any]) -> int:
     """Submit `target` with the options of FLAGS. Returns the exit code. Raises Error if an option is invalid."""
-    is_kubernetes = bool(values.get("k8s"))
-    for name in ONLY_SLURM if is_kubernetes else ONLY_KUBERNETES:
-        if name in values:
-            if is_kubernetes:
-                raise Error(f"{name_flag(name)} is for Slurm alone: leave it or --k8s out")
-            raise Error(f"{name_flag(name)} is for Kubernetes alone: leave it out, or add --k8s")
-    job = build_job(target, values)
-    if is_kubernetes:
-        from samestep.launch.kubernetes import submit_to_kubernetes
-
-        return submit_to_kubernetes(job)
     from samestep.launch.sbatch import submit_to_slurm
 
-    return submit_to_slurm(job)
+    return submit_to_slurm(build_job(target, values))
