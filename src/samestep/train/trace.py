@@ -34,7 +34,6 @@ from samestep.train.generators import (
     KINDS,
     NUMPY_GENERATOR,
     PYTHON_GENERATOR,
-    find_own_modules,
     find_things,
     read_generator,
 )
@@ -164,8 +163,6 @@ class Trace(Tracer):
         buffers = [
             f"objects/{name}/{path}" for name, module in self.modules.items() for path, _ in module.named_buffers()
         ]
-        modules = [sys.modules["__main__"], *find_own_modules(Path.cwd(), len(sys.modules))]
-        files = dict.fromkeys(getattr(module, "__file__", None) or "" for module in modules)
         self.write(
             {
                 "world_size": self.context.world_size,
@@ -178,7 +175,6 @@ class Trace(Tracer):
                 "reduction": settings.reduction,
                 "schedules": [name for name, thing in self.objects.items() if isinstance(thing, LRScheduler)],
                 "buffers": buffers,
-                "files": [str(Path(file).absolute()) for file in files if file.endswith(".py")],
             }
         )
 

@@ -1,29 +1,22 @@
 """Finds the causes of a difference between two runs, and describes what to change."""
 
-import ast
-from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.files import read_bytes
 from samestep.tools.verify.experiments import (
     RunAgain,
+    find_clock,
     find_operator,
-    find_rank_reads,
-    find_sources,
-    name_rank_reads,
+    find_rank,
+    find_rank_of_drift,
+    is_hash_seed,
     read_twice,
 )
-from samestep.tools.verify.fixed import CLOCK, ENTROPY, HASH, RANK
 from samestep.tools.verify.traces import Difference, Traced, name_tensor
+from samestep.tools.verify.trials import Outcome
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-RANK_NAMES = {"rank", "local_rank", "world_size", "get_rank", "get_world_size", "is_main_process"}
-RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 
 
 def explain(
@@ -105,24 +98,17 @@ def _explain_input(difference: Difference, run_again: RunAgain) -> str:
 
 
 def _explain_unrepeatable(difference: Difference, moved: str, run_again: RunAgain) -> list[str]:
-    """Find out why two runs on the same number of ranks differ. Names only sources that make a difference."""
-    sources = find_sources(run_again)
-    causes = []
-    if CLOCK in sources:
-        causes.append(
-            f"the script reads the clock, and the time affects training ({sources[CLOCK]}): with a fixed clock, two "
-            "runs are the same; derive the value from step.number, or from torch, numpy.random and random"
-        )
-    if ENTROPY in sources:
-        begun = f"a generator has a different seed in each process ({sources[ENTROPY]})"
-        causes.append(f"{begun}: {_explain_generators(moved)}" if moved else f"{begun}: give it a seed")
-    if HASH in sources:
-        causes.append(
+    """Find out why two runs on the same number of ranks differ. Names a cause only if it makes a difference."""
+    if is_hash_seed(run_again):
+        return [
             "the order of a set of strings, or hash() of a string, affects training: it differs with each "
             "PYTHONHASHSEED; sort the elements of a set, or run export PYTHONHASHSEED=0 before every start"
-        )
-    if causes:
-        return causes
+        ]
+    if places := find_clock(run_again):
+        return [
+            f"the script reads the clock, and the time affects training ({places}): with a fixed clock, two "
+            "runs are the same; derive the value from step.number, or from torch, numpy.random and random"
+        ]
     if (operator := find_operator(run_again)) is not None:
         return [
             f"{operator} is an operator that is not deterministic, and the script allows it: remove "
@@ -139,9 +125,9 @@ def _explain_unrepeatable(difference: Difference, moved: str, run_again: RunAgai
             "fixed seed, and read no file that changes"
         ]
     return [
-        "not found: neither the clock, nor a generator without a seed, nor the order of sets, nor an operator that "
-        "torch knows not to be deterministic; look for memory addresses (id(), a set of objects), files that change, "
-        "and threads that the script starts"
+        "not found: neither a clock of time, nor a generator that draws in the steps, nor the order of sets, nor an "
+        "operator that torch knows not to be deterministic; look for generators without a seed, datetime.now(), memory "
+        "addresses (id(), a set of objects), files that change, and threads that the script starts"
     ]
 
 
@@ -151,7 +137,7 @@ def _explain_ranks(one: Traced, difference: Difference, run_again: RunAgain, run
             f"{name_tensor(difference.tensor or '')} is a buffer that depends on the number of ranks: its value "
             "must come from the whole step (step.num_samples, step.loss), not from this rank's micro-batches"
         ]
-    if reads_rank(one.settings["files"]) and (places := find_rank_reads(run_again, run_other)):
+    if places := find_rank(run_again, run_other):
         return [_describe_reads(places)]
     where = {
         "losses": f"the same inputs of {difference.name} give a different loss",
@@ -172,38 +158,21 @@ def _describe_reads(places: str) -> str:
     )
 
 
-def reads_rank(files: Iterable[str]) -> bool:
-    """Return whether source files contain an expression that reads a rank or the number of ranks."""
-    for file in map(Path, files):
-        with suppress(OSError, ValueError, SyntaxError):
-            if any(map(_reads_rank, ast.walk(ast.parse(read_bytes(file, is_given=True))))):
-                return True
-    return False
-
-
-def _reads_rank(node: ast.AST) -> bool:
-    if isinstance(node, ast.Attribute):
-        return node.attr in RANK_NAMES and isinstance(node.ctx, ast.Load)
-    return isinstance(node, ast.Constant) and node.value in RANK_VARIABLES
-
-
-def explain_drift(one: Traced, output: str, run_other: RunAgain) -> list[str]:
+def explain_drift(outcome: Outcome, run_other: RunAgain) -> list[str]:
     """Find out why the models of the ranks differ, if the run ended because of that.
 
     Args:
         run_other: runs the script again, on as many ranks as that run.
     """
-    if not _has_drifted(output):
+    if not _has_drifted(outcome):
         return []
-    if reads_rank(one.settings["files"]):
-        fixed = run_other(fixed=[RANK])
-        if not _has_drifted(fixed.output) and (places := name_rank_reads(fixed)):
-            return [f"  likely: {_describe_reads(places)}"]
+    if places := find_rank_of_drift(run_other, _has_drifted):
+        return [f"  likely: {_describe_reads(places)}"]
     return ["  likely: a rank changes the model by its own values: updates must depend only on the gradient"]
 
 
-def _has_drifted(output: str) -> bool:
-    return "hold the same model" in output or "a different model than" in output
+def _has_drifted(outcome: Outcome) -> bool:
+    return "hold the same model" in outcome.output or "a different model than" in outcome.output
 
 
 def measure_difference(one: Path, other: Path, name: str) -> str:

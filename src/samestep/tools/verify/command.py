@@ -296,9 +296,7 @@ class _Verification:
         if outcome.code:
             result = f"exit code {outcome.code}"
             self._lines += [f"{where} it ends with {result}:", outcome.last_words]
-            self._lines += explain_drift(
-                self._reference.trace, outcome.output, partial(self._trials.run, outcome.world_size)
-            )
+            self._lines += explain_drift(outcome, partial(self._trials.run, outcome.world_size))
             self._is_same = False
             return result
         # A run that is resumed after its last step has no further one.

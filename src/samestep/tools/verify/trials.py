@@ -103,7 +103,7 @@ class Trials:
         num_steps: int | None = None,
         overrides: Mapping[str, Any] | None = None,
         hash_seed: str = "0",
-        fixed: Sequence[str] = (),
+        fixed: str = "",
         **trace: Any,
     ) -> Outcome:
         """Start the script and wait for its end.
@@ -113,7 +113,7 @@ class Trials:
             num_steps: steps of the whole run.
             overrides: further options of `Run`.
             hash_seed: PYTHONHASHSEED, unless it is set for this process.
-            fixed: sources with equal values in each such run, see `tools.verify.fixed`.
+            fixed: what has the same values in each such run: CLOCK or RANK of `tools.verify.experiments`; "": nothing.
             trace: further options of the trace.
         """
         self._count += 1
@@ -133,7 +133,7 @@ class Trials:
         }
         variables = build_trace(place, to_variables(options), hash_seed=hash_seed, **trace)
         if fixed:
-            variables[HOOK] = json.dumps(["samestep.tools.verify.fixed", {"dir": str(place), "fixed": list(fixed)}])
+            variables[HOOK] = json.dumps(["samestep.tools.verify.experiments", {"dir": str(place), "fixed": fixed}])
         began_s = time.monotonic()
         code = self._start(self.target.to_full_command(world_size), variables, place)
         final = Store(run_dir).find("latest", warn=lambda _: None) if run_dir.exists() else None
