@@ -1,6 +1,5 @@
 """A check of the doctor: facts that every rank collects, and the findings that rank 0 derives from them."""
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -93,7 +92,6 @@ class Context:
 
     Attributes:
         exchange: exchanges values with the other ranks while there is no process group.
-        clock: the wall clock of this host, in seconds.
         doing: the current activity, reported when a check hangs.
     """
 
@@ -101,7 +99,6 @@ class Context:
     options: Options
     exchange: "StoreExchange"
     participants: Participants
-    clock: Callable[[], float] = time.time
     doing: str = ""
 
     @property

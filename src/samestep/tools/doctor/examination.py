@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,15 +14,8 @@ from samestep.tools.doctor.data_loading import judge_data_loading, look_at_data_
 from samestep.tools.doctor.disk import judge_disk, look_at_disk
 from samestep.tools.doctor.findings_report import Report
 from samestep.tools.doctor.gpus import judge_gpus, look_at_gpus
-from samestep.tools.doctor.host_resources import (
-    judge_cores,
-    judge_limits,
-    judge_versions,
-    look_at_cores,
-    look_at_limits,
-    look_at_versions,
-)
-from samestep.tools.doctor.network import judge_clocks, judge_network, look_at_network
+from samestep.tools.doctor.host_resources import judge_memory, judge_versions, look_at_memory, look_at_versions
+from samestep.tools.doctor.network import judge_network, look_at_network
 from samestep.world.environment import Environment, read_host
 from samestep.world.host import read_host_id
 from samestep.world.rendezvous_store import StoreExchange
@@ -41,22 +34,15 @@ GROUP_ADVICE = (
 CHECKS = (
     Check(look_at_versions, {"versions": judge_versions}),
     Check(look_at_gpus, {"devices": judge_gpus}, limit_s=20.0),
-    Check(look_at_cores, {"cores": judge_cores}),
-    Check(look_at_limits, {"limits": judge_limits}),
-    Check(look_at_network, {"network": judge_network, "clocks": judge_clocks}, limit_s=20.0),
+    Check(look_at_memory, {"memory": judge_memory}),
+    Check(look_at_network, {"network": judge_network}, limit_s=20.0),
     Check(look_at_disk, {"run_dir": judge_disk}, limit_s=15.0),
     Check(look_at_collectives, {"collectives": judge_collectives, "links": judge_links}, 45.0, GROUP_ADVICE),
 )
 LOADER = Check(look_at_data_loading, {"loader": judge_data_loading}, limit_s=None)
 
 
-def examine(
-    environment: Environment,
-    options: Options,
-    *,
-    checks: Sequence[Check] = CHECKS,
-    clock: Callable[[], float] = time.time,
-) -> int:
+def examine(environment: Environment, options: Options, *, checks: Sequence[Check] = CHECKS) -> int:
     """Run the checks as one of the ranks. Returns the exit code: 1 on rank 0 if a check has failed, else 0."""
     report = Report(as_json=options.json) if environment.rank == 0 else None
     problem = "cannot reach"
@@ -69,7 +55,7 @@ def examine(
             return _end_alone(report, f"{names} did not come within {MEET_S:g} s")
         hosts, keys = zip(*(hellos[rank] for rank in sorted(hellos)), strict=True)
         nodes = list(dict.fromkeys(keys))
-        context = Context(environment, options, exchange, Participants(hosts, [*map(nodes.index, keys)]), clock)
+        context = Context(environment, options, exchange, Participants(hosts, [*map(nodes.index, keys)]))
         if report is not None:
             report.open(context.participants)
         have_hung = [_check(context, check, report) for check in (*checks, *([LOADER] if options.script else []))]

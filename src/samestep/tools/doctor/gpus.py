@@ -1,4 +1,4 @@
-"""Checks the GPUs of each node: number, free memory, connections and health."""
+"""Checks the GPUs of each node: number, free memory and health."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -16,9 +16,7 @@ SLOWDOWNS = {
     0x40: "slowed down by its hardware, too hot",
     0x80: "slowed down by the power supply",
 }
-UNCORRECTED, VOLATILE, NVLINK = 1, 0, 2  # constants of NVML
-# Level of NVML -> the nearest common ancestor of two GPUs.
-ANCESTORS = {0: "one board", 10: "a PCIe switch", 20: "PCIe switches", 30: "a PCIe root", 40: "a NUMA node", 50: "no"}
+UNCORRECTED, VOLATILE = 1, 0  # constants of NVML
 
 
 def look_at_gpus(context: Context) -> dict[str, Any]:
@@ -85,18 +83,8 @@ def read_gpus(nvml: Any, uuids: Iterable[str] = ()) -> list[dict[str, Any]] | No
         with suppress(nvml.NVMLError):
             _, _, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)
             gpu["rows"] = "failed" if has_failed else "pending" if is_pending else ""
-        gpu["links"] = [_read_link(nvml, handle, other) for other in handles if other is not handle]
         gpus.append(gpu)
     return gpus
-
-
-def _read_link(nvml: Any, one: Any, other: Any) -> str:
-    with suppress(nvml.NVMLError):
-        if nvml.nvmlDeviceGetP2PStatus(one, other, NVLINK) == 0:
-            return "NVLink"
-    with suppress(nvml.NVMLError):
-        return ANCESTORS.get(nvml.nvmlDeviceGetTopologyCommonAncestor(one, other), "no")
-    return "unknown"
 
 
 def _text(value: str | bytes) -> str:
@@ -134,8 +122,6 @@ def judge_gpus(facts: Facts) -> Iterator[Finding]:
     if any(counts.values()):
         shown = f"{max(counts.values())} x {names[0] if names else 'GPU'}"
         shown += f"{' on each host' if len(participants.leaders) > 1 else ''}, nothing wrong with them"
-        links = sorted({link for gpu in gpus for link in gpu["links"]})
-        shown += f", {' or '.join(links)} between them" if links else ""
         shown += "; ranks run on the CPU as asked for" if on_cpu else ""
     else:
         shown = "no GPU: ranks run on the CPU"

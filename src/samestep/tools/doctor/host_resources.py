@@ -1,4 +1,4 @@
-"""Checks versions, cores and threads, shared memory and open files of each machine, and that they agree."""
+"""Checks the versions of all machines, and the memory of each."""
 
 import os
 import platform
@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from samestep.console import format_count, format_ranks
 from samestep.files import read_text
 from samestep.tools.doctor.checks import (
     Context,
@@ -25,9 +24,6 @@ from samestep.world.version_check import explain_torch
 
 MUST_AGREE = ("python", "torch", "CUDA", "NCCL", "samestep")  # a driver serves several CUDA versions
 LEAST_SHM_BYTES = 512 << 20
-FEWEST_FILES, FEW_FILES = 256, 1024
-FILES_PER_RANK = 16  # a connection per backend and direction, and the files of a data loader
-UNLIMITED_FILES = 1 << 20
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -78,28 +74,7 @@ def judge_versions(facts: Facts) -> Iterator[Finding]:
     yield well(shown + everywhere, versions)
 
 
-# --- cores --------------------------------------------------------------------------------------------------------
-
-
-def look_at_cores(context: Context) -> dict[str, Any]:
-    """Collect the cores that this rank can use, and its number of threads."""
-    import torch
-
-    return {
-        "allowed": sorted(os.sched_getaffinity(0)),
-        "quota": read_quota(),
-        "threads": context.options.num_threads or torch.get_num_threads(),
-        "num_numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
-        "load": os.getloadavg()[0],
-    }
-
-
-def read_quota(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
-    """Return the CPU quota of this process's control groups, in cores; None: unlimited."""
-    limits = [_read(group / "cpu.max").split() for group in _find_groups(root, own)]
-    limits.append([_read(root / "cpu/cpu.cfs_quota_us"), _read(root / "cpu/cpu.cfs_period_us")])  # version 1
-    quotas = [int(limit[0]) / int(limit[1]) for limit in limits if len(limit) == 2 and limit[0].isdecimal()]
-    return min(quotas, default=None)
+# --- memory -------------------------------------------------------------------------------------------------------
 
 
 def read_memory_room(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
@@ -129,69 +104,18 @@ def _read(file: Path) -> str:
         return ""
 
 
-def judge_cores(facts: Facts) -> Iterator[Finding]:
-    """Compare ranks times threads with the cores of each node."""
-    participants, measured = facts.participants, {}
-    all_threads = sorted({fact["threads"] for fact in facts.by_rank.values()})
-    if len(all_threads) > 1:
-        advice = "set the same OMP_NUM_THREADS for all, or give --num-threads: results depend on it"
-        yield failure(f"ranks compute with {' and '.join(map(str, all_threads))} threads", advice)
-    most_threads = all_threads[-1]
-    nodes_by_text: dict[str, list[int]] = {}
-    most_ranks: dict[str, int] = {}  # of an overloaded node
-    loads: dict[int, float] = {}
-    for node in range(len(participants.leaders)):
-        ranks = [facts.by_rank[rank] for rank in participants.of_node(node) if rank in facts.by_rank]
-        if not ranks:
-            continue
-        num_allowed = len({core for rank in ranks for core in rank["allowed"]})
-        num_cores = min([float(num_allowed), *(rank["quota"] for rank in ranks if rank["quota"] is not None)])
-        load, num_numa_nodes = ranks[0]["load"], ranks[0]["num_numa_nodes"]
-        measured[participants.name_node(node)] = {
-            "cores": num_cores, "ranks": len(ranks), "numa_nodes": num_numa_nodes, "load": load,
-            "threads": [rank["threads"] for rank in ranks],
-        }  # fmt: skip
-        text = f"{format_ranks(len(ranks))} x {format_count(most_threads, 'thread')}"
-        text += f" on {format_count(num_cores, 'core')}"
-        text += f" (a control group allows no more of {num_allowed})" if num_cores < num_allowed else ""
-        text += f" of {num_numa_nodes} NUMA nodes" if num_numa_nodes > 1 else ""
-        nodes_by_text.setdefault(text, []).append(node)
-        if sum(rank["threads"] for rank in ranks) > num_cores:
-            most_ranks[text] = max(1, int(num_cores // most_threads))
-        if load > num_cores:
-            loads[node] = load
-    for text, most in most_ranks.items():
-        advice = f"start at most {format_ranks(most)} there"
-        advice += ", or give each fewer threads (--num-threads, samestep.Run)" if most_threads > 1 else ""
-        yield warning(f"{text}: {participants.name_nodes(nodes_by_text[text])}", advice)
-    if loads:
-        found = f"other programs compute on {participants.name_nodes(loads)}: up to {max(loads.values()):.1f} at a time"
-        yield warning(found, "see top; they distort the measurements")
-    shown = [*nodes_by_text]
-    if len(shown) > 1:
-        shown = [f"{text}: {participants.name_nodes(nodes)}" for text, nodes in nodes_by_text.items()]
-    yield well("; ".join(shown), measured)
-
-
-# --- limits -------------------------------------------------------------------------------------------------------
-
-
-def look_at_limits(context: Context) -> dict[str, Any]:
-    """Collect the free space in /dev/shm (None: it does not exist), and the limit of open files."""
-    import resource
-
+def look_at_memory(context: Context) -> dict[str, Any]:
+    """Collect the memory that can still be allocated, and the free space in /dev/shm (None: it does not exist)."""
     free_bytes = None
     with suppress(OSError):
         shm = os.statvfs("/dev/shm")
         free_bytes = shm.f_bavail * shm.f_frsize
-    soft, hard = (UNLIMITED_FILES if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
-    return {"shm_free_bytes": free_bytes, "files": soft, "files_at_most": hard}
+    return {"free_bytes": read_memory_room(), "shm_free_bytes": free_bytes}
 
 
-def judge_limits(facts: Facts) -> Iterator[Finding]:
-    """Check the room for a data loader's workers and the ranks' connections."""
+def judge_memory(facts: Facts) -> Iterator[Finding]:
+    """Check the room for the workers of data loaders."""
     name_ranks = facts.participants.name_ranks
-    needed = max(FEW_FILES, FILES_PER_RANK * len(facts.participants.hosts))
     shm = {rank: fact["shm_free_bytes"] for rank, fact in facts.by_rank.items()}
     free = {rank: free_bytes for rank, free_bytes in shm.items() if free_bytes is not None}
     if missing := shm.keys() - free.keys():
@@ -201,12 +125,7 @@ def judge_limits(facts: Facts) -> Iterator[Finding]:
         found = f"/dev/shm has {format_bytes(min(free.values()))} left on {name_ranks(tight)}"
         advice = "make room (docker run --ipc=host or --shm-size=8g; mount -o remount,size=8g /dev/shm): "
         yield warning(found, f"{advice}workers of data loaders pass samples through it")
-    files = {rank: fact["files"] for rank, fact in facts.by_rank.items()}
-    fewest, least_bytes = min(files.values()), min(free.values(), default=None)
-    if low := [rank for rank, num in files.items() if num < needed]:
-        found = f"only {fewest} files may be open at a time on {name_ranks(low)}, {needed} should be"
-        hard = min(facts.by_rank[rank]["files_at_most"] for rank in low)
-        advice = f"ulimit -n {max(needed, 65536)}" if hard >= needed else "raise nofile in /etc/security/limits.conf"
-        yield (failure if fewest < FEWEST_FILES else warning)(found, advice)
-    shown = f"/dev/shm has {format_bytes(least_bytes or 0)} left, {fewest} files may be open"
-    yield well(shown, {"shm_free_bytes": least_bytes, "files": fewest})
+    least_bytes = min(fact["free_bytes"] for fact in facts.by_rank.values())
+    least_shm_bytes = min(free.values(), default=0)
+    shown = f"{format_bytes(least_bytes)} can be allocated, /dev/shm has {format_bytes(least_shm_bytes)} left"
+    yield well(shown, {"free_bytes": least_bytes, "shm_free_bytes": least_shm_bytes})

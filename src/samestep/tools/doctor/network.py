@@ -1,10 +1,10 @@
-"""Checks that the nodes reach each other in both directions and with large packets, and compares their clocks."""
+"""Checks that the nodes reach each other in both directions, and with large packets."""
 
 import secrets
 import socket
-import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -19,15 +19,13 @@ EXCHANGE_S = 15.0
 NUM_PINGS = 12
 LARGE_BYTES = 1 << 16  # fills packets of any size
 TOKEN_BYTES = 16
-MOST_APART_S = 0.1
 FAMILIES = {"IPv4": socket.AF_INET, "IPv6": socket.AF_INET6}
 
 
 class Echo:
-    """A server on a free port that answers the pings of other nodes with the time of this host."""
+    """A server on a free port that answers the pings of other nodes."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._socket = open_listener("", 0)
         self.port: int = self._socket.getsockname()[1]
@@ -46,8 +44,7 @@ class Echo:
             if _receive(connection, TOKEN_BYTES) != self.token:
                 return
             for _ in range(NUM_PINGS):
-                _receive(connection, 1)
-                connection.sendall(struct.pack("!d", self._clock()))
+                connection.sendall(_receive(connection, 1))
             connection.sendall(_receive(connection, LARGE_BYTES))
 
     def close(self) -> None:
@@ -67,12 +64,11 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
     return bytes(data)
 
 
-def ping(address: str, port: int, token: bytes, clock: Callable[[], float]) -> dict[str, Any]:
+def ping(address: str, port: int, token: bytes) -> dict[str, Any]:
     """Ping the `Echo` at an address several times, and once with large packets.
 
     Returns:
         "problem": "" or why it cannot be reached; "at": "large" if only large packets are lost; "rtt_s": the shortest
-        round trip; "ahead_s": how far its clock is ahead of this one; "bound_s": the largest error of that, half the
         round trip.
     """
     found: dict[str, Any] = {"problem": "", "at": "connect", "rtt_s": None}
@@ -82,12 +78,11 @@ def ping(address: str, port: int, token: bytes, clock: Callable[[], float]) -> d
             connection.sendall(token)
             found["at"] = "ping"
             for _ in range(NUM_PINGS):
-                sent_s = clock()
+                sent_s = time.perf_counter()
                 connection.sendall(b"p")
-                (theirs_s,) = struct.unpack("!d", _receive(connection, 8))
-                rtt_s = clock() - sent_s
-                if found["rtt_s"] is None or rtt_s < found["rtt_s"]:
-                    found |= {"rtt_s": rtt_s, "ahead_s": theirs_s - sent_s - rtt_s / 2, "bound_s": rtt_s / 2}
+                _receive(connection, 1)
+                rtt_s = time.perf_counter() - sent_s
+                found["rtt_s"] = rtt_s if found["rtt_s"] is None else min(rtt_s, found["rtt_s"])
             found["at"] = "large"
             connection.sendall(secrets.token_bytes(LARGE_BYTES))
             _receive(connection, LARGE_BYTES)
@@ -113,11 +108,11 @@ def choose_interface_for(host: str) -> dict[str, Any]:
 
 
 def describe_interface(name: str) -> dict[str, Any]:
-    """Return its MTU, speed in Mbit/s (0: unknown), and an address of each family that is not link-local."""
+    """Return its MTU (0: unknown), and an address of each family that is not link-local."""
     import psutil
 
     entries, stats = psutil.net_if_addrs().get(name, ()), psutil.net_if_stats().get(name)
-    found: dict[str, Any] = {"mtu": stats.mtu if stats else 0, "mbit": stats.speed if stats else 0}
+    found: dict[str, Any] = {"mtu": stats.mtu if stats else 0}
     for family, number in FAMILIES.items():
         addresses = [e.address for e in entries if e.family == number and not e.address.lower().startswith("fe80")]
         found[family] = addresses[0] if addresses else ""
@@ -126,7 +121,7 @@ def describe_interface(name: str) -> dict[str, Any]:
 
 def look_at_network(context: Context) -> dict[str, Any] | None:
     """On the first rank of each node: collect its interface and ping every other node. None with one node."""
-    leaders, exchange, clock = context.participants.leaders, context.exchange, context.clock
+    leaders, exchange = context.participants.leaders, context.exchange
     if len(leaders) == 1:
         return None
     mine = choose_interface_for(read_master()[0])
@@ -135,7 +130,7 @@ def look_at_network(context: Context) -> dict[str, Any] | None:
     if not context.is_leader:
         return None
     mine |= describe_interface(mine["interface"])
-    echo = Echo(clock)
+    echo = Echo()
     try:
         theirs = exchange.exchange(
             "network/echo", {**mine, "port": echo.port, "token": echo.token.hex()}, EXCHANGE_S, leaders
@@ -147,7 +142,7 @@ def look_at_network(context: Context) -> dict[str, Any] | None:
                     continue
                 there = theirs[leader]
                 jobs[str(node)] = {
-                    family: pool.submit(ping, there[family], there["port"], bytes.fromhex(there["token"]), clock)
+                    family: pool.submit(ping, there[family], there["port"], bytes.fromhex(there["token"]))
                     for family in FAMILIES
                     if there[family] and mine[family]
                 }
@@ -219,33 +214,3 @@ def _judge_pair(name: str, other: str, there: Mapping[str, Any], pings: Mapping[
         elif problem:
             advice = "open the firewall between them for all ports, or name another interface (GLOO_SOCKET_IFNAME)"
             yield Finding(status, f"{name} cannot reach {at}: {problem}", advice)
-
-
-def judge_clocks(facts: Facts) -> Iterator[Finding]:
-    """Compare with the first node's clock, using the direction with the shorter round trip."""
-    name_node, by_node = facts.participants.name_node, facts.by_node
-    if len(facts.participants.leaders) == 1:
-        yield well("one host, one clock")
-        return
-    apart: dict[int, tuple[float, float]] = {}  # node -> the largest error, and seconds ahead of node 0
-    for node in range(1, len(facts.participants.leaders)):
-        candidates = []
-        for viewer, seen, sign in ((0, node, 1), (node, 0, -1)):
-            pings = by_node.get(viewer, {"seen": {}})["seen"].get(str(seen), {}).values()
-            candidates += [(p["bound_s"], sign * p["ahead_s"]) for p in pings if p["rtt_s"] is not None]
-        if candidates:
-            apart[node] = min(candidates)
-        else:
-            found = f"the clock of {name_node(node)} could not be compared"
-            yield warning(found, "let the hosts reach each other first")
-    for node, (bound_s, ahead_s) in apart.items():
-        if abs(ahead_s) + bound_s > MOST_APART_S:
-            where = "ahead of" if ahead_s > 0 else "behind"
-            found = f"the clock of {name_node(node)} is {format_s(abs(ahead_s))} {where} that of {name_node(0)}"
-            found += f" (to within {format_s(bound_s)})"
-            advice = "run chrony or another NTP client on all hosts: logs and samestep watch use these clocks"
-            yield (failure if abs(ahead_s) - bound_s > MOST_APART_S else warning)(found, advice)
-    most = max((abs(ahead_s) for _, ahead_s in apart.values()), default=0.0)
-    largest = max((bound_s for bound_s, _ in apart.values()), default=0.0)
-    shown = f"at most {format_s(most)} apart (to within {format_s(largest)}, half a round trip)"
-    yield well(shown, {name_node(node): {"ahead_s": a, "bound_s": b} for node, (b, a) in apart.items()})

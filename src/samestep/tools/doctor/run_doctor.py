@@ -16,9 +16,9 @@ HELP = """\
 usage: samestep doctor [options] [--script SCRIPT [arguments of the script]]
        samestep doctor [options] [--script -m MODULE [arguments of the module]]
 
-Checks and measures this machine, or a whole cluster, before training, and gives advice: versions, devices, cores and
-threads, limits, network and clocks, the directory for runs, collectives and links; with --script also whether the data
-loader keeps up with the model: trains the script for a few seconds, on one node, in a temporary directory.
+Checks and measures this machine, or a whole cluster, before training, and gives advice: versions, devices,
+memory, the network, the directory for runs, collectives and links; with --script also whether the data loader keeps up
+with the model: trains the script for a few seconds, on one node, in a temporary directory.
 
   samestep doctor                        this machine, one rank per GPU (without GPUs one)
   samestep doctor --nproc-per-node 4     four ranks here, with collectives
