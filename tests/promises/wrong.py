@@ -297,17 +297,11 @@ IN_MICRO_BATCHES: dict[str, Mistake] = {
     "a step within itself": in_loop(
         r"step 0 is iterated over inside its own loop", body=lambda t, x, y: list(t.step)),
     "micro-batches listed": in_loop(
-        r"all micro-batches of step 0 were taken at once, as by list\(step\), .*: call it for each in `for batch",
+        r"step\.backward was called outside the micro-batch loop: .*list\(step\) ends the loop",
         do=list_micro_batches),
-    "an epoch's steps unpacked": in_loop(
-        r"a step was unpacked like a batch: loop over it first, `for batch in step`", micro_batch_size=4,
-        do=lambda t: [x + y for epoch in t.run.epochs(Pairs(), 2) for x, y in epoch]),
     "an epoch unpacked": in_loop(
-        r"an epoch was unpacked like a batch: loop over it first, `for step in epoch`",
+        r"the micro-batches of step 0 were not iterated over: its body needs `for batch in s",
         do=lambda t: [x + y for x, y in t.run.epochs(Pairs(), 2)]),
-    "a step of run.steps unpacked": in_loop(
-        r"a step was unpacked like a batch: loop over it first, `for batch in step`",
-        do=lambda t: [[x, y] for _, (x, *y) in enumerate(t.run.steps(Pairs(), 2))]),
     "no_sync": in_loop(
         r"no_sync\(\) belongs to DDP: leave it out, since a step exchanges its gradients once",
         body=learn_without_sync),

@@ -224,8 +224,6 @@ def test_a_logged_value_that_depends_on_the_number_of_ranks_is_named(verify: Any
     one_in(12, [
         ("RNG = np.random.default_rng(3)\ndef noise(): return float(RNG.random())",
          "lib.noise.RNG (Generator) draws in the steps"),
-        ("def draw(rng=np.random.default_rng(3)): return float(rng.random())\nnoise = functools.partial(draw)",
-         "lib.noise.draw[0] (Generator) draws in the steps"),
         ("class Noise:\n    rng = random.Random(3)\n    def __call__(self): return self.rng.random()\nnoise = Noise()",
          "lib.noise.Noise.rng (Random) draws in the steps"),
         ("def noise(): return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0",

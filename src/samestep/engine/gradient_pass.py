@@ -152,7 +152,8 @@ class GradientPass:
         self.waited_s = 0.0
         if not self.reducer.in_micro_batch:
             raise UsageError(
-                "step.backward was called outside the micro-batch loop: call it inside `for batch in step`"
+                "step.backward was called outside the micro-batch loop: call it inside `for batch in step` (list(step) "
+                "ends the loop); for another pass, loop over the step again"
             )
         losses = self._losses_of_v
         slot = 0 if model is None else find_slot(self._modules, model)

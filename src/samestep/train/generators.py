@@ -7,9 +7,9 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -80,8 +80,8 @@ def find_things(
 ) -> dict[str, Any]:
     """Return the wanted objects that are reachable from `roots` and from the script's variables: path -> object.
 
-    These are the variables of the script's modules and of the running functions, but not those that only another
-    function's closure has. The global generators are omitted, because samestep seeds them.
+    These are the variables of the script's modules and of the running functions. The global generators are omitted,
+    because samestep seeds them.
     """
     things: list[tuple[str, Any, int]] = [(name, root, 0) for name, root in roots.items()]
     frame: Any = sys._getframe(1)
@@ -136,7 +136,7 @@ def find_own_modules(place: Path, num_modules: int) -> list[ModuleType]:
 
 
 def look_into(thing: Any) -> list[tuple[str, Any]]:
-    """Return the contents of an object with path suffixes: attributes, items, a function's defaults."""
+    """Return the contents of an object with path suffixes: attributes and items."""
     if type(thing).__module__.partition(".")[0] == "samestep" or isinstance(thing, ModuleType | torch.Tensor):
         return []
     if isinstance(thing, type):
@@ -145,14 +145,6 @@ def look_into(thing: Any) -> list[tuple[str, Any]]:
         return [(f"[{key!r}]", value) for key, value in list(thing.items())[:1000]]
     if isinstance(thing, list | tuple):
         return [(f"[{i}]", value) for i, value in enumerate(thing[:100])]
-    if isinstance(thing, partial):
-        return [("", thing.func), *((f"({name})", value) for name, value in thing.keywords.items()), ("", thing.args)]
-    looks: list[tuple[str, Any]] = []
-    if isinstance(thing, MethodType):
-        looks.append(("", thing.__self__))
-    if isinstance(thing, FunctionType):
-        looks += [("", thing.__defaults__), ("", thing.__kwdefaults__)]
     attributes = getattr(thing, "__dict__", None)
-    if isinstance(attributes, Mapping):
-        looks += [(f".{name}", value) for name, value in list(attributes.items())[:1000]]
-    return looks
+    named = list(attributes.items())[:1000] if isinstance(attributes, Mapping) else []
+    return [(f".{name}", value) for name, value in named]

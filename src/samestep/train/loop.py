@@ -1,7 +1,6 @@
 """The loop over epochs and steps: what happens between two steps, and how the loop ends."""
 
 import os
-import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -26,7 +25,7 @@ from samestep.train.position import Place, Position, find_last_step
 from samestep.train.replicas import Replicas
 from samestep.train.run_metrics import RunMetrics, Tally
 from samestep.train.second_opinion import SecondOpinion
-from samestep.train.steps import Observers, Step, refuse_unpacking
+from samestep.train.steps import Observers, Step
 from samestep.train.stop_signals import MOST_IDLE_STOPS, count_idle_stops, describe_stop
 from samestep.train.stopping import Stopping
 from samestep.train.watchdog import Watchdog
@@ -82,7 +81,6 @@ class Epoch:
         if self._is_begun:
             raise UsageError(f"the steps of epoch {self.number} can be iterated over once: take the next epoch")
         self._is_begun = True
-        refuse_unpacking(sys._getframe(1), "an epoch", "for step in epoch")
         yield from self._loop.run_steps_of_epoch(self._end)
         self.done = True
 

@@ -1,6 +1,5 @@
 """The objects passed to `run.prepare`: checks, descriptions and lists of their tensors."""
 
-import gc
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.engine.buffers import check_module, spread_buffers
 from samestep.errors import InvalidType, InvalidValue, UsageError
 from samestep.hashing import hash_bytes
+from samestep.train.generators import find_things
 
 MAX_PARTS = 2_000  # most parts of prepared objects to look into
 Objects = Mapping[str, Any]
@@ -26,8 +26,9 @@ Wrapped = Mapping[str, Sequence[torch.optim.Optimizer]]
 
 
 def find_params() -> OldParams:
-    """Return all existing parameters by id; they belong to models built before the run was seeded."""
-    return {id(thing): ref(thing) for thing in gc.get_objects() if type(thing) is nn.Parameter}
+    """Return the parameters, by id, of the models that the script's variables refer to when the run is created."""
+    found = find_things({}, lambda thing: isinstance(thing, nn.Module), max_looks=MAX_PARTS)
+    return {id(param): ref(param) for module in found.values() for param in module.parameters()}
 
 
 def check(objects: Objects, old_params: OldParams) -> dict[str, nn.Module]:

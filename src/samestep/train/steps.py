@@ -1,11 +1,8 @@
 """One optimizer step, over which the script iterates, and the protocol of its observers."""
 
-import dis
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -22,8 +19,6 @@ from samestep.plan.seeds import derive
 from samestep.train.context import RunContext
 from samestep.train.position import Position
 from samestep.train.step_log import StepLog, Value, average_batch, collect_values, read_number
-
-LOOPS = ("FOR_ITER", "SEND", "YIELD_VALUE")  # instructions that take one item after the other
 
 
 class StepObserver:
@@ -185,7 +180,6 @@ class Step:
         self.averages: dict[str, tuple[Value, float]] = {}
         self.checksums: list[tuple[Callable[[], int], bool]] = []
         self.open = self.is_over = self.has_gradients = self._is_left = self._is_probe = False
-        self._is_taken_at_once = False
         self.is_skipped = True
 
     @property
@@ -269,12 +263,6 @@ class Step:
             yield from self._rehearse(probe)
         for v in (*self.borrowed, *self._start()):
             yield from self.compute(v, self._load(v))
-        if self._is_taken_at_once and self.held:
-            raise UsageError(
-                f"all micro-batches of step {self.number} were taken at once, as by list(step), and without a "
-                "step.backward: call it for each in `for batch in step`; for another pass over the same micro-batches, "
-                "loop over the step once more"
-            )
         report = self._exchange()
         for settle in self._on.settlers:
             yield from settle(self, report)
@@ -301,11 +289,6 @@ class Step:
         return derive(seed, purpose, step=self.number, pass_=self.num_passes, micro_batch=v)
 
     def _begin_pass(self) -> None:
-        if self.number == self._position.began_step:
-            frame = sys._getframe(2)
-            if self.num_passes == 0:
-                refuse_unpacking(frame, "a step", "for batch in step")
-            self._is_taken_at_once = find_operation(frame) not in LOOPS
         self.check_not_left()
         if self.is_over:
             raise UsageError(f"step {self.number} is over, since step {self._position.steps_done} has begun")
@@ -432,7 +415,6 @@ class Step:
             >>> model.weight.grad.item()
             1.0
         """
-        self._is_taken_at_once = False
         self._on.backward(self, loss, weight, model)
         if self._is_probe:
             return
@@ -472,17 +454,3 @@ class Step:
                 self._log.add(self.micro_batch - self.held.start, name, value)
             elif not self.open:
                 self.averages[name] = (value, self.num_samples)
-
-
-def find_operation(frame: FrameType) -> str:
-    """Return the name of the bytecode instruction that `frame` executes."""
-    return dis.opname[frame.f_code.co_code[frame.f_lasti]]
-
-
-def refuse_unpacking(frame: FrameType, what: str, instead: str) -> None:
-    """Raise Error if the current line of `frame` assigns to several names, as `for x, y in epoch` does."""
-    if find_operation(frame).startswith("UNPACK"):
-        raise UsageError(
-            f"{what} was unpacked like a batch: loop over it first, `{instead}`; the loops are run.epochs() (or "
-            "run.steps()), `for step in epoch`, and `for x, y in step`"
-        )
