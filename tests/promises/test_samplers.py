@@ -13,8 +13,6 @@ from support.runs import ask, digest
 from support.tiny import NUM_SAMPLES, Tiny, update
 
 import samestep
-from samestep.train.batches import Batches
-from samestep.train.position import Place, Position
 
 Outcome = tuple[str, bytes, bytes, str]
 
@@ -119,46 +117,6 @@ def test_killed_and_resumed(tmp_path: Path, undisturbed: Undisturbed, loop: str)
     for _ in range(2):  # the second one has nothing left to do
         samestep.spawn(learn_by_curriculum, 2, (run_dir,), LOOPS[loop] | {"num_workers": 1})
         assert read(run_dir) == undisturbed[loop]
-
-
-def learn_in_order(run_dir: Path, last_step: int | None = None, *, num_steps: int | None = None) -> None:
-    """An order that depends on the epoch alone. A start that ends in `last_step` writes what earlier versions wrote.
-
-    Those snapshots had no order, and the steps that were planned for a loop, instead of its epochs.
-    """
-
-    def then(t: Tiny) -> None:
-        update(t)
-        if t.step.number == last_step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    if last_step is not None:
-        Batches.state_dict = lambda self, steps_done: {}  # type: ignore[method-assign]
-        end_loop = Position.end_loop
-
-        def end(position: Position, at: Place, batches: Batches) -> None:
-            end_loop(position, at, batches)
-            position._ends[-1] = [position.steps_done, position.steps_done]
-
-        Position.end_loop = end  # type: ignore[method-assign]
-    tiny = Tiny(run_dir, snapshot_every=2)
-    for _ in range(2):
-        feed: Any = {"sampler": lambda epoch: [*range(epoch, NUM_SAMPLES), *range(epoch)], "then": then}
-        tiny.train(2, **feed) if num_steps is None else tiny.train(num_steps=num_steps, **feed)
-
-
-@pytest.mark.parametrize(("num_steps", "last_steps"), [(None, (1, 9)), (5, (1, 6))])
-def test_snapshots_of_earlier_versions(tmp_path: Path, num_steps: int | None, last_steps: tuple[int, int]) -> None:
-    more = {"num_steps": num_steps}
-    samestep.spawn(learn_in_order, 1, (tmp_path / "expected",), more)
-    total = len((tmp_path / "expected/ledger.bin").read_bytes())
-    for last_step in last_steps:
-        run_dir = tmp_path / f"ended in {last_step}"
-        assert samestep.spawn(learn_in_order, 1, (run_dir, last_step), more) is None
-        assert 0 < len((run_dir / "ledger.bin").read_bytes()) < total
-        samestep.spawn(learn_in_order, 2, (run_dir,), more)
-        assert digest(run_dir) == digest(tmp_path / "expected")
-        assert "audit passed" in ask("inspect", run_dir, "--samples")
 
 
 @pytest.mark.parametrize("lazily", [False, True])

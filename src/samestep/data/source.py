@@ -177,7 +177,7 @@ def parse_shards(text: bytes) -> tuple[list[Shard], list[Mark]]:
         marks = [(int(row[3]), str(row[4])) for row in rows if len(row) == 5]
     except (TypeError, OverflowError, RecursionError) as error:
         raise ValueError(str(error)) from None
-    return shards, marks if len(marks) == len(shards) else []  # earlier versions wrote none
+    return shards, marks if len(marks) == len(shards) else []  # a source without `shard_files`
 
 
 def explain_change(before: Sequence[Shard], now: Sequence[Shard]) -> str:

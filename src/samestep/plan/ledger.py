@@ -2,11 +2,9 @@
 
 `ledger.bin` holds one `RECORD` per finished step, step `s` of the run (counted from 0) at byte `s * RECORD.size`.
 A fingerprint depends on the indices and their order, never on the ranks: each rank computes those of its own
-micro-batches, and one rank combines them. Earlier versions wrote records without loss and gradient; these files are
-read as well, and `upgrade` converts them.
+micro-batches, and one rank combines them.
 """
 
-import os
 import struct
 from collections.abc import Iterator, Sequence
 from itertools import starmap
@@ -16,13 +14,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.files import open_regular, replacing
+from samestep.files import open_regular
 from samestep.hashing import hash_short
 
 NUM_READ = 1 << 16  # records at a time
 RECORD = struct.Struct("<QIIQQQ")  # the fields of `Entry`
-_OLD_RECORD = struct.Struct("<QIIQ")  # without loss and gradient
-UNKNOWN = 2**64 - 1  # loss and gradient in a converted ledger. As a loss, a nan that no computation gives.
+UNKNOWN = 2**64 - 1  # loss and gradient of a step that was not computed. As a loss, a nan that no computation gives.
 
 
 class Entry(NamedTuple):
@@ -48,7 +45,7 @@ class Entry(NamedTuple):
 
     @property
     def has_bits(self) -> bool:
-        """Return whether loss and gradient were recorded."""
+        """Return whether loss and gradient are known."""
         return (self.loss, self.gradient) != (UNKNOWN, UNKNOWN) and self.num_samples > 0
 
 
@@ -74,38 +71,15 @@ def combine(fingerprints: Sequence[int]) -> int:
 
 def count_records(ledger: Path) -> int:
     """Return the number of complete records in a file; 0 if it does not exist."""
-    return ledger.stat().st_size // _find_struct(ledger).size if ledger.exists() else 0
+    return ledger.stat().st_size // RECORD.size if ledger.exists() else 0
 
 
 def read_records(ledger: Path, *, first: int = 0) -> Iterator[Entry]:
     """Yield the complete records of a file from one on; none if the file does not exist. Raises OSError."""
     if not ledger.exists():
         return
-    record = _find_struct(ledger)
     with open(ledger, "rb", opener=open_regular) as file:
-        file.seek(first * record.size)
-        while len(data := file.read(NUM_READ * record.size)) >= record.size:
-            whole = data[: len(data) // record.size * record.size]
-            yield from starmap(Entry, record.iter_unpack(whole))
-
-
-def upgrade(ledger: Path) -> None:
-    """Convert a file of an earlier version, atomically. Raises OSError."""
-    if ledger.exists() and _find_struct(ledger) is _OLD_RECORD:
-        with replacing(ledger, sync=True) as path, open(path, "xb", opener=open_regular) as file:
-            for entry in read_records(ledger):
-                file.write(entry.pack())
-
-
-def _find_struct(ledger: Path) -> struct.Struct:
-    """Return the format of a file's records: the one in which a record's step is its place in the file."""
-    with open(ledger, "rb", opener=open_regular) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < 2 * _OLD_RECORD.size:
-            return _OLD_RECORD if _OLD_RECORD.size <= size < RECORD.size else RECORD
-        for place in range(1, min(size // _OLD_RECORD.size, NUM_READ) + 1):  # 1 is enough, unless records are missing
-            for record in (RECORD, _OLD_RECORD):
-                file.seek(place * record.size)
-                if file.read(8) == place.to_bytes(8, "little"):
-                    return record
-    return RECORD
+        file.seek(first * RECORD.size)
+        while len(data := file.read(NUM_READ * RECORD.size)) >= RECORD.size:
+            whole = data[: len(data) // RECORD.size * RECORD.size]
+            yield from starmap(Entry, RECORD.iter_unpack(whole))

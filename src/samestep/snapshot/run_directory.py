@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 from samestep.errors import Error, RunDirectoryError, UsageError
 from samestep.files import fits, is_count, is_object, overwrite, replace_file
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
-from samestep.plan.ledger import Entry, upgrade
+from samestep.plan.ledger import Entry
 from samestep.snapshot.append_log import AppendLog, format_row
 from samestep.snapshot.lock import Lock, detach, refuse_links
 from samestep.snapshot.run_record import Options, build_record, find_different, read_record
@@ -242,7 +242,6 @@ class RunDirectory:
         if "steps" in status:  # those in the ledger, which is about to be cut
             with suppress(OSError):
                 self._overwrite_status({**status, "steps": 0})
-        upgrade(records)
         metrics = AppendLog(rows, flush_s=METRICS_FLUSH_S)
         ledger = AppendLog(records, flush_s=LEDGER_FLUSH_S, record_bytes=LEDGER_RECORD.size)
         self._logs = metrics, ledger

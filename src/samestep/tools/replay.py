@@ -330,9 +330,6 @@ def compare_bits(found: Sequence[Entry], wanted: Sequence[Entry]) -> tuple[str, 
             return f"the bits DIFFER from step {one.step} on: {'; '.join(differences)}", False
     if not pairs:
         return "no bits were compared: the run's ledger has none of these steps", True
-    if not all(other.has_bits for _, other in pairs):
-        which = _name_steps([one.step for one, _ in pairs])
-        return f"the samples of {which} agree; an earlier samestep recorded no bits of the loss and the gradient", True
     steps, others = ([one.step for one, _ in pairs if one.has_bits is is_whole] for is_whole in (True, False))
     if not steps:
         return f"the samples of {_name_steps(others)} agree with the run's ledger", True

@@ -3,7 +3,6 @@
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -26,8 +25,8 @@ from samestep.data.source import (
     read_shards,
 )
 from samestep.data.spec import is_stream, understand
-from samestep.errors import Error, InvalidType, InvalidValue, RunDirectoryError
-from samestep.files import open_regular, read_bytes, replace_file
+from samestep.errors import InvalidType, InvalidValue, RunDirectoryError
+from samestep.files import read_bytes, replace_file
 from samestep.plan.compute_checks import Check, plan_checks
 from samestep.plan.epochs import Epochs
 from samestep.plan.ledger import fingerprint
@@ -126,39 +125,13 @@ class Batches:
 
     # --- a sampler --------------------------------------------------------------------------------------------
 
-    def resume(self, step: int, epoch: int, order: Mapping[str, Any] | None = None, start: int | None = None) -> None:
-        """With a sampler: continue after `step` steps of the run, in epoch `epoch`.
-
-        Args:
-            order: see `state_dict`.
-            start: the place where the epoch begins; None: at the step.
-        """
+    def resume(self, step: int, epoch: int, order: Mapping[str, Any] | None = None) -> None:
+        """With a sampler: continue after `step` steps of the run. Within an epoch with its order, see `state_dict`."""
         if order is None:
-            self._epochs.begin(epoch, self._epochs.place_of(step) if start is None else start)
+            self._epochs.begin(epoch, self._epochs.place_of(step))
             return
         self._epochs.begin(order["epoch"], order["start"])
         self._add(GivenOrder(order["indices"], len(self.spec), order["epoch"]))
-
-    def find_epoch(self, step: int, run_dir: Path) -> list[int] | None:
-        """Find the epoch in which step `step` begins, by the orders that the sampler gave before. Reads their lengths.
-
-        Returns:
-            The epoch, the place where it begins, and the next epoch that begins at the step or later. None: the orders
-            are not in the run directory.
-        """
-        epochs = deepcopy(self._epochs)
-        place, epoch, start = epochs.place_of(step), epochs.next_epoch, epochs.end
-        try:
-            while epochs.end < place:
-                epoch, start = epochs.next_epoch, epochs.end
-                with open(run_dir / order_file(epoch), "rb", opener=open_regular) as file:
-                    np.lib.format.read_magic(file)
-                    epochs.add(np.lib.format.read_array_header_1_0(file)[0][0])
-        except (OSError, ValueError, IndexError, Error):
-            return None
-        if epochs.end == place:
-            epoch, start = epochs.next_epoch, place
-        return [epoch, start, epochs.next_epoch]
 
     def state_dict(self, steps_done: int) -> dict[str, Any]:
         """Return the order of an epoch that is not complete after `steps_done` steps, if a sampler gave it.

@@ -79,25 +79,10 @@ class Position:
         number, self._num_begun = self._num_begun, self._num_begun + 1
         end, was, *further = self._ends[number] if number < self._num_past else (None, planned)
         if batches.has_sampler and number <= self._num_past and self.resumed_step:
-            found = None
-            if (not further if end is not None else self._order is None) and (path := snapshotter.path) is not None:
-                at = self.resumed_step if end is None else end
-                found = snapshotter.once(lambda: batches.find_epoch(at, path))
             if end is None:
-                # Snapshots of earlier versions have no order, also within an epoch.
-                epoch, start, _ = found or (self._epoch, None, 0)
-                batches.resume(self.resumed_step, epoch, self._order, start)
-            elif further:
+                batches.resume(self.resumed_step, self._epoch, self._order)
+            elif further:  # else the loop had no sampler, which `_record` refuses
                 batches.resume(end, further[0])
-            elif found:  # earlier versions counted the steps of a loop with a sampler, not its epochs
-                was = planned
-                self._ends[number] = [end, planned, found[2]]
-                batches.resume(end, found[2])
-            else:
-                raise RunDirectoryError(
-                    f"loop {number + 1} of this run ended at step {end} in an earlier version of samestep, and the "
-                    "orders of its sampler are not in the run directory: restore them from a backup"
-                )
         place = Place(
             number,
             last_step=find_last_step(batches, planned, max_steps) if end is None else end,
