@@ -1,6 +1,6 @@
 """Detects mistakes of a script in a step, such as an update from an incomplete gradient."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 from weakref import WeakSet
@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.engine.gradient_pass import GradientPass
 from samestep.errors import UsageError
-from samestep.train.stateful import find_held_optimizers, find_saved
+from samestep.train.stateful import Objects, find_saved, list_params, name_optimizers
 from samestep.train.steps import Step, StepObserver
 from samestep.watch.replica_checksums import checksum, read_back
 
@@ -21,12 +21,17 @@ Signature = list[tuple[str, int, Any]]
 
 
 class MisuseChecks(StepObserver):
-    """Observes one run's loop, its prepared objects, and all optimizers of the process."""
+    """Observes one run's loop, its prepared objects, and all optimizers of the process.
 
-    def __init__(self, objects: Mapping[str, Any], modules: Mapping[str, nn.Module], gradients: GradientPass) -> None:
+    Args:
+        held: the optimizers that prepared objects hold.
+    """
+
+    def __init__(
+        self, objects: Objects, modules: Mapping[str, nn.Module], gradients: GradientPass, held: Iterable[Optimizer]
+    ) -> None:
         self._objects, self._modules, self._gradients = objects, modules, gradients
-        own = [thing for thing in objects.values() if isinstance(thing, Optimizer)]
-        self._optimizers: WeakSet[Optimizer] = WeakSet([*own, *find_held_optimizers(objects)])
+        self._optimizers: WeakSet[Optimizer] = WeakSet([*name_optimizers(objects).values(), *held])
         self._schedules = [(name, thing) for name, thing in objects.items() if isinstance(thing, LRScheduler)]
         self._signature = self._sign()
         self._names = {number: path for path, number, _ in self._signature}
@@ -143,9 +148,8 @@ class MisuseChecks(StepObserver):
         """
         if self._empty_steps is None:
             return
-        own = (param for group in optimizer.param_groups for param in group["params"])
         others = (param for module in self._modules.values() for param in module.parameters())
-        if any(param.grad is not None for param in chain(own, others)):
+        if any(param.grad is not None for param in chain(list_params(optimizer), others)):
             self._empty_steps = None
             return
         self._empty_steps.add(step.number)
@@ -157,8 +161,8 @@ class MisuseChecks(StepObserver):
 
     def _find_ours(self, optimizer: Optimizer) -> str | None:
         """Return a prepared parameter of an unprepared optimizer, unless a prepared object saves the optimizer."""
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        name = next((self._names[id(param)] for param in params if id(param) in self._names), None)
+        ids = map(id, list_params(optimizer))
+        name = next((self._names[number] for number in ids if number in self._names), None)
         if name is not None and find_saved(self._objects, [optimizer]):
             self._optimizers.add(optimizer)
             return None
@@ -175,7 +179,7 @@ class MisuseChecks(StepObserver):
 def _refuse_early(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse an update before the loop. Without a gradient, and a closure to compute one, it does nothing."""
     has_closure = len(args) > 1 or bool(kwargs)
-    if has_closure or any(param.grad is not None for group in optimizer.param_groups for param in group["params"]):
+    if has_closure or any(param.grad is not None for param in list_params(optimizer)):
         raise UsageError(
             "optimizer.step() was called before the loop of the run: each rank trains alone there, on the whole data "
             "set, and nothing is saved; iterate over run.epochs(...) or run.steps(...)"

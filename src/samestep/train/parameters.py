@@ -1,23 +1,30 @@
 """The trained parameters: those of the optimizers, whose gradients are reduced."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from samestep.engine.gradient_pass import GradientPass
-from samestep.train.stateful import Objects, find_held_optimizers, optimizers
+from samestep.train.stateful import Objects, list_params, name_optimizers
 from samestep.train.steps import Step, StepObserver
 
 
 class TrainedParameters(StepObserver):
-    """Passes the trained parameters to the gradient pass, again after each change by the script (add_param_group)."""
+    """Passes the trained parameters to the gradient pass, again after each change by the script (add_param_group).
 
-    def __init__(self, objects: Objects, modules: Mapping[str, nn.Module], gradients: GradientPass) -> None:
+    Args:
+        held: the optimizers that prepared objects hold.
+    """
+
+    def __init__(
+        self, objects: Objects, modules: Mapping[str, nn.Module], gradients: GradientPass, held: Iterable[Optimizer]
+    ) -> None:
         self._modules, self._gradients = modules, gradients
-        self._optimizers = optimizers(objects)
+        self._optimizers = [*name_optimizers(objects).values()]
         if self._optimizers:  # with wrappers alone, all parameters are trained
-            self._optimizers += find_held_optimizers(objects)
+            self._optimizers += held
         self._held: list[int] | None = None
         self._follow()
 
@@ -25,7 +32,7 @@ class TrainedParameters(StepObserver):
         self._follow()
 
     def _follow(self) -> None:
-        held = [id(param) for o in self._optimizers for group in o.param_groups for param in group["params"]]
+        held = [id(param) for optimizer in self._optimizers for param in list_params(optimizer)]
         if held == self._held:
             return
         self._held, wanted = held, {*held}

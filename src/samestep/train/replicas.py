@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
 
 from samestep.config import Interval
@@ -15,7 +14,7 @@ from samestep.errors import Error
 from samestep.snapshot.async_copy import is_finite
 from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.snapshotter import Snapshotter
-from samestep.train.stateful import list_checked, list_stable, unwrap
+from samestep.train.stateful import list_checked, list_params, list_stable, name_optimizers, unwrap
 from samestep.train.steps import Step, StepObserver
 from samestep.watch.replica_checksums import checksum, combine, explain_drift, find_drift, read_back
 from samestep.world.environment import read_host
@@ -30,12 +29,9 @@ def name_replicated(objects: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
     Buffers are left out: a script may use one as a counter of its rank.
     """
-    optimizers = [(name, thing) for name, thing in objects.items() if isinstance(thing, torch.optim.Optimizer)]
+    optimizers = name_optimizers(objects)
     places = {
-        name: {
-            id(param): place for place, param in enumerate(p for group in thing.param_groups for p in group["params"])
-        }
-        for name, thing in optimizers
+        name: {id(param): place for place, param in enumerate(list_params(thing))} for name, thing in optimizers.items()
     }
     updated = {param for of_one in places.values() for param in of_one}
     models = [(name, unwrap(thing)) for name, thing in objects.items() if isinstance(thing, nn.Module)]
@@ -46,7 +42,7 @@ def name_replicated(objects: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
             if id(param) not in names:  # shared with another model
                 names[id(param)] = f"{name}.{path}"
                 yield f"{name}.{path}", param
-    for name, optimizer in optimizers:
+    for name, optimizer in optimizers.items():
         place = places[name]
         states = sorted(optimizer.state.items(), key=lambda item: place.get(id(item[0]), len(place)))
         for number, (param, state) in enumerate(states):
@@ -97,28 +93,29 @@ class Replicas(StepObserver):
         """
         if self._alike_at == step:
             return
-        self._compare(step, read_back({name: checksum(tensor) for name, tensor in name_replicated(self._objects)}))
+        replicated = dict(name_replicated(self._objects))
+        self._compare(step, replicated, read_back({name: checksum(tensor) for name, tensor in replicated.items()}))
 
-    def _compare(self, step: int, checksums: Mapping[str, int]) -> None:
+    def _compare(self, step: int, replicated: Mapping[str, Tensor], checksums: Mapping[str, int]) -> None:
         checksums = {name: value for name, value in checksums.items() if name not in self._ignored}
         if len(set(self._group.gather_number(combine(checksums)))) > 1:
-            replies = self._group.gather((read_host(), checksums, [*self._find_proofs()]))
+            replies = self._group.gather((read_host(), checksums, [*self._find_proofs(replicated)]))
             replicas = [replica for _, replica, _ in replies]
             proofs = set[str].intersection(*({*names} for *_, names in replies))
             drift = find_drift([{name: replica[name] for name in replica if name in proofs} for replica in replicas])
             if drift is not None:
                 raise Error(explain_drift(drift, [host for host, *_ in replies], step, self._alike_at))
             self._ignored |= {name for name, value in checksums.items() if any(r.get(name) != value for r in replicas)}
-        self._settled = {name: ref(tensor) for name, tensor in name_replicated(self._objects)}
+        self._settled = {name: ref(tensor) for name, tensor in replicated.items()}
         self._alike_at, self._alike_s, self._is_wanted = step, time.monotonic(), False
 
-    def _find_proofs(self) -> Iterator[str]:
+    def _find_proofs(self, replicated: Mapping[str, Tensor]) -> Iterator[str]:
         """Yield the names of tensors that prove a drift if they differ.
 
         These are the parameters, and the optimizer state that was equal before. Other state may be memory that the
         optimizer has allocated and never reads.
         """
-        for name, tensor in name_replicated(self._objects):
+        for name, tensor in replicated.items():
             before = self._settled.get(name)
             if isinstance(tensor, nn.Parameter) or (before is not None and before() is tensor):
                 yield name
@@ -126,10 +123,11 @@ class Replicas(StepObserver):
     def describe(self, build: Callable[[], dict[str, Any]], step: int) -> TrainingState:
         """Return the content of a snapshot after `step` steps. `build`: see `TrainingState`."""
         is_due = self._every is not None and self._alike_at != step
+        replicated = dict(name_replicated(self._objects))
         return TrainingState(
             build,
             checked=[each for each in list_checked(self._objects) if each[0] not in self._begun_infinite],
             stable=list_stable(self._objects),
-            replicated=[*name_replicated(self._objects)],
-            compare=partial(self._compare, step) if is_due else None,
+            replicated=[*replicated.items()],
+            compare=partial(self._compare, step, replicated) if is_due else None,
         )

@@ -13,7 +13,7 @@ from samestep.snapshot.run_record import OVERRIDE, Options, describe_changes
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.snapshot.store import Store
 from samestep.train.optimizer_settings import Override, find_changed, read_settings
-from samestep.train.stateful import Objects, states, unwrap
+from samestep.train.stateful import Objects, list_params, name_optimizers, states, unwrap
 from samestep.world.environment import advise
 from samestep.world.group import Group
 
@@ -85,8 +85,7 @@ class Layout:
     def _read_groups(self) -> dict[str, list[list[str]]]:
         return {
             name: [[self._names.get(id(param), "") for param in group["params"]] for group in thing.param_groups]
-            for name, thing in self._objects.items()
-            if isinstance(thing, torch.optim.Optimizer)
+            for name, thing in name_optimizers(self._objects).items()
         }
 
 
@@ -259,9 +258,8 @@ def _list(keys: set[str]) -> str:
 
 def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Undo torch's cast of an optimizer's state to the dtypes of its parameters (bfloat16, for example)."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
-    for param, number in zip(params, numbers, strict=False):
+    for param, number in zip(list_params(optimizer), numbers, strict=False):
         if param in optimizer.state:
             optimizer.state[param] = _with_dtypes(optimizer.state[param], saved.get("state", {}).get(number))
 

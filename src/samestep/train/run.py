@@ -274,10 +274,11 @@ class Run:
             modules, context.group, context.precision, exact=config.reduction == "exact",
             bucket_cap_bytes=config.bucket_cap_bytes, micro_batch_size=config.micro_batch_size,
         )  # fmt: skip
-        self._misuse = MisuseChecks(objects, modules, self._gradients)
+        held = prepared.find_held_optimizers(objects)
+        self._misuse = MisuseChecks(objects, modules, self._gradients, held)
         self._restore()
         self._replicas = Replicas(objects, context.group, config.compare_every)
-        self._parameters = TrainedParameters(objects, modules, self._gradients)
+        self._parameters = TrainedParameters(objects, modules, self._gradients, held)
         self._evaluator = Evaluator(
             context, modules, self._gradients, self._position, self._snapshotter, self._watchdog, self._stopping,
             self._pools,

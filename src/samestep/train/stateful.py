@@ -67,10 +67,8 @@ def check(objects: Objects, old_params: OldParams) -> dict[str, nn.Module]:
             )
         modules[name] = unwrap(thing)
     known = {id(param) for module in modules.values() for param in module.parameters()}
-    for name, thing in objects.items():
-        if isinstance(thing, torch.optim.Optimizer) and any(
-            id(param) not in known for group in thing.param_groups for param in group["params"]
-        ):
+    for name, optimizer in name_optimizers(objects).items():
+        if any(id(param) not in known for param in list_params(optimizer)):
             raise InvalidValue(
                 f"{name} holds parameters of a model that was not passed: pass it too, run.prepare(model=...); put a "
                 "parameter of no model into one, such as nn.ParameterList([parameter])"
@@ -83,9 +81,14 @@ def unwrap(thing: Any) -> Any:
     return getattr(thing, "_orig_mod", thing) if isinstance(thing, nn.Module) else thing
 
 
-def optimizers(objects: Objects) -> list[torch.optim.Optimizer]:
-    """Return the optimizers among the objects."""
-    return [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
+def name_optimizers(objects: Objects) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers among the objects, by name."""
+    return {name: thing for name, thing in objects.items() if isinstance(thing, torch.optim.Optimizer)}
+
+
+def list_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer, group by group."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def find_parts(objects: Objects, *, in_schedules: bool) -> list[Any]:
@@ -216,7 +219,7 @@ def list_stable(objects: Objects) -> list[torch.Tensor]:
     """Return the tensors that change only in or after an update: parameters and the optimizers' state."""
     modules = [unwrap(thing) for thing in objects.values() if isinstance(thing, nn.Module)]
     params = [param for module in modules for param in module.parameters()]
-    return [*params, *(value for optimizer in optimizers(objects) for value in _state_tensors(optimizer))]
+    return [*params, *(value for optimizer in name_optimizers(objects).values() for value in _state_tensors(optimizer))]
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -97,7 +97,6 @@ class RunData:
     timeline: Intervals | None
     spent_s: Mapping[str, float]
     audit: str
-    audit_passed: bool
     logs: Sequence[tuple[str, str]]
 
     @property
@@ -116,9 +115,9 @@ def read_run_data(run_dir: Path, name: str, record: Mapping[str, Any]) -> RunDat
     rows = read_rows(run_dir / TIMELINE)
     try:
         problems, parts = audit_samples(run_dir, record)
-        audit, passed = summarize(problems, parts), not problems
+        audit = summarize(problems, parts)
     except (Error, MemoryError, OverflowError, ValueError) as error:
-        audit, passed = f"the samples cannot be audited: {error}", False
+        audit = f"the samples cannot be audited: {error}"
     return RunData(
         name=name,
         record=record,
@@ -131,7 +130,6 @@ def read_run_data(run_dir: Path, name: str, record: Mapping[str, Any]) -> RunDat
         timeline=build_intervals(rows),
         spent_s=sum_phases(rows),
         audit=audit,
-        audit_passed=passed,
         logs=list(_read_logs(run_dir, status)),
     )
 
