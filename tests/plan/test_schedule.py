@@ -15,8 +15,8 @@ from samestep.plan.schedule import (
     check_numbers,
     default_micro_batch_size,
     describe,
-    rank_range,
 )
+from samestep.plan.tree import build_layout
 
 micro_batch_sizes = st.integers(1, 9)
 counts = st.integers(1, 12)
@@ -38,8 +38,8 @@ def test_each_position_once(length: int, size: int, v: int, drop_last: bool, wor
         assert (micro_batches[0][0], micro_batches[-1][1]) == schedule.span(step)
         assert all(stop - start == size for start, stop in micro_batches[:-1])
         assert 1 <= micro_batches[-1][1] - micro_batches[-1][0] <= size
-        for rank in range(world_size):
-            for m in rank_range(len(micro_batches), world_size, rank):
+        for held in build_layout(len(micro_batches), world_size).ranges:
+            for m in held:
                 seen += range(*micro_batches[m])
     assert seen == list(range(length - length % batch_size if drop_last else length))
 
@@ -52,15 +52,6 @@ def test_endless_steps_are_full_and_adjoin(size: int, v: int, step: int) -> None
     positions = [p for span in schedule.micro_batches(step) for p in range(*span)]
     assert positions == list(range(step * size * v, (step + 1) * size * v))
     assert len(schedule.micro_batches(step)) == v
-
-
-@given(st.integers(0, 200), st.integers(1, 64))
-def test_rank_ranges_share_evenly(n: int, world_size: int) -> None:
-    ranges = [rank_range(n, world_size, rank) for rank in range(world_size)]
-    assert [m for held in ranges for m in held] == list(range(n))
-    shares = [len(held) for held in ranges]
-    assert max(shares) - min(shares) <= 1
-    assert shares[0] == max(shares)
 
 
 def test_steps_out_of_the_epoch() -> None:

@@ -128,6 +128,25 @@ def test_bits_of_arbitrary_floats(n: int) -> None:
     assert len(digests) == 1
 
 
+@given(st.integers(0, 200), st.integers(1, 64), st.integers(0, 50))
+def test_ranks_share_evenly(n: int, world_size: int, lo: int) -> None:
+    starts = [split(lo, lo + n, rank, world_size) for rank in range(world_size + 1)]
+    assert (starts[0], starts[-1]) == (lo, lo + n)
+    shares = [end - start for start, end in itertools.pairwise(starts)]
+    assert 0 <= max(shares) - min(shares) <= 1
+    assert shares[0] == max(shares)
+    if n:
+        assert [held.start + lo for held in build_layout(n, world_size).ranges] == starts[:-1]
+
+
+@given(st.integers(2, 200), st.integers(1, 7))
+def test_half_of_the_ranks_share_the_left_subtree(n: int, num_ranks: int) -> None:
+    mid = split(0, n)
+    for rank in range(num_ranks + 1):
+        assert split(0, n, rank, 2 * num_ranks) == split(0, mid, rank, num_ranks)
+        assert split(0, n, num_ranks + rank, 2 * num_ranks) == split(mid, n, rank, num_ranks)
+
+
 def test_the_layout_of_a_known_case() -> None:
     layout = build_layout(12, 5)
     assert [len(held) for held in layout.ranges] == [3, 2, 3, 2, 2]
@@ -141,3 +160,5 @@ def test_impossible_arguments() -> None:
         build_layout(0, 1)
     with pytest.raises(ValueError, match="micro-batch 2 of 8 is not in a range that starts at 3"):
         merges(8, 3, 2)
+    with pytest.raises(ValueError, match="rank 3 of 2"):
+        split(0, 8, 3, 2)

@@ -31,7 +31,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import get_worker_info
 
 import samestep
-from samestep.plan.schedule import rank_range
+from samestep.plan.tree import build_layout
 
 BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SAMPLES = 8, 2, 37
 NUM_MICRO_BATCHES = BATCH_SIZE // MICRO_BATCH_SIZE
@@ -366,7 +366,7 @@ def train(
     def on_first_grad(_: Tensor) -> None:
         # A backward computes this gradient last: in the rank's last micro-batch, all other buckets have been sent.
         spans = num_micro_batches(run.steps_done) if num_steps is None else NUM_MICRO_BATCHES
-        if num_begun == len(rank_range(spans, run.world_size, run.rank)):
+        if num_begun == len(build_layout(spans, run.world_size).ranges[run.rank]):
             faults.reach("reduction")
 
     first: Any = model[0]

@@ -1,4 +1,4 @@
-"""Maps positions of an epoch to steps, micro-batches and ranks.
+"""Maps positions of an epoch to steps and micro-batches.
 
 Everything here is a function of a few integers, so the position in a run's data is one integer: the step.
 """
@@ -9,6 +9,7 @@ from math import isqrt
 from numbers import Integral
 
 from samestep.errors import InvalidValue
+from samestep.plan.tree import build_layout
 
 Span = tuple[int, int]
 
@@ -165,28 +166,6 @@ def default_micro_batch_size(batch_size: int) -> int:
     return batch_size // next(fitting, 1)
 
 
-def rank_range(n: int, world_size: int, rank: int) -> range:
-    """Return the micro-batches that a rank computes in a step of n: contiguous and in rank order.
-
-    While the number of ranks is even, half of them take the left subtree of the canonical tree and half the right
-    one. An odd number of ranks shares its subtree evenly. So with a power of two of ranks, each gets one complete
-    subtree for every n >= world_size, and rank 0 always has work. Shares differ by at most 1, because halving rounds
-    in the same way as dividing: ceil(ceil(n / 2) / w) = ceil(n / 2w), and likewise for floor.
-    """
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} of {world_size}")
-    lo, hi = 0, n
-    while world_size % 2 == 0:
-        world_size //= 2
-        mid = (lo + hi + 1) // 2  # tree.split, which imports this module
-        if rank < world_size:
-            hi = mid
-        else:
-            lo, rank = mid, rank - world_size
-    # Rounded up, so that the longer shares come first, as in the tree.
-    return range(lo - (lo - hi) * rank // world_size, lo - (lo - hi) * (rank + 1) // world_size)
-
-
 def describe(n: int, world_size: int, micro_batch_size: int | None = None) -> str:
     """Describe how n micro-batches are divided among the ranks: `16 micro-batches on 3 ranks: 6+5+5, 89 % busy`.
 
@@ -197,7 +176,7 @@ def describe(n: int, world_size: int, micro_batch_size: int | None = None) -> st
         micro_batch_size: of a run that begins on one rank. The text says how many ranks it can have later, and advises
             against a size below `LEAST_SAMPLES`, which slows small models down.
     """
-    shares = [len(rank_range(n, world_size, rank)) for rank in range(world_size)]
+    shares = [*map(len, build_layout(n, world_size).ranges)]
     micro_batches = f"{n} micro-batch{'es' if n != 1 else ''}"
     if world_size == 1:
         if micro_batch_size is None:

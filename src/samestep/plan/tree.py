@@ -11,18 +11,33 @@ A rank folds its own range into parts (complete subtrees), and the parts of all 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from samestep.plan.schedule import rank_range
-
 Node = tuple[int, int]
 
 
-def split(lo: int, hi: int) -> int:
-    """Return the first micro-batch of the right child of node (lo, hi), with `hi - lo >= 2`.
+def split(lo: int, hi: int, rank: int = 1, world_size: int = 2) -> int:
+    """Return where the share of a rank begins if `world_size` ranks share micro-batches lo..hi-1.
 
-    The middle, not the largest power of two: the subtrees of one depth then differ by at most one
-    micro-batch, so the ranges of 2, 4, 8 ... ranks can be single nodes for every n.
+    Shares are contiguous and in rank order, so a share ends where that of the next rank begins: `rank` may be
+    `world_size`. The default is the first micro-batch of the right child of node (lo, hi), with `hi - lo >= 2`. It is
+    the middle, not the largest power of two: the subtrees of one depth then differ by at most one micro-batch, so the
+    shares of 2, 4, 8 ... ranks can be single nodes for every n.
+
+    While the number of ranks is even, half of them take the left subtree and half the right one. An odd number of ranks
+    divides its subtree evenly. So with a power of two of ranks, each gets one complete subtree for every n >=
+    world_size, and rank 0 always has work. Shares differ by at most 1, because halving rounds in the same way as
+    dividing: ceil(ceil(n / 2) / w) = ceil(n / 2w), and likewise for floor.
     """
-    return (lo + hi + 1) // 2
+    if not 0 <= rank <= world_size:
+        raise ValueError(f"rank {rank} of {world_size}")
+    while world_size % 2 == 0:
+        world_size //= 2
+        mid = (lo + hi + 1) // 2
+        if rank < world_size:
+            hi = mid
+        else:
+            lo, rank = mid, rank - world_size
+    # Rounded up, so that the longer shares come first, as in the tree.
+    return lo - (lo - hi) * rank // world_size
 
 
 @lru_cache(maxsize=4096)
@@ -79,7 +94,8 @@ def build_layout(n: int, world_size: int) -> Layout:
     """Return the layout of a step of n micro-batches on `world_size` ranks (n, world_size >= 1)."""
     if n < 1 or world_size < 1:
         raise ValueError(f"{n} micro-batches on {world_size} ranks: both must be at least 1")
-    ranges = tuple(rank_range(n, world_size, rank) for rank in range(world_size))
+    starts = [split(0, n, rank, world_size) for rank in range(world_size + 1)]
+    ranges = tuple(map(range, starts, starts[1:]))
     parts = tuple(tuple(_cover(0, n, held.start, held.stop)) for held in ranges)
     max_parts = max(len(held) for held in parts)
     slots = {node: rank * max_parts + k for rank, held in enumerate(parts) for k, node in enumerate(held)}

@@ -17,8 +17,8 @@ from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import GradientPass
 from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.plan.order import build_order
-from samestep.plan.schedule import rank_range
 from samestep.plan.seeds import derive
+from samestep.plan.tree import build_layout
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train import calls
 from samestep.train.context import RunContext
@@ -97,7 +97,7 @@ class Evaluator:
         context, position = self._context, self._position
         length, micro_batch_size = len(spec), spec.micro_batch_size or context.config.micro_batch_size
         spans = [(start, min(start + micro_batch_size, length)) for start in range(0, length, micro_batch_size)]
-        held = rank_range(len(spans), context.world_size, context.rank)
+        held = build_layout(len(spans), context.world_size).ranges[context.rank]
         order = build_order(length, seed=0, epoch=0, shuffle=False)
         tasks = (Task(order.take(*spans[v]), self._derive("data", v)) for v in held)
         spec = replace(spec, num_workers=min(spec.num_workers, len(held)))
