@@ -1,36 +1,37 @@
-"""The ledger's file."""
+"""The ledger's records: fingerprints depend on the samples and their order, and floats keep their bits."""
 
 import math
-from pathlib import Path
 
-import pytest
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
-from samestep.plan.ledger import RECORD, UNKNOWN, Entry, count_records, read_records, to_bits, to_float
+from samestep.plan.ledger import RECORD, UNKNOWN, Entry, combine, fingerprint, to_bits, to_float
 
-
-def build_entries(num_steps: int) -> list[Entry]:
-    return [Entry(step, step // 3, 8, 11 * step + 2, to_bits(0.5), 7) for step in range(num_steps)]
-
-
-@pytest.mark.parametrize("num_steps", [1, 2, 3, 5, 6, 100])
-def test_records_are_read(tmp_path: Path, num_steps: int) -> None:
-    entries, path = build_entries(num_steps), tmp_path / "ledger.bin"
-    path.write_bytes(b"".join(entry.pack() for entry in entries) + b"half")
-    assert count_records(path) == num_steps
-    assert [*read_records(path)] == entries
-    assert [*read_records(path, first=num_steps // 2)] == entries[num_steps // 2 :]
-    assert all(entry.has_bits for entry in entries)
+words = st.integers(0, 2**64 - 1)
+shorts = st.integers(0, 2**32 - 1)
 
 
-@pytest.mark.parametrize("missing", [range(1, 4), range(5)])
-def test_a_file_with_holes(tmp_path: Path, missing: range) -> None:
-    """A resumed run fills a truncated file with zeros."""
-    content = bytearray(b"".join(entry.pack() for entry in build_entries(7)))
-    content[missing.start * RECORD.size : missing.stop * RECORD.size] = bytes(len(missing) * RECORD.size)
-    (tmp_path / "ledger.bin").write_bytes(content)
-    found = [*read_records(tmp_path / "ledger.bin")]
-    assert [entry.num_samples for entry in found] == [0 if step in missing else 8 for step in range(7)]
-    assert not any(found[step].has_bits for step in missing)
+@given(st.tuples(words, shorts, shorts, words, words, words))
+def test_a_record_holds_an_entry(fields: tuple[int, ...]) -> None:
+    entry = Entry(*fields)
+    packed = entry.pack()
+    assert len(packed) == RECORD.size == 40
+    assert Entry(*RECORD.unpack(packed)) == entry
+
+
+@given(st.lists(st.integers(0, 2**40), max_size=9), st.lists(st.integers(0, 2**40), max_size=9))
+def test_fingerprints_identify_samples_and_their_order(some: list[int], other: list[int]) -> None:
+    prints = [fingerprint(np.array(each, np.int64)) for each in (some, other)]
+    assert (prints[0] == prints[1]) == (some == other)
+    assert (combine(prints) == combine(prints[::-1])) == (some == other)
+    assert fingerprint(np.array(some, np.int32 if max(some, default=0) < 2**31 else np.int64)) == prints[0]
+
+
+def test_fingerprints_are_those_of_earlier_runs() -> None:
+    first = fingerprint(np.array([3, 1, 2]))
+    assert first == 6812078412924547582
+    assert combine([first, 7]) == 12373128861686168414
 
 
 def test_bits_of_a_loss() -> None:
@@ -38,3 +39,9 @@ def test_bits_of_a_loss() -> None:
     assert to_float(to_bits(0.1)) == 0.1
     assert to_bits(math.nan) != UNKNOWN
     assert math.isnan(to_float(UNKNOWN))
+
+
+def test_entries_without_bits() -> None:
+    assert Entry(0, 0, 8, 1, to_bits(0.5), 7).has_bits
+    assert not Entry(0, 0, 8, 1).has_bits
+    assert not Entry(0, 0, 0, 0, 0, 0).has_bits, "a missing record"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import samestep
-from samestep.plan.ledger import read_records
+from samestep.snapshot.ledger_file import read_records
 
 Row = dict[str, Any]
 FEW = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -24,8 +24,8 @@ from support.tiny import Tiny, tiny_run
 
 from samestep.errors import RunDirectoryError
 from samestep.files import replace_file
-from samestep.plan.ledger import read_records
 from samestep.snapshot.append_log import AppendLog, format_row
+from samestep.snapshot.ledger_file import read_records
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 ROWS = st.dictionaries(st.text(), SCALARS, max_size=4)

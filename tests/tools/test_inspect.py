@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from support.commands import Popen
 
 from samestep.errors import Error
-from samestep.plan.ledger import RECORD, Entry, combine, fingerprint, read_records, to_bits
+from samestep.plan.ledger import RECORD, Entry, combine, fingerprint, to_bits
 from samestep.plan.order import build_order
+from samestep.snapshot.ledger_file import read_records
 from samestep.snapshot.serialization import digest
 from samestep.snapshot.store import Store
 from samestep.tools.inspect import run_diff, run_inspect

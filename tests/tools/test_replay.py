@@ -21,8 +21,9 @@ from support.waiting import wait_until
 from torch import nn
 
 from samestep.data.loader import seed_all
-from samestep.plan.ledger import RECORD, Entry, read_records, to_float
+from samestep.plan.ledger import RECORD, Entry, to_float
 from samestep.plan.seeds import derive
+from samestep.snapshot.ledger_file import read_records
 from samestep.tools.replay import compare_bits
 
 SCRIPT = """

@@ -1,23 +1,18 @@
 """The ledger's records: a fingerprint of the samples that each step used, and the bits of its loss and gradient.
 
-`ledger.bin` holds one `RECORD` per finished step, step `s` of the run (counted from 0) at byte `s * RECORD.size`.
 A fingerprint depends on the indices and their order, never on the ranks: each rank computes those of its own
 micro-batches, and one rank combines them.
 """
 
 import struct
-from collections.abc import Iterator, Sequence
-from itertools import starmap
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.files import open_regular
 from samestep.hashing import hash_short
 
-NUM_READ = 1 << 16  # records at a time
 RECORD = struct.Struct("<QIIQQQ")  # the fields of `Entry`
 UNKNOWN = 2**64 - 1  # loss and gradient of a step that was not computed. As a loss, a nan that no computation gives.
 
@@ -67,19 +62,3 @@ def fingerprint(indices: NDArray[np.int64]) -> int:
 def combine(fingerprints: Sequence[int]) -> int:
     """Return the fingerprint of a step from those of its micro-batches, in order."""
     return hash_short(struct.pack(f"<{len(fingerprints)}Q", *fingerprints))
-
-
-def count_records(ledger: Path) -> int:
-    """Return the number of complete records in a file; 0 if it does not exist."""
-    return ledger.stat().st_size // RECORD.size if ledger.exists() else 0
-
-
-def read_records(ledger: Path, *, first: int = 0) -> Iterator[Entry]:
-    """Yield the complete records of a file from one on; none if the file does not exist. Raises OSError."""
-    if not ledger.exists():
-        return
-    with open(ledger, "rb", opener=open_regular) as file:
-        file.seek(first * RECORD.size)
-        while len(data := file.read(NUM_READ * RECORD.size)) >= RECORD.size:
-            whole = data[: len(data) // RECORD.size * RECORD.size]
-            yield from starmap(Entry, RECORD.iter_unpack(whole))

@@ -17,8 +17,9 @@ from samestep.data.source import parse_shards
 from samestep.errors import Error
 from samestep.files import is_count, open_regular, read_bytes
 from samestep.plan.epochs import Epochs
-from samestep.plan.ledger import Entry, combine, count_records, fingerprint, read_records
+from samestep.plan.ledger import Entry, combine, fingerprint
 from samestep.plan.order import GivenOrder, Order, build_order
+from samestep.snapshot.ledger_file import count_records, read_records
 from samestep.watch.records import LEDGER, STATUS, order_file, read_or_empty, shards_file
 
 _NUM_SHOWN = 10

@@ -19,7 +19,7 @@ from samestep.files import read_tail
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
 from samestep.launch.launcher import check_target
 from samestep.launch.local_ranks import Target
-from samestep.plan.ledger import count_records
+from samestep.snapshot.ledger_file import count_records
 from samestep.tools.compare import find_first_difference, read_last_values
 from samestep.tools.traced_script import exiting_on_sigterm, find_errors, start
 from samestep.watch.records import LEDGER, RECORD, read_or_empty

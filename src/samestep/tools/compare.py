@@ -9,7 +9,8 @@ from typing import Any
 from samestep.console import describe_age, draw_bars, list_values, print_table, say, to_text
 from samestep.errors import Error, explain
 from samestep.files import parse_json, read_bytes
-from samestep.plan.ledger import Entry, count_records, read_records, to_float
+from samestep.plan.ledger import Entry, to_float
+from samestep.snapshot.ledger_file import count_records, read_records
 from samestep.snapshot.manifest import STATE
 from samestep.snapshot.object_store import open_run, read_run
 from samestep.snapshot.store import Snapshot, Store

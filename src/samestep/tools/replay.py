@@ -24,7 +24,8 @@ from samestep.files import as_json, copy_file, fits, is_argument, is_count, is_s
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
 from samestep.launch.launcher import check_target
 from samestep.launch.local_ranks import Target
-from samestep.plan.ledger import Entry, count_records, read_records
+from samestep.plan.ledger import Entry
+from samestep.snapshot.ledger_file import count_records, read_records
 from samestep.snapshot.manifest import MANIFEST, find_damage
 from samestep.snapshot.object_store import open_run, read_run
 from samestep.snapshot.run_record import describe_changes

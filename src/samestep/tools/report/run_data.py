@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from samestep.errors import Error
 from samestep.files import open_regular, read_tail
-from samestep.plan.ledger import count_records
+from samestep.snapshot.ledger_file import count_records
 from samestep.tools.audit import audit_samples, summarize
 from samestep.tools.compare import PLACE, find_sound
 from samestep.tools.live_view import has_ended

@@ -13,7 +13,7 @@ from samestep.config import Overrides, to_variables
 from samestep.errors import Error
 from samestep.files import copy_file, open_regular, read_tail
 from samestep.launch.local_ranks import Target
-from samestep.plan.ledger import read_records
+from samestep.snapshot.ledger_file import read_records
 from samestep.snapshot.store import SNAPSHOTS, Store
 from samestep.tools.traced_script import build_trace, find_errors, start
 from samestep.tools.verify.traces import Traced, read_traces
