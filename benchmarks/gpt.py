@@ -49,8 +49,9 @@ from torch.utils.data import DataLoader
 
 import samestep
 from samestep.cli import main as run_command
-from samestep.data.loader import Loader, Task
+from samestep.data.loader import Loader
 from samestep.data.spec import DataSpec
+from samestep.plan.loop_plan import Task
 from samestep.plan.order import build_order
 from samestep.plan.seeds import derive
 from samestep.recipes import gpt

@@ -26,8 +26,10 @@ from torch.utils.data import DataLoader
 
 import samestep
 from samestep.data.loader import Loader
+from samestep.data.order_files import keep_shards
 from samestep.sources import MDS, WebDataset, open_tokens
-from samestep.train.batches import Batches
+from samestep.train.loop_data import LoopData, open_loop_data
+from samestep.train.samples import check_marks
 
 SHAPE, CONTEXT, MICRO_BATCH_SIZE = (3, 64, 64), 256, 64
 OURS, PLAIN = "samestep", "DataLoader"
@@ -65,15 +67,18 @@ def write_images(root: Path, num_shards: int, per_shard: int) -> None:
     (root / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
 
 
+def plan_loop(source: Any, size: int, *, seed: int = 0, **arguments: Any) -> LoopData:
+    """Return the data of a loop of one micro-batch per step."""
+    return open_loop_data(
+        source, seed=seed, batch_size=size, micro_batch_size=size, sampler=None, start=(0, 0), **arguments
+    )
+
+
 def run_ours(source: Any, num_workers: int) -> Iterator[None]:
     """Yields after each micro-batch of a run of one micro-batch per step."""
-    size = MICRO_BATCH_SIZE
-    batches = Batches(
-        source, seed=0, batch_size=size, micro_batch_size=size, endless=True, sampler=None, start=(0, 0),
-        num_workers=num_workers,
-    )  # fmt: skip
-    tasks = batches.tasks(0, sys.maxsize, rank=0, world_size=1)
-    with Loader(batches.spec, tasks, device=torch.device("cpu")) as loader:
+    data = plan_loop(source, MICRO_BATCH_SIZE, endless=True, num_workers=num_workers)
+    tasks = data.plan.tasks(0, sys.maxsize, rank=0, world_size=1)
+    with Loader(data.spec, tasks, device=torch.device("cpu")) as loader:
         for _ in loader:
             yield
 
@@ -108,11 +113,9 @@ def measure_resume(num_samples: int, num_shards: int, repeats: int) -> float:
     source, size, found = Virtual(num_samples, num_shards), 256, []
     for repeat in range(repeats):
         began = time.process_time()
-        batches = Batches(
-            source, seed=repeat, batch_size=size, micro_batch_size=size, endless=False, sampler=None, start=(0, 0)
-        )
+        plan = plan_loop(source, size, endless=False, seed=repeat).plan
         step = num_samples // size // 2
-        task = next(batches.tasks(step, step + 1, rank=0, world_size=1))
+        task = next(plan.tasks(step, step + 1, rank=0, world_size=1))
         found.append(time.process_time() - began)
         assert len(task.indices) == size
     return statistics.median(found)
@@ -126,11 +129,11 @@ def measure_marks(root: Path, num_shards: int) -> dict[str, float]:
             opened.truncate(1 << 20)
     source: Any = Virtual(num_shards, num_shards)
     source.shard_files = files
-    batches = Batches(source, seed=0, batch_size=1, micro_batch_size=1, endless=False, sampler=None, start=(0, 0))
+    data = plan_loop(source, 1, endless=False)
     found = {}
     for start in ("first", "later"):
         began = time.process_time()
-        batches.keep_shards(root, batches.mark_shards(root, overrides=False))
+        keep_shards(root, data.shards_hash, data.shards, check_marks(data, root, overrides=False))
         found[f"marks of {num_shards:,} shards, {start} start"] = time.process_time() - began
     return found
 

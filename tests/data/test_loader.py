@@ -24,11 +24,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from samestep.data.loader import Loaded, Loader, Task, seed_all, to_device
+from samestep.data.loader import Loaded, Loader, seed_all, to_device
 from samestep.data.sample_errors import locate_error, write_traceback
 from samestep.data.spec import understand
 from samestep.errors import Error, InvalidValue, WorkerDied, recognize
 from samestep.plan.ledger import fingerprint
+from samestep.plan.loop_plan import Task
 
 CPU = torch.device("cpu")
 
@@ -388,8 +389,9 @@ import itertools, multiprocessing, sys
 import numpy as np
 import torch
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 1000  # how long torch's own exit hook waits for each worker
-from samestep.data.loader import Loader, Task
+from samestep.data.loader import Loader
 from samestep.data.spec import understand
+from samestep.plan.loop_plan import Task
 
 tasks = (Task(np.arange(4), seed) for seed in itertools.count())
 loader = Loader(understand(torch.zeros(8), num_workers=2), tasks, device=torch.device("cpu"))

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch.utils.data import Subset, dataloader, default_collate
 
-from samestep.data.loader import Loader, Task
+from samestep.data.loader import Loader
 from samestep.data.pools import MOST, Pools, describe
 from samestep.data.spec import DataSpec
+from samestep.plan.loop_plan import Task
 
 CPU = torch.device("cpu")
 TASKS = [Task(np.arange(i, i + 3), i) for i in range(0, 12, 3)]

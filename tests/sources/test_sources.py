@@ -14,13 +14,16 @@ from PIL import Image
 from support.shards import MAKERS, NUM_SHARDS, PER_SHARD, SAMPLES, make_mds, make_parquet, make_tars, read_x, write_mds
 
 from samestep.data.lanes import Lanes
-from samestep.data.loader import Loader, Task
+from samestep.data.loader import Loader
+from samestep.data.order_files import keep_shards
 from samestep.data.source import mark_shards, parse_shards, read_shards
 from samestep.data.spec import understand
 from samestep.errors import InvalidType, InvalidValue, RunDirectoryError
+from samestep.plan.loop_plan import Task
 from samestep.plan.schedule import EndlessSchedule
 from samestep.sources import MDS, Parquet, WebDataset, open_tokens
-from samestep.train.batches import Batches
+from samestep.train.loop_data import open_loop_data
+from samestep.train.samples import check_marks
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -45,10 +48,12 @@ def test_a_shard_with_other_content_of_the_same_size(kind: str, tmp_path: Path) 
     run_dir.mkdir()
 
     def start(*, overrides: bool = False) -> None:
-        batches = Batches(source, seed=0, batch_size=4, micro_batch_size=2, endless=True, sampler=None, start=(0, 0))
-        marks = batches.check_marks(run_dir, overrides=overrides)
+        data = open_loop_data(
+            source, seed=0, batch_size=4, micro_batch_size=2, endless=True, sampler=None, start=(0, 0)
+        )
+        marks = check_marks(data, run_dir, overrides=overrides)
         assert len(marks) == len(source.shards)
-        assert batches.keep_shards(run_dir, marks) == ""
+        assert keep_shards(run_dir, data.shards_hash, data.shards, marks) == ""
 
     start()
     file = source.shard_files[-1]

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.data.content import hash_content
-from samestep.data.loader import Task, seed_all
+from samestep.data.loader import seed_all
 from samestep.data.sample_errors import describe_error
 from samestep.data.spec import has_lanes
 from samestep.errors import Error, InvalidType, InvalidValue
+from samestep.plan.loop_plan import Task
 from samestep.plan.schedule import EndlessSchedule
 from samestep.plan.seeds import derive
 from samestep.torch_internals import as_worker

@@ -26,6 +26,7 @@ from samestep.data.sample_errors import Failure, abbreviate, explain, pack, unpa
 from samestep.data.spec import DataSpec
 from samestep.errors import WORKER_ADVICE, Error, InvalidValue, WorkerDied
 from samestep.plan.ledger import fingerprint
+from samestep.plan.loop_plan import Task
 from samestep.processes import die_with_parent
 from samestep.torch_internals import (
     abandon_workers,
@@ -38,18 +39,6 @@ from samestep.torch_internals import (
 
 STOP_S = 5.0  # for a worker to release a lock
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # by DataLoader workers
-
-
-class Task(NamedTuple):
-    """One micro-batch to load.
-
-    Args:
-        indices: the samples, in order.
-        seed: passed to `seed_all` before the first sample is read (augmentation, collate_fn).
-    """
-
-    indices: NDArray[np.int64]
-    seed: int
 
 
 class Loaded(NamedTuple):
@@ -131,6 +120,7 @@ class Loader:
     Args:
         workers: workers of `data.pools.Pools`, which outlive this Loader if it reaches the end of its tasks. None: the
             Loader starts workers.
+        positions: for a stream, the `LanePosition` of each lane where the tasks begin.
 
     Attributes:
         positions: for a stream, the newest `LanePosition` of each lane that `next` has returned.
@@ -141,7 +131,13 @@ class Loader:
     """
 
     def __init__(
-        self, spec: DataSpec, tasks: Iterable[Task], *, device: torch.device, workers: "Workers | None" = None
+        self,
+        spec: DataSpec,
+        tasks: Iterable[Task],
+        *,
+        device: torch.device,
+        workers: "Workers | None" = None,
+        positions: Mapping[int, Any] | None = None,
     ) -> None:
         self._fetcher = Fetcher(spec.dataset, spec.collate_fn)
         self._keeps_workers = workers is not None
@@ -150,7 +146,7 @@ class Loader:
         # The bits must equal those of a DataLoader worker, which has one thread.
         self._single_thread = self._workers is None and torch.get_num_threads() > 1
         self._closed = False
-        self.positions: dict[int, Any] = {}
+        self.positions: dict[int, Any] = dict(positions or {})
 
     def begin(self, tasks: Iterable[Task]) -> None:
         """Begin a series of tasks. All tasks of the previous one have been loaded."""

@@ -21,6 +21,17 @@ class Check(NamedTuple):
     judge: int | None
 
 
+def find_checks(n: int, world_size: int, step: int, every: int | None) -> tuple[Check, ...]:
+    """Return the checks of a step of n micro-batches; () if the step is not checked.
+
+    Args:
+        every: number of steps between those that are checked. None: none is.
+    """
+    if every is None or (step + 1) % every:
+        return ()
+    return plan_checks(n, world_size, step // every)
+
+
 def plan_checks(n: int, world_size: int, number: int) -> tuple[Check, ...]:
     """Return the checks of a step of n micro-batches: one for each rank that holds any; () with one rank.
 

@@ -52,6 +52,11 @@ class Epochs:
         """Begin with an epoch at a place, where a run resumes."""
         self.next_epoch, self.end = epoch, place
 
+    @property
+    def has_lengths(self) -> bool:
+        """Whether the length of an epoch is known."""
+        return bool(self._regimes)
+
     def add(self, length: int) -> None:
         """Set the length of epoch `next_epoch`."""
         if not self._regimes or self._regimes[-1].schedule.length != length:

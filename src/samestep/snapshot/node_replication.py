@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from samestep.console import say
+from samestep.data.order_files import list_orders
 from samestep.errors import KINDS, Error, RunDirectoryError, name_kind
 from samestep.files import open_regular, replacing
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
@@ -24,7 +25,7 @@ from samestep.snapshot.manifest import find_damage, hash_range
 from samestep.snapshot.object_store import Unreachable
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.store import SNAPSHOTS, Snapshot
-from samestep.watch.records import LEDGER, METRICS, RECORD, RESTARTS, STATUS, TRACKERS, count_lines, list_orders
+from samestep.watch.records import LEDGER, METRICS, RECORD, RESTARTS, STATUS, TRACKERS, count_lines
 from samestep.world.environment import read_host
 from samestep.world.group import Group
 from samestep.world.local_sockets import Gatherer

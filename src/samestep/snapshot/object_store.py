@@ -18,6 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from samestep.config import is_url
 from samestep.console import say
+from samestep.data.order_files import ORDERS, list_orders
 from samestep.errors import Error, RunDirectoryError, explain, needing
 from samestep.files import MOST_BYTES, open_regular, read_bytes, replace_file
 from samestep.hashing import hash_bytes
@@ -26,7 +27,7 @@ from samestep.snapshot.manifest import FILE, MANIFEST, NAME, find_wrong_size, pa
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import parse_run_record, read_record
 from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Elsewhere, Snapshot, Store
-from samestep.watch.records import LOCK, ORDERS, RECORD, SHARED, list_orders
+from samestep.watch.records import LOCK, RECORD, SHARED
 from samestep.world.environment import advise, read_cache_dir, read_host
 from samestep.world.forking import at_rest
 from samestep.world.workdir import WorkDir

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+from samestep.data.order_files import ORDERS
 from samestep.errors import Error, RunDirectoryError, UsageError
 from samestep.files import fits, is_count, is_object, overwrite, replace_file
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
@@ -22,7 +23,6 @@ from samestep.watch.records import (
     LOCK,
     LOGS,
     METRICS,
-    ORDERS,
     RECORD,
     RESTARTS,
     STATUS,

@@ -4,121 +4,67 @@ import json
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from samestep.console import escape
-from samestep.data.source import parse_shards
+from samestep.data.order_files import order_file, read_order, read_shard_sizes, shards_file
 from samestep.errors import Error
-from samestep.files import is_count, open_regular, read_bytes
-from samestep.plan.epochs import Epochs
-from samestep.plan.ledger import Entry, combine, fingerprint
-from samestep.plan.order import GivenOrder, Order, build_order
+from samestep.files import is_count
+from samestep.plan.ledger import Entry
+from samestep.plan.loop_plan import LoopPlan, StepSamples
+from samestep.plan.order import GivenOrder, Indices
+from samestep.plan.schedule import MOST_MICRO_BATCHES
 from samestep.snapshot.ledger_file import count_records, read_records
-from samestep.watch.records import LEDGER, STATUS, order_file, read_or_empty, shards_file
+from samestep.watch.records import LEDGER, RECORD, STATUS, read_or_empty
 
 _NUM_SHOWN = 10
 _MOST_PROBLEMS = 1000  # an audit stops after these
 _MOST_SEARCHED = 1_000_000  # steps that are searched for the samples of a record
-_MOST_MICRO_BATCHES = 1 << 20
-
-Indices = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The planned samples of a step: epoch and samples, for each epoch that has samples in the step."""
+def _build_plan(run: Path, numbers: Mapping[str, Any], num_steps: int) -> LoopPlan:
+    """Return the plan of one of the run's loops.
 
-    pieces: tuple[tuple[int, Indices], ...]
-    fingerprint: int
+    Args:
+        num_steps: number of steps of the run. A loop that has none needs no list of shards, which may not be written.
+    """
+    path = run / RECORD
+    try:
+        sizes = [numbers[name] for name in ("data_length", "batch_size", "micro_batch_size")]
+        if not all(map(is_count, (*sizes, numbers["seed"]))) or sizes[1] // max(sizes[2], 1) > MOST_MICRO_BATCHES:
+            raise Error(f"{path} has invalid sizes or an invalid seed ({sizes}, {numbers['seed']}): repair it")
+        needs_shards = numbers.get("shards") and numbers["shuffle"] and num_steps > numbers.get("first_step", 0)
+        return LoopPlan.from_numbers(
+            numbers,
+            shard_sizes=_read_shard_sizes(run, numbers["shards"]) if needs_shards else (),
+            find_order=lru_cache(maxsize=2)(partial(_read_order, run)),
+        )
+    except KeyError as error:
+        raise Error(f"{path} lacks {error}: the run has not started its first step yet") from None
 
-    @property
-    def samples(self) -> Indices:
-        return np.concatenate([samples for _, samples in self.pieces])
+
+def _read_shard_sizes(run: Path, shards_hash: str) -> list[int]:
+    try:
+        return read_shard_sizes(run, shards_hash)
+    except (OSError, ValueError) as error:
+        path = run / shards_file(shards_hash)
+        raise Error(
+            f"the shards of the data set cannot be read from {path} ({error}): restore it from a backup"
+        ) from None
 
 
-class _Plan:
-    """The samples of one of the run's loops, computed from its numbers. Steps and epochs are counted over the run."""
-
-    def __init__(self, run: Path, numbers: Mapping[str, Any]) -> None:
-        self.first_step: int = numbers.get("first_step", 0)
-        self._first_epoch: int = numbers.get("first_epoch", 0)
-        try:
-            sizes = numbers["data_length"], numbers["batch_size"], numbers["micro_batch_size"]
-            self.is_endless, self.is_given = numbers["mode"] == "steps", numbers["sampler"] == "given"
-            self.is_stream, self._shards = "num_lanes" in numbers, numbers.get("shards", "")
-            self._seed, self._shuffle, self.drop_last = numbers["seed"], numbers["shuffle"], numbers["drop_last"]
-        except KeyError as error:
-            raise Error(f"{run / 'run.json'} lacks {error}: the run has not started its first step yet") from None
-        if not all(map(is_count, (*sizes, self._seed))) or sizes[1] // max(sizes[2], 1) > _MOST_MICRO_BATCHES:
-            raise Error(f"{run / 'run.json'} has invalid sizes or an invalid seed ({sizes}, {self._seed}): repair it")
-        self.drop_last = self.drop_last and not self.is_endless
-        self.length: int = sizes[0]
-        self.batch_size: int = sizes[1]
-        self._run = run
-        self._epochs = Epochs(
-            *sizes[1:], drop_last=self.drop_last, is_endless=self.is_endless, first_step=self.first_step,
-            first_epoch=self._first_epoch, length=None if self.is_given else self.length,
-        )  # fmt: skip
-        self.order = lru_cache(maxsize=2)(self._read_order if self.is_given else self._build_order)
-
-    def step(self, step: int) -> Planned:
-        while self.is_given and self._epochs.end < self._epochs.place_of(step + 1):
-            self._epochs.add(len(self.order(self._epochs.next_epoch)))
-        spans = self._epochs.micro_batches(step)
-        taken = [
-            [(epoch, self.order(epoch).take(start, stop)) for epoch, start, stop in self._epochs.pieces(step, span)]
-            for span in spans
-        ]
-        prints = [fingerprint(np.concatenate([samples for _, samples in pieces])) for pieces in taken]
-        return Planned(tuple(piece for pieces in taken for piece in pieces), combine(prints))
-
-    def num_steps_until(self, epoch: int) -> int:
-        """Return the number of steps until all samples of an epoch and of earlier ones are used."""
-        place = self._epochs.start_of(epoch + 1)
-        return self.first_step - (-place // self.batch_size) if self.is_endless else place
-
-    def count_dropped(self, epoch: int) -> int:
-        """Return the number of samples of an epoch that no step uses."""
-        return len(self.order(epoch)) % self.batch_size if self.drop_last else 0
-
-    def expect_uses(self, epoch: int) -> NDArray[np.int64]:
-        """Return how often each sample should be used in an epoch."""
-        if self.is_given:
-            return np.bincount(self.order(epoch).take(0, len(self.order(epoch))))
-        return np.ones(self.length, dtype=np.int64)
-
-    def _build_order(self, epoch: int) -> Order:
-        sizes = self._shard_sizes
-        return build_order(self.length, seed=self._seed, epoch=epoch, shuffle=self._shuffle, shard_sizes=sizes)
-
-    @cached_property
-    def _shard_sizes(self) -> list[int]:
-        if not self._shards or not self._shuffle:
-            return []
-        path = self._run / shards_file(self._shards)
-        try:
-            return [shard.num_samples for shard in parse_shards(read_bytes(path))[0]]
-        except (OSError, ValueError) as error:
-            raise Error(
-                f"the shards of the data set cannot be read from {path} ({error}): restore it from a backup"
-            ) from None
-
-    def _read_order(self, epoch: int) -> Order:
-        path = self._run / order_file(epoch)
-        try:
-            with open(path, "rb", opener=open_regular) as file:
-                indices = np.load(file, allow_pickle=False)
-            return GivenOrder(indices, int(indices.max()) + 1, epoch)
-        except (OSError, ValueError, EOFError) as error:
-            raise Error(
-                f"the sampler's order of epoch {epoch} cannot be read from {path} ({error}): restore it from a backup"
-            ) from None
+def _read_order(run: Path, epoch: int) -> GivenOrder:
+    try:
+        return read_order(run, epoch)
+    except (OSError, ValueError, EOFError) as error:
+        path = run / order_file(epoch)
+        raise Error(
+            f"the sampler's order of epoch {epoch} cannot be read from {path} ({error}): restore it from a backup"
+        ) from None
 
 
 class _Audit:
@@ -128,23 +74,23 @@ class _Audit:
         num_steps: number of steps of the run, up to the last one of this loop.
     """
 
-    def __init__(self, plan: _Plan, num_steps: int) -> None:
+    def __init__(self, plan: LoopPlan, num_steps: int) -> None:
         self.problems: list[str] = []
         self._closed: set[int] = set()
         self._plan, self._num_steps = plan, num_steps
         self._left: dict[int, Indices] = {}  # incomplete epoch -> remaining uses of each sample
 
-    def add(self, step: int, record: Entry) -> Planned:
+    def add(self, step: int, record: Entry) -> StepSamples:
         """Check the ledger's record of step `step`. Returns the samples that the step used."""
         found_step, epoch, num_samples, found, *_ = record
-        planned = used = self._plan.step(step)
+        planned = used = self._plan.plan_step(step)
         if not num_samples:  # a resumed run fills a truncated file with zeros
             self.problems.append(f"step {step}: the ledger has no record of it, ledger.bin was truncated")
         elif found_step != step:
             self.problems.append(f"step {step}: the ledger has a record of step {found_step} at its position")
         if num_samples and found != planned.fingerprint:
             other = self._steps_by_fingerprint.get(found)
-            used = planned if other is None else self._plan.step(other)
+            used = planned if other is None else self._plan.plan_step(other)
             what = "samples of no step" if other is None else f"those of step {other}"
             self.problems.append(
                 f"step {step}: it should have used sample {planned.samples[0]} and so on, but used {what}"
@@ -162,8 +108,8 @@ class _Audit:
         """Describe what the audit has confirmed."""
         parts = ["each step read its positions of the stream"] if self._plan.is_stream else []
         if num_closed := len(self._closed):
-            how_often = "as often as in the sampler's order" if self._plan.is_given else "once"
-            left_out = " except for the dropped tail" if self._plan.drop_last else ""
+            how_often = "as often as in the sampler's order" if self._plan.has_sampler else "once"
+            left_out = " except for the dropped tail" if self._plan.drops_tail else ""
             epochs = "1 complete epoch" if num_closed == 1 else f"{num_closed} complete epochs"
             parts.append(f"in {epochs} each of {self._plan.length} samples was used {how_often}{left_out}")
         if self._left:
@@ -173,7 +119,7 @@ class _Audit:
     @cached_property
     def _steps_by_fingerprint(self) -> dict[int, int]:
         steps = range(self._plan.first_step, min(self._num_steps, self._plan.first_step + _MOST_SEARCHED))
-        return {self._plan.step(step).fingerprint: step for step in reversed(steps)}
+        return {self._plan.plan_step(step).fingerprint: step for step in reversed(steps)}
 
     def _use(self, step: int, epoch: int, samples: Indices) -> None:
         if self._plan.is_stream:
@@ -182,7 +128,7 @@ class _Audit:
             self.problems.append(f"step {step}: sample {samples[0]} and so on were used in epoch {epoch} before")
             return
         if epoch not in self._left:
-            self._left[epoch] = self._plan.expect_uses(epoch)
+            self._left[epoch] = self._plan.count_uses(epoch)
         left = self._left[epoch]
         np.subtract.at(left, samples, 1)
         for sample in samples[left[samples] < 0]:
@@ -208,7 +154,7 @@ def summarize(problems: Sequence[str], parts: Sequence[str]) -> str:
 
 
 def audit_samples(
-    run: Path, record: Mapping[str, Any], see: Callable[[int, Planned], None] | None = None
+    run: Path, record: Mapping[str, Any], see: Callable[[int, StepSamples], None] | None = None
 ) -> tuple[list[str], list[str]]:
     """Check that each step of a run used its planned samples, and each epoch each sample once.
 
@@ -224,9 +170,10 @@ def audit_samples(
     """
     numbers = record.get("numbers", {})
     of_all = {name: value for name, value in numbers.items() if name not in ("num_lanes", "shards")}
-    plans = [_Plan(run, numbers), *(_Plan(run, of_all | loop) for loop in record.get("loops", []))]
     path, status = run / LEDGER, read_or_empty(run / STATUS)
     num_steps = count_records(path)
+    loops = [numbers, *(of_all | loop for loop in record.get("loops", []))]
+    plans = [_build_plan(run, loop, num_steps) for loop in loops]
     ends = [*(plan.first_step for plan in plans[1:]), num_steps]
     audits = [_Audit(plan, min(end, num_steps)) for plan, end in zip(plans, ends, strict=True)]
     for step, entry in enumerate(read_records(path)):
@@ -250,7 +197,7 @@ def show_samples(run: Path, record: Mapping[str, Any], *, which: int | str, is_j
     """Print the samples of a step (all steps if `which` is "latest") and the audit. Returns 1 if the audit failed."""
     steps = []
 
-    def show(step: int, used: Planned) -> None:
+    def show(step: int, used: StepSamples) -> None:
         if which not in ("latest", step):
             return
         if is_json:
@@ -267,7 +214,7 @@ def show_samples(run: Path, record: Mapping[str, Any], *, which: int | str, is_j
     return 1 if problems else 0
 
 
-def _format_step(step: int, used: Planned, num_shown: int) -> str:
+def _format_step(step: int, used: StepSamples, num_shown: int) -> str:
     samples = used.samples
     listed = " ".join(map(str, samples[:num_shown])) + (" ..." if len(samples) > num_shown else "")
     return f"{step} epoch {used.pieces[0][0]} {len(samples)}: {listed}"

@@ -19,6 +19,7 @@ from typing import Any
 
 from samestep.config import Option, to_variables
 from samestep.console import escape, print_table, say, show_activity, to_text
+from samestep.data.order_files import ORDERS, list_orders
 from samestep.errors import Error
 from samestep.files import as_json, copy_file, fits, is_argument, is_count, is_size, open_regular, read_tail
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
@@ -32,7 +33,7 @@ from samestep.snapshot.run_record import describe_changes
 from samestep.snapshot.store import SNAPSHOTS, Snapshot, Store
 from samestep.tools.compare import describe_difference
 from samestep.tools.traced_script import build_trace, exiting_on_sigterm, find_errors, read_lines, start
-from samestep.watch.records import LEDGER, METRICS, ORDERS, RECORD, STATUS, list_orders, read_or_empty
+from samestep.watch.records import LEDGER, METRICS, RECORD, STATUS, read_or_empty
 from samestep.world.version_check import hash_file
 from samestep.world.workdir import WorkDir
 

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samestep.data.loader import Loader, Task, seed_all, to_device
+from samestep.data.loader import Loader, seed_all, to_device
 from samestep.data.pools import Pools
 from samestep.data.sample_errors import locate_error
 from samestep.data.spec import DataSpec, understand
 from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import GradientPass
 from samestep.errors import Error, InvalidType, InvalidValue
+from samestep.plan.loop_plan import Task
 from samestep.plan.order import build_order
 from samestep.plan.seeds import derive
 from samestep.plan.tree import build_layout

@@ -11,16 +11,20 @@ from typing import Any
 from samestep.console import warn
 from samestep.data.attributes import Attributes
 from samestep.data.lanes import LanePosition
-from samestep.data.loader import Loader, Task, seed_all
+from samestep.data.loader import Loader, seed_all
+from samestep.data.order_files import keep_order
 from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import GradientPass
 from samestep.errors import Error, InvalidValue, UsageError
 from samestep.files import replace_file
+from samestep.plan.compute_checks import find_checks
+from samestep.plan.ledger import fingerprint
+from samestep.plan.loop_plan import Task
 from samestep.plan.seeds import derive
 from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.snapshotter import Snapshotter
-from samestep.train.batches import Batches
 from samestep.train.context import RunContext
+from samestep.train.loop_data import LoopData
 from samestep.train.position import Place, Position, find_last_step
 from samestep.train.replicas import Replicas
 from samestep.train.run_metrics import RunMetrics, Tally
@@ -122,7 +126,7 @@ class Loop:
     def __init__(
         self,
         context: RunContext,
-        batches: Batches,
+        data: LoopData,
         place: Place,
         *,
         position: Position,
@@ -137,7 +141,7 @@ class Loop:
         build_state: Callable[[dict[str, Any]], dict[str, Any]],
         on_end: Callable[[dict[str, Any], str, Error | None], None],
     ) -> None:
-        self._context, self.batches, self.place = context, batches, place
+        self._context, self._data, self._plan, self.place = context, data, data.plan, place
         self._position, self._gradients, self._snapshotter = position, gradients, snapshotter
         self._stopping, self._watchdog, self._metrics, self._on = stopping, watchdog, metrics, observers
         self._replicas, self._build_state, self._on_end = replicas, build_state, on_end
@@ -146,14 +150,15 @@ class Loop:
         self._left_error: Error | None = None  # the script left the loop before its end
         self.repeats_head = place.is_past
         self.failure: Error | None = None
-        if batches.has_sampler and not place.is_past and not stopping.ending:
+        if not place.is_past and not stopping.ending:
             self._call_sampler()
-        num_workers = 0 if place.is_past else batches.count_workers(context.rank, context.world_size)
-        spec = replace(batches.spec, num_workers=num_workers)
-        self._loader = Loader(spec, self._begin_tasks(), device=context.device)
-        self._attributes = Attributes(batches.spec)
-        if batches.lanes is not None:
-            self._loader.positions.update(batches.lanes.positions)
+        num_workers = 0 if place.is_past else self._plan.count_workers(
+            data.spec.num_workers, rank=context.rank, world_size=context.world_size
+        )  # fmt: skip
+        spec = replace(data.spec, num_workers=num_workers)
+        positions = {} if data.lanes is None else data.lanes.positions
+        self._loader = Loader(spec, self._begin_tasks(), device=context.device, positions=positions)
+        self._attributes = Attributes(data.spec)
 
     def run_epochs(self, num_epochs: int) -> Generator[Epoch, None, None]:
         """Yield the epochs from the run's position on."""
@@ -163,12 +168,12 @@ class Loop:
     def _run_epochs(self, num_epochs: int) -> Iterator[Epoch]:
         position = self._position
         self._begin()
-        for number in range(self.batches.epoch_of(position.steps_done), self.batches.first_epoch + num_epochs):
+        for number in range(self._plan.epoch_of(position.steps_done), self._plan.first_epoch + num_epochs):
             if self._stopping.ending:
                 break
             self._load_further()
             self._begin_body("epoch", number)
-            per_epoch, end = self.batches.count_steps(number), self.batches.end_of(number)
+            per_epoch, end = self._plan.count_steps(number), self._plan.end_of(number)
             self.repeats_head = position.steps_done > end - per_epoch
             epoch = Epoch(self, number, per_epoch, end, self._metrics.tally)
             try:
@@ -222,12 +227,12 @@ class Loop:
             self._replicas.watch(self._snapshotter)
         else:
             self.step.is_over = True
-        checks = self.batches.find_checks(number, self._context.world_size)
+        spans = self._plan.micro_batches(number)
         self.step = step = Step(
-            number, self.batches.epoch_of(number), self.batches.micro_batches(number), self._loader,
+            number, self._plan.epoch_of(number), spans, self._loader,
             context=self._context, gradients=self._gradients, position=position, logs=self._snapshotter.logs,
             cast_vote=self._cast_vote, observers=self._on,
-            borrowed=[check.v for check in checks if check.checker == self._context.rank],
+            borrowed=self._borrow(number, len(spans)),
         )  # fmt: skip
         self._on.begin_step(step)
         try:
@@ -256,9 +261,9 @@ class Loop:
         steps_done, last_step = self._position.steps_done, self.place.last_step
         if steps_done < last_step:
             return f"run.stop() has ended it after step {steps_done}", f"start with {advise(resume=steps_done)}"
-        end = self.batches.find_end(self.place.planned)
+        end = self._plan.find_end(self.place.planned)
         is_cut = end is None or last_step < end
-        more = "a larger max_steps" if is_cut else "more steps" if self.batches.is_endless else "more epochs"
+        more = "a larger max_steps" if is_cut else "more steps" if self._plan.is_endless else "more epochs"
         return f"{steps_done} of {last_step} steps are done", f"ask for {more}"
 
     def check_not_left(self) -> None:
@@ -273,7 +278,7 @@ class Loop:
                 "this run is inside another loop: call run.epochs() or run.steps() after that loop, not inside it "
                 "or before it has begun"
             )
-        return self._position.steps_done, self.batches.next_epoch(self._position.steps_done)
+        return self._position.steps_done, self._plan.next_epoch(self._position.steps_done)
 
     def find_failure(self) -> Error | None:
         """At the end of the process: return why the run has not ended correctly."""
@@ -343,13 +348,13 @@ class Loop:
         else:
             stopping.agree_together(snapshotter.take_asked())
         if snapshotter.path is not None:
-            epoch = self.batches.epoch_of(steps_done) if epochs_done is None else epochs_done
-            position: dict[str, Any] = {"step": steps_done, "epoch": epoch, **self.batches.state_dict(steps_done)}
+            epoch = self._plan.epoch_of(steps_done) if epochs_done is None else epochs_done
+            position: dict[str, Any] = {"step": steps_done, "epoch": epoch, **self._data.state_dict(steps_done)}
             stopped = {"stopped": stopping.reason} if stopping.reason and steps_done < self.place.last_step else {}
             notes: dict[str, Any] = {"tally": self._metrics.tally.state_dict()} | stopped
 
             def get_state() -> TrainingState:
-                if self.batches.lanes is not None:
+                if self._data.lanes is not None:
                     lanes = self._gather_lanes()
                     position["lanes"] = [lane.row for lane in lanes]
                     notes["lanes_s"] = [lane.spent_s for lane in lanes]
@@ -412,7 +417,7 @@ class Loop:
             self._notify_launcher(FINISHED)
             self._stopping.reason = ""  # a further loop is not stopped by it
         self._stopping.is_ended = True
-        self._position.end_loop(self.place, self.batches)
+        self._position.end_loop(self.place, self._plan)
         # So the code after the loop draws the same numbers in a later start that finds nothing left to do.
         self._begin_body("after", self._position.steps_done)
         self._position.num_evaluations = AFTER_LOOP
@@ -462,8 +467,16 @@ class Loop:
         So the loader workers do not read ahead over the end of an epoch, where a sampler may depend on its last step.
         """
         context, steps_done = self._context, self._position.steps_done
-        self._loaded_end = self.batches.find_known_end(self.place.last_step)
-        return self.batches.tasks(steps_done, self._loaded_end, rank=context.rank, world_size=context.world_size)
+        self._loaded_end = self._plan.find_known_end(self.place.last_step)
+        return self._plan.tasks(
+            steps_done, self._loaded_end, rank=context.rank, world_size=context.world_size, borrow=self._borrow
+        )
+
+    def _borrow(self, step: int, num_micro_batches: int) -> list[int]:
+        """Return the micro-batches of other ranks that this rank computes in a step, to compare the results."""
+        context, every = self._context, self._context.config.check_compute_every
+        checks = find_checks(num_micro_batches, context.world_size, step, None if every is None else every.steps)
+        return [check.v for check in checks if check.checker == context.rank]
 
     def _load_further(self) -> None:
         """Call the sampler for the next epochs, and load them, if the next step is not known yet."""
@@ -473,17 +486,19 @@ class Loop:
 
     def _call_sampler(self) -> None:
         """Get the orders of the next step's epochs, check that all ranks have the same, and keep them for the audit."""
-        self.batches.open_epochs(self._position.steps_done)
-        for epoch in self.batches.take_opened():
-            if len(set(self._context.group.gather(self.batches.fingerprint_order(epoch)))) > 1:
+        if self._data.orders is None:
+            return
+        self._data.open_epochs(self._position.steps_done)
+        for epoch, indices in self._data.orders.take_new().items():
+            if len(set(self._context.group.gather(fingerprint(indices)))) > 1:
                 raise InvalidValue(
                     f"sampler({epoch}) gave other indices on other ranks: seed it from the epoch, not the rank"
                 )
             if (directory := self._snapshotter.path) is not None and (
-                problem := self._snapshotter.once(partial(self.batches.keep_order, epoch, directory))
+                problem := self._snapshotter.once(partial(keep_order, directory, epoch, indices))
             ):
                 self._context.say(problem)
-        last_step = find_last_step(self.batches, self.place.planned, self._context.config.max_steps)
+        last_step = find_last_step(self._plan, self.place.planned, self._context.config.max_steps)
         if last_step != self.place.last_step:
             self.place = replace(self.place, last_step=last_step)
             self._stopping.move_end(last_step)

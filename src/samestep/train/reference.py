@@ -141,8 +141,8 @@ class Reference(Trace):
     def probe(self, step: Step) -> Iterator[Any]:
         if not self._is_double or step.number or step.num_passes:
             return
-        spans = self.batches.micro_batches(step.number)
-        indices = [int(i) for span in spans for i in self.batches.indices(step.number, span)][:NUM_PROBES]
+        spans = self.data.plan.micro_batches(step.number)
+        indices = [int(i) for span in spans for i in self.data.plan.indices(step.number, span)][:NUM_PROBES]
         modules = {id(part): part for module in self.modules.values() for part in module.modules()}.values()
         norms = [part for part in modules if isinstance(part, _BatchNorm) and part.training]
         buffers = [buffer for part in modules for buffer in part.buffers(recurse=False)]
@@ -170,7 +170,7 @@ class Reference(Trace):
 
     def _load_probes(self, indices: list[int], step: int) -> Iterator[Any]:
         """Return the samples as one batch, then each as a batch."""
-        spec, seed = self.batches.spec, derive(self.context.config.seed, "data", step=step)
+        spec, seed = self.data.spec, derive(self.context.config.seed, "data", step=step)
         seed_all(seed)
         many = getattr(spec.dataset, "__getitems__", None)
         samples = [spec.dataset[i] for i in indices] if many is None else many(indices)

@@ -70,8 +70,8 @@ class Replay(Tracer):
             samples = {"num_samples": step.num_samples, "fingerprint": step.fingerprint}
             self.write({"step": step.number, **samples, **bits})
         if step.number == self._step:
-            spans = self.batches.micro_batches(step.number)
-            indices = [self.batches.indices(step.number, span).tolist() for span in spans]
+            spans = self.data.plan.micro_batches(step.number)
+            indices = [self.data.plan.indices(step.number, span).tolist() for span in spans]
             self._finish(step, {**self._result, "samples": indices})
 
     def _finish(self, step: Step, result: dict[str, Any]) -> NoReturn:
@@ -95,7 +95,7 @@ class Replay(Tracer):
         if v in step.held:
             batch = step.load_up_to(v)
             self._is_alone = True
-            indices = [self.batches.indices(step.number, span) for span in self.batches.micro_batches(step.number)]
+            indices = [self.data.plan.indices(step.number, span) for span in self.data.plan.micro_batches(step.number)]
             prints = [*map(fingerprint, indices[:v]), step.loaded_fingerprint, *map(fingerprint, indices[v + 1 :])]
             self._result = {"samples": [indices[v].tolist()], "losses": [], "weights": []}
             self._result |= {"num_samples": step.num_samples, "fingerprint": combine(prints)}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from samestep.config import CheckCompute, Precision, Reduction
 from samestep.console import warn
 from samestep.data.loader import seed_all
+from samestep.data.order_files import keep_shards
 from samestep.data.pools import Pools
 from samestep.engine.gradient_pass import GradientPass
 from samestep.engine.precision import build_precision
@@ -24,20 +25,21 @@ from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train import calls
 from samestep.train import stateful as prepared
 from samestep.train.arguments import build_config, check_count, check_script_config
-from samestep.train.batches import Batches, Sampler
 from samestep.train.context import RunContext
 from samestep.train.description import describe_run, describe_script, read_commit
 from samestep.train.determinism import describe_machine, fix_compiler, fix_kernels, use_tf32
 from samestep.train.evaluate import Evaluator
 from samestep.train.generators import call_on_rank_0
 from samestep.train.loop import Epoch, Loop
+from samestep.train.loop_data import LoopData, open_loop_data
 from samestep.train.misuse import MisuseChecks
 from samestep.train.parameters import TrainedParameters
 from samestep.train.position import Position
 from samestep.train.replicas import Replicas
 from samestep.train.restoring import Contents, recall
 from samestep.train.run_metrics import RunMetrics
-from samestep.train.samples import add_samples
+from samestep.train.sampler_orders import Sampler
+from samestep.train.samples import add_samples, check_marks
 from samestep.train.second_opinion import SecondOpinion
 from samestep.train.shutdown import Resources, report_errors
 from samestep.train.step_log import collect_values
@@ -332,11 +334,11 @@ class Run:
             3
         """
         check_count("epochs", num_epochs)
-        batches = self._open_batches(
+        opened = self._open_data(
             data, endless=False, sampler=sampler, collate_fn=collate_fn, num_workers=num_workers, shuffle=shuffle,
             drop_last=drop_last, pin_memory=pin_memory,
         )  # fmt: skip
-        return self._begin(batches, batches.plan(num_epochs), num_epochs).run_epochs(num_epochs)
+        return self._begin(opened, opened.plan.plan_end(num_epochs), num_epochs).run_epochs(num_epochs)
 
     def steps(
         self,
@@ -376,11 +378,11 @@ class Run:
             7
         """
         check_count("steps", num_steps)
-        batches = self._open_batches(
+        opened = self._open_data(
             data, endless=True, sampler=sampler, collate_fn=collate_fn, num_workers=num_workers, shuffle=shuffle,
             pin_memory=pin_memory,
         )  # fmt: skip
-        return self._begin(batches, batches.plan(num_steps), None).run_steps()
+        return self._begin(opened, opened.plan.plan_end(num_steps), None).run_steps()
 
     def evaluate(
         self,
@@ -623,7 +625,7 @@ class Run:
         self._refuse_in_step("run.clip_grad_norm_", "the gradient is not complete there; dedent it")
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
-    def _open_batches(self, data: Any, **arguments: Any) -> Batches:
+    def _open_data(self, data: Any, **arguments: Any) -> LoopData:
         self._check_left()
         start = (0, 0) if self._loop is None else self._loop.find_end()
         self._check_prepared("the loop")
@@ -631,53 +633,56 @@ class Run:
             raise UsageError(
                 "run.restore was called before the loop, which would train other weights: call it after it"
             )
-        return Batches(
+        return open_loop_data(
             data, seed=self.seed, batch_size=self.batch_size, micro_batch_size=self.micro_batch_size, start=start,
-            check_every=self._context.config.check_compute_every, **arguments,
+            **arguments,
         )  # fmt: skip
 
-    def _begin(self, batches: Batches, planned: int, num_epochs: int | None) -> Loop:  # noqa: PLR0915
+    def _begin(self, data: LoopData, planned: int, num_epochs: int | None) -> Loop:  # noqa: PLR0915
         """Do everything between the check of the arguments and the first step of a loop. `planned`: its end."""
         context, config = self._context, self._context.config
         position, snapshotter = self._position, self._snapshotter
         calls.meet(context.group, calls.LOOP)
-        lengths = {f"the number of {batches.unit}s": planned, "the length of the data set": len(batches.spec)}
-        context.group.agree(batches.numbers | lengths)
-        if batches.has_sampler and self._loop is None and not position.resumed_step:
-            batches.open_epochs(0)  # an error for wrong indices comes before anything is written
-        directory = snapshotter.path if batches.shards else None
+        plan = data.plan
+        lengths = {f"the number of {plan.unit}s": planned, "the length of the data set": plan.length}
+        context.group.agree(data.numbers | lengths)
+        if self._loop is None and not position.resumed_step:
+            data.open_epochs(0)  # an error for wrong indices comes before anything is written
+        directory = snapshotter.path if data.shards else None
         marks = []
         if directory is not None:
-            marks = context.group.once(lambda: batches.check_marks(directory, overrides=self._overrides))
+            marks = context.group.once(lambda: check_marks(data, directory, overrides=self._overrides))
         if self._loop is None:
             machine = describe_machine(config, self.device)
             options = self._contents.options
-            options = add_samples(options, context.group, snapshotter, batches, self.seed, machine, self._overrides)
+            options = add_samples(options, context.group, snapshotter, data, self.seed, machine, self._overrides)
             if self.dir is not None:
                 git, script = context.group.once(lambda: (read_commit(), describe_script()))
                 options = replace(options, git=git, script=script)
-            snapshotter.record(self._numbers | batches.numbers, machine, self._config, options)
+            snapshotter.record(self._numbers | data.numbers, machine, self._config, options)
             self._about = describe_run(context, self.dir, self._config, machine, options)
             fix_compiler()
-        place = position.begin_loop(batches, planned, config.max_steps, snapshotter, self._say)
-        if directory is not None and (problem := snapshotter.once(lambda: batches.keep_shards(directory, marks))):
+        place = position.begin_loop(data, planned, config.max_steps, snapshotter, self._say)
+        if directory is not None and (
+            problem := snapshotter.once(lambda: keep_shards(directory, data.shards_hash, data.shards, marks))
+        ):
             self._say(problem)
-        if batches.lanes is not None and not place.is_past and not place.is_further and position.lanes:
-            batches.lanes.resume(position.lanes, self._lanes_s)
-            if warning := batches.lanes.describe_catching_up(position.steps_done - batches.first_step):
+        if data.lanes is not None and not place.is_past and not place.is_further and position.lanes:
+            data.lanes.resume(position.lanes, self._lanes_s)
+            if warning := data.lanes.describe_catching_up(position.steps_done - plan.first_step):
                 self._say(warning)
         if place.is_further:
             self._resources.begin_loop()
         if place.is_replayed:
             self.state = self._contents.restore_again(snapshotter.read_again())
         self._stopping.begin_loop(place)
-        self._metrics.begin_loop(batches, self._gradients)
+        self._metrics.begin_loop(plan, self._gradients)
         observers: list[StepObserver] = [self._misuse, self._parameters, self._watchdog, self._metrics, self._stopping]
         if self.world_size > 1:
             observers.append(self._replicas)
         second_opinion = None
         if config.check_compute_every is not None and self.world_size > 1:
-            second_opinion = SecondOpinion(context, batches, self._gradients)
+            second_opinion = SecondOpinion(context, data, self._gradients)
             observers.append(second_opinion)
         elif config.check_compute_every is not None and self._loop is None:
             unused = "check_compute_every does nothing with one rank: no other rank can compute a micro-batch again"
@@ -685,15 +690,15 @@ class Run:
         if self._tracer is not None:
             observers.append(self._tracer)
         elif self.rank == 0 and self.dir is not None and not place.is_further:  # a run that can be resumed
-            observers.append(Unprepared(self._objects, batches, self._say))
+            observers.append(Unprepared(self._objects, data, self._say))
         self._loop = loop = Loop(
-            context, batches, place, position=position, gradients=self._gradients,
+            context, data, place, position=position, gradients=self._gradients,
             snapshotter=snapshotter, stopping=self._stopping, watchdog=self._watchdog, metrics=self._metrics,
             observers=Observers(observers), replicas=self._replicas, second_opinion=second_opinion,
             build_state=self._build_state, on_end=self._end_loop,
         )  # fmt: skip
         if self._tracer is not None:
-            self._tracer.begin_loop(batches, loop.place, self._gradients, self._build_state)
+            self._tracer.begin_loop(data, loop.place, self._gradients, self._build_state)
         self._resources.find_failure = loop.find_failure
         if place.is_past:
             return loop
@@ -709,7 +714,7 @@ class Run:
                 f"nothing left to do in this loop: {why}, and the script continues after it; to train it longer, "
                 f"{longer}, or begin anew with {advise(fresh=True)}"
             )
-        epochs = num_epochs and batches.first_epoch + num_epochs
+        epochs = num_epochs and plan.first_epoch + num_epochs
         self._progress.begin(total_steps=loop.place.last_step, done_steps=self.steps_done, epochs=epochs)
         self._metrics.start_clock()
         return loop

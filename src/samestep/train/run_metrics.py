@@ -11,9 +11,9 @@ from samestep.engine.gradient_pass import GradientPass, Report
 from samestep.engine.reducer import Reducer
 from samestep.hashing import hash_short
 from samestep.plan.ledger import Entry, to_bits
+from samestep.plan.loop_plan import LoopPlan
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.snapshotter import Snapshotter
-from samestep.train.batches import Batches
 from samestep.train.context import RunContext
 from samestep.train.stateful import Objects, Wrapped, find_wrapped, learning_rates
 from samestep.train.step_log import Value
@@ -91,9 +91,9 @@ class RunMetrics(StepObserver):
         self._began_s = time.perf_counter()
         self._logged_s = -math.inf  # when the last row was written; rank 0's clock counts, which alone writes rows
 
-    def begin_loop(self, batches: Batches, gradients: GradientPass) -> None:
+    def begin_loop(self, plan: LoopPlan, gradients: GradientPass) -> None:
         """A loop begins."""
-        self._num_samples, self._batches, self._gradients = 0, batches, gradients
+        self._num_samples, self._plan, self._gradients = 0, plan, gradients
         self._wrapped: Wrapped = find_wrapped(self._objects)
 
     def move_end(self, last_step: int) -> None:
@@ -114,7 +114,7 @@ class RunMetrics(StepObserver):
             step.checksums.append(self._checksum.compute(grads, step.number))
         self._look_for_zero(step)
         every, steps_done = self._context.config.log_every, step.number + 1
-        epochs_done = self._batches.epochs_done(steps_done) if every.epochs else None
+        epochs_done = self._plan.epochs_done(steps_done) if every.epochs else None
         now_s = time.monotonic()
         self._is_logged = every.is_due(steps_done, epochs_done) or every.has_passed(now_s - self._logged_s)
         if self._is_logged:
@@ -136,7 +136,7 @@ class RunMetrics(StepObserver):
                     why = "no micro-batch of it had a step.backward with a weight above 0"
                 sentence = f"step {step.number} makes no update: {why}; such steps are counted as skipped_steps"
                 warn(self._context.say, sentence, start="step")
-        if not self._batches.is_endless:
+        if not self._plan.is_endless:
             self.tally.add(step.epoch, step.averages)
         if self._is_logged:
             row = {f"train/{name}": float(value) for name, (value, _) in step.averages.items()}

@@ -1,8 +1,9 @@
-"""Hashes of a few samples, by which a start detects that its data set is not the run's."""
+"""Checks whether the data set is the run's: its shards, and hashes of a few samples."""
 
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,41 +11,75 @@ import torch
 
 from samestep.data.content import hash_content, list_dtypes
 from samestep.data.lanes import Lanes
-from samestep.data.loader import Loader, Task
+from samestep.data.loader import Loader
+from samestep.data.order_files import find_changed_shards, mark_again
+from samestep.data.source import Mark
 from samestep.data.spec import DataSpec
 from samestep.errors import Error, InvalidValue, RunDirectoryError
+from samestep.plan.loop_plan import Task
 from samestep.plan.seeds import derive
 from samestep.snapshot.run_record import Options, describe_changes
 from samestep.snapshot.snapshotter import Snapshotter
-from samestep.train.batches import Batches
 from samestep.train.generators import keeping_generators
+from samestep.train.loop_data import LoopData
 from samestep.world.environment import advise
 from samestep.world.group import Group
 
 NUM_COMPARED = 8  # micro-batches of each lane that begins as another one does
+OTHER_SHARDS = "the data set's shards are not those that the run began with"
+
+
+def check_shards(data: LoopData, run_dir: Path, recorded: str | None) -> None:
+    """Compare the shards with those that the loop had in earlier starts.
+
+    Args:
+        recorded: the entry "shards" in the loop's recorded numbers.
+
+    Raises:
+        RunDirectoryError: they differ; the message names them.
+    """
+    if recorded is None or recorded == data.shards_hash:
+        return
+    if changed := find_changed_shards(run_dir, recorded, data.shards):
+        raise RunDirectoryError(f"{OTHER_SHARDS}: {changed}; restore them, or start with {advise(fresh=True)}")
+
+
+def check_marks(data: LoopData, run_dir: Path, *, overrides: bool) -> list[Mark]:
+    """Return the marks of the shards, for `keep_shards`. Compares them with those of an earlier start.
+
+    Raises:
+        RunDirectoryError: the content of shards has changed and `overrides` is False; the message names them.
+    """
+    marks, changed = mark_again(run_dir, data.shards_hash, data.spec.dataset, data.shards)
+    if changed and not overrides:
+        raise RunDirectoryError(
+            f"{OTHER_SHARDS}: {changed}; restore them; to continue with the new content, pass override=True to "
+            f"run.prepare, or start with {advise(override=True)}"
+        )
+    return marks
 
 
 def add_samples(
-    options: Options, group: Group, snapshotter: Snapshotter, batches: Batches, seed: int, machine: Mapping[str, Any],
+    options: Options, group: Group, snapshotter: Snapshotter, data: LoopData, seed: int, machine: Mapping[str, Any],
     overrides: bool,
 ) -> Options:  # fmt: skip
     """Return the options with rank 0's result of `check_samples`, after `compare_ranks`."""
     own = None
-    if group.world_size > 1 and batches.lanes is None:
-        own = read_samples(batches.spec, seed)
-        compare_ranks(own, batches.spec, seed, group, machine)
+    if group.world_size > 1 and data.lanes is None:
+        own = read_samples(data.spec, seed)
+        compare_ranks(own, data.spec, seed, group, machine)
 
     def check() -> tuple[list[str], str]:
-        directory, lanes = snapshotter.directory, batches.lanes
+        directory, lanes = snapshotter.directory, data.lanes
         if lanes is not None and not lanes.are_given:
-            check_lanes(batches.spec, lanes, seed)
+            check_lanes(data.spec, lanes, seed)
         if directory is None:
             return [], ""
         # These give better errors than a sample.
-        batches.check_shards(directory.path, directory.record.get("numbers", {}).get("shards"))
-        directory.check_numbers(batches.numbers)
+        check_shards(data, directory.path, directory.record.get("numbers", {}).get("shards"))
+        directory.check_numbers(data.numbers)
         before = directory.record.get("samples", [])
-        now = check_samples(batches.spec, seed, directory.record, machine, overrides=overrides, now=own)
+        now = check_samples(data.spec, seed, directory.record, machine, overrides=overrides, now=own)
         return now, describe_changes({"samples": before or now}, {"samples": now})
 
     samples, changed = group.once(check)

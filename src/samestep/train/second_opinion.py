@@ -16,11 +16,11 @@ from samestep.data.content import hash_content
 from samestep.data.loader import Loader, to_device
 from samestep.engine.gradient_pass import GradientPass, Losses, Report
 from samestep.errors import Error, InvalidValue
-from samestep.plan.compute_checks import Check
-from samestep.train.batches import Batches
+from samestep.plan.compute_checks import Check, find_checks
 from samestep.train.context import RunContext
 from samestep.train.determinism import describe_machine
 from samestep.train.generators import keeping_generators
+from samestep.train.loop_data import LoopData
 from samestep.train.steps import Step, StepObserver
 from samestep.watch.replica_checksums import checksum, combine, find_drift, read_back
 from samestep.world.environment import read_host
@@ -61,15 +61,15 @@ class SecondOpinion(StepObserver):
         Error: the ranks of this run cannot recompute one another's micro-batches with the same bits.
     """
 
-    def __init__(self, context: RunContext, batches: Batches, gradients: GradientPass) -> None:
-        self._context, self._batches, self._gradients = context, batches, gradients
+    def __init__(self, context: RunContext, data: LoopData, gradients: GradientPass) -> None:
+        self._context, self._data, self._gradients = context, data, gradients
         self._checks: Sequence[Check] = ()
         self._results: dict[int, _Results] = {}  # by micro-batch, of those that two ranks compute
         self._open: _Results | None = None
         self._terms: list[tuple[Tensor, float | Tensor | None]] = []  # the losses of the current backward
         self._agreed_step: int | None = None
         name = "check_compute_every"
-        if batches.lanes is not None:
+        if data.lanes is not None:
             raise InvalidValue(
                 f"{name} lets ranks compute micro-batches of one another, but only one rank reads a lane of an "
                 "IterableDataset: leave it out, or use a data set with indices"
@@ -91,7 +91,10 @@ class SecondOpinion(StepObserver):
         return computed, recomputed
 
     def begin_pass(self, step: Step) -> None:
-        self._checks = self._batches.find_checks(step.number, self._context.world_size)
+        every = self._context.config.check_compute_every
+        self._checks = find_checks(
+            len(step.sizes), self._context.world_size, step.number, None if every is None else every.steps
+        )
         self._results = {
             check.v: _Results(None) for check in self._checks if self._context.rank in (check.owner, check.checker)
         }
@@ -162,9 +165,9 @@ class SecondOpinion(StepObserver):
 
     def _load(self, step: int, v: int) -> Any:
         """Load a micro-batch in addition to those of the loop."""
-        spec = replace(self._batches.spec, num_workers=min(self._batches.spec.num_workers, 1))
+        spec = replace(self._data.spec, num_workers=min(self._data.spec.num_workers, 1))
         device = self._context.device
-        with keeping_generators(), Loader(spec, [self._batches.task(step, v)], device=device) as loader:
+        with keeping_generators(), Loader(spec, [self._data.plan.task(step, v)], device=device) as loader:
             return to_device(next(loader).batch, device)
 
 

@@ -28,7 +28,6 @@ from samestep.errors import Error
 from samestep.files import open_regular
 from samestep.hashing import hash_bytes
 from samestep.snapshot.serialization import KIND, digest, digest_of, encode, write_tensors
-from samestep.train.batches import Batches
 from samestep.train.context import RunContext
 from samestep.train.generators import (
     KINDS,
@@ -37,6 +36,7 @@ from samestep.train.generators import (
     find_things,
     read_generator,
 )
+from samestep.train.loop_data import LoopData
 from samestep.train.position import Place
 from samestep.train.steps import Step, StepObserver
 
@@ -61,10 +61,10 @@ class Tracer(StepObserver):
         self.objects, self.modules = objects, modules
 
     def begin_loop(
-        self, batches: Batches, place: Place, gradients: GradientPass, build_state: Callable[[dict[str, Any]], Any]
+        self, data: LoopData, place: Place, gradients: GradientPass, build_state: Callable[[dict[str, Any]], Any]
     ) -> None:
         """Called when a loop begins, after a snapshot was restored."""
-        self.batches, self.place, self.gradients, self.build_state = batches, place, gradients, build_state
+        self.data, self.place, self.gradients, self.build_state = data, place, gradients, build_state
 
     def evaluate(
         self, evaluate: Callable[..., dict[str, Any]], score: Callable[[Any], Mapping[str, Any]], data: Any,
@@ -148,10 +148,10 @@ class Trace(Tracer):
 
     def _read_twice(self, step: Step) -> dict[str, Any]:
         """Read this rank's samples again, with the same seed. Returns whether they differ, and changed attributes."""
-        spec, context = self.batches.spec, self.context
+        spec, context = self.data.spec, self.context
         fetcher, differs, changed = Fetcher(spec.dataset, spec.collate_fn), False, set[str]()
         before = {name: hash_batch(value) for name, value in walk_attributes(spec.dataset)}
-        tasks = self.batches.tasks(step.number, step.number + 1, rank=context.rank, world_size=context.world_size)
+        tasks = self.data.plan.tasks(step.number, step.number + 1, rank=context.rank, world_size=context.world_size)
         for task in tasks:
             one, other = (hash_batch(fetcher.load(task).batch) for _ in range(2))
             differs |= one != other
@@ -179,7 +179,7 @@ class Trace(Tracer):
         )
 
     def _find_generators(self) -> dict[str, Any]:
-        spec = self.batches.spec
+        spec = self.data.spec
         roots = {"the data set": spec.dataset, "collate_fn": spec.collate_fn, **self.modules}
         return find_things(roots, lambda thing: isinstance(thing, KINDS))
 

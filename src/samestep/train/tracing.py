@@ -8,8 +8,8 @@ from typing import Any
 
 from samestep.engine.gradient_pass import GradientPass
 from samestep.engine.link_probe import measure_links
-from samestep.train.batches import Batches
 from samestep.train.context import RunContext
+from samestep.train.loop_data import LoopData
 from samestep.train.position import Place
 from samestep.train.reference import Reference
 from samestep.train.replayed_step import Replay
@@ -33,9 +33,9 @@ class PhaseTiming(Tracer):
         self._written = -1  # the last step with a line
 
     def begin_loop(
-        self, batches: Batches, place: Place, gradients: GradientPass, build_state: Callable[[dict[str, Any]], Any]
+        self, data: LoopData, place: Place, gradients: GradientPass, build_state: Callable[[dict[str, Any]], Any]
     ) -> None:
-        super().begin_loop(batches, place, gradients, build_state)
+        super().begin_loop(data, place, gradients, build_state)
         if not self.options.get("scale") or place.is_further:
             return
         config, group, params = self.context.config, self.context.group, gradients.reducer.params
@@ -63,7 +63,7 @@ class PhaseTiming(Tracer):
                 "at_s": time.monotonic(),
                 "spent_s": self._watchdog.spent_s(),
                 "num_samples": sum(step.sizes[v] for v in step.held),
-                "num_workers": self.batches.spec.num_workers,
+                "num_workers": self.data.spec.num_workers,
             }
         )
 

@@ -16,8 +16,8 @@ from samestep.console import warn
 from samestep.data.content import find_leaves, view_bytes
 from samestep.hashing import hash_pieces
 from samestep.snapshot.async_copy import locate
-from samestep.train.batches import Batches
 from samestep.train.generators import KINDS, find_things, look_into, read_generator
+from samestep.train.loop_data import LoopData
 from samestep.train.stateful import find_parts, find_saved, unwrap
 from samestep.train.steps import Step, StepObserver
 
@@ -57,8 +57,8 @@ class Unprepared(StepObserver):
         say: prints a message.
     """
 
-    def __init__(self, objects: Mapping[str, Any], batches: Batches, say: Callable[[str], None]) -> None:
-        self._objects, self._batches, self._say = objects, batches, say
+    def __init__(self, objects: Mapping[str, Any], data: LoopData, say: Callable[[str], None]) -> None:
+        self._objects, self._data, self._say = objects, data, say
         self._modules = [unwrap(thing) for thing in objects.values() if isinstance(thing, nn.Module)]
         self._seen: dict[str, _Seen] | None = None
         self._at_epochs: dict[str, str] = {}  # marks at the beginning of epochs, of what can be reset
@@ -75,7 +75,7 @@ class Unprepared(StepObserver):
 
     def end_body(self, step: Step) -> None:
         self._num_steps += 1
-        self._is_epoch = self._batches.epochs_done(step.number + 1) is not None
+        self._is_epoch = self._data.plan.epochs_done(step.number + 1) is not None
         self._num_epochs += self._is_epoch
         self._is_due = self._num_steps in LOOK_AT or (self._is_epoch and self._num_epochs <= LOOK_AT_EPOCHS)
         if self._is_due and self._seen is not None:
@@ -95,9 +95,9 @@ class Unprepared(StepObserver):
     def _look(self) -> None:
         known = self._find_known()
         if self._seen is None:
-            spec = self._batches.spec
+            spec = self._data.spec
             roots = {"the data set": spec.dataset, "collate_fn": spec.collate_fn}
-            if self._batches.lanes is not None:
+            if self._data.lanes is not None:
                 del roots["the data set"]  # its state is in the snapshots
             found = find_things(roots, self._is_wanted, max_looks=MAX_THINGS)
             self._seen = {path: _Seen(thing, _mark(thing, known), _read_seed(thing)) for path, thing in found.items()}

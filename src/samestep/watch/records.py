@@ -29,7 +29,6 @@ TIMELINE = "timeline.jsonl"  # where the time of every rank went: `watch.timelin
 TRACKERS = "trackers.json"  # the run's id at each service of a tracker
 LAST_ROW = "samestep-last-row.json"  # in a directory of a service: the last row that it got
 LEDGER = "ledger.bin"  # one record for each finished step: the samples it used
-ORDERS = "orders"  # a directory: the sample order of each epoch, if a sampler gives it, and the shards of sources
 LOGS = "logs"  # a directory: the output of each start's ranks
 SHARED = (RECORD, RESTARTS, STATUS, TRACKERS, LEDGER, METRICS)  # what a copy holds besides orders and snapshots
 
@@ -132,21 +131,6 @@ def count_lines(path: Path) -> int:
         return read_bytes(path).count(b"\n")
     except FileNotFoundError:
         return 0
-
-
-def list_orders(run_dir: Path) -> list[str]:
-    """Return the paths of the files of orders and shards, relative to the run directory."""
-    return sorted(f"{ORDERS}/{path.name}" for path in (run_dir / ORDERS).glob("[es]*.*"))
-
-
-def order_file(epoch: int) -> str:
-    """The path of an epoch's order file, relative to the run's directory."""
-    return f"{ORDERS}/epoch-{epoch:08d}.npy"
-
-
-def shards_file(fingerprint: str) -> str:
-    """The path of the file with the shards of a source, relative to the run's directory."""
-    return f"{ORDERS}/shards-{fingerprint}.json"
 
 
 def add_line(path: Path, line: str) -> None:

@@ -1,0 +1,104 @@
+"""The directory `orders/` of a run: what the audit needs to compute the samples of each step again.
+
+It holds the order of each epoch if a sampler gave it, and for each source that the run has used the list of its shards,
+with the marks of their files. A later start compares its shards with this list.
+"""
+
+import io
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from samestep.data.source import (
+    Mark,
+    Shard,
+    explain_change,
+    explain_rewrite,
+    format_shards,
+    mark_shards,
+    parse_shards,
+)
+from samestep.files import open_regular, read_bytes, replace_file
+from samestep.plan.order import GivenOrder, Indices
+
+ORDERS = "orders"
+
+
+def list_orders(run_dir: Path) -> list[str]:
+    """Return the paths of the files of orders and shards, relative to the run directory."""
+    return sorted(f"{ORDERS}/{path.name}" for path in (run_dir / ORDERS).glob("[es]*.*"))
+
+
+def order_file(epoch: int) -> str:
+    """Return the path of an epoch's order, relative to the run directory."""
+    return f"{ORDERS}/epoch-{epoch:08d}.npy"
+
+
+def shards_file(shards_hash: str) -> str:
+    """Return the path of the list of a source's shards, relative to the run directory. The hash is `read_shards`'s."""
+    return f"{ORDERS}/shards-{shards_hash}.json"
+
+
+def read_order(run_dir: Path, epoch: int) -> GivenOrder:
+    """Return the order that a sampler gave for an epoch. Raises OSError, ValueError or EOFError if it is damaged."""
+    with open(run_dir / order_file(epoch), "rb", opener=open_regular) as file:
+        indices = np.load(file, allow_pickle=False)
+    return GivenOrder(indices, int(indices.max()) + 1, epoch)
+
+
+def keep_order(run_dir: Path, epoch: int, indices: Indices) -> str:
+    """Write the order that a sampler gave for an epoch. Returns a warning, or ""."""
+    content = io.BytesIO()
+    np.save(content, indices)
+    try:
+        _replace(run_dir / order_file(epoch), content.getbuffer())
+    except OSError as error:
+        return f"the order of epoch {epoch} could not be written ({error}): the run continues"
+    return ""
+
+
+def read_shard_sizes(run_dir: Path, shards_hash: str) -> list[int]:
+    """Return the number of samples of each shard. Raises OSError or ValueError if the list is damaged."""
+    shards, _ = parse_shards(read_bytes(run_dir / shards_file(shards_hash)))
+    return [shard.num_samples for shard in shards]
+
+
+def find_changed_shards(run_dir: Path, shards_hash: str, shards: Sequence[Shard]) -> str:
+    """Describe how shards differ from those of a list; "" if they do not, or if the list cannot be read."""
+    try:
+        before, _ = parse_shards(read_bytes(run_dir / shards_file(shards_hash)))
+    except (OSError, ValueError):
+        return ""
+    return explain_change(before, shards)
+
+
+def mark_again(run_dir: Path, shards_hash: str, dataset: Any, shards: Sequence[Shard]) -> tuple[list[Mark], str]:
+    """Return the marks of a source's shards, and a description of files whose content is not that of the list.
+
+    Raises:
+        InvalidValue: a file cannot be read, see `mark_shards`.
+    """
+    before: list[Mark] = []
+    with suppress(OSError, ValueError):
+        _, before = parse_shards(read_bytes(run_dir / shards_file(shards_hash)))
+    marks = mark_shards(dataset, before)
+    return marks, explain_rewrite(shards, before, marks)
+
+
+def keep_shards(run_dir: Path, shards_hash: str, shards: Sequence[Shard], marks: Sequence[Mark]) -> str:
+    """Write the list of a source's shards, unless it is there. Returns a warning, or ""."""
+    path, content = run_dir / shards_file(shards_hash), format_shards(shards, marks)
+    try:
+        if not (path.exists() and read_bytes(path) == content):
+            _replace(path, content)
+    except OSError as error:
+        return f"the list of the data set's shards could not be written ({error}): the run continues"
+    return ""
+
+
+def _replace(path: Path, content: bytes | memoryview) -> None:
+    path.parent.mkdir(exist_ok=True)
+    replace_file(path, content, sync=True)

@@ -1,0 +1,123 @@
+"""The data set of a loop, with the plan by which it is read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from samestep.data.lanes import Lanes
+from samestep.data.source import Shard, read_shards
+from samestep.data.spec import DataSpec, is_stream, understand
+from samestep.errors import InvalidType, InvalidValue
+from samestep.plan.loop_plan import STREAM_LENGTH, LoopPlan
+from samestep.plan.schedule import EndlessSchedule
+from samestep.train.sampler_orders import SamplerOrders
+
+
+@dataclass(frozen=True)
+class LoopData:
+    """The data set of a loop, with the plan by which it is read.
+
+    Attributes:
+        plan: the samples of each step, as indices of the data set.
+        spec: the data set, and how to load micro-batches from it.
+        lanes: the data set, if it is a stream; else None.
+        shards: shards of the data set, if it is a source; else ().
+        shards_hash: see `read_shards`.
+        orders: the orders of epochs, if a sampler gives them; else None.
+    """
+
+    plan: LoopPlan
+    spec: DataSpec
+    lanes: Lanes | None
+    shards: tuple[Shard, ...]
+    shards_hash: str
+    orders: SamplerOrders | None
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The numbers that identify the loop."""
+        return {**({"shards": self.shards_hash} if self.shards else {}), **self.plan.numbers}
+
+    def open_epochs(self, step: int) -> None:
+        """With a sampler: get the orders of the epochs of step `step`, unless they are known.
+
+        Raises:
+            InvalidType, InvalidValue: see `SamplerOrders.find`.
+        """
+        if self.orders is not None:
+            self.plan.open_epochs(step)
+            self.orders.drop_before(self.plan.epoch_of(step))
+
+    def state_dict(self, steps_done: int) -> dict[str, Any]:
+        """Return the order of an epoch that is open after `steps_done` steps, if a sampler gave it."""
+        if self.orders is None or (found := self.plan.find_open(steps_done)) is None:
+            return {}
+        epoch, start = found
+        return {"order": {"epoch": epoch, "start": start, "indices": self.orders.find(epoch).indices}}
+
+    def resume(self, step: int, epoch: int, order: Mapping[str, Any] | None = None) -> None:
+        """With a sampler: continue after `step` steps of the run, in epoch `epoch`. `order`: see `state_dict`."""
+        assert self.orders is not None
+        if order is None:
+            self.plan.resume(step, epoch)
+        else:
+            self.orders.restore(order["epoch"], order["indices"])
+            self.plan.resume(step, order["epoch"], order["start"])
+
+
+def open_loop_data(
+    data: Any,
+    *,
+    seed: int,
+    batch_size: int,
+    micro_batch_size: int,
+    endless: bool,
+    sampler: Any,
+    start: tuple[int, int],
+    **arguments: Any,
+) -> LoopData:
+    """Check what the script passed to `run.epochs` or `run.steps`, and plan the loop.
+
+    Args:
+        data, sampler, arguments: what the script passed.
+        endless: whether the data set is repeated and no step is short, as in `run.steps`.
+        start: the step and the epoch where the loop begins.
+
+    Raises:
+        Error: `data` is not a data set, or the arguments contradict each other.
+    """
+    for name in ("shuffle", "drop_last", "pin_memory"):
+        if not isinstance(arguments.get(name), bool | None):
+            raise InvalidValue(f"{name} must be True or False, not {arguments[name]!r}")
+    if sampler is not None and not callable(sampler):
+        kind = type(sampler).__name__
+        raise InvalidType(
+            f"sampler must be a function, sampler(epoch) -> sample indices, equal on all ranks, not a {kind}"
+        )
+    if sampler is not None and arguments.get("shuffle"):
+        raise InvalidValue("sampler and shuffle=True were both given: the sampler decides the order, leave shuffle out")
+    spec = understand(data, sizes=(micro_batch_size, batch_size), takes_streams=endless, **arguments)
+    lanes = None
+    if is_stream(spec.dataset):
+        if sampler is not None or arguments.get("shuffle"):
+            raise InvalidValue("a stream decides its order itself: leave sampler and shuffle out")
+        schedule = EndlessSchedule(STREAM_LENGTH, batch_size, micro_batch_size)
+        lanes = Lanes(spec.dataset, schedule, seed, start[0])
+        spec = replace(spec, dataset=lanes, shuffle=False)
+    shards, shard_sizes, shards_hash = read_shards(spec.dataset)
+    orders = None if sampler is None else SamplerOrders(sampler, seed, len(spec))
+    plan = LoopPlan(
+        length=len(spec),
+        batch_size=batch_size,
+        micro_batch_size=micro_batch_size,
+        seed=seed,
+        is_endless=endless,
+        shuffle=spec.shuffle,
+        drop_last=spec.drop_last,
+        is_stream=lanes is not None,
+        shard_sizes=shard_sizes,
+        find_order=None if orders is None else orders.find,
+        first_step=start[0],
+        first_epoch=start[1],
+    )
+    return LoopData(plan, spec, lanes, shards, shards_hash, orders)
