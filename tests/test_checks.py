@@ -14,7 +14,11 @@ SCANNED = (
 )  # fmt: skip
 ERRORS = {"Error", "InvalidType", "InvalidValue", "RunDirectoryError", "UsageError"}
 # Functions that build a message -> the module that has them.
-BUILDERS = {"explain_drift": "watch/replica_checksums.py", "explain": "data/sample_errors.py"}
+BUILDERS = {
+    "explain_drift": "watch/replica_checksums.py",
+    "explain": "data/sample_errors.py",
+    "explain_in_loop": "train/calls.py",
+}
 # Variables with a message of another place: that the last snapshot was not written, and what a stuck worker means.
 NO_CHECKS = {"failure", "sentence"}
 

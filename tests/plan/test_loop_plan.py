@@ -22,6 +22,7 @@ from samestep.plan.order import GivenOrder, Order, build_order
 from samestep.plan.tree import build_layout
 
 SEED = 5
+FAR = 10**6  # later than every step
 MicroBatch = list[tuple[int, int]]  # an epoch and a position of it, for each sample
 
 
@@ -203,12 +204,12 @@ def test_a_sampler_is_asked_for_what_the_next_step_needs(loop: Loop, data: st.Da
         return loop.find_order(epoch)
 
     plan, steps = loop.build_plan(find_order), loop.list_steps()
-    assert plan.find_known_end(99) == loop.first_step
+    assert plan.find_known_end(FAR) == loop.first_step
     assert plan.find_end(plan.plan_end(3)) in (None, loop.first_step + 3)
     for step, expected in enumerate(steps, loop.first_step):
         plan.open_epochs(step)
         assert asked == [*range(loop.first_epoch, expected[-1][-1][0] + 1)]
-        assert step < plan.find_known_end(99) <= loop.first_step + len(steps)
+        assert step < plan.find_known_end(FAR) <= loop.first_step + len(steps)
         assert plan.find_known_end(step) == step
     # A resume in any place continues with the same steps, and with the order that is open there.
     steps_done = data.draw(st.integers(0, len(steps)))

@@ -526,8 +526,8 @@ def test_run_stop(
     assert (trial.dir / "ledger.bin").read_bytes() == before
     if stops_at < NUM_STEPS:
         assert (
-            f'this run; continue from here with env={{"SAMESTEP_RESUME": "{stops_at}"}} for samestep.spawn, or begin'
-            in printed
+            f"run.stop() has ended it after step {stops_at}, and the script continues after it; to train it longer, "
+            f'start with env={{"SAMESTEP_RESUME": "{stops_at}"}} for samestep.spawn, or begin anew' in printed
         )
         assert f"stopped at step {stops_at}: by a fault" in printed
         trial.spawn(3, snapshot_every=every, resume=stops_at)
