@@ -24,7 +24,7 @@ from samestep.config import to_variables
 from samestep.console import format_ranks
 from samestep.launch.local_ranks import Target
 from samestep.tools.scale.cpu_quota import open_quota
-from samestep.tools.scale.measurement import Size, Starts, add_steps
+from samestep.tools.scale.measurement import INTERCEPTOR, Size, Starts, add_steps
 from samestep.tools.scale.step_model import Link, StepModel, fit_model
 from samestep.tools.traced_script import read_lines
 from samestep.world.environment import HOOK, TRACE
@@ -65,7 +65,7 @@ def start_on_two_hosts(size: Size, starts: Starts, hosts: list[Host]) -> None:
         "compare_every": "never", "check_compute_every": "never",
     }  # fmt: skip
     variables = to_variables(options) | {"GLOO_SOCKET_IFNAME": INTERFACE}
-    variables[TRACE] = json.dumps({"dir": str(place), "paces": True, "scale": True})
+    variables[TRACE] = json.dumps({"interceptor": INTERCEPTOR, "dir": str(place)})
     variables[HOOK] = json.dumps(["samestep.tools.scale.cpu_quota", starts.quota])
     script, endpoint = starts.target.to_command()[1], f"{hosts[0].address}:{next(PORTS)}"
     words = [sys.executable, "-m", "samestep", "launch", "--nnodes", "2", "--rdzv-endpoint", endpoint, *script]

@@ -360,7 +360,7 @@ def _verify(arguments: list[str]) -> int:
 
 
 def _replay(arguments: list[str]) -> int:
-    from samestep.tools.replay import FLAGS, HELP, RECORDED, run_replay
+    from samestep.tools.replay.run_replay import FLAGS, HELP, RECORDED, run_replay
 
     return _run_on_target("replay", arguments, HELP, FLAGS, run_replay, "RUN", RECORDED)
 

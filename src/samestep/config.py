@@ -46,6 +46,7 @@ class Option:
         is_identity: each run directory has one value of the option; a start with a different value is an error.
         is_shared: the value must be the same on all ranks.
         is_argument: `samestep.Run` takes the option as an argument; otherwise it is set outside the script only.
+        interceptor: "module:class" of the interceptor that a run installs if the option is not None; "" for none.
     """
 
     type: type
@@ -55,6 +56,7 @@ class Option:
     is_identity: bool = False
     is_shared: bool = True
     is_argument: bool = True
+    interceptor: str = ""
 
     def parse(self, name: str, text: str) -> Any:
         """Convert the text of a command line or an environment variable to the option's type.
@@ -370,7 +372,7 @@ class RunConfig:
         Interval | None,
         Option(
             str, "N", "every N steps, recompute a micro-batch of each rank on another rank, and compare the bits; "
-            "default: never", _check_steps,
+            "default: never", _check_steps, interceptor="samestep.checks.second_opinion:SecondOpinion",
         ),
     ] = None  # fmt: skip
     check_compute: Annotated[

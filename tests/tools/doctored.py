@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from samestep.tools.doctor import collectives, disk
-from samestep.tools.doctor.checks import Check, Context
 from samestep.tools.doctor.examination import CHECKS, examine
+from samestep.tools.doctor.facts import Check, Context
 from samestep.tools.doctor.run_doctor import parse
 from samestep.world.environment import read_environment, read_host
 

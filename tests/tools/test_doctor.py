@@ -13,7 +13,11 @@ import pytest
 from support.runs import check, run_command, samestep_command
 
 from samestep.errors import Error
-from samestep.tools.doctor.checks import (
+from samestep.tools.doctor.collectives import OPERATIONS, judge_collectives, judge_links, plan_rounds
+from samestep.tools.doctor.data_loading import judge_data_loading, measure_rank
+from samestep.tools.doctor.disk import find_existing, judge_disk, measure_speed
+from samestep.tools.doctor.examination import CHECKS, describe_error
+from samestep.tools.doctor.facts import (
     Check,
     Facts,
     Finding,
@@ -24,10 +28,6 @@ from samestep.tools.doctor.checks import (
     judge_answers,
     run_judge,
 )
-from samestep.tools.doctor.collectives import OPERATIONS, judge_collectives, judge_links, plan_rounds
-from samestep.tools.doctor.data_loading import judge_data_loading, measure_rank
-from samestep.tools.doctor.disk import find_existing, judge_disk, measure_speed
-from samestep.tools.doctor.examination import CHECKS, describe_error
 from samestep.tools.doctor.gpus import judge_gpus, read_gpus
 from samestep.tools.doctor.host_resources import (
     judge_memory,

@@ -24,7 +24,7 @@ from samestep.data.loader import seed_all
 from samestep.plan.ledger import RECORD, Entry, to_float
 from samestep.plan.seeds import derive
 from samestep.snapshot.ledger_file import read_records
-from samestep.tools.replay import compare_bits
+from samestep.tools.replay.run_replay import compare_bits
 
 SCRIPT = """
 import sys

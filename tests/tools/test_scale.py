@@ -16,13 +16,13 @@ from support.runs import check, run_command, samestep_command
 
 from samestep.cli import main
 from samestep.errors import Error
+from samestep.tools.doctor.data_loading import INTERCEPTOR as DATA_LOADING
 from samestep.tools.scale import cpu_quota
 from samestep.tools.scale.laws import find_break_even, fit_amdahl, fit_gustafson
 from samestep.tools.scale.measurement import Size, add_steps
 from samestep.tools.scale.run_scale import find_remote, recommend, summarize
 from samestep.tools.scale.step_model import StepModel
-from samestep.tools.traced_script import read_lines
-from samestep.world.environment import TRACE
+from samestep.tools.traced_script import build_trace, read_lines
 
 SCRIPT = """
 import samestep
@@ -100,7 +100,7 @@ def test_a_script_is_measured(home: Path) -> None:
 def test_each_step_is_counted_once(tmp_path: Path) -> None:
     """Including the last step of a run that ends within an epoch."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    variables = {TRACE: json.dumps({"dir": str(tmp_path), "paces": True}), "SAMESTEP_MAX_STEPS": "3"}
+    variables = build_trace(DATA_LOADING, tmp_path, {"SAMESTEP_MAX_STEPS": "3"})
     check(run_command(sys.executable, "train.py", cwd=tmp_path, env=variables))
     assert [line["step"] for line in read_lines(tmp_path / "rank-0.jsonl")] == [0, 1, 2]
 

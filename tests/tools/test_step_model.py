@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from samestep.engine import routes
 from samestep.engine.buckets import pad_to_chunks
-from samestep.engine.message_plan import plan_exchange, plan_rounds
 from samestep.plan.tree import build_layout
+from samestep.tools.scale.message_plan import plan_exchange, plan_rounds
 from samestep.tools.scale.step_model import Link, StepModel, fit_model
 
 FAST = Link(0.0, 0.0)

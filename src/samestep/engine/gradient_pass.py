@@ -1,7 +1,7 @@
 """One pass over a step's micro-batches, which computes the gradient of the whole batch from all ranks' losses."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,6 +17,7 @@ from samestep.plan.tree import build_layout
 from samestep.world.group import Group
 
 Losses = Tensor | Mapping[Tensor, float | Tensor]  # one, or several with their weights
+Inspect = Callable[[int, int, Tensor], None]  # see `Reducer.inspect`
 Means = list[dict[str, tuple[float, float]]]  # per micro-batch: name -> the mean of its logged values, and their number
 MIN_WEIGHT, MAX_WEIGHT = 1e-20, 1e20  # outside, products of weights and gradients can leave the range of float32
 
@@ -56,7 +57,7 @@ class GradientPass:
     `exchange` and `apply`. Until `apply`, the state that snapshots contain does not change.
 
     Before its own micro-batches and after `exchange`, a rank can also compute micro-batches of other ranks. They change
-    nothing; only `Reducer.inspect` gets their gradients.
+    nothing; only the function given to `open` gets their gradients.
 
     Args:
         modules: the prepared models by name. Slot i holds losses of the i-th model, slot 0 losses of all models.
@@ -139,9 +140,10 @@ class GradientPass:
         self._buffers.begin()
         return held
 
-    def open(self, v: int) -> None:
-        """Begin micro-batch v."""
+    def open(self, v: int, inspect: Inspect | None = None) -> None:
+        """Begin micro-batch v. `inspect` is called with each of its gradients, see `Reducer.inspect`."""
         self._v = v
+        self.reducer.inspect = inspect
         self._losses_of_v = self._losses[v - self._held.start] if v in self._held else {}
         if self._sizes[v] == 1:
             self._hooks = refuse_lone_sample(self._modules, self._step, v, self._group.rank)
@@ -217,6 +219,7 @@ class GradientPass:
     def close(self) -> None:
         """End the open micro-batch: fold its gradients and its buffers into those of the micro-batches before it."""
         self.reducer.close()
+        self.reducer.inspect = None
         for hook in self._hooks:
             hook.remove()
         self._hooks = ()

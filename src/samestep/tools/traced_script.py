@@ -62,17 +62,19 @@ def exiting_on_sigterm() -> Iterator[None]:
 
 
 def build_trace(
-    directory: Path, variables: Mapping[str, str], *, hash_seed: str = "0", **options: Any
+    interceptor: str, directory: Path, variables: Mapping[str, str], *, hash_seed: str = "0", **options: Any
 ) -> dict[str, str]:
     """Return the environment of a script whose ranks write traces into a directory.
 
     Args:
+        interceptor: the `Tracer` that writes them, "module:class".
         variables: further environment variables.
         hash_seed: PYTHONHASHSEED, unless it is set for this process.
-        options: options of the tracer.
+        options: its options.
     """
     variables = {"PYTHONHASHSEED": hash_seed} | child_variables() | dict(variables)
-    return variables | {"WANDB_MODE": "disabled", TRACE: json.dumps({"dir": str(directory), **options})}
+    request = {"interceptor": interceptor, "dir": str(directory), **options}
+    return variables | {"WANDB_MODE": "disabled", TRACE: json.dumps(request)}
 
 
 def find_errors(output: str) -> list[str]:

@@ -14,15 +14,18 @@ from samestep.world.environment import Environment, advise
 _replaced: dict[str, str] = {}  # a launcher's --run-dir -> the directory in the script that it replaced
 
 
-def build_config(environment: Environment, **arguments: Any) -> RunConfig:
+def build_config(environment: Environment, *, is_trial: bool, **arguments: Any) -> RunConfig:
     """Return the options of a run: the script's arguments, replaced by the options that were set outside the script.
+
+    Args:
+        is_trial: see `Interceptor.is_trial`.
 
     Raises:
         Error: an option has an invalid value, the batch sizes do not fit the number of ranks, or one directory was set
             for several runs of a script.
     """
     overrides = environment.overrides
-    if overrides.get("run_dir") is not None and environment.trace is None:  # Only the first run is traced.
+    if overrides.get("run_dir") is not None and not is_trial:  # a tool looks at the first run only
         _check_one_directory(overrides["run_dir"], arguments["run_dir"])
     arguments |= overrides
     if arguments["micro_batch_size"] is None:

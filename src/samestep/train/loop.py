@@ -17,7 +17,6 @@ from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import GradientPass
 from samestep.errors import Error, InvalidValue, UsageError
 from samestep.files import replace_file
-from samestep.plan.compute_checks import find_checks
 from samestep.plan.ledger import fingerprint
 from samestep.plan.loop_plan import Task
 from samestep.plan.seeds import derive
@@ -28,7 +27,6 @@ from samestep.train.loop_data import LoopData
 from samestep.train.position import Place, Position, find_last_step
 from samestep.train.replicas import Replicas
 from samestep.train.run_metrics import RunMetrics, Tally
-from samestep.train.second_opinion import SecondOpinion
 from samestep.train.steps import Observers, Step
 from samestep.train.stop_signals import MOST_IDLE_STOPS, count_idle_stops, describe_stop
 from samestep.train.stopping import Stopping
@@ -137,7 +135,6 @@ class Loop:
         metrics: RunMetrics,
         observers: Observers,
         replicas: Replicas,
-        second_opinion: SecondOpinion | None,
         build_state: Callable[[dict[str, Any]], dict[str, Any]],
         on_end: Callable[[dict[str, Any], str, Error | None], None],
     ) -> None:
@@ -145,7 +142,6 @@ class Loop:
         self._position, self._gradients, self._snapshotter = position, gradients, snapshotter
         self._stopping, self._watchdog, self._metrics, self._on = stopping, watchdog, metrics, observers
         self._replicas, self._build_state, self._on_end = replicas, build_state, on_end
-        self._second_opinion = second_opinion
         self.step: Step | None = None
         self._left_error: Error | None = None  # the script left the loop before its end
         self.repeats_head = place.is_past
@@ -232,7 +228,6 @@ class Loop:
             number, self._plan.epoch_of(number), spans, self._loader,
             context=self._context, gradients=self._gradients, position=position, logs=self._snapshotter.logs,
             cast_vote=self._cast_vote, observers=self._on,
-            borrowed=self._borrow(number, len(spans)),
         )  # fmt: skip
         self._on.begin_step(step)
         try:
@@ -252,8 +247,7 @@ class Loop:
             self._end_body(epochs_done=None, numbered=True)
 
     def _cast_vote(self) -> Vote:
-        results = (0, 0) if self._second_opinion is None else self._second_opinion.sum_up()
-        logged = self._metrics.take_names()
+        results, logged = self._on.interceptors.results(), self._metrics.take_names()
         return self._stopping.cast_vote(comparison=self._replicas.is_time(), results=results, logged=logged)
 
     def explain_end(self) -> tuple[str, str]:
@@ -466,17 +460,11 @@ class Loop:
 
         So the loader workers do not read ahead over the end of an epoch, where a sampler may depend on its last step.
         """
-        context, steps_done = self._context, self._position.steps_done
+        context, steps_done, borrow = self._context, self._position.steps_done, self._on.interceptors.borrow
         self._loaded_end = self._plan.find_known_end(self.place.last_step)
         return self._plan.tasks(
-            steps_done, self._loaded_end, rank=context.rank, world_size=context.world_size, borrow=self._borrow
+            steps_done, self._loaded_end, rank=context.rank, world_size=context.world_size, borrow=borrow
         )
-
-    def _borrow(self, step: int, num_micro_batches: int) -> list[int]:
-        """Return the micro-batches of other ranks that this rank computes in a step, to compare the results."""
-        context, every = self._context, self._context.config.check_compute_every
-        checks = find_checks(num_micro_batches, context.world_size, step, None if every is None else every.steps)
-        return [check.v for check in checks if check.checker == context.rank]
 
     def _load_further(self) -> None:
         """Call the sampler for the next epochs, and load them, if the next step is not known yet."""

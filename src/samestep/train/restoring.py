@@ -210,8 +210,7 @@ def recall(
         known: the run's models.
         names: which of them to load; empty: all.
         which: as for `Store.find`.
-        may_lack: whether to do nothing if there is no such snapshot: a run of a few steps (`samestep verify`) may not
-            reach it.
+        may_lack: whether to do nothing if there is no such snapshot: a trial of a few steps may not reach it.
 
     Returns:
         Whether the models were loaded.

@@ -30,6 +30,7 @@ from samestep.train.description import describe_run, describe_script, read_commi
 from samestep.train.determinism import describe_machine, fix_compiler, fix_kernels, use_tf32
 from samestep.train.evaluate import Evaluator
 from samestep.train.generators import call_on_rank_0
+from samestep.train.interception import Interceptors, LoopParts, find_requests, read_request
 from samestep.train.loop import Epoch, Loop
 from samestep.train.loop_data import LoopData, open_loop_data
 from samestep.train.misuse import MisuseChecks
@@ -40,13 +41,11 @@ from samestep.train.restoring import Contents, recall
 from samestep.train.run_metrics import RunMetrics
 from samestep.train.sampler_orders import Sampler
 from samestep.train.samples import add_samples, check_marks
-from samestep.train.second_opinion import SecondOpinion
 from samestep.train.shutdown import Resources, report_errors
 from samestep.train.step_log import collect_values
 from samestep.train.steps import Observers, Step, StepObserver
 from samestep.train.stop_signals import StopSignals
 from samestep.train.stopping import Stopping
-from samestep.train.tracing import open_tracer
 from samestep.train.unprepared import Unprepared
 from samestep.train.watchdog import Watchdog, meet_for_run
 from samestep.watch.progress import build_progress, say_above
@@ -155,8 +154,11 @@ class Run:
         report_errors(find_rank())
         environment = find_ranks()
         check_script_config(config)
+        requests = read_request(environment.interceptor)
+        is_trial = any(request.kind.is_trial for request in requests)
         settings = build_config(
-            environment, run_dir=run_dir, batch_size=batch_size, micro_batch_size=micro_batch_size, seed=seed,
+            environment, is_trial=is_trial,
+            run_dir=run_dir, batch_size=batch_size, micro_batch_size=micro_batch_size, seed=seed,
             precision=precision, reduction=reduction, num_threads=num_threads, snapshot_every=snapshot_every,
             keep_last=keep_last, resume=resume, max_steps=max_steps, log_every=log_every, device=device,
             compare_every=compare_every, check_compute_every=check_compute_every, check_compute=check_compute,
@@ -176,8 +178,7 @@ class Run:
         self.rank, self.local_rank, self.world_size = environment.rank, environment.local_rank, environment.world_size
         self.state: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
-        is_traced = environment.trace is not None  # then a terminal is for the debugger
-        self._progress = build_progress(rank=self.rank, terminal=False if is_traced else None)
+        self._progress = build_progress(rank=self.rank, terminal=False if is_trial else None)
         self._config = hide_secrets(config or {})
         self._context = context = RunContext(environment, settings, group, self.device, precision_of_run, self._say)
         if settings.precision == "fp16" and self.device.type == "cpu":
@@ -186,7 +187,7 @@ class Run:
         if settings.precision == "tf32" and self.device.type == "cpu":
             unused = "tf32 is a format of GPUs: this run computes in fp32, because it is on the CPU"
             warn(self._say, unused, start="tf32 is a format of GPUs")
-        used = () if is_traced else settings.trackers  # `samestep verify` trains many times
+        used = () if is_trial else settings.trackers
         self._trackers, self._pools, self._position = Trackers(build_trackers(used), self._say), Pools(), Position()
         self._snapshotter = Snapshotter(settings, group, self._say)
         self.dir = self._snapshotter.path
@@ -200,9 +201,7 @@ class Run:
         self._loop: Loop | None = None
         self._resumed, self._is_recalled = "", False
         self._lanes_s: list[float] = []
-        self._tracer = None
-        if environment.trace is not None:
-            self._tracer = open_tracer(context, self.dir, environment.trace, self._watchdog)
+        self._interceptors = Interceptors(context, [*find_requests(settings), *requests])
         seed_all(derive(self.seed, "init"))
 
     @property
@@ -267,8 +266,7 @@ class Run:
         if device_map is None:
             for module in modules.values():
                 module.to(self.device)
-        if self._tracer is not None:
-            self._tracer.prepare(objects, modules)
+        self._interceptors.prepare(objects, modules)
         context.group.broadcast_tensors([t for m in modules.values() for t in (*m.parameters(), *m.buffers())])
         if self.dir is not None:
             encode(prepared.states(objects))  # an Error for what cannot be saved comes now, not after the first epoch
@@ -424,9 +422,7 @@ class Run:
         self._check_prepared("run.evaluate")
         arguments: dict[str, Any] = {"collate_fn": collate_fn, "num_workers": num_workers}
         arguments["micro_batch_size"] = micro_batch_size
-        if self._tracer is not None:
-            return self._tracer.evaluate(self._evaluator.evaluate, score, data, **arguments)
-        return self._evaluator.evaluate(score, data, **arguments)
+        return self._interceptors.evaluate(self._evaluator.evaluate, score, data, **arguments)
 
     def log(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
         """Write a row to `metrics.jsonl` and to the trackers at the current step. Call it on all ranks.
@@ -542,8 +538,8 @@ class Run:
         if not self._stopping.is_ended:
             raise UsageError("run.restore in the loop would change what is trained: call it after the loop")
         calls.meet(self._context.group, calls.RESTORE)
-        may_lack = self._tracer is not None
-        is_loaded = recall(self._snapshotter, self._modules, names, which, self._context.group, may_lack=may_lack)
+        may_lack, group = self._interceptors.is_trial, self._context.group
+        is_loaded = recall(self._snapshotter, self._modules, names, which, group, may_lack=may_lack)
         self._is_recalled = is_loaded and self._loop is None
 
     def stop(self, reason: str = "") -> None:
@@ -680,25 +676,16 @@ class Run:
         observers: list[StepObserver] = [self._misuse, self._parameters, self._watchdog, self._metrics, self._stopping]
         if self.world_size > 1:
             observers.append(self._replicas)
-        second_opinion = None
-        if config.check_compute_every is not None and self.world_size > 1:
-            second_opinion = SecondOpinion(context, data, self._gradients)
-            observers.append(second_opinion)
-        elif config.check_compute_every is not None and self._loop is None:
-            unused = "check_compute_every does nothing with one rank: no other rank can compute a micro-batch again"
-            warn(self._say, unused, start="check_compute_every")
-        if self._tracer is not None:
-            observers.append(self._tracer)
-        elif self.rank == 0 and self.dir is not None and not place.is_further:  # a run that can be resumed
+        interceptors, can_resume = self._interceptors, self.rank == 0 and self.dir is not None
+        if can_resume and not place.is_further and not interceptors.is_trial:
             observers.append(Unprepared(self._objects, data, self._say))
+        interceptors.begin_loop(LoopParts(data, self._gradients, self._watchdog, self.dir, self._build_state))
         self._loop = loop = Loop(
             context, data, place, position=position, gradients=self._gradients,
             snapshotter=snapshotter, stopping=self._stopping, watchdog=self._watchdog, metrics=self._metrics,
-            observers=Observers(observers), replicas=self._replicas, second_opinion=second_opinion,
+            observers=Observers([*observers, *interceptors.installed], interceptors), replicas=self._replicas,
             build_state=self._build_state, on_end=self._end_loop,
         )  # fmt: skip
-        if self._tracer is not None:
-            self._tracer.begin_loop(data, loop.place, self._gradients, self._build_state)
         self._resources.find_failure = loop.find_failure
         if place.is_past:
             return loop

@@ -1,9 +1,9 @@
-"""One optimizer step, over which the script iterates, and the protocol of its observers."""
+"""One optimizer step, over which the script iterates, and the protocols of what listens to it and what changes it."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from samestep.data.loader import Loaded, Loader, seed_all, to_device
 from samestep.data.sample_errors import locate_error
 from samestep.engine.control import Vote
-from samestep.engine.gradient_pass import GradientPass, Losses, Report
+from samestep.engine.gradient_pass import GradientPass, Inspect, Losses, Report
 from samestep.errors import Error, UsageError
 from samestep.plan.ledger import combine
 from samestep.plan.schedule import Span
@@ -22,9 +22,10 @@ from samestep.train.step_log import StepLog, Value, average_batch, collect_value
 
 
 class StepObserver:
-    """Base class of the observers of a run's steps. Every event does nothing by default.
+    """Base class of the observers of a run's steps, which listen and change nothing. Events do nothing by default.
 
-    A step calls only the events that a subclass overrides, in the order of the list given to `Observers`.
+    A step calls only the events that a subclass overrides, in the order of the list given to `Observers`. What changes
+    a step is an `Interceptor` (`train/interception.py`), whose description shows all events in their order.
     """
 
     def begin_step(self, step: "Step") -> None:
@@ -33,15 +34,11 @@ class StepObserver:
     def begin_pass(self, step: "Step") -> None:
         """The script begins to iterate over the step's micro-batches. `.grad` still holds the previous gradients."""
 
-    def probe(self, step: "Step") -> Iterator[Any]:
-        """Return batches on which to run the script's body first. Only observers see their losses and logged values."""
-        raise NotImplementedError
-
     def load(self, step: "Step") -> None:
         """A micro-batch is loaded next."""
 
-    def forward(self, step: "Step", batch: Any) -> Any:
-        """The script gets this micro-batch next. Returns the batch to yield."""
+    def begin_micro_batch(self, step: "Step") -> None:
+        """The script gets a micro-batch next."""
 
     def backward(self, step: "Step", loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
         """The script has called step.backward."""
@@ -61,10 +58,6 @@ class StepObserver:
     def exchange_failed(self, step: "Step", error: RuntimeError) -> None:
         """The exchange raised `error`. May raise another error instead."""
 
-    def settle(self, step: "Step", report: Report) -> Iterator[Any]:
-        """All ranks' reports have arrived. Returns batches from `Step.compute` on which to run the script's body."""
-        raise NotImplementedError
-
     def exchanged(self, step: "Step", report: Report) -> None:
         """All ranks' reports have arrived; `.grad` is not set yet."""
 
@@ -81,22 +74,36 @@ class StepObserver:
         """The script has left one of its loops within this step."""
 
 
+class StepInterception(Protocol):
+    """What the interceptors of a run change in its steps, see `Interceptor`."""
+
+    def borrow(self, step: int, num_micro_batches: int) -> Sequence[int]: ...
+
+    def probe(self, step: "Step") -> Iterator[Any]: ...
+
+    def inspect(self, step: "Step") -> Inspect | None: ...
+
+    def forward(self, step: "Step", batch: Any) -> Any: ...
+
+    def results(self) -> tuple[int, int]: ...
+
+    def settle(self, step: "Step", report: Report) -> Iterator[Any]: ...
+
+
 Event = Callable[..., None]
 
 
 class Observers:
     """One function per event, which calls the observers that override it.
 
-    `probes`, `settlers` and `forward` are lists of the observers' methods.
+    Attributes:
+        interceptors: what changes the steps.
     """
 
-    def __init__(self, observers: Sequence[StepObserver]) -> None:
-        def find(event: str) -> list[Callable[..., Any]]:
-            default = getattr(StepObserver, event)
-            return [getattr(each, event) for each in observers if getattr(type(each), event) is not default]
-
+    def __init__(self, observers: Sequence[StepObserver], interceptors: StepInterception) -> None:
         def join(event: str) -> Event:
-            calls = find(event)
+            default = getattr(StepObserver, event)
+            calls = [getattr(each, event) for each in observers if getattr(type(each), event) is not default]
 
             def notify(*arguments: Any) -> None:
                 for call in calls:
@@ -104,12 +111,12 @@ class Observers:
 
             return calls[0] if len(calls) == 1 else notify
 
-        self.probes, self.settlers, self.forward = find("probe"), find("settle"), find("forward")
+        self.interceptors = interceptors
         self.begin_step, self.begin_pass, self.load = join("begin_step"), join("begin_pass"), join("load")
+        self.begin_micro_batch, self.end_micro_batch = join("begin_micro_batch"), join("end_micro_batch")
         self.backward, self.end_backward, self.log = join("backward"), join("end_backward"), join("log")
-        self.end_micro_batch, self.exchange = join("end_micro_batch"), join("exchange")
-        self.exchange_failed, self.exchanged = join("exchange_failed"), join("exchanged")
-        self.reduced, self.end_step = join("reduced"), join("end_step")
+        self.exchange, self.exchange_failed = join("exchange"), join("exchange_failed")
+        self.exchanged, self.reduced, self.end_step = join("exchanged"), join("reduced"), join("end_step")
         self.end_body, self.leave = join("end_body"), join("leave")
 
 
@@ -166,14 +173,14 @@ class Step:
         logs: Path | None,
         cast_vote: Callable[[], Vote],
         observers: Observers,
-        borrowed: Sequence[int] = (),
     ) -> None:
         self.number, self.epoch = number, epoch
         self.sizes = [stop - start for start, stop in spans]
         self._loader, self._context, self._gradients = loader, context, gradients
-        self._position, self._logs, self._cast_vote, self._on = position, logs, cast_vote, observers
+        self._position, self._logs, self._cast_vote = position, logs, cast_vote
+        self._on, self._interceptors = observers, observers.interceptors
         self._loaded: dict[int, Loaded] = {}
-        self.held, self.borrowed = range(0), borrowed
+        self.held, self.borrowed = range(0), self._interceptors.borrow(number, len(self.sizes))
         self.micro_batch = self.num_passes = 0
         self._fingerprints: list[int] = []
         self.averaged_loss: float | None = None
@@ -259,13 +266,11 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, then set `.grad` to the gradient of the whole batch."""
         self._begin_pass()
-        for probe in self._on.probes:
-            yield from self._rehearse(probe)
+        yield from self._rehearse()
         for v in (*self.borrowed, *self._start()):
             yield from self.compute(v, self._load(v))
         report = self._exchange()
-        for settle in self._on.settlers:
-            yield from settle(self, report)
+        yield from self._interceptors.settle(self, report)
         self._apply(report)
         seed_all(self._derive("after"))
         self._end_pass()
@@ -274,9 +279,10 @@ class Step:
         """Run the script's body on micro-batch v. The results are dropped unless this rank holds it."""
         self.micro_batch = v
         seed_all(self._derive("compute", v))
-        self._gradients.open(v)
+        self._gradients.open(v, self._interceptors.inspect(self))
+        self._on.begin_micro_batch(self)
         try:
-            yield self._hand_over(batch)
+            yield self._interceptors.forward(self, batch)
         except GeneratorExit:
             self._is_left = True
             self._on.leave(self.number)
@@ -297,9 +303,9 @@ class Step:
         self._on.begin_pass(self)
         self.open = True
 
-    def _rehearse(self, probe: Callable[["Step"], Iterator[Any]]) -> Iterator[Any]:
+    def _rehearse(self) -> Iterator[Any]:
         self._is_probe = True
-        yield from probe(self)
+        yield from self._interceptors.probe(self)
         self._is_probe = False
 
     def _start(self) -> range:
@@ -319,15 +325,10 @@ class Step:
         return to_device(self._loaded[v].batch, self._context.device, non_blocking=True)
 
     def load_up_to(self, v: int) -> Any:
-        """Load the micro-batches of `held` up to v, in order, and return v. For an observer that ends the run."""
+        """Load the micro-batches of `held` up to v, in order, and return v. For an interceptor that ends the run."""
         for each in range(self.held.start, v):
             self._load(each)
         return self._load(v)
-
-    def _hand_over(self, batch: Any) -> Any:
-        for notify in self._on.forward:
-            batch = notify(self, batch)
-        return batch
 
     def _exchange(self) -> Report:
         self._on.exchange(self)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -53,9 +52,8 @@ class Watchdog(PhaseClock, StepObserver):
     def load(self, step: Step) -> None:
         self.enter("loading", step.number)
 
-    def forward(self, step: Step, batch: Any) -> Any:
+    def begin_micro_batch(self, step: Step) -> None:
         self.enter("forward", step.number)
-        return batch
 
     def backward(self, step: Step, loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
         self.enter("backward", step.number)

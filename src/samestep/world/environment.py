@@ -68,7 +68,7 @@ class Environment:
         error_dir: directory in which a rank that fails writes its error for samestep's launcher.
         restart: why samestep's launcher has restarted the ranks; None at the first start.
         overrides: options of `Run` set by variables.
-        trace: value of SAMESTEP_TRACE.
+        interceptor: JSON of SAMESTEP_TRACE, by which a tool installs an interceptor in each rank; None without one.
         secret: a secret that only the ranks know; "" if the launcher set none.
     """
 
@@ -80,7 +80,7 @@ class Environment:
     error_dir: str | None
     restart: Restart | None
     overrides: Overrides
-    trace: str | None = None
+    interceptor: str | None = None
     secret: str = ""
 
 
@@ -233,7 +233,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         error_dir=variables.get(PREFIX + "ERROR_DIR"),
         restart=_read_restart(variables),
         overrides=read_overrides(variables),
-        trace=variables.get(TRACE),
+        interceptor=variables.get(TRACE),
         secret=variables.get(SECRET, ""),
     )
 

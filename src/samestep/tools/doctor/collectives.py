@@ -19,7 +19,7 @@ from torch import Tensor
 
 from samestep.console import describe_size
 from samestep.errors import Error
-from samestep.tools.doctor.checks import (
+from samestep.tools.doctor.facts import (
     Context,
     Facts,
     Finding,

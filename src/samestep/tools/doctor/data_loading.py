@@ -13,11 +13,12 @@ from samestep.config import to_variables
 from samestep.console import format_ranks
 from samestep.files import read_tail
 from samestep.launch.local_ranks import COMMAND
-from samestep.tools.doctor.checks import FAIL, WARN, Context, Facts, Finding, well
+from samestep.tools.doctor.facts import FAIL, WARN, Context, Facts, Finding, well
 from samestep.tools.traced_script import build_trace, exiting_on_sigterm, read_lines, start
 from samestep.waiting import wait_until
 from samestep.world.workdir import WorkDir
 
+INTERCEPTOR = "samestep.tools.phase_timing:PhaseTiming"
 WARM_UP = 3  # steps: it compiles, opens files, starts workers
 MEASURED_S, MOST_STEPS = 3.0, 1000
 LIMIT_S = 60.0  # for the first steps of the script
@@ -48,7 +49,7 @@ def look_at_data_loading(context: Context) -> dict[str, Any] | None:
             "micro_batch_size": options.micro_batch_size,
         }
         command = [*COMMAND, "launch", "--nproc-per-node", str(num_ranks), *options.script]
-        code = _train(command, build_trace(home.path, to_variables(overrides), paces=True), home.path)
+        code = _train(command, build_trace(INTERCEPTOR, home.path, to_variables(overrides)), home.path)
         ranks = [measure_rank(read_lines(home.path / f"rank-{rank}.jsonl")) for rank in range(num_ranks)]
         output = read_tail(home.path / "output").rstrip().splitlines()
     return {

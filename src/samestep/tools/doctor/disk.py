@@ -13,7 +13,7 @@ from samestep.console import describe_size
 from samestep.errors import Error
 from samestep.snapshot.node_replication import find_writers
 from samestep.snapshot.object_store import ObjectStore, find_copies
-from samestep.tools.doctor.checks import Context, Facts, Finding, failure, format_bytes, format_s, warning, well
+from samestep.tools.doctor.facts import Context, Facts, Finding, failure, format_bytes, format_s, warning, well
 
 DEFAULT = "runs"
 CHUNK_BYTES, MOST_BYTES = 4 << 20, 64 << 20

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from samestep.tools.doctor.checks import FAIL, Check, Context, Finding, Options, Participants, judge_answers
 from samestep.tools.doctor.collectives import judge_collectives, judge_links, look_at_collectives
 from samestep.tools.doctor.data_loading import judge_data_loading, look_at_data_loading
 from samestep.tools.doctor.disk import judge_disk, look_at_disk
+from samestep.tools.doctor.facts import FAIL, Check, Context, Finding, Options, Participants, judge_answers
 from samestep.tools.doctor.findings_report import Report
 from samestep.tools.doctor.gpus import judge_gpus, look_at_gpus
 from samestep.tools.doctor.host_resources import judge_memory, judge_versions, look_at_memory, look_at_versions

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from samestep.console import format_count, print_result, show_activity
-from samestep.tools.doctor.checks import FAIL, PASS, WARN, Finding, Participants
+from samestep.tools.doctor.facts import FAIL, PASS, WARN, Finding, Participants
 
 COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red"}
 WIDTH = 100  # of the text after status and name

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import Error
-from samestep.tools.doctor.checks import Context, Facts, Finding, failure, format_bytes, warning, well
+from samestep.tools.doctor.facts import Context, Facts, Finding, failure, format_bytes, warning, well
 
 LEAST_FREE = 0.9  # fraction of a GPU's memory
 # Bits of nvmlDeviceGetCurrentClocksEventReasons that a healthy GPU never sets, busy or idle.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.files import read_text
-from samestep.tools.doctor.checks import (
+from samestep.tools.doctor.facts import (
     Context,
     Facts,
     Finding,

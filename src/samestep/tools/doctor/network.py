@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from samestep.launch.rendezvous_server import open_listener
-from samestep.tools.doctor.checks import FAIL, WARN, Context, Facts, Finding, failure, format_s, warning, well
+from samestep.tools.doctor.facts import FAIL, WARN, Context, Facts, Finding, failure, format_s, warning, well
 from samestep.world.environment import choose_interface, read_host, read_interface, read_master
 from samestep.world.host import find_interface, is_loopback, list_addresses, plain_address
 

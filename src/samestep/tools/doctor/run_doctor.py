@@ -9,7 +9,7 @@ from samestep.errors import Error
 from samestep.launch.flags import FLAGS, describe_flags, name_flags, reject_option, take_flags, take_target
 from samestep.launch.launcher import check_run_dir, check_target
 from samestep.launch.local_ranks import Target
-from samestep.tools.doctor.checks import Options
+from samestep.tools.doctor.facts import Options
 from samestep.world.environment import count_job_nodes, read_environment
 
 HELP = """\

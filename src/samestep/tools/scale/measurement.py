@@ -21,6 +21,7 @@ from samestep.world.environment import HOOK
 
 Line = Mapping[str, Any]
 
+INTERCEPTOR = "samestep.tools.scale.timing:ScaleTiming"
 NUM_BLOCKS = 5  # of each start, whose spread gives the error
 OUTSIDE = ("saving", "validating")  # phases that are not part of a step
 LEAST_BLOCKS = 2
@@ -117,7 +118,7 @@ class Starts:
             "snapshot_every": "never", "resume": "never", "compare_every": "never", "check_compute_every": "never",
             **overrides,
         }  # fmt: skip
-        variables = build_trace(place, to_variables(options), paces=True, scale=True)
+        variables = build_trace(INTERCEPTOR, place, to_variables(options))
         if self.quota is not None:
             variables[HOOK] = json.dumps(["samestep.tools.scale.cpu_quota", self.quota])
         with start(self.target.to_full_command(size.world_size), variables, place / "output", (self.lock,)) as process:

@@ -2,7 +2,7 @@
 
 The simulation follows `Reducer`. Each rank computes its micro-batches. During the last backward pass, the buckets
 become ready in order, and starting one waits for the first round of the previous one. After the backward pass, all
-routes advance in turns. The code that sends the messages also plans them here (`engine.message_plan`). A message takes
+routes advance in turns. The code that sends the messages also plans them here (`message_plan`). A message takes
 alpha + beta * bytes (Hockney, 1994). Ranks are the elements of vectors, so a step of B buckets on W ranks takes O(B W
 log W) operations.
 """
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.engine.message_plan import BucketPlan, Round, plan_exchange
 from samestep.plan.tree import build_layout
+from samestep.tools.scale.message_plan import BucketPlan, Round, plan_exchange
 from samestep.tools.scale.tables import PARTS
 
 Times = NDArray[np.float64]  # per rank, in seconds

@@ -7,6 +7,7 @@ from samestep.tools.traced_script import read_lines
 from samestep.tools.verify.traces import Traced, name_tensor
 from samestep.tools.verify.trials import Outcome, Trials
 
+REFERENCE = "samestep.tools.verify.reference:Reference"
 TOLERANCE = 1e-6  # between sums in float64
 FLOAT32_TOLERANCE = 1e-2  # of a gradient in float32 against float64; BatchNorm over two samples loses 3 digits
 
@@ -30,8 +31,8 @@ class Averages:
 def check_gradients(trials: Trials, size: int) -> Averages:
     """Run the first steps on one rank in float64, and the first step on `size` ranks, and compare."""
     overrides = {"precision": "fp32"}
-    double = trials.run(1, num_steps=2, overrides=overrides, reference="float64")
-    single = trials.run(size, num_steps=1, overrides=overrides, reference="float32")
+    double = trials.run(1, num_steps=2, overrides=overrides, interceptor=REFERENCE, dtype="float64")
+    single = trials.run(size, num_steps=1, overrides=overrides, interceptor=REFERENCE, dtype="float32")
     found = Averages(double.seconds + single.seconds)
     if double.code or single.code:
         failed, where = (double, "in float64") if double.code else (single, f"on {size} ranks")

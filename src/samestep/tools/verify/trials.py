@@ -20,6 +20,7 @@ from samestep.tools.verify.traces import Traced, read_traces
 from samestep.watch.records import LEDGER, METRICS, read_rows
 from samestep.world.environment import HOOK
 
+TRACE = "samestep.tools.verify.trace:Trace"
 SHOWN_LINES = 30
 LEAST_DEADLINE_S = 120.0
 STUCK = 124  # the exit code of timeout(1)
@@ -104,6 +105,7 @@ class Trials:
         overrides: Mapping[str, Any] | None = None,
         hash_seed: str = "0",
         fixed: str = "",
+        interceptor: str = TRACE,
         **trace: Any,
     ) -> Outcome:
         """Start the script and wait for its end.
@@ -114,7 +116,8 @@ class Trials:
             overrides: further options of `Run`.
             hash_seed: PYTHONHASHSEED, unless it is set for this process.
             fixed: what has the same values in each such run: CLOCK or RANK of `tools.verify.experiments`; "": nothing.
-            trace: further options of the trace.
+            interceptor: what writes the traces, "module:class"; a subclass of `Trace`.
+            trace: its options.
         """
         self._count += 1
         place = self.home / f"{self._count:02}-{world_size}-rank{'s' if world_size > 1 else ''}"
@@ -131,7 +134,7 @@ class Trials:
             "log_every": 1,
             **(overrides or {}),
         }
-        variables = build_trace(place, to_variables(options), hash_seed=hash_seed, **trace)
+        variables = build_trace(interceptor, place, to_variables(options), hash_seed=hash_seed, **trace)
         if fixed:
             variables[HOOK] = json.dumps(["samestep.tools.verify.experiments", {"dir": str(place), "fixed": fixed}])
         began_s = time.monotonic()

@@ -1,6 +1,6 @@
 """Computes a run's averages in a second way, for `samestep verify --gradients`.
 
-With `"reference": "float64"`, the models compute in float64, and the trace contains the first step's gradient as
+With `"dtype": "float64"`, the models compute in float64, and the trace contains the first step's gradient as
 autograd computes it, summed by weight without the reducer. Before that step, a few of its samples pass through the
 loop's body as one batch, and then as batches of one sample: the mean over the batch must equal the mean over the single
 samples. With "float32", the trace contains the gradient that the ranks have reduced. Dropout is off in both cases,
@@ -8,7 +8,6 @@ because its random numbers depend on the dtype.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ from samestep.engine.gradient_pass import Losses, find_slot
 from samestep.files import open_regular
 from samestep.plan.seeds import derive
 from samestep.snapshot.serialization import write_tensors
+from samestep.tools.verify.trace import Trace, read_draws
 from samestep.train.context import RunContext
 from samestep.train.steps import Step
-from samestep.train.trace import Trace, read_draws
 
 NUM_PROBES = 8  # samples that are computed one by one
 Grads = list[Tensor | None]
@@ -33,9 +32,9 @@ Key = tuple[int, int]  # a slot, and which of its losses
 class Reference(Trace):
     """A trace of a run in float64, or in float32. It computes the average of the first step in a second way."""
 
-    def __init__(self, context: RunContext, run_dir: Path | None, options: Mapping[str, Any]) -> None:
-        super().__init__(context, run_dir, options)
-        self._is_double = options["reference"] == "float64"
+    def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
+        super().__init__(context, options)
+        self._is_double = options["dtype"] == "float64"
         self._probe: list[tuple[Key, float, float | None, Tensor]] | None = None
         self._sums: dict[Key, list[Tensor]] = {}
         self._weights: dict[Key, float] = {}
@@ -76,7 +75,7 @@ class Reference(Trace):
 
     def begin_step(self, step: Step) -> None:
         super().begin_step(step)
-        self._params = self.gradients.reducer.params
+        self._params = self.loop.gradients.reducer.params
 
     def forward(self, step: Step, batch: Any) -> Any:
         batch = super().forward(step, batch)
@@ -107,8 +106,8 @@ class Reference(Trace):
 
     def _differentiate(self, loss: Tensor, slot: int) -> Grads:
         """Return the loss's gradient for each parameter; None for those of other models, zeros for unused ones."""
-        wanted = [p.requires_grad and slot in (0, home) for p, home in zip(self._params, self.gradients.reducer.slots,
-                                                                           strict=True)]  # fmt: skip
+        homes = zip(self._params, self.loop.gradients.reducer.slots, strict=True)
+        wanted = [param.requires_grad and slot in (0, home) for param, home in homes]
         params = [param for param, is_wanted in zip(self._params, wanted, strict=True) if is_wanted]
         grads = iter(torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True, materialize_grads=True))
         return [next(grads) if is_wanted else None for is_wanted in wanted]
@@ -120,7 +119,7 @@ class Reference(Trace):
         self._weights[key] = self._weights.get(key, 0.0) + weight
 
     def _write_gradients(self) -> None:
-        reducer = self.gradients.reducer
+        reducer = self.loop.gradients.reducer
         gradients = {}
         for i, (name, param, home) in enumerate(zip(reducer.names, self._params, reducer.slots, strict=True)):
             if self._is_double:
@@ -141,8 +140,9 @@ class Reference(Trace):
     def probe(self, step: Step) -> Iterator[Any]:
         if not self._is_double or step.number or step.num_passes:
             return
-        spans = self.data.plan.micro_batches(step.number)
-        indices = [int(i) for span in spans for i in self.data.plan.indices(step.number, span)][:NUM_PROBES]
+        plan = self.loop.data.plan
+        spans = plan.micro_batches(step.number)
+        indices = [int(i) for span in spans for i in plan.indices(step.number, span)][:NUM_PROBES]
         modules = {id(part): part for module in self.modules.values() for part in module.modules()}.values()
         norms = [part for part in modules if isinstance(part, _BatchNorm) and part.training]
         buffers = [buffer for part in modules for buffer in part.buffers(recurse=False)]
@@ -170,7 +170,7 @@ class Reference(Trace):
 
     def _load_probes(self, indices: list[int], step: int) -> Iterator[Any]:
         """Return the samples as one batch, then each as a batch."""
-        spec, seed = self.data.spec, derive(self.context.config.seed, "data", step=step)
+        spec, seed = self.loop.data.spec, derive(self.context.config.seed, "data", step=step)
         seed_all(seed)
         many = getattr(spec.dataset, "__getitems__", None)
         samples = [spec.dataset[i] for i in indices] if many is None else many(indices)

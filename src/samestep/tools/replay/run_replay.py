@@ -63,6 +63,7 @@ FLAGS: dict[str, Option] = {
     **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
 }
 RECORDED = Target("recorded", "")  # without a script on the command line
+INTERCEPTOR = "samestep.tools.replay.interceptor:Replay"
 NUM_SHOWN = 10
 POLL_S = 0.1
 SHOWN_LINES = 30
@@ -249,7 +250,7 @@ class _Replay:
             "step": self._step, "micro_batch": self._micro_batch, "debug": is_debugged,
             "save": None if save is None else os.path.abspath(save),
         }  # fmt: skip
-        variables = build_trace(self._scratch.path, to_variables(options), replay=True, **trace)
+        variables = build_trace(INTERCEPTOR, self._scratch.path, to_variables(options), **trace)
         locks = (self._scratch.lock.fileno(),)
         if is_debugged:
             with _ignoring_interrupts():

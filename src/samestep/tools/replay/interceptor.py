@@ -27,13 +27,13 @@ from samestep.plan.ledger import combine, fingerprint, to_bits
 from samestep.plan.seeds import derive
 from samestep.plan.tree import build_layout
 from samestep.snapshot.async_copy import is_finite
+from samestep.tools.tracer import Tracer
 from samestep.train.context import RunContext
 from samestep.train.description import describe_script, read_commit
 from samestep.train.determinism import describe_machine
 from samestep.train.steps import Step
-from samestep.train.trace import Tracer
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[2]
 MOST_NORMS = 1000  # parameters in the result
 
 
@@ -44,8 +44,8 @@ class Replay(Tracer):
     for the micro-batch, the weights and the gradient, or None.
     """
 
-    def __init__(self, context: RunContext, run_dir: Path | None, options: Mapping[str, Any]) -> None:
-        super().__init__(context, run_dir, options)
+    def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
+        super().__init__(context, options)
         self._step, self._micro_batch = options["step"], options["micro_batch"]
         self._is_alone = False  # the script's body runs for one micro-batch, without the other ranks
         self._result: dict[str, Any] = {}
@@ -59,7 +59,7 @@ class Replay(Tracer):
 
     def reduced(self, step: Step) -> None:
         if step.number == self._step:
-            self._grads = [param.grad for param in self.gradients.reducer.params]
+            self._grads = [param.grad for param in self.loop.gradients.reducer.params]
             self._result |= {"loss": step.averaged_loss, **self._measure()}
 
     def end_step(self, step: Step) -> None:
@@ -70,8 +70,8 @@ class Replay(Tracer):
             samples = {"num_samples": step.num_samples, "fingerprint": step.fingerprint}
             self.write({"step": step.number, **samples, **bits})
         if step.number == self._step:
-            spans = self.data.plan.micro_batches(step.number)
-            indices = [self.data.plan.indices(step.number, span).tolist() for span in spans]
+            plan = self.loop.data.plan
+            indices = [plan.indices(step.number, span).tolist() for span in plan.micro_batches(step.number)]
             self._finish(step, {**self._result, "samples": indices})
 
     def _finish(self, step: Step, result: dict[str, Any]) -> NoReturn:
@@ -95,11 +95,12 @@ class Replay(Tracer):
         if v in step.held:
             batch = step.load_up_to(v)
             self._is_alone = True
-            indices = [self.data.plan.indices(step.number, span) for span in self.data.plan.micro_batches(step.number)]
+            plan = self.loop.data.plan
+            indices = [plan.indices(step.number, span) for span in plan.micro_batches(step.number)]
             prints = [*map(fingerprint, indices[:v]), step.loaded_fingerprint, *map(fingerprint, indices[v + 1 :])]
             self._result = {"samples": [indices[v].tolist()], "losses": [], "weights": []}
             self._result |= {"num_samples": step.num_samples, "fingerprint": combine(prints)}
-            self._grads = [None] * len(self.gradients.reducer.params)
+            self._grads = [None] * len(self.loop.gradients.reducer.params)
             watch = _NonFinite(self.modules)
             seed_all(derive(self.context.config.seed, "compute", step=step.number, pass_=0, micro_batch=v))
             if self.options["debug"]:
@@ -118,9 +119,9 @@ class Replay(Tracer):
         if not self._is_alone:
             return
         for term, own in loss.items() if isinstance(loss, Mapping) else [(loss, weight)]:
-            params = [param for param in self.gradients.reducer.params if param.requires_grad]
+            params = [param for param in self.loop.gradients.reducer.params if param.requires_grad]
             found = iter(torch.autograd.grad(term, params, retain_graph=True, allow_unused=True))
-            for i, param in enumerate(self.gradients.reducer.params):
+            for i, param in enumerate(self.loop.gradients.reducer.params):
                 grad, before = next(found) if param.requires_grad else None, self._grads[i]
                 self._grads[i] = grad if before is None else before if grad is None else before + grad
             self._result["losses"].append(float(term.detach()))
@@ -132,14 +133,14 @@ class Replay(Tracer):
 
     def _measure(self) -> dict[str, Any]:
         """Return the norm of the gradient, and its norms by parameter, the largest first."""
-        grads = zip(self.gradients.reducer.names, self._grads, strict=True)
+        grads = zip(self.loop.gradients.reducer.names, self._grads, strict=True)
         norms = {name: float(grad.detach().double().norm()) for name, grad in grads if grad is not None}
         ordered = sorted(norms, key=lambda name: (norms[name] <= sys.float_info.max, -norms[name]))
         total = float(np.linalg.norm([*norms.values()])) if norms else 0.0
         return {"norm": total, "norms": {name: norms[name] for name in ordered[:MOST_NORMS]}}
 
     def _save(self, file: Path, batch: Any) -> None:
-        names = self.gradients.reducer.names
+        names = self.loop.gradients.reducer.names
         contents = {
             "step": self._step,
             "micro_batch": self._micro_batch,

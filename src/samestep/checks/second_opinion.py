@@ -12,16 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from samestep.checks.compute_checks import Check, find_checks
+from samestep.console import warn
 from samestep.data.content import hash_content
 from samestep.data.loader import Loader, to_device
-from samestep.engine.gradient_pass import GradientPass, Losses, Report
+from samestep.engine.gradient_pass import Inspect, Losses, Report
 from samestep.errors import Error, InvalidValue
-from samestep.plan.compute_checks import Check, find_checks
 from samestep.train.context import RunContext
 from samestep.train.determinism import describe_machine
 from samestep.train.generators import keeping_generators
-from samestep.train.loop_data import LoopData
-from samestep.train.steps import Step, StepObserver
+from samestep.train.interception import Interceptor, LoopParts
+from samestep.train.steps import Step
 from samestep.watch.replica_checksums import checksum, combine, find_drift, read_back
 from samestep.world.environment import read_host
 
@@ -54,22 +55,33 @@ class _Results:
         return read_back(self.sums)
 
 
-class SecondOpinion(StepObserver):
-    """Compares the results of two ranks for the same micro-batches. An observer of steps, for more than one rank.
+class SecondOpinion(Interceptor):
+    """Compares the results of two ranks for the same micro-batches, in the steps of `check_compute_every`."""
 
-    Raises:
-        Error: the ranks of this run cannot recompute one another's micro-batches with the same bits.
-    """
-
-    def __init__(self, context: RunContext, data: LoopData, gradients: GradientPass) -> None:
-        self._context, self._data, self._gradients = context, data, gradients
+    def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
+        super().__init__(context, options)
+        every = context.config.check_compute_every
+        assert every is not None
+        assert every.steps is not None
+        self._every, self._has_warned = every.steps, False
         self._checks: Sequence[Check] = ()
         self._results: dict[int, _Results] = {}  # by micro-batch, of those that two ranks compute
         self._open: _Results | None = None
         self._terms: list[tuple[Tensor, float | Tensor | None]] = []  # the losses of the current backward
         self._agreed_step: int | None = None
-        name = "check_compute_every"
-        if data.lanes is not None:
+
+    def begin_loop(self, loop: LoopParts) -> None:
+        """Check whether the ranks can recompute one another's micro-batches.
+
+        Raises:
+            Error: they cannot, or not with the same bits.
+        """
+        self._data, self._gradients = loop.data, loop.gradients
+        context, name = self.context, "check_compute_every"
+        if context.world_size == 1:
+            self._warn_once(f"{name} does nothing with one rank: no other rank can compute a micro-batch again")
+            return
+        if loop.data.lanes is not None:
             raise InvalidValue(
                 f"{name} lets ranks compute micro-batches of one another, but only one rank reads a lane of an "
                 "IterableDataset: leave it out, or use a data set with indices"
@@ -83,32 +95,44 @@ class SecondOpinion(StepObserver):
                 f"{machines[0]['device']}: leave it out, or use machines of one kind"
             )
 
-    def sum_up(self) -> tuple[int, int]:
-        """Return checksums of this rank's results for its vote: `computed` and `recomputed`."""
-        rank, sums = self._context.rank, {v: combine(results.read()) for v, results in self._results.items()}
+    def _warn_once(self, sentence: str) -> None:
+        if not self._has_warned:
+            warn(self.context.say, sentence, start="check_compute_every")
+        self._has_warned = True
+
+    def borrow(self, step: int, num_micro_batches: int) -> Sequence[int]:
+        return [check.v for check in self._find_checks(step, num_micro_batches) if check.checker == self.context.rank]
+
+    def _find_checks(self, step: int, num_micro_batches: int) -> Sequence[Check]:
+        return find_checks(num_micro_batches, self.context.world_size, step, self._every)
+
+    def results(self) -> tuple[int, int]:
+        """Return checksums of this rank's results for the micro-batches that it holds and that it has borrowed."""
+        rank, sums = self.context.rank, {v: combine(results.read()) for v, results in self._results.items()}
         computed = next((sums[check.v] for check in self._checks if check.owner == rank), 0)
         recomputed = next((sums[check.v] for check in self._checks if check.checker == rank), 0)
         return computed, recomputed
 
     def begin_pass(self, step: Step) -> None:
-        every = self._context.config.check_compute_every
-        self._checks = find_checks(
-            len(step.sizes), self._context.world_size, step.number, None if every is None else every.steps
-        )
+        self._checks = self._find_checks(step.number, len(step.sizes))
         self._results = {
-            check.v: _Results(None) for check in self._checks if self._context.rank in (check.owner, check.checker)
+            check.v: _Results(None) for check in self._checks if self.context.rank in (check.owner, check.checker)
         }
+
+    def inspect(self, step: Step) -> Inspect | None:
+        if (results := self._results.get(step.micro_batch)) is None:
+            return None
+        names = self._gradients.reducer.names
+
+        def add(i: int, k: int, grad: Tensor) -> None:
+            name = f"the gradient of {names[i]}"
+            results.sums[f"{name} by loss {k + 1}" if k else name] = checksum(grad)
+
+        return add
 
     def forward(self, step: Step, batch: Any) -> Any:
         if (results := self._results.get(step.micro_batch)) is not None:
             results.batch, self._open = batch, results
-            names = self._gradients.reducer.names
-
-            def inspect(i: int, k: int, grad: Tensor) -> None:
-                name = f"the gradient of {names[i]}"
-                results.sums[f"{name} by loss {k + 1}" if k else name] = checksum(grad)
-
-            self._gradients.reducer.inspect = inspect
         return batch
 
     def backward(self, step: Step, loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
@@ -126,7 +150,7 @@ class SecondOpinion(StepObserver):
                 results.sums[f"the weight of loss{number}"] = checksum(torch.as_tensor(own, dtype=torch.float64))
 
     def end_micro_batch(self, step: Step) -> None:
-        self._open = self._gradients.reducer.inspect = None
+        self._open = None
 
     def settle(self, step: Step, report: Report) -> Iterator[Any]:
         """If two ranks disagree, let a third rank compute the micro-batch, and name the rank that is wrong.
@@ -135,7 +159,7 @@ class SecondOpinion(StepObserver):
             Error: ranks disagree, and `check_compute` is "stop". Raised on all ranks, before anything of the step is
                 applied.
         """
-        votes, rank = report.votes, self._context.rank
+        votes, rank = report.votes, self.context.rank
         wrong = (check for check in self._checks if votes[check.owner].computed != votes[check.checker].recomputed)
         if (check := next(wrong, None)) is None:
             if self._checks:
@@ -147,7 +171,7 @@ class SecondOpinion(StepObserver):
             yield from step.compute(check.v, self._load(step.number, check.v))
         mine = self._results.get(check.v)
         own = None if mine is None else [hash_content(mine.batch), mine.read()]
-        replies = self._context.group.gather([f"{read_host()}, {self._context.device}", own])
+        replies = self.context.group.gather([f"{read_host()}, {self.context.device}", own])
         places = [place for place, _ in replies]
         involved = [each for each in (check.owner, check.checker, check.judge) if each is not None]
         sentence = explain_dispute(
@@ -156,17 +180,17 @@ class SecondOpinion(StepObserver):
         last = self._agreed_step
         agreed = "the ranks agreed in no earlier check" if last is None else f"all ranks last agreed in step {last}"
         advice = f"{agreed}, so later snapshots may contain wrong results"
-        if self._context.config.check_compute == "stop":
+        if self.context.config.check_compute == "stop":
             raise Error(
                 f"{sentence}; nothing of this step is saved, but {advice}: resume from an earlier one (--resume)"
             )
-        self._context.say(f"{sentence}; the run continues with it; {advice}")
+        self.context.say(f"{sentence}; the run continues with it; {advice}")
         self._results = {}
 
     def _load(self, step: int, v: int) -> Any:
         """Load a micro-batch in addition to those of the loop."""
         spec = replace(self._data.spec, num_workers=min(self._data.spec.num_workers, 1))
-        device = self._context.device
+        device = self.context.device
         with keeping_generators(), Loader(spec, [self._data.plan.task(step, v)], device=device) as loader:
             return to_device(next(loader).batch, device)
 

@@ -5,15 +5,13 @@ after the epoch's body). With `"dump": n`, the tensors of step n are written as 
 killed at some moment of a step, or while files of a snapshot are written.
 """
 
-import json
 import os
 import pickle
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,11 +21,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.data.attributes import walk_attributes
 from samestep.data.content import view_bytes
 from samestep.data.loader import Fetcher
-from samestep.engine.gradient_pass import GradientPass, Losses
+from samestep.engine.gradient_pass import Losses
 from samestep.errors import Error
 from samestep.files import open_regular
 from samestep.hashing import hash_bytes
 from samestep.snapshot.serialization import KIND, digest, digest_of, encode, write_tensors
+from samestep.tools.tracer import Tracer
 from samestep.train.context import RunContext
 from samestep.train.generators import (
     KINDS,
@@ -36,53 +35,14 @@ from samestep.train.generators import (
     find_things,
     read_generator,
 )
-from samestep.train.loop_data import LoopData
-from samestep.train.position import Place
-from samestep.train.steps import Step, StepObserver
-
-
-class Tracer(StepObserver):
-    """Writes lines about one run on one rank.
-
-    Args:
-        options: `dir`, and the options of a subclass.
-        run_dir: the run's directory; None without one.
-    """
-
-    def __init__(self, context: RunContext, run_dir: Path | None, options: Mapping[str, Any]) -> None:
-        self.context, self.run_dir, self.options = context, run_dir, options
-        self.directory = Path(options["dir"])
-        self._file = open(self.directory / f"rank-{context.rank}.jsonl", "a", opener=open_regular)  # noqa: SIM115
-        self.objects: Mapping[str, Any] = {}
-        self.modules: Mapping[str, nn.Module] = {}
-
-    def prepare(self, objects: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> None:
-        """Called when the models are on the device, before they are made equal on all ranks and restored."""
-        self.objects, self.modules = objects, modules
-
-    def begin_loop(
-        self, data: LoopData, place: Place, gradients: GradientPass, build_state: Callable[[dict[str, Any]], Any]
-    ) -> None:
-        """Called when a loop begins, after a snapshot was restored."""
-        self.data, self.place, self.gradients, self.build_state = data, place, gradients, build_state
-
-    def evaluate(
-        self, evaluate: Callable[..., dict[str, Any]], score: Callable[[Any], Mapping[str, Any]], data: Any,
-        **arguments: Any,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Called instead of `run.evaluate`, which is the first argument."""
-        return evaluate(score, data, **arguments)
-
-    def write(self, line: dict[str, Any]) -> None:
-        """Append a line."""
-        print(json.dumps(line), file=self._file, flush=True)
+from samestep.train.steps import Step
 
 
 class Trace(Tracer):
     """Writes a line for each step. Options: `dir`, and optionally `dump`, `kill` or `reread`."""
 
-    def __init__(self, context: RunContext, run_dir: Path | None, options: Mapping[str, Any]) -> None:
-        super().__init__(context, run_dir, options)
+    def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
+        super().__init__(context, options)
         self._before: dict[str, str] = {}
         self._notes: list[dict[str, Any]] = []  # one per micro-batch and pass
         self._gradients: dict[str, str | None] = {}  # checksums by parameter, of the last pass
@@ -115,7 +75,7 @@ class Trace(Tracer):
     def reduced(self, step: Step) -> None:
         self._gradients = {
             name: None if param.grad is None else hash_tensor(param.grad)
-            for name, param in zip(self.gradients.reducer.names, self.gradients.reducer.params, strict=True)
+            for name, param in zip(self.loop.gradients.reducer.names, self.loop.gradients.reducer.params, strict=True)
         }
 
     def end_body(self, step: Step) -> None:
@@ -136,7 +96,7 @@ class Trace(Tracer):
             ],
         }
         if self.context.rank == 0:
-            structure, tensors = encode(self.build_state({"step": step.number + 1}))
+            structure, tensors = encode(self.loop.build_state({"step": step.number + 1}))
             hashes = {name: hash_bytes(view_bytes(tensor)) for name, tensor in tensors.items()}
             line |= {"digest": digest_of(structure, hashes), "tensors": {n: h[:16] for n, h in hashes.items()}}
             schedules = [thing for thing in self.objects.values() if isinstance(thing, LRScheduler)]
@@ -148,10 +108,10 @@ class Trace(Tracer):
 
     def _read_twice(self, step: Step) -> dict[str, Any]:
         """Read this rank's samples again, with the same seed. Returns whether they differ, and changed attributes."""
-        spec, context = self.data.spec, self.context
+        spec, context, plan = self.loop.data.spec, self.context, self.loop.data.plan
         fetcher, differs, changed = Fetcher(spec.dataset, spec.collate_fn), False, set[str]()
         before = {name: hash_batch(value) for name, value in walk_attributes(spec.dataset)}
-        tasks = self.data.plan.tasks(step.number, step.number + 1, rank=context.rank, world_size=context.world_size)
+        tasks = plan.tasks(step.number, step.number + 1, rank=context.rank, world_size=context.world_size)
         for task in tasks:
             one, other = (hash_batch(fetcher.load(task).batch) for _ in range(2))
             differs |= one != other
@@ -167,7 +127,6 @@ class Trace(Tracer):
             {
                 "world_size": self.context.world_size,
                 "begin": first_step,
-                "last": self.place.last_step,
                 "num_micro_batches": settings.batch_size // settings.micro_batch_size,
                 "micro_batch_size": settings.micro_batch_size,
                 "num_threads": settings.num_threads,
@@ -179,7 +138,7 @@ class Trace(Tracer):
         )
 
     def _find_generators(self) -> dict[str, Any]:
-        spec = self.data.spec
+        spec = self.loop.data.spec
         roots = {"the data set": spec.dataset, "collate_fn": spec.collate_fn, **self.modules}
         return find_things(roots, lambda thing: isinstance(thing, KINDS))
 
@@ -190,7 +149,7 @@ class Trace(Tracer):
             timer.daemon = True
             timer.start()
             return
-        home, left = f"{self.run_dir}{os.sep}snapshots{os.sep}", kill["events"]
+        home, left = f"{self.loop.run_dir}{os.sep}snapshots{os.sep}", kill["events"]
 
         def on_event(event: str, args: tuple[Any, ...]) -> None:
             nonlocal left

@@ -21,13 +21,13 @@ class Check(NamedTuple):
     judge: int | None
 
 
-def find_checks(n: int, world_size: int, step: int, every: int | None) -> tuple[Check, ...]:
+def find_checks(n: int, world_size: int, step: int, every: int) -> tuple[Check, ...]:
     """Return the checks of a step of n micro-batches; () if the step is not checked.
 
     Args:
-        every: number of steps between those that are checked. None: none is.
+        every: number of steps between those that are checked.
     """
-    if every is None or (step + 1) % every:
+    if (step + 1) % every:
         return ()
     return plan_checks(n, world_size, step // every)
 

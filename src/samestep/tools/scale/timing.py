@@ -1,0 +1,37 @@
+"""The interceptor of `samestep scale`: times the phases of the steps, and the links between the ranks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from samestep.tools.phase_timing import PhaseTiming
+from samestep.tools.scale.link_probe import measure_links
+from samestep.train.context import RunContext
+from samestep.train.interception import LoopParts
+
+
+class ScaleTiming(PhaseTiming):
+    """Writes a line about the run and its links first."""
+
+    def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
+        super().__init__(context, options)
+        self._has_begun = False
+
+    def begin_loop(self, loop: LoopParts) -> None:
+        super().begin_loop(loop)
+        if self._has_begun:
+            return
+        self._has_begun = True
+        config, group, params = self.context.config, self.context.group, loop.gradients.reducer.params
+        self.write(
+            {
+                "world_size": group.world_size,
+                "batch_size": config.batch_size,
+                "micro_batch_size": config.micro_batch_size,
+                "reduction": config.reduction,
+                "bucket_cap_bytes": config.bucket_cap_bytes,
+                "is_one_host": group.world_size == 1 or group.local_sockets is not None,
+                "elements": [param.numel() for param in params],
+                "element_bytes": max((param.element_size() for param in params), default=4),
+                "links": measure_links(group) if group.world_size > 1 else None,
+            }
+        )

@@ -1,0 +1,282 @@
+"""Interceptors change what a run does, without a branch in the loop. Tools and options install them by name."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import nn
+
+from samestep.config import OPTIONS, RunConfig
+from samestep.engine.gradient_pass import GradientPass, Inspect, Report
+from samestep.errors import Error, InvalidValue
+from samestep.files import parse_json
+from samestep.train.context import RunContext
+from samestep.train.loop_data import LoopData
+from samestep.train.steps import Step, StepObserver
+from samestep.watch.heartbeat import PhaseClock
+from samestep.world.environment import TRACE
+
+OWN_NAME = re.compile(r"samestep(\.[a-z_0-9]+)+:[A-Za-z_0-9]+")
+
+
+@dataclass(frozen=True)
+class LoopParts:
+    """What an interceptor may use of a loop.
+
+    Attributes:
+        data: the data set of its steps, and the plan of their samples.
+        gradients: the gradients of the run's models.
+        clock: the phases of this rank, and the seconds spent in each.
+        run_dir: the run's directory; None without one.
+        build_state: position -> the state for a snapshot.
+    """
+
+    data: LoopData
+    gradients: GradientPass
+    clock: PhaseClock
+    run_dir: Path | None
+    build_state: Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class Interceptor(StepObserver):
+    """Changes what a run does. Every method does nothing by default.
+
+    The life of a run, with all events in their places. `<name>` notifies observers: an interceptor is one, too, and the
+    last in the list. `[name]` asks interceptors, and acts on the answer. ::
+
+        def compute(v):                                   # [inspect] <begin_micro_batch> [forward]
+            for each call in the script's body:
+                if step.log(...):                         # <log>
+                if step.backward(...):                    # <backward> <end_backward>
+            end the micro-batch                           # <end_micro_batch>
+
+        run = samestep.Run(...)                           # [__init__]
+        run.prepare(...)                                  # [prepare]
+        for each run.evaluate(...):                       # [evaluate]
+        for each loop of the script:                      # [begin_loop]
+            for each step:                                # [borrow] <begin_step>
+                for each pass over the step:              # <begin_pass> [probe]
+                    for each batch of the probe:
+                        for each call in the script's body:
+                            if step.log(...):             # <log>
+                            if step.backward(...):        # <backward>
+                    for each v, borrowed or of this rank:
+                        if this is the first pass:        # <load>
+                        compute(v)
+                    exchange                              # <exchange> [results]
+                    if the exchange fails:                # <exchange_failed>, and the run ends
+                    settle                                # [settle]
+                    for each v to settle:
+                        compute(v)
+                    apply                                 # <exchanged> <reduced>
+                for each call before or after optimizer.step():
+                    if step.log(...):                     # <log>
+                    if run.evaluate(...):                 # [evaluate]
+                end the step                              # <end_step>
+                for each body that ends here, of the step or of its epoch:
+                    for each run.evaluate(...):           # [evaluate]
+                    save                                  # <end_body>
+            for each run.evaluate(...):                   # [evaluate]
+
+    `[borrow]` is also asked earlier, when samples are read ahead. If the script leaves a loop by break, return or an
+    error, `<leave>` follows at once, and the run ends.
+
+    Args:
+        options: of the request, see `read_request`.
+
+    Attributes:
+        is_trial: whether a tool trains only to look at the run. Then trackers and the progress bar are off (a debugger
+            may use the terminal), `run.restore` of a snapshot that is not there does nothing (a trial may be too short
+            to reach it), and state that is not prepared is not named.
+    """
+
+    is_trial: ClassVar[bool] = False
+
+    def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
+        self.context, self.options = context, options
+
+    def prepare(self, objects: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> None:
+        """The models are on the device; they are made equal on all ranks and restored next. May change them.
+
+        Args:
+            objects: what was passed to `run.prepare`.
+            modules: the models among them, without wrappers.
+        """
+
+    def begin_loop(self, loop: LoopParts) -> None:
+        """A loop begins, after a snapshot was restored. Called on all ranks, also for a loop without steps left."""
+
+    def evaluate(
+        self,
+        evaluate: Callable[..., dict[str, Any]],
+        score: Callable[[Any], Mapping[str, Any]],
+        data: Any,
+        **arguments: Any,
+    ) -> dict[str, Any]:
+        """Called in place of `run.evaluate`, which is `evaluate`. The other arguments are those of the script."""
+        return evaluate(score, data, **arguments)
+
+    def borrow(self, step: int, num_micro_batches: int) -> Sequence[int]:
+        """Return micro-batches of other ranks, which this rank computes before its own.
+
+        The results change nothing; `inspect` and `forward` see them. The answer depends on the arguments only: it is
+        also needed ahead of time, to load the samples.
+        """
+        return ()
+
+    def probe(self, step: Step) -> Iterator[Any]:
+        """Return batches for which to run the script's body before the pass.
+
+        The body runs without a micro-batch: observers are notified of its calls of step.backward and step.log, which do
+        nothing else.
+        """
+        return iter(())
+
+    def inspect(self, step: Step) -> Inspect | None:
+        """Return a function that gets each gradient of the next micro-batch alone, see `Reducer.inspect`; or None."""
+        return None
+
+    def forward(self, step: Step, batch: Any) -> Any:
+        """Return the batch to give to the script in place of `batch`, such as `batch` itself."""
+        return batch
+
+    def results(self) -> tuple[int, int]:
+        """Return `computed` and `recomputed` of this rank's vote (`Vote`), which all ranks get before `settle`.
+
+        Only one interceptor of a run may return others than zeros.
+        """
+        return 0, 0
+
+    def settle(self, step: Step, report: Report) -> Iterator[Any]:
+        """All ranks' reports have arrived, and nothing is applied yet. Return batches of `Step.compute`, if any.
+
+        The script's body runs for each of them.
+        """
+        return iter(())
+
+
+class Interceptors:
+    """The interceptors of one run, in the order of the requests. Its methods are those of `Interceptor`.
+
+    Raises:
+        Error: two requests name the same interceptor.
+    """
+
+    def __init__(self, context: RunContext, requests: Sequence["Request"]) -> None:
+        names = [request.name for request in requests]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise Error(f"the interceptor {twice} was requested twice for one run: request it once")
+        self.installed = [request.kind(context, request.options) for request in requests]
+
+    @property
+    def is_trial(self) -> bool:
+        return any(each.is_trial for each in self.installed)
+
+    def prepare(self, objects: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> None:
+        for each in self.installed:
+            each.prepare(objects, modules)
+
+    def begin_loop(self, loop: LoopParts) -> None:
+        for each in self.installed:
+            each.begin_loop(loop)
+
+    def evaluate(
+        self,
+        evaluate: Callable[..., dict[str, Any]],
+        score: Callable[[Any], Mapping[str, Any]],
+        data: Any,
+        **arguments: Any,
+    ) -> dict[str, Any]:
+        for each in reversed(self.installed):
+            evaluate = partial(each.evaluate, evaluate)
+        return evaluate(score, data, **arguments)
+
+    def borrow(self, step: int, num_micro_batches: int) -> Sequence[int]:
+        return [v for each in self.installed for v in each.borrow(step, num_micro_batches)]
+
+    def probe(self, step: Step) -> Iterator[Any]:
+        for each in self.installed:
+            yield from each.probe(step)
+
+    def inspect(self, step: Step) -> Inspect | None:
+        for each in self.installed:
+            if (inspect := each.inspect(step)) is not None:
+                return inspect
+        return None
+
+    def forward(self, step: Step, batch: Any) -> Any:
+        for each in self.installed:
+            batch = each.forward(step, batch)
+        return batch
+
+    def results(self) -> tuple[int, int]:
+        for each in self.installed:
+            if any(results := each.results()):
+                return results
+        return 0, 0
+
+    def settle(self, step: Step, report: Report) -> Iterator[Any]:
+        for each in self.installed:
+            yield from each.settle(step, report)
+
+
+@dataclass(frozen=True)
+class Request:
+    """An interceptor to install.
+
+    Attributes:
+        name: "module:class".
+        kind: that class.
+        options: for the interceptor.
+    """
+
+    name: str
+    kind: type[Interceptor]
+    options: Mapping[str, Any]
+
+
+def find_requests(config: RunConfig) -> list[Request]:
+    """Return the interceptors that belong to options which are set."""
+    names = [option.interceptor for name, option in OPTIONS.items() if getattr(config, name) is not None]
+    return [Request(name, load_interceptor(name), {}) for name in names if name]
+
+
+def read_request(text: str | None) -> list[Request]:
+    """Return the interceptor that a tool has requested by the variable SAMESTEP_TRACE; [] if it is not set.
+
+    Its value is JSON: "interceptor" is the "module:class", and the rest are options. A process inherits its
+    environment, so only classes of samestep itself are accepted.
+
+    Raises:
+        Error: the value does not name an interceptor.
+    """
+    if text is None:
+        return []
+    try:
+        options = parse_json(text)
+        name = options.pop("interceptor")
+        if not OWN_NAME.fullmatch(name):
+            raise ValueError("the name is not one of samestep's own")
+        return [Request(name, load_interceptor(name), options)]
+    except (ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
+        raise InvalidValue(
+            f"{TRACE} names no interceptor ({error}): samestep's own commands set it, unset it everywhere else"
+        ) from None
+
+
+def load_interceptor(name: str) -> type[Interceptor]:
+    """Return the class "module:class".
+
+    Raises:
+        ImportError, AttributeError: there is none.
+        TypeError: it is no interceptor.
+    """
+    module, _, attribute = name.partition(":")
+    kind = getattr(import_module(module), attribute)
+    if not (isinstance(kind, type) and issubclass(kind, Interceptor)):
+        raise TypeError(f"{name} is no Interceptor")
+    return kind
