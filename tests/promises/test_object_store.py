@@ -26,8 +26,8 @@ from support.waiting import wait_until
 import samestep
 from samestep.cli import main
 from samestep.errors import Error
-from samestep.snapshot.object_store import ObjectStore, Unreachable
-from samestep.snapshot.store import Store
+from samestep.snapshot.object_store import ObjectStore
+from samestep.snapshot.store import Store, Unreachable
 
 Undisturbed = Callable[..., Outcome]
 

@@ -22,11 +22,11 @@ from samestep.errors import Error, RunDirectoryError, explain
 from samestep.files import read_bytes
 from samestep.plan.ledger import Entry
 from samestep.snapshot.manifest import parse_manifest, seal
-from samestep.snapshot.object_store import ObjectStore, RemoteRun, Unreachable
+from samestep.snapshot.object_store import ObjectStore, RemoteRun
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import Options
 from samestep.snapshot.serialization import decode
-from samestep.snapshot.store import OF_RUN, Store
+from samestep.snapshot.store import OF_RUN, Store, Unreachable
 from samestep.tools.export import run_export
 from samestep.tools.inspect import run_inspect
 from samestep.tools.live_view import run_watch

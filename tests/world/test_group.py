@@ -16,7 +16,7 @@ import torch.distributed as dist
 import samestep
 from samestep.errors import Error, PeerFailed
 from samestep.launch.local_ranks import open_store
-from samestep.snapshot.object_store import Unreachable
+from samestep.snapshot.store import Unreachable
 from samestep.world import group as group_module
 from samestep.world.environment import Environment, read_environment
 from samestep.world.group import Group, choose_device, close_group, find_ranks, open_group

@@ -29,7 +29,7 @@ from samestep.recipes.commands.sample import load_model
 from samestep.recipes.corpora.text_tokenizer import BYTES, Tokenizer, read_vocabulary
 from samestep.recipes.corpora.token_file import Corpus, name_tokenizer, open_corpus, read_standard_library, split
 from samestep.recipes.models.gpt2 import GPT2, PRESETS, GPT2Config
-from samestep.snapshot.object_store import read_run
+from samestep.snapshot.reading import read_run
 
 OTHER_NAMES = {  # of the options, in nanoGPT and minGPT
     "n_layer": "--layers", "n_head": "--heads", "n_embd": "--width", "block_size": "--context", "max_iters": "--steps",

@@ -7,9 +7,7 @@ sound snapshot that any of them holds, and files that a node lacks are broadcast
 """
 
 import os
-import secrets
 import shutil
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, count
@@ -22,19 +20,16 @@ from samestep.errors import KINDS, Error, RunDirectoryError, name_kind
 from samestep.files import open_regular, replacing
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.snapshot.manifest import find_damage, hash_range
-from samestep.snapshot.object_store import Unreachable
 from samestep.snapshot.run_directory import RunDirectory
-from samestep.snapshot.store import SNAPSHOTS, Snapshot
+from samestep.snapshot.store import SNAPSHOTS, Snapshot, Unreachable
+from samestep.snapshot.writers import find_writers
 from samestep.watch.records import LEDGER, METRICS, RECORD, RESTARTS, STATUS, TRACKERS, count_lines
 from samestep.world.environment import read_host
 from samestep.world.group import Group
-from samestep.world.local_sockets import Gatherer
 
 T = TypeVar("T")
 
 PIECE_BYTES = 16 << 20
-_TOKEN = ".samestep-node-"
-_OLD_S = 3600.0
 
 
 class NodeReplication:
@@ -274,53 +269,6 @@ class NodeReplication:
             for note in chain.from_iterable(self._group.gather(self._notes)):
                 self._say(note)
             self._notes = []
-
-
-# --- nodes ------------------------------------------------------------------------------------------------------------
-
-
-def find_writers(group: Gatherer, run_dir: Path) -> tuple[Path, dict[int, int]]:
-    """Find which nodes share the run's directory. The first rank of each node creates an empty file for that.
-
-    Returns:
-        Rank 0's `run_dir`, and a dict: first rank of a node -> the lowest rank with the same directory.
-    """
-    answers = group.gather((group.local_rank == 0, str(run_dir)))
-    path = Path(answers[0][1])
-    firsts = [rank for rank, (is_first, _) in enumerate(answers) if is_first or rank == 0]
-    if len(firsts) == 1:
-        return path, {0: 0}
-    token = _create_token(path) if group.rank in firsts else None
-    try:
-        names = group.gather(None if token is None else token.name)
-        places = (path, *path.parents)
-        writer = None
-        if group.rank in firsts:
-            paths = {rank: [place / names[rank] for place in places] for rank in firsts if names[rank]}
-            writer = next((rank for rank in paths if any(map(os.path.exists, paths[rank]))), group.rank)
-        writers = group.gather(writer)
-    finally:
-        if token is not None:
-            token.unlink(missing_ok=True)
-    return path, {rank: writer for rank, writer in enumerate(writers) if writer is not None}
-
-
-def _create_token(path: Path) -> Path | None:
-    """Create an empty file in the directory, or in the nearest existing one above it; return None if that fails.
-
-    Its name is new, so no network file system has cached that it does not exist. Creating it refreshes the node's cache
-    of that directory, in which another node may just have created the run directory.
-    """
-    with suppress(OSError):
-        for place in (path, *path.parents):
-            if place.is_dir():
-                for old in place.glob(f"{_TOKEN}*"):  # of a start that was killed here
-                    if time.time() - old.stat().st_mtime > _OLD_S:
-                        old.unlink(missing_ok=True)
-                token = place / f"{_TOKEN}{secrets.token_hex(8)}"
-                token.touch(exist_ok=False)
-                return token
-    return None
 
 
 # --- one directory ----------------------------------------------------------------------------------------------------

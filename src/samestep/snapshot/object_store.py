@@ -9,28 +9,25 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
 from itertools import count
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from samestep.config import is_url
-from samestep.console import say
 from samestep.data.order_files import ORDERS, list_orders
-from samestep.errors import Error, RunDirectoryError, explain, needing
+from samestep.errors import Error, RunDirectoryError, needing
 from samestep.files import MOST_BYTES, open_regular, read_bytes, replace_file
 from samestep.hashing import hash_bytes
 from samestep.snapshot.lock import build_token, explain_takeover
 from samestep.snapshot.manifest import FILE, MANIFEST, NAME, find_wrong_size, parse_manifest
 from samestep.snapshot.run_directory import RunDirectory
-from samestep.snapshot.run_record import parse_run_record, read_record
-from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Elsewhere, Snapshot, Store
+from samestep.snapshot.run_record import parse_run_record
+from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Elsewhere, Snapshot, Unreachable
 from samestep.watch.records import LOCK, RECORD, SHARED
 from samestep.world.environment import advise, read_cache_dir, read_host
 from samestep.world.forking import at_rest
-from samestep.world.workdir import WorkDir
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,14 +35,6 @@ T = TypeVar("T")
 _PLACE = re.compile(rf"(?:({NAME.pattern})\.)?step-(\d{{8,18}})")
 _RUN = re.compile(r"[0-9a-f]{32}")  # the run's id
 _ORDER = re.compile(r"epoch-\d{8,}\.npy|shards-[0-9a-f]{16}\.json")
-
-
-class Unreachable(RunDirectoryError):
-    """A request to the store failed. `reason`: the store's message."""
-
-    def __init__(self, url: str, reason: str) -> None:
-        super().__init__(f"the run directory {url} cannot be reached ({reason}): fix that, or name another one")
-        self.reason = reason
 
 
 def find_copies(local_dir: str | None) -> Path:
@@ -442,71 +431,6 @@ class RemoteRun:
         if self._pushed.get(name) != (now := hash_bytes(content)):
             self._store.write(name, content)
             self._pushed[name] = now
-
-
-@contextmanager
-def open_run(run: str, *, which: int | str | None = None, is_whole: bool = False) -> Iterator[Path]:
-    """Yield a run's directory for a tool to read; for a URL, a copy that is removed at the end of the block.
-
-    Args:
-        which: for a URL, the only snapshot to download, as for `Store.find`. None: all of them, but with empty files of
-            the same sizes for tensors and states.
-        is_whole: whether to download those files, too.
-
-    Raises:
-        Error: the directory or the URL cannot be read, or there is no undamaged snapshot that matches.
-    """
-    if not is_url(run):
-        try:
-            yield Path(run)
-        except BrokenPipeError:  # the reader of the output has closed it
-            raise
-        except OSError as error:
-            if error.filename is None and explain(error) is not None:  # from writing the output
-                raise
-            where = f"{error.filename or run} cannot be read ({error.strerror})"
-            raise Error(f"{where}: fix that, or name another one") from None
-        return
-    remote = ObjectStore(run)
-    with WorkDir() as home:
-        remote.download(remote.list_files(), home.path)
-        store = Store(home.path)
-        if which is None:
-            remote.copy_snapshots(store.path, is_whole=is_whole)
-        else:
-            rewinds = read_run(home.path, remote.url).get("rewinds", [])
-            store.find(which, warn=say, elsewhere=remote.find_elsewhere(rewinds))
-        yield home.path
-
-
-def read_run(run: Path, called: str) -> dict[str, Any]:
-    """Read a run's `run.json` for a tool. `called`: the run as the user gave it. Raises Error."""
-    if not run.is_dir():
-        raise Error(f"there is no directory {called}: name a run's directory")
-    try:
-        return read_record(run, called)
-    except FileNotFoundError:
-        raise Error(
-            f"{called} is no run's directory, it has no {RECORD}: name the directory that holds {SNAPSHOTS}/"
-        ) from None
-
-
-def find_snapshot(store: Store, called: str, which: int | str) -> Snapshot:
-    """Find the snapshot that a tool shows or reads, see `Store.find`. `called`: the run as the user gave it.
-
-    Raises Error if there is none.
-    """
-    snapshot = store.find(which, warn=say)
-    if snapshot is None:
-        raise Error(f"{called} has no snapshot yet")
-    return snapshot
-
-
-def read_snapshot(run: Path, called: str, which: int | str, shape: Any) -> tuple[Snapshot, dict[str, Any]]:
-    """Find a snapshot of a run for a tool, and read its state. Arguments as for `find_snapshot` and `Store.read`."""
-    store = Store(run)
-    snapshot = find_snapshot(store, called, which)
-    return snapshot, store.read(snapshot, shape)
 
 
 def place_of(snapshot: Snapshot) -> str:

@@ -108,6 +108,14 @@ class Snapshot:
         return self.step > min(rewinds[self.manifest["meta"].get("rewinds", 0) :], default=self.step)
 
 
+class Unreachable(RunDirectoryError):
+    """A request to a place elsewhere failed. `reason`: its message."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(f"the run directory {where} cannot be reached ({reason}): fix that, or name another one")
+        self.reason = reason
+
+
 @dataclass(frozen=True)
 class Elsewhere:
     """Snapshots of the same run in another place, such as a URL.

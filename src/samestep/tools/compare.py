@@ -12,7 +12,7 @@ from samestep.files import parse_json, read_bytes
 from samestep.plan.ledger import Entry, to_float
 from samestep.snapshot.ledger_file import count_records, read_records
 from samestep.snapshot.manifest import STATE
-from samestep.snapshot.object_store import open_run, read_run
+from samestep.snapshot.reading import open_run, read_run
 from samestep.snapshot.store import Snapshot, Store
 from samestep.watch.records import LEDGER, METRICS, RECORD, read_rows, read_status
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.console import escape
 from samestep.errors import Error
 from samestep.files import is_object, open_regular, replacing
-from samestep.snapshot.object_store import open_run, read_run, read_snapshot
+from samestep.snapshot.reading import open_run, read_run, read_snapshot
 from samestep.tools.inspect import CommandParser, parse_which
 
 if TYPE_CHECKING:

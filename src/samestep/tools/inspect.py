@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from samestep.console import describe_age, describe_size, escape, format_count, list_values, print_table, to_text
 from samestep.errors import Error
 from samestep.snapshot.manifest import find_damage
-from samestep.snapshot.object_store import find_snapshot, open_run, read_run
+from samestep.snapshot.reading import find_snapshot, open_run, read_run
 from samestep.snapshot.store import Snapshot, Store
 from samestep.tools.audit import show_samples
 from samestep.tools.compare import compare_runs, describe_runs, find_runs, list_runs, read_last_values, read_state

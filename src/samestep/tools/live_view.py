@@ -17,7 +17,8 @@ from samestep.config import is_url
 from samestep.console import build_table, draw_bars, escape, print_table
 from samestep.errors import Error
 from samestep.files import read_text, replace_file
-from samestep.snapshot.object_store import ObjectStore, find_copy, read_run
+from samestep.snapshot.object_store import ObjectStore, find_copy
+from samestep.snapshot.reading import read_run
 from samestep.tools.inspect import CommandParser
 from samestep.waiting import wait_until
 from samestep.watch.records import (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from samestep.console import escape
 from samestep.errors import Error
 from samestep.files import fits, is_count, is_flag, is_number, is_object, is_text
-from samestep.snapshot.object_store import open_run, read_run, read_snapshot
+from samestep.snapshot.reading import open_run, read_run, read_snapshot
 from samestep.tools.inspect import CommandParser, parse_which
 
 if TYPE_CHECKING:

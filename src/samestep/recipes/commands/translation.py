@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.console import say
 from samestep.errors import Error
 from samestep.files import is_object
-from samestep.snapshot.object_store import open_run, read_run, read_snapshot
+from samestep.snapshot.reading import open_run, read_run, read_snapshot
 from samestep.tools.export import unwrap_average
 from samestep.tools.inspect import CommandParser, parse_which
 

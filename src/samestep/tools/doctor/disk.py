@@ -11,8 +11,8 @@ from typing import IO, Any
 from samestep.config import is_url
 from samestep.console import describe_size
 from samestep.errors import Error
-from samestep.snapshot.node_replication import find_writers
 from samestep.snapshot.object_store import ObjectStore, find_copies
+from samestep.snapshot.writers import find_writers
 from samestep.tools.doctor.facts import Context, Facts, Finding, failure, format_bytes, format_s, warning, well
 
 DEFAULT = "runs"

@@ -28,7 +28,7 @@ from samestep.launch.local_ranks import Target
 from samestep.plan.ledger import Entry
 from samestep.snapshot.ledger_file import count_records, read_records
 from samestep.snapshot.manifest import MANIFEST, find_damage
-from samestep.snapshot.object_store import open_run, read_run
+from samestep.snapshot.reading import open_run, read_run
 from samestep.snapshot.run_record import describe_changes
 from samestep.snapshot.store import SNAPSHOTS, Snapshot, Store
 from samestep.tools.compare import describe_difference

@@ -1,0 +1,81 @@
+"""Reads a run in a directory or at a URL, for tools."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from samestep.config import is_url
+from samestep.console import say
+from samestep.errors import Error, explain
+from samestep.snapshot.run_record import read_record
+from samestep.snapshot.store import SNAPSHOTS, Snapshot, Store
+from samestep.watch.records import RECORD
+from samestep.world.workdir import WorkDir
+
+
+@contextmanager
+def open_run(run: str, *, which: int | str | None = None, is_whole: bool = False) -> Iterator[Path]:
+    """Yield a run's directory for a tool to read; for a URL, a copy that is removed at the end of the block.
+
+    Args:
+        which: for a URL, the only snapshot to download, as for `Store.find`. None: all of them, but with empty files of
+            the same sizes for tensors and states.
+        is_whole: whether to download those files, too.
+
+    Raises:
+        Error: the directory or the URL cannot be read, or there is no undamaged snapshot that matches.
+    """
+    if not is_url(run):
+        try:
+            yield Path(run)
+        except BrokenPipeError:  # the reader of the output has closed it
+            raise
+        except OSError as error:
+            if error.filename is None and explain(error) is not None:  # from writing the output
+                raise
+            where = f"{error.filename or run} cannot be read ({error.strerror})"
+            raise Error(f"{where}: fix that, or name another one") from None
+        return
+    from samestep.snapshot.object_store import ObjectStore
+
+    remote = ObjectStore(run)
+    with WorkDir() as home:
+        remote.download(remote.list_files(), home.path)
+        store = Store(home.path)
+        if which is None:
+            remote.copy_snapshots(store.path, is_whole=is_whole)
+        else:
+            rewinds = read_run(home.path, remote.url).get("rewinds", [])
+            store.find(which, warn=say, elsewhere=remote.find_elsewhere(rewinds))
+        yield home.path
+
+
+def read_run(run: Path, called: str) -> dict[str, Any]:
+    """Read a run's `run.json` for a tool. `called`: the run as the user gave it. Raises Error."""
+    if not run.is_dir():
+        raise Error(f"there is no directory {called}: name a run's directory")
+    try:
+        return read_record(run, called)
+    except FileNotFoundError:
+        raise Error(
+            f"{called} is no run's directory, it has no {RECORD}: name the directory that holds {SNAPSHOTS}/"
+        ) from None
+
+
+def find_snapshot(store: Store, called: str, which: int | str) -> Snapshot:
+    """Find the snapshot that a tool shows or reads, see `Store.find`. `called`: the run as the user gave it.
+
+    Raises Error if there is none.
+    """
+    snapshot = store.find(which, warn=say)
+    if snapshot is None:
+        raise Error(f"{called} has no snapshot yet")
+    return snapshot
+
+
+def read_snapshot(run: Path, called: str, which: int | str, shape: Any) -> tuple[Snapshot, dict[str, Any]]:
+    """Find a snapshot of a run for a tool, and read its state. Arguments as for `find_snapshot` and `Store.read`."""
+    store = Store(run)
+    snapshot = find_snapshot(store, called, which)
+    return snapshot, store.read(snapshot, shape)

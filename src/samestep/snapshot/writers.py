@@ -1,0 +1,56 @@
+"""Finds out which nodes share the directory of a run, and so which ranks write it."""
+
+import os
+import secrets
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from samestep.world.local_sockets import Gatherer
+
+_TOKEN = ".samestep-node-"
+_OLD_S = 3600.0
+
+
+def find_writers(group: Gatherer, run_dir: Path) -> tuple[Path, dict[int, int]]:
+    """Find which nodes share the run's directory. The first rank of each node creates an empty file for that.
+
+    Returns:
+        Rank 0's `run_dir`, and a dict: first rank of a node -> the lowest rank with the same directory.
+    """
+    answers = group.gather((group.local_rank == 0, str(run_dir)))
+    path = Path(answers[0][1])
+    firsts = [rank for rank, (is_first, _) in enumerate(answers) if is_first or rank == 0]
+    if len(firsts) == 1:
+        return path, {0: 0}
+    token = _create_token(path) if group.rank in firsts else None
+    try:
+        names = group.gather(None if token is None else token.name)
+        places = (path, *path.parents)
+        writer = None
+        if group.rank in firsts:
+            paths = {rank: [place / names[rank] for place in places] for rank in firsts if names[rank]}
+            writer = next((rank for rank in paths if any(map(os.path.exists, paths[rank]))), group.rank)
+        writers = group.gather(writer)
+    finally:
+        if token is not None:
+            token.unlink(missing_ok=True)
+    return path, {rank: writer for rank, writer in enumerate(writers) if writer is not None}
+
+
+def _create_token(path: Path) -> Path | None:
+    """Create an empty file in the directory, or in the nearest existing one above it; return None if that fails.
+
+    Its name is new, so no network file system has cached that it does not exist. Creating it refreshes the node's cache
+    of that directory, in which another node may just have created the run directory.
+    """
+    with suppress(OSError):
+        for place in (path, *path.parents):
+            if place.is_dir():
+                for old in place.glob(f"{_TOKEN}*"):  # of a start that was killed here
+                    if time.time() - old.stat().st_mtime > _OLD_S:
+                        old.unlink(missing_ok=True)
+                token = place / f"{_TOKEN}{secrets.token_hex(8)}"
+                token.touch(exist_ok=False)
+                return token
+    return None
