@@ -82,7 +82,7 @@ class Loop:
 
     def _watch_snapshotter(self) -> None:
         snapshotter: Any = self._run._snapshotter
-        join, directory = snapshotter.join_copy, snapshotter.directory
+        join, directory = snapshotter.join_copy, self._run._context.location.directory
 
         def join_copy() -> None:
             began = time.perf_counter()
@@ -93,9 +93,10 @@ class Loop:
         if directory is not None:
             save = directory.save
 
-            def save_and_look(*args: Any, **kwargs: Any) -> None:
-                save(*args, **kwargs)
+            def save_and_look(*args: Any, **kwargs: Any) -> float:
+                took_s = save(*args, **kwargs)
                 self.written = time.perf_counter() - self.steps[kwargs["step"] - 1].updated
+                return took_s
 
             directory.save = save_and_look
 
@@ -114,7 +115,7 @@ class Loop:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         began = time.perf_counter()
         if way == OURS:
-            self._run._snapshotter.is_wanted = True
+            self._run._snapshotter.want()
         elif way == DCP:
             future = dcp.async_save(state, checkpoint_id=self._directory / "dcp")
 

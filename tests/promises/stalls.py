@@ -145,9 +145,8 @@ def write_slowly(run: samestep.Run) -> None:
     write: Any = run._snapshotter._write
 
     def slow(*arguments: Any) -> None:
-        with open(
-            run._snapshotter.directory.path / "slow.tmp" if run._snapshotter.directory else os.devnull, "wb", 0
-        ) as file:
+        directory = run._context.location.directory
+        with open(directory.path / "slow.tmp" if directory else os.devnull, "wb", 0) as file:
             for _ in range(50):
                 time.sleep(0.1)
                 file.write(bytes(1 << 18))

@@ -174,7 +174,7 @@ def train_with(run_dir: Path, patch: Callable[[Any], None], **arguments: Any) ->
 
 def test_a_failure_is_reported_and_the_run_continues(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def patch(run: Any) -> None:
-        store = run._snapshotter.directory.store
+        store = run._context.location.directory.store
         write = store.write_encoded
 
         def write_or_fail(*args: Any, step: int, **kwargs: Any) -> Path:

@@ -306,6 +306,19 @@ def test_a_node_with_abandoned_snapshots(cluster: Cluster, undisturbed: Undistur
     assert "step-00000010" in {path.name.rpartition("-")[0] for path in (cluster.run_dir(1) / "abandoned").iterdir()}
 
 
+def test_a_later_snapshot_is_damaged_on_one_node(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    """And the other node has lost it. All copies record that the run went back, so that it goes on from there."""
+    cluster.spawn_to_fail([0, 1], 1, KILLED, snapshot_every=3, settled=True)
+    shutil.rmtree(cluster.run_dir(0) / "snapshots" / "step-00000006")
+    os.truncate(cluster.run_dir(1) / "snapshots/step-00000006/tensors.safetensors", 9)
+    cluster.spawn_to_fail([0, 1], 1, "kill all ranks at step 11 in forward", snapshot_every=3, settled=True)
+    records = [json.loads((cluster.run_dir(node) / "run.json").read_text()) for node in (0, 1)]
+    assert [record["rewinds"] for record in records] == [[5], [5]]
+    cluster.spawn([0, 1], 1, snapshot_every=3)
+    assert_ended_as(cluster, [0, 1], undisturbed())
+    assert [step for step, _ in read_starts(cluster, 0)] == [5, 10]
+
+
 def test_an_older_record_is_replaced_even_if_it_is_longer(cluster: Cluster, undisturbed: Undisturbed) -> None:
     cluster.spawn_to_fail([0, 1], 1, "kill all ranks at step 4 in forward", snapshot_every=3, settled=True)
     cluster.spawn_to_fail([0], 2, KILLED, snapshot_every=3, settled=True)

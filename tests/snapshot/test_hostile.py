@@ -22,7 +22,9 @@ from samestep.errors import Error, RunDirectoryError, explain
 from samestep.files import read_bytes
 from samestep.plan.ledger import Entry
 from samestep.snapshot.manifest import parse_manifest, seal
-from samestep.snapshot.object_store import ObjectStore, RemoteRun
+from samestep.snapshot.object_store import ObjectStore
+from samestep.snapshot.remote_location import RemoteRun
+from samestep.snapshot.resume_point import ResumePoint
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import Options
 from samestep.snapshot.serialization import decode
@@ -403,8 +405,8 @@ def use(run: Path) -> None:
     """Write everything that a run writes in its directory."""
     directory = RunDirectory(run, warn=lambda sentence: None)
     try:
-        directory.find("latest")
-        directory.write_record({}, {}, {}, Options({}))
+        directory.look("latest", [])
+        directory.begin(ResumePoint(), numbers={}, machine={}, config={}, options=Options({}))
         directory.write_start(None, from_step=0, world_size=1)
         directory.write_row({"loss": 1.0})
         directory.enter(lambda: Entry(0, 0, 8, 1))

@@ -1,6 +1,6 @@
 """Checks of a training state while a snapshot of it is written: finite, and the same on all ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,19 @@ class TrainingState:
     stable: Sequence[Tensor]
     replicated: Sequence[tuple[str, Tensor]]
     compare: Callable[[Mapping[str, int]], None] | None
+
+
+def check_tensors(wanted: Iterable[str], own: Collection[str], rank: int) -> None:
+    """Check that a rank has the tensors that it is to write in place of rank 0's.
+
+    Raises:
+        InvalidValue: one is missing.
+    """
+    if missing := next((name for name in wanted if name not in own), None):
+        raise InvalidValue(
+            f"{missing} is in the state of rank 0, and not in that of rank {rank}: make the objects for run.prepare "
+            "the same on all ranks"
+        )
 
 
 class Inspection:

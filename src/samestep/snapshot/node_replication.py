@@ -3,26 +3,31 @@
 Every rank holds the whole training state, so the first rank of each node (a *writer*) writes the same snapshots. Only
 values that may differ between ranks come from rank 0, with each snapshot: buffers, `run.state`, the structure of the
 state, and the rows of `metrics.jsonl`. Nothing is exchanged in a step. At the start, the writers agree on the newest
-sound snapshot that any of them holds, and files that a node lacks are broadcast. With one writer, nothing is exchanged.
+sound snapshot that any of them holds, and files that a node lacks are broadcast.
 """
 
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain, count
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+from samestep.config import RunConfig
 from samestep.console import say
 from samestep.data.order_files import list_orders
 from samestep.errors import KINDS, Error, RunDirectoryError, name_kind
 from samestep.files import open_regular, replacing
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
+from samestep.snapshot.async_copy import locate
+from samestep.snapshot.inspection import TrainingState, check_tensors
+from samestep.snapshot.location import LocalLocation, Order, explain_unwritable
 from samestep.snapshot.manifest import find_damage, hash_range
+from samestep.snapshot.resume_point import Holding, ResumePoint, choose
 from samestep.snapshot.run_directory import RunDirectory
-from samestep.snapshot.store import SNAPSHOTS, Snapshot, Unreachable
-from samestep.snapshot.writers import find_writers
+from samestep.snapshot.store import SNAPSHOTS, Snapshot
 from samestep.watch.records import LEDGER, METRICS, RECORD, RESTARTS, STATUS, TRACKERS, count_lines
 from samestep.world.environment import read_host
 from samestep.world.group import Group
@@ -32,161 +37,72 @@ T = TypeVar("T")
 PIECE_BYTES = 16 << 20
 
 
-class NodeReplication:
-    """The run directories of a run's nodes. All ranks call its methods together.
+class ReplicatedLocation(LocalLocation):
+    """A run whose nodes do not share its directory. The first rank of each node with an own disk writes a copy.
 
-    Args:
-        run_dir: the run directory as the user gave it; all nodes use rank 0's.
-        say: prints a message, on rank 0.
-
-    Attributes:
-        path: the run's directory, the same on all nodes.
-        writers: the ranks that write: [0] if all nodes share the directory.
-        directory: on writers, after `open`: the run directory.
+    Arguments and errors as for `LocalLocation`, with several writers.
     """
 
-    def __init__(self, group: Group, run_dir: Path, say: Callable[[str], None], *, fresh: bool) -> None:
-        self._group, self._say = group, say
+    def __init__(
+        self, group: Group, named: Path, config: RunConfig, say: Callable[[str], None], writers: Sequence[int]
+    ) -> None:
         self._notes: list[str] = []  # of this node, to be printed on rank 0: a launcher may show no other rank's output
         self._num_sent = 0  # bytes of rank 0's rows that all writers have
-        self.directory: RunDirectory | None = None
-        self.path, writers = find_writers(group, run_dir)
-        self.writers = sorted({*writers.values()})
-        if fresh:
-            self.path = self._choose_fresh(self.path)
+        super().__init__(group, named, config, say, writers)
+        say(f"{named} is not shared by all nodes: {len(writers)} of them keep a copy of the run each")
 
-    @property
-    def is_replicated(self) -> bool:
-        """Whether there is more than one directory."""
-        return len(self.writers) > 1
-
-    def _choose_fresh(self, path: Path) -> Path:
-        """Return the first of x, x-2, x-3 ... that is empty, or does not exist, on all nodes."""
-        for number in count(1):
-            beside = path if path.name else path.absolute()  # "." has no name
-            chosen = path if number == 1 else beside.with_name(f"{beside.name}-{number}")
-            if not any(self.each(lambda: chosen.exists() and any(chosen.iterdir()))):  # noqa: B023
-                return chosen
-        raise AssertionError
-
-    def open(self, check: Callable[[RunDirectory], None]) -> None:
-        """Open the directory on each writer. `check`: see `find`.
-
-        Raises:
-            Error: a directory cannot be used. All directories have been closed then.
-        """
-
-        def open_one() -> None:
-            self.directory = RunDirectory(self.path, warn=self.warn)
-            check(self.directory)
-
+    def _call(self, fn: Callable[[], T]) -> T:
         try:
-            self.each(open_one)
-        except Error:
-            if self.directory is not None:
-                self.directory.close()
-            raise
-        if self.is_replicated:
-            num_writers = len(self.writers)
-            self._say(f"{self.path} is not shared by all nodes: {num_writers} of them keep a copy of the run each")
-
-    def each(self, fn: Callable[[], T]) -> list[T]:
-        """Call `fn` on the writers. Return their results on every rank.
-
-        Raises:
-            Error: `fn` raised it on a writer, or the disk is full.
-        """
-
-        def call() -> T:
-            try:
-                return fn()
-            except OSError as error:
-                where = f"the run directory {self.path}{f' on {read_host()}' if self.is_replicated else ''}"
-                why = error.strerror or error
-                raise RunDirectoryError(f"{where} cannot be written ({why}): make room, or name another one") from None
-            except Error as error:
-                if not self.is_replicated:
-                    raise
-                raise KINDS[name_kind(error)](f"on {read_host()}: {error}") from None
-
-        return self._group.each(call, on=self.writers)
+            return fn()
+        except OSError as error:
+            raise explain_unwritable(f"the run directory {self._named} on {read_host()}", error) from None
+        except Error as error:
+            raise KINDS[name_kind(error)](f"on {read_host()}: {error}") from None
 
     def warn(self, sentence: str) -> None:
-        """Print a message about this rank's directory. On a node without rank 0: here, and later on rank 0."""
+        """Print a message about this node's files: on a node without rank 0, here and later on rank 0."""
         if self._group.rank == 0:
             self._say(sentence)
         else:
             say(f"{read_host()}: {sentence}")
             self._notes.append(f"{read_host()}: {sentence}")
 
-    def _on_directories(self, fn: Callable[[RunDirectory], T]) -> list[T]:
-        """Like `each`, with the writer's directory as argument."""
-
-        def call() -> T:
-            assert self.directory is not None
-            return fn(self.directory)
-
-        return self.each(call)
+    def _print_notes(self) -> None:
+        for note in chain.from_iterable(self._group.gather(self._notes)):
+            self._say(note)
+        self._notes = []
 
     # --- start ------------------------------------------------------------------------------------------------
 
-    def find(self, resume: str | int | None, check: Callable[[RunDirectory], None]) -> Snapshot | None:
-        """Find the newest undamaged snapshot of all nodes, and copy it to every node. Return None to begin.
-
-        Args:
-            check: compares a directory with the run. Raises Error if it belongs to another run.
-
-        Raises:
-            Error: no node has an undamaged snapshot although one should exist; `check` raised it; a node's disk is
-                full.
-        """
-
-        def begin(directory: RunDirectory) -> list[int]:
-            check(directory)
-            return directory.rewinds
-
-        rewinds = max(self._on_directories(begin), key=len)
-        held = self._on_directories(lambda directory: _look(directory, resume, rewinds))
+    def _agree(self, held: Sequence[Holding], rewinds: Sequence[int]) -> ResumePoint:
         self._print_notes()
-        found = [None if each["found"] is None else Snapshot.from_plain(each["found"]) for each in held]
-        source = max(range(len(held)), key=lambda node: -1 if (own := found[node]) is None else own.step)
-        chosen = found[source]
-        if chosen is None and (problem := next((each["problem"] for each in held if each["problem"]), "")):
-            raise RunDirectoryError(problem)
-        directory = self.directory
-        if self.is_replicated:
-            if directory is not None:
-                directory.num_recorded = max(each["num_recorded"] for each in held)
-            self._copy_parts(held, chosen, source)
-            if directory is not None and chosen is not None:
-                directory.is_rewound = any(each["newest"] > chosen.step for each in held)
-        if chosen is not None:
-            self._num_sent = chosen.manifest["meta"]["metrics_bytes"]
-            if directory is not None:
-                directory.snapshot = chosen
-        return chosen
+        source, point = choose(held, rewinds)
+        self._copy_parts(held, point, source)
+        self._num_sent = point.metrics_bytes
+        return point
 
-    def _copy_parts(self, held: Sequence[dict[str, Any]], chosen: Snapshot | None, source: int) -> None:
-        """Copy to every node the missing files that a resume or an audit reads."""
+    def _copy_parts(self, held: Sequence[Holding], point: ResumePoint, source: int) -> None:
+        """Copy to every node the missing files that a resume or an audit reads. `source`: the snapshot's node."""
+        chosen = point.snapshot
         last = None if chosen is None else f"{SNAPSHOTS}/{chosen.label}"  # it makes the copy complete
         snapshots: list[dict[str, Snapshot]] = [{} for _ in held]
         for own, node in zip(snapshots, held, strict=True):
             if chosen is not None:
-                named = [each for each in map(Snapshot.from_plain, node["named"]) if each.label != chosen.label]
+                named = [each for each in node.named if each.label != chosen.label]
                 own |= {f"{SNAPSHOTS}/{each.label}": each for each in named if each.step <= chosen.step}
-                if node["found"] is not None and Snapshot.from_plain(node["found"]).is_same(chosen):
-                    own[f"{SNAPSHOTS}/{chosen.label}"] = Snapshot.from_plain(node["found"])
+                if node.found is not None and node.found.is_same(chosen):
+                    own[f"{SNAPSHOTS}/{chosen.label}"] = node.found
 
         def examine(directory: RunDirectory) -> dict[str, Any]:
-            node = self.writers.index(self._group.rank)
-            parts = _list_files(directory, chosen, is_source=node == source)
+            node = self._writers.index(self._group.rank)
+            parts = _list_files(directory, point, is_source=node == source)
             for name, own in snapshots[node].items():
                 is_alike = all(name in others and own.is_same(others[name]) for others in snapshots)
                 if is_alike or name == last or find_damage(own.path, own.manifest) is None:
                     parts[name] = {"size": 0, "content": own.identity, "worth": [own.step, node == source]}
             return parts
 
-        parts = self._on_directories(examine)
+        parts = self._each_directory(examine)
         for name in sorted({name for each in parts for name in each}, key=lambda name: (name == last, name)):
             holders = {node: each[name] for node, each in enumerate(parts) if name in each}
             sender, part = max(holders.items(), key=lambda item: item[1]["worth"])
@@ -204,8 +120,8 @@ class NodeReplication:
         sizes = {name: part["size"]}
         if snapshot is not None:
             sizes = {f"{name}/{file}": each["size"] for file, each in snapshot.manifest["files"].items()}
-        source, directory = self.writers[sender], self.directory
-        is_target = self._group.rank in [self.writers[node] for node in targets]
+        source, directory = self._writers[sender], self._directory
+        is_target = self._group.rank in [self._writers[node] for node in targets]
         failures: list[OSError] = []
 
         @contextmanager
@@ -243,20 +159,37 @@ class NodeReplication:
                 if is_target:
                     shutil.rmtree(directory.store.inbox, ignore_errors=True)
 
-        self._on_directories(finish)
+        self._each_directory(finish)
 
     # --- under way --------------------------------------------------------------------------------------------
 
-    def share(self, value: Any = None) -> Any:
+    def align(self, order: Order, state: TrainingState) -> Order:
+        message = None
+        if self._group.rank == 0:
+            same = {locate(tensor) for _, tensor in state.replicated}
+            own = {
+                name: tensor.detach().resolve_conj().resolve_neg().cpu().clone()
+                for name, tensor in order.tensors.items()
+                if locate(tensor) not in same or not tensor.numel()  # an empty tensor has no address
+            }
+            message = (list(order.names), order.structure, list(order.tensors), own, order.meta)
+        names, structure, tensors, own, meta = self._share(message)
+        if self._group.rank == 0:
+            return order
+        if self._directory is None or not names or not order.names:
+            return Order(order.step, is_last=order.is_last)
+        check_tensors([name for name in tensors if name not in own], order.tensors, self._group.rank)
+        aligned = {name: own[name] if name in own else order.tensors[name] for name in tensors}
+        return replace(order, names=names, structure=structure, tensors=aligned, meta=meta)
+
+    def _share(self, value: Any = None) -> Any:
         """Send the rows that rank 0 has written to the other writers. Return rank 0's `value` on every rank.
 
         Raises:
             OSError: this rank could not write the rows; they are kept, and written with the next ones.
         """
         self._print_notes()
-        if not self.is_replicated:
-            return value
-        directory = self.directory
+        directory = self._directory
         rows = _read_rows(directory, self._num_sent) if directory is not None and self._group.rank == 0 else b""
         rows, value = self._group.broadcast((rows, value))
         self._num_sent += len(rows)
@@ -264,47 +197,20 @@ class NodeReplication:
             directory.write_rows(rows)
         return value
 
-    def _print_notes(self) -> None:
-        if self.is_replicated:
-            for note in chain.from_iterable(self._group.gather(self._notes)):
-                self._say(note)
-            self._notes = []
+    def end(self) -> str:
+        with suppress(OSError):  # `RunDirectory.find_lost` reports it
+            self._share()
+        return ""
 
 
 # --- one directory ----------------------------------------------------------------------------------------------------
 
 
-def _look(directory: RunDirectory, resume: str | int | None, rewinds: Sequence[int]) -> dict[str, Any]:
-    """Return a description of the content of a directory.
-
-    Returns:
-        found: the snapshot from which it would resume, after checking every byte; problem: why there is none; newest:
-        the step of the newest snapshot, judged by sizes; named: the named ones, judged by sizes; num_recorded: the
-        number of steps in the ledger.
-    """
-    found, problem = None, ""
-    directory.rewinds = [*rewinds]  # this node may not have taken part when the run went back
-    try:
-        found = directory.find(resume)
-    except Error as error:
-        if resume is None or isinstance(error, Unreachable):
-            raise  # another node's snapshot may be older than those at the URL
-        problem = str(error)
-    sound = [each for each in directory.store.snapshots() if each.problem is None]
-    return {
-        "found": None if found is None else found.to_plain(),
-        "problem": problem,
-        "newest": max((each.step for each in sound), default=0),
-        "named": [each.to_plain() for each in sound if each.name is not None],
-        "num_recorded": _measure(directory.path / LEDGER) // LEDGER_RECORD.size,
-    }
-
-
-def _list_files(directory: RunDirectory, chosen: Snapshot | None, *, is_source: bool) -> dict[str, Any]:
-    """Return the files of this node that belong to a snapshot.
+def _list_files(directory: RunDirectory, point: ResumePoint, *, is_source: bool) -> dict[str, Any]:
+    """Return the files of this node that belong to a point.
 
     Args:
-        is_source: whether the chosen snapshot is this node's.
+        is_source: whether its snapshot is this node's.
 
     Returns:
         By name: size, how many of the first bytes belong to the snapshot; content, their sha256; worth: the node with
@@ -315,10 +221,10 @@ def _list_files(directory: RunDirectory, chosen: Snapshot | None, *, is_source: 
     wanted: dict[str, tuple[int, list[int]]] = {
         name: (_measure(directory.path / name), last_start) for name in (RESTARTS, STATUS, TRACKERS)
     }
-    if chosen is not None:
+    if not point.is_beginning:
         wanted[RECORD] = _measure(directory.path / RECORD), [is_source]
-        wanted[METRICS] = chosen.manifest["meta"]["metrics_bytes"], [is_source]
-        wanted[LEDGER] = chosen.step * LEDGER_RECORD.size, [is_source]
+        wanted[METRICS] = point.metrics_bytes, [is_source]
+        wanted[LEDGER] = point.step * LEDGER_RECORD.size, [is_source]
         sizes = {name: _measure(directory.path / name) for name in list_orders(directory.path)}
         wanted |= {name: (size, [size, is_source]) for name, size in sizes.items()}
     return {

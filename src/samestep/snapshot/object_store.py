@@ -1,4 +1,4 @@
-"""A run whose directory is a URL: in an object store, or in any other file system of fsspec.
+"""The files of a run at a URL: in an object store, or in any other file system of fsspec.
 
 The files at the URL have the layout of a run directory, except that the directory of a named snapshot contains its step
 (`snapshots/best.step-00000007`): stores cannot rename directories, so a new one is written beside the old one. A
@@ -8,26 +8,20 @@ snapshot's manifest is written last and removed first; without a manifest, the s
 import os
 import re
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
-from itertools import count
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from samestep.data.order_files import ORDERS, list_orders
+from samestep.data.order_files import ORDERS
 from samestep.errors import Error, RunDirectoryError, needing
-from samestep.files import MOST_BYTES, open_regular, read_bytes, replace_file
-from samestep.hashing import hash_bytes
+from samestep.files import MOST_BYTES, read_bytes, replace_file
 from samestep.snapshot.lock import build_token, explain_takeover
 from samestep.snapshot.manifest import FILE, MANIFEST, NAME, find_wrong_size, parse_manifest
-from samestep.snapshot.run_directory import RunDirectory
-from samestep.snapshot.run_record import parse_run_record
 from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Elsewhere, Snapshot, Unreachable
-from samestep.watch.records import LOCK, RECORD, SHARED
-from samestep.world.environment import advise, read_cache_dir, read_host
-from samestep.world.forking import at_rest
+from samestep.watch.records import LOCK, SHARED
+from samestep.world.environment import read_cache_dir
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -200,7 +194,7 @@ class ObjectStore:
             before_fetch()
             self._fetch(snapshot.path.name, snapshot.manifest["files"], directory)
 
-        return Elsewhere(self.url, [each for each in self.snapshots() if not each.was_left(rewinds)], fetch)
+        return Elsewhere(self.url, [each for each in self.snapshots() if not each.was_left(rewinds)], fetch, rewinds)
 
     @_requests
     def _fetch(self, place: str, files: Sequence[str], directory: Path) -> None:
@@ -289,148 +283,6 @@ class ObjectStore:
         elif text != self._token.encode():
             raise explain_takeover(self.url, text)
         return text is not None
-
-
-class RemoteRun:
-    """A run at a URL, and its working copy on a disk. Only rank 0 has one.
-
-    Args:
-        url: as `samestep.Run` got it. With `fresh`, the first of x, x-2, x-3 ... that is empty.
-        local_dir: as in `find_copies`.
-        warn: prints a message.
-
-    Attributes:
-        url: the URL of the run.
-        path: directory of the working copy.
-
-    Raises:
-        RunDirectoryError: the URL cannot be used or reached.
-    """
-
-    def __init__(self, url: str, *, fresh: bool, local_dir: str | None, warn: Callable[[str], None]) -> None:
-        self._warn = warn
-        self._pushed: dict[str, str] = {}  # file -> sha256 of the content uploaded last
-        self._is_begun = False
-        store = ObjectStore(url)
-        for number in count(2) if fresh else ():
-            if store.is_empty():
-                break
-            store = ObjectStore(f"{url.rstrip('/')}-{number}")
-        self._holder, run = store.read_lock()
-        self._store, self.url = store, store.url
-        self._run = run or uuid.uuid4().hex
-        self.path = find_copy(self.url, self._run, local_dir)
-
-    def pull(self, directory: RunDirectory) -> Elsewhere:
-        """Download `run.json` unless the working copy has one.
-
-        Returns:
-            The snapshots at the URL. Fetching one also downloads the files that belong to it.
-
-        Raises:
-            RunDirectoryError: there is no run at the URL, or it cannot be read.
-            OSError: the working copy cannot be written.
-        """
-
-        def download_files() -> None:
-            self._store.download([name for name in self._store.list_files() if name != RECORD], directory.path)
-
-        text = self._store.read(RECORD)
-        if text is not None:
-            record = parse_run_record(text, self.url, f"repair it, or start with {advise(fresh=True)}")
-            if not directory.record:
-                replace_file(directory.path / RECORD, text)
-                directory.read_record()
-            directory.rewinds = max(directory.rewinds, record.get("rewinds", []), key=len)
-        elsewhere = self._store.find_elsewhere(directory.rewinds, download_files)
-        if text is None and elsewhere.snapshots:
-            raise RunDirectoryError(f"{self.url} holds snapshots but no {RECORD}: name another run directory")
-        return elsewhere
-
-    def find_elsewhere(self, directory: RunDirectory) -> Elsewhere:
-        """Return the snapshots at the URL. Raises Error as in `pull`."""
-        return self._store.find_elsewhere(directory.rewinds)
-
-    def begin(self, directory: RunDirectory, step: int) -> None:
-        """Make this process the writer, and move snapshots of later steps to `abandoned/`. Later calls do nothing.
-
-        Raises:
-            RunDirectoryError: the URL cannot be written.
-        """
-        if self._is_begun:
-            return
-        if self._holder and f" on {read_host()} since " not in self._holder:
-            self._warn(f"{self.url} was written by {self._holder}: if it still runs, it ends at its next snapshot")
-        self._store.take(self._run)
-        self._store.clean()
-        self._push_file(directory, RECORD)  # first: it lists the steps that the run went back to
-        for each in reversed(self._store.snapshots()):
-            if each.step > step:
-                self._store.abandon(each)
-        self._is_begun = True
-
-    @at_rest()  # the network may take long
-    def push(self, directory: RunDirectory, keep: int) -> str:
-        """Upload the newest numbered snapshot, the newest of each name, and the other files that changed.
-
-        Of the numbered snapshots at the URL, keeps the `keep` newest.
-
-        Returns:
-            The end of a message about the snapshot if the URL cannot be written; "" otherwise. The earlier content of
-            the URL is undamaged in both cases.
-
-        Raises:
-            RunDirectoryError: another process has taken the run over.
-        """
-        try:
-            if not self._store.check():
-                self._pushed.clear()
-            self._push_files(directory)
-            self._push_snapshots(directory, keep)
-        except (Unreachable, OSError) as error:
-            why = error.reason if isinstance(error, Unreachable) else error
-            return f"is in {self.path} only: it could not be uploaded to {self.url} ({why})"
-        return ""
-
-    def _push_snapshots(self, directory: RunDirectory, keep: int) -> None:
-        there = {each.path.name: each for each in self._store.snapshots()}
-        sound = {place: each for place, each in there.items() if each.problem is None}
-        own = {place_of(each): each for each in directory.store.snapshots() if each.problem is None}
-        steps: dict[str | None, list[int]] = {}
-        for each in {**sound, **own}.values():
-            steps[each.name] = sorted({*steps.get(each.name, []), each.step})
-        # Named ones first: a script that resumes from the numbered one would not ask for them again.
-        for place, each in sorted(own.items(), key=lambda item: item[1].name is None):
-            is_there = place in sound and each.is_same(sound[place])
-            if is_there or each.step < steps[each.name][-1]:
-                continue
-            if place in there:
-                self._store.remove(place)
-            self._store.push(each)
-        for place, each in there.items():
-            if each.step < steps.get(each.name, [0])[-keep if each.name is None else -1 :][0]:
-                self._store.remove(place)
-
-    def push_status(self, directory: RunDirectory) -> None:
-        """Upload the status of the run, if possible."""
-        with suppress(Error, OSError):
-            self._store.check()
-            self._push_files(directory)
-
-    def _push_files(self, directory: RunDirectory) -> None:
-        for name in (*SHARED, *list_orders(directory.path)):
-            self._push_file(directory, name)
-
-    def _push_file(self, directory: RunDirectory, name: str) -> None:
-        """Upload a file that exists and has changed. Raises Unreachable or OSError."""
-        path = directory.path / name
-        if not path.exists():
-            return
-        with open(path, "rb", opener=open_regular) as file:
-            content = file.read()
-        if self._pushed.get(name) != (now := hash_bytes(content)):
-            self._store.write(name, content)
-            self._pushed[name] = now
 
 
 def place_of(snapshot: Snapshot) -> str:

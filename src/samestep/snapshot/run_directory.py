@@ -1,4 +1,8 @@
-"""One run on disk: its lock, its record, its logs and its snapshots. Only ranks that write the run have one."""
+"""One run on disk: its lock, its record, its logs and its snapshots. Only ranks that write the run have one.
+
+A start calls `look` and then, once the point at which the run continues is known, `begin`. Only the methods of the
+directory change its attributes.
+"""
 
 import json
 import os
@@ -15,9 +19,11 @@ from samestep.files import fits, is_count, is_object, overwrite, replace_file
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.plan.ledger import Entry
 from samestep.snapshot.append_log import AppendLog, format_row
+from samestep.snapshot.ledger_file import count_records
 from samestep.snapshot.lock import Lock, detach, refuse_links
+from samestep.snapshot.resume_point import Holding, ResumePoint
 from samestep.snapshot.run_record import Options, build_record, find_different, read_record
-from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Elsewhere, Snapshot, Store
+from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Elsewhere, Snapshot, Store, Unreachable
 from samestep.watch.records import (
     LEDGER,
     LOCK,
@@ -52,13 +58,7 @@ class RunDirectory:
     Attributes:
         path: the absolute path.
         record: the content of `run.json`; {} if there is none.
-        before_close: called at the start of `close`.
-        save_s: duration of writing the last snapshot, in seconds; 0 before the first one.
-        num_recorded: number of steps in the ledger of another copy of this run, if that has more.
-        is_rewound: whether another node's copy of this run has later snapshots.
-        rewinds: the steps to which the run went back although there were later snapshots.
-        elsewhere: the snapshots at the run's URL; None without one.
-        snapshot: the snapshot to which `begin` goes back; None for the beginning.
+        store: the run's snapshots.
         lost: see `find_lost`.
 
     Raises:
@@ -67,14 +67,12 @@ class RunDirectory:
 
     def __init__(self, named: Path, *, warn: Callable[[str], None]) -> None:
         self.named, self._warn = named, warn
-        self.before_close: Callable[[], None] = lambda: None
-        self.save_s, self.num_recorded, self.is_rewound, self.lost = 0.0, 0, False, ""
+        self.lost = ""
+        self._before_close: Callable[[], None] = lambda: None
         self._lock: Lock | None = None
         self._logs: tuple[AppendLog, AppendLog] | None = None  # metrics and ledger
         self._early_rows: list[Mapping[str, Any]] = []
         self._last_entry: Callable[[], Entry] | None = None  # of a step whose gradient may not be computed yet
-        self.elsewhere: Elsewhere | None = None
-        self.snapshot: Snapshot | None = None
         self._is_begun, self._lost_steps = False, 0
         self._start: int | None = None  # number of this start, once its logs have begun
         self._measured: Mapping[str, Any] = {}  # by the last start that made a step
@@ -94,7 +92,6 @@ class RunDirectory:
                 self.read_record()
             elif self._is_used(self._lock):
                 raise RunDirectoryError(f"{named} holds files of a run but no {RECORD}: name another run directory")
-            self.rewinds: list[int] = self.record.get("rewinds", [])
         except (Error, OSError) as error:
             self.close()
             if isinstance(error, Error):
@@ -137,21 +134,6 @@ class RunDirectory:
                 f"or start beside it with {advise(fresh=True)}"
             )
 
-    def write_record(
-        self, numbers: Mapping[str, Any], machine: Mapping[str, Any], config: Mapping[str, Any], options: Options
-    ) -> None:
-        """Begin or continue the run: write `run.json`, and warn about changes. Arguments as for `build_record`."""
-        step = 0 if self.snapshot is None else self.snapshot.step
-        self.begin()
-        record, warnings = build_record(
-            self.record, step=step, numbers=numbers, machine=machine, config=config, options=options,
-            rewinds=self.rewinds,
-        )  # fmt: skip
-        for warning in warnings:
-            self._warn(warning)
-        self._replace_record(record)
-        self._is_begun = True
-
     def write_loops(self, loops: Sequence[Mapping[str, Any]]) -> None:
         """Record the run's loops after the first one, whose numbers are the run's."""
         self._replace_record({**self.record, "loops": [*loops]})
@@ -189,24 +171,41 @@ class RunDirectory:
 
     # --- start ------------------------------------------------------------------------------------------------
 
-    def find(self, resume: str | int | None) -> Snapshot | None:
-        """Find the snapshot to resume from; None to begin.
+    def look(self, resume: str | int | None, rewinds: Sequence[int], elsewhere: Elsewhere | None = None) -> Holding:
+        """Look for the snapshot to resume from, and check it. A snapshot that is elsewhere is copied here.
 
         Removes incomplete snapshots, and abandons those that the run has left in another copy.
 
+        Args:
+            resume: as in `RunConfig`.
+            rewinds: the steps to which the run has gone back, also while this copy took no part.
+
         Raises:
-            RunDirectoryError: all snapshots are damaged, or there are snapshots and `resume` is None.
+            RunDirectoryError: there are snapshots and `resume` is None; raised by `elsewhere`, since another copy may
+                hold an older snapshot than those there.
         """
         self.store.clean()
-        there = self.elsewhere.snapshots if self.elsewhere is not None else ()
-        if resume is None:
-            if self.store.snapshots() or there:
-                ways = f"{advise(resume='latest')}, or {advise(fresh=True)}"
-                raise RunDirectoryError(f"{self.named} already has snapshots and resume is never: start with {ways}")
-            return None
-        self.store.abandon([each for each in self.store.snapshots() if each.was_left(self.rewinds)])
-        self.snapshot = self.store.find(resume, warn=self._warn, judge=self._judge, elsewhere=self.elsewhere)
-        return self.snapshot
+        there = elsewhere.snapshots if elsewhere is not None else ()
+        found, problem = None, ""
+        if resume is not None:
+            self.store.abandon([each for each in self.store.snapshots() if each.was_left(rewinds)])
+            try:
+                found = self.store.find(resume, warn=self._warn, judge=self._judge, elsewhere=elsewhere)
+            except Unreachable:
+                raise
+            except Error as error:
+                problem = str(error)
+        here = self.store.snapshots()
+        if resume is None and (here or there):
+            ways = f"{advise(resume='latest')}, or {advise(fresh=True)}"
+            raise RunDirectoryError(f"{self.named} already has snapshots and resume is never: start with {ways}")
+        return Holding(
+            found=found,
+            problem=problem,
+            newest_step=max((each.step for each in (*here, *there)), default=0),
+            named=[each for each in here if each.problem is None and each.name is not None],
+            num_recorded=count_records(self.path / LEDGER),
+        )
 
     def _judge(self, snapshot: Snapshot) -> str:
         """Return why a snapshot belongs to another run, such as one from a restored backup; "" if it does not."""
@@ -215,21 +214,29 @@ class RunDirectory:
         different = find_different(meta["numbers"], self.record.get("numbers", {}))
         return f"it is of another run ({different})" if different else ""
 
-    def begin(self) -> None:
-        """Take the directory back to the snapshot that was found, or to the beginning. A second call does nothing.
+    def begin(
+        self, point: ResumePoint, *, numbers: Mapping[str, Any], machine: Mapping[str, Any],
+        config: Mapping[str, Any], options: Options,
+    ) -> None:  # fmt: skip
+        """Begin or continue the run: take the files back to a point, write `run.json`, and warn about changes.
 
-        Truncate rows and records after that step, and move snapshots of later steps, which exist if the run resumes
-        from an older one, to `abandoned/`.
+        Called once. Arguments as for `build_record`.
         """
-        lock = self._get_lock()
-        if self._logs is not None:
-            return
-        step = 0 if self.snapshot is None else self.snapshot.step
-        later = [other for other in self.store.snapshots() if self.snapshot is not None and other.step > step]
+        self._take_back(point)
+        record, warnings = build_record(
+            self.record, step=point.step, numbers=numbers, machine=machine, config=config, options=options,
+            rewinds=point.rewinds,
+        )  # fmt: skip
+        for warning in warnings:
+            self._warn(warning)
+        self._replace_record(record)
+        self._is_begun = True
+
+    def _take_back(self, point: ResumePoint) -> None:
+        """Truncate rows and records after a point, and move snapshots of later steps to `abandoned/`."""
+        lock, step = self._get_lock(), point.step
+        later = [other for other in self.store.snapshots() if not point.is_beginning and other.step > step]
         self.store.abandon(later)  # before rows are cut: after a crash in between, the newest one left is whole
-        remote = self.elsewhere.snapshots if self.elsewhere is not None else ()
-        if later or self.is_rewound or any(each.step > step for each in remote):
-            self.rewinds = [*self.rewinds, step]
         if later:
             plural = "s" if len(later) > 1 else ""
             self._warn(f"{len(later)} snapshot{plural} after step {step} went to {self.named / ABANDONED}")
@@ -245,13 +252,12 @@ class RunDirectory:
         metrics = AppendLog(rows, flush_s=METRICS_FLUSH_S)
         ledger = AppendLog(records, flush_s=LEDGER_FLUSH_S, record_bytes=LEDGER_RECORD.size)
         self._logs = metrics, ledger
-        num_recorded = max(ledger.flush() // LEDGER_RECORD.size, self.num_recorded)
+        num_recorded = max(ledger.flush() // LEDGER_RECORD.size, point.num_recorded)
         self._lost_steps = max(num_recorded - step, 0)
-        metrics_bytes = 0 if self.snapshot is None else self.snapshot.manifest["meta"]["metrics_bytes"]
-        for path, log, size in ((rows, metrics, metrics_bytes), (records, ledger, step * LEDGER_RECORD.size)):
+        for path, log, size in ((rows, metrics, point.metrics_bytes), (records, ledger, step * LEDGER_RECORD.size)):
             if not log.cut(size):
                 self._warn(f"{path} is shorter than when step {step} was saved: a part of it is missing")
-        for row in self._early_rows if self.snapshot is None else ():
+        for row in self._early_rows if point.is_beginning else ():
             metrics.append(format_row(row))
 
     def find_restart(self) -> int:
@@ -419,15 +425,18 @@ class RunDirectory:
             "world_size": world_size,
             "numbers": self.record["numbers"],
             "settings": self.record["settings"],
-            "rewinds": len(self.rewinds),
+            "rewinds": len(self.record["rewinds"]),
             **notes,
         }
 
     def save(
         self, structure: Any, tensors: Mapping[str, Any], *, step: int, name: str | None, meta: Mapping[str, Any],
         confirm: Callable[[], None],
-    ) -> None:  # fmt: skip
+    ) -> float:  # fmt: skip
         """Write a snapshot of an encoded state. May be called in any thread, by one at a time.
+
+        Returns:
+            The duration in seconds, without that of `confirm`.
 
         Raises:
             RunDirectoryError: another process has taken the run over.
@@ -445,7 +454,7 @@ class RunDirectory:
             self._check_begun()
 
         self.store.write_encoded(structure, tensors, step=step, name=name, meta=meta, confirm=confirm_all)
-        self.save_s = time.monotonic() - began_s
+        return time.monotonic() - began_s
 
     def prune(self, keep: int) -> None:
         """Remove the oldest numbered snapshots above `keep`. Errors as for `save`."""
@@ -464,6 +473,10 @@ class RunDirectory:
 
     # --- end --------------------------------------------------------------------------------------------------
 
+    def call_before_close(self, fn: Callable[[], None]) -> None:
+        """Call `fn` at the start of `close`, also if a later run in the same process closes this one."""
+        self._before_close = fn
+
     @property
     def is_open(self) -> bool:
         """Return whether neither this run nor a later one has closed it."""
@@ -471,7 +484,7 @@ class RunDirectory:
 
     def close(self) -> None:
         """Release the directory. If no run began in it, restore it as it was. A second call does nothing."""
-        self.before_close()
+        self._before_close()
         if self._is_begun and not self.lost and self.find_lost():
             self._warn(self.lost)
         logs, self._logs = self._logs, None

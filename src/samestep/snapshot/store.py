@@ -123,12 +123,14 @@ class Elsewhere:
     Attributes:
         where: the place, for messages.
         snapshots: the names of their paths are those of their directories there.
-        fetch: copies the files of one of them, but not its manifest, to a directory. Raises Error or OSError.
+        fetch: copies the files of one of them, but not its manifest, to a directory. Raises Unreachable or OSError.
+        rewinds: the steps to which the run has gone back, as recorded there or here.
     """
 
     where: str
     snapshots: Sequence[Snapshot]
     fetch: Callable[[Snapshot, Path], None]
+    rewinds: Sequence[int] = ()
 
 
 class Store:

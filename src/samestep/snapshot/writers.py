@@ -3,9 +3,13 @@
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
+from samestep.errors import RunDirectoryError
+from samestep.world.group import Group
 from samestep.world.local_sockets import Gatherer
 
 _TOKEN = ".samestep-node-"
@@ -54,3 +58,24 @@ def _create_token(path: Path) -> Path | None:
                 token.touch(exist_ok=False)
                 return token
     return None
+
+
+def choose_fresh(group: Group, path: Path, writers: Sequence[int]) -> Path:
+    """Return the first of x, x-2, x-3 ... that is empty, or does not exist, on all nodes.
+
+    Raises:
+        RunDirectoryError: one of them cannot be read.
+    """
+
+    def is_used() -> bool:
+        try:
+            return chosen.exists() and any(chosen.iterdir())
+        except OSError as error:
+            raise RunDirectoryError(f"{chosen} cannot be read ({error.strerror}): name another directory") from None
+
+    beside = path if path.name else path.absolute()  # "." has no name
+    for number in count(1):
+        chosen = path if number == 1 else beside.with_name(f"{beside.name}-{number}")
+        if not any(group.each(is_used, on=writers)):
+            return chosen
+    raise AssertionError

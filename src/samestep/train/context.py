@@ -1,4 +1,4 @@
-"""The values of a run that most modules need, without models, loop or snapshots."""
+"""The values of a run that most modules need, without models and loop."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ import torch
 
 from samestep.config import RunConfig
 from samestep.engine.precision import Precision
+from samestep.snapshot.location import RunLocation
 from samestep.world.environment import Environment
 from samestep.world.group import Group
 
@@ -22,6 +23,7 @@ class RunContext:
         device: device of this rank.
         precision: precision of the forward passes.
         say: prints a message, on rank 0.
+        location: where the run lives.
     """
 
     environment: Environment
@@ -30,6 +32,7 @@ class RunContext:
     device: torch.device
     precision: Precision
     say: Callable[[str], None]
+    location: RunLocation
 
     @property
     def rank(self) -> int:

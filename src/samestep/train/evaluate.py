@@ -20,7 +20,6 @@ from samestep.plan.loop_plan import Task
 from samestep.plan.order import build_order
 from samestep.plan.seeds import derive
 from samestep.plan.tree import build_layout
-from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train import calls
 from samestep.train.context import RunContext
 from samestep.train.position import Position
@@ -50,13 +49,12 @@ class Evaluator:
         modules: Mapping[str, nn.Module],
         gradients: GradientPass,
         position: Position,
-        snapshotter: Snapshotter,
         watchdog: PhaseClock,
         stopping: Stopping,
         pools: Pools,
     ) -> None:
         self._context, self._modules, self._gradients, self._position = context, modules, gradients, position
-        self._snapshotter, self._watchdog, self._stopping, self._pools = snapshotter, watchdog, stopping, pools
+        self._watchdog, self._stopping, self._pools = watchdog, stopping, pools
 
     def evaluate(
         self, score: Callable[[Any], Mapping[str, Any]], data: Any, *, micro_batch_size: int | None, **arguments: Any
@@ -120,7 +118,7 @@ class Evaluator:
                     self._watchdog.enter("validating", position.steps_done)
             return [_settle(row) for row in rows]
         except Error as error:
-            raise locate_error(error, self._snapshotter.logs, context.rank, "run.evaluate") from error.__cause__
+            raise locate_error(error, context.location.logs, context.rank, "run.evaluate") from error.__cause__
         finally:
             _set("training", modes)
             _set("grad", gradients)

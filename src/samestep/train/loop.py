@@ -226,7 +226,7 @@ class Loop:
         spans = self._plan.micro_batches(number)
         self.step = step = Step(
             number, self._plan.epoch_of(number), spans, self._loader,
-            context=self._context, gradients=self._gradients, position=position, logs=self._snapshotter.logs,
+            context=self._context, gradients=self._gradients, position=position, logs=self._context.location.logs,
             cast_vote=self._cast_vote, observers=self._on,
         )  # fmt: skip
         self._on.begin_step(step)
@@ -304,18 +304,18 @@ class Loop:
         """Begin the loop. A run that has already received a signal to stop ends here."""
         if self.place.is_past:
             return
-        snapshotter, settings, environment = self._snapshotter, self._context.config, self._context.environment
+        location, settings, environment = self._context.location, self._context.config, self._context.environment
         self._stopping.signals.take()
         self._watchdog.begin()
         if self.place.is_further:
-            snapshotter.write_status("running", "", None)
-        elif snapshotter.directory is not None:
+            location.write_status("running", "", None)
+        elif location.directory is not None:
             from_step, world_size = self._position.steps_done, self._context.world_size
-            snapshotter.directory.write_start(environment.restart, from_step=from_step, world_size=world_size)
+            location.directory.write_start(environment.restart, from_step=from_step, world_size=world_size)
         if environment.local_rank == 0:
             self._notify_launcher(ROOM, str(settings.batch_size // settings.micro_batch_size))
-            if snapshotter.path is not None:
-                self._notify_launcher(BEGUN, snapshotter.shown)
+            if location.path is not None:
+                self._notify_launcher(BEGUN, location.shown)
         self._stopping.vote_together()
         self._exit_after_signal()
         self._stopping.agree_together()
@@ -341,7 +341,7 @@ class Loop:
             stopping.agree()
         else:
             stopping.agree_together(snapshotter.take_asked())
-        if snapshotter.path is not None:
+        if self._context.location.path is not None:
             epoch = self._plan.epoch_of(steps_done) if epochs_done is None else epochs_done
             position: dict[str, Any] = {"step": steps_done, "epoch": epoch, **self._data.state_dict(steps_done)}
             stopped = {"stopped": stopping.reason} if stopping.reason and steps_done < self.place.last_step else {}
@@ -379,11 +379,11 @@ class Loop:
         """End the process after a signal, once all ranks have voted."""
         if not self._stopping.is_interrupted:
             return
-        snapshotter, steps_done, signals = self._snapshotter, self._position.steps_done, self._stopping.signals
-        saved = snapshotter.saved_step == steps_done
+        steps_done, signals = self._position.steps_done, self._stopping.signals
+        saved = self._snapshotter.saved_step == steps_done
         self._context.say(
             f"stopped by a signal after step {steps_done}"
-            + (f", saved in {snapshotter.named}: the same command continues from there" if saved else "")
+            + (f", saved in {self._context.location.named}: the same command continues from there" if saved else "")
         )
         signals.leave()
         self._end("stopped", describe_stop(self._stopping.signal))
@@ -419,9 +419,9 @@ class Loop:
     def _end(self, status: str, reason: str) -> None:
         self._stopping.is_ended = True
         self._loader.close()
-        context, snapshotter, steps_done = self._context, self._snapshotter, self._position.steps_done
+        context, steps_done = self._context, self._position.steps_done
         self._watchdog.enter("saving", steps_done)
-        snapshotter.end(steps_done)
+        self._snapshotter.end(steps_done)
         # On all ranks: if the launcher of one node ended with START_AGAIN, srun would return it for all nodes.
         ends = [(context.rank, self._explain_failure())]
         ends = context.group.gather(ends[0]) if self._stopping.signal else ends
@@ -430,7 +430,8 @@ class Loop:
             self.failure, status, reason = Error(failure, rank=rank), "failed", failure
         self._watchdog.enter("script", steps_done)
         rows, measured = self._metrics.sum_up(steps_done, self._position.began_step, self._watchdog.spent_s())
-        snapshotter.write_status(status, reason, None if failure else {"steps": steps_done, "measured": measured})
+        end = None if failure else {"steps": steps_done, "measured": measured}
+        context.location.write_status(status, reason, end)
         self._watchdog.close()
         self._on_end(rows, status, self.failure)
 
@@ -440,11 +441,11 @@ class Loop:
         if snapshotter.unsaved is not None and snapshotter.unsaved[0] == position.steps_done:
             return f"{snapshotter.unsaved[1]}; fix this, and start the same command again"
         is_again = self._stopping.is_interrupted and stop_code(signal) == START_AGAIN
-        if not is_again or self._context.rank != 0 or snapshotter.path is None:
+        if not is_again or self._context.rank != 0 or (run_dir := self._context.location.path) is None:
             return ""
         if (snapshotter.saved_step or 0) > position.resumed_step:
             return ""
-        count = count_idle_stops(snapshotter.path / RESTARTS) + 1
+        count = count_idle_stops(run_dir / RESTARTS) + 1
         if count < MOST_IDLE_STOPS:
             return ""
         cure = "give each more time (with submit: a longer --time)"
@@ -482,8 +483,9 @@ class Loop:
                 raise InvalidValue(
                     f"sampler({epoch}) gave other indices on other ranks: seed it from the epoch, not the rank"
                 )
-            if (directory := self._snapshotter.path) is not None and (
-                problem := self._snapshotter.once(partial(keep_order, directory, epoch, indices))
+            location = self._context.location
+            if (directory := location.path) is not None and (
+                problem := location.once(partial(keep_order, directory, epoch, indices))
             ):
                 self._context.say(problem)
         last_step = find_last_step(self._plan, self.place.planned, self._context.config.max_steps)

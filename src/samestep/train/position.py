@@ -6,9 +6,9 @@ from typing import Any
 
 from samestep.errors import RunDirectoryError
 from samestep.plan.loop_plan import LoopPlan
+from samestep.snapshot.location import RunLocation
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import find_different
-from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.loop_data import LoopData
 from samestep.train.samples import check_shards
 
@@ -70,7 +70,7 @@ class Position:
         self.resumed_step, self._num_past = self.steps_done, len(self._ends)
 
     def begin_loop(
-        self, data: LoopData, planned: int, max_steps: int | None, snapshotter: Snapshotter,
+        self, data: LoopData, planned: int, max_steps: int | None, location: RunLocation,
         say: Callable[[str], None],
     ) -> Place:  # fmt: skip
         """Move to the script's next loop, and record it. On all ranks.
@@ -94,7 +94,7 @@ class Position:
             is_further=number > self._num_past,
             is_replayed=0 < number == self._num_past,
         )
-        snapshotter.once(lambda: self._record(snapshotter.directory, place, data))
+        location.once(lambda: self._record(location.directory, place, data))
         if planned != was:
             say(
                 f"loop {number + 1} of this run ended at step {end} and is not continued, although its planned "

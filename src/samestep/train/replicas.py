@@ -69,8 +69,7 @@ class Replicas(StepObserver):
 
     def watch(self, snapshotter: Snapshotter) -> None:
         """Begin to watch, before the first step of a loop, so that a change before its update is noticed."""
-        snapshotter.watch(list_stable(self._objects))
-        if snapshotter.path is not None:
+        if snapshotter.watch(list_stable(self._objects)):
             self._begun_infinite = {label for label, tensor in list_checked(self._objects) if not is_finite(tensor)}
 
     def is_time(self) -> bool:

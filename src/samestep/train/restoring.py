@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from samestep.console import warn
 from samestep.engine.precision import Precision
 from samestep.errors import Error, InvalidType, InvalidValue, RunDirectoryError, UsageError
+from samestep.snapshot.location import RunLocation
 from samestep.snapshot.run_record import OVERRIDE, Options, describe_changes
-from samestep.snapshot.snapshotter import Snapshotter
 from samestep.snapshot.store import Store
 from samestep.train.optimizer_settings import Override, find_changed, read_settings
 from samestep.train.stateful import Objects, list_params, name_optimizers, states, unwrap
@@ -199,7 +199,7 @@ def load(objects: Objects, saved: Mapping[str, Any], *, leave: Collection[str] =
 
 
 def recall(
-    snapshotter: Snapshotter, known: Mapping[str, nn.Module], names: Sequence[str], which: int | str, group: Group,
+    location: RunLocation, known: Mapping[str, nn.Module], names: Sequence[str], which: int | str, group: Group,
     *, may_lack: bool,
 ) -> bool:  # fmt: skip
     """Load the parameters and buffers of a snapshot into models, in place. On all ranks.
@@ -218,7 +218,7 @@ def recall(
     Raises:
         Error: as in `Run.restore`.
     """
-    if snapshotter.path is None:
+    if location.path is None:
         raise UsageError("run.restore needs snapshots, and this run has no directory: name one in samestep.Run(...)")
     for name in names:
         if name not in known:
@@ -226,15 +226,14 @@ def recall(
                 f"run.restore got {name!r}, but the models of run.prepare are {', '.join(known)}: name those"
             )
     modules = {name: known[name] for name in names or known}
-    snapshotter.settle()
-    store = Store(snapshotter.path, snapshotter.named)
+    store = Store(location.path, location.named)
 
     def read_and_load() -> dict[str, dict[str, Any]] | None:
         if may_lack and not any(each.matches(which) for each in store.snapshots()):
             return None
-        found = snapshotter.find(which)
+        found = location.find(which)
         if found is None:
-            raise RunDirectoryError(f"there is no snapshot in {snapshotter.shown} yet")
+            raise RunDirectoryError(f"there is no snapshot in {location.shown} yet")
         saved = store.read(found)["objects"]
         load(modules, saved)
         return {name: {k: v for k, v in saved[name].items() if not isinstance(v, Tensor)} for name in modules}

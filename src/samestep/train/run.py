@@ -20,6 +20,8 @@ from samestep.errors import Error, InvalidValue, UsageError
 from samestep.plan.schedule import describe
 from samestep.plan.seeds import derive
 from samestep.redaction import hide_secrets
+from samestep.snapshot.open_location import open_location
+from samestep.snapshot.resume_point import ResumePoint
 from samestep.snapshot.serialization import encode
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train import calls
@@ -180,7 +182,6 @@ class Run:
         self.summary: dict[str, Any] = {}
         self._progress = build_progress(rank=self.rank, terminal=False if is_trial else None)
         self._config = hide_secrets(config or {})
-        self._context = context = RunContext(environment, settings, group, self.device, precision_of_run, self._say)
         if settings.precision == "fp16" and self.device.type == "cpu":
             slow = "fp16 is slower than fp32 on most CPUs: use bf16, which needs no loss scale, or a GPU"
             warn(self._say, slow, start="fp16 is slower")
@@ -189,14 +190,17 @@ class Run:
             warn(self._say, unused, start="tf32 is a format of GPUs")
         used = () if is_trial else settings.trackers
         self._trackers, self._pools, self._position = Trackers(build_trackers(used), self._say), Pools(), Position()
-        self._snapshotter = Snapshotter(settings, group, self._say)
-        self.dir = self._snapshotter.path
+        location = open_location(settings, group, self._say)
+        self.dir = location.path
+        context = RunContext(environment, settings, group, self.device, precision_of_run, self._say, location)
+        self._context = context
+        self._snapshotter, self._point = Snapshotter(settings, location, self.world_size, self._say), ResumePoint()
         self._signals = StopSignals(environment, self._say, is_on=self.dir is not None)
         self._resources = Resources(context, self._snapshotter, self._signals, self._progress, self._pools)
         self._watchdog = Watchdog(context, self._snapshotter, self._position)
         self._stopping = Stopping(context, self._position, self._snapshotter, self._watchdog, self._signals)
         self._objects: dict[str, Any] = {}
-        self._metrics = RunMetrics(context, self._snapshotter, self._progress, self._trackers, self._objects)
+        self._metrics = RunMetrics(context, self._progress, self._trackers, self._objects)
         self._old_params = prepared.find_params()
         self._loop: Loop | None = None
         self._resumed, self._is_recalled = "", False
@@ -280,8 +284,7 @@ class Run:
         self._replicas = Replicas(objects, context.group, config.compare_every)
         self._parameters = TrainedParameters(objects, modules, self._gradients, held)
         self._evaluator = Evaluator(
-            context, modules, self._gradients, self._position, self._snapshotter, self._watchdog, self._stopping,
-            self._pools,
+            context, modules, self._gradients, self._position, self._watchdog, self._stopping, self._pools
         )  # fmt: skip
 
     def epochs(
@@ -539,7 +542,8 @@ class Run:
             raise UsageError("run.restore in the loop would change what is trained: call it after the loop")
         calls.meet(self._context.group, calls.RESTORE)
         may_lack, group = self._interceptors.is_trial, self._context.group
-        is_loaded = recall(self._snapshotter, self._modules, names, which, group, may_lack=may_lack)
+        self._snapshotter.settle()
+        is_loaded = recall(self._context.location, self._modules, names, which, group, may_lack=may_lack)
         self._is_recalled = is_loaded and self._loop is None
 
     def stop(self, reason: str = "") -> None:
@@ -637,30 +641,31 @@ class Run:
     def _begin(self, data: LoopData, planned: int, num_epochs: int | None) -> Loop:  # noqa: PLR0915
         """Do everything between the check of the arguments and the first step of a loop. `planned`: its end."""
         context, config = self._context, self._context.config
-        position, snapshotter = self._position, self._snapshotter
+        position, location = self._position, context.location
         calls.meet(context.group, calls.LOOP)
         plan = data.plan
         lengths = {f"the number of {plan.unit}s": planned, "the length of the data set": plan.length}
         context.group.agree(data.numbers | lengths)
         if self._loop is None and not position.resumed_step:
             data.open_epochs(0)  # an error for wrong indices comes before anything is written
-        directory = snapshotter.path if data.shards else None
+        directory = location.path if data.shards else None
         marks = []
         if directory is not None:
             marks = context.group.once(lambda: check_marks(data, directory, overrides=self._overrides))
         if self._loop is None:
             machine = describe_machine(config, self.device)
             options = self._contents.options
-            options = add_samples(options, context.group, snapshotter, data, self.seed, machine, self._overrides)
+            own = location.directory
+            options = add_samples(options, context.group, own, data, self.seed, machine, self._overrides)
             if self.dir is not None:
                 git, script = context.group.once(lambda: (read_commit(), describe_script()))
                 options = replace(options, git=git, script=script)
-            snapshotter.record(self._numbers | data.numbers, machine, self._config, options)
+            location.begin(self._point, self._numbers | data.numbers, machine, self._config, options)
             self._about = describe_run(context, self.dir, self._config, machine, options)
             fix_compiler()
-        place = position.begin_loop(data, planned, config.max_steps, snapshotter, self._say)
+        place = position.begin_loop(data, planned, config.max_steps, location, self._say)
         if directory is not None and (
-            problem := snapshotter.once(lambda: keep_shards(directory, data.shards_hash, data.shards, marks))
+            problem := location.once(lambda: keep_shards(directory, data.shards_hash, data.shards, marks))
         ):
             self._say(problem)
         if data.lanes is not None and not place.is_past and not place.is_further and position.lanes:
@@ -670,7 +675,7 @@ class Run:
         if place.is_further:
             self._resources.begin_loop()
         if place.is_replayed:
-            self.state = self._contents.restore_again(snapshotter.read_again())
+            self.state = self._contents.restore_again(location.read(self._point))
         self._stopping.begin_loop(place)
         self._metrics.begin_loop(plan, self._gradients)
         observers: list[StepObserver] = [self._misuse, self._parameters, self._watchdog, self._metrics, self._stopping]
@@ -682,7 +687,7 @@ class Run:
         interceptors.begin_loop(LoopParts(data, self._gradients, self._watchdog, self.dir, self._build_state))
         self._loop = loop = Loop(
             context, data, place, position=position, gradients=self._gradients,
-            snapshotter=snapshotter, stopping=self._stopping, watchdog=self._watchdog, metrics=self._metrics,
+            snapshotter=self._snapshotter, stopping=self._stopping, watchdog=self._watchdog, metrics=self._metrics,
             observers=Observers([*observers, *interceptors.installed], interceptors), replicas=self._replicas,
             build_state=self._build_state, on_end=self._end_loop,
         )  # fmt: skip
@@ -709,7 +714,7 @@ class Run:
     def _end_loop(self, rows: dict[str, Any], status: str, failure: Error | None) -> None:
         """At the end of a loop, show the table, end the trackers, and release signal handlers and workers."""
         if self.dir is not None:
-            rows["written to"] = self._snapshotter.shown
+            rows["written to"] = self._context.location.shown
         self._progress.end(self.summary | rows)
         if self.rank == 0:
             self._trackers.finish(status)
@@ -719,9 +724,12 @@ class Run:
             self._resources.end_loop()
 
     def _restore(self) -> None:
-        if (restored := self._snapshotter.read(self._numbers)) is None:
+        location = self._context.location
+        self._point = point = location.find_resume_point(self._context.config.resume, self._numbers)
+        if point.meta is None:
             return
-        state, meta = restored
+        state, meta = location.read(point), point.meta
+        self._snapshotter.resume(point)
         self._contents.restore(state, meta.get("settings", {}), overrides=self._overrides)
         if self._context.config.resume == "latest":  # a snapshot that is named is meant to be trained further
             self._stopping.reason = meta.get("stopped", "")

@@ -13,7 +13,6 @@ from samestep.hashing import hash_short
 from samestep.plan.ledger import Entry, to_bits
 from samestep.plan.loop_plan import LoopPlan
 from samestep.snapshot.run_directory import RunDirectory
-from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.stateful import Objects, Wrapped, find_wrapped, learning_rates
 from samestep.train.step_log import Value
@@ -75,10 +74,8 @@ class RunMetrics(StepObserver):
         tally: counts and averages of the run's steps.
     """
 
-    def __init__(
-        self, context: RunContext, snapshotter: Snapshotter, progress: Progress, trackers: Trackers, objects: Objects
-    ) -> None:
-        self._context, self._snapshotter, self._objects = context, snapshotter, objects
+    def __init__(self, context: RunContext, progress: Progress, trackers: Trackers, objects: Objects) -> None:
+        self._context, self._objects = context, objects
         self._progress, self._trackers = progress, trackers
         self.tally, self._num_samples = Tally(), 0
         self._rates: dict[str, float] = {}
@@ -106,7 +103,7 @@ class RunMetrics(StepObserver):
 
     def reduced(self, step: Step) -> None:
         """Read the gradient and the learning rates of the update, which the script's body may change afterwards."""
-        if self._snapshotter.directory is not None:
+        if self._context.location.directory is not None:
             reducer = self._gradients.reducer
             if reducer is not self._checksummed:  # other parameters
                 self._checksummed, self._checksum = reducer, GradientChecksum()
@@ -124,7 +121,7 @@ class RunMetrics(StepObserver):
     def end_step(self, step: Step) -> None:
         """Record a finished step."""
         self._num_samples += step.num_samples
-        directory, steps_done = self._snapshotter.directory, step.number + 1
+        directory, steps_done = self._context.location.directory, step.number + 1
         if directory is not None:
             self._enter(directory, step)
         self._progress.step(steps_done, step.num_samples, step.epoch)
@@ -199,8 +196,8 @@ class RunMetrics(StepObserver):
         """Write a row of `metrics.jsonl`, and pass it to the progress display and the trackers. On rank 0."""
         if self._context.rank != 0:
             return
-        if self._snapshotter.directory is not None:
-            self._snapshotter.directory.write_row({"step": step, **place, **values})
+        if (directory := self._context.location.directory) is not None:
+            directory.write_row({"step": step, **place, **values})
         self._progress.log(values, step)
         self._trackers.log(values, step)
 

@@ -18,8 +18,8 @@ from samestep.data.spec import DataSpec
 from samestep.errors import Error, InvalidValue, RunDirectoryError
 from samestep.plan.loop_plan import Task
 from samestep.plan.seeds import derive
+from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import Options, describe_changes
-from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.generators import keeping_generators
 from samestep.train.loop_data import LoopData
 from samestep.world.environment import advise
@@ -60,8 +60,8 @@ def check_marks(data: LoopData, run_dir: Path, *, overrides: bool) -> list[Mark]
 
 
 def add_samples(
-    options: Options, group: Group, snapshotter: Snapshotter, data: LoopData, seed: int, machine: Mapping[str, Any],
-    overrides: bool,
+    options: Options, group: Group, directory: RunDirectory | None, data: LoopData, seed: int,
+    machine: Mapping[str, Any], overrides: bool,
 ) -> Options:  # fmt: skip
     """Return the options with rank 0's result of `check_samples`, after `compare_ranks`."""
     own = None
@@ -70,7 +70,7 @@ def add_samples(
         compare_ranks(own, data.spec, seed, group, machine)
 
     def check() -> tuple[list[str], str]:
-        directory, lanes = snapshotter.directory, data.lanes
+        lanes = data.lanes
         if lanes is not None and not lanes.are_given:
             check_lanes(data.spec, lanes, seed)
         if directory is None:

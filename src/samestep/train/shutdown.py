@@ -90,8 +90,8 @@ class Resources:
             self._snapshotter.drop_names("run.snapshot was called after the loop; call it in the body of the loop")
         self._progress.close()
         self._pools.close()
-        if failure and self._snapshotter.directory is not None:
-            self._snapshotter.directory.write_status("failed", failure)
+        if failure and (directory := self._context.location.directory) is not None:
+            directory.write_status("failed", failure)
         was_open = self._snapshotter.close()
         self._context.group.close()
         self._signals.restore()

@@ -96,7 +96,8 @@ class Stopping(StepObserver):
         if is_copying:
             self._watchdog.enter(before, self._position.steps_done)
         if not self.is_ended:
-            self._snapshotter.is_wanted |= any(vote.snapshot for vote in votes)
+            if any(vote.snapshot for vote in votes):
+                self._snapshotter.want()
             self.signal = max(vote.stop for vote in votes)
             self.ending |= bool(self.signal)
 
@@ -125,13 +126,13 @@ class Stopping(StepObserver):
 
     def _warn_of_grace(self, step_s: float) -> None:
         """Warn, once, if the grace period after a signal is too short for a step and a snapshot."""
-        directory, grace_s = self._snapshotter.directory, self._grace_s
-        if grace_s is None or directory is None or not directory.save_s:
+        save_s, grace_s = self._snapshotter.save_s, self._grace_s
+        if grace_s is None or not save_s:
             return
-        if step_s + directory.save_s > grace_s:
+        if step_s + save_s > grace_s:
             short = (
                 f"the grace period of {grace_s} s is too short: a step takes {step_s:.1f} s and a snapshot "
-                f"{directory.save_s:.1f} s, so a run that gets a signal to stop may be killed before it has saved: ask "
+                f"{save_s:.1f} s, so a run that gets a signal to stop may be killed before it has saved: ask "
                 "for more"
             )
             warn(self._context.say, short, start="the grace period")

@@ -100,8 +100,8 @@ class Watchdog(PhaseClock, StepObserver):
             say=lambda text: _write_line(self._terminal, text),
             end=self._end,
             end_others=self._end_others,
-            run_dir=self._snapshotter.path,
-            logs=self._snapshotter.logs,
+            run_dir=context.location.path,
+            logs=context.location.logs,
             may_write=self._may_write,
             micro_batch_size=context.config.micro_batch_size,
             began_step=self._position.steps_done,
@@ -112,7 +112,7 @@ class Watchdog(PhaseClock, StepObserver):
 
     def _may_write(self) -> bool:
         """Return whether the directory still belongs to this run: another run may have taken it over."""
-        directory = self._snapshotter.directory
+        directory = self._context.location.directory
         if self._context.rank == 0 and directory is not None:
             with suppress(Error):
                 directory.check_still_ours()
@@ -122,10 +122,10 @@ class Watchdog(PhaseClock, StepObserver):
     def leave_saving(self, step: int) -> None:
         """The script continues after a step. Warn once if the run waits long for its snapshots."""
         self.enter("script", step)
-        snapshotter = self._snapshotter
-        if self._has_warned_of_saving or snapshotter.directory is None:
+        location = self._context.location
+        if self._has_warned_of_saving or location.directory is None:
             return
-        if slow := explain_slow_saving(self.spent_s(), snapshotter.directory.save_s, snapshotter.shown):
+        if slow := explain_slow_saving(self.spent_s(), self._snapshotter.save_s, location.shown):
             self._has_warned_of_saving = True
             warn(self._context.say, slow, start="snapshots slow the run")
 
@@ -155,7 +155,7 @@ class Watchdog(PhaseClock, StepObserver):
         """End this process, because its main thread is stuck. The launcher shows the message of the first such rank."""
         error = Stuck(sentence) if is_first else PeerFailed(sentence)
         self._leave_error(self._context.rank, error)
-        directory = self._snapshotter.directory
+        directory = self._context.location.directory
         if directory is not None:
             with suppress(Exception):
                 directory.write_status("failed", sentence)

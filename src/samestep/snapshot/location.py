@@ -1,0 +1,323 @@
+"""Where a run lives: the seam between a run and the places of its files.
+
+All of samestep above this package uses a `RunLocation`. Which one it is, `open_location` decides; docs/decisions/
+run_location.md says how further ones fit.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from samestep.config import RunConfig
+from samestep.errors import Error, RunDirectoryError
+from samestep.launch.output_recorder import start_log
+from samestep.snapshot.inspection import TrainingState
+from samestep.snapshot.resume_point import Holding, ResumePoint, choose
+from samestep.snapshot.run_directory import RunDirectory
+from samestep.snapshot.run_record import Options
+from samestep.snapshot.store import OF_RUN, Elsewhere, Snapshot, Store
+from samestep.watch.records import LOGS
+from samestep.world.group import Group
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Order:
+    """Snapshots of one step to be written.
+
+    Attributes:
+        names: names of the snapshots; None for a numbered one. Empty on ranks that do not write.
+        structure, tensors: the encoded state.
+        meta: see `RunDirectory.mark`.
+        is_last: whether the loop ends here.
+    """
+
+    step: int
+    names: Sequence[str | None] = ()
+    structure: Any = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    is_last: bool = False
+
+
+class RunLocation:
+    """Where a run lives. This one is nowhere: the run has no directory, saves nothing and resumes nothing.
+
+    The life of a run, with the calls that all ranks make together::
+
+        point = location.find_resume_point(resume, numbers)
+        if not point.is_beginning:
+            state = location.read(point)                      # each rank
+        location.begin(point, numbers, machine, config, options)
+        for each snapshot:
+            order = location.align(order, state)
+            location.write(order, tensors, confirm)           # each rank, in a thread
+        location.end()
+        location.write_status(status, reason, end)            # each rank
+        location.close()                                      # each rank
+
+    Args:
+        say: prints a message, on rank 0.
+
+    Attributes:
+        path: the run's directory or, of a run at a URL, the working copy; None without one.
+        named: the same as the user gave it.
+        shown: the directory or the URL, for messages.
+    """
+
+    def __init__(self, group: Group, say: Callable[[str], None], named: Path | None = None, shown: str = "") -> None:
+        self._group, self._say = group, say
+        self.named = named
+        self.path = None if named is None else named.absolute()  # the script may change the working directory
+        self.shown = shown or str(named)
+
+    @property
+    def directory(self) -> RunDirectory | None:
+        """The run directory, on ranks that write one; None on others, and after `close`."""
+        return None
+
+    @property
+    def logs(self) -> Path | None:
+        """The directory for the output of this start's ranks, `<rank>.log`; None before `begin`."""
+        return None
+
+    def once(self, fn: Callable[[], T]) -> T:
+        """Call `fn` on each rank that writes. Return rank 0's result on every rank.
+
+        Raises:
+            Error: `fn` raised it on a rank, or a disk is full.
+        """
+        return self._group.once(fn)
+
+    def warn(self, sentence: str) -> None:
+        """Print a message about this rank's files, on this rank and in any thread."""
+        self._say(sentence)
+
+    # --- start ------------------------------------------------------------------------------------------------
+
+    def find_resume_point(self, resume: str | int | None, numbers: Mapping[str, Any]) -> ResumePoint:
+        """Find where the run begins or continues, and copy here what is needed to continue.
+
+        Args:
+            resume: as in `RunConfig`.
+            numbers: the numbers of the run, which must be those of the run here.
+
+        Raises:
+            Error: this is another run, all snapshots are damaged, or a place cannot be read or written.
+        """
+        return ResumePoint()
+
+    def read(self, point: ResumePoint) -> dict[str, Any]:
+        """Read the state at a point that is not the beginning, on this rank. Raises Error."""
+        raise NotImplementedError
+
+    def find(self, which: int | str) -> Snapshot | None:
+        """Find a snapshot during the run, on rank 0. Arguments, result and errors as for `Store.find`."""
+        raise NotImplementedError
+
+    def begin(
+        self, point: ResumePoint, numbers: Mapping[str, Any], machine: Mapping[str, Any],
+        config: Mapping[str, Any], options: Options,
+    ) -> None:  # fmt: skip
+        """Take the run back to a point, make this start its writer, and start the logs. Called once.
+
+        Arguments as for `build_record`. Raises Error.
+        """
+
+    # --- under way --------------------------------------------------------------------------------------------
+
+    def align(self, order: Order, state: TrainingState) -> Order:
+        """Return the order that this rank carries out, after the ranks have exchanged what only one of them knows.
+
+        Args:
+            state: the state in the order.
+
+        Raises:
+            InvalidValue: the states of the ranks have different tensors.
+            OSError: this rank could not write the rows of metrics; they are kept, and written with the next ones.
+        """
+        return order
+
+    def write(self, order: Order, tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> float:
+        """Write the snapshots of an order, and remove old ones, on this rank and in any thread.
+
+        Args:
+            tensors: copies of the order's tensors.
+            confirm: called before the first manifest. May raise; then nothing is left of the snapshot.
+
+        Returns:
+            The duration in seconds, without that of `confirm`.
+
+        Raises:
+            Error: another process has taken the run over.
+            OSError: a disk is full or gone; older snapshots are unchanged.
+        """
+        confirm()
+        return 0.0
+
+    def write_status(self, status: str, reason: str, end: Mapping[str, Any] | None) -> None:
+        """Call `RunDirectory.write_status`, on this rank, for all copies of the run."""
+
+    # --- end --------------------------------------------------------------------------------------------------
+
+    def end(self) -> str:
+        """Complete the copies of the run at the end of a loop.
+
+        Returns:
+            The end of a message about the newest snapshot if it is not everywhere; "" otherwise.
+        """
+        return ""
+
+    def close(self) -> bool:
+        """Release the files of this rank. Return False if a later run of this process has taken them over before."""
+        return False
+
+
+class LocalLocation(RunLocation):
+    """A run in a directory that all nodes share. Rank 0 writes it.
+
+    Args:
+        named: the directory as the user gave it.
+        config: `keep_last` and the run's identity.
+        writers: the ranks that write.
+
+    Raises:
+        Error: the directory cannot be used, or holds another run. It is closed then.
+    """
+
+    def __init__(
+        self, group: Group, named: Path, config: RunConfig, say: Callable[[str], None], writers: Sequence[int] = (0,)
+    ) -> None:
+        super().__init__(group, say, named)
+        self._writers, self._keep = writers, config.keep_last
+        self._named, self._path = named, named.absolute()
+        self._directory: RunDirectory | None = None
+        self._logs: Path | None = None
+
+        def open_one() -> None:
+            self._directory = RunDirectory(named, warn=self.warn)
+            self._directory.check_numbers(config.identity())
+
+        try:
+            self._each(open_one)
+        except Error:
+            self.close()
+            raise
+
+    @property
+    def directory(self) -> RunDirectory | None:
+        return self._directory
+
+    @property
+    def logs(self) -> Path | None:
+        return self._logs
+
+    def once(self, fn: Callable[[], T]) -> T:
+        return self._each(fn)[0]
+
+    def _each(self, fn: Callable[[], T]) -> list[T]:
+        """Call `fn` on the ranks that write. Return their results on every rank. Raises Error as `once`."""
+        return self._group.each(lambda: self._call(fn), on=self._writers)
+
+    def _call(self, fn: Callable[[], T]) -> T:
+        try:
+            return fn()
+        except OSError as error:
+            raise explain_unwritable(f"the run directory {self._named}", error) from None
+
+    def _each_directory(self, fn: Callable[[RunDirectory], T]) -> list[T]:
+        """Like `_each`, with the writer's directory as argument."""
+
+        def call() -> T:
+            assert self._directory is not None
+            return fn(self._directory)
+
+        return self._each(call)
+
+    # --- start ------------------------------------------------------------------------------------------------
+
+    def find_resume_point(
+        self, resume: str | int | None, numbers: Mapping[str, Any],
+        pull: Callable[[RunDirectory], Elsewhere | None] = lambda _: None,
+    ) -> ResumePoint:  # fmt: skip
+        """Find where the run begins or continues. See `RunLocation`.
+
+        Args:
+            pull: called on each writer before it looks; returns the snapshots of the run that are elsewhere.
+        """
+        elsewhere: Elsewhere | None = None
+
+        def check(directory: RunDirectory) -> list[int]:
+            nonlocal elsewhere
+            elsewhere = pull(directory)
+            directory.check_numbers(numbers)
+            return [*(directory.record.get("rewinds", []) if elsewhere is None else elsewhere.rewinds)]
+
+        rewinds = max(self._each_directory(check), key=len)
+        plain = self._each_directory(lambda directory: directory.look(resume, rewinds, elsewhere).to_plain())
+        return self._agree([Holding.from_plain(each) for each in plain], rewinds)
+
+    def _agree(self, held: Sequence[Holding], rewinds: Sequence[int]) -> ResumePoint:
+        """Return the point, once each writer holds its files. Arguments as for `choose`."""
+        return choose(held, rewinds)[1]
+
+    def read(self, point: ResumePoint) -> dict[str, Any]:
+        assert point.snapshot is not None
+        return Store(self._path).read(point.snapshot, OF_RUN)
+
+    def find(self, which: int | str, elsewhere: Elsewhere | None = None) -> Snapshot | None:
+        return Store(self._path, self._named).find(which, warn=self._say, elsewhere=elsewhere)
+
+    def begin(
+        self, point: ResumePoint, numbers: Mapping[str, Any], machine: Mapping[str, Any],
+        config: Mapping[str, Any], options: Options,
+    ) -> None:  # fmt: skip
+        def begin_one(directory: RunDirectory) -> int:
+            directory.check_numbers(numbers)
+            directory.begin(point, numbers=numbers, machine=machine, config=config, options=options)
+            return directory.find_restart()
+
+        start = self._each_directory(begin_one)[0]
+        self._logs = self._path / LOGS / str(start)
+        start_log(self._group.rank, self._logs / f"{self._group.rank}.log")
+
+    # --- under way --------------------------------------------------------------------------------------------
+
+    def write(self, order: Order, tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> float:
+        if self._directory is None:
+            confirm()
+            return 0.0
+        took_s = 0.0
+        for name in order.names:
+            took_s = self._directory.save(
+                order.structure, tensors, step=order.step, name=name, meta=order.meta, confirm=confirm
+            )
+        try:
+            self._directory.prune(self._keep)
+        except Error:
+            raise
+        except Exception as error:
+            self.warn(f"old snapshots could not be removed ({error}): the run continues")
+        return took_s
+
+    def write_status(self, status: str, reason: str, end: Mapping[str, Any] | None) -> None:
+        if self._directory is not None:
+            self._directory.write_status(status, reason, end)
+
+    # --- end --------------------------------------------------------------------------------------------------
+
+    def close(self) -> bool:
+        was_open = self._directory is None or self._directory.is_open
+        if self._directory is not None:
+            self._directory.close()
+            self._directory = None
+        return was_open
+
+
+def explain_unwritable(place: str, error: OSError) -> RunDirectoryError:
+    """Return the error for a place, such as "the run directory runs/a", that cannot be written."""
+    return RunDirectoryError(f"{place} cannot be written ({error.strerror or error}): make room, or name another one")

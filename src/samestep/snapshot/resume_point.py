@@ -1,0 +1,99 @@
+"""Where a run continues: chosen at each start, from what the copies of the run hold."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from samestep.errors import RunDirectoryError
+from samestep.snapshot.store import Snapshot
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The point at which a run begins or continues, the same on all ranks.
+
+    Attributes:
+        step: number of completed steps.
+        meta: the `meta` in the snapshot's manifest; None if the run begins.
+        snapshot: for `RunLocation.read`; None if the run begins.
+        rewinds: the steps to which the run has gone back although there were later snapshots. If this start goes back,
+            its step is the last of them.
+        num_recorded: number of steps in the ledger before this start, in the copy that has most. Those after `step` are
+            lost.
+    """
+
+    step: int = 0
+    meta: Mapping[str, Any] | None = None
+    snapshot: Snapshot | None = None
+    rewinds: Sequence[int] = ()
+    num_recorded: int = 0
+
+    @property
+    def is_beginning(self) -> bool:
+        """Return whether the run begins, because nothing is saved. A snapshot can also be of step 0."""
+        return self.meta is None
+
+    @property
+    def metrics_bytes(self) -> int:
+        """Return how many bytes of the rows of metrics belong to the completed steps."""
+        return 0 if self.meta is None else self.meta["metrics_bytes"]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one copy of a run holds when a start looks at it.
+
+    Attributes:
+        found: the snapshot from which the run would resume, of which every byte was checked; None if there is none.
+        problem: why there is none, although there are snapshots or one was asked for; "" if the run may begin.
+        newest_step: the step of the newest snapshot, damaged or not; 0 if there is none.
+        named: the named snapshots, judged by sizes.
+        num_recorded: number of steps in the ledger.
+    """
+
+    found: Snapshot | None
+    problem: str
+    newest_step: int
+    named: Sequence[Snapshot]
+    num_recorded: int
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "Holding":
+        """Return the holding that another rank has sent, from `to_plain`."""
+        found = None if plain["found"] is None else Snapshot.from_plain(plain["found"])
+        return cls(**{**plain, "found": found, "named": [Snapshot.from_plain(each) for each in plain["named"]]})
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the attributes as JSON, for other ranks."""
+        found = None if self.found is None else self.found.to_plain()
+        return {**vars(self), "found": found, "named": [each.to_plain() for each in self.named]}
+
+
+def choose(held: Sequence[Holding], rewinds: Sequence[int]) -> tuple[int, ResumePoint]:
+    """Choose the newest undamaged snapshot of all copies.
+
+    Args:
+        held: what each copy holds.
+        rewinds: as in `ResumePoint`, before this start.
+
+    Returns:
+        The index of the first copy that has the snapshot, and the point.
+
+    Raises:
+        RunDirectoryError: no copy has an undamaged snapshot, although one should exist.
+
+    Example::
+
+        >>> choose([Holding(None, "", 0, [], 0)], [])
+        (0, ResumePoint(step=0, meta=None, snapshot=None, rewinds=[], num_recorded=0))
+    """
+    steps = [-1 if each.found is None else each.found.step for each in held]
+    source = steps.index(max(steps))
+    found, num_recorded = held[source].found, max(each.num_recorded for each in held)
+    if found is None:
+        if problem := next((each.problem for each in held if each.problem), ""):
+            raise RunDirectoryError(problem)
+        return source, ResumePoint(rewinds=rewinds, num_recorded=num_recorded)
+    if any(each.newest_step > found.step for each in held):
+        rewinds = [*rewinds, found.step]
+    return source, ResumePoint(found.step, found.manifest["meta"], found, rewinds, num_recorded)
