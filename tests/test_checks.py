@@ -10,7 +10,8 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "samestep"
 # What a script's calls, data, models and optimizers go through. Other modules check files, options and hosts.
 SCANNED = (
-    "plan", "data", "engine", "train", "snapshot/inspection.py", "snapshot/snapshotter.py", "world/version_check.py",
+    "checks", "data", "engine", "plan", "snapshot/inspection.py", "snapshot/snapshotter.py",
+    "tools/replay/interceptor.py", "train", "world/version_check.py",
 )  # fmt: skip
 ERRORS = {"Error", "InvalidType", "InvalidValue", "RunDirectoryError", "UsageError"}
 # Functions that build a message -> the module that has them.
