@@ -14,6 +14,7 @@ from samestep.engine import routes
 from samestep.engine.buckets import ALIGN_BYTES, build_buckets, choose_cap_bytes
 from samestep.engine.control import Control, Vote
 from samestep.engine.reducer import Reducer
+from samestep.engine.reduction_plan import build_reduction_plan
 from samestep.plan.tree import build_layout, split
 from samestep.world.environment import read_environment
 from samestep.world.group import open_group
@@ -52,9 +53,10 @@ class Ranks:
         self.group = open_group(read_environment(), torch.device("cpu"))
         self.params = build_params()
         named = [(f"p{i}", param, slot) for i, (param, slot) in enumerate(zip(self.params, slots, strict=True))]
-        self.reducer = Reducer(
+        plan = build_reduction_plan(
             named, self.group, exact=exact, bucket_cap_bytes=cap_bytes, num_slots=max(slots) + 1, num_values=0
         )
+        self.reducer = Reducer(plan, self.group)
         self.num_slots = max(slots) + 1
 
     def run(
@@ -66,19 +68,20 @@ class Ranks:
     ) -> list[bytes | None]:
         """One pass in which micro-batch v uses parameters `uses(v)`. Returns the gradients' bytes."""
         layout = build_layout(n, self.group.world_size)
-        self.reducer.begin(layout, keep_grads=keep_grads)
+        reduction = self.reducer.begin(layout, keep_grads=keep_grads)
         held = layout.ranges[self.group.rank]
         for v in held:
-            self.reducer.open(v)
+            reduction.open(v)
             if used := uses(v):
                 terms = [(self.params[i] * draw(i, v)).sum().double() for i in used]
-                self.reducer.backward(torch.stack(terms).sum(), 1.0, ())
-            self.reducer.close()
-        rows = [[1.0] * self.num_slots for _ in held]
-        control = Control(Vote(), False, False, rows, rows, [0] * len(held), b"", torch.zeros(0).numpy())
-        self.reducer.finish(control)
-        self.reducer.assign(inverses)
+                self.reducer.hooks.backward(torch.stack(terms).sum(), 1.0, (), reduction.take)
+            reduction.close(v)
+        reduction.assign(reduction.finish(self.build_control(held)).average(self.reducer.plan, inverses))
         return [None if param.grad is None else param.grad.numpy().tobytes() for param in self.params]
+
+    def build_control(self, held: range) -> Control:
+        rows = [[1.0] * self.num_slots for _ in held]
+        return Control(Vote(), False, False, rows, rows, [0] * len(held), b"", torch.zeros(0).numpy())
 
 
 def gather(ranks: Ranks, grads: Any) -> Any:
@@ -168,6 +171,50 @@ def test_fast_gives_the_same_sums_but_for_rounding(num_ranks: int) -> None:
             assert ((got - total).abs() <= 1e-6 * largest).all()
 
 
+def use_late(v: int) -> tuple[int, ...]:
+    """Micro-batches 0, 2 and 5 use no parameter."""
+    return () if v in (0, 5) else use_some(v)
+
+
+def reduce_further(n: int, direct_max_bytes: int) -> list[bytes | None]:
+    """Sum a further loss, after a first one that uses all parameters in the same memory."""
+    routes.DIRECT_MAX_BYTES = direct_max_bytes
+    ranks = Ranks()
+    layout = build_layout(n, ranks.group.world_size)
+    held = layout.ranges[ranks.group.rank]
+    hooks = ranks.reducer.hooks
+    first, further = ranks.reducer.begin(layout, keep_grads=False), None
+    for v in held:
+        first.open(v)
+        loss = torch.stack([(param * draw(i, v)).sum().double() for i, param in enumerate(ranks.params)]).sum()
+        if used := use_late(v):  # the other micro-batches do not have this loss
+            further = further or ranks.reducer.begin_further(layout)
+            terms = [(ranks.params[i] * draw(i, n + v)).sum().double() for i in used]
+            hooks.differentiate(torch.stack(terms).sum(), 1.0, (), further.take)
+        hooks.backward(loss, 1.0, (), first.take)
+        first.close(v)
+        if further is not None:
+            further.close(v)
+    further = further or ranks.reducer.begin_further(layout)
+    first.finish(ranks.build_control(held))
+    grads = further.finish(ranks.build_control(held)).average(ranks.reducer.plan, (1.0, 1.0))
+    return gather(ranks, [None if grad is None else grad.numpy().tobytes() for grad in grads])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("n", one_in(2, [7, 2]))
+def test_sums_of_a_further_loss(n: int) -> None:
+    """The canonical sum of what the micro-batches with this loss used."""
+    expected: list[bytes | None] = []
+    for i in ALL:
+        total = sum_tree([draw(i, n + v) if i in use_late(v) else None for v in range(n)], 0, n)
+        like = build_params()[i]
+        expected.append(None if total is None else torch.empty_like(like).copy_(total + 0.0).detach().numpy().tobytes())
+    for num_ranks in (1, 2, 3):
+        for direct_max_bytes in (0, 1 << 30) if num_ranks > 1 else (0,):
+            found = samestep.spawn(partial(reduce_further, n, direct_max_bytes), num_ranks)
+            assert found == expected, (num_ranks, direct_max_bytes)
+
+
 # --- buckets ----------------------------------------------------------------------------------------------------------
 
 
@@ -212,44 +259,59 @@ def test_how_large_buckets_grow(num_mb: float, between_hosts: float) -> None:
 # --- what it refuses --------------------------------------------------------------------------------------------------
 
 
-def build_alone() -> tuple[Reducer, nn.Parameter]:
-    group = open_group(read_environment({}), torch.device("cpu"))
-    param = nn.Parameter(torch.ones(2))
-    reducer = Reducer([("w", param, 1)], group, exact=True, bucket_cap_bytes=1 << 20, num_slots=2, num_values=0)
-    reducer.begin(build_layout(2, 1), keep_grads=False)
-    reducer.open(0)
-    return reducer, param
+class Alone:
+    """A reducer of one parameter, and a pass whose first micro-batch is open."""
+
+    def __init__(self) -> None:
+        group = open_group(read_environment({}), torch.device("cpu"))
+        self.param = nn.Parameter(torch.ones(2))
+        trained = [("w", self.param, 1)]
+        plan = build_reduction_plan(trained, group, exact=True, bucket_cap_bytes=None, num_slots=2, num_values=0)
+        self.reducer = Reducer(plan, group)
+        self.hooks = self.reducer.hooks
+        self.reduction = self.reducer.begin(build_layout(2, 1), keep_grads=False)
+        self.open(0)
+
+    def open(self, v: int) -> None:
+        self.reduction.open(v)
+        self.hooks.open()
+
+    def close(self, v: int) -> None:
+        self.hooks.close()
+        self.reduction.close(v)
+
+    def backward(self, loss: Tensor) -> None:
+        self.hooks.backward(loss, 1.0, (), self.reduction.take)
 
 
 def test_a_backward_by_hand() -> None:
-    reducer, param = build_alone()
+    alone = Alone()
     with pytest.raises(samestep.Error, match=r"loss\.backward\(\) was called inside the micro-batch loop"):
-        param.sum().backward()
-    reducer.close()
-    param.sum().backward()  # outside of a micro-batch it is allowed
-    reducer.open(1)
-    reducer.remove()
-    param.sum().backward()
+        alone.param.sum().backward()
+    alone.close(0)
+    alone.param.sum().backward()  # outside of a micro-batch it is allowed
+    alone.open(1)
+    alone.reducer.remove()
+    alone.param.sum().backward()
 
 
 def test_two_gradients() -> None:
-    reducer, param = build_alone()
-    reducer.backward(param.sum(), 1.0, ())
+    alone = Alone()
+    alone.backward(alone.param.sum())
     with pytest.raises(samestep.Error, match="w got two gradients in one micro-batch"):
-        reducer.backward(param.sum(), 1.0, ())
+        alone.backward(alone.param.sum())
 
 
 def test_a_gradient_set_to_none() -> None:
-    reducer, param = build_alone()
-    reducer.backward(param.sum(), 1.0, ())
-    param.grad = None
+    alone = Alone()
+    alone.backward(alone.param.sum())
+    alone.param.grad = None
     with pytest.raises(samestep.Error, match="the gradient of w is None at the end of micro-batch 0: remove zero_grad"):
-        reducer.close()
+        alone.close(0)
 
 
 def test_an_unused_parameter_is_not_gone() -> None:
-    reducer, param = build_alone()
-    other = torch.ones(1, requires_grad=True)
-    reducer.backward(other.sum(), 1.0, ())
-    reducer.close()
-    assert param.grad is None
+    alone = Alone()
+    alone.backward(torch.ones(1, requires_grad=True).sum())
+    alone.close(0)
+    assert alone.param.grad is None

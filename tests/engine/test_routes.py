@@ -11,6 +11,7 @@ import samestep
 from samestep.engine import routes
 from samestep.engine.control import Control, Vote
 from samestep.engine.reducer import Reducer
+from samestep.engine.reduction_plan import build_reduction_plan
 from samestep.plan.tree import build_layout, split
 from samestep.world.environment import read_environment
 from samestep.world.group import open_group
@@ -36,25 +37,19 @@ def reduce_on_a_rank(n: int, direct_max_bytes: int) -> list[bytes]:
     environment = read_environment()
     group = open_group(environment, torch.device("cpu"))
     params = [torch.nn.Parameter(torch.zeros(1003)), torch.nn.Parameter(torch.zeros(7))]
-    reducer = Reducer(
-        [("x", params[0], 1), ("unused", params[1], 1)],
-        group,
-        exact=True,
-        bucket_cap_bytes=1,
-        num_slots=2,
-        num_values=0,
-    )
+    trained = [("x", params[0], 1), ("unused", params[1], 1)]
+    plan = build_reduction_plan(trained, group, exact=True, bucket_cap_bytes=1, num_slots=2, num_values=0)
+    reducer = Reducer(plan, group)
     layout = build_layout(n, group.world_size)
-    reducer.begin(layout, keep_grads=False)
+    reduction = reducer.begin(layout, keep_grads=False)
     held = layout.ranges[group.rank]
     for v in held:
-        reducer.open(v)
-        reducer.backward((params[0] * draw_leaf(v)).sum(), 1.0, ())
-        reducer.close()
+        reduction.open(v)
+        reducer.hooks.backward((params[0] * draw_leaf(v)).sum(), 1.0, (), reduction.take)
+        reduction.close(v)
     weights = [[1.0, -1.0]] * len(held)
     control = Control(Vote(), False, False, weights, weights, [0] * len(held), b"", torch.zeros(0).numpy())
-    reducer.finish(control)
-    reducer.assign([1.0, 1.0])
+    reduction.assign(reduction.finish(control).average(plan, [1.0, 1.0]))
     assert params[1].grad is None
     assert params[0].grad is not None
     gathered: list[bytes] = group.gather(params[0].grad.numpy().tobytes())

@@ -16,7 +16,8 @@ from samestep.checks.compute_checks import Check, find_checks
 from samestep.console import warn
 from samestep.data.content import hash_content
 from samestep.data.loader import Loader, to_device
-from samestep.engine.gradient_pass import Inspect, Losses, Report
+from samestep.engine.gradient_pass import Inspect, Report
+from samestep.engine.losses import Losses
 from samestep.errors import Error, InvalidValue
 from samestep.train.context import RunContext
 from samestep.train.determinism import describe_machine
@@ -122,7 +123,7 @@ class SecondOpinion(Interceptor):
     def inspect(self, step: Step) -> Inspect | None:
         if (results := self._results.get(step.micro_batch)) is None:
             return None
-        names = self._gradients.reducer.names
+        names = self._gradients.plan.names
 
         def add(i: int, k: int, grad: Tensor) -> None:
             name = f"the gradient of {names[i]}"

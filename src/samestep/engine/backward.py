@@ -1,9 +1,100 @@
-"""The initial gradient of a backward pass, and checks of its graph."""
+"""Backward passes whose gradients go to a receiver."""
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from samestep.errors import UsageError
+from samestep.torch_internals import run_backward
+
+Receive = Callable[[int, Tensor], None]  # gets the number of a parameter, and its gradient
+
+
+class GradientHooks:
+    """Hooks on parameters, which pass on the gradients that `backward` computes.
+
+    Within a micro-batch, they refuse gradients of other backward passes.
+    """
+
+    def __init__(self, names: Sequence[str], params: Sequence[nn.Parameter]) -> None:
+        self._names, self._params = names, params
+        self._handles: dict[int, RemovableHandle] = {}
+        self._receive: Receive | None = None
+        self._is_open = False
+
+    def attach(self) -> None:
+        """Add the hooks that are missing: a script may unfreeze a parameter at any step."""
+        for i, param in enumerate(self._params):
+            if param.requires_grad and i not in self._handles:
+                handle = param.register_post_accumulate_grad_hook(self._build_hook(i))  # type: ignore[no-untyped-call]
+                self._handles[i] = handle
+
+    def remove(self) -> None:
+        """Remove the hooks from the parameters."""
+        for handle in self._handles.values():
+            handle.remove()
+
+    def open(self) -> None:
+        """Begin a micro-batch."""
+        self._is_open = True
+
+    def close(self) -> None:
+        """End the micro-batch."""
+        self._is_open = False
+
+    def backward(self, loss: Tensor, factor: float | Tensor, inputs: tuple[Tensor, ...], receive: Receive) -> None:
+        """Run the backward pass of `factor * loss` for all parameters (`inputs` empty) or for some.
+
+        Each gradient is in `.grad` when `receive` gets it, as soon as it is computed.
+        """
+        self._receive = receive
+        try:
+            run_backward(
+                (loss,), (build_seed(factor, loss),), False, False, inputs, allow_unreachable=True, accumulate_grad=True
+            )
+        finally:
+            self._receive = None
+
+    def differentiate(self, loss: Tensor, factor: float | Tensor, inputs: tuple[Tensor, ...], receive: Receive) -> None:
+        """Same as `backward`, but keep the graph, and do not touch `.grad`: `receive` gets the gradients at the end.
+
+        autograd may return a view as a gradient, or one tensor as the gradients of two parameters.
+        """
+        wanted = {id(param) for param in inputs}
+        indices = [i for i, p in enumerate(self._params) if (id(p) in wanted if inputs else p.requires_grad)]
+        params = tuple(self._params[i] for i in indices)
+        grads = run_backward(
+            (loss,), (build_seed(factor, loss),), True, False, params, allow_unreachable=True, accumulate_grad=False
+        )
+        for i, grad in zip(indices, grads, strict=True):
+            if grad is not None:
+                receive(i, _to_dense(grad))
+
+    def _build_hook(self, i: int) -> Callable[[Tensor], None]:
+        def on_grad(param: Tensor) -> None:
+            receive, grad = self._receive, param.grad
+            if receive is None:
+                if self._is_open:
+                    raise UsageError(
+                        "loss.backward() was called inside the micro-batch loop: call step.backward(loss), which "
+                        "weights the loss and sums over ranks; for an input's gradient, torch.autograd.grad(loss, x)"
+                    )
+                return
+            if grad is None:  # an autograd.Function returned none, or a hook removed it: same as unused
+                return
+            if grad.layout is not torch.strided:
+                param.grad = grad = _to_dense(grad)
+            receive(i, grad)
+
+        return on_grad
+
+
+def _to_dense(grad: Tensor) -> Tensor:
+    """Return the gradient as a dense tensor. A gradient of `nn.Embedding(sparse=True)` has other rows on each rank."""
+    return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def build_seed(factor: float | Tensor, loss: Tensor) -> Tensor:
@@ -16,17 +107,3 @@ def build_seed(factor: float | Tensor, loss: Tensor) -> Tensor:
 @lru_cache(maxsize=32)
 def _build_constant(value: float, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
     return torch.full(shape, value, dtype=dtype, device=device)
-
-
-def has_reentrant_checkpoint(loss: Tensor) -> bool:
-    """Return whether the graph of `loss` contains a reentrant activation checkpoint."""
-    stack, seen = [loss.grad_fn], set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        stack += [source for source, _ in node.next_functions]
-    return False

@@ -1,42 +1,70 @@
-"""Sums lists of gradients: a tensor per parameter, None for a parameter that was not used."""
+"""Adds up the gradients of one rank: a tensor per parameter, None for a parameter that was not used."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from samestep.engine.reduction_plan import ReductionPlan
+from samestep.plan.tree import Layout, merges
 
 USED, MISSED = 1, 2  # bits of a parameter's byte: a micro-batch of the step used it, a micro-batch did not
 Grads = list[Tensor | None]
 
 
-@dataclass
-class Further:
-    """A rank's gradients of a further loss in a pass. They are summed separately, since their total weight differs.
+class RankParts:
+    """This rank's parts of a gradient: the sums of its micro-batches so far, along the canonical tree.
 
     Attributes:
-        held: the sums of earlier micro-batches, as in `Reducer`.
-        grads: gradients of the current micro-batch.
-        used: a byte per parameter.
+        held: this rank's micro-batches.
+        used: a byte per parameter, as one number: see `USED`. Call `mark` to change it.
     """
 
-    held: list[Grads]
-    grads: Grads
-    used: int = 0
+    def __init__(self, plan: ReductionPlan, layout: Layout, rank: int) -> None:
+        self.held = layout.ranges[rank]
+        self.used = 0
+        self._exact = plan.exact
+        self._num_params = len(plan.params)
+        self._num_micro_batches = layout.num_micro_batches
+        self._parts: list[Grads] = []
+        self._num_last = self._count_merges(self.held.stop - 1) if self.held else 0  # of the last micro-batch
 
-    def close(self, num_merges: int | None) -> None:
-        """End the micro-batch, and `fold` it unless it is the rank's last (None)."""
-        self.used |= int.from_bytes(bytes(MISSED if grad is None else USED for grad in self.grads))
-        if num_merges is not None:
-            fold(self.held, self.grads, num_merges)
-            self.grads = [None] * len(self.grads)
+    def _count_merges(self, v: int) -> int:
+        return len(merges(self._num_micro_batches, self.held.start, v))
 
+    def mark(self, fired: Sequence[int]) -> None:
+        """Note which parameters a micro-batch has used: a 1 for each of these, a 0 for each other one."""
+        fired_bits = int.from_bytes(fired)
+        all_bits = int.from_bytes(b"\1" * self._num_params)
+        self.used |= fired_bits * USED | (fired_bits ^ all_bits) * MISSED
 
-def fold(held: list[Grads], grads: Grads, num_merges: int) -> None:
-    """Add a micro-batch's gradients to the last `num_merges` sums in `held`, and replace these sums by the result."""
-    for _ in range(num_merges):
-        grads = [add(left, right) for left, right in zip(held.pop(), grads, strict=True)]
-    held.append(grads)
+    def fold(self, v: int, grads: Grads) -> None:
+        """Add the gradients of micro-batch v, unless it is the last one: the parts that it completes become one."""
+        for _ in range(self._count_merges(v)):
+            grads = [add(left, right) for left, right in zip(self._parts.pop(), grads, strict=True)]
+        self._parts.append(grads)
+
+    def pack(self, i: int, grad: Tensor | None, views: Sequence[Tensor]) -> Tensor:
+        """Copy the parts of parameter i to `views`, and add `grad`, of the last micro-batch. Returns the last view."""
+        # If the order does not matter, all parts are merged.
+        num_stay = len(self._parts) - self._num_last if self._exact else 0
+        for part, view in zip(self._parts[:num_stay], views, strict=False):
+            put(part[i], view)
+        merged, view = self._parts[num_stay:][::-1], views[num_stay]
+        for part in merged[:-1]:
+            grad = add(part[i], grad)
+        left = merged[-1][i] if merged else None
+        if left is not None and grad is not None:
+            torch.add(left, grad, out=view)
+        else:
+            put(grad if left is None else left, view)
+        return view
+
+    def complete(self, grads: Grads) -> Grads:
+        """Return the sum of all parts and `grads`, of the last micro-batch, if there is no other rank."""
+        for part in reversed(self._parts):
+            grads = [add(left, right) for left, right in zip(part, grads, strict=True)]
+        return grads
 
 
 def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
@@ -52,11 +80,6 @@ def put(grad: Tensor | None, view: Tensor) -> None:
         view.zero_()
     else:
         view.copy_(grad)
-
-
-def to_dense(grad: Tensor) -> Tensor:
-    """Return the gradient as a dense tensor. A gradient of `nn.Embedding(sparse=True)` has other rows on each rank."""
-    return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def lay_out(grad: Tensor, strides: Sequence[int]) -> Tensor:

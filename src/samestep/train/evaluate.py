@@ -14,7 +14,7 @@ from samestep.data.pools import Pools
 from samestep.data.sample_errors import locate_error
 from samestep.data.spec import DataSpec, understand
 from samestep.engine.control import Vote
-from samestep.engine.gradient_pass import GradientPass
+from samestep.engine.gradient_averager import GradientAverager
 from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.plan.loop_plan import Task
 from samestep.plan.order import build_order
@@ -47,7 +47,7 @@ class Evaluator:
         self,
         context: RunContext,
         modules: Mapping[str, nn.Module],
-        gradients: GradientPass,
+        gradients: GradientAverager,
         position: Position,
         watchdog: PhaseClock,
         stopping: Stopping,

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 from torch import nn
 
 from samestep.config import OPTIONS, RunConfig
-from samestep.engine.gradient_pass import GradientPass, Inspect, Report
+from samestep.engine.gradient_averager import GradientAverager
+from samestep.engine.gradient_pass import Inspect, Report
 from samestep.errors import Error, InvalidValue
 from samestep.files import parse_json
 from samestep.train.context import RunContext
@@ -36,7 +37,7 @@ class LoopParts:
     """
 
     data: LoopData
-    gradients: GradientPass
+    gradients: GradientAverager
     clock: PhaseClock
     run_dir: Path | None
     build_state: Callable[[dict[str, Any]], dict[str, Any]]
@@ -137,7 +138,7 @@ class Interceptor(StepObserver):
         return iter(())
 
     def inspect(self, step: Step) -> Inspect | None:
-        """Return a function that gets each gradient of the next micro-batch alone, see `Reducer.inspect`; or None."""
+        """Return a function that gets each gradient of the next micro-batch alone, see `GradientPass.open`; or None."""
         return None
 
     def forward(self, step: Step, batch: Any) -> Any:

@@ -14,7 +14,7 @@ from samestep.data.lanes import LanePosition
 from samestep.data.loader import Loader, seed_all
 from samestep.data.order_files import keep_order
 from samestep.engine.control import Vote
-from samestep.engine.gradient_pass import GradientPass
+from samestep.engine.gradient_averager import GradientAverager
 from samestep.errors import Error, InvalidValue, UsageError
 from samestep.files import replace_file
 from samestep.plan.ledger import fingerprint
@@ -128,7 +128,7 @@ class Loop:
         place: Place,
         *,
         position: Position,
-        gradients: GradientPass,
+        gradients: GradientAverager,
         snapshotter: Snapshotter,
         stopping: Stopping,
         watchdog: Watchdog,

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from samestep.engine.gradient_pass import GradientPass
+from samestep.engine.gradient_averager import GradientAverager
 from samestep.errors import UsageError
 from samestep.train.stateful import Objects, find_saved, list_params, name_optimizers
 from samestep.train.steps import Step, StepObserver
@@ -28,7 +28,7 @@ class MisuseChecks(StepObserver):
     """
 
     def __init__(
-        self, objects: Objects, modules: Mapping[str, nn.Module], gradients: GradientPass, held: Iterable[Optimizer]
+        self, objects: Objects, modules: Mapping[str, nn.Module], gradients: GradientAverager, held: Iterable[Optimizer]
     ) -> None:
         self._objects, self._modules, self._gradients = objects, modules, gradients
         self._optimizers: WeakSet[Optimizer] = WeakSet([*name_optimizers(objects).values(), *held])
@@ -104,10 +104,9 @@ class MisuseChecks(StepObserver):
         """
         number, self._unused_step = self._unused_step, None
         weights, self._weights = self._weights, None
-        reducer = self._gradients.reducer
-        if number is None or not self._optimizers or self._is_updated_otherwise or reducer.has_new_weights():
+        if number is None or not self._optimizers or self._is_updated_otherwise or self._gradients.has_new_weights():
             return
-        left = [param.grad for param in reducer.params if param.grad is not None]
+        left = [param.grad for param in self._gradients.plan.params if param.grad is not None]
         if not any(bool(grad.any()) for grad in left) or not all(bool(grad.isfinite().all()) for grad in left):
             return
         if self._first_unused is None:
@@ -123,7 +122,7 @@ class MisuseChecks(StepObserver):
             )
 
     def _sum_weights(self) -> list[int]:
-        params = self._gradients.reducer.params
+        params = self._gradients.plan.params
         return [*read_back({str(i): checksum(param) for i, param in enumerate(params)}).values()]
 
     def _check_update(self, optimizer: Optimizer, *_: Any) -> None:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from samestep.engine.gradient_pass import GradientPass
+from samestep.engine.gradient_averager import GradientAverager
 from samestep.train.stateful import Objects, list_params, name_optimizers
 from samestep.train.steps import Step, StepObserver
 
@@ -19,7 +19,7 @@ class TrainedParameters(StepObserver):
     """
 
     def __init__(
-        self, objects: Objects, modules: Mapping[str, nn.Module], gradients: GradientPass, held: Iterable[Optimizer]
+        self, objects: Objects, modules: Mapping[str, nn.Module], gradients: GradientAverager, held: Iterable[Optimizer]
     ) -> None:
         self._modules, self._gradients = modules, gradients
         self._optimizers = [*name_optimizers(objects).values()]

@@ -14,7 +14,7 @@ from samestep.console import warn
 from samestep.data.loader import seed_all
 from samestep.data.order_files import keep_shards
 from samestep.data.pools import Pools
-from samestep.engine.gradient_pass import GradientPass
+from samestep.engine.gradient_averager import GradientAverager
 from samestep.engine.precision import build_precision
 from samestep.errors import Error, InvalidValue, UsageError
 from samestep.plan.schedule import describe
@@ -274,7 +274,7 @@ class Run:
         context.group.broadcast_tensors([t for m in modules.values() for t in (*m.parameters(), *m.buffers())])
         if self.dir is not None:
             encode(prepared.states(objects))  # an Error for what cannot be saved comes now, not after the first epoch
-        self._gradients = GradientPass(
+        self._gradients = GradientAverager(
             modules, context.group, context.precision, exact=config.reduction == "exact",
             bucket_cap_bytes=config.bucket_cap_bytes, micro_batch_size=config.micro_batch_size,
         )  # fmt: skip

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from samestep.console import warn
+from samestep.engine.gradient_averager import GradientAverager
 from samestep.engine.gradient_checksum import GradientChecksum, find_zero
-from samestep.engine.gradient_pass import GradientPass, Report
-from samestep.engine.reducer import Reducer
+from samestep.engine.gradient_pass import Report
+from samestep.engine.reduction_plan import ReductionPlan
 from samestep.hashing import hash_short
 from samestep.plan.ledger import Entry, to_bits
 from samestep.plan.loop_plan import LoopPlan
@@ -80,7 +81,7 @@ class RunMetrics(StepObserver):
         self.tally, self._num_samples = Tally(), 0
         self._rates: dict[str, float] = {}
         self._checksum = GradientChecksum()
-        self._checksummed: Reducer | None = None
+        self._checksummed: ReductionPlan | None = None
         self._is_logged = False  # the present step gets a row in metrics.jsonl
         self._names, self._has_warned_of_names = 0, False
         self._is_zero: Callable[[], bool] | None = None  # whether the previous step's gradient was, if its loss was 0
@@ -88,7 +89,7 @@ class RunMetrics(StepObserver):
         self._began_s = time.perf_counter()
         self._logged_s = -math.inf  # when the last row was written; rank 0's clock counts, which alone writes rows
 
-    def begin_loop(self, plan: LoopPlan, gradients: GradientPass) -> None:
+    def begin_loop(self, plan: LoopPlan, gradients: GradientAverager) -> None:
         """A loop begins."""
         self._num_samples, self._plan, self._gradients = 0, plan, gradients
         self._wrapped: Wrapped = find_wrapped(self._objects)
@@ -104,10 +105,10 @@ class RunMetrics(StepObserver):
     def reduced(self, step: Step) -> None:
         """Read the gradient and the learning rates of the update, which the script's body may change afterwards."""
         if self._context.location.directory is not None:
-            reducer = self._gradients.reducer
-            if reducer is not self._checksummed:  # other parameters
-                self._checksummed, self._checksum = reducer, GradientChecksum()
-            grads = [param.grad for param in reducer.params]
+            plan = self._gradients.plan
+            if plan is not self._checksummed:  # other parameters
+                self._checksummed, self._checksum = plan, GradientChecksum()
+            grads = [param.grad for param in plan.params]
             step.checksums.append(self._checksum.compute(grads, step.number))
         self._look_for_zero(step)
         every, steps_done = self._context.config.log_every, step.number + 1
@@ -177,7 +178,7 @@ class RunMetrics(StepObserver):
                 return
         self._is_zero = None
         if step.averaged_loss == 0.0 and step.has_gradients:
-            self._is_zero = find_zero([param.grad for param in self._gradients.reducer.params])
+            self._is_zero = find_zero([param.grad for param in self._gradients.plan.params])
         else:
             self._num_zero = 0
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from samestep.engine.control import NOT_CALLED
-from samestep.engine.gradient_pass import Means, describe
+from samestep.engine.logged_values import Means
+from samestep.engine.losses import describe_value
 from samestep.errors import InvalidType
 
 Value = float | Tensor  # a tensor only on a GPU: float64, not copied to the host yet
@@ -54,7 +55,7 @@ def read_number(name: str, given: object, num_samples: int = 1) -> Value:
     if isinstance(given, Tensor) and given.shape == (num_samples,) and num_samples > 1:
         given = given.detach().double().mean()
     if not (given.numel() == 1 if isinstance(given, Tensor) else isinstance(given, Real)):
-        raise InvalidType(f"step.log needs a number as {name}, not {describe(given)}: take its mean")
+        raise InvalidType(f"step.log needs a number as {name}, not {describe_value(given)}: take its mean")
     if isinstance(given, Tensor):
         given = given.detach()
         return float(given) if given.device.type == "cpu" else given.double().reshape(())

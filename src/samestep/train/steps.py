@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from samestep.data.loader import Loaded, Loader, seed_all, to_device
 from samestep.data.sample_errors import locate_error
 from samestep.engine.control import Vote
-from samestep.engine.gradient_pass import GradientPass, Inspect, Losses, Report
+from samestep.engine.exchange import Sums
+from samestep.engine.gradient_averager import GradientAverager
+from samestep.engine.gradient_pass import GradientPass, Inspect, Report
+from samestep.engine.losses import Losses
 from samestep.errors import Error, UsageError
 from samestep.plan.ledger import combine
 from samestep.plan.schedule import Span
@@ -168,7 +171,7 @@ class Step:
         loader: Loader,
         *,
         context: RunContext,
-        gradients: GradientPass,
+        gradients: GradientAverager,
         position: Position,
         logs: Path | None,
         cast_vote: Callable[[], Vote],
@@ -179,6 +182,7 @@ class Step:
         self._loader, self._context, self._gradients = loader, context, gradients
         self._position, self._logs, self._cast_vote = position, logs, cast_vote
         self._on, self._interceptors = observers, observers.interceptors
+        self._pass: GradientPass | None = None  # only inside the loop over the micro-batches
         self._loaded: dict[int, Loaded] = {}
         self.held, self.borrowed = range(0), self._interceptors.borrow(number, len(self.sizes))
         self.micro_batch = self.num_passes = 0
@@ -269,9 +273,9 @@ class Step:
         yield from self._rehearse()
         for v in (*self.borrowed, *self._start()):
             yield from self.compute(v, self._load(v))
-        report = self._exchange()
+        report, sums = self._exchange()
         yield from self._interceptors.settle(self, report)
-        self._apply(report)
+        self._apply(report, sums)
         seed_all(self._derive("after"))
         self._end_pass()
 
@@ -279,7 +283,8 @@ class Step:
         """Run the script's body on micro-batch v. The results are dropped unless this rank holds it."""
         self.micro_batch = v
         seed_all(self._derive("compute", v))
-        self._gradients.open(v, self._interceptors.inspect(self))
+        current = self._find_pass()
+        current.open(v, self._interceptors.inspect(self))
         self._on.begin_micro_batch(self)
         try:
             yield self._interceptors.forward(self, batch)
@@ -288,7 +293,15 @@ class Step:
             self._on.leave(self.number)
             raise
         self._on.end_micro_batch(self)
-        self._gradients.close()
+        current.close()
+
+    def _find_pass(self) -> GradientPass:
+        if self._pass is None:
+            raise UsageError(
+                "step.backward was called outside the micro-batch loop: call it inside `for batch in step` (list(step) "
+                "ends the loop); for another pass, loop over the step again"
+            )
+        return self._pass
 
     def _derive(self, purpose: str, v: int = 0) -> int:
         seed = self._context.config.seed
@@ -309,7 +322,8 @@ class Step:
         self._is_probe = False
 
     def _start(self) -> range:
-        self.held = self._gradients.start(self.number, self.sizes, self.num_passes)
+        self._pass = self._gradients.begin(self.number, self.sizes, self.num_passes)
+        self.held = self._pass.held
         self._log = StepLog(len(self.held))
         return self.held
 
@@ -330,18 +344,18 @@ class Step:
             self._load(each)
         return self._load(v)
 
-    def _exchange(self) -> Report:
+    def _exchange(self) -> tuple[Report, Sums]:
         self._on.exchange(self)
         fingerprints = [self._loaded[v].fingerprint for v in self.held]
         try:
-            return self._gradients.exchange(self._cast_vote(), fingerprints, self._log.settle())
+            return self._find_pass().exchange(self._cast_vote(), fingerprints, self._log.settle())
         except RuntimeError as error:
             self._on.exchange_failed(self, error)
             raise
 
-    def _apply(self, report: Report) -> None:
+    def _apply(self, report: Report, sums: Sums) -> None:
         self._on.exchanged(self, report)
-        self.averaged_loss, self.has_gradients = self._gradients.apply()
+        self.averaged_loss, self.has_gradients = self._find_pass().apply(sums)
         if self.has_gradients:
             self.is_skipped = False
         if self.averaged_loss is not None:
@@ -355,6 +369,7 @@ class Step:
     def _end_pass(self) -> None:
         self.num_passes += 1
         self.open = False
+        self._pass = None
         self._on.reduced(self)
 
     def collect(self, values: Mapping[int, Any]) -> list[Any]:
@@ -419,8 +434,8 @@ class Step:
         self._on.backward(self, loss, weight, model)
         if self._is_probe:
             return
-        self._gradients.backward(loss, weight, model)
-        self._on.end_backward(self, self._gradients.waited_s)
+        waited_s = self._find_pass().backward(loss, weight, model)
+        self._on.end_backward(self, waited_s)
 
     def log(self, values: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor) -> None:
         """Add values to the metrics of this step.

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from samestep.console import escape, warn
-from samestep.engine.gradient_pass import Losses
+from samestep.engine.losses import Losses
 from samestep.errors import Error, PeerFailed, Stuck, UsageError
 from samestep.files import read_text
 from samestep.launch.failure import write_failure

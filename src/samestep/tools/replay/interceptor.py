@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from samestep.data.content import find_leaves
 from samestep.data.loader import seed_all
-from samestep.engine.gradient_pass import Losses
+from samestep.engine.losses import Losses
 from samestep.errors import Error
 from samestep.files import open_regular, replacing
 from samestep.launch.rank_process import leave
@@ -59,7 +59,7 @@ class Replay(Tracer):
 
     def reduced(self, step: Step) -> None:
         if step.number == self._step:
-            self._grads = [param.grad for param in self.loop.gradients.reducer.params]
+            self._grads = [param.grad for param in self.loop.gradients.plan.params]
             self._result |= {"loss": step.averaged_loss, **self._measure()}
 
     def end_step(self, step: Step) -> None:
@@ -100,7 +100,7 @@ class Replay(Tracer):
             prints = [*map(fingerprint, indices[:v]), step.loaded_fingerprint, *map(fingerprint, indices[v + 1 :])]
             self._result = {"samples": [indices[v].tolist()], "losses": [], "weights": []}
             self._result |= {"num_samples": step.num_samples, "fingerprint": combine(prints)}
-            self._grads = [None] * len(self.loop.gradients.reducer.params)
+            self._grads = [None] * len(self.loop.gradients.plan.params)
             watch = _NonFinite(self.modules)
             seed_all(derive(self.context.config.seed, "compute", step=step.number, pass_=0, micro_batch=v))
             if self.options["debug"]:
@@ -119,9 +119,9 @@ class Replay(Tracer):
         if not self._is_alone:
             return
         for term, own in loss.items() if isinstance(loss, Mapping) else [(loss, weight)]:
-            params = [param for param in self.loop.gradients.reducer.params if param.requires_grad]
+            params = [param for param in self.loop.gradients.plan.params if param.requires_grad]
             found = iter(torch.autograd.grad(term, params, retain_graph=True, allow_unused=True))
-            for i, param in enumerate(self.loop.gradients.reducer.params):
+            for i, param in enumerate(self.loop.gradients.plan.params):
                 grad, before = next(found) if param.requires_grad else None, self._grads[i]
                 self._grads[i] = grad if before is None else before if grad is None else before + grad
             self._result["losses"].append(float(term.detach()))
@@ -133,14 +133,14 @@ class Replay(Tracer):
 
     def _measure(self) -> dict[str, Any]:
         """Return the norm of the gradient, and its norms by parameter, the largest first."""
-        grads = zip(self.loop.gradients.reducer.names, self._grads, strict=True)
+        grads = zip(self.loop.gradients.plan.names, self._grads, strict=True)
         norms = {name: float(grad.detach().double().norm()) for name, grad in grads if grad is not None}
         ordered = sorted(norms, key=lambda name: (norms[name] <= sys.float_info.max, -norms[name]))
         total = float(np.linalg.norm([*norms.values()])) if norms else 0.0
         return {"norm": total, "norms": {name: norms[name] for name in ordered[:MOST_NORMS]}}
 
     def _save(self, file: Path, batch: Any) -> None:
-        names = self.loop.gradients.reducer.names
+        names = self.loop.gradients.plan.names
         contents = {
             "step": self._step,
             "micro_batch": self._micro_batch,

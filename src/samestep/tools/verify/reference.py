@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from samestep.data.loader import seed_all, to_device
-from samestep.engine.gradient_pass import Losses, find_slot
+from samestep.engine.losses import Losses, find_slot
 from samestep.files import open_regular
 from samestep.plan.seeds import derive
 from samestep.snapshot.serialization import write_tensors
@@ -75,7 +75,7 @@ class Reference(Trace):
 
     def begin_step(self, step: Step) -> None:
         super().begin_step(step)
-        self._params = self.loop.gradients.reducer.params
+        self._params = self.loop.gradients.plan.params
 
     def forward(self, step: Step, batch: Any) -> Any:
         batch = super().forward(step, batch)
@@ -106,7 +106,7 @@ class Reference(Trace):
 
     def _differentiate(self, loss: Tensor, slot: int) -> Grads:
         """Return the loss's gradient for each parameter; None for those of other models, zeros for unused ones."""
-        homes = zip(self._params, self.loop.gradients.reducer.slots, strict=True)
+        homes = zip(self._params, self.loop.gradients.plan.slots, strict=True)
         wanted = [param.requires_grad and slot in (0, home) for param, home in homes]
         params = [param for param, is_wanted in zip(self._params, wanted, strict=True) if is_wanted]
         grads = iter(torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True, materialize_grads=True))
@@ -119,9 +119,9 @@ class Reference(Trace):
         self._weights[key] = self._weights.get(key, 0.0) + weight
 
     def _write_gradients(self) -> None:
-        reducer = self.loop.gradients.reducer
+        plan = self.loop.gradients.plan
         gradients = {}
-        for i, (name, param, home) in enumerate(zip(reducer.names, self._params, reducer.slots, strict=True)):
+        for i, (name, param, home) in enumerate(zip(plan.names, self._params, plan.slots, strict=True)):
             if self._is_double:
                 gradients[name] = torch.zeros(())
                 for number in {k for _, k in self._sums}:

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.data.attributes import walk_attributes
 from samestep.data.content import view_bytes
 from samestep.data.loader import Fetcher
-from samestep.engine.gradient_pass import Losses
+from samestep.engine.losses import Losses
 from samestep.errors import Error
 from samestep.files import open_regular
 from samestep.hashing import hash_bytes
@@ -75,7 +75,7 @@ class Trace(Tracer):
     def reduced(self, step: Step) -> None:
         self._gradients = {
             name: None if param.grad is None else hash_tensor(param.grad)
-            for name, param in zip(self.loop.gradients.reducer.names, self.loop.gradients.reducer.params, strict=True)
+            for name, param in zip(self.loop.gradients.plan.names, self.loop.gradients.plan.params, strict=True)
         }
 
     def end_body(self, step: Step) -> None:

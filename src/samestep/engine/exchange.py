@@ -1,0 +1,149 @@
+"""One exchange of a gradient: from all ranks' parts to the sums of the whole batch."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from samestep.engine import routes
+from samestep.engine.control import Control
+from samestep.engine.exchange_memory import ExchangeMemory
+from samestep.engine.folding import MISSED, USED, Grads, RankParts, lay_out
+from samestep.engine.reduction_plan import ReductionPlan
+from samestep.world.group import Group
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The sums of all ranks' gradients of one loss.
+
+    Attributes:
+        controls: every rank's control block.
+        pieces: per bucket, its parameters, their sums, and the memory that holds these in one piece, if there is one.
+        used: a byte per parameter, see `USED`.
+    """
+
+    controls: list[Control]
+    pieces: Sequence[tuple[Sequence[int], Sequence[Tensor | None], Tensor | None]]
+    used: bytes
+
+    def average(self, plan: ReductionPlan, inverses: Sequence[float]) -> Grads:
+        """Return `sum * inverse`, computed in the sum; None if no micro-batch of the step used the parameter.
+
+        Args:
+            inverses: per slot, the inverse of the total weight; 0 if that is 0.
+        """
+        averages: Grads = [None] * len(plan.params)
+        for indices, grads, flat in self.pieces:
+            scales = [(grad, inverses[plan.slots[i]], self.used[i]) for i, grad in zip(indices, grads, strict=True)]
+            shared = {inverse for _, inverse, _ in scales}
+            is_used = any(marks & USED for *_, marks in scales)
+            if flat is not None and is_used and len(shared) == 1 and shared != {1.0}:
+                scales = [(flat, shared.pop(), USED)]
+            for total, inverse, marks in scales:
+                # 0 + inverse * x, because the sign of a sum of -0.0 would otherwise depend on whether an absent
+                # gradient was sent as +0.0. If none was absent and the factor is 1 (the backward applies powers of
+                # two), nothing has to be done, which saves a pass over all memory.
+                if total is not None and marks & USED and (inverse != 1.0 or marks & MISSED):
+                    torch.add(plan.zeros[total.dtype, total.device], total, alpha=inverse, out=total)
+            for i, grad in zip(indices, grads, strict=True):
+                if self.used[i] & USED and inverses[plan.slots[i]]:
+                    averages[i] = grad
+        return averages
+
+
+class Exchange:
+    """An exchange of this rank's parts with the other ranks. The buckets are sent in order.
+
+    Attributes:
+        waited_s: seconds that `send_complete` has waited for other ranks.
+    """
+
+    def __init__(self, plan: ReductionPlan, memory: ExchangeMemory, group: Group, parts: RankParts) -> None:
+        self.waited_s = 0.0
+        self._plan, self._memory, self._group, self._parts = plan, memory, group, parts
+        self._packed = bytearray(len(plan.params))
+        # Per bucket, how many of its gradients the last micro-batch has not computed yet.
+        self._missing = [sum(param.requires_grad for param in bucket.params) for bucket in plan.buckets]
+        self._pending: list[routes.PendingOp] = []
+        memory.expect()
+
+    def pack(self, i: int, grad: Tensor | None) -> Tensor:
+        """Copy this rank's parts of parameter i into its bucket. Returns the view that holds the last part.
+
+        Args:
+            grad: the gradient in the last micro-batch.
+        """
+        self._packed[i] = 1
+        return self._parts.pack(i, grad, self._memory.views[i])
+
+    def send_complete(self, i: int) -> None:
+        """Send the buckets that are complete with parameter i, which was packed."""
+        missing, pending = self._missing, self._pending
+        missing[self._plan.bucket_of[i]] -= 1
+        # The last bucket waits for the control block, in `finish`.
+        while len(pending) < len(missing) - 1 and not missing[len(pending)]:
+            began_s = time.monotonic()
+            self._send_next(None)
+            self.waited_s += time.monotonic() - began_s
+
+    def _send_next(self, grads: Grads | None) -> None:
+        """Start the exchange of the next bucket, and advance that of the bucket before it.
+
+        Args:
+            grads: gradients of the last micro-batch that are not packed yet. None: there are none.
+        """
+        place = len(self._pending)
+        memory = self._memory.buckets[place]
+        if self._parts.held:
+            for i in self._plan.buckets[place].indices:
+                if not self._packed[i]:
+                    self.pack(i, None if grads is None else grads[i])
+        elif not self._plan.exact:
+            memory.root.zero_()
+        self._pending.append(routes.PendingOp(memory.exchange(tag=place)))
+        # At this fixed point, so that all ranks issue their messages in the same order.
+        if place and self._memory.buckets[place - 1].route in ("butterfly", "chunks"):
+            self._pending[place - 1].advance()
+
+    def finish(self, grads: Grads, control: Control) -> Sums:
+        """Send all that is left, and wait for the sums.
+
+        Args:
+            grads: gradients of the last micro-batch.
+            control: this rank's control block. Its entry `used` is set here.
+        """
+        rank, memory = self._group.rank, self._memory
+        control.used = self._parts.used.to_bytes(len(self._plan.params))
+        memory.form.pack_into(memory.blocks[rank], control)
+        while len(self._pending) < len(memory.buckets):
+            self._send_next(grads)
+        if memory.control_rows is not None:
+            sockets = self._group.local_sockets
+            direct = routes.run_direct(memory.control_rows, rank, len(memory.buckets), local_sockets=sockets)
+            self._pending.append(routes.PendingOp(direct))
+        routes.wait_all(self._pending)
+        controls = [
+            control if each == rank else memory.form.unpack_from(block, len(held))
+            for each, (block, held) in enumerate(zip(memory.blocks, memory.layout.ranges, strict=True))
+        ]
+        used = self._parts.used
+        for each in controls:
+            used |= int.from_bytes(each.used)
+        pieces = [
+            (bucket.indices, of_bucket.grads, of_bucket.root)
+            for bucket, of_bucket in zip(self._plan.buckets, memory.buckets, strict=True)
+        ]
+        return Sums(controls, pieces, used.to_bytes(len(self._plan.params)))
+
+
+def sum_alone(plan: ReductionPlan, parts: RankParts, grads: Grads, control: Control) -> Sums:
+    """Return the sums if there is no other rank. Arguments as for `Exchange`."""
+    # As with more ranks, gradients get the parameter's strides, because norms sum in memory order.
+    sums = [
+        grad if grad is None or grad.stride() == strides else lay_out(grad, strides)
+        for grad, strides in zip(parts.complete(grads), plan.strides, strict=True)
+    ]
+    return Sums([control], [(range(len(sums)), sums, None)], parts.used.to_bytes(len(plan.params)))

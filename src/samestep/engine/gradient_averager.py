@@ -1,0 +1,85 @@
+"""Averages the gradients of a run's steps, pass by pass."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from samestep.engine.buffers import BatchNormStatistics, OtherBuffers
+from samestep.engine.gradient_pass import GradientPass, PassContext
+from samestep.engine.logged_values import LoggedNames
+from samestep.engine.precision import Precision
+from samestep.engine.reducer import Reducer
+from samestep.engine.reduction_plan import ReductionPlan, build_reduction_plan
+from samestep.world.group import Group
+
+
+class GradientAverager:
+    """Averages gradients for the models of one run: one `GradientPass` after the other.
+
+    Args:
+        modules: the prepared models by name.
+        group: the ranks.
+        exact: whether to sum along the canonical tree; otherwise use the backend's all-reduce.
+        bucket_cap_bytes: the largest size of a bucket of gradients; None: see `choose_cap_bytes`.
+        micro_batch_size: samples of a whole micro-batch.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        group: Group,
+        precision: Precision,
+        *,
+        exact: bool,
+        bucket_cap_bytes: int | None,
+        micro_batch_size: int,
+    ) -> None:
+        statistics = BatchNormStatistics(modules.values())
+        buffers = OtherBuffers(modules, statistics)
+        self._context = PassContext(modules, group, precision, micro_batch_size, statistics, buffers, LoggedNames())
+        self._exact, self._bucket_cap_bytes = exact, bucket_cap_bytes
+        self._reducer = self._build_reducer((), ())
+
+    @property
+    def plan(self) -> ReductionPlan:
+        """The parameters, and how their gradients are summed."""
+        return self._reducer.plan
+
+    def set_parameters(
+        self, trained: Sequence[tuple[str, nn.Parameter, int]], untrained: Sequence[nn.Parameter]
+    ) -> None:
+        """Average the gradients of these parameters from now on. Arguments as for `build_reduction_plan`."""
+        self._reducer.remove()
+        self._reducer = self._build_reducer(trained, untrained)
+
+    def _build_reducer(
+        self, trained: Sequence[tuple[str, nn.Parameter, int]], untrained: Sequence[nn.Parameter]
+    ) -> Reducer:
+        context = self._context
+        plan = build_reduction_plan(
+            trained,
+            context.group,
+            exact=self._exact,
+            bucket_cap_bytes=self._bucket_cap_bytes,
+            num_slots=len(context.modules) + 1,
+            num_values=context.statistics.num_values,
+            untrained=untrained,
+        )
+        return Reducer(plan, context.group)
+
+    def has_new_weights(self) -> bool:
+        """Return whether any parameter was written to, or got other memory, since the last pass began."""
+        return self._reducer.guard.has_new_weights()
+
+    def hold_buffers(self) -> None:
+        """Remember all buffers, for `undo_buffers`."""
+        self._context.buffers.begin()
+        self._context.statistics.hold()
+
+    def undo_buffers(self) -> None:
+        """Restore the values of all buffers that `hold_buffers` remembered."""
+        self._context.undo_buffers()
+
+    def begin(self, step: int, sizes: Sequence[int], number: int) -> GradientPass:
+        """Begin a pass. Arguments as for `GradientPass`."""
+        return GradientPass(self._context, self._reducer, step, sizes, number)

@@ -1,0 +1,49 @@
+"""The values of `step.log` in the control block."""
+
+from collections.abc import Sequence
+
+from samestep.engine.control import Control
+from samestep.world.group import Group
+
+Means = list[dict[str, tuple[float, float]]]  # per micro-batch: name -> the mean of its logged values, and their number
+Table = list[list[float]]  # per micro-batch, per name
+
+
+class LoggedNames:
+    """The names for which the control block has entries: the same on all ranks.
+
+    Attributes:
+        names: in the order of the block.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def has_new(self, logged: Means) -> bool:
+        """Return whether this rank's values have names without an entry."""
+        return any(logged) and any(name not in self.names for values in logged for name in values)
+
+    def tabulate(self, logged: Means) -> tuple[Table, Table]:
+        """Return the entries for this rank's values: the means, and the numbers of values."""
+        if not self.names:
+            return [[]] * len(logged), [[]] * len(logged)
+        entries = [[values.get(name, (0.0, 0)) for name in self.names] for values in logged]
+        return [[mean for mean, _ in row] for row in entries], [[count for _, count in row] for row in entries]
+
+    def collect(self, logged: Means, controls: Sequence[Control], group: Group) -> Means:
+        """Return the logged values of all ranks' micro-batches; nothing if no rank has logged a value yet.
+
+        Values under new names need an additional exchange, which adds these names.
+        """
+        has_new = any(control.has_new_names for control in controls)
+        if not self.names and not has_new:
+            return []
+        if has_new:
+            collected = [values for of_rank in group.gather(logged) for values in of_rank]
+            self.names += sorted({name for values in collected for name in values} - {*self.names})
+            return collected
+        return [
+            {name: (value, count) for name, value, count in zip(self.names, values, counts, strict=True) if count}
+            for control in controls
+            for values, counts in zip(control.values, control.counts, strict=True)
+        ]

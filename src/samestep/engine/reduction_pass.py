@@ -1,0 +1,182 @@
+"""Sums of the gradients of one loss over a step's micro-batches on all ranks.
+
+All passes have one interface: `open` a micro-batch, `take` each of its gradients, `close` it. Those that sum gradients
+then `finish`.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from samestep.engine.control import Control
+from samestep.engine.exchange import Exchange, Sums, sum_alone
+from samestep.engine.exchange_memory import ExchangeMemory
+from samestep.engine.folding import Grads, RankParts, lay_out
+from samestep.engine.reduction_plan import ReductionPlan
+from samestep.engine.script_guards import ParameterGuard, check_gradients
+from samestep.errors import UsageError
+from samestep.plan.tree import Layout
+from samestep.torch_internals import get_storage, read_version
+from samestep.world.group import Group
+
+
+class ReductionPass:
+    """Sums the gradients of the first loss, which a backward pass leaves in `.grad`.
+
+    During the backward of this rank's last micro-batch, each gradient is packed into its bucket, and complete buckets
+    are sent. Such an overlap with the exchange is what DDP does, too (Li et al. 2020, "PyTorch Distributed: Experiences
+    on Accelerating Data Parallel Training").
+
+    Args:
+        memory: None if there is no other rank.
+        guard: checks the parameters at the end of this rank's last micro-batch.
+        kept: what `.grad` held before, of parameters that keep it if this pass has no gradient for them.
+    """
+
+    def __init__(
+        self,
+        plan: ReductionPlan,
+        layout: Layout,
+        group: Group,
+        memory: ExchangeMemory | None,
+        guard: ParameterGuard,
+        kept: Grads,
+    ) -> None:
+        self._plan, self._guard, self._kept = plan, guard, kept
+        self._parts = RankParts(plan, layout, group.rank)
+        self._exchange = None if memory is None else Exchange(plan, memory, group, self._parts)
+        # Of the open micro-batch:
+        self._sender: Exchange | None = None  # only in the last one
+        self._fired = bytearray(len(plan.params))  # 1: the parameter has a gradient
+        self._storages: set[int] = set()
+        self._found: list[tuple[int, Tensor, int]] = []  # the gradients, see `check_gradients`
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that backward passes have waited for exchanges, and so for other ranks."""
+        return 0.0 if self._exchange is None else self._exchange.waited_s
+
+    def open(self, v: int) -> None:
+        """Begin micro-batch v of this rank."""
+        self._sender = self._exchange if v == self._parts.held.stop - 1 else None
+        self._fired[:] = bytes(len(self._fired))
+        self._storages.clear()
+
+    def take(self, i: int, grad: Tensor) -> None:
+        """Take the gradient of parameter i, which is in its `.grad`."""
+        if self._fired[i]:
+            raise UsageError(
+                f"{self._plan.names[i]} got two gradients in one micro-batch (reentrant activation checkpointing?): "
+                "use torch.utils.checkpoint with use_reentrant=False"
+            )
+        self._fired[i] = 1
+        sender = self._sender
+        if sender is not None:
+            # Packed now, while it is in the cache, so that its memory is reused for the next gradient. `.data`,
+            # because views of one bucket would share a version.
+            grad = sender.pack(i, grad).data
+            self._plan.params[i].grad = grad
+        elif (storage := get_storage(grad)) in self._storages:
+            grad = grad.clone()  # one tensor for two parameters, or views that may overlap
+            self._plan.params[i].grad = grad
+        else:
+            self._storages.add(storage)
+        self._found.append((i, grad, read_version(grad)))
+        if sender is not None:
+            sender.send_complete(i)
+
+    def close(self, v: int) -> None:
+        """End micro-batch v, and fold it unless it is the last of this rank.
+
+        Raises:
+            UsageError: the script has changed a gradient, or a parameter since the pass began.
+        """
+        _drop(self._plan.untrained)
+        check_gradients(self._plan.names, self._plan.params, self._found, v)
+        self._found.clear()  # views of buckets, to which no reference may remain when the next pass begins
+        self._parts.mark(self._fired)
+        if v == self._parts.held.stop - 1:
+            self._guard.check()  # `finish` folds it, bucket by bucket, while sending
+            return
+        grads = [param.grad for param in self._plan.params]
+        _drop(self._plan.params)
+        self._parts.fold(v, grads)
+
+    def finish(self, control: Control) -> Sums:
+        """Complete the sums. Returns them with every rank's control block."""
+        grads = [param.grad for param in self._plan.params]
+        if self._exchange is None:
+            return sum_alone(self._plan, self._parts, grads, control)
+        return self._exchange.finish(grads, control)
+
+    def assign(self, grads: Grads) -> None:
+        """Leave gradients in `.grad`. A parameter without one keeps what it had before the pass, or None."""
+        for param, grad, kept in zip(self._plan.params, grads, self._kept, strict=True):
+            param.grad = kept if grad is None else grad
+
+
+class FurtherPass:
+    """Sums the gradients of a further loss, whose total weight differs from that of the first.
+
+    Meanwhile `.grad` holds gradients of the first loss. The exchange follows that of the loss before, in its memory.
+    """
+
+    def __init__(self, plan: ReductionPlan, layout: Layout, group: Group, memory: ExchangeMemory | None) -> None:
+        self._plan, self._group, self._memory = plan, group, memory
+        self._parts = RankParts(plan, layout, group.rank)
+        self._grads: Grads = [None] * len(plan.params)  # of the open micro-batch, or of the last one
+        self._next = self._parts.held.start  # the first micro-batch that is not closed
+
+    def open(self, v: int) -> None:
+        """Begin micro-batch v of this rank."""
+
+    def take(self, i: int, grad: Tensor) -> None:
+        """Take the gradient of parameter i."""
+        self._grads[i] = lay_out(grad, self._plan.strides[i])
+
+    def close(self, v: int) -> None:
+        """End micro-batch v, and fold it unless it is the last of this rank. Those before it may lack this loss."""
+        nothing: Grads = [None] * len(self._plan.params)
+        for each in range(self._next, v):
+            self._fold(each, nothing)
+        self._fold(v, self._grads)
+        self._next = v + 1
+        if self._next < self._parts.held.stop:
+            self._grads = [None] * len(self._plan.params)
+
+    def _fold(self, v: int, grads: Grads) -> None:
+        self._parts.mark([grad is not None for grad in grads])
+        if v < self._parts.held.stop - 1:
+            self._parts.fold(v, grads)
+
+    def finish(self, control: Control) -> Sums:
+        """Same as `ReductionPass.finish`. Overwrites the sums of the pass before, if there are other ranks."""
+        if self._next < self._parts.held.stop:
+            self.close(self._parts.held.stop - 1)
+        if self._memory is None:
+            return sum_alone(self._plan, self._parts, self._grads, control)
+        return Exchange(self._plan, self._memory, self._group, self._parts).finish(self._grads, control)
+
+
+class InspectingPass:
+    """Drops the gradients of micro-batches of other ranks, which are computed only to be inspected."""
+
+    def __init__(self, plan: ReductionPlan) -> None:
+        self._plan = plan
+
+    def open(self, v: int) -> None:
+        """Begin micro-batch v. After the exchange, `.grad` may still hold gradients of this rank."""
+        _drop(self._plan.params)
+
+    def take(self, i: int, grad: Tensor) -> None:
+        """Take the gradient of parameter i."""
+
+    def close(self, v: int) -> None:
+        """End micro-batch v."""
+        _drop(self._plan.untrained)
+        _drop(self._plan.params)
+
+
+def _drop(params: Sequence[Tensor]) -> None:
+    for param in params:
+        param.grad = None

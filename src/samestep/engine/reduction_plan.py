@@ -1,0 +1,77 @@
+"""What all passes over the same parameters have in common."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from samestep.engine.buckets import Bucket, build_buckets, choose_cap_bytes, dense_strides
+from samestep.world.group import Group
+
+
+@dataclass(frozen=True, eq=False)
+class ReductionPlan:
+    """The parameters whose gradients are summed, and how they are exchanged.
+
+    Attributes:
+        names, params: of the parameters, in the models' order.
+        slots: per parameter, the number of its model, which selects the losses of the parameter.
+        untrained: parameters that no optimizer holds. Their gradients are dropped.
+        strides: per parameter, the strides of its sum.
+        zeros: a zero of each dtype on each device.
+        buckets: in the order in which they are exchanged.
+        bucket_of: per parameter, the number of its bucket.
+        exact: whether to sum along the canonical tree; otherwise use the backend's all-reduce.
+        num_slots, num_values: sizes in the control block: slots, and values of BatchNorm's statistics.
+    """
+
+    names: Sequence[str]
+    params: Sequence[nn.Parameter]
+    slots: Sequence[int]
+    untrained: Sequence[nn.Parameter]
+    strides: Sequence[tuple[int, ...]]
+    zeros: Mapping[tuple[torch.dtype, torch.device], Tensor]
+    buckets: Sequence[Bucket]
+    bucket_of: Sequence[int]
+    exact: bool
+    num_slots: int
+    num_values: int
+
+
+def build_reduction_plan(
+    trained: Sequence[tuple[str, nn.Parameter, int]],
+    group: Group,
+    *,
+    exact: bool,
+    bucket_cap_bytes: int | None,
+    num_slots: int,
+    num_values: int,
+    untrained: Sequence[nn.Parameter] = (),
+) -> ReductionPlan:
+    """Return the plan for these parameters.
+
+    Args:
+        trained: (name, parameter, slot) in the models' order.
+        bucket_cap_bytes: maximum size of a bucket; None: the result of `choose_cap_bytes`.
+    """
+    params = [param for _, param, _ in trained]
+    if bucket_cap_bytes is None:
+        one_host = group.world_size == 1 or group.local_sockets is not None
+        bucket_cap_bytes = choose_cap_bytes(params, one_host=one_host)
+    buckets = build_buckets(params, bucket_cap_bytes)
+    numbers = {i: number for number, bucket in enumerate(buckets) for i in bucket.indices}
+    kinds = {(param.dtype, param.device) for param in params}
+    return ReductionPlan(
+        names=[name for name, _, _ in trained],
+        params=params,
+        slots=[slot for _, _, slot in trained],
+        untrained=untrained,
+        strides=[dense_strides(param) for param in params],
+        zeros={(dtype, device): torch.zeros((), dtype=dtype, device=device) for dtype, device in kinds},
+        buckets=buckets,
+        bucket_of=[numbers[i] for i in range(len(params))],
+        exact=exact,
+        num_slots=num_slots,
+        num_values=num_values,
+    )

@@ -1,0 +1,130 @@
+"""Refuses what a script must not change while the gradient of a step is computed."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from samestep.errors import UsageError
+from samestep.torch_internals import read_version
+
+
+class ParameterGuard:
+    """Refuses changes of parameters inside the micro-batch loop, and conversions before it."""
+
+    def __init__(self, names: Sequence[str], params: Sequence[nn.Parameter]) -> None:
+        self._names, self._params = names, params
+        self._kinds = [(param.shape, param.dtype) for param in params]
+        self._places = self._find_places()
+        self._marks = self._read_marks()
+
+    def begin(self) -> None:
+        """Begin a pass: accept what the script has changed since the last one.
+
+        Raises:
+            UsageError: it has converted or reshaped a parameter.
+        """
+        self._marks = self._read_marks()
+        places = self._find_places()
+        if places == self._places:
+            return
+        self._places = places
+        for name, param, kind in zip(self._names, self._params, self._kinds, strict=True):
+            if (param.shape, param.dtype) != kind:
+                raise UsageError(
+                    f"{name} was converted or given another shape in the loop: change the model before run.prepare"
+                )
+
+    def check(self) -> None:
+        """Raise UsageError if weights were changed, frozen or unfrozen since the pass began."""
+        has_moved = map(int.__ne__, self._places, self._find_places())
+        for name, before, now, moved in zip(self._names, self._marks, self._read_marks(), has_moved, strict=True):
+            if before[0] != now[0] or moved:
+                raise UsageError(
+                    f"{name} was changed inside the micro-batch loop (by the model's forward, as nn.Embedding(max_norm="
+                    "...) does, or by assigning .data?), so that the gradient depends on the rank: change "
+                    "weights after the loop; if it is a data-dependent initialization (ActNorm), run one forward pass "
+                    "after run.prepare, before the loop"
+                )
+            if before[1] != now[1]:
+                raise UsageError(
+                    f"requires_grad of {name} was changed inside the micro-batch loop, so that the gradient depends on "
+                    "the rank: change it before or after the loop"
+                )
+
+    def has_new_weights(self) -> bool:
+        """Return whether any parameter was written to, or got other memory, since the last pass began."""
+        is_written = any(was[0] != now[0] for was, now in zip(self._marks, self._read_marks(), strict=True))
+        return is_written or self._find_places() != self._places
+
+    def _read_marks(self) -> list[tuple[int, bool]]:
+        return [(read_version(param), param.requires_grad) for param in self._params]
+
+    def _find_places(self) -> list[int]:
+        """Return the address of each parameter, because `param.data = ...` does not change its version."""
+        return [param.data_ptr() for param in self._params]
+
+
+def check_gradients(
+    names: Sequence[str], params: Sequence[nn.Parameter], found: Sequence[tuple[int, Tensor, int]], v: int
+) -> None:
+    """Refuse changes of gradients in micro-batch v.
+
+    Args:
+        found: of each gradient that the micro-batch has left in `.grad`, the number of the parameter, the tensor and
+            its version.
+
+    Raises:
+        UsageError: a gradient was removed, replaced or written to.
+    """
+    for i, grad, version in found:
+        if params[i].grad is grad and read_version(grad) == version:
+            continue
+        if params[i].grad is None:
+            raise UsageError(
+                f"the gradient of {names[i]} is None at the end of micro-batch {v}: remove zero_grad(), which is not "
+                "needed"
+            )
+        raise UsageError(
+            f"the gradient of {names[i]} was changed in micro-batch {v} (by zero_grad, clipping, or a hook "
+            "registered after run.prepare?), while it is only a partial sum: change it after the micro-batch loop"
+        )
+
+
+class CheckpointGuard:
+    """Refuses reentrant checkpoints in backward passes to given parameters, which they hide without an error."""
+
+    def __init__(self) -> None:
+        self._checked: set[tuple[int, ...]] = set()
+
+    def check(self, loss: Tensor, kind: tuple[int, ...]) -> None:
+        """Check the graph of a loss.
+
+        Args:
+            kind: pass, slot, number of the loss. Only the first call of each kind is checked, because models use
+                checkpoints in the same way in all steps.
+
+        Raises:
+            UsageError: the graph contains such a checkpoint.
+        """
+        if kind in self._checked:
+            return
+        self._checked.add(kind)
+        if has_reentrant_checkpoint(loss):
+            raise UsageError(
+                "step.backward(model=...), or of several losses, with reentrant activation checkpointing, which hides "
+                "parameters from it: use torch.utils.checkpoint with use_reentrant=False"
+            )
+
+
+def has_reentrant_checkpoint(loss: Tensor) -> bool:
+    """Return whether the graph of `loss` contains a reentrant activation checkpoint."""
+    stack, seen = [loss.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        stack += [source for source, _ in node.next_functions]
+    return False
