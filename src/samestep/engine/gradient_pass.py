@@ -88,7 +88,7 @@ class GradientPass:
     Until `apply`, the state that snapshots contain does not change.
 
     Before its own micro-batches and between `exchange` and `apply`, a rank can also open micro-batches of other ranks.
-    They change nothing; only `inspect` reads their gradients.
+    They change nothing; only the function given to `open` gets their gradients.
 
     Args:
         step: number of the step, for messages.

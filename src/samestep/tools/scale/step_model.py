@@ -1,6 +1,6 @@
 """A model of one step, simulated in virtual time, which predicts the time of a step at any number of ranks.
 
-The simulation follows `Reducer`. Each rank computes its micro-batches. During the last backward pass, the buckets
+The simulation follows `Exchange`. Each rank computes its micro-batches. During the last backward pass, the buckets
 become ready in order, and starting one waits for the first round of the previous one. After the backward pass, all
 routes advance in turns. The code that sends the messages also plans them here (`message_plan`). A message takes
 alpha + beta * bytes (Hockney, 1994). Ranks are the elements of vectors, so a step of B buckets on W ranks takes O(B W
