@@ -22,7 +22,7 @@ from two_hosts import INTERFACE, Host, open_two_hosts, shape_link, start_on
 
 from samestep.config import to_variables
 from samestep.console import format_ranks
-from samestep.launch.local_ranks import Target
+from samestep.launch.target import Target
 from samestep.tools.scale.cpu_quota import open_quota
 from samestep.tools.scale.measurement import INTERCEPTOR, Size, Starts, add_steps
 from samestep.tools.scale.step_model import Link, StepModel, fit_model

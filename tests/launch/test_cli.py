@@ -1,24 +1,25 @@
 """The command line: its output and its errors. These tests start no ranks."""
 
-import io
 import os
 import pty
 import select
 import shutil
 import subprocess
 import sys
-from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import commands
 from support.runs import check, run_command
 
-from samestep import cli
+from samestep.cli import main
 from samestep.errors import Error
-from samestep.launch.flags import FLAGS, TORCHRUN, find_misplaced, take_flags, translate_torchrun
+from samestep.launch.flags import find_misplaced
+from samestep.launch.script_command import ScriptCommand
 from samestep.snapshot.store import Store
-from samestep.tools.verify.command import FLAGS as VERIFY_FLAGS
+from samestep.tools.launch_command import run_launch, run_train
+from samestep.tools.verify.command import run_verify
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -97,11 +98,16 @@ def test_version() -> None:
         (["launch", "--nnodes=2", "--master_port=1", __file__], "or --master-addr and --master-port: give one"),
         (["launch", "--rdzv-endpoint", "a:1", __file__], "where several machines meet, and --nnodes is not given"),
         (["train", "mlp", "--rdzv-endpoint", "a:1"], "where several machines meet, and --nnodes is not given"),
+        (["launch", "-host", "a", __file__], "launch has no option -host; see --help"),
+        (["launch", "-np", "2", __file__], "launch has no -np: use --nproc-per-node"),
         (["launch", "--tee", "3", __file__], "launch has no --tee: all output of the ranks is in logs/"),
         (["launch", "--rdzv_conf=timeout=3", __file__], "launch has no --rdzv_conf: use --rdzv-timeout"),
         (["inspect"], "samestep inspect: the following arguments are required: RUN; see samestep inspect --help"),
-        (["export", "a", "b.pt", "c"], "samestep export: unrecognized arguments: c; see samestep export --help"),
-        (["watch", "--jsn", "a"], "samestep watch: unrecognized arguments: --jsn"),
+        (
+            ["export", "a", "b.pt", "c"],
+            "samestep export: Got unexpected extra argument (c); see samestep export --help",
+        ),
+        (["watch", "--jsn", "a"], "watch has no option --jsn; there are --help, --local-dir"),
         (["train", "digitz"], "there is no recipe digitz; did you mean digits?"),
         (["train", "mlp", "--total-epocs", "5"], "train mlp has no option --total-epocs; did you mean --total-epochs?"),
         (["submit", "mlp", "--nproc_per_nod=2"], "submit mlp has no option --nproc_per_nod; did you mean --nproc-per-"),
@@ -162,12 +168,22 @@ def test_bad_input_is_found_before_torch_is_imported(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"file", "run"}
 
 
+def parse(command: ScriptCommand, *words: str) -> tuple[list[str], dict[str, Any]]:
+    """Return the command that starts the target, after its name, and the values of the options."""
+    target, values = command.make_context(str(command.name), [*words]).obj
+    return target.to_command()[1], values
+
+
 def test_flags_of_launch_may_be_anywhere_before_the_script() -> None:
-    values, left = cli.take_flags(
-        ["--nproc_per_node=2", "--batch_size", "8", "--fresh", "a.py", "--seed", "1", "--", "--x"], stop_at_first=True
-    )
+    words = ["--nproc_per_node=2", "--batch_size", "8", "--fresh", "a.py", "--seed", "1", "--", "--x"]
+    program, values = parse(run_launch, *words)
     assert values == {"nproc_per_node": "2", "batch_size": 8, "fresh": True}
-    assert left == ["a.py", "--seed", "1", "--", "--x"]
+    assert program == ["a.py", "--seed", "1", "--", "--x"]
+
+
+def test_a_module_takes_all_words_after_it() -> None:
+    program, values = parse(run_launch, "--seed", "1", "-m", "module", "--seed", "2", "-m", "--help", "--", "x")
+    assert (program, values) == (["-m", "module", "--seed", "2", "-m", "--help", "--", "x"], {"seed": 1})
 
 
 @pytest.mark.parametrize(
@@ -181,9 +197,7 @@ def test_flags_of_launch_may_be_anywhere_before_the_script() -> None:
     ],
 )
 def test_options_of_torchrun(words: str, values: dict[str, str]) -> None:
-    found, _ = take_flags(words.split(), stop_at_first=True, flags=FLAGS | TORCHRUN)
-    translate_torchrun(found)
-    assert found == values
+    assert parse(run_launch, *words.split(), "a.py")[1] == values
 
 
 @pytest.mark.parametrize(
@@ -213,23 +227,27 @@ def test_options_after_the_script_are_warned_about(tmp_path: Path, before: list[
 
 
 def test_flags_of_train_mix_with_the_recipes_own() -> None:
-    values, left = cli.take_flags(
-        ["mlp", "50", "--seed", "1", "--total_epochs", "5", "--show-ranks=all", "--", "--seed", "2"],
-        stop_at_first=False,
-    )
+    words = ["--save_every=5", "mlp", "50", "--seed", "1", "--show-ranks=all", "--", "--total_epochs", "2"]
+    program, values = parse(run_train, *words)
     assert values == {"seed": 1, "show_ranks": "all"}
-    assert left == ["mlp", "50", "--total_epochs", "5", "--seed", "2"]
+    assert program == ["mlp", "--save-every=5", "50", "--total-epochs", "2"]
     with pytest.raises(Error, match="--seed needs a value"):
-        cli.take_flags(["mlp", "--seed"], stop_at_first=False)
+        parse(run_train, "mlp", "--seed")
 
 
 @pytest.mark.parametrize("words", [["--kills", "0", "digits", "--steps=3", "--epochs", "1"], ["digits", "--epochs", "1",
                                    "--steps", "3", "--kills", "0"]])  # fmt: skip
 def test_flags_of_verify_may_follow_a_recipe(words: list[str]) -> None:
-    values, target = cli._take_flags_and_target("verify", words, VERIFY_FLAGS)
+    program, values = parse(run_verify, *words)
     assert values == {"kills": 0, "steps": 3}
-    assert target is not None
-    assert target.to_command() == ("train", ["digits", "--epochs", "1"])
+    assert program == ["digits", "--epochs", "1"]
+
+
+@pytest.mark.parametrize("words", ["launch -h", "launch --seed 1 -h x.py", "train -h", "verify mlp -h", "inspect -h"])
+def test_help_has_a_short_option(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = words.partition(" ")[0]
+    assert main(words.split()) == 0
+    assert capsys.readouterr().out.startswith(f"Usage: samestep {command} ")
 
 
 def test_recipes_are_listed_by_their_docstrings() -> None:
@@ -246,31 +264,45 @@ def test_a_recipes_help_is_its_own_and_launchs() -> None:
     assert "--nproc-per-node" in done.stdout
 
 
+def write_program(directory: Path) -> Path:
+    """Write a program `samestep`, which the script of a shell asks for the words."""
+    program = directory / "samestep"
+    program.write_text(f"#!/bin/sh\nexec {sys.executable} -m samestep\n")
+    program.chmod(0o755)
+    return program
+
+
 @pytest.mark.parametrize(
     ("words", "replies"),
     [
         (["samestep", "ins"], ["inspect"]),
         (["samestep", "launch", "--micro"], ["--micro-batch-size"]),
+        (["samestep", "launch", "--seed", "1", "--fre"], ["--fresh"]),
+        (["samestep", "train", "gp"], ["gpt"]),
+        (["samestep", "train", "gpt", "--lay"], ["--layers"]),
         (["samestep", "inspect", "run", "--sn"], ["--snapshot"]),
-        (["samestep", "verify", "--kill"], ["--kill-seed", "--kills"]),
-        (["samestep", "export", "run"], []),
+        (["samestep", "verify", "--kill"], ["--kills", "--kill-seed"]),
+        (["samestep", "completion", "f"], ["fish"]),
+        (["samestep", "export", "run"], ["files"]),
+        (["samestep", "launch", "tr"], ["files"]),
     ],
 )
-def test_completion_in_bash(words: list[str], replies: list[str], completion: str) -> None:
-    line = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _samestep; echo ${{COMPREPLY[@]}}"
-    done = subprocess.run(["bash", "-c", f"{completion}\n{line}"], capture_output=True, text=True, check=True)
+def test_completion_in_bash(tmp_path: Path, words: list[str], replies: list[str]) -> None:
+    script = run("completion").stdout + "compopt() { COMPREPLY=(files); }\n"
+    script += f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}\n"
+    script += f"_samestep_completion {write_program(tmp_path)}; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert (done.stdout.split(), done.stderr) == (replies, "")
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
 def test_completion_in_zsh(tmp_path: Path) -> None:
-    with redirect_stdout(io.StringIO()) as said:
-        assert cli.main(["completion", "zsh"]) == 0
-    (tmp_path / "completion").write_text(said.getvalue())
+    (tmp_path / "completion").write_text(run("completion", "zsh").stdout)
+    write_program(tmp_path)
     ours, theirs = pty.openpty()
     shell = subprocess.Popen(
         ["zsh", "-f", "-i"], stdin=theirs, stdout=theirs, stderr=theirs, cwd=tmp_path, start_new_session=True,
-        env={**os.environ, "HOME": str(tmp_path), "TERM": "dumb"},
+        env={**os.environ, "HOME": str(tmp_path), "TERM": "dumb", "PATH": f"{tmp_path}:{os.environ['PATH']}"},
     )  # fmt: skip
     os.close(theirs)
     shown = b""
@@ -285,8 +317,11 @@ def test_completion_in_zsh(tmp_path: Path) -> None:
     os.close(ours)
 
 
-@pytest.fixture(scope="module")
-def completion() -> str:
-    with redirect_stdout(io.StringIO()) as said:
-        assert cli.main(["completion"]) == 0
-    return said.getvalue()
+def test_completion_in_fish() -> None:
+    """The script is click's; the answer is in fish's format."""
+    script = run("completion", "fish").stdout
+    assert "complete --no-files --command samestep" in script
+    variables = {**os.environ, "_SAMESTEP_COMPLETE": "fish_complete", "COMP_WORDS": "samestep ins", "COMP_CWORD": "ins"}
+    command = [sys.executable, "-m", "samestep"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=variables)
+    assert done.stdout.startswith("plain,inspect\t") or done.stdout.startswith("plain\ninspect\n"), done.stdout

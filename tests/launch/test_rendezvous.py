@@ -17,10 +17,11 @@ import pytest
 from samestep.errors import Error
 from samestep.launch.handshake import make_nonce, prove, read_secret, share_secret
 from samestep.launch.launcher import _conclude
-from samestep.launch.local_ranks import Ranks, Target
+from samestep.launch.local_ranks import Ranks
 from samestep.launch.messages import MAX_LINE_BYTES, Link
 from samestep.launch.rendezvous_client import GREETING_S, End, Hello, Nodes, build_hello, connect, parse_nodes
 from samestep.launch.rendezvous_server import ADMIT_S, MAX_PENDING, RendezvousServer
+from samestep.launch.target import Target
 
 SECRET = "a secret of this run's nodes"
 ENDED = {"kind": "ended", "round": 1, "failure": None, "signum": 0, "has_succeeded": True, "is_complete": True}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from samestep.launch.job import build_job
-from samestep.launch.local_ranks import COMMAND, Target
+from samestep.launch.target import COMMAND, Target
 
 PLANTED = "open('planted-has-run', 'w').close()\n"
 RUN_AS_RANK = (

@@ -24,7 +24,7 @@ from support.selection import one_in
 from support.waiting import catches, wait_until
 
 from samestep.errors import Error
-from samestep.launch.local_ranks import Placement, Target, build_variables
+from samestep.launch.local_ranks import Placement, build_variables
 from samestep.launch.messages import Link
 from samestep.launch.rendezvous_client import (
     build_hello,
@@ -35,6 +35,7 @@ from samestep.launch.rendezvous_client import (
     parse_nodes,
 )
 from samestep.launch.rendezvous_server import open_listener
+from samestep.launch.target import Target
 
 Undisturbed = Callable[..., Outcome]
 HELD = "hold rank 0 at step 7 in forward"

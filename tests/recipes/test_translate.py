@@ -543,7 +543,7 @@ class Input:
         (["--beam", "0"], b"", "--beam must be at least 1, not 0"),
         (["--snapshot", "worst"], b"", "there is no snapshot named worst in .*: there is step"),
         (["--device", "nowhere"], b"", "--device nowhere cannot be used"),
-        (["--beems", "3"], b"", "samestep translate: unrecognized arguments: --beems 3; see samestep translate --help"),
+        (["--beems", "3"], b"", r"translate has no option --beems; did you mean --beam\?"),
     ],
 )
 def test_what_cannot_be_translated_is_named(

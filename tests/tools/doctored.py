@@ -14,7 +14,7 @@ import torch.distributed as dist
 from samestep.tools.doctor import collectives, disk
 from samestep.tools.doctor.examination import CHECKS, examine
 from samestep.tools.doctor.facts import Check, Context
-from samestep.tools.doctor.run_doctor import parse
+from samestep.tools.doctor.run_doctor import run_doctor
 from samestep.world.environment import read_environment, read_host
 
 Look = Callable[[Context], Any]
@@ -80,7 +80,8 @@ def main() -> None:
         checks = tuple(replace(check, **limit_s) if check.name == name else check for check in checks)
         if kind in here:
             checks = tuple(replace(c, look=plant(c.look)) if c.name == name else c for c in checks)
-    sys.exit(examine(environment, parse(words)[0], checks=checks))
+    options, _ = run_doctor.make_context("doctor", words).obj
+    sys.exit(examine(environment, options, checks=checks))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from samestep.tools.doctor.host_resources import (
     read_memory_room,
 )
 from samestep.tools.doctor.network import Echo, judge_network, ping
-from samestep.tools.doctor.run_doctor import parse, run_doctor
+from samestep.tools.doctor.run_doctor import run_doctor
 
 DOCTORED = Path(__file__).with_name("doctored.py")
 ALONE = Participants(("a",), (0,))
@@ -585,8 +585,10 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-def refuse(target: Any, values: dict[str, Any]) -> int:
-    raise AssertionError(f"{target} was started")
+def parse(words: list[str]) -> tuple[Options, dict[str, Any]]:
+    """Return the options for every rank, and those for starting the ranks."""
+    options, starting = run_doctor.make_context("doctor", [*words]).obj
+    return options, starting
 
 
 def test_help_without_torch() -> None:
@@ -597,7 +599,7 @@ def test_help_without_torch() -> None:
         assert words in done.stdout
 
 
-def test_options_travel(tmp_path: Path) -> None:
+def test_options_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "train.py"
     script.touch()
     words = ["--run-dir", "x", "--json", "--num-threads", "2", "--nnodes", "2", "--script", str(script), "--json"]
@@ -605,7 +607,9 @@ def test_options_travel(tmp_path: Path) -> None:
     assert options == Options(json=True, run_dir="x", num_threads=2, script=(str(script), "--json"))
     assert starting == {"nnodes": "2"}
     started: list[Any] = []
-    run_doctor(words, lambda target, values: started.append((target, values)) or 0)
+    start = "samestep.tools.doctor.run_doctor.start"
+    monkeypatch.setattr(start, lambda target, values: started.append((target, values)) or 0)
+    assert run_doctor(words) == 0
     ((target, values),) = started
     assert parse(target.arguments[1:]) == (options, {})
     assert values == {"nnodes": "2", "num_threads": 2, "device": None}
@@ -626,7 +630,7 @@ def test_options_travel(tmp_path: Path) -> None:
 )
 def test_what_it_refuses(arguments: list[str], words: str) -> None:
     with pytest.raises(Error, match=re.escape(words)):
-        run_doctor(arguments, refuse)
+        parse(arguments)
 
 
 @pytest.mark.parametrize(

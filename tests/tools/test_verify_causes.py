@@ -17,7 +17,7 @@ from support.selection import one_in
 from tools.planted import plant
 
 import samestep
-from samestep.launch.local_ranks import Target
+from samestep.launch.target import Target
 from samestep.snapshot.serialization import write_tensors
 from samestep.tools.verify.causes import measure_difference
 from samestep.tools.verify.command import run_verify

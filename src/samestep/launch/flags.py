@@ -1,20 +1,16 @@
-"""The options of `launch`, and the parser of a command's arguments. Imports nothing slow."""
+"""The options of `launch`, and its target. Imports nothing slow."""
 
-import difflib
 import re
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from samestep.config import OPTIONS, Option, name_flag, whole
+from samestep.config import OPTIONS, Option, whole
 from samestep.errors import Error
 from samestep.plan.schedule import check_positive
 
 if TYPE_CHECKING:
-    from samestep.launch.local_ranks import Target
-
-MAX_NAMED = 8  # suggestions in one message
+    pass
 
 FLAGS: dict[str, Option] = {
     "nproc_per_node": Option(
@@ -106,106 +102,9 @@ def find_misplaced(arguments: Sequence[str], text: str) -> list[str]:
     ]
 
 
-def name_option(token: str) -> str:
-    """Return the name of an option in its usual form: --nproc_per_node=2 -> --nproc-per-node."""
-    return token.partition("=")[0].replace("_", "-")
-
-
-def name_flags(flags: Mapping[str, Option] = FLAGS) -> list[str]:
-    """Return the options as they are written on the command line."""
-    return [name_flag(name) for name in flags]
-
-
-def take_flags(
-    arguments: Sequence[str], *, stop_at_first: bool, flags: Mapping[str, Option] = FLAGS
-) -> tuple[dict[str, Any], list[str]]:
-    """Take `flags` out of `arguments`. Returns their values by name, and the other arguments, with all after `--`.
-
-    If `stop_at_first`, leaves the first argument that is not such a flag, and all after it. Raises Error if a value is
-    missing or invalid.
-    """
-    values: dict[str, Any] = {}
-    left: list[str] = []
-    tokens = list(arguments)
-    while tokens:
-        token = tokens.pop(0)
-        option = name_option(token)
-        name = option[2:].replace("-", "_")
-        if token == "--":
-            return values, left + tokens
-        if not token.startswith("--") or name not in flags:
-            if stop_at_first:
-                return values, [token, *tokens]
-            left.append(token)
-            continue
-        flag, (_, equals, text) = flags[name], token.partition("=")
-        if flag.type is bool:
-            if equals:
-                raise Error(f"{option} takes no value, but {text!r} was given")
-            values[name] = True
-            continue
-        if not equals:
-            if not tokens:
-                raise Error(f"{option} needs a value: {flag.help}")
-            text = tokens.pop(0)
-        if flag.type is list:
-            values.setdefault(name, []).append(text)
-        else:
-            values[name] = flag.parse(option, text)
-            flag.check(option, values[name])
-    return values, left
-
-
 def parse_sizes(option: str, text: str) -> list[int]:
     """Parse numbers of ranks, such as "1,2,4". Raises Error, with the option's name, if they are not."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdecimal() and int(part) for part in parts):
         raise Error(f"{option} takes numbers of ranks such as 1,2,4, not {text!r}")
     return [*dict.fromkeys(map(int, parts))]
-
-
-def take_target(command: str, left: list[str], flags: Mapping[str, Option] = FLAGS) -> "Target":
-    """Return the target: a script or -m MODULE, and its arguments. Raises Error if it is neither."""
-    kind, left = ("module", left[1:]) if left[:1] == ["-m"] else ("script", left)
-    if left and left[0].startswith("-"):
-        instead = INSTEAD.get(name_option(left[0]).strip("-").replace("-", "_"), "")
-        if instead and {*re.findall(r"--[\w-]+", instead)} <= {*name_flags(flags), *name_flags(TORCHRUN)}:
-            raise Error(f"{command} has no {left[0].partition('=')[0]}: {instead}")
-        raise reject_option(command, left[0], [*name_flags(flags), "-m"])
-    if not left:
-        raise Error(f"{command} needs a {kind} to start; see samestep {command} --help")
-    from samestep.launch.local_ranks import Target
-
-    return Target(kind, left[0], left[1:])
-
-
-def reject_option(command: str, token: str, known: Iterable[str]) -> Error:
-    """Build the error for an option that a command does not have."""
-    return Error(f"{command} has no option {token.partition('=')[0]}{suggest(name_option(token), known)}")
-
-
-def suggest(word: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence that rejects `word`: the most similar known one, or all."""
-    known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean {close[0]}?"
-    return f"; there are {', '.join(known)}" if len(known) <= MAX_NAMED else "; see --help"
-
-
-def describe_command_flags(flags: Mapping[str, Option] = FLAGS) -> str:
-    """Format the options of a command that trains, for its --help."""
-    own = {name: flag for name, flag in flags.items() if name not in OPTIONS}
-    of_run = {name: flag for name, flag in flags.items() if name in OPTIONS}
-    described = describe_flags("Options of launch:" if flags is FLAGS else "Options:", own)
-    return f"{described}\n{describe_flags('These replace arguments of samestep.Run in the script:', of_run)}"
-
-
-def describe_flags(title: str, flags: Mapping[str, Option]) -> str:
-    """Format options for --help, under a title."""
-    lines = [title]
-    for name, flag in flags.items():
-        option = f"  {name_flag(name)} {flag.metavar}".rstrip()
-        wrapped = textwrap.wrap(flag.help, width=82)
-        lines += [f"{option:<26}{wrapped[0]}", *(" " * 26 + line for line in wrapped[1:])]
-    return "\n".join(lines) + "\n"

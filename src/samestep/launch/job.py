@@ -10,7 +10,7 @@ from samestep.config import OPTIONS, name_flag, to_flags
 from samestep.console import say
 from samestep.errors import Error
 from samestep.launch.launcher import check_target
-from samestep.launch.local_ranks import Target
+from samestep.launch.target import Target
 
 GRACE_S = 120
 LEAST_S = 120  # Slurm can signal a minute early, and on a busy file system ranks start in tens of seconds

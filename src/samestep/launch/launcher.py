@@ -14,7 +14,8 @@ from samestep.config import Overrides, is_url, whole
 from samestep.console import print_error, say, saying_when_slow
 from samestep.errors import Error, RunDirectoryError
 from samestep.launch.forkserver import ForkServer, is_preloaded
-from samestep.launch.local_ranks import MOST_LOCAL_RANKS, Ranks, Target, parse_shown
+from samestep.launch.local_ranks import MOST_LOCAL_RANKS, Ranks, parse_shown
+from samestep.launch.target import Target
 from samestep.world.environment import (
     FINISHED,
     START_AGAIN,

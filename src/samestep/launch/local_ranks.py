@@ -20,6 +20,7 @@ from samestep.errors import Error, InvalidValue
 from samestep.files import open_regular, read_tail, replace_file
 from samestep.launch.failure import Failure, describe_death, find_first, read_failure
 from samestep.launch.forkserver import ForkServer
+from samestep.launch.target import Target
 from samestep.world.environment import (
     FAILURE,
     FINISHED,
@@ -31,8 +32,6 @@ from samestep.world.environment import (
 )
 from samestep.world.workdir import WorkDir, make_private
 
-# Of samestep itself. -P: a file in the working directory, such as a run's, must not shadow a module of Python.
-COMMAND = (sys.executable, "-P", "-m", "samestep")
 HOST = "127.0.0.1"
 MOST_LOCAL_RANKS = 1 << 12  # more than any machine runs, so a larger number is a typing error
 POLL_S = 0.1
@@ -41,36 +40,6 @@ LEAVE_S = 1.0  # for the other ranks to end after SIGTERM
 KILL_S = 30.0  # for killed ranks to end; a rank inside a driver call can take long
 TAIL_LINES = 20
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL)
-
-
-@dataclass(frozen=True)
-class Target:
-    """The code that the ranks run.
-
-    Attributes:
-        kind: "script" (a file), "module", "recipe" (a module of samestep) or "call" (a pickled function call).
-    """
-
-    kind: str
-    name: str
-    arguments: list[str] = field(default_factory=list)
-
-    def to_command(self) -> tuple[str, list[str]]:
-        """Return the samestep command that starts it, and the words after the command's options. Not for a call."""
-        if self.kind == "recipe":
-            return "train", [self.name.rpartition(".")[2], *self.arguments]
-        return "launch", [*(["-m"] if self.kind == "module" else []), self.name, *self.arguments]
-
-    def to_full_command(self, num_ranks: int) -> list[str]:
-        """Return the command that starts it on several ranks of this machine, from the interpreter on."""
-        command, words = self.to_command()
-        recipe, own = (words[:1], words[1:]) if command == "train" else ([], words)
-        return [*COMMAND, command, *recipe, "--nproc-per-node", str(num_ranks), *own]
-
-    def to_plain_command(self) -> list[str]:
-        """Return the command that runs it without a launcher, from the interpreter on. Not for a call."""
-        flags = {"script": [], "module": ["-m"], "recipe": ["-P", "-m"]}[self.kind]
-        return [sys.executable, *flags, self.name, *self.arguments]
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from typing import Any
 from samestep.config import PREFIX, Overrides, name_flag, to_variables
 from samestep.errors import Error
 from samestep.launch.handshake import is_proven, make_nonce, prove, share_secret
-from samestep.launch.local_ranks import MOST_LOCAL_RANKS, Target
+from samestep.launch.local_ranks import MOST_LOCAL_RANKS
 from samestep.launch.messages import Link, build
+from samestep.launch.target import Target
 from samestep.version import __version__
 from samestep.world.environment import SECRET, read_host, read_overrides
 from samestep.world.host import is_loopback, list_addresses

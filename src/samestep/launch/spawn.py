@@ -16,11 +16,11 @@ from samestep.launch.forkserver import give_back_server, take_server
 from samestep.launch.local_ranks import (
     Placement,
     Ranks,
-    Target,
     build_variables,
     open_store,
     parse_shown,
 )
+from samestep.launch.target import Target
 from samestep.world.workdir import read_private
 
 T = TypeVar("T")

@@ -3,22 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+import click
+
 from samestep.config import OPTIONS, Option, whole
 from samestep.launch import flags as launch
 from samestep.launch.job import GRACE_S, build_job
-from samestep.launch.local_ranks import Target
-
-HELP = """\
-usage: samestep submit [options] SCRIPT [arguments of the script]
-       samestep submit [options] -m MODULE [arguments of the module]
-       samestep submit RECIPE [options, and those of the recipe, in any order]
-
-Submits a run to Slurm and shows its output. Ctrl-C stops showing the output, not the job; scancel cancels the job.
-Before the time limit Slurm signals the run, which saves and requeues its job. A job that loses a node is requeued too.
-The run continues in the same directory, as often as needed, without changes to the script. If three starts in a row are
-stopped before they have saved anything new, the job ends with exit code 2.
-Exit code: that of the job; with --detach, --dry-run and --test-only 0 on success.
-"""
+from samestep.launch.script_command import ScriptCommand
+from samestep.launch.target import Target
 
 FLAGS: dict[str, Option] = {
     "nodes": Option(int, "N", "number of nodes; default: 1", whole(1)),
@@ -44,8 +35,16 @@ FLAGS: dict[str, Option] = {
 }  # fmt: skip
 
 
+@click.command("submit", cls=ScriptCommand, flags=FLAGS)
 def run_submit(target: Target, values: Mapping[str, Any]) -> int:
-    """Submit `target` with the options of FLAGS. Returns the exit code. Raises Error if an option is invalid."""
+    """Submits a run to Slurm and shows its output.
+
+    Ctrl-C stops showing the output, not the job; scancel cancels the job. Before the time limit Slurm signals the run,
+    which saves and requeues its job. A job that loses a node is requeued too. The run continues in the same directory,
+    as often as needed, without changes to the script. If three starts in a row are stopped before they have saved
+    anything new, the job ends with exit code 2.
+    Exit code: that of the job; with --detach, --dry-run and --test-only 0 on success.
+    """
     from samestep.launch.sbatch import submit_to_slurm
 
     return submit_to_slurm(build_job(target, values))

@@ -16,10 +16,11 @@ from samestep.config import Overrides
 from samestep.console import say
 from samestep.files import read_bytes, read_text
 from samestep.launch.handshake import derive_key
-from samestep.launch.local_ranks import Placement, Ranks, Target, build_variables, open_store
+from samestep.launch.local_ranks import Placement, Ranks, build_variables, open_store
 from samestep.launch.messages import Link, build
 from samestep.launch.rendezvous_client import End, Nodes, build_hello, connect, find_own_address
 from samestep.launch.rendezvous_server import FLUSH_S, RendezvousServer, open_listener
+from samestep.launch.target import Target
 from samestep.world.environment import BEGUN, RANKED, ROOM, STOPPED, Restart, count_job_nodes
 from samestep.world.host import list_addresses
 

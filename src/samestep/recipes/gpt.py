@@ -62,7 +62,7 @@ def parse_preset(name: str) -> str:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpt", description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument(
-        "--preset", type=parse_preset, metavar="P", help=f"model size: {', '.join(PRESETS)} (default: tiny)"
+        "--preset", type=parse_preset, metavar="P", help="model size: tiny, small, gpt2 (default: tiny)"
     )
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="output of samestep prepare text (default: Python's source)"

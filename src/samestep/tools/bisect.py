@@ -12,13 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import click
+
 from samestep.config import Option, to_variables
 from samestep.console import escape, say, show_activity
 from samestep.errors import Error
 from samestep.files import read_tail
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
 from samestep.launch.launcher import check_target
-from samestep.launch.local_ranks import Target
+from samestep.launch.script_command import ScriptCommand
+from samestep.launch.target import Target
 from samestep.snapshot.ledger_file import count_records
 from samestep.tools.compare import find_first_difference, read_last_values
 from samestep.tools.traced_script import exiting_on_sigterm, find_errors, start
@@ -26,16 +29,6 @@ from samestep.watch.records import LEDGER, RECORD, read_or_empty
 from samestep.world.environment import child_variables
 from samestep.world.workdir import WorkDir
 
-HELP = """\
-usage: samestep bisect GOOD BAD [options] SCRIPT [arguments of the script]
-
-Finds the commit after GOOD, up to BAD, at which the first steps of a run of SCRIPT changed: the samples, the bits of a
-loss or of a gradient, or with --metric the last value of a metric by more than --tolerance. GOOD and BAD are commits of
-the script's git repository, or run directories, which stand for the commit that they recorded. Searches by bisection
-along first parents, and trains a few steps at each commit that it tries. Works in a temporary work tree: your files and
-HEAD are not touched. Commits at which the script fails are skipped.
-Exit code: 0 if the commit was found; 2 if the two ends do not differ, or cannot be run.
-"""
 FLAGS: dict[str, Option] = {
     "steps": Option(int, "K", "steps to train at each commit; default: 5"),
     "nproc_per_node": Option(int, "N", "number of ranks; default: 1"),
@@ -74,11 +67,16 @@ class Outcome:
         return ("" if self.step is None else f"step {self.step}: ") + "; ".join(self.differs_in)
 
 
+@click.command("bisect", cls=ScriptCommand, flags=FLAGS, words="GOOD BAD")
 def run_bisect(good: str, bad: str, target: Target, values: Mapping[str, Any]) -> int:
-    """Search with the options of FLAGS, and print the result. Returns the exit code.
+    """Finds the commit after GOOD, up to BAD, at which the first steps of a run of SCRIPT changed.
 
-    Raises:
-        Error: there is nothing to search.
+    What changes is the samples, the bits of a loss or of a gradient, or with --metric the last value of a metric by
+    more than --tolerance. GOOD and BAD are commits of the script's git repository, or run directories, which stand for
+    the commit that they recorded. Searches by bisection along first parents, and trains a few steps at each commit that
+    it tries. Works in a temporary work tree: your files and HEAD are not touched. Commits at which the script fails are
+    skipped.
+    Exit code: 0 if the commit was found; 2 if the two ends do not differ, or cannot be run.
     """
     if target.kind != "script":
         raise Error(f"bisect runs a script in a git repository, and {target.name} is not one: name its file")

@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from samestep.command_line import PATH, Command
 from samestep.console import escape
 from samestep.errors import Error
 from samestep.files import is_object, open_regular, replacing
 from samestep.snapshot.reading import open_run, read_run, read_snapshot
-from samestep.tools.inspect import CommandParser, parse_which
+from samestep.tools.inspect import WHICH
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,31 +23,42 @@ if TYPE_CHECKING:
 SUFFIXES = (".safetensors", ".pt", ".pth")  # they choose the format
 
 
-def run_export(args: list[str]) -> int:
-    """Run the command with the arguments after its name. Returns the exit code.
+@click.command("export", cls=Command)
+@click.argument("run", type=click.Path())
+@click.argument("file", type=PATH)
+@click.option("--snapshot", "which", **WHICH, default="latest", help="default: the newest undamaged one")
+@click.option(
+    "--object",
+    "wanted",
+    metavar="NAME",
+    help="write only this object of run.prepare, such as model or ema; default: the only model and all averages",
+)
+@click.option("--force", is_flag=True, help="replace existing files")
+def run_export(run: str, file: Path, which: int | str, wanted: str | None, force: bool) -> int:
+    """Writes a model's weights under the names of its state_dict.
 
-    Raises:
-        Error: there is no run, no sound snapshot or no such object, the file's suffix is unknown, or a file exists
-            (then none is written).
+    The suffix of FILE chooses the format: load .safetensors with
+    model.load_state_dict(safetensors.torch.load_file(FILE)), .pt and .pth with model.load_state_dict(torch.load(FILE)).
+    Each AveragedModel, such as an EMA, is written to a separate file: for FILE model.safetensors, the object ema of
+    run.prepare is written to model.ema.safetensors.
     """
-    options = _build_parser().parse_args(args)
-    if options.file.suffix not in SUFFIXES:
-        raise Error(f"{options.file} ends in none of {', '.join(SUFFIXES)}: name a file that does")
-    with open_run(options.run, which=options.snapshot) as run:
-        read_run(run, options.run)
-        snapshot, contents = read_snapshot(run, options.run, options.snapshot, {"objects": is_object})
+    if file.suffix not in SUFFIXES:
+        raise Error(f"{file} ends in none of {', '.join(SUFFIXES)}: name a file that does")
+    with open_run(run, which=which) as directory:
+        read_run(directory, run)
+        snapshot, contents = read_snapshot(directory, run, which, {"objects": is_object})
     objects = contents["objects"]
-    name = options.object or _choose(objects)
+    name = wanted or _choose(objects)
     if name not in objects:
         raise Error(f"the snapshot holds no {name}: it holds {', '.join(objects)}; name one of them by --object")
-    files = {name: options.file}
-    if options.object is None:
+    files = {name: file}
+    if wanted is None:
         averages = [other for other, state in objects.items() if other != name and _is_average(state)]
-        files |= {average: _name_file(options.file, average) for average in averages}
+        files |= {average: _name_file(file, average) for average in averages}
     existing = [file for file in files.values() if file.exists()]
-    if existing and not options.force:
+    if existing and not force:
         raise Error(f"{existing[0]} exists already: name another file, or replace it with --force")
-    run_name = os.fsencode(options.run).decode(errors="replace")
+    run_name = os.fsencode(run).decode(errors="replace")
     for name, file in files.items():
         tensors, others = _take_tensors(objects[name])
         if not tensors:
@@ -62,28 +76,6 @@ def _name_file(file: Path, name: str) -> Path:
     """Return the file of an average, beside the model's: `out.ema.safetensors` for `out.safetensors`."""
     part = re.sub(r"[^\w.-]", ".", name)  # a snapshot can hold any text as a name
     return file.with_name(f"{file.stem}.{part}{file.suffix}")
-
-
-def _build_parser() -> CommandParser:
-    parser = CommandParser(
-        prog="samestep export",
-        description="Writes a model's weights under the names of its state_dict. The suffix of FILE chooses the "
-        "format: load .safetensors with model.load_state_dict(safetensors.torch.load_file(FILE)), .pt and .pth with "
-        "model.load_state_dict(torch.load(FILE)). Each AveragedModel, such as an EMA, is written to a separate file: "
-        "for FILE model.safetensors, the object ema of run.prepare is written to model.ema.safetensors.",
-    )
-    parser.add_argument("run", metavar="RUN", help="the run's directory, or its URL")
-    parser.add_argument("file", type=Path, metavar="FILE", help="file to write: NAME.safetensors, NAME.pt or NAME.pth")
-    parser.add_argument(
-        "--snapshot", metavar="STEP|NAME", default="latest", type=parse_which, help="default: the newest undamaged one"
-    )
-    parser.add_argument(
-        "--object",
-        metavar="NAME",
-        help="write only this object of run.prepare, such as model or ema; default: the only model and all averages",
-    )
-    parser.add_argument("--force", action="store_true", help="replace existing files")
-    return parser
 
 
 def _choose(objects: Mapping[str, Any]) -> str:

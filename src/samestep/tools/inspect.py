@@ -1,11 +1,13 @@
 """`samestep inspect` and `diff`: show, check and compare run directories. Do not import torch."""
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+import click
+
+from samestep.command_line import Command
 from samestep.console import describe_age, describe_size, escape, format_count, list_values, print_table, to_text
 from samestep.errors import Error
 from samestep.snapshot.manifest import find_damage
@@ -18,104 +20,81 @@ from samestep.watch.records import RESTARTS, read_rows, read_status
 _RESTART = ("time", "reason", "rank", "from_step", "lost_steps", "world_size")
 
 
-def run_inspect(args: list[str]) -> int:
-    """Run the command with the arguments after its name. Returns the exit code: 1 if an audit or a check failed.
-
-    Raises:
-        Error: there is no run, or it has no such snapshot.
-    """
-    options = _build_parser().parse_args(args)
-    if options.other is not None:
-        return compare_runs(options.run, options.other, is_json=options.json)
-    if found := find_runs(Path(options.run)):
-        return list_runs(describe_runs(found), is_json=options.json)
-    which = options.step if options.digest else None
-    with open_run(options.run, which=which, is_whole=options.check) as directory:
-        record = read_run(directory, options.run)
-        if options.digest:
-            return _show_digest(directory, options)
-        if options.samples:
-            try:
-                return show_samples(directory, record, which=options.step, is_json=options.json)
-            except (MemoryError, OverflowError, ValueError) as error:
-                why = f"{type(error).__name__}: {error}"
-                raise Error(f"{options.run}/run.json has impossible numbers ({why}): repair it") from None
-        return _show_run(directory, options, record)
-
-
-def run_diff(arguments: Sequence[str]) -> int:
-    """Run `samestep diff` with the arguments after its name. Returns the exit code, see `compare_runs`."""
-    parser = CommandParser(
-        prog="samestep diff",
-        description="Shows the first step in which two runs differ, and what differs there: samples, loss, gradient or "
-        "state.",
-        epilog="Exit code: 0 if all common steps and snapshots are the same; 1 if not; 2 if nothing can be compared.",
-    )
-    parser.add_argument("one", metavar="RUN", help="a run's directory, or its URL")
-    parser.add_argument("other", metavar="OTHER", help="another run")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(arguments)
-    return compare_runs(options.one, options.other, is_json=options.json)
-
-
-class CommandParser(argparse.ArgumentParser):
-    """A parser that raises Error, in one sentence, for invalid arguments."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise Error."""
-        raise Error(f"{self.prog}: {message}; see {self.prog} --help")
-
-
-def _build_parser() -> CommandParser:
-    parser = CommandParser(
-        prog="samestep inspect",
-        description="Shows the content of a run directory: options, settings, snapshots, restarts, metrics.",
-    )
-    parser.add_argument("run", metavar="RUN", help="a run directory or its URL; or a directory of runs, to list them")
-    parser.add_argument(
-        "other", metavar="OTHER", nargs="?", help="a second run to compare with (exit code 1 if they differ)"
-    )
-    parser.add_argument(
-        "--snapshot", "--step", dest="step", metavar="STEP|NAME", default="latest", type=parse_which,
-        help="show only this snapshot",
-    )  # fmt: skip
-    parser.add_argument("--check", action="store_true", help="read every byte of every snapshot, not only their sizes")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--digest", action="store_true", help="print the SHA-256 of the state in the newest undamaged snapshot"
-    )
-    what.add_argument(
-        "--samples",
-        action="store_true",
-        help="show the samples that each step used, and check them (exit code 1 if that fails)",
-    )
-    return parser
-
-
-def parse_which(text: str) -> int | str:
-    """Parse a snapshot's step, name, or "latest"."""
+def parse_which(ctx: click.Context, param: click.Parameter, text: str) -> int | str:
+    """Return the step of a snapshot as a number, and its name, such as "latest", as it is. A callback of an option."""
     return int(text) if text.isdecimal() else text
 
 
-def _show_digest(directory: Path, options: argparse.Namespace) -> int:
-    snapshot = find_snapshot(Store(directory), options.run, options.step)
+WHICH: dict[str, Any] = {"metavar": "STEP|NAME", "callback": parse_which}  # settings of an option that names a snapshot
+
+
+@click.command("inspect", cls=Command)
+@click.argument("run", type=click.Path())
+@click.argument("other", type=click.Path(), required=False)
+@click.option("--snapshot", "--step", "which", **WHICH, default="latest", help="show only this snapshot")
+@click.option("--check", is_flag=True, help="read every byte of every snapshot, not only their sizes")
+@click.option("--json", "is_json", is_flag=True, help="print JSON")
+@click.option("--digest", is_flag=True, help="print the SHA-256 of the state in the newest undamaged snapshot")
+@click.option("--samples", is_flag=True, help="show and check the samples of each step (exit code 1 if that fails)")
+def run_inspect(
+    run: str, other: str | None, which: int | str, check: bool, is_json: bool, digest: bool, samples: bool
+) -> int:
+    """Shows the content of a run directory: options, settings, snapshots, restarts, metrics.
+
+    RUN is a run directory or its URL, or a directory of runs, to list them. OTHER is a second run to compare with (exit
+    code 1 if they differ).
+    """
+    if digest and samples:
+        raise Error("--digest and --samples were both given: leave out one of them")
+    if other is not None:
+        return compare_runs(run, other, is_json=is_json)
+    if found := find_runs(Path(run)):
+        return list_runs(describe_runs(found), is_json=is_json)
+    with open_run(run, which=which if digest else None, is_whole=check) as directory:
+        record = read_run(directory, run)
+        if digest:
+            return _show_digest(find_snapshot(Store(directory), run, which), is_json=is_json)
+        if samples:
+            try:
+                return show_samples(directory, record, which=which, is_json=is_json)
+            except (MemoryError, OverflowError, ValueError) as error:
+                why = f"{type(error).__name__}: {error}"
+                raise Error(f"{run}/run.json has impossible numbers ({why}): repair it") from None
+        return _show_run(directory, run, record, which, is_checked=check, is_json=is_json)
+
+
+@click.command("diff", cls=Command)
+@click.argument("run", type=click.Path())
+@click.argument("other", type=click.Path())
+@click.option("--json", "is_json", is_flag=True, help="print JSON")
+def run_diff(run: str, other: str, is_json: bool) -> int:
+    """Shows the first step in which two runs differ, and what differs there: samples, loss, gradient or state.
+
+    Exit code: 0 if all common steps and snapshots are the same; 1 if not; 2 if nothing can be compared.
+    """
+    return compare_runs(run, other, is_json=is_json)
+
+
+def _show_digest(snapshot: Snapshot, *, is_json: bool) -> int:
     digest = snapshot.manifest["digest"]
-    if options.json:
+    if is_json:
         print(json.dumps({"step": snapshot.step, "name": snapshot.name, "digest": digest}))
     else:
         print(digest)
     return 0
 
 
-def _show_run(directory: Path, options: argparse.Namespace, record: Mapping[str, Any]) -> int:
+def _show_run(
+    directory: Path, run: str, record: Mapping[str, Any], which: int | str, *, is_checked: bool, is_json: bool
+) -> int:
     wanted = [
-        snapshot for snapshot in Store(directory).snapshots()
-        if options.step == "latest" or options.step in (snapshot.name, snapshot.step)
-    ]  # fmt: skip
-    if options.step != "latest" and not wanted:
-        raise Error(f"{options.run} has no snapshot {options.step}: leave out --snapshot to see what it has")
-    snapshots = [_describe(snapshot, options.run, check=options.check) for snapshot in wanted]
+        snapshot
+        for snapshot in Store(directory).snapshots()
+        if which == "latest" or which in (snapshot.name, snapshot.step)
+    ]
+    if which != "latest" and not wanted:
+        raise Error(f"{run} has no snapshot {which}: leave out --snapshot to see what it has")
+    snapshots = [_describe(snapshot, run, check=is_checked) for snapshot in wanted]
     status = read_status(directory)
     shown = {
         "run": record,
@@ -125,20 +104,20 @@ def _show_run(directory: Path, options: argparse.Namespace, record: Mapping[str,
         "state": read_state(directory),
         "status": status,
         "lost": status.get("lost"),
-        "checked": options.check,
+        "checked": is_checked,
     }
-    if options.json:
+    if is_json:
         print(json.dumps(shown, indent=1))
     else:
-        print(escape(f"run {options.run}, samestep {record.get('samestep')}"))
+        print(escape(f"run {run}, samestep {record.get('samestep')}"))
         for title, header, rows in _build_tables(shown):
             if rows:
                 print_table(title, header, rows)
         if status.get("lost"):
             print(escape(f"when the run ended, {status['lost']}"))
-        if options.check:
+        if is_checked:
             print(escape(_conclude(snapshots)))
-    return 1 if options.check and any(snapshot["problem"] for snapshot in snapshots) else 0
+    return 1 if is_checked and any(snapshot["problem"] for snapshot in snapshots) else 0
 
 
 def _conclude(snapshots: Sequence[Mapping[str, Any]]) -> str:

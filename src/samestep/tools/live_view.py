@@ -1,6 +1,5 @@
 """`samestep watch`: shows the live state of every rank of a running job."""
 
-import argparse
 import os
 import select
 import sys
@@ -13,13 +12,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import click
+
+from samestep.command_line import Command
 from samestep.config import is_url
 from samestep.console import build_table, draw_bars, escape, print_table
 from samestep.errors import Error
 from samestep.files import read_text, replace_file
 from samestep.snapshot.object_store import ObjectStore, find_copy
 from samestep.snapshot.reading import read_run
-from samestep.tools.inspect import CommandParser
 from samestep.waiting import wait_until
 from samestep.watch.records import (
     RANKS,
@@ -66,21 +67,12 @@ compute/step and samples/s cover the last {WINDOW_S:g} s; if printed once, the t
 """
 
 
-def run_watch(args: list[str]) -> int:
-    """Run the command with the arguments after its name. Returns the exit code.
-
-    Raises:
-        Error: there is no run.
-    """
-    parser = CommandParser(
-        prog="samestep watch",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run", metavar="RUN", help="the run's directory; or its URL, on the machine of rank 0")
-    parser.add_argument("--local-dir", metavar="DIR", help="for a run at a URL: the run's --local-dir")
-    options = parser.parse_args(args)
-    run_dir = find_directory(options.run, options.local_dir or read_overrides().get("local_dir"))
+@click.command("watch", cls=Command, help=DESCRIPTION)
+@click.argument("run", type=click.Path())
+@click.option("--local-dir", metavar="DIR", type=click.Path(), help="for a run at a URL: the run's --local-dir")
+def run_watch(run: str, local_dir: str | None) -> int:
+    """Show the state of a run's ranks until it ends; without a terminal, once."""
+    run_dir = find_directory(run, local_dir or read_overrides().get("local_dir"))
     read_run(run_dir, str(run_dir))
     if sys.stdout.isatty():
         return _follow(run_dir)

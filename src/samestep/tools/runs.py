@@ -3,49 +3,37 @@
 from pathlib import Path
 from typing import Any
 
+import click
+
+from samestep.command_line import Command
 from samestep.errors import Error
 from samestep.tools.compare import describe_runs, find_runs, list_runs
-from samestep.tools.inspect import CommandParser
 
 FIELDS = ("name", "status", "steps", "best", "time")
 
 
-def run_runs(args: list[str]) -> int:
-    """Run the command with the arguments after its name. Returns the exit code.
+@click.command("runs", cls=Command)
+@click.argument("directory", metavar="[DIR]", type=click.Path(), default="runs")
+@click.option("--sort", metavar="NAME", default="name", help=f"sort by {', '.join(FIELDS)} or a metric, as train/loss")
+@click.option("--reverse", is_flag=True, help="sort in descending order")
+@click.option("--json", "is_json", is_flag=True, help="print JSON")
+def run_runs(directory: str, sort: str, reverse: bool, is_json: bool) -> int:
+    """Lists the runs in DIR (default: runs).
 
-    Raises:
-        Error: there are no runs, or no run has the value to sort by.
+    Shows status, steps, digest, step of the snapshot `best`, age, and the last value of every metric.
     """
-    parser = CommandParser(
-        prog="samestep runs",
-        description="Lists the runs in a directory: status, steps, digest, step of the snapshot `best`, age, and the "
-        "last value of every metric.",
-    )
-    parser.add_argument(
-        "directory",
-        metavar="DIR",
-        nargs="?",
-        default="runs",
-        help="directory that holds run directories; default: runs",
-    )
-    parser.add_argument(
-        "--sort", metavar="NAME", default="name", help=f"sort by {', '.join(FIELDS)} or a metric such as train/loss"
-    )
-    parser.add_argument("--reverse", action="store_true", help="sort in descending order")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(args)
-    found = find_runs(Path(options.directory))
+    found = find_runs(Path(directory))
     if not found:
-        raise Error(f"there are no runs in {options.directory}: name a directory that holds run directories")
+        raise Error(f"there are no runs in {directory}: name a directory that holds run directories")
     runs = describe_runs(found)
-    keys = [_find_key(run, options.sort) for run in runs]
+    keys = [_find_key(run, sort) for run in runs]
     if all(key is None for key in keys):
         metrics = sorted({name for run in runs for name in run["metrics"]})
-        raise Error(f"no run has {options.sort}: sort by {', '.join([*FIELDS, *metrics])}")
+        raise Error(f"no run has {sort}: sort by {', '.join([*FIELDS, *metrics])}")
     known = [(key, number) for number, key in enumerate(keys) if key is not None]
-    order = [number for _, number in sorted(known, reverse=options.reverse)]
+    order = [number for _, number in sorted(known, reverse=reverse)]
     order += [number for number, key in enumerate(keys) if key is None]
-    return list_runs([runs[number] for number in order], is_json=options.json)
+    return list_runs([runs[number] for number in order], is_json=is_json)
 
 
 def _find_key(run: dict[str, Any], name: str) -> Any:

@@ -23,6 +23,7 @@ HOOK = PREFIX + "HOOK"  # JSON: a tool's module, and the argument of its begin()
 TERMINAL = PREFIX + "TERMINAL"  # pid:file
 SRUN = PREFIX + "SRUN"  # the variables of this rank were derived from Slurm's
 LOG = PREFIX + "LOG"  # pid:file
+COMPLETION = "_SAMESTEP_COMPLETE"  # what to complete; click's script for a shell sets it
 SECRET = PREFIX + "RDZV_SECRET"  # in a launcher: the secret of all launchers; in a rank: the secret of all ranks
 
 _INTERNAL = (TRACE, HOOK, TERMINAL, SRUN, LOG, SECRET)  # no misspelled options
@@ -110,6 +111,11 @@ def advise(**options: Any) -> str:
     if "RANK" in os.environ or "ipykernel" in sys.modules:
         return f"{settings} in the environment"
     return f"{settings} {shlex.join(sys.orig_argv)}"
+
+
+def read_completion() -> str:
+    """Return what a shell asks to complete; "" if it asks nothing."""
+    return os.environ.get(COMPLETION, "")
 
 
 def read_rank() -> int:

@@ -1,20 +1,21 @@
 """`samestep prepare`: turns text into a token file for the recipe gpt."""
 
-import argparse
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import click
+
+from samestep.command_line import PATH, Command
 from samestep.console import describe_size, escape, say
 from samestep.errors import Error, needing
 from samestep.files import creating_directory
 from samestep.recipes.corpora.text_tokenizer import BYTES, MOST_TEXTS, Tokenizer, read_tokenizer, train_bpe
 from samestep.recipes.corpora.token_file import list_standard_library, read_pieces, write_corpus
 from samestep.sources.token_windows import Tokens
-from samestep.tools.inspect import CommandParser
 from samestep.tools.traced_script import exiting_on_sigterm
 
 REPORT_EVERY_S = 5.0
@@ -23,69 +24,64 @@ LEAST_BPE = 257  # a token per byte, and the end of a document
 Documents = Callable[[], Iterator[Iterable[bytes]]]  # each call reads all documents again, each in pieces
 
 
-def run_prepare(args: list[str]) -> int:
-    """Run the command with the arguments after its name. Returns the exit code.
+@click.command("prepare", cls=Command)
+@click.argument("kind", metavar="text", type=click.Choice(["text"]))
+@click.argument("files", metavar="[FILE]...", nargs=-1, type=PATH)
+@click.option("--out", type=PATH, metavar="DIR", required=True, help="directory to create")
+@click.option(
+    "--tokenizer",
+    metavar="T",
+    default="bytes",
+    help="bytes (the default), bpe (trained on the text; needs samestep[gpt]), or the tokenizer.json of a model",
+)
+@click.option("--vocab-size", metavar="N", type=int, help="vocabulary size of bpe (default: 8192)")
+@click.option("--dataset", metavar="NAME", help="read this data set with datasets.load_dataset instead of files")
+@click.option("--split", default="train", help="split of the data set (default: train)")
+@click.option("--column", default="text", help="column of the data set with the text (default: text)")
+def run_prepare(
+    kind: str,
+    files: Sequence[Path],
+    out: Path,
+    tokenizer: str,
+    vocab_size: int | None,
+    dataset: str | None,
+    split: str,
+    column: str,
+) -> int:
+    """Turns text into a token file, a directory that `samestep train gpt --data DIR` maps into memory.
 
-    Raises:
-        Error: an argument is wrong, the output exists, a file cannot be read or is not UTF-8, there is no text, or a
-            library is not installed. Then nothing is written.
+    Each file, or each row of a data set, is one document in UTF-8. Without files, the text is the source of Python's
+    standard library.
+
+      samestep prepare text book.txt --out tokens
+      samestep prepare text *.txt --out tokens --tokenizer bpe --vocab-size 8000
+      samestep prepare text --dataset roneneldan/TinyStories --out tokens
     """
-    options = _build_parser().parse_args(args)
-    out: Path = options.out
     if os.path.lexists(out):
         raise Error(f"{out} exists already: name another directory by --out, or remove it")
-    if options.vocab_size is not None and options.tokenizer != "bpe":
-        raise Error(f"--vocab-size is for --tokenizer bpe, and the tokenizer is {options.tokenizer}: leave it out")
-    if options.tokenizer == "bpe" and (options.vocab_size or LEAST_BPE) < LEAST_BPE:
-        raise Error(f"--vocab-size is {options.vocab_size}: give at least {LEAST_BPE}, for all bytes and the end")
-    documents = _find_documents(options)
+    if vocab_size is not None and tokenizer != "bpe":
+        raise Error(f"--vocab-size is for --tokenizer bpe, and the tokenizer is {tokenizer}: leave it out")
+    if tokenizer == "bpe" and (vocab_size or LEAST_BPE) < LEAST_BPE:
+        raise Error(f"--vocab-size is {vocab_size}: give at least {LEAST_BPE}, for all bytes and the end")
+    if dataset is not None and files:
+        raise Error("--dataset and files were both given: leave out one of them")
+    documents = _find_documents(files) if dataset is None else _open_dataset(dataset, split, column)
     with exiting_on_sigterm(), creating_directory(out) as directory:
-        tokenizer = _build_tokenizer(options, documents)
-        described = write_corpus(directory, tokenizer, _encode(documents, tokenizer, Progress("tokenized")))
+        used = _build_tokenizer(tokenizer, vocab_size, documents)
+        described = write_corpus(directory, used, _encode(documents, used, Progress("tokenized")))
         if described["num_tokens"] == 0:
             raise Error("there is no text in the input: name files that are not empty")
-    written = f"{described['num_tokens']:,} tokens of {tokenizer}, {described['num_documents']:,} documents"
+    written = f"{described['num_tokens']:,} tokens of {used}, {described['num_documents']:,} documents"
     print(escape(f"{out}: {written}"))
     return 0
-
-
-def _build_parser() -> CommandParser:
-    parser = CommandParser(
-        prog="samestep prepare",
-        description="Turns text into a token file, a directory that `samestep train gpt --data DIR` maps into memory. "
-        "Each file, or each row of a data set, is one document in UTF-8. Without files, the text is the source of "
-        "Python's standard library.",
-        epilog="Examples: samestep prepare text book.txt --out tokens; samestep prepare text *.txt --out tokens "
-        "--tokenizer bpe --vocab-size 8000; samestep prepare text --dataset roneneldan/TinyStories --out tokens",
-    )
-    parser.add_argument("kind", choices=["text"], metavar="text", help="kind of the input: text")
-    parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help="text files")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to create")
-    parser.add_argument(
-        "--tokenizer",
-        default="bytes",
-        metavar="T",
-        help="bytes (the default), bpe (trained on the text; needs samestep[gpt]), or the tokenizer.json of a model",
-    )
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="vocabulary size of bpe (default: 8192)")
-    parser.add_argument(
-        "--dataset", metavar="NAME", help="read this data set with datasets.load_dataset instead of files"
-    )
-    parser.add_argument("--split", default="train", help="split of the data set (default: train)")
-    parser.add_argument("--column", default="text", help="column of the data set with the text (default: text)")
-    return parser
 
 
 # --- input ------------------------------------------------------------------------------------------------------------
 
 
-def _find_documents(options: argparse.Namespace) -> Documents:
-    """Return a function that reads the documents. Raises Error if they cannot be read."""
-    if options.dataset is not None:
-        if options.files:
-            raise Error("--dataset and files were both given: leave out one of them")
-        return _open_dataset(options.dataset, options.split, options.column)
-    files = options.files or list_standard_library()
+def _find_documents(files: Sequence[Path]) -> Documents:
+    """Return a function that reads files, by default Python's source. Raises Error if they cannot be read."""
+    files = files or list_standard_library()
     for file in files:
         if file.is_dir():
             raise Error(f"{file} is a directory: name files, such as {file}/*.txt")
@@ -133,14 +129,14 @@ def _open_dataset(name: str, split: str, column: str) -> Documents:
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
-def _build_tokenizer(options: argparse.Namespace, documents: Documents) -> Tokenizer:
-    if options.tokenizer == "bytes":
+def _build_tokenizer(kind: str, vocab_size: int | None, documents: Documents) -> Tokenizer:
+    if kind == "bytes":
         return BYTES
-    if options.tokenizer != "bpe":
-        return read_tokenizer(Path(options.tokenizer))
+    if kind != "bpe":
+        return read_tokenizer(Path(kind))
     progress = Progress("read for the vocabulary")
     pieces = (piece for document in documents() for piece in document)
-    return train_bpe(progress.count(pieces), options.vocab_size or 8192)
+    return train_bpe(progress.count(pieces), vocab_size or 8192)
 
 
 def _encode(documents: Documents, tokenizer: Tokenizer, progress: "Progress") -> Iterator[Iterator[Tokens]]:

@@ -1,58 +1,65 @@
 """`samestep translate`: translates lines with the weights of a run of the recipe translate."""
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from samestep.command_line import Command
 from samestep.console import say
 from samestep.errors import Error
 from samestep.files import is_object
 from samestep.snapshot.reading import open_run, read_run, read_snapshot
 from samestep.tools.export import unwrap_average
-from samestep.tools.inspect import CommandParser, parse_which
+from samestep.tools.inspect import WHICH
 
 if TYPE_CHECKING:
     from samestep.recipes.models.seq2seq import Seq2Seq
     from samestep.recipes.translate import Vocabulary
 
-DESCRIPTION = """\
-Translates the lines of the standard input with a run of the recipe translate. Each line of the output translates a line
-of the input, and is written as soon as it is complete. An empty line stays empty.
 
-  samestep translate runs/translate < text.en > text.de
-  echo "no such file or directory" | samestep translate runs/translate --beam 5
+@click.command("translate", cls=Command)
+@click.argument("run", type=click.Path())
+@click.option("--beam", metavar="N", type=int, default=4, help="beam width; 1: greedy decoding (default: 4)")
+@click.option(
+    "--length-penalty",
+    metavar="A",
+    type=float,
+    default=1.0,
+    help="candidates are ranked by log probability / length**A; a larger A favours longer ones (default: 1)",
+)
+@click.option("--snapshot", **WHICH, default="best", help="best, latest, another name, or a step (default: best)")
+@click.option("--device", default="cpu", help="device, such as cuda (default: cpu)")
+@click.option("--skip-long", is_flag=True, help="write an empty line for one that is too long, instead of an error")
+def run_translate(run: str, beam: int, length_penalty: float, snapshot: int | str, device: str, skip_long: bool) -> int:
+    """Translates the lines of the standard input with a run of the recipe translate.
 
-The weights are those of the snapshot "best", which has the best BLEU; after training with --ema, the averaged weights.
-"""
+    Each line of the output translates a line of the input, and is written as soon as it is complete. An empty line
+    stays empty.
 
+      samestep translate runs/translate < text.en > text.de
+      echo "no such file or directory" | samestep translate runs/translate --beam 5
 
-def run_translate(args: list[str]) -> int:
-    """Run the command with the arguments after its name. Returns the exit code.
-
-    Raises:
-        Error: there is no run, no sound snapshot or no such device, the run is not of the recipe translate, or a line
-            cannot be translated.
+    The weights are those of the snapshot "best", which has the best BLEU; after training with --ema, the averaged
+    weights.
     """
-    options = _build_parser().parse_args(args)
-    if options.beam < 1:
-        raise Error(f"--beam must be at least 1, not {options.beam}")
-    with open_run(options.run, which=options.snapshot) as run:
-        read_run(run, options.run)
-        _, contents = read_snapshot(run, options.run, options.snapshot, {"objects": is_object})
-    vocabulary, model = _build_model(contents["objects"], options.run)
+    if beam < 1:
+        raise Error(f"--beam must be at least 1, not {beam}")
+    with open_run(run, which=snapshot) as directory:
+        read_run(directory, run)
+        _, contents = read_snapshot(directory, run, snapshot, {"objects": is_object})
+    vocabulary, model = _build_model(contents["objects"], run)
     try:
-        model.to(options.device)
+        model.to(device)
     except (RuntimeError, AssertionError) as error:  # torch raises either
-        raise Error(
-            f"--device {options.device} cannot be used ({str(error).partition(chr(10))[0]}): name another"
-        ) from None
+        raise Error(f"--device {device} cannot be used ({str(error).partition(chr(10))[0]}): name another") from None
     import torch
 
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for one line at a time, threads cost more than they save
     try:
-        num_skipped = _translate_lines(vocabulary, model, options)
+        num_skipped = _translate_lines(vocabulary, model, device, beam, length_penalty, skip_long=skip_long)
     finally:
         torch.set_num_threads(num_threads)
     if num_skipped:
@@ -60,7 +67,9 @@ def run_translate(args: list[str]) -> int:
     return 0
 
 
-def _translate_lines(vocabulary: "Vocabulary", model: "Seq2Seq", options: argparse.Namespace) -> int:
+def _translate_lines(
+    vocabulary: "Vocabulary", model: "Seq2Seq", device: str, beam: int, length_penalty: float, *, skip_long: bool
+) -> int:
     """Print the translation of each line of the input. Returns the number of lines that were too long.
 
     Raises:
@@ -70,7 +79,7 @@ def _translate_lines(vocabulary: "Vocabulary", model: "Seq2Seq", options: argpar
     for number, line in enumerate(_read_lines(), start=1):
         tokens = vocabulary.encode(line)
         is_long = tokens.shape[1] > model.max_length
-        if is_long and not options.skip_long:
+        if is_long and not skip_long:
             raise Error(
                 f"line {number} of the input has {tokens.shape[1]} tokens, and the model takes {model.max_length}: "
                 "divide it, or leave such lines empty by --skip-long"
@@ -78,36 +87,9 @@ def _translate_lines(vocabulary: "Vocabulary", model: "Seq2Seq", options: argpar
         num_skipped += is_long
         rows = []
         if line and not is_long:
-            rows = model.translate(tokens.to(options.device), options.beam, options.length_penalty)
+            rows = model.translate(tokens.to(device), beam, length_penalty)
         print(" ".join(" ".join(vocabulary.target.decode(rows)).split()), flush=True)
     return num_skipped
-
-
-def _build_parser() -> CommandParser:
-    parser = CommandParser(
-        prog="samestep translate", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("run", metavar="RUN", help="the run's directory, or its URL")
-    parser.add_argument(
-        "--beam",
-        type=int,
-        default=4,
-        metavar="N",
-        help="beam width; 1: greedy decoding (default: 4)",
-    )
-    parser.add_argument(
-        "--length-penalty", type=float, default=1.0, metavar="A",
-        help="candidates are ranked by log probability / length**A; a larger A favours longer ones (default: 1)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--snapshot", metavar="STEP|NAME", default="best", type=parse_which,
-        help="snapshot to use: best, latest, another name, or a step (default: best)",
-    )  # fmt: skip
-    parser.add_argument("--device", default="cpu", help="device, such as cuda (default: cpu)")
-    parser.add_argument(
-        "--skip-long", action="store_true", help="write an empty line for a line that is too long, instead of an error"
-    )
-    return parser
 
 
 def _build_model(objects: Mapping[str, Any], run: str) -> "tuple[Vocabulary, Seq2Seq]":

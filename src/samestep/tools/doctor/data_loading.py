@@ -12,7 +12,7 @@ from typing import Any
 from samestep.config import to_variables
 from samestep.console import format_ranks
 from samestep.files import read_tail
-from samestep.launch.local_ranks import COMMAND
+from samestep.launch.target import COMMAND
 from samestep.tools.doctor.facts import FAIL, WARN, Context, Facts, Finding, well
 from samestep.tools.traced_script import build_trace, exiting_on_sigterm, read_lines, start
 from samestep.waiting import wait_until

@@ -17,6 +17,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import click
+
 from samestep.config import Option, to_variables
 from samestep.console import escape, print_table, say, show_activity, to_text
 from samestep.data.order_files import ORDERS, list_orders
@@ -24,7 +26,8 @@ from samestep.errors import Error
 from samestep.files import as_json, copy_file, fits, is_argument, is_count, is_size, open_regular, read_tail
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
 from samestep.launch.launcher import check_target
-from samestep.launch.local_ranks import Target
+from samestep.launch.script_command import ScriptCommand
+from samestep.launch.target import Target
 from samestep.plan.ledger import Entry
 from samestep.snapshot.ledger_file import count_records, read_records
 from samestep.snapshot.manifest import MANIFEST, find_damage
@@ -37,18 +40,6 @@ from samestep.watch.records import LEDGER, METRICS, RECORD, STATUS, read_or_empt
 from samestep.world.version_check import hash_file
 from samestep.world.workdir import WorkDir
 
-HELP = """\
-usage: samestep replay RUN --step S [options] [SCRIPT [arguments of the script]]
-       samestep replay RUN --step S [options] -m MODULE [arguments of the module]
-       samestep replay RUN --step S [options] RECIPE [options, also those of the recipe, in any order]
-
-Computes step S of a run again (counted from 0, as step.number) on any number of ranks, starting from the newest
-undamaged snapshot at or before S, or from the beginning. Prints the step's loss, gradient and samples, and whether the
-bits of all replayed steps match the run's ledger. Only reads the run.
-Without the script, or without its arguments, replay shows those that run.json records, and asks on a terminal whether
-to start that; elsewhere it needs --as-recorded. It looks for the script in the working directory.
-Exit code: 0 if the bits match; 1 if they differ; 2 if the step cannot be replayed.
-"""
 OF_RUN = ("device", "backend", "override")
 FLAGS: dict[str, Option] = {
     "step": Option(int, "S", "the step, counted from 0; the last one is the step in which the run failed"),
@@ -74,14 +65,14 @@ _NUMBERS = {
 _OTHER_RUN = re.compile(r".* holds another run \((.*)\): use its numbers, .*", re.DOTALL)
 
 
+@click.command("replay", cls=ScriptCommand, flags=FLAGS, words="RUN", default=RECORDED)
 def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
-    """Replay a step with the options of FLAGS.
-
-    Returns:
-        The exit code: 1 if the bits differ from those in the run's ledger, else 0.
-
-    Raises:
-        Error: the run has no such step, or the script cannot replay it.
+    """Computes step S of a run again (counted from 0, as step.number) on any number of ranks, starting from the newest
+    undamaged snapshot at or before S, or from the beginning. Prints the step's loss, gradient and samples, and whether
+    the bits of all replayed steps match the run's ledger. Only reads the run.
+    Without the script, or without its arguments, replay shows those that run.json records, and asks on a terminal
+    whether to start that; elsewhere it needs --as-recorded. It looks for the script in the working directory.
+    Exit code: 0 if the bits match; 1 if they differ; 2 if the step cannot be replayed.
     """
     check_target(target)
     if (step := values.get("step")) is None or step < 0:

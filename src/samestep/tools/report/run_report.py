@@ -1,15 +1,18 @@
 """`samestep report`: writes an HTML file about one or several runs. Does not import torch."""
 
 import errno
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import click
+
+from samestep.command_line import PATH, Command
 from samestep.console import escape, show_activity
 from samestep.errors import Error
 from samestep.files import read_bytes, replace_file
 from samestep.snapshot.reading import open_run, read_run
 from samestep.tools.compare import explain_numbers, find_first_difference, find_runs, list_missing
-from samestep.tools.inspect import CommandParser
 from samestep.tools.report.page import build_page
 from samestep.tools.report.run_data import RunData, read_run_data
 from samestep.tools.scale.run_plan import read_scale
@@ -19,42 +22,34 @@ SCALE, ATTACHED = "scale.json", ("verify.txt", "doctor.json")  # in a run's dire
 MOST_ATTACHED_BYTES = 1 << 20
 
 
-def run_report(args: list[str]) -> int:
-    """Run the command with the arguments after its name. Returns the exit code.
+@click.command("report", cls=Command)
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path())
+@click.option("-o", "--output", type=PATH, default=Path("report.html"), help="file to write; default: report.html")
+@click.option(
+    "--attach",
+    type=PATH,
+    multiple=True,
+    help="a text file to include, such as the output of samestep verify or doctor; can be repeated; RUN/verify.txt and "
+    "RUN/doctor.json are always included",
+)
+@click.option("--scale", type=PATH, help="the output of samestep scale --json; default: RUN/scale.json, if any")
+def run_report(runs: Sequence[str], output: Path, attach: Sequence[Path], scale: Path | None) -> int:
+    """Writes one HTML file about one or several runs.
 
-    Raises:
-        Error: there is no run, or the file cannot be written.
+    It shows metrics, throughput, where the time of every rank went, restarts, snapshots, the audit of the samples, and
+    the configuration. The file needs no network. A run in progress is shown in its current state. Several runs are
+    drawn into the same charts. RUN is a run's directory or URL, or a directory of runs.
     """
-    parser = CommandParser(
-        prog="samestep report",
-        description="Writes one HTML file about one or several runs: metrics, throughput, where the time of every rank "
-        "went, restarts, snapshots, the audit of the samples, and the configuration. The file needs no network. A run "
-        "in progress is shown in its current state. Several runs are drawn into the same charts.",
-    )
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's directory or URL, or a directory of runs")
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", default="report.html", help="file to write; default: report.html"
-    )
-    parser.add_argument(
-        "--attach", metavar="FILE", action="append", default=[],
-        help="a text file to include, such as the output of samestep verify or doctor; can be repeated; "
-        "RUN/verify.txt and RUN/doctor.json are always included",
-    )  # fmt: skip
-    parser.add_argument(
-        "--scale", metavar="FILE", help="include the output of samestep scale --json; default: RUN/scale.json, if any"
-    )
-    options = parser.parse_args(args)
-    output = Path(options.output)
     if output.is_symlink() or (output.exists() and not output.is_file()):
         raise Error(f"{output} is {'a link' if output.is_symlink() else 'not a file'}: name a file with -o")
     if output.suffix != ".html" and any((parent / RECORD).exists() for parent in output.absolute().parents):
         raise Error(f"{output} is in a run's directory, where only .html is written: name another file with -o")
-    attachments = {Path(name).name: read_attachment(Path(name), is_given=True) for name in options.attach}
-    runs = [*dict.fromkeys(run for name in options.runs for run in map(str, find_runs(Path(name)) or [name]))]
+    attachments = {path.name: read_attachment(path, is_given=True) for path in attach}
+    named = [*dict.fromkeys(run for name in runs for run in [*map(str, find_runs(Path(name)))] or [name])]
     found: list[RunData] = []
     directories: list[Path] = []
     with ExitStack() as stack:
-        for run, name in zip(runs, name_runs(runs), strict=True):
+        for run, name in zip(named, name_runs(named), strict=True):
             show_activity(f"reading {run} ...")
             directory = stack.enter_context(open_run(run))
             directories.append(directory)
@@ -63,8 +58,8 @@ def run_report(args: list[str]) -> int:
             attachments |= {f"{name}: {path.name}": read_attachment(path) for path in own}
         pairs = zip(found[1:], directories[1:], strict=True)
         comparison = [compare(found[0], other, directories[0], directory) for other, directory in pairs]
-    if options.scale:
-        scalings = [read_scale(Path(options.scale), is_given=True)]
+    if scale:
+        scalings = [read_scale(scale, is_given=True)]
     else:
         found_scales = [path for each in directories if (path := each / SCALE).is_file() and not path.is_symlink()]
         scalings = [read_scale(path) for path in found_scales]

@@ -15,7 +15,7 @@ from samestep.config import Overrides, to_variables
 from samestep.console import format_ranks
 from samestep.errors import Error
 from samestep.files import read_tail
-from samestep.launch.local_ranks import Target
+from samestep.launch.target import Target
 from samestep.tools.traced_script import build_trace, find_errors, read_lines, start
 from samestep.world.environment import HOOK
 

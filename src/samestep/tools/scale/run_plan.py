@@ -2,18 +2,20 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import click
+
+from samestep.command_line import PATH, Command
 from samestep.console import format_count, format_ranks, print_table
 from samestep.errors import Error
 from samestep.files import parse_json, read_bytes
-from samestep.tools.inspect import CommandParser
 from samestep.tools.scale.tables import build_predictions, build_rows, format_time
 
-MOST_RANKS, NUM_BATCH_SIZES = 64, 6
+NUM_BATCH_SIZES = 6
 HOUR_S = 3600.0
 MOST_SCALE_BYTES = 1 << 20
 
@@ -33,51 +35,45 @@ class Choice:
         return self.run_s * self.world_size / HOUR_S
 
 
-def run_plan(args: list[str]) -> int:
-    """Run the command with the arguments after its name. Returns the exit code: 1 if nothing fits.
+@click.command("plan", cls=Command)
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=PATH)
+@click.option("--samples", metavar="N", type=float, required=True, help="samples to train on, over all epochs")
+@click.option("--time", "hours", metavar="H", type=float, help="budget: hours until the run ends")
+@click.option("--rank-hours", metavar="H", type=float, help="budget: hours summed over all ranks")
+@click.option("--most-ranks", metavar="N", type=int, default=64, help="most ranks to consider; default: 64")
+@click.option("--json", "is_json", is_flag=True, help="print one JSON object")
+def run_plan(
+    files: Sequence[Path], samples: float, hours: float | None, rank_hours: float | None, most_ranks: int, is_json: bool
+) -> int:
+    """Finds the batch size, micro-batch size and number of ranks that train a number of samples within a budget.
 
-    Raises:
-        Error: an argument or a file is invalid.
+    Uses the measurements in FILEs, which are outputs of samestep scale --json, one for each micro-batch size.
+    Recommends the smallest batch size that fits, because a larger one changes the training. Exit code: 1 if nothing
+    fits.
     """
-    parser = CommandParser(
-        prog="samestep plan",
-        description="Finds the batch size, micro-batch size and number of ranks that train a number of samples within "
-        "a budget. Uses the measurements in files of samestep scale --json, one file for each micro-batch size. "
-        "Recommends the smallest batch size that fits, because a larger one changes the training.",
-    )
-    parser.add_argument("files", metavar="FILE", nargs="+", help="the output of samestep scale --json")
-    parser.add_argument(
-        "--samples", metavar="N", type=float, required=True, help="samples to train on, over all epochs"
-    )
-    budget = parser.add_mutually_exclusive_group(required=True)
-    budget.add_argument("--time", metavar="H", type=float, help="budget: hours until the run ends")
-    budget.add_argument("--rank-hours", metavar="H", type=float, help="budget: hours summed over all ranks")
-    parser.add_argument(
-        "--most-ranks", metavar="N", type=int, default=MOST_RANKS, help=f"most ranks to consider; default: {MOST_RANKS}"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(args)
-    limit = options.rank_hours if options.time is None else options.time
-    if not (1 <= options.samples < math.inf and 0 < limit < math.inf and options.most_ranks >= 1):
+    if (hours is None) == (rank_hours is None):
+        raise Error("the budget is --time or --rank-hours: give one of them")
+    limit = (rank_hours if hours is None else hours) or 0.0
+    if not (1 <= samples < math.inf and 0 < limit < math.inf and most_ranks >= 1):
         raise Error("--samples, --most-ranks and the hours must be numbers above 0")
-    results = [read_scale(Path(name), is_given=True) for name in options.files]
-    found = [each for result in results for each in list_choices(result, int(options.samples), options.most_ranks)]
+    results = [read_scale(file, is_given=True) for file in files]
+    found = [each for result in results for each in list_choices(result, int(samples), most_ranks)]
 
     def cost(each: Choice) -> float:
-        return each.run_s / HOUR_S if options.rank_hours is None else each.rank_hours
+        return each.run_s / HOUR_S if rank_hours is None else each.rank_hours
 
     def rank(each: Choice) -> tuple[float, float]:  # what is left to minimize, if the budget is kept
-        other = each.rank_hours if options.rank_hours is None else each.run_s
+        other = each.rank_hours if rank_hours is None else each.run_s
         return (0.0, other) if cost(each) <= limit else (1.0, cost(each))
 
     best = [min((c for c in found if c.batch_size == size), key=rank) for size in sorted({c.batch_size for c in found})]
     chosen = next((each for each in best if cost(each) <= limit), None)
-    if options.json:
+    if is_json:
         rows = [{**asdict(each), "rank_hours": each.rank_hours, "fits": cost(each) <= limit} for each in best]
         print(json.dumps({"choices": rows, "chosen": None if chosen is None else best.index(chosen)}, indent=1))
         return 1 if chosen is None else 0
     print_table(
-        f"{options.samples:,.0f} samples", ["batch", "micro-batch", "ranks", "ms per step", "time", "rank-hours", ""],
+        f"{samples:,.0f} samples", ["batch", "micro-batch", "ranks", "ms per step", "time", "rank-hours", ""],
         [
             [
                 str(each.batch_size), str(each.micro_batch_size), str(each.world_size), f"{1e3 * each.step_s:,.1f}",
@@ -86,7 +82,7 @@ def run_plan(args: list[str]) -> int:
             for each in best
         ],
     )  # fmt: skip
-    within = format_count(limit, "hour" if options.rank_hours is None else "rank-hour")
+    within = format_count(limit, "hour" if rank_hours is None else "rank-hour")
     if chosen is None:
         least = min(best, key=cost)
         print(f"nothing fits into {within}: the nearest is {describe(least)}")

@@ -11,6 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import click
+
 from samestep.config import OPTIONS, Option, name_flag, whole
 from samestep.console import format_count, format_ranks, print_table, say, show_activity
 from samestep.errors import Error
@@ -19,9 +21,10 @@ from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
 from samestep.launch.flags import parse_sizes
 from samestep.launch.job import build_job
 from samestep.launch.launcher import check_target
-from samestep.launch.local_ranks import Target
 from samestep.launch.sbatch import estimate_start, render
+from samestep.launch.script_command import ScriptCommand
 from samestep.launch.submit import FLAGS as SUBMIT_FLAGS
+from samestep.launch.target import Target
 from samestep.tools.scale.cpu_quota import LEAST_CORES, open_quota
 from samestep.tools.scale.laws import find_break_even, fit_amdahl, fit_gustafson
 from samestep.tools.scale.measurement import Size, Starts
@@ -29,16 +32,6 @@ from samestep.tools.scale.tables import build_predictions, build_rows, format_ti
 from samestep.tools.traced_script import exiting_on_sigterm
 from samestep.world.workdir import WorkDir
 
-HELP = """\
-usage: samestep scale [options] SCRIPT [arguments of the script]
-       samestep scale [options] -m MODULE [arguments of the module]
-       samestep scale RECIPE [options, also those of the recipe, in any order]
-
-Trains for a few steps on several numbers of ranks of this machine, in turns, each in a temporary run directory. Prints
-samples/s, speed-up and efficiency with their standard errors, where the time of a step goes, the serial fraction by the
-laws of Amdahl and Gustafson, the number of ranks beyond which another one is not worthwhile, and a recommendation.
-Strong scaling: the batch is the same at all numbers of ranks. Weak scaling: it grows with the number of ranks.
-"""
 _OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device", "backend")
 _OF_SLURM = ("partition", "account", "time", "cpus_per_rank", "gpus_per_node", "sbatch")
 FLAGS: dict[str, Option] = {
@@ -68,11 +61,13 @@ FLAGS: dict[str, Option] = {
 Row = dict[str, Any]
 
 
+@click.command("scale", cls=ScriptCommand, flags=FLAGS)
 def run_scale(target: Target, values: Mapping[str, Any]) -> int:
-    """Measure with the options of FLAGS, and print the result. Returns the exit code 0.
-
-    Raises:
-        Error: an option is invalid, or the script does not train.
+    """Trains for a few steps on several numbers of ranks of this machine, in turns, each in a temporary run directory.
+    Prints samples/s, speed-up and efficiency with their standard errors, where the time of a step goes, the serial
+    fraction by the laws of Amdahl and Gustafson, the number of ranks beyond which another one is not worthwhile, and a
+    recommendation.
+    Strong scaling: the batch is the same at all numbers of ranks. Weak scaling: it grows with the number of ranks.
     """
     check_target(target)
     sizes, remote = check_options(values), find_remote(values)

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
+
 from samestep.config import OPTIONS, Option, format_flags, name_flag
 from samestep.console import format_count, format_ranks, print_result, show_activity
 from samestep.errors import Error
@@ -15,7 +17,8 @@ from samestep.files import replace_file
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
 from samestep.launch.flags import parse_sizes
 from samestep.launch.launcher import check_target
-from samestep.launch.local_ranks import Target
+from samestep.launch.script_command import ScriptCommand
+from samestep.launch.target import Target
 from samestep.plan.schedule import check_numbers
 from samestep.tools.traced_script import exiting_on_sigterm
 from samestep.tools.verify.causes import explain, explain_drift, measure_difference
@@ -24,26 +27,6 @@ from samestep.tools.verify.plain import PlainOptions, run_plain
 from samestep.tools.verify.traces import Difference, find_difference, name_tensor
 from samestep.tools.verify.trials import LEAST_DEADLINE_S, Outcome, Trials, make_empty
 from samestep.world.workdir import WorkDir
-
-HELP = """\
-usage: samestep verify [options] SCRIPT [arguments of the script]
-       samestep verify [options] -m MODULE [arguments of the module]
-       samestep verify RECIPE [options, also those of the recipe, in any order]
-       samestep verify --plain [options] SCRIPT [arguments of the script]
-
-Trains for a few steps on several numbers of ranks. Then trains once more, kills ranks at random moments, including
-during a save, and resumes on a different number of ranks each time. Compares the state after every step, the losses and
-the samples. Prints the first difference and its likely cause. Writes nothing to the run directory named by the script.
-Exit code: 0 if all runs are the same; 1 if they differ or if no kill happened; 2 if the script does not train.
-
---plain takes a script that does not use samestep (DDP, Accelerate, Trainer, Lightning). It runs the script on 1 and 2
-ranks, and a third time with a kill and a restart, each time in a copy of the working directory. It checks:
-  samples     all ranks: each sample once per epoch     replicas    the same weights on all ranks
-  order       a different order in each epoch           evaluation  each sample counts once
-  gradient    the mean over all samples of a step       resume      continues with the samples after the save
-                                                        state       weights, optimizer and learning rate are restored
-The result of each check is ok, MISTAKE or not observed. The exit code is 1 after a mistake.
-"""
 
 OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device", "backend")
 FLAGS: dict[str, Option] = {
@@ -85,14 +68,22 @@ class Options:
     keep_runs: str | None = None
 
 
+@click.command("verify", cls=ScriptCommand, flags=FLAGS)
 def run_verify(target: Target, values: Mapping[str, Any]) -> int:
-    """Run and compare everything, with the options of FLAGS, and write the badge.
+    """Trains for a few steps on several numbers of ranks, and compares the runs.
 
-    Returns:
-        The exit code: 0 if all runs are equal or, with --plain, no mistake was found; else 1.
+    Then trains once more, kills ranks at random moments, including during a save, and resumes on a different number of
+    ranks each time. Compares the state after every step, the losses and the samples. Prints the first difference and
+    its likely cause. Writes nothing to the run directory named by the script.
+    Exit code: 0 if all runs are the same; 1 if they differ or if no kill happened; 2 if the script does not train.
 
-    Raises:
-        Error: an option is invalid, or the script does not train, or fails before anything can be compared.
+    --plain takes a script that does not use samestep (DDP, Accelerate, Trainer, Lightning). It runs the script on 1 and
+    2 ranks, and a third time with a kill and a restart, each time in a copy of the working directory. It checks:
+      samples     all ranks: each sample once per epoch     replicas    the same weights on all ranks
+      order       a different order in each epoch           evaluation  each sample counts once
+      gradient    the mean over all samples of a step       resume      continues with the samples after the save
+      state       weights, optimizer and learning rate are restored
+    The result of each check is ok, MISTAKE or not observed. The exit code is 1 after a mistake.
     """
     check_target(target)
     own = dict(values)

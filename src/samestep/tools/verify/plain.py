@@ -15,7 +15,7 @@ from typing import Any
 from samestep.console import format_ranks, print_result, say, show_activity
 from samestep.errors import Error
 from samestep.files import read_tail, replace_file
-from samestep.launch.local_ranks import Target
+from samestep.launch.target import Target
 from samestep.tools.traced_script import exiting_on_sigterm, start
 from samestep.tools.verify.plain_checks import (
     MISTAKE,

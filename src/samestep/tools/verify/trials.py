@@ -12,7 +12,7 @@ from typing import Any
 from samestep.config import Overrides, to_variables
 from samestep.errors import Error
 from samestep.files import copy_file, open_regular, read_tail
-from samestep.launch.local_ranks import Target
+from samestep.launch.target import Target
 from samestep.snapshot.ledger_file import read_records
 from samestep.snapshot.store import SNAPSHOTS, Store
 from samestep.tools.traced_script import build_trace, find_errors, start

@@ -1,0 +1,37 @@
+"""The code that ranks run, and the commands that start it."""
+
+import sys
+from dataclasses import dataclass, field
+
+# Of samestep itself. -P: a file in the working directory, such as a run's, must not shadow a module of Python.
+COMMAND = (sys.executable, "-P", "-m", "samestep")
+
+
+@dataclass(frozen=True)
+class Target:
+    """The code that the ranks run.
+
+    Attributes:
+        kind: "script" (a file), "module", "recipe" (a module of samestep) or "call" (a pickled function call).
+    """
+
+    kind: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+    def to_command(self) -> tuple[str, list[str]]:
+        """Return the samestep command that starts it, and the words after the command's options. Not for a call."""
+        if self.kind == "recipe":
+            return "train", [self.name.rpartition(".")[2], *self.arguments]
+        return "launch", [*(["-m"] if self.kind == "module" else []), self.name, *self.arguments]
+
+    def to_full_command(self, num_ranks: int) -> list[str]:
+        """Return the command that starts it on several ranks of this machine, from the interpreter on."""
+        command, words = self.to_command()
+        recipe, own = (words[:1], words[1:]) if command == "train" else ([], words)
+        return [*COMMAND, command, *recipe, "--nproc-per-node", str(num_ranks), *own]
+
+    def to_plain_command(self) -> list[str]:
+        """Return the command that runs it without a launcher, from the interpreter on. Not for a call."""
+        flags = {"script": [], "module": ["-m"], "recipe": ["-P", "-m"]}[self.kind]
+        return [sys.executable, *flags, self.name, *self.arguments]

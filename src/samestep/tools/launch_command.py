@@ -1,0 +1,168 @@
+"""`samestep launch` and `train`: their options, and the start of the ranks on this machine or on several hosts."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from samestep.command_line import suggest
+from samestep.config import OPTIONS, Option, is_url, name_flag
+from samestep.console import say
+from samestep.errors import Error
+from samestep.files import read_text
+from samestep.launch.flags import FLAGS, TORCHRUN, find_misplaced, translate_torchrun
+from samestep.launch.recipe_source import describe_recipes, find_recipes, read_description
+from samestep.launch.script_command import ScriptCommand, find_recipe
+from samestep.launch.target import Target
+from samestep.world.environment import set_hook
+
+LAUNCH_HELP = """\
+Starts the script on several ranks of this machine and waits for them. Everything after the script is an argument of the
+script. Options of launch after the script cause a warning, unless the script mentions them or -- precedes the script.
+Ranks get the environment of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...); the script does not have to use samestep.
+The output of every rank is in logs/ in the run directory, whether it is shown or not.
+
+Several machines: give the same command on each, with --nnodes 2 --rdzv-endpoint HOST:29400, where HOST is one of them.
+All need the same secret: SAMESTEP_RDZV_SECRET=`openssl rand -hex 32`, or a file (--rdzv-secret).
+With --nnodes 1:4, machines may join and leave while the run continues; a signal to one launcher (other than HOST's)
+removes its machine. Machines that do not share the run directory each keep a copy.
+--hosts a,b:4 starts the machines from here over ssh. Each needs the same working directory and Python. They get these
+environment variables of yours, but no keys or tokens: PYTHONPATH, VIRTUAL_ENV, PYTHONHASHSEED, OMP_NUM_THREADS,
+MKL_NUM_THREADS, CUBLAS_WORKSPACE_CONFIG, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, NCCL_IB_HCA, NCCL_DEBUG,
+SAMESTEP_*.
+
+The first Ctrl-C, SIGTERM or SIGUSR1 stops the run: it completes the current step, saves and exits. The second one kills
+the ranks. With --max-restarts, all ranks restart from the newest snapshot after a rank has died.
+Exit code: 0 if the run is complete; the exit code of the rank that failed first (128 + signal if a signal killed it);
+130 after Ctrl-C; 75 after SIGTERM or SIGUSR1 if the run has saved (the same command resumes it); 2 after an error in
+the input, if the end of the run could not be saved, or if three starts in a row were stopped before they had saved
+anything new.
+"""
+TRAIN_HELP = """\
+Trains a recipe: a training script to read and copy. Options may be given in any order.
+`samestep train RECIPE --help` shows the recipe's own options.
+
+Recipes:
+"""
+DEFAULT_RECIPE = "digits"
+
+
+class LaunchCommand(ScriptCommand):
+    """`samestep launch`, which starts no recipes."""
+
+    usage = "SCRIPT | -m MODULE"
+
+    def find_target(self, ctx: click.Context, args: list[str]) -> tuple[Target, dict[str, Any]]:
+        """Return the target, and the values of the options. Warns about options after the script."""
+        values, left = self.take(ctx, args)
+        translate_torchrun(values)
+        target = self.build_target(left)
+        if args[-len(left) - 1 : -len(left)] != ["--"]:
+            _warn_of_misplaced(target)
+        return target, values
+
+
+class TrainCommand(ScriptCommand):
+    """`samestep train`, which starts only recipes."""
+
+    usage = "[RECIPE]"
+
+    def find_target(self, ctx: click.Context, args: list[str]) -> tuple[Target, dict[str, Any]]:
+        """Return the recipe that the first argument with such a name names, and the values of the options."""
+        values, left = self.take(ctx, args, is_mixed=True)
+        if recipe := find_recipe(left):
+            left.remove(recipe)
+        elif left and not left[0].startswith("-"):
+            raise Error(f"there is no recipe {left[0]}{suggest(left[0], find_recipes())}")
+        return self.build_recipe_target(recipe or DEFAULT_RECIPE, left, values), values
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the recipes or options that begin with `incomplete`."""
+        recipes = [CompletionItem(name) for name in find_recipes() if name.startswith(incomplete)]
+        return recipes or super().shell_complete(ctx, incomplete)
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the description of the recipe that the arguments name; without one, of the command."""
+        formatter.write(f"\n{read_description(ctx.obj) if ctx.obj else TRAIN_HELP + describe_recipes()}\n")
+
+
+def _warn_of_misplaced(target: Target) -> None:
+    """Warn about options of `launch` after the script, which are passed to the script."""
+    text = "arguments"  # a module can read arguments of any name
+    if target.kind == "script":
+        with suppress(OSError):
+            text = read_text(Path(target.name), is_given=True)
+    misplaced = find_misplaced(target.arguments, text)
+    if misplaced:
+        say(
+            f"{' and '.join(misplaced)} after {target.name} goes to the script and not to launch: put options of "
+            "launch before the script, or -- before the script if this is intended"
+        )
+
+
+def start(target: Target, values: dict[str, Any]) -> int:
+    """Start a target with the options of `samestep launch`. Returns the exit code."""
+    if values.pop("list", False):
+        print(describe_recipes(), end="")
+        return 0
+    if "hosts" in values:
+        return _start_on_hosts(target, values)
+    from samestep.launch.handshake import read_secret
+    from samestep.launch.launcher import run_launch
+    from samestep.launch.rendezvous_client import parse_nodes
+
+    num_ranks, show_ranks = values.pop("nproc_per_node", "auto"), values.pop("show_ranks", "0")
+    max_restarts = values.pop("max_restarts", 0)
+    if values.pop("tf_config", False):
+        set_hook("samestep.launch.tf_config")
+    nodes = parse_nodes(
+        values.pop("nnodes", None), values.pop("node_rank", None), values.pop("rdzv_endpoint", None),
+        values.pop("rdzv_id", ""), values.pop("rdzv_timeout", 300),
+        read_secret(values.pop("rdzv_secret", None)),
+    )  # fmt: skip
+    if nodes is None:  # else another node may have the snapshot
+        _check_resume(**values)
+    return run_launch(
+        target,
+        num_ranks=num_ranks,
+        show_ranks=show_ranks,
+        max_restarts=max_restarts,
+        nodes=nodes,
+        overrides=values,
+    )
+
+
+def _check_resume(*, run_dir: str | None = None, resume: str = "latest", fresh: bool = False, **_: Any) -> None:
+    """Raise RunDirectoryError if `--run-dir` is a local directory without the snapshot that `--resume` names."""
+    which = OPTIONS["resume"].check("--resume", resume)
+    if run_dir is None or is_url(run_dir) or fresh or which in (None, "latest"):
+        return
+    from samestep.snapshot.store import Store
+
+    path = OPTIONS["run_dir"].check("--run-dir", run_dir)
+    if path.is_dir() or not path.exists():
+        Store(path).check_present(which)
+
+
+def _start_on_hosts(target: Target, values: dict[str, Any]) -> int:
+    """Start the ranks over ssh on several hosts."""
+    from samestep.launch.launcher import check_target
+    from samestep.launch.ssh_launcher import parse_hosts, run_hosts
+
+    hosts, endpoint = parse_hosts(values.pop("hosts")), values.pop("rdzv_endpoint", None)
+    for name in ("nnodes", "node_rank"):
+        if name in values:
+            raise Error(f"--hosts sets the number of nodes: leave out {name_flag(name)}")
+    if "rdzv_secret" in values:
+        raise Error("--hosts creates a secret for each launch: leave out --rdzv-secret")
+    check_target(target)
+    flags = [name_flag(name) + ("" if value is True else f"={value}") for name, value in values.items()]
+    command, program = target.to_command()
+    first = [program.pop(0)] if command == "train" else []
+    return run_hosts(hosts, command, [*first, *flags], ["--", *program], endpoint)
+
+
+run_launch = LaunchCommand("launch", start, FLAGS | TORCHRUN, help=LAUNCH_HELP)
+run_train = TrainCommand("train", start, FLAGS | {"list": Option(bool, "", "list the recipes")})
