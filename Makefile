@@ -12,6 +12,7 @@ train: $(VENV)/installed
 
 test: $(VENV)/installed-dev
 	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --quiet --check src
 	$(BIN)/python -m compileall -q -j 0 src tests  # read by many processes, which may not write it
 	$(BIN)/pytest -n 5 --dist worksteal -m "not soak"  # on 2 cores 4 leave a sixth of their time idle
 

@@ -89,7 +89,8 @@ def take_values(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def explain(error: click.UsageError, command: click.Command, ctx: click.Context, given: Sequence[str]) -> str:
     """Return click's error about the arguments `given` as a sentence: what is wrong, and what to do."""
-    path, see = ctx.command_path, f"see {ctx.command_path} --help"
+    path = ctx.command_path
+    see = f"see {ctx.command_path} --help"
     options = {flag: param for param in command.get_params(ctx) for flag in param.opts if flag.startswith("--")}
     if isinstance(error, click.NoSuchOption):
         named = (word.partition("=")[0] for word in given)

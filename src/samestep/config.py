@@ -31,7 +31,8 @@ _INTERVAL = re.compile(r"(\d+)\s*(steps?|epochs?|s|min|h)?")
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
 _URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:/")
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("", "0", "false", "no", "off")
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ def parse_interval(name: str, value: Any, allowed: str = _INTERVALS) -> Interval
     match = None if isinstance(value, bool) else _INTERVAL.fullmatch(str(value).strip())
     if match is None or int(match[1]) == 0:
         raise InvalidValue(f"{name} is {value!r}: {allowed}")
-    count, unit = int(match[1]), match[2] or ""
+    count = int(match[1])
+    unit = match[2] or ""
     if unit in _SECONDS:
         return Interval(seconds=count * _SECONDS[unit])
     return Interval(epochs=count) if unit.startswith("epoch") else Interval(steps=count)
@@ -266,17 +268,23 @@ class RunConfig:
     run_dir: Annotated[
         Path | str | None,
         Option(
-            str, "DIR", "directory of the run (snapshots, metrics, ledger), or a URL such as s3://bucket/run",
-            _check_run_dir, is_shared=False,
+            str,
+            "DIR",
+            "directory of the run (snapshots, metrics, ledger), or a URL such as s3://bucket/run",
+            _check_run_dir,
+            is_shared=False,
         ),
-    ]  # fmt: skip
+    ]
     local_dir: Annotated[
         str | None,
         Option(
-            str, "DIR", "directory for the working copies of runs at URLs; default: ~/.cache/samestep/runs",
-            is_shared=False, is_argument=False,
+            str,
+            "DIR",
+            "directory for the working copies of runs at URLs; default: ~/.cache/samestep/runs",
+            is_shared=False,
+            is_argument=False,
         ),
-    ] = None  # fmt: skip
+    ] = None
     batch_size: Annotated[
         int, Option(int, "N", "samples per optimizer step, over all ranks (not per device)", is_identity=True)
     ]
@@ -287,47 +295,59 @@ class RunConfig:
     num_threads: Annotated[
         int,
         Option(
-            int, "N", "CPU threads per rank; part of the run's identity, because it changes bits",
-            whole(1, MAX_THREADS), is_identity=True,
+            int,
+            "N",
+            "CPU threads per rank; part of the run's identity, because it changes bits",
+            whole(1, MAX_THREADS),
+            is_identity=True,
         ),
-    ] = 1  # fmt: skip
+    ] = 1
     precision: Annotated[
         Precision,
         Option(
-            str, "P", "fp32, bf16 or fp16: the type that run.autocast() uses; tf32: fp32 with TF32 kernels on a GPU",
-            _choice(Precision), is_identity=True,
+            str,
+            "P",
+            "fp32, bf16 or fp16: the type that run.autocast() uses; tf32: fp32 with TF32 kernels on a GPU",
+            _choice(Precision),
+            is_identity=True,
         ),
-    ] = "fp32"  # fmt: skip
+    ] = "fp32"
     reduction: Annotated[
         Reduction,
-        Option(
-            str, "R", "exact: the same bits at any world size; fast: the backend's all-reduce", _choice(Reduction)
-        ),
-    ] = "exact"  # fmt: skip
+        Option(str, "R", "exact: the same bits at any world size; fast: the backend's all-reduce", _choice(Reduction)),
+    ] = "exact"
     device: Annotated[
         str | None,
         Option(
-            str, "D", "cpu, cuda or one GPU such as cuda:1; default: cuda if there is one", _check_device,
+            str,
+            "D",
+            "cpu, cuda or one GPU such as cuda:1; default: cuda if there is one",
+            _check_device,
             is_shared=False,
         ),
-    ] = None  # fmt: skip
+    ] = None
     backend: Annotated[
         Literal["gloo", "nccl"] | None,
         Option(
-            str, "B", "gloo: exchange gradients through host memory, so ranks can share a GPU; default: nccl on GPUs",
-            _check_backend, is_argument=False,
+            str,
+            "B",
+            "gloo: exchange gradients through host memory, so ranks can share a GPU; default: nccl on GPUs",
+            _check_backend,
+            is_argument=False,
         ),
-    ] = None  # fmt: skip
+    ] = None
     deterministic: Annotated[
         bool, Option(bool, "", "use deterministic kernels only, even if the script says otherwise", _check_bool)
     ] = True
     bucket_cap_mb: Annotated[
         float | None,
         Option(
-            float, "MB", "MiB of gradients per message; default: 25 on one host, else 1/16 of the total, 1 to 25",
+            float,
+            "MB",
+            "MiB of gradients per message; default: 25 on one host, else 1/16 of the total, 1 to 25",
             _check_bucket_cap,
         ),
-    ] = None  # fmt: skip
+    ] = None
     snapshot_every: Annotated[
         Interval | None,
         Option(str, "E", "interval of snapshots: 10 (steps), 2epochs, 30min, or never", parse_interval),
@@ -336,24 +356,34 @@ class RunConfig:
     resume: Annotated[
         str | int | None,
         Option(
-            str, "R", "snapshot to resume from: latest, a step, a name such as best, or never", _check_resume,
+            str,
+            "R",
+            "snapshot to resume from: latest, a step, a name such as best, or never",
+            _check_resume,
             is_shared=False,
         ),
-    ] = "latest"  # fmt: skip
+    ] = "latest"
     fresh: Annotated[
         bool,
         Option(
-            bool, "", "start from step 0 in a new directory beside the run's directory", _check_bool,
-            is_shared=False, is_argument=False,
+            bool,
+            "",
+            "start from step 0 in a new directory beside the run's directory",
+            _check_bool,
+            is_shared=False,
+            is_argument=False,
         ),
-    ] = False  # fmt: skip
+    ] = False
     override: Annotated[
         bool,
         Option(
-            bool, "", "resume with the script's optimizer and scheduler settings and its data", _check_bool,
+            bool,
+            "",
+            "resume with the script's optimizer and scheduler settings and its data",
+            _check_bool,
             is_argument=False,
         ),
-    ] = False  # fmt: skip
+    ] = False
     max_steps: Annotated[
         int | None, Option(int, "N", "stop after this many steps in total", whole(1, optional=True))
     ] = None
@@ -364,17 +394,22 @@ class RunConfig:
     compare_every: Annotated[
         Interval | None,
         Option(
-            str, "E", "interval of replica checks (comparing the ranks' models): 100 (steps), 1epochs, 30min or never",
+            str,
+            "E",
+            "interval of replica checks (comparing the ranks' models): 100 (steps), 1epochs, 30min or never",
             parse_interval,
         ),
-    ]  # fmt: skip
+    ]
     check_compute_every: Annotated[
         Interval | None,
         Option(
-            str, "N", "every N steps, recompute a micro-batch of each rank on another rank, and compare the bits; "
-            "default: never", _check_steps, interceptor="samestep.checks.second_opinion:SecondOpinion",
+            str,
+            "N",
+            "every N steps, recompute a micro-batch of each rank on another rank, and compare the bits; default: never",
+            _check_steps,
+            interceptor="samestep.checks.second_opinion:SecondOpinion",
         ),
-    ] = None  # fmt: skip
+    ] = None
     check_compute: Annotated[
         CheckCompute,
         Option(
@@ -387,24 +422,35 @@ class RunConfig:
     trackers: Annotated[
         tuple[Any, ...],
         Option(
-            str, "T,T", "where else to log metrics: none, or tensorboard, wandb, mlflow, trackio, other installed ones",
-            _check_trackers, is_shared=False,
+            str,
+            "T,T",
+            "where else to log metrics: none, or tensorboard, wandb, mlflow, trackio, other installed ones",
+            _check_trackers,
+            is_shared=False,
         ),
-    ] = ()  # fmt: skip
+    ] = ()
     grace_s: Annotated[
         int | None,
         Option(
-            int, "S", "seconds from a stop signal until the system kills the run; it warns if that is too short",
-            whole(0, optional=True), is_shared=False, is_argument=False,
+            int,
+            "S",
+            "seconds from a stop signal until the system kills the run; it warns if that is too short",
+            whole(0, optional=True),
+            is_shared=False,
+            is_argument=False,
         ),
-    ] = None  # fmt: skip
+    ] = None
     stuck_after_s: Annotated[
         int | None,
         Option(
-            int, "S", "stop a run without progress for this long; 0: never; default: learned from steps, at least 300",
-            whole(0, optional=True), is_shared=False, is_argument=False,
+            int,
+            "S",
+            "stop a run without progress for this long; 0: never; default: learned from steps, at least 300",
+            whole(0, optional=True),
+            is_shared=False,
+            is_argument=False,
         ),
-    ] = None  # fmt: skip
+    ] = None
 
     def identity(self) -> dict[str, Any]:
         """Return the options that identify the run: a run directory belongs to one value of each."""

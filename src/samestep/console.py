@@ -114,7 +114,8 @@ def _to_cell(text: str) -> str:
 def draw_bars(numbers: Sequence[Sequence[float | None]]) -> list[str]:
     """Draw numbers as lines of bars on one scale. None is blank."""
     known = [each for line in numbers for each in line if each is not None]
-    low, span = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0) or 1.0
+    low = min(known, default=0.0)
+    span = max(known, default=0.0) - min(known, default=0.0) or 1.0
     return [
         "".join(" " if each is None else BARS[round((each - low) / span * (len(BARS) - 1))] for each in line)
         for line in numbers

@@ -168,8 +168,14 @@ def explain(error: Error | OSError) -> str | None:
         return str(error)
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     refused = (
-        errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTEMPTY, errno.ELOOP,
-    )  # fmt: skip
+        errno.ENAMETOOLONG,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.ENOTDIR,
+        errno.ENOTEMPTY,
+        errno.ELOOP,
+    )
     if error.filename is not None and error.errno in (*refused, *full):
         return f"{error.filename} cannot be used ({error.strerror}): name another"
     if error.filename is None and error.errno in (*full, errno.EIO):

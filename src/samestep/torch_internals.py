@@ -95,7 +95,9 @@ def watch_workers(iterator: Any) -> None:
     `__del__`, and goes on; one in the script's own code ends a step half-way.
     """
     _drop_pids(iterator)
-    owner, try_once = weakref.proxy(iterator), type(iterator)._try_get_data  # no cycle: torch's __del__ must run
+    # no cycle: torch's __del__ must run
+    owner = weakref.proxy(iterator)
+    try_once = type(iterator)._try_get_data
 
     def try_get_data(timeout: float = LOOK_S) -> tuple[bool, Any]:
         end_s = time.monotonic() + timeout

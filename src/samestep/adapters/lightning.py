@@ -25,14 +25,24 @@ __all__ = ["fit", "predict", "test", "validate"]
 
 # Methods of a LightningModule that replace a part of Lightning's loop, which does not run here.
 NOT_CALLED = (
-    "backward", "configure_gradient_clipping", "lr_scheduler_step", "on_after_batch_transfer",
-    "on_before_batch_transfer", "optimizer_step", "optimizer_zero_grad", "transfer_batch_to_device",
-)  # fmt: skip
+    "backward",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "on_after_batch_transfer",
+    "on_before_batch_transfer",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "transfer_batch_to_device",
+)
 PARTS = "parts of metrics"
 NOT_CALLED_ON_CALLBACKS = (
-    "on_before_zero_grad", "on_exception", "on_load_checkpoint", "on_sanity_check_end", "on_sanity_check_start",
+    "on_before_zero_grad",
+    "on_exception",
+    "on_load_checkpoint",
+    "on_sanity_check_end",
+    "on_sanity_check_start",
     "on_save_checkpoint",
-)  # fmt: skip
+)
 
 
 @dataclass
@@ -70,13 +80,31 @@ class Trainer(SimpleNamespace):
 
     def __init__(self, run: Run, max_epochs: int, **parts: Any) -> None:
         super().__init__(
-            max_epochs=max_epochs, current_epoch=0, global_step=run.steps_done,
-            global_rank=run.rank, local_rank=run.local_rank, world_size=run.world_size, is_global_zero=run.rank == 0,
-            callback_metrics={}, optimizers=[], lr_scheduler_configs=[], logger=None, loggers=[], should_stop=False,
-            training=False, validating=False, testing=False, predicting=False, sanity_checking=False,
-            progress_bar_callback=None, barebones=False, manual=None, default_root_dir=str(run.dir),
-            state=SimpleNamespace(fn="fit"), **parts,
-        )  # fmt: skip
+            max_epochs=max_epochs,
+            current_epoch=0,
+            global_step=run.steps_done,
+            global_rank=run.rank,
+            local_rank=run.local_rank,
+            world_size=run.world_size,
+            is_global_zero=run.rank == 0,
+            callback_metrics={},
+            optimizers=[],
+            lr_scheduler_configs=[],
+            logger=None,
+            loggers=[],
+            should_stop=False,
+            training=False,
+            validating=False,
+            testing=False,
+            predicting=False,
+            sanity_checking=False,
+            progress_bar_callback=None,
+            barebones=False,
+            manual=None,
+            default_root_dir=str(run.dir),
+            state=SimpleNamespace(fn="fit"),
+            **parts,
+        )
         self._run = run
         self.lightning_module.trainer = self
 
@@ -97,12 +125,15 @@ class Trainer(SimpleNamespace):
 
 
 def _save_checkpoint(trainer: Trainer, path: Any) -> None:
-    module, datamodule = trainer.lightning_module, trainer.datamodule
+    module = trainer.lightning_module
+    datamodule = trainer.datamodule
     lightning = sys.modules[find_class(module, "LightningModule").__module__.partition(".")[0]]
     checkpoint: dict[str, Any] = {
-        "state_dict": module.state_dict(), "pytorch-lightning_version": lightning.__version__,
-        "epoch": trainer.current_epoch, "global_step": trainer.global_step,
-    }  # fmt: skip
+        "state_dict": module.state_dict(),
+        "pytorch-lightning_version": lightning.__version__,
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+    }
     for part in (module, datamodule):
         if part is not None and part.hparams:
             checkpoint |= {part.CHECKPOINT_HYPER_PARAMS_KEY: dict(part.hparams)}
@@ -133,12 +164,21 @@ class Logs:
         self.in_training_step = self.in_micro_batch = False
 
     def log(
-        self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, on_step: bool | None = None,
-        on_epoch: bool | None = None, *_: Any, batch_size: int | None = None, **__: Any,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        *_: Any,
+        batch_size: int | None = None,
+        **__: Any,
+    ) -> None:
         """Like `LightningModule.log`. Values are averaged over all ranks, as with `sync_dist=True`."""
         in_step = self.in_training_step
-        on_step, on_epoch = in_step if on_step is None else on_step, not in_step if on_epoch is None else on_epoch
+        on_step = in_step if on_step is None else on_step
+        on_epoch = not in_step if on_epoch is None else on_epoch
         of_step, of_epoch = (f"{name}_step", f"{name}_epoch") if on_step and on_epoch else (name, name)
         if on_step and on_epoch:
             self.plain |= {of_step: name, of_epoch: name}
@@ -166,7 +206,8 @@ class Logs:
 
     def take(self) -> dict[str, tuple[Any, int | None]]:
         """Return the values, and forget them."""
-        values, self.values = self.values, {}
+        values = self.values
+        self.values = {}
         return values
 
     def with_plain(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -240,7 +281,8 @@ def fit(
         train_loader, datamodule = None, train_loader
     trainer = Trainer(run, max_epochs, lightning_module=module, datamodule=datamodule, callbacks=[*callbacks])
     _set_up(run, trainer, "fit")
-    train_loader, val_loader = _open(trainer, "train", train_loader), _open(trainer, "val", val_loader)
+    train_loader = _open(trainer, "train", train_loader)
+    val_loader = _open(trainer, "val", val_loader)
     trainer.count_steps(_count_samples(train_loader), run.batch_size)
     schedules, logs = _prepare(run, trainer)
     for epoch in run.epochs(train_loader, max_epochs):
@@ -347,12 +389,14 @@ def predict(run: Run, module: Any, data: Any = None) -> list[Any]:
         [tensor([0., 2.]), tensor([4.])]
     """
     trainer, loaders = _begin_stage(run, module, data, "predict")
-    results, several = [], _are_loaders(loaders)
+    results = []
+    several = _are_loaders(loaders)
     trainer.predicting = True
     trainer.call("on_predict_start")
     trainer.call("on_predict_epoch_start")
     for i, loader in enumerate(loaders if several else [loaders]):
-        numbers, more = count(), (i,) if several else ()
+        numbers = count()
+        more = (i,) if several else ()
 
         def score(batch: Any, numbers: Any = numbers, more: tuple[int, ...] = more) -> dict[str, Any]:
             number = next(numbers)
@@ -374,7 +418,8 @@ def _run_stage(run: Run, module: Any, data: Any, stage: str) -> dict[str, float]
     """Validate or test after `fit`."""
     trainer, loaders = _begin_stage(run, module, data, stage)
     logs = Logs(_find_metrics(module))
-    module.log, module.log_dict = logs.log, logs.log_dict
+    module.log = logs.log
+    module.log_dict = logs.log_dict
     values = _evaluate(run, trainer, "validation" if stage == "validate" else stage, loaders, logs)
     run.log(values)
     _tear_down(trainer, stage)
@@ -423,7 +468,8 @@ def _tear_down(trainer: Trainer, stage: str) -> None:
 
 def _open(trainer: Trainer, kind: str, given: Any) -> Any:
     """Return the given loaders, or those of the data module, or of the module; None if there are none."""
-    name, base = f"{kind}_dataloader", "LightningModule" if trainer.datamodule is None else "LightningDataModule"
+    name = f"{kind}_dataloader"
+    base = "LightningModule" if trainer.datamodule is None else "LightningDataModule"
     source = trainer.lightning_module if trainer.datamodule is None else trainer.datamodule
     if given is None and is_replaced(source, name, find_class(source, base)):
         return getattr(source, name)()
@@ -469,7 +515,9 @@ def _prepare(run: Run, trainer: Trainer) -> tuple[list[Schedule], Logs]:
     module = trainer.lightning_module
     module.configure_model()
     logs = Logs(_find_metrics(module))
-    module.log, module.log_dict, module.print = logs.log, logs.log_dict, run.print
+    module.log = logs.log
+    module.log_dict = logs.log_dict
+    module.print = run.print
     optimizers, schedules = _configure(module)
     if module.automatic_optimization:
         module.optimizers = lambda use_pl_optimizer=True: optimizers[0]
@@ -483,7 +531,8 @@ def _prepare(run: Run, trainer: Trainer) -> tuple[list[Schedule], Logs]:
         if is_replaced(callback, "state_dict", find_class(callback, "Callback")):
             named[f"callback{i}"] = callback
     run.prepare(module=module, **named)
-    trainer.optimizers, trainer.lr_scheduler_configs = optimizers, schedules
+    trainer.optimizers = optimizers
+    trainer.lr_scheduler_configs = schedules
     trainer.call("on_fit_start")
     trainer.call("on_train_start")
     return schedules if module.automatic_optimization else [], logs
@@ -525,7 +574,8 @@ def _check(module: Any, callbacks: Sequence[Any], monitor: str | None, mode: str
 
 def _check_callback(callback: Any) -> None:
     """Raise an error for a callback that needs Lightning's Trainer."""
-    name, base = type(callback).__name__, find_class(callback, "Callback")
+    name = type(callback).__name__
+    base = find_class(callback, "Callback")
     if base is None:
         raise InvalidType(f"callbacks takes objects of lightning.Callback, not {name}")
     package = base.__module__.partition(".")[0]
@@ -571,14 +621,16 @@ def _run_epoch(
     run: Run, trainer: Trainer, epoch: Any, schedules: list[Schedule], logs: Logs, gradient_clip_val: float | None
 ) -> None:
     """Train on the steps of an epoch."""
-    trainer.current_epoch, trainer.training = epoch.number, True
+    trainer.current_epoch = epoch.number
+    trainer.training = True
     trainer.call("on_train_epoch_start")
     for step in epoch:
         trainer.global_step = step.number
         _run_step(run, trainer, step, logs, gradient_clip_val)
         trainer.callback_metrics |= logs.with_plain(step.metrics)
         _step(schedules, "step", step.number, trainer.callback_metrics)
-    trainer.global_step, trainer.training = run.steps_done, False
+    trainer.global_step = run.steps_done
+    trainer.training = False
 
 
 def _run_step(run: Run, trainer: Trainer, step: Any, logs: Logs, gradient_clip_val: float | None) -> None:
@@ -619,7 +671,9 @@ def _run_micro_batch(
 
     Returns the number of the optimizer that updates next (-1 after the last update), and the part of the metrics.
     """
-    number, output, is_first = 0, None, step.num_passes == 0
+    number = 0
+    output = None
+    is_first = step.num_passes == 0
     if logs.metrics is not None:
         logs.metrics.clear()
     if is_first:
@@ -678,10 +732,13 @@ def _evaluate(run: Run, trainer: Trainer, kind: str, loaders: Any, logs: Logs) -
         kind: "validation" or "test".
         loaders: one, or a list of DataLoaders.
     """
-    module, metrics, several = trainer.lightning_module, logs.metrics, _are_loaders(loaders)
+    module = trainer.lightning_module
+    metrics = logs.metrics
+    several = _are_loaders(loaders)
     values: dict[str, float] = {}
     parts: list[Any] = []
-    trainer.validating, trainer.testing = kind == "validation", kind == "test"
+    trainer.validating = kind == "validation"
+    trainer.testing = kind == "test"
     trainer.call(f"on_{kind}_start")
     trainer.call(f"on_{kind}_epoch_start")
     if metrics is not None:

@@ -56,8 +56,10 @@ class ManualOptimizer:
     """What `self.optimizers()` returns. Every pass replaces the gradients, so `zero_grad` has nothing to do."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, step: Callable[[], None]) -> None:
-        self.optimizer, self.step = optimizer, step
-        self.zero_grad, self.toggle_model = lambda set_to_none=True: None, lambda sync_grad=True: nullcontext()
+        self.optimizer = optimizer
+        self.step = step
+        self.zero_grad = lambda set_to_none=True: None
+        self.toggle_model = lambda sync_grad=True: nullcontext()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
@@ -79,7 +81,8 @@ class ManualOptimization:
 
     def advance(self, call: PausedCall, step: Step) -> tuple[str, Any]:
         """Continue a call to its next update, ("update", number of the optimizer), or its end, ("end", output)."""
-        self._call, has_loss = call, False
+        self._call = call
+        has_loss = False
         while (event := call.resume())[0] == "loss":
             step.backward(event[1])
             has_loss = True

@@ -31,7 +31,9 @@ class Metrics:
         for metric in self._metrics.values():
             metric.distributed_available_fn = _is_never_distributed  # else it reduces its state over ranks by itself
         self._held: dict[str, State] = {}
-        self._of_step, self._of_epoch, self._logged = Names(), Names(), Names()
+        self._of_step = Names()
+        self._of_epoch = Names()
+        self._logged = Names()
 
     def __bool__(self) -> bool:
         return bool(self._metrics)
@@ -80,7 +82,9 @@ class Metrics:
             suffix: added to the names of values over the epoch.
         """
         of_epoch = {f"{name}{suffix}": path for name, path in self._of_epoch.items()}
-        names, self._of_step, self._of_epoch = [self._of_step, of_epoch], {}, {}
+        names = [self._of_step, of_epoch]
+        self._of_step = {}
+        self._of_epoch = {}
         return [{path: _read(metric) for path, metric in self._metrics.items() if metric.update_count}, *names]
 
     def pack(self, part: Sequence[Any], world_size: int) -> Sequence[Any]:
@@ -97,7 +101,8 @@ class Metrics:
         for path, metric in self._metrics.items():
             if states := [part[path] for part, *_ in parts if path in part]:
                 _write(metric, _reduce(metric, states))
-        of_step, of_epoch = Names(), Names()
+        of_step = Names()
+        of_epoch = Names()
         for _, step_names, epoch_names in parts:
             of_step |= step_names
             of_epoch |= epoch_names

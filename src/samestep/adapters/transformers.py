@@ -104,13 +104,18 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
         logged: dict[str, int | str] = {"steps": int(self.logging_steps), "epoch": "1epochs", "no": "1000000epochs"}
         saved: dict[str, int | str] = {"steps": int(self.save_steps), "epoch": "1epochs"}
         self.run = Run(
-            self.output_dir, batch_size=self.per_device_train_batch_size * self.gradient_accumulation_steps,
-            micro_batch_size=self.per_device_train_batch_size, seed=self.seed, log_every=logged[self.logging_strategy],
+            self.output_dir,
+            batch_size=self.per_device_train_batch_size * self.gradient_accumulation_steps,
+            micro_batch_size=self.per_device_train_batch_size,
+            seed=self.seed,
+            log_every=logged[self.logging_strategy],
             precision="bf16" if self.bf16 else "fp16" if self.fp16 else "tf32" if self.tf32 else "fp32",
-            snapshot_every=saved.get(self.save_strategy), device="cpu" if self.use_cpu else None,
+            snapshot_every=saved.get(self.save_strategy),
+            device="cpu" if self.use_cpu else None,
             config={"transformers": {name: str(value) for name, value in given.items()}},
-            keep_last=self.save_total_limit or 3, trackers=self.report_to,
-        )  # fmt: skip
+            keep_last=self.save_total_limit or 3,
+            trackers=self.report_to,
+        )
         self.check_checkpoint(self.resume_from_checkpoint)
         if idle := [name for name in given if name in WITHOUT_EFFECT.split()]:
             self.run.print(f"warning: these fields of TrainingArguments have no effect here: {', '.join(idle)}")
@@ -216,19 +221,27 @@ class Trainer:
             )
         if (model is None) == (model_init is None):
             raise InvalidValue("Trainer needs either model, built after the TrainingArguments, or model_init")
-        self.patience, self.threshold = math.inf, 0.0
+        self.patience = math.inf
+        self.threshold = 0.0
         self.callbacks: list[Any] = []
         for given in callbacks or ():
             callback = given() if isinstance(given, type) else given
             if isinstance(callback, transformers.EarlyStoppingCallback):
-                self.patience, self.threshold = callback.early_stopping_patience, callback.early_stopping_threshold
+                self.patience = callback.early_stopping_patience
+                self.threshold = callback.early_stopping_threshold
             else:
                 self.callbacks.append(_check_callback(callback))
-        self.state, self.control, self._is_asked = transformers.TrainerState(), transformers.TrainerControl(), False
+        self.state = transformers.TrainerState()
+        self.control = transformers.TrainerControl()
+        self._is_asked = False
         self.model = model_init() if model is None and model_init is not None else model
-        self.args, self.run, self.processing_class = args, args.run, processing_class
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
+        self.args = args
+        self.run = args.run
+        self.processing_class = processing_class
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.compute_loss_func = compute_loss_func
+        self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
@@ -236,7 +249,8 @@ class Trainer:
 
         base = unwrap_peft_model(self.model)
         self.label_names = find_labels(type(base)) if args.label_names is None else args.label_names
-        config, loss = getattr(base, "config", None), LOSS_MAPPING.get(getattr(base, "loss_type", None))
+        config = getattr(base, "config", None)
+        loss = LOSS_MAPPING.get(getattr(base, "loss_type", None))
         self.is_causal = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         shifts = self.is_causal or (loss is ForCausalLMLoss and not getattr(config, "is_encoder_decoder", False))
         if config is not None:
@@ -268,10 +282,14 @@ class Trainer:
             objects["optimizer"] = self.create_optimizer()
             objects["scheduler"] = self.create_scheduler(self.num_steps)
             self.state = transformers.TrainerState(
-                max_steps=self.num_steps, num_train_epochs=self.num_epochs, logging_steps=self.args.logging_steps,
-                eval_steps=self.args.eval_steps, save_steps=self.args.save_steps,
-                is_local_process_zero=self.run.local_rank == 0, is_world_process_zero=self.run.rank == 0,
-            )  # fmt: skip
+                max_steps=self.num_steps,
+                num_train_epochs=self.num_epochs,
+                logging_steps=self.args.logging_steps,
+                eval_steps=self.args.eval_steps,
+                save_steps=self.args.save_steps,
+                is_local_process_zero=self.run.local_rank == 0,
+                is_world_process_zero=self.run.rank == 0,
+            )
         for i, callback in enumerate(self.callbacks):
             if isinstance(callback, ExportableState):
                 objects[f"callback{i}"] = CallbackState(callback)
@@ -294,16 +312,21 @@ class Trainer:
         """
         if self.train_dataset is None:
             raise InvalidValue("Trainer.train needs train_dataset")
-        args, run = self.args, self.run
+        args = self.args
+        run = self.run
         args.check_checkpoint(resume_from_checkpoint)
         self._follow(run.steps_done)
         self._call("on_train_begin")
         self.model.train()
         epochs = run.epochs(
-            self.train_dataset, self.num_epochs, collate_fn=self.collator, num_workers=args.dataloader_num_workers,
-            shuffle=args.train_sampling_strategy == "random", drop_last=args.dataloader_drop_last,
+            self.train_dataset,
+            self.num_epochs,
+            collate_fn=self.collator,
+            num_workers=args.dataloader_num_workers,
+            shuffle=args.train_sampling_strategy == "random",
+            drop_last=args.dataloader_drop_last,
             pin_memory=args.dataloader_pin_memory,
-        )  # fmt: skip
+        )
         for epoch in epochs:
             self._call("on_epoch_begin")
             for step in epoch:
@@ -351,15 +374,23 @@ class Trainer:
                 continue
             self._is_asked = True
             control = getattr(callback, event)(
-                self.args, self.state, self.control, model=self.model, processing_class=self.processing_class,
-                optimizer=self.optimizer, lr_scheduler=self.lr_scheduler, train_dataloader=None, eval_dataloader=None,
+                self.args,
+                self.state,
+                self.control,
+                model=self.model,
+                processing_class=self.processing_class,
+                optimizer=self.optimizer,
+                lr_scheduler=self.lr_scheduler,
+                train_dataloader=None,
+                eval_dataloader=None,
                 **arguments,
-            )  # fmt: skip
+            )
             self.control = self.control if control is None else control
 
     def _follow(self, num_steps: int) -> None:
         """Set the position in the state of the callbacks."""
-        self.state.global_step, self.state.epoch = num_steps, num_steps / self.steps_per_epoch
+        self.state.global_step = num_steps
+        self.state.epoch = num_steps / self.steps_per_epoch
 
     def _log(self, values: Mapping[str, float]) -> None:
         """Give the callbacks the values that the run writes to `metrics.jsonl`."""
@@ -387,7 +418,9 @@ class Trainer:
 
     def _validate(self) -> None:
         """Evaluate, keep the best snapshot, and stop if there was no better one for too long."""
-        metrics, args, state = self.evaluate(), self.args, self.run.state
+        metrics = self.evaluate()
+        args = self.args
+        state = self.run.state
         if args.metric_for_best_model is None:
             return
         name = args.metric_for_best_model
@@ -401,7 +434,8 @@ class Trainer:
         state["num_worse"] = 0 if lead > self.threshold else state.get("num_worse", 0) + 1
         if lead > 0:
             state["best"] = value
-            self.state.best_metric, self.state.best_global_step = metrics[name], self.state.global_step
+            self.state.best_metric = metrics[name]
+            self.state.best_global_step = self.state.global_step
             self.run.snapshot("best")
         if state["num_worse"] >= self.patience:
             self.run.stop(f"no better {name} in {self.patience} evaluations")
@@ -414,7 +448,8 @@ class Trainer:
         Args:
             num_items_in_batch: number of labels in this micro-batch, over which the loss is a mean.
         """
-        inputs, labels = dict(inputs), None
+        inputs = dict(inputs)
+        labels = None
         if self.label_smoother is not None or self.compute_loss_func is not None:
             labels = inputs.pop("labels", None)
         outputs = model(**inputs)
@@ -475,11 +510,13 @@ class Trainer:
                     scores[f"{name}{i}"] = list(values.cpu().numpy())
             return scores
 
-        size, workers = self.args.per_device_eval_batch_size, self.args.dataloader_num_workers
+        size = self.args.per_device_eval_batch_size
+        workers = self.args.dataloader_num_workers
         scores = self.run.evaluate(score, data, collate_fn=self.collator, num_workers=workers, micro_batch_size=size)
         metrics = {f"{prefix}_loss": scores["loss"]} if "loss" in scores else {}
         found = {kind: [_pad(v) for k, v in scores.items() if k.startswith(kind)] for kind in ("logits", "labels")}
-        logits, labels = _unpack(found["logits"]), _unpack(found["labels"])
+        logits = _unpack(found["logits"])
+        labels = _unpack(found["labels"])
         if self.compute_metrics is not None and logits is not None and labels is not None:
             computed = self.run.once(self.compute_metrics, transformers.EvalPrediction(logits, labels))
             metrics |= {n if n.startswith(f"{prefix}_") else f"{prefix}_{n}": float(v) for n, v in computed.items()}
@@ -521,7 +558,8 @@ class CallbackState:
 def _check_callback(callback: Any) -> Any:
     if not isinstance(callback, transformers.TrainerCallback):
         raise InvalidType(f"callbacks has a {type(callback).__name__}, which is no transformers.TrainerCallback")
-    kind, base = type(callback), transformers.TrainerCallback
+    kind = type(callback)
+    base = transformers.TrainerCallback
     if missed := [event for event in NOT_CALLED if getattr(kind, event) is not getattr(base, event)]:
         raise InvalidType(
             f"callbacks has {kind.__name__} with {' and '.join(missed)}, which the Trainer does not call: remove it "

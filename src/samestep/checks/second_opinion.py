@@ -64,7 +64,8 @@ class SecondOpinion(Interceptor):
         every = context.config.check_compute_every
         assert every is not None
         assert every.steps is not None
-        self._every, self._has_warned = every.steps, False
+        self._every = every.steps
+        self._has_warned = False
         self._checks: Sequence[Check] = ()
         self._results: dict[int, _Results] = {}  # by micro-batch, of those that two ranks compute
         self._open: _Results | None = None
@@ -77,8 +78,10 @@ class SecondOpinion(Interceptor):
         Raises:
             Error: they cannot, or not with the same bits.
         """
-        self._data, self._gradients = loop.data, loop.gradients
-        context, name = self.context, "check_compute_every"
+        self._data = loop.data
+        self._gradients = loop.gradients
+        context = self.context
+        name = "check_compute_every"
         if context.world_size == 1:
             self._warn_once(f"{name} does nothing with one rank: no other rank can compute a micro-batch again")
             return
@@ -109,7 +112,8 @@ class SecondOpinion(Interceptor):
 
     def results(self) -> tuple[int, int]:
         """Return checksums of this rank's results for the micro-batches that it holds and that it has borrowed."""
-        rank, sums = self.context.rank, {v: combine(results.read()) for v, results in self._results.items()}
+        rank = self.context.rank
+        sums = {v: combine(results.read()) for v, results in self._results.items()}
         computed = next((sums[check.v] for check in self._checks if check.owner == rank), 0)
         recomputed = next((sums[check.v] for check in self._checks if check.checker == rank), 0)
         return computed, recomputed
@@ -133,14 +137,17 @@ class SecondOpinion(Interceptor):
 
     def forward(self, step: Step, batch: Any) -> Any:
         if (results := self._results.get(step.micro_batch)) is not None:
-            results.batch, self._open = batch, results
+            results.batch = batch
+            self._open = results
         return batch
 
     def backward(self, step: Step, loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
         self._terms = [*loss.items()] if isinstance(loss, Mapping) else [(loss, weight)]
 
     def end_backward(self, step: Step, waited_s: float) -> None:
-        terms, self._terms = self._terms, []  # they are checked by now
+        # they are checked by now
+        terms = self._terms
+        self._terms = []
         if (results := self._open) is None:
             return
         for term, own in terms:
@@ -160,7 +167,8 @@ class SecondOpinion(Interceptor):
             Error: ranks disagree, and `check_compute` is "stop". Raised on all ranks, before anything of the step is
                 applied.
         """
-        votes, rank = report.votes, self.context.rank
+        votes = report.votes
+        rank = self.context.rank
         wrong = (check for check in self._checks if votes[check.owner].computed != votes[check.checker].recomputed)
         if (check := next(wrong, None)) is None:
             if self._checks:

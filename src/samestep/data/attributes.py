@@ -8,11 +8,13 @@ from samestep.data.spec import DataSpec
 
 def walk_attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of a data set and of the data sets that it wraps (`dataset.dataset`), with their paths."""
-    inside, thing = "", dataset
+    inside = ""
+    thing = dataset
     while thing is not None and len(inside) < 80:  # Subset and similar wrappers, a few layers deep
         own = getattr(thing, "__dict__", {})
         yield from ((inside + name, value) for name, value in own.items() if name != "dataset")
-        inside, thing = f"{inside}dataset.", own.get("dataset")
+        inside = f"{inside}dataset."
+        thing = own.get("dataset")
 
 
 class Attributes:

@@ -70,14 +70,19 @@ class _Lane:
     """A lane, read from its beginning or from a state. It begins again when it ends."""
 
     def __init__(self, dataset: Any, lane: int, num_lanes: int, start: LaneStart | None) -> None:
-        self._dataset, self._lane, self._num_lanes = dataset, lane, num_lanes
+        self._dataset = dataset
+        self._lane = lane
+        self._num_lanes = num_lanes
         self._is_given = has_lanes(dataset)
-        self.num_samples, self._num_passes, self.spent_s = 0, -1, 0.0
+        self.num_samples = 0
+        self._num_passes = -1
+        self.spent_s = 0.0
         self.last: Any = None
         self._samples: Any = None
         self._iterator: Iterator[Any] = iter(())
         if start is not None:
-            self.num_samples, self._num_passes = start.num_samples, start.num_passes - 1
+            self.num_samples = start.num_samples
+            self._num_passes = start.num_passes - 1
             self._begin_pass(start.state)
 
     def draw(self, count: int) -> list[Any]:
@@ -96,7 +101,8 @@ class _Lane:
                     f"the stream failed in lane {self._lane} of {self._num_lanes}, at its sample "
                     f"{self.num_samples + len(samples)} ({describe_error(error)})"
                 ) from error
-        self.num_samples, self.last = self.num_samples + count, samples[-1]
+        self.num_samples = self.num_samples + count
+        self.last = samples[-1]
         self.spent_s += time.perf_counter() - began_s
         return samples
 
@@ -163,9 +169,12 @@ class Lanes:
     """
 
     def __init__(self, dataset: Any, schedule: EndlessSchedule, seed: int, first_step: int) -> None:
-        self.dataset, self._seed, self._first_step = dataset, seed, first_step
+        self.dataset = dataset
+        self._seed = seed
+        self._first_step = first_step
         self._length = schedule.length
-        self._size, self.num_lanes = schedule.micro_batch_size, schedule.num_micro_batches
+        self._size = schedule.micro_batch_size
+        self.num_lanes = schedule.num_micro_batches
         self.positions: dict[int, LanePosition] = {}
         self._open: dict[int, _Lane] = {}
         self._starts: dict[int, LaneStart] = {}  # of the lanes' last micro-batches
@@ -218,7 +227,8 @@ class Lanes:
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples of one micro-batch. A request for an earlier sample begins the lane again."""
         lane, start = self._locate(indices[0])
-        reader, position = self._open.get(lane), self.positions.get(lane)
+        reader = self._open.get(lane)
+        position = self.positions.get(lane)
         known = position.start if position is not None and position.num_samples <= start else None
         if reader is None or reader.num_samples > start or (known and reader.num_samples < known.num_samples):
             usable = known if known is not None and known.state is not None else None
@@ -259,5 +269,6 @@ class Lanes:
     def read_lane_position(self, task: Task) -> LanePosition:
         """Return the lane's position after the micro-batch that was just read."""
         lane, _ = self._locate(int(task.indices[0]))
-        reader, start = self._open[lane], self._starts.get(lane)
+        reader = self._open[lane]
+        start = self._starts.get(lane)
         return LanePosition(lane, reader.num_samples, hash_content(reader.last), reader.spent_s, start)

@@ -198,7 +198,8 @@ class Loader:
 
         Workers of a pool continue to run if all tasks are loaded.
         """
-        is_whole, self._closed = self._closed, True
+        is_whole = self._closed
+        self._closed = True
         if self._workers is not None and not (self._keeps_workers and is_whole):
             self._workers.stop()
 
@@ -301,7 +302,8 @@ class Workers:
     def stop(self) -> None:
         """Stop the workers. Waits up to STOP_S for a worker that is loading a sample. May be called twice."""
         atexit.unregister(self.stop)
-        iterator, self.iterator = self.iterator, iter(())
+        iterator = self.iterator
+        self.iterator = iter(())
         if os.getpid() != self._pid or not self.processes:
             return  # forked: the workers belong to the parent
         if not (self.are_alive and shut_down_workers(iterator, STOP_S)):

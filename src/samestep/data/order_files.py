@@ -90,7 +90,8 @@ def mark_again(run_dir: Path, shards_hash: str, dataset: Any, shards: Sequence[S
 
 def keep_shards(run_dir: Path, shards_hash: str, shards: Sequence[Shard], marks: Sequence[Mark]) -> str:
     """Write the list of a source's shards, unless it is there. Returns a warning, or ""."""
-    path, content = run_dir / shards_file(shards_hash), format_shards(shards, marks)
+    path = run_dir / shards_file(shards_hash)
+    content = format_shards(shards, marks)
     try:
         if not (path.exists() and read_bytes(path) == content):
             _replace(path, content)

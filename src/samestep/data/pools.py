@@ -49,7 +49,8 @@ class Pools:
         """
         if not spec.num_workers or threading.current_thread() is not threading.main_thread():
             return None
-        key, state = id(spec.dataset), describe((spec.dataset, spec.collate_fn))
+        key = id(spec.dataset)
+        state = describe((spec.dataset, spec.collate_fn))
         pool = self._pools.get(key)
         if pool is not None:
             is_same = replace(pool.spec, dataset=None) == replace(spec, dataset=None)

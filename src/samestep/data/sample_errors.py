@@ -82,9 +82,11 @@ def explain(
         samples: the samples that were read before the data set failed; all samples if collate_fn failed.
         read_many: the data set's `__getitems__`, if that was used.
     """
-    what, odd = "the data set", None
+    what = "the data set"
+    odd = None
     if len(samples) == len(indices):
-        what, odd = "collate_fn", _find_uncollatable(collate_fn, samples)
+        what = "collate_fn"
+        odd = _find_uncollatable(collate_fn, samples)
     elif read_many is None:
         odd = len(samples)
     else:

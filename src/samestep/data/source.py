@@ -133,9 +133,11 @@ def mark_shards(dataset: Any, before: Sequence[Mark]) -> list[Mark]:
             f"not {given!r:.100}"
         )
     if files and len(files) != len(dataset.shards):
-        name, count = type(dataset).__name__, len(dataset.shards)
+        name = type(dataset).__name__
+        count = len(dataset.shards)
         raise InvalidValue(f"{name} has {count} shards and {len(files)} shard_files: give the file of each shard")
-    known, marks = dict(zip(files, before, strict=False)), dict[str, Mark]()
+    known = dict(zip(files, before, strict=False))
+    marks = dict[str, Mark]()
     for file in dict.fromkeys(files):
         try:
             marks[file] = _mark_file(file, known.get(file))

@@ -20,7 +20,8 @@ class GradientHooks:
     """
 
     def __init__(self, names: Sequence[str], params: Sequence[nn.Parameter]) -> None:
-        self._names, self._params = names, params
+        self._names = names
+        self._params = params
         self._handles: dict[int, RemovableHandle] = {}
         self._receive: Receive | None = None
         self._is_open = False
@@ -75,7 +76,8 @@ class GradientHooks:
 
     def _build_hook(self, i: int) -> Callable[[Tensor], None]:
         def on_grad(param: Tensor) -> None:
-            receive, grad = self._receive, param.grad
+            receive = self._receive
+            grad = param.grad
             if receive is None:
                 if self._is_open:
                     raise UsageError(

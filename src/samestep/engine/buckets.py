@@ -7,7 +7,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-LEAST_BYTES, MOST_BYTES = 1 << 20, 25 << 20  # of a bucket
+# of a bucket
+LEAST_BYTES = 1 << 20
+MOST_BYTES = 25 << 20
 NUM_BUCKETS = 16  # approximately, between hosts
 ALIGN_BYTES = 64  # of each gradient in a bucket: with less, kernels may use other code paths and give other bits
 

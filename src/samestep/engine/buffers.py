@@ -140,7 +140,8 @@ class _SameKind:
         buffers = [cast(Tensor, buffer) for layer in layers for buffer in (layer.running_mean, layer.running_var)]
         self.size = sum(buffer.numel() for buffer in buffers)
         self.num_values = self.size + len(layers)
-        dtype, device = buffers[0].dtype, buffers[0].device
+        dtype = buffers[0].dtype
+        device = buffers[0].device
         self._flat = torch.empty(self.size, dtype=dtype, device=device)
         self._counts = torch.empty(len(self.layers), dtype=torch.int64, device=device)
         # layer, name, its tensor, its view of the flat one
@@ -159,7 +160,8 @@ class _SameKind:
         self._scales: dict[tuple[int, int, tuple[int, ...], tuple[float | None, ...]], Tensor] = {}
 
     def begin(self, layout: Layout, rank: int) -> None:
-        self._layout, self._first = layout, layout.ranges[rank].start
+        self._layout = layout
+        self._first = layout.ranges[rank].start
         self._deltas = []
         self.hold()
 
@@ -212,7 +214,8 @@ class _SameKind:
 
     def parts(self) -> NDArray[np.float64]:
         out = np.zeros((self._layout.max_parts, self.num_values))
-        n, folded = self._layout.num_micro_batches, list[Tensor]()
+        n = self._layout.num_micro_batches
+        folded = list[Tensor]()
         rows = torch.stack(self._deltas).cpu() if len(self._deltas) > 1 else [delta.cpu() for delta in self._deltas]
         for v, row in enumerate(rows, start=self._first):
             row[: self.size].mul_(self._scale(n, v, tuple(map(int, row[self.size :].tolist()))))
@@ -371,11 +374,13 @@ class OtherBuffers:
             if not tensor.is_contiguous():
                 return torch.equal(tensor, start)
             stride = tensor.numel() // SAMPLE
-            tensor, start = tensor.view(-1)[::stride], start.view(-1)[::stride]
+            tensor = tensor.view(-1)[::stride]
+            start = start.view(-1)[::stride]
         return torch.equal(tensor, start)
 
     def _accept(self, k: int, tensor: Tensor) -> None:
-        self._tensors[k], self._start[k] = tensor, tensor.clone()
+        self._tensors[k] = tensor
+        self._start[k] = tensor.clone()
         self._versions[k] = read_version(tensor)
 
     def _restore(self, k: int) -> None:

@@ -72,7 +72,8 @@ class ControlFormat:
     """
 
     def __init__(self, layout: Layout, num_slots: int, num_params: int, num_values: int, num_names: int = 0) -> None:
-        self._widths, self._num_params = (num_slots, num_slots, num_names, num_names), num_params
+        self._widths = (num_slots, num_slots, num_names, num_names)
+        self._num_params = num_params
         self._shape = (layout.max_parts, num_values)
         most = max(len(held) for held in layout.ranges)
         self._padding = [0] * most
@@ -91,9 +92,16 @@ class ControlFormat:
         ):
             numbers += [number for row in rows for number in row] + [0.0] * (missing * width)
         self._struct.pack_into(
-            block, 0, *control.vote, control.buffers_changed, control.has_new_names, control.num_losses,
-            *control.fingerprints, *self._padding[:missing], *numbers,
-        )  # fmt: skip
+            block,
+            0,
+            *control.vote,
+            control.buffers_changed,
+            control.has_new_names,
+            control.num_losses,
+            *control.fingerprints,
+            *self._padding[:missing],
+            *numbers,
+        )
         block[self._used_at : self._used_at + self._num_params] = control.used
         if control.parts.size:
             self._view_parts(block)[:] = control.parts
@@ -102,7 +110,8 @@ class ControlFormat:
         """Read the control block of a rank that has `num_micro_batches`."""
         *vote, buffers_changed, has_new_names, num_losses = (unpacked := self._struct.unpack_from(block, 0))[:10]
         numbers = [*unpacked[10:]]
-        fingerprints, at = numbers[:num_micro_batches], self._most
+        fingerprints = numbers[:num_micro_batches]
+        at = self._most
         tables: list[list[list[float]]] = []
         for width in self._widths:
             tables.append([list(numbers[at + k * width : at + (k + 1) * width]) for k in range(num_micro_batches)])
@@ -110,9 +119,18 @@ class ControlFormat:
         losses, weights, values, counts = tables
         used = block[self._used_at : self._used_at + self._num_params].tobytes()
         return Control(
-            Vote(*vote), buffers_changed, has_new_names, losses, weights, fingerprints, used,
-            self._view_parts(block), num_losses, values, counts,
-        )  # fmt: skip
+            Vote(*vote),
+            buffers_changed,
+            has_new_names,
+            losses,
+            weights,
+            fingerprints,
+            used,
+            self._view_parts(block),
+            num_losses,
+            values,
+            counts,
+        )
 
     def _view_parts(self, block: memoryview) -> NDArray[np.float64]:
         num_bytes = 8 * self._shape[0] * self._shape[1]

@@ -63,7 +63,10 @@ class Exchange:
 
     def __init__(self, plan: ReductionPlan, memory: ExchangeMemory, group: Group, parts: RankParts) -> None:
         self.waited_s = 0.0
-        self._plan, self._memory, self._group, self._parts = plan, memory, group, parts
+        self._plan = plan
+        self._memory = memory
+        self._group = group
+        self._parts = parts
         self._packed = bytearray(len(plan.params))
         # Per bucket, how many of its gradients the last micro-batch has not computed yet.
         self._missing = [sum(param.requires_grad for param in bucket.params) for bucket in plan.buckets]
@@ -81,7 +84,8 @@ class Exchange:
 
     def send_complete(self, i: int) -> None:
         """Send the buckets that are complete with parameter i, which was packed."""
-        missing, pending = self._missing, self._pending
+        missing = self._missing
+        pending = self._pending
         missing[self._plan.bucket_of[i]] -= 1
         # The last bucket waits for the control block, in `finish`.
         while len(pending) < len(missing) - 1 and not missing[len(pending)]:
@@ -115,7 +119,8 @@ class Exchange:
             grads: gradients of the last micro-batch.
             control: this rank's control block. Its entry `used` is set here.
         """
-        rank, memory = self._group.rank, self._memory
+        rank = self._group.rank
+        memory = self._memory
         control.used = self._parts.used.to_bytes(len(self._plan.params))
         memory.form.pack_into(memory.blocks[rank], control)
         while len(self._pending) < len(memory.buckets):

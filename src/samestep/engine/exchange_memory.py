@@ -94,9 +94,11 @@ class BucketMemory:
         device: torch.device,
         is_staged: bool = False,
     ) -> None:
-        self.layout, self.rank = layout, rank
+        self.layout = layout
+        self.rank = rank
         self._host: BucketMemory | None = None
-        world_size, n = layout.world_size, bucket.num_elements
+        world_size = layout.world_size
+        n = bucket.num_elements
         num_parts = layout.max_parts if exact else 1
         part_bytes = n * bucket.params[0].element_size()
         is_pinned = device.type == "cpu" and bucket.device.type == "cuda"
@@ -171,7 +173,8 @@ class BucketMemory:
             yield from self._host.exchange(tag)
             self.root.copy_(self._host.root)
         elif self.route == "direct":
-            receives, self._receives = self._receives, None
+            receives = self._receives
+            self._receives = None
             yield from routes.run_direct(self.rows, self.rank, tag, receives=receives, local_sockets=self._neighbors)
             routes.add_parts(self.slots, self.layout)
         elif self.route == "butterfly":

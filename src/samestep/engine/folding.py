@@ -8,7 +8,9 @@ from torch import Tensor
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.plan.tree import Layout, merges
 
-USED, MISSED = 1, 2  # bits of a parameter's byte: a micro-batch of the step used it, a micro-batch did not
+# bits of a parameter's byte: a micro-batch of the step used it, a micro-batch did not
+USED = 1
+MISSED = 2
 Grads = list[Tensor | None]
 
 
@@ -50,7 +52,8 @@ class RankParts:
         num_stay = len(self._parts) - self._num_last if self._exact else 0
         for part, view in zip(self._parts[:num_stay], views, strict=False):
             put(part[i], view)
-        merged, view = self._parts[num_stay:][::-1], views[num_stay]
+        merged = self._parts[num_stay:][::-1]
+        view = views[num_stay]
         for part in merged[:-1]:
             grad = add(part[i], grad)
         left = merged[-1][i] if merged else None

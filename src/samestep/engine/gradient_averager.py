@@ -37,7 +37,8 @@ class GradientAverager:
         statistics = BatchNormStatistics(modules.values())
         buffers = OtherBuffers(modules, statistics)
         self._context = PassContext(modules, group, precision, micro_batch_size, statistics, buffers, LoggedNames())
-        self._exact, self._bucket_cap_bytes = exact, bucket_cap_bytes
+        self._exact = exact
+        self._bucket_cap_bytes = bucket_cap_bytes
         self._reducer = self._build_reducer((), ())
 
     @property

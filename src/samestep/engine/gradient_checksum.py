@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NUM_PIECES, PIECE_BYTES = 4, 4096
+NUM_PIECES = 4
+PIECE_BYTES = 4096
 _FACTOR = 0x9E3779B97F4A7C15  # 2**64 by the golden ratio: its multiples spread evenly (Knuth, vol. 3, 6.4)
 
 
@@ -89,13 +90,15 @@ def _read(grads: Sequence[Tensor], ends: Sequence[int], step: int) -> Iterator[T
     for start, stop in choose_windows(ends[-1] if ends else 0, step):
         i = bisect_right(ends, start)
         while start < stop:
-            grad, offset = grads[i], ends[i] - grads[i].nbytes
+            grad = grads[i]
+            offset = ends[i] - grads[i].nbytes
             flat = grad.view(-1) if grad.is_contiguous() else grad.as_strided((grad.numel(),), (1,))
             if flat.dtype is not torch.float32:
                 flat = flat.view(torch.uint8)  # NumPy does not have all types
             size = flat.element_size()
             yield flat[(start - offset) // size : -(-(min(stop, ends[i]) - offset) // size)]
-            start, i = ends[i], i + 1
+            start = ends[i]
+            i = i + 1
 
 
 def _sum_up(pieces: Iterable[Tensor]) -> int:

@@ -103,8 +103,12 @@ class GradientPass:
         rank = context.group.rank
         layout = build_layout(len(sizes), context.group.world_size)
         self.held = layout.ranges[rank]
-        self._context, self._reducer, self._layout = context, reducer, layout
-        self._step, self._sizes, self._number = step, sizes, number
+        self._context = context
+        self._reducer = reducer
+        self._layout = layout
+        self._step = step
+        self._sizes = sizes
+        self._number = number
         self._losses = PassLosses(step, sizes, layout, self.held, len(context.modules) + 1)
         # A power of two, which changes no bit. If the number of micro-batches is one too, the sum is then the mean.
         self._scale = context.precision.scale / 2 ** (layout.num_micro_batches - 1).bit_length()
@@ -120,7 +124,8 @@ class GradientPass:
 
     def open(self, v: int, inspect: Inspect | None = None) -> None:
         """Begin micro-batch v. `inspect` is called with each of its gradients, before it is added to others."""
-        self._v, self._inspect = v, inspect
+        self._v = v
+        self._inspect = inspect
         self._losses.open(v)
         if self._sizes[v] == 1:
             self._hooks = refuse_lone_sample(self._context.modules, self._step, v, self._context.group.rank)
@@ -133,7 +138,8 @@ class GradientPass:
         Returns:
             The seconds in which it waited for other ranks.
         """
-        context, waited_s = self._context, self._first.waited_s
+        context = self._context
+        waited_s = self._first.waited_s
         slot = 0 if model is None else find_slot(context.modules, model)
         terms = self._losses.add(self._v, slot, loss, weight)
         # The first loss comes last, because its backward frees the graph and starts the exchange.
@@ -157,7 +163,8 @@ class GradientPass:
 
     def _find_receiver(self, k: int) -> Receive:
         """Return what gets the gradients of loss k in the open micro-batch."""
-        receive, inspect = self._first.take, self._inspect
+        receive = self._first.take
+        inspect = self._inspect
         if self._v not in self.held:
             receive = self._inspecting.take
         elif k:
@@ -178,7 +185,8 @@ class GradientPass:
 
     def close(self) -> None:
         """End the open micro-batch: fold its gradients and its buffers into those of the micro-batches before it."""
-        context, v = self._context, self._v
+        context = self._context
+        v = self._v
         self._inspect = None
         self._reducer.hooks.close()
         for hook in self._hooks:
@@ -238,7 +246,9 @@ class GradientPass:
         Raises:
             Error: a loss is not finite, or no parameter got a gradient.
         """
-        context, plan, controls = self._context, self._reducer.plan, sums.controls
+        context = self._context
+        plan = self._reducer.plan
+        controls = sums.controls
         grads, means = self._average(sums)
         for k in range(1, max([control.num_losses for control in controls])):
             # Copies, because the exchange of the next loss uses the same memory.

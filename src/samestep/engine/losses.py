@@ -15,7 +15,9 @@ from samestep.plan.tree import Layout
 
 Losses = Tensor | Mapping[Tensor, float | Tensor]  # one, or several with their weights
 Term = tuple[Tensor, float | Tensor]  # a loss and its weight
-MIN_WEIGHT, MAX_WEIGHT = 1e-20, 1e20  # outside, products of weights and gradients can leave the range of float32
+# outside, products of weights and gradients can leave the range of float32
+MIN_WEIGHT = 1e-20
+MAX_WEIGHT = 1e20
 
 
 class PassLosses:
@@ -32,7 +34,11 @@ class PassLosses:
 
     def __init__(self, step: int, sizes: Sequence[int], layout: Layout, held: range, num_slots: int) -> None:
         self.num_losses = 1
-        self._step, self._sizes, self._layout, self._held, self._num_slots = step, sizes, layout, held, num_slots
+        self._step = step
+        self._sizes = sizes
+        self._layout = layout
+        self._held = held
+        self._num_slots = num_slots
         self._terms: dict[int, dict[int, list[Term]]] = {v: {} for v in held}  # micro-batch -> slot -> losses
 
     def open(self, v: int) -> None:

@@ -64,16 +64,19 @@ class ScaledPrecision(Precision):
         if good:
             self._good_steps += 1
             if self._good_steps == self.growth_steps:
-                self.scale, self._good_steps = self.scale * 2.0, 0
+                self.scale = self.scale * 2.0
+                self._good_steps = 0
         else:
-            self.scale, self._good_steps = self.scale / 2.0, 0
+            self.scale = self.scale / 2.0
+            self._good_steps = 0
         return good
 
     def state_dict(self) -> dict[str, Any]:
         return {"scale": self.scale, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scale, self._good_steps = state["scale"], state["good_steps"]
+        self.scale = state["scale"]
+        self._good_steps = state["good_steps"]
 
 
 def build_precision(name: str, device: torch.device) -> Precision:

@@ -42,7 +42,9 @@ class ReductionPass:
         guard: ParameterGuard,
         kept: Grads,
     ) -> None:
-        self._plan, self._guard, self._kept = plan, guard, kept
+        self._plan = plan
+        self._guard = guard
+        self._kept = kept
         self._parts = RankParts(plan, layout, group.rank)
         self._exchange = None if memory is None else Exchange(plan, memory, group, self._parts)
         # Of the open micro-batch:
@@ -122,7 +124,9 @@ class FurtherPass:
     """
 
     def __init__(self, plan: ReductionPlan, layout: Layout, group: Group, memory: ExchangeMemory | None) -> None:
-        self._plan, self._group, self._memory = plan, group, memory
+        self._plan = plan
+        self._group = group
+        self._memory = memory
         self._parts = RankParts(plan, layout, group.rank)
         self._grads: Grads = [None] * len(plan.params)  # of the open micro-batch, or of the last one
         self._next = self._parts.held.start  # the first micro-batch that is not closed

@@ -95,13 +95,17 @@ Span = tuple[int, int]
 
 def plan_butterfly(num_elements: int, rank: int, world_size: int) -> list[tuple[int, Span, Span]]:
     """Return this rank's (peer, range to keep, range to give) in each round of halving, the nearest rank first."""
-    lo, hi = 0, num_elements
-    path, distance = [], 1
+    lo = 0
+    hi = num_elements
+    path = []
+    distance = 1
     while distance < world_size:
-        peer, mid = rank ^ distance, (lo + hi) // 2
+        peer = rank ^ distance
+        mid = (lo + hi) // 2
         keep, give = ((lo, mid), (mid, hi)) if rank < peer else ((mid, hi), (lo, mid))
         path.append((peer, keep, give))
-        (lo, hi), distance = keep, distance * 2
+        lo, hi = keep
+        distance *= 2
     return path
 
 

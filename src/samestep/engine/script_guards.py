@@ -12,7 +12,8 @@ class ParameterGuard:
     """Refuses changes of parameters inside the micro-batch loop, and conversions before it."""
 
     def __init__(self, names: Sequence[str], params: Sequence[nn.Parameter]) -> None:
-        self._names, self._params = names, params
+        self._names = names
+        self._params = params
         self._kinds = [(param.shape, param.dtype) for param in params]
         self._places = self._find_places()
         self._marks = self._read_marks()
@@ -118,7 +119,8 @@ class CheckpointGuard:
 
 def has_reentrant_checkpoint(loss: Tensor) -> bool:
     """Return whether the graph of `loss` contains a reentrant activation checkpoint."""
-    stack, seen = [loss.grad_fn], set()
+    stack = [loss.grad_fn]
+    seen = set()
     while stack:
         node = stack.pop()
         if node is None or node in seen:

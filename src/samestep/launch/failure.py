@@ -73,15 +73,21 @@ def write_failure(rank: int, directory: str, error: BaseException, code: int) ->
     """Write a rank's report for the launcher, `<rank>.json`."""
     traceback_text = ""
     if isinstance(error, SystemExit):
-        kind, message = "exit", f"code {code}"
+        kind = "exit"
+        message = f"code {code}"
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr)  # as Python does for sys.exit("some text")
     elif isinstance(error, (Stuck, WorkerDied)):
-        kind, message = "stuck", str(error) if isinstance(error, Stuck) else f"rank {rank}'s {error}"
+        kind = "stuck"
+        message = str(error) if isinstance(error, Stuck) else f"rank {rank}'s {error}"
     elif isinstance(error, Error):
-        kind, message, traceback_text = "error", str(error), format_error(error)
+        kind = "error"
+        message = str(error)
+        traceback_text = format_error(error)
     else:
-        kind, message, traceback_text = "exception", f"{type(error).__name__}: {error}", format_error(error)
+        kind = "exception"
+        message = f"{type(error).__name__}: {error}"
+        traceback_text = format_error(error)
     failure = Failure(
         rank, time.time(), code, is_secondary(error), kind, message, traceback_text, call=find_call(error)
     )
@@ -97,7 +103,8 @@ def find_call(error: BaseException) -> str:
     """Return `Failure.call`: the innermost line of the traceback that is not of samestep, torch or Python."""
     call = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
-        path, name = Path(frame.f_code.co_filename), str(frame.f_globals.get("__name__", ""))
+        path = Path(frame.f_code.co_filename)
+        name = str(frame.f_globals.get("__name__", ""))
         if path.suffix == ".py" and name.partition(".")[0] not in ("samestep", "torch", *sys.stdlib_module_names):
             call = f"{path.name}:{number} ({linecache.getline(str(path), number).strip()})"
     return call

@@ -73,7 +73,8 @@ def translate_torchrun(values: dict[str, Any]) -> None:
         raise Error(
             f"launch has no --rdzv-backend {backend}: one of the nodes is the rendezvous, as with c10d; leave it out"
         )
-    host, port = values.pop("master_addr", None), values.pop("master_port", None)
+    host = values.pop("master_addr", None)
+    port = values.pop("master_port", None)
     nnodes = values.get("nnodes", "1")
     if values.pop("standalone", False):
         if nnodes not in ("1", "1:1"):

@@ -38,7 +38,8 @@ def read_secret(file: str | None) -> str:
     Removes the variable, so that child processes do not inherit it. Raises Error if the file cannot be read, other
     users can read it, or the secret is too short.
     """
-    secret, source = take_secret().strip(), SECRET
+    secret = take_secret().strip()
+    source = SECRET
     if file is not None:
         source = f"--rdzv-secret {file}"
         try:

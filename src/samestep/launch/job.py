@@ -43,10 +43,20 @@ class Job:
         command, words = self.target.to_command()
         nodes = ["--nnodes", str(self.num_nodes), "--rdzv-endpoint", endpoint] if self.num_nodes > 1 else []
         return [
-            python, "-P", "-m", "samestep", command, *nodes, "--nproc-per-node", str(self.num_ranks),
-            *(["--run-dir", run_dir] if run_dir else []), "--grace-s", str(self.grace_s), *self.launch,
+            python,
+            "-P",
+            "-m",
+            "samestep",
+            command,
+            *nodes,
+            "--nproc-per-node",
+            str(self.num_ranks),
+            *(["--run-dir", run_dir] if run_dir else []),
+            "--grace-s",
+            str(self.grace_s),
+            *self.launch,
             *words,
-        ]  # fmt: skip
+        ]
 
 
 def build_job(target: Target, values: Mapping[str, Any]) -> Job:

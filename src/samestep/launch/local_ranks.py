@@ -100,7 +100,8 @@ def open_store(listener: socket.socket | None = None, address: str = HOST) -> An
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     listener = listener or socket.create_server((HOST, 0), backlog=1024)
-    port, timeout = listener.getsockname()[1], timedelta(seconds=300)
+    port = listener.getsockname()[1]
+    timeout = timedelta(seconds=300)
     return TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
@@ -147,8 +148,11 @@ class Ranks:
     def start(self, target: Target, variables: list[dict[str, str]]) -> None:
         """Request one rank per element of `variables`, its whole environment. Returns before the processes exist."""
         if self.started:
-            self.started, self._stopped_s = False, math.inf
-            self.codes, self.failures, self._succeeded = {}, [], {}
+            self.started = False
+            self._stopped_s = math.inf
+            self.codes = {}
+            self.failures = []
+            self._succeeded = {}
             try:
                 make_private(self.directory)
             except PermissionError as error:
@@ -157,7 +161,8 @@ class Ranks:
                 if path.name in (STOPPED, FINISHED, LEAVE) or path.suffix in (".json", ".log"):
                     path.unlink()
         self.num_ranks = len(variables)
-        self._first_rank, self.world_size = int(variables[0]["RANK"]), int(variables[0]["WORLD_SIZE"])
+        self._first_rank = int(variables[0]["RANK"])
+        self.world_size = int(variables[0]["WORLD_SIZE"])
         marks = {PREFIX + "LAUNCHER": target.kind, PREFIX + "ERROR_DIR": str(self.directory)}
         self._server.start(
             [
@@ -200,7 +205,8 @@ class Ranks:
             self._give_up("was killed with the process that starts the ranks (out of memory?)")
             return
         if event is not None and "started" in event:
-            self.started, self._pids = True, event["started"]
+            self.started = True
+            self._pids = event["started"]
         elif event is not None:
             self._end(event["rank"], event["code"], event["time_s"])
 

@@ -24,8 +24,11 @@ MAX_LINE_BYTES = 1 << 22  # the arguments of a program can be long
 MAX_GREETING_BYTES = 512  # longest line before the peer has proven that it knows the secret
 # The kernel closes the connection to a machine that has vanished after 2 + 3 x 1 s.
 KEEP_ALIVE = {
-    socket.TCP_KEEPIDLE: 2, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 5000,
-}  # fmt: skip
+    socket.TCP_KEEPIDLE: 2,
+    socket.TCP_KEEPINTVL: 1,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 5000,
+}
 
 
 class LineSplitter:
@@ -52,7 +55,8 @@ class LineSplitter:
 
     def flush(self) -> bytes:
         """Return the incomplete last line, and drop it."""
-        rest, self._rest = self._rest, b""
+        rest = self._rest
+        self._rest = b""
         return rest
 
 
@@ -155,7 +159,8 @@ def build(kind: Any, value: Any) -> Any:
 
     Raises ValueError if the value does not have this type.
     """
-    origin, parts = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    parts = get_args(kind)
     if origin is UnionType:
         for part in parts:
             with suppress(ValueError):

@@ -102,7 +102,8 @@ class Log:
 
     def __init__(self, rank: int, early: str, is_shown: bool) -> None:
         self.rank = rank
-        self._early, self._is_shown = early, is_shown
+        self._early = early
+        self._is_shown = is_shown
         self._path = early
         self._num_bytes = 0
         self._file: int | None = None
@@ -126,7 +127,8 @@ class Log:
             return self._describe(path, error)
         if self._file is not None:
             os.close(self._file)
-        self._file, self._path = file, path
+        self._file = file
+        self._path = path
         return ""
 
     def write(self, data: bytes) -> str:
@@ -136,7 +138,8 @@ class Log:
         try:
             write_all(self._file, data)
         except OSError as error:
-            failed, self._path = self._path, self._early
+            failed = self._path
+            self._path = self._early
             os.close(self._file)
             self._file = None
             if not self._is_shown and failed != self._early:  # the launcher shows the last lines of a failed rank
@@ -281,12 +284,14 @@ class Recording:
             data = b"".join(_settle(line) + b"\n" for line in lines)
             stream.held = held[held.rfind(b"\r", 0, -1) + 1 :]
             if len(stream.held) > HELD_BYTES:
-                data, stream.held = data + stream.held, b""
+                data = data + stream.held
+                stream.held = b""
         if data:
             self._warn(stream.rank, self._logs[stream.rank].write(data))
 
     def _end_line(self, stream: Stream) -> None:
-        held, stream.held = stream.held, b""
+        held = stream.held
+        stream.held = b""
         if held:
             self._warn(stream.rank, self._logs[stream.rank].write(_settle(held)))
 

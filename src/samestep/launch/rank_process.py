@@ -139,7 +139,8 @@ def load_main(kind: str, name: str, arguments: list[str]) -> tuple[types.CodeTyp
             raise Error(f"there is no module {name} that can be run")
         code = found
         main.__dict__.update(__file__=spec.origin, __loader__=loader, __cached__=spec.cached, __builtins__=builtins)
-        main.__spec__, main.__package__ = spec, spec.parent
+        main.__spec__ = spec
+        main.__package__ = spec.parent
         program = f"samestep train {name.rpartition('.')[2]}" if kind == "recipe" else str(spec.origin)
         sys.argv = [program, *arguments]
     sys.modules["__main__"] = main

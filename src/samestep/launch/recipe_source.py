@@ -20,7 +20,8 @@ def read_options(recipe: str) -> dict[str, Option]:
     options: dict[str, Option] = {}
     for call in ast.walk(_parse(recipe)):
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "parser.add_argument":
-            flag, given = ast.literal_eval(call.args[0]), {word.arg: ast.unparse(word.value) for word in call.keywords}
+            flag = ast.literal_eval(call.args[0])
+            given = {word.arg: ast.unparse(word.value) for word in call.keywords}
             kind = bool if "action" in given else {"int": int, "float": float}.get(given.get("type", ""), str)
             metavar, text = (ast.literal_eval(given.get(key, "''")) for key in ("metavar", "help"))
             if flag.startswith("--"):

@@ -91,7 +91,8 @@ def parse_nodes(
     first, _, last = nnodes.partition(":")
     if not first.isdecimal() or not (last or first).isdecimal() or not 1 <= int(first) <= int(last or first):
         raise Error(f"--nnodes takes a number, or MIN:MAX such as 1:4, not {nnodes!r}")
-    least, most = int(first), int(last or first)
+    least = int(first)
+    most = int(last or first)
     if node_rank is not None and not 0 <= node_rank < most:
         raise Error(f"--node-rank is {node_rank}, but the {most} nodes are 0 to {most - 1}")
     if most == 1:
@@ -252,7 +253,8 @@ def find_difference(hello: Hello, others: Sequence[Hello]) -> str | None:
 
 def find_other_arguments(hello: Hello, other: Hello) -> str | None:
     """Return a warning if two nodes pass different arguments to the script. Paths can rightly differ."""
-    mine, theirs = _group_arguments(hello.arguments), _group_arguments(other.arguments)
+    mine = _group_arguments(hello.arguments)
+    theirs = _group_arguments(other.arguments)
     only_mine = shlex.join(word for words in mine if words not in theirs for word in words)
     only_theirs = shlex.join(word for words in theirs if words not in mine for word in words)
     if not only_mine and not only_theirs:
@@ -317,7 +319,8 @@ def _join(link: Link, nodes: Nodes, hello: Hello) -> None:
             raise ValueError("no rendezvous server")
         return message
 
-    challenge, nonce = receive("challenge").get("nonce"), make_nonce()
+    challenge = receive("challenge").get("nonce")
+    nonce = make_nonce()
     if not isinstance(challenge, str):
         raise ValueError("no rendezvous server")
     link.send("proof", nonce=nonce, proof=prove(nodes.secret, "node", challenge, nonce))

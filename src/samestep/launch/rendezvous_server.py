@@ -88,8 +88,10 @@ class RendezvousServer(threading.Thread):
 
     def __init__(self, nodes: Nodes, listener: socket.socket, max_restarts: int, received: Sequence[int]) -> None:
         super().__init__(name="samestep rendezvous", daemon=True)
-        self._nodes, self._listener = nodes, listener
-        self._max_restarts, self._received = max_restarts, received
+        self._nodes = nodes
+        self._listener = listener
+        self._max_restarts = max_restarts
+        self._received = received
         self._members: list[Member] = []
         self._pending: list[PendingNode] = []
         self._in_round: list[Member] | None = None  # the members whose ranks run; None between rounds
@@ -167,7 +169,9 @@ class RendezvousServer(threading.Thread):
             self._drop(peer)
 
     def _check_proof(self, pending: PendingNode, kind: str, message: Mapping[str, Any]) -> None:
-        link, secret, nonce = pending.link, self._nodes.secret, message.get("nonce")
+        link = pending.link
+        secret = self._nodes.secret
+        nonce = message.get("nonce")
         if kind != "proof" or not is_proven(message, secret, "node", pending.nonce, nonce):
             link.send("denied")
             address = link.addresses[1]
@@ -237,7 +241,8 @@ class RendezvousServer(threading.Thread):
     # --- rounds -----------------------------------------------------------------------------------------------------
 
     def _begin_if_complete(self) -> None:
-        now_s, there = time.monotonic(), len(self._members)
+        now_s = time.monotonic()
+        there = len(self._members)
         is_due = self._round > 0 or now_s > self._changed_s + LAST_CALL_S
         if there == self._nodes.most or (there >= self._nodes.least and is_due):
             self._begin()
@@ -267,7 +272,9 @@ class RendezvousServer(threading.Thread):
             for start, size, member in zip(starts, sizes, members, strict=True)
         ]
         self._round += 1
-        self._in_round, self._is_admitting, self._lost = members, False, []
+        self._in_round = members
+        self._is_admitting = False
+        self._lost = []
         address = self._listener.getsockname()[0]
         address = "" if ipaddress.ip_address(address).is_unspecified else address
         self._store = open_store(open_listener(address, 0), address or "localhost")

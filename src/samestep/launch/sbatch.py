@@ -22,8 +22,11 @@ from samestep.version import __version__
 from samestep.world.environment import SECRET, START_AGAIN, child_variables
 
 READ_S = 0.2  # interval at which the output is read
-ASK_S, MOST_ASK_S = 0.5, 10.0  # interval of queries to Slurm; grows while nothing changes
-FIRST_PORT, NUM_PORTS = 15000, 17000
+# interval of queries to Slurm; grows while nothing changes
+ASK_S = 0.5
+MOST_ASK_S = 10.0
+FIRST_PORT = 15000
+NUM_PORTS = 17000
 
 ENDS = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 
@@ -54,7 +57,8 @@ port=$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))
 
 def render(job: Job) -> str:
     """Return the batch script."""
-    options, is_array = job.options, "array" in job.options
+    options = job.options
+    is_array = "array" in job.options
     directory = find_directory(job)
     given = {name: options[name] for name in ("time", "partition", "account", "array") if name in options}
     directives = {
@@ -170,19 +174,22 @@ class Follower:
     """Follows a job, or the tasks of an array, to its end. `files`: its output file; for an array, a pattern."""
 
     def __init__(self, number: str, files: Path) -> None:
-        self._number, self._files = number, files
+        self._number = number
+        self._files = files
         self._is_array = "*" in files.name
         self._read: dict[Path, int] = {}
         self._said: dict[str, str] = {}
 
     def run(self) -> int:
         """Show the output and state of the job. Returns its exit code at the end."""
-        wait_s, asked_s = ASK_S, -MOST_ASK_S
+        wait_s = ASK_S
+        asked_s = -MOST_ASK_S
         is_over = False  # must be seen twice: a job that is being requeued looks failed for a moment
         while True:
             self._copy_output()
             if time.monotonic() - asked_s >= wait_s:
-                tasks, asked_s = self._ask(), time.monotonic()
+                tasks = self._ask()
+                asked_s = time.monotonic()
                 is_changed = self._say_changes(tasks)
                 wait_s = ASK_S if is_changed else min(wait_s * 1.2, MOST_ASK_S)
                 now_over = all(task["JobState"] in ENDS for task in tasks)
@@ -211,7 +218,8 @@ class Follower:
     def _say_changes(self, tasks: Sequence[dict[str, str]]) -> bool:
         is_changed = False
         for task in tasks:
-            state, name = task["JobState"], self._name(task)
+            state = task["JobState"]
+            name = self._name(task)
             reason = task.get("Reason", "None")
             text = f"{state.lower().replace('_', ' ')}"
             if state == "PENDING" and reason not in ("None", ""):
@@ -222,7 +230,8 @@ class Follower:
                 text += f", start {int(task['Restarts']) + 1}"
             if state == "COMPLETING" or self._said.get(name) == text:
                 continue
-            self._said[name], is_changed = text, True
+            self._said[name] = text
+            is_changed = True
             if state not in ENDS:
                 say(f"{name} is {text}")
         return is_changed

@@ -39,7 +39,9 @@ class ScriptCommand(Command):
         **settings: Any,
     ) -> None:
         super().__init__(name, callback=callback, **{**settings, "params": build_options(flags)})
-        self._run, self._words, self._default = callback, words, default
+        self._run = callback
+        self._words = words
+        self._default = default
         # Without -h: click would read -host, as mpirun has it, as -h and more.
         unknown = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": ["--help"]}
         self.context_settings = {**self.context_settings, **unknown}
@@ -51,7 +53,8 @@ class ScriptCommand(Command):
             return super().parse_args(ctx, args)
         values, left = self.take(ctx, args) if self._words else ({}, args)
         num_words = len(self._words.split())
-        words, left = left[:num_words], left[num_words:]
+        words = left[:num_words]
+        left = left[num_words:]
         if len(words) < num_words or (words and not left and not self._default):
             raise Error(f"{self.name} needs {self._words} and a script or a recipe; see samestep {self.name} --help")
         target, more = self.find_target(ctx, left)
@@ -97,7 +100,8 @@ class ScriptCommand(Command):
 
     def reject_option(self, token: str) -> Error:
         """Build the error for an option that the command does not have."""
-        option, known = token.partition("=")[0], {flag for param in self.params for flag in param.opts}
+        option = token.partition("=")[0]
+        known = {flag for param in self.params for flag in param.opts}
         instead = INSTEAD.get(name_option(option).strip("-").replace("-", "_"), "")
         if instead and {*re.findall(r"--[\w-]+", instead)} <= known:
             return Error(f"{self.name} has no {option}: {instead}")
@@ -109,7 +113,8 @@ class ScriptCommand(Command):
         Raises:
             Error: neither the command nor the recipe has an option, or its value is no number where it must be one.
         """
-        command, others = f"{self.name} {recipe}", read_other_names(recipe)
+        command = f"{self.name} {recipe}"
+        others = read_other_names(recipe)
         for token in arguments:
             name, is_set, _ = token.lstrip("-").replace("-", "_").partition("=")
             if (token.startswith("--") or is_set) and (ours := others.get(name.rpartition(".")[2])):

@@ -33,9 +33,17 @@ from samestep.world.environment import SECRET, read_passed
 from samestep.world.host import is_loopback
 
 SSH = (
-    "ssh", "-T", "-o", "BatchMode=yes", "-o", "ClearAllForwardings=yes", "-o", "ServerAliveInterval=5",
-    "-o", "ServerAliveCountMax=3",
-)  # fmt: skip
+    "ssh",
+    "-T",
+    "-o",
+    "BatchMode=yes",
+    "-o",
+    "ClearAllForwardings=yes",
+    "-o",
+    "ServerAliveInterval=5",
+    "-o",
+    "ServerAliveCountMax=3",
+)
 ANSWER_S = 60.0
 FOLLOW_S = 15.0  # for the other launchers to end after one has failed
 KILL_S = 10.0  # for launchers to end after a second signal
@@ -124,9 +132,13 @@ class Sessions:
         for host in hosts:
             pipe = subprocess.PIPE
             ssh = subprocess.Popen(
-                [*SSH, "--", host.name, command], bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe,
+                [*SSH, "--", host.name, command],
+                bufsize=0,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
                 start_new_session=True,  # only this command receives Ctrl-C
-            )  # fmt: skip
+            )
             session = Session(host, ssh)
             self.all.append(session)
             for number, stream in ((1, ssh.stdout), (2, ssh.stderr)):
@@ -182,7 +194,8 @@ class Sessions:
                 session.place = (message["address"], message["port"])
             session.problem = message.get("problem", "")
             if "code" in message:
-                session.code, session.killed_by = message["code"], message["killed_by"]
+                session.code = message["code"]
+                session.killed_by = message["killed_by"]
         if number == 2 and line.strip():
             session.last = line.decode(errors="replace").strip()
         if session.is_started and (line or not mark):
@@ -247,7 +260,8 @@ def _wait_for_answers(sessions: Sessions, received: Sequence[int]) -> bool:
 
 def _explain(session: Session) -> str:
     """Return why a host cannot run a launcher."""
-    name, code = session.host.name, session.ssh.returncode
+    name = session.host.name
+    code = session.ssh.returncode
     if session.problem:
         return f"host {name}: {session.problem}"
     if code == UNREACHED:
@@ -278,7 +292,9 @@ def _choose_endpoint(sessions: Sequence[Session]) -> str:
 
 def _wait_for_ends(sessions: Sessions, received: Sequence[int]) -> int:
     """Wait until all launchers have ended. Returns the exit code."""
-    num_sent, code, lost = 0, 0, ""
+    num_sent = 0
+    code = 0
+    lost = ""
     limit_s: float | None = None
     ended: list[Session] = []
     while len(ended) < len(sessions.all):

@@ -36,7 +36,8 @@ def main() -> None:
     """Run a launcher, and exit with its code."""
     reader = MessageReader(0)
     order = _wait_for(reader, "directory")
-    directory, nonce = order["directory"], order["nonce"]
+    directory = order["directory"]
+    nonce = order["nonce"]
     try:
         os.chdir(directory)
     except OSError as error:

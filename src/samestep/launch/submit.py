@@ -32,7 +32,7 @@ FLAGS: dict[str, Option] = {
     "grace_s": Option(
         int, "S", f"seconds from the signal to the limit; default: {GRACE_S}, at most a quarter of --time", whole(1)
     ),
-}  # fmt: skip
+}
 
 
 @click.command("submit", cls=ScriptCommand, flags=FLAGS)

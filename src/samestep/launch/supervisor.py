@@ -42,7 +42,8 @@ class Launch:
 
 
 def _start(ranks: Ranks, launch: Launch, place: Placement) -> None:
-    overrides, begun = launch.overrides, ranks.directory / BEGUN
+    overrides = launch.overrides
+    begun = ranks.directory / BEGUN
     if place.restart is not None and begun.exists():  # resume that run, whatever options the first start had
         run_dir = os.fsdecode(read_bytes(begun)) if overrides.get("fresh") else overrides.get("run_dir")
         overrides = {**overrides, "resume": "latest", "fresh": False, "run_dir": run_dir}
@@ -62,7 +63,8 @@ def _poll(ranks: Ranks, received: Sequence[int]) -> bool:
 
 def run_local(ranks: Ranks, launch: Launch) -> End:
     """Run the ranks of a launch on one machine to their end, including restarts."""
-    num_restarts, restart = 0, None
+    num_restarts = 0
+    restart = None
     try:
         while True:
             store = open_store()  # a new one: the old one holds the addresses of the earlier ranks
@@ -74,7 +76,8 @@ def run_local(ranks: Ranks, launch: Launch) -> End:
                 ranks.stop()
             elif ranks.has_succeeded and store.num_keys() == num_keys:
                 _warn_of_copies(ranks, launch.target)
-            failure, may_restart = ranks.first_failure(), num_restarts < launch.max_restarts
+            failure = ranks.first_failure()
+            may_restart = num_restarts < launch.max_restarts
             if failure is not None:
                 ranks.record(failure)
             # An Error is a mistake of the user, and would occur again.
@@ -107,7 +110,10 @@ class NodeSession:
     """
 
     def __init__(self, link: Link, nodes: Nodes, launch: Launch, ranks: Ranks) -> None:
-        self._link, self._nodes, self._launch, self._ranks = link, nodes, launch, ranks
+        self._link = link
+        self._nodes = nodes
+        self._launch = launch
+        self._ranks = ranks
         self._round = 0  # whose ranks were started
         self._seen_restarts = 0
         self._has_reported = self._has_sent_room = False
@@ -136,7 +142,8 @@ class NodeSession:
                 timeout_s = 0.0
                 kind = message.pop("kind")
                 if kind == "begin":
-                    self.begun, self.stop = message, ""
+                    self.begun = message
+                    self.stop = ""
                 elif kind == "stop" and message["round"] == self.begun.get("round"):
                     self.stop = message["how"]
                 elif kind == "end":
@@ -151,7 +158,8 @@ class NodeSession:
 
     def _start(self) -> None:
         begun = self.begun
-        self._round, self._has_reported = begun["round"], False
+        self._round = begun["round"]
+        self._has_reported = False
         place = Placement(
             **begun["place"],
             host=self._nodes.host,
@@ -166,7 +174,8 @@ class NodeSession:
         _start(self._ranks, self._launch, place)
 
     def _report_restart(self, restart: Restart, num_restarts: int) -> None:
-        own, is_counted = self._ranks.first_failure(), num_restarts > self._seen_restarts
+        own = self._ranks.first_failure()
+        is_counted = num_restarts > self._seen_restarts
         self._seen_restarts = num_restarts
         then = f"; restart {num_restarts} of {self._launch.max_restarts}" if is_counted else "; all start again"
         if own is not None and own.reason == restart.reason:
@@ -176,7 +185,8 @@ class NodeSession:
 
     def _is_round_over(self) -> bool:
         """Process events once. Returns whether this node is done with the round."""
-        ranks, received = self._ranks, self._launch.received
+        ranks = self._ranks
+        received = self._launch.received
         has_failed = _poll(ranks, received)
         self.receive()
         if self.end is not None:

@@ -35,11 +35,19 @@ class Epochs:
     """
 
     def __init__(
-        self, batch_size: int, micro_batch_size: int, *, drop_last: bool, is_endless: bool, first_step: int,
-        first_epoch: int, length: int | None,
-    ) -> None:  # fmt: skip
+        self,
+        batch_size: int,
+        micro_batch_size: int,
+        *,
+        drop_last: bool,
+        is_endless: bool,
+        first_step: int,
+        first_epoch: int,
+        length: int | None,
+    ) -> None:
         self.is_endless = is_endless
-        self._sizes, self._drop_last = (batch_size, micro_batch_size), drop_last and not is_endless
+        self._sizes = (batch_size, micro_batch_size)
+        self._drop_last = drop_last and not is_endless
         self._first_step = first_step
         self._endless = EndlessSchedule(1, batch_size, micro_batch_size)
         self._regimes: list[_Regime] = []
@@ -50,7 +58,8 @@ class Epochs:
 
     def begin(self, epoch: int, place: int) -> None:
         """Begin with an epoch at a place, where a run resumes."""
-        self.next_epoch, self.end = epoch, place
+        self.next_epoch = epoch
+        self.end = place
 
     @property
     def has_lengths(self) -> bool:

@@ -160,8 +160,10 @@ class ShardedOrder:
         of_shard = np.asarray(sizes, dtype=np.int64)
         shards = SortedOrder(len(of_shard), derive(seed, "order", step=epoch)).take(0, len(of_shard))
         shards = shards[of_shard[shards] > 0]
-        self._seed, self._epoch = seed, epoch
-        self._sizes, self._firsts = of_shard[shards], (np.cumsum(of_shard) - of_shard)[shards]
+        self._seed = seed
+        self._epoch = epoch
+        self._sizes = of_shard[shards]
+        self._firsts = (np.cumsum(of_shard) - of_shard)[shards]
         windows = np.add.reduceat(self._sizes, np.arange(0, len(shards), WINDOW_SHARDS))
         self._stops = np.cumsum(windows)  # position after each window
         self._open = lru_cache(maxsize=2)(self._open_window)
@@ -180,7 +182,8 @@ class ShardedOrder:
             end = min(stop, window_stop)
             places = order.take(start - offset, end - offset)  # places in the concatenated shards of the window
             pieces.append(places + shifts[np.searchsorted(stops, places, side="right")])
-            start, window = end, window + 1
+            start = end
+            window = window + 1
         return np.concatenate(pieces)
 
     def _open_window(self, window: int) -> tuple[Order, Indices, Indices]:
@@ -188,7 +191,8 @@ class ShardedOrder:
         its start in the window.
         """
         held = slice(window * WINDOW_SHARDS, (window + 1) * WINDOW_SHARDS)
-        sizes, firsts = self._sizes[held], self._firsts[held]
+        sizes = self._sizes[held]
+        firsts = self._firsts[held]
         stops = np.cumsum(sizes)
         key = derive(self._seed, "order", step=self._epoch, pass_=window + 1)
         return _shuffle(int(stops[-1]), key, MAX_SORTED_WINDOW), stops, firsts - (stops - sizes)
@@ -227,7 +231,8 @@ class FeistelOrder:
         taken = np.empty(stop - start, dtype=np.int64)
         for block_start in range(start - start % _BLOCK, stop, _BLOCK):
             samples = self._compute_block(block_start)
-            begin, end = max(start, block_start), min(stop, block_start + _BLOCK)
+            begin = max(start, block_start)
+            end = min(stop, block_start + _BLOCK)
             taken[begin - start : end - start] = samples[begin - block_start : end - block_start]
         return taken
 
@@ -251,8 +256,10 @@ class FeistelOrder:
     def _apply_rounds(self, values: _Words) -> _Words:
         radix_a, radix_b = self._radices
         changed, fixed = np.divmod(values, radix_b)  # digits of radix a, b
-        radix, other_radix = radix_a, radix_b
-        hashes, spare = np.empty_like(values), np.empty_like(values)
+        radix = radix_a
+        other_radix = radix_b
+        hashes = np.empty_like(values)
+        spare = np.empty_like(values)
         half = np.uint64(32)
         for key in self._keys:
             np.multiply(fixed, _GOLDEN, out=hashes)

@@ -35,7 +35,8 @@ def split(lo: int, hi: int, rank: int = 1, world_size: int = 2) -> int:
         if rank < world_size:
             hi = mid
         else:
-            lo, rank = mid, rank - world_size
+            lo = mid
+            rank = rank - world_size
     # Rounded up, so that the longer shares come first, as in the tree.
     return lo - (lo - hi) * rank // world_size
 
@@ -51,7 +52,8 @@ def merges(n: int, first: int, v: int) -> tuple[Node, ...]:
     if not 0 <= first <= v < n:
         raise ValueError(f"micro-batch {v} of {n} is not in a range that starts at {first}")
     lefts: list[Node] = []
-    lo, hi = 0, n
+    lo = 0
+    hi = n
     while hi - lo > 1:
         mid = split(lo, hi)
         if v >= mid:

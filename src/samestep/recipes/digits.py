@@ -45,7 +45,8 @@ def load_data() -> tuple[Digits, Digits]:
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     digits = torch.tensor(data.target)
     shuffled = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))  # the same split in every run
-    held_out, train = shuffled[: len(digits) // 5], shuffled[len(digits) // 5 :]
+    held_out = shuffled[: len(digits) // 5]
+    train = shuffled[len(digits) // 5 :]
     return Digits(images[train], digits[train], shift=1), Digits(images[held_out], digits[held_out])
 
 

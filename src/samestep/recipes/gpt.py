@@ -32,22 +32,47 @@ from samestep.recipes.models.gpt2 import GPT2, PRESETS, GPT2Config
 from samestep.snapshot.reading import read_run
 
 OTHER_NAMES = {  # of the options, in nanoGPT and minGPT
-    "n_layer": "--layers", "n_head": "--heads", "n_embd": "--width", "block_size": "--context", "max_iters": "--steps",
-    "model_type": "--preset", "learning_rate": "--lr", "min_lr": "--lr-end", "warmup_iters": "--warm-up",
-    "lr_decay_iters": "--steps", "eval_interval": "--validate-every", "eval_iters": "--validate-samples",
-    "out_dir": "--run-dir", "work_dir": "--run-dir", "dataset": "--data", "dtype": "--precision",
-    "gradient_accumulation_steps": "--micro-batch-size", "resid_pdrop": "--dropout", "embd_pdrop": "--dropout",
+    "n_layer": "--layers",
+    "n_head": "--heads",
+    "n_embd": "--width",
+    "block_size": "--context",
+    "max_iters": "--steps",
+    "model_type": "--preset",
+    "learning_rate": "--lr",
+    "min_lr": "--lr-end",
+    "warmup_iters": "--warm-up",
+    "lr_decay_iters": "--steps",
+    "eval_interval": "--validate-every",
+    "eval_iters": "--validate-samples",
+    "out_dir": "--run-dir",
+    "work_dir": "--run-dir",
+    "dataset": "--data",
+    "dtype": "--precision",
+    "gradient_accumulation_steps": "--micro-batch-size",
+    "resid_pdrop": "--dropout",
+    "embd_pdrop": "--dropout",
     "attn_pdrop": "--dropout",
-}  # fmt: skip
+}
 LEARNING_RATES = {"tiny": 2e-3, "small": 1e-3, "gpt2": 6e-4}
 SIZES = {"layers": "num_layers", "heads": "num_heads", "width": "width"}  # option -> field of GPT2Config
 # Dense operations per second of 16-bit matrix multiplication with 32-bit sums, from the makers' data sheets. A longer
 # name comes before its beginning.
 PEAK_FLOPS = {
-    "A100": 312e12, "A10": 125e12, "B200": 2250e12, "GH200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12,
-    "H100": 989e12, "H200 NVL": 835e12, "H200": 989e12, "L40S": 362e12, "L4": 121e12, "RTX A6000": 155e12,
-    "RTX 3090": 71e12, "RTX 4090": 165e12,
-}  # fmt: skip
+    "A100": 312e12,
+    "A10": 125e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX A6000": 155e12,
+    "RTX 3090": 71e12,
+    "RTX 4090": 165e12,
+}
 
 
 def parse_preset(name: str) -> str:
@@ -207,7 +232,8 @@ def check_vocabulary(num_tokens: int, definition: bytes | None, corpus: Corpus, 
         num_tokens: the size of the model's vocabulary.
         definition: the model's `tokenizer.json`; empty for bytes, None if it is unknown.
     """
-    size, tokenizer = corpus.tokenizer.vocabulary_size, corpus.tokenizer
+    size = corpus.tokenizer.vocabulary_size
+    tokenizer = corpus.tokenizer
     if definition is not None and read_vocabulary(definition) != read_vocabulary(tokenizer.definition):
         own = "--tokenizer bytes"
         if definition:
@@ -289,8 +315,10 @@ class Throughput:
     """
 
     def __init__(self, run: samestep.Run, model: GPT2, context: int) -> None:
-        self._run, self._tokens_per_step = run, run.batch_size * context
-        self._flops_per_token, self._peak = model.count_flops_per_token(context), find_peak_flops(run)
+        self._run = run
+        self._tokens_per_step = run.batch_size * context
+        self._flops_per_token = model.count_flops_per_token(context)
+        self._peak = find_peak_flops(run)
         self._began: tuple[float, int] | None = None
 
     def begin(self, *, again: bool = True) -> None:

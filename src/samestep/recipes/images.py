@@ -36,10 +36,14 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", "
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # Pillow starts other programs to read some others
 ORIENTATION = 0x0112  # a tag of EXIF
 UPRIGHT = {  # orientation -> what makes the image upright
-    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
-}  # fmt: skip
+}
 MAX_SHOWN = 10
 Entry = tuple[Path, int]  # file and class
 
@@ -74,7 +78,8 @@ def split_data(folder: Path, held_out: float) -> tuple[list[str], list[Entry], l
     smallest hashes of class and file name, so that an image stays in its part when others are added.
     """
     if (folder / "train").is_dir() and (folder / "val").is_dir():
-        (classes, train), (other_classes, val) = find_images(folder / "train"), find_images(folder / "val")
+        classes, train = find_images(folder / "train")
+        other_classes, val = find_images(folder / "val")
         if classes != other_classes:
             odd = ", ".join(sorted({*classes} ^ {*other_classes}))
             raise samestep.InvalidValue(
@@ -169,22 +174,27 @@ class Images(Dataset[tuple[Tensor, int]]):
     """Images (3, size, size) as bytes, and their classes. Training takes random crops, mirrored if `has_flips`."""
 
     def __init__(self, entries: list[Entry], size: int, *, is_training: bool, has_flips: bool = False) -> None:
-        self.entries, self.size = entries, size
-        self.is_training, self.has_flips = is_training, has_flips
+        self.entries = entries
+        self.size = size
+        self.is_training = is_training
+        self.has_flips = has_flips
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, label = self.entries[index]
-        image, size = decode(path), self.size
+        image = decode(path)
+        size = self.size
         scale = math.ceil(size * 9 / 8) / min(image.size)  # the shorter side is an eighth longer than the crop
         width, height = (max(size, round(side * scale)) for side in image.size)
         image = image.resize((width, height), Image.Resampling.BILINEAR)
-        left, top = (width - size) // 2, (height - size) // 2
+        left = (width - size) // 2
+        top = (height - size) // 2
         if self.is_training:
             # samestep has seeded torch for this micro-batch, and the values depend on nothing else.
-            left, top = int(torch.randint(width - size + 1, ())), int(torch.randint(height - size + 1, ()))
+            left = int(torch.randint(width - size + 1, ()))
+            top = int(torch.randint(height - size + 1, ()))
         image = image.crop((left, top, left + size, top + size))
         if self.is_training and self.has_flips and torch.rand(()) < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -213,9 +223,11 @@ def drop_corrupt(run: samestep.Run, folder: Path, *parts: list[Entry], num_worke
     names = {entry: entry[0].relative_to(folder).as_posix() for part in parts for entry in part}
     if "corrupt" not in run.state:
         flags = run.evaluate(
-            lambda flags: {"is_readable": flags.tolist()}, Readable([*names]), num_workers=num_workers,
+            lambda flags: {"is_readable": flags.tolist()},
+            Readable([*names]),
+            num_workers=num_workers,
             micro_batch_size=16,
-        )["is_readable"]  # fmt: skip
+        )["is_readable"]
         run.state["corrupt"] = sorted(name for name, flag in zip(names.values(), flags, strict=True) if not flag)
     if corrupt := sorted({*run.state["corrupt"]} & {*names.values()}):  # those deleted since are not left out
         shown = ", ".join(corrupt[:MAX_SHOWN])
@@ -288,10 +300,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     micro_batch_size = args.micro_batch_size or args.batch_size // math.gcd(args.batch_size, 4)
     split = None if args.data is None else split_data(args.data, args.held_out)
     run = samestep.Run(
-        args.run_dir, batch_size=args.batch_size, micro_batch_size=micro_batch_size, seed=args.seed,
+        args.run_dir,
+        batch_size=args.batch_size,
+        micro_batch_size=micro_batch_size,
+        seed=args.seed,
         precision=args.precision,
         config=vars(args) | ({} if split is None else {"images": hash_names(args.data, *split[1:])}),
-    )  # fmt: skip
+    )
     folder = args.data or write_digits((run.dir or Path(args.run_dir)).parent / "digits-png")
     size = args.image_size or (8 if args.data is None else 64)
     classes, train_entries, val_entries = split or split_data(folder, args.held_out)

@@ -27,7 +27,9 @@ class Vocabulary:
     """The tokenizers and the settings of the model. They are part of every snapshot, for `samestep translate`."""
 
     def __init__(self, source: Tokenizer, target: Tokenizer, settings: dict[str, Any]) -> None:
-        self.source, self.target, self.settings = source, target, settings
+        self.source = source
+        self.target = target
+        self.settings = settings
 
     def state_dict(self) -> dict[str, Any]:
         return {"source": self.source.text, "target": self.target.text, "settings": self.settings}
@@ -78,16 +80,18 @@ def compute_loss(model: Seq2Seq, batch: dict[str, Any], label_smoothing: float =
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="translate", description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument(
-        "--data", default="gettext",
+        "--data",
+        default="gettext",
         help="gettext (translated messages of the programs on this machine), a directory of gettext catalogues, a file "
         "with a pair per line (source, tab, target), or datasets:NAME of Hugging Face (default: gettext)",
-    )  # fmt: skip
+    )
     parser.add_argument("--source", default="en", help="language to translate from (default: en)")
     parser.add_argument("--target", default="de", help="language to translate to (default: de)")
     parser.add_argument(
-        "--held-out", type=int,
+        "--held-out",
+        type=int,
         help="number of sentences to validate on; 0: validate on the training set (default: a tenth, up to 500)",
-    )  # fmt: skip
+    )
     parser.add_argument("--skip-bad", action="store_true", help="leave out pairs that are empty, one-sided or too long")
     parser.add_argument("--vocab-size", type=int, default=4000, help="vocabulary size per language (default: 4000)")
     parser.add_argument("--max-length", type=int, default=64, help="maximum tokens per sentence (default: 64)")
@@ -113,9 +117,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--batch-size", type=int, default=64, help="pairs per step, over all ranks (default: 64)")
     parser.add_argument(
-        "--micro-batch-size", type=int,
+        "--micro-batch-size",
+        type=int,
         help="pairs per forward and backward pass (default: a quarter of the batch, for up to 4 ranks)",
-    )  # fmt: skip
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random except the split (default: 0)")
     parser.add_argument("--num-workers", type=int, default=0, help="DataLoader workers per rank (default: 0)")
     parser.add_argument("--run-dir", default="runs/translate", help="default: runs/translate")
@@ -151,9 +156,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     assert run.dir is not None
     data = run.once(
-        load_data, args.data, args.source, args.target, run.dir / "tokenizers", held_out=args.held_out,
-        skips_bad=args.skip_bad, vocab_size=args.vocab_size, max_length=args.max_length,
-    )  # fmt: skip
+        load_data,
+        args.data,
+        args.source,
+        args.target,
+        run.dir / "tokenizers",
+        held_out=args.held_out,
+        skips_bad=args.skip_bad,
+        vocab_size=args.vocab_size,
+        max_length=args.max_length,
+    )
     run.print(f"{len(data.train):,} pairs to train on, {len(data.held_out):,} to score")
     for reason, count in data.left_out.items():
         run.print(f"left out: {count:,} {reason}")

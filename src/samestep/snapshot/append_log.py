@@ -33,7 +33,8 @@ class AppendLog:
     def __init__(self, path: Path, *, flush_s: float, record_bytes: int = 0) -> None:
         is_new = not path.exists()
         self._file = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self._flush_s, self._record_bytes = flush_s, record_bytes
+        self._flush_s = flush_s
+        self._record_bytes = record_bytes
         self._pending = bytearray()
         self._flushed_at = monotonic()
         self.problem = self.change = ""
@@ -53,7 +54,8 @@ class AppendLog:
             try:
                 self.flush()
             except OSError as error:
-                self._flushed_at, self.problem = monotonic(), str(error.strerror)
+                self._flushed_at = monotonic()
+                self.problem = str(error.strerror)
 
     def flush(self) -> int:
         """Write all pending records to the file, without waiting for the disk. Return its size in bytes.
@@ -67,7 +69,8 @@ class AppendLog:
             num_written = os.write(self._file, self._pending)
             self._size += num_written
             del self._pending[:num_written]
-        self._flushed_at, self.problem = monotonic(), ""
+        self._flushed_at = monotonic()
+        self.problem = ""
         return self._size
 
     def _find_change(self) -> str:

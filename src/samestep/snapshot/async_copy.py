@@ -56,7 +56,8 @@ class Staging:
         """Return a tensor in host memory for each of `tensors`, with the same dtype, shape and (if dense) strides."""
         import torch
 
-        kept, self._buffers = self._buffers, {}
+        kept = self._buffers
+        self._buffers = {}
         for name, tensor in tensors.items():
             buffer = kept.get(name)
             wanted = tensor.dtype, tensor.shape, tensor.is_cuda
@@ -138,7 +139,8 @@ class Copy:
                 self._take(tensor, target)
                 continue
             # In pieces, so that `look` finds them in the cache: 0.11 s for 500 MB instead of 0.18 s.
-            place, source = locate(tensor), _flatten(tensor)
+            place = locate(tensor)
+            source = _flatten(tensor)
             goal = source if target is None else _flatten(target)
             for start in range(0, source.numel(), _CHUNK):
                 with at_rest():
@@ -178,7 +180,8 @@ class Writer:
     ) -> None:
         self.copy = copy
         self.failure: Exception | None = None
-        self._write, self._is_sound = write, is_sound
+        self._write = write
+        self._is_sound = is_sound
         self._is_refused = False
         self._decided = threading.Event()
         self._thread = threading.Thread(target=self._run, name="samestep snapshot")

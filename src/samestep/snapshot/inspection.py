@@ -54,7 +54,8 @@ class Inspection:
     """
 
     def __init__(self, state: TrainingState, step: int) -> None:
-        self._step, self._compare = step, state.compare
+        self._step = step
+        self._compare = state.compare
         compared = state.replicated if state.compare is not None else ()
         self._labels = {locate(tensor): label for label, tensor in reversed(state.checked)}
         self._names = {locate(tensor): name for name, tensor in reversed(compared)}
@@ -64,7 +65,8 @@ class Inspection:
 
     def look(self, place: int, tensor: Tensor) -> None:
         """Look at a tensor or its copy, whole or in consecutive pieces. `place`: the address of the tensor itself."""
-        label, name = self._labels.get(place), self._names.get(place)
+        label = self._labels.get(place)
+        name = self._names.get(place)
         if label is not None and not is_finite(tensor):
             self._not_finite.add(label)
         if name is not None:
@@ -72,7 +74,8 @@ class Inspection:
 
     def look_again(self) -> None:
         """Look at all tensors again, after a copy that failed half-way: other ranks have looked at all of theirs."""
-        self._not_finite, self._checksums = set(), {}
+        self._not_finite = set()
+        self._checksums = {}
         for place, tensor in self.tensors.items():
             self.look(place, tensor)
 

@@ -70,7 +70,8 @@ class RunLocation:
     """
 
     def __init__(self, group: Group, say: Callable[[str], None], named: Path | None = None, shown: str = "") -> None:
-        self._group, self._say = group, say
+        self._group = group
+        self._say = say
         self.named = named
         self.path = None if named is None else named.absolute()  # the script may change the working directory
         self.shown = shown or str(named)
@@ -120,9 +121,13 @@ class RunLocation:
         raise NotImplementedError
 
     def begin(
-        self, point: ResumePoint, numbers: Mapping[str, Any], machine: Mapping[str, Any],
-        config: Mapping[str, Any], options: Options,
-    ) -> None:  # fmt: skip
+        self,
+        point: ResumePoint,
+        numbers: Mapping[str, Any],
+        machine: Mapping[str, Any],
+        config: Mapping[str, Any],
+        options: Options,
+    ) -> None:
         """Take the run back to a point, make this start its writer, and start the logs. Called once.
 
         Arguments as for `build_record`. Raises Error.
@@ -193,8 +198,10 @@ class LocalLocation(RunLocation):
         self, group: Group, named: Path, config: RunConfig, say: Callable[[str], None], writers: Sequence[int] = (0,)
     ) -> None:
         super().__init__(group, say, named)
-        self._writers, self._keep = writers, config.keep_last
-        self._named, self._path = named, named.absolute()
+        self._writers = writers
+        self._keep = config.keep_last
+        self._named = named
+        self._path = named.absolute()
         self._directory: RunDirectory | None = None
         self._logs: Path | None = None
 
@@ -241,9 +248,11 @@ class LocalLocation(RunLocation):
     # --- start ------------------------------------------------------------------------------------------------
 
     def find_resume_point(
-        self, resume: str | int | None, numbers: Mapping[str, Any],
+        self,
+        resume: str | int | None,
+        numbers: Mapping[str, Any],
         pull: Callable[[RunDirectory], Elsewhere | None] = lambda _: None,
-    ) -> ResumePoint:  # fmt: skip
+    ) -> ResumePoint:
         """Find where the run begins or continues. See `RunLocation`.
 
         Args:
@@ -273,9 +282,13 @@ class LocalLocation(RunLocation):
         return Store(self._path, self._named).find(which, warn=self._say, elsewhere=elsewhere)
 
     def begin(
-        self, point: ResumePoint, numbers: Mapping[str, Any], machine: Mapping[str, Any],
-        config: Mapping[str, Any], options: Options,
-    ) -> None:  # fmt: skip
+        self,
+        point: ResumePoint,
+        numbers: Mapping[str, Any],
+        machine: Mapping[str, Any],
+        config: Mapping[str, Any],
+        options: Options,
+    ) -> None:
         def begin_one(directory: RunDirectory) -> int:
             directory.check_numbers(numbers)
             directory.begin(point, numbers=numbers, machine=machine, config=config, options=options)

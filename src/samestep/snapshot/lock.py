@@ -52,7 +52,8 @@ class Lock:
     """
 
     def __init__(self, path: Path, named: Path) -> None:
-        self.path, self._named = path, named
+        self.path = path
+        self._named = named
         while True:
             self.is_new = not path.exists()
             self._descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)

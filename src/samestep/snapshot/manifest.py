@@ -17,7 +17,8 @@ from samestep.hashing import hash_bytes, hash_pieces
 from samestep.version import __version__
 
 FORMAT = 1
-MANIFEST, STATE = "manifest.json", "state.json"
+MANIFEST = "manifest.json"
+STATE = "state.json"
 FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\.(json|safetensors)")  # in the manifest's directory
 NAME = re.compile(r"(?!\d+$|latest$|never$|step-)[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")  # excludes values of `resume`
 _BUFFER_BYTES = 1 << 20
@@ -92,7 +93,8 @@ def parse_manifest(text: bytes) -> tuple[dict[str, Any], str | None]:
     if not fits(manifest, {"format": is_count}):
         return {}, f"{MANIFEST} is damaged"
     if manifest["format"] > FORMAT:
-        found, known = manifest["format"], FORMAT
+        found = manifest["format"]
+        known = FORMAT
         return {}, f"{MANIFEST} has format {found} of a newer samestep, this one reads up to {known}"
     checksum = manifest.pop("sha256", None)
     if checksum != _checksum(manifest) or set(manifest) != set(_SHAPE) or not fits(manifest, _SHAPE):
@@ -123,17 +125,22 @@ _SHAPE = {
     "versions": lambda value: is_object(value) and all(map(is_text, value.values())),
     "files": lambda value: is_object(value) and STATE in value and all(_is_file(*item) for item in value.items()),
     "meta": {
-        "epoch?": is_count, "metrics_bytes?": is_count, "world_size?": is_count, "rewinds?": is_count,
-        "numbers?": is_object, "stopped?": is_text,
+        "epoch?": is_count,
+        "metrics_bytes?": is_count,
+        "world_size?": is_count,
+        "rewinds?": is_count,
+        "numbers?": is_object,
+        "stopped?": is_text,
     },
-}  # fmt: skip
+}
 
 
 def find_damage(directory: Path, manifest: Mapping[str, Any]) -> str | None:
     """Read every byte of all files. Return a description of damage according to the manifest's checksums, or None."""
     with ThreadPoolExecutor(_NUM_READERS) as pool:  # hashing takes the time, and releases the GIL
         for file, expected in manifest["files"].items():
-            lengths, checksums = [length for length, _ in expected["pieces"]], [each for _, each in expected["pieces"]]
+            lengths = [length for length, _ in expected["pieces"]]
+            checksums = [each for _, each in expected["pieces"]]
             starts = [0, *accumulate(lengths)]
             try:
                 with open(directory / file, "rb", buffering=0, opener=open_regular) as opened:
@@ -150,7 +157,8 @@ def hash_range(file: int, start: int, length: int) -> str:
     """Return the sha256 of a range of bytes of a file, which may end within the range. Any thread may call it."""
 
     def read() -> Iterator[bytes]:
-        at, end = start, start + length
+        at = start
+        end = start + length
         while data := os.pread(file, min(end - at, _BUFFER_BYTES), at):
             yield data
             at += len(data)

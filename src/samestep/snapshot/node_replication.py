@@ -120,7 +120,8 @@ class ReplicatedLocation(LocalLocation):
         sizes = {name: part["size"]}
         if snapshot is not None:
             sizes = {f"{name}/{file}": each["size"] for file, each in snapshot.manifest["files"].items()}
-        source, directory = self._writers[sender], self._directory
+        source = self._writers[sender]
+        directory = self._directory
         is_target = self._group.rank in [self._writers[node] for node in targets]
         failures: list[OSError] = []
 

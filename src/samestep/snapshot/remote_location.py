@@ -41,11 +41,18 @@ class RemoteLocation(RunLocation):
     """
 
     def __init__(
-        self, group: Group, copies: LocalLocation, config: RunConfig, say: Callable[[str], None], url: str,
+        self,
+        group: Group,
+        copies: LocalLocation,
+        config: RunConfig,
+        say: Callable[[str], None],
+        url: str,
         remote: "RemoteRun | None",
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(group, say, copies.named, url)
-        self._copies, self._remote, self._keep = copies, remote, config.keep_last
+        self._copies = copies
+        self._remote = remote
+        self._keep = config.keep_last
         self._rewinds: Sequence[int] = ()
 
     @property
@@ -78,9 +85,13 @@ class RemoteLocation(RunLocation):
         return self._copies.find(which, elsewhere)
 
     def begin(
-        self, point: ResumePoint, numbers: Mapping[str, Any], machine: Mapping[str, Any],
-        config: Mapping[str, Any], options: Options,
-    ) -> None:  # fmt: skip
+        self,
+        point: ResumePoint,
+        numbers: Mapping[str, Any],
+        machine: Mapping[str, Any],
+        config: Mapping[str, Any],
+        options: Options,
+    ) -> None:
         self._copies.begin(point, numbers, machine, config, options)
 
         def take() -> None:
@@ -144,7 +155,8 @@ class RemoteRun:
                 break
             store = ObjectStore(f"{url.rstrip('/')}-{number}")
         self._holder, run = store.read_lock()
-        self._store, self.url = store, store.url
+        self._store = store
+        self.url = store.url
         self._run = run or uuid.uuid4().hex
         self.path = find_copy(self.url, self._run, local_dir)
 
@@ -162,7 +174,8 @@ class RemoteRun:
         def download_files() -> None:
             self._store.download([name for name in self._store.list_files() if name != RECORD], directory.path)
 
-        text, rewinds = self._store.read(RECORD), directory.record.get("rewinds", [])
+        text = self._store.read(RECORD)
+        rewinds = directory.record.get("rewinds", [])
         if text is not None:
             record = parse_run_record(text, self.url, f"repair it, or start with {advise(fresh=True)}")
             if not directory.record:

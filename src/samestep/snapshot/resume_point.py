@@ -89,7 +89,8 @@ def choose(held: Sequence[Holding], rewinds: Sequence[int]) -> tuple[int, Resume
     """
     steps = [-1 if each.found is None else each.found.step for each in held]
     source = steps.index(max(steps))
-    found, num_recorded = held[source].found, max(each.num_recorded for each in held)
+    found = held[source].found
+    num_recorded = max(each.num_recorded for each in held)
     if found is None:
         if problem := next((each.problem for each in held if each.problem), ""):
             raise RunDirectoryError(problem)

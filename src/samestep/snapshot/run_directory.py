@@ -40,7 +40,9 @@ from samestep.watch.records import (
 )
 from samestep.world.environment import Restart, advise, read_host
 
-METRICS_FLUSH_S, LEDGER_FLUSH_S = 1.0, 0.1  # a restart counts the steps that a crash lost by the ledger
+# a restart counts the steps that a crash lost by the ledger
+METRICS_FLUSH_S = 1.0
+LEDGER_FLUSH_S = 0.1
 
 _open: WeakValueDictionary[Path, "RunDirectory"] = WeakValueDictionary()  # of this process
 
@@ -66,14 +68,16 @@ class RunDirectory:
     """
 
     def __init__(self, named: Path, *, warn: Callable[[str], None]) -> None:
-        self.named, self._warn = named, warn
+        self.named = named
+        self._warn = warn
         self.lost = ""
         self._before_close: Callable[[], None] = lambda: None
         self._lock: Lock | None = None
         self._logs: tuple[AppendLog, AppendLog] | None = None  # metrics and ledger
         self._early_rows: list[Mapping[str, Any]] = []
         self._last_entry: Callable[[], Entry] | None = None  # of a step whose gradient may not be computed yet
-        self._is_begun, self._lost_steps = False, 0
+        self._is_begun = False
+        self._lost_steps = 0
         self._start: int | None = None  # number of this start, once its logs have begun
         self._measured: Mapping[str, Any] = {}  # by the last start that made a step
         self._warned: set[str] = set()  # logs that could not be written
@@ -186,7 +190,8 @@ class RunDirectory:
         """
         self.store.clean()
         there = elsewhere.snapshots if elsewhere is not None else ()
-        found, problem = None, ""
+        found = None
+        problem = ""
         if resume is not None:
             self.store.abandon([each for each in self.store.snapshots() if each.was_left(rewinds)])
             try:
@@ -215,18 +220,28 @@ class RunDirectory:
         return f"it is of another run ({different})" if different else ""
 
     def begin(
-        self, point: ResumePoint, *, numbers: Mapping[str, Any], machine: Mapping[str, Any],
-        config: Mapping[str, Any], options: Options,
-    ) -> None:  # fmt: skip
+        self,
+        point: ResumePoint,
+        *,
+        numbers: Mapping[str, Any],
+        machine: Mapping[str, Any],
+        config: Mapping[str, Any],
+        options: Options,
+    ) -> None:
         """Begin or continue the run: take the files back to a point, write `run.json`, and warn about changes.
 
         Called once. Arguments as for `build_record`.
         """
         self._take_back(point)
         record, warnings = build_record(
-            self.record, step=point.step, numbers=numbers, machine=machine, config=config, options=options,
+            self.record,
+            step=point.step,
+            numbers=numbers,
+            machine=machine,
+            config=config,
+            options=options,
             rewinds=point.rewinds,
-        )  # fmt: skip
+        )
         for warning in warnings:
             self._warn(warning)
         self._replace_record(record)
@@ -234,13 +249,15 @@ class RunDirectory:
 
     def _take_back(self, point: ResumePoint) -> None:
         """Truncate rows and records after a point, and move snapshots of later steps to `abandoned/`."""
-        lock, step = self._get_lock(), point.step
+        lock = self._get_lock()
+        step = point.step
         later = [other for other in self.store.snapshots() if not point.is_beginning and other.step > step]
         self.store.abandon(later)  # before rows are cut: after a crash in between, the newest one left is whole
         if later:
             plural = "s" if len(later) > 1 else ""
             self._warn(f"{len(later)} snapshot{plural} after step {step} went to {self.named / ABANDONED}")
-        rows, records = self.path / METRICS, self.path / LEDGER
+        rows = self.path / METRICS
+        records = self.path / LEDGER
         self._made_files += [path for path in (rows, records) if not path.exists()]
         if lock.was_elsewhere:
             for path in (rows, records):
@@ -350,7 +367,8 @@ class RunDirectory:
             self._enter_last()
 
     def _enter_last(self) -> None:
-        get_entry, self._last_entry = self._last_entry, None
+        get_entry = self._last_entry
+        self._last_entry = None
         if get_entry is not None and self._logs is not None:
             self._append(LEDGER, self._logs[1], get_entry().pack())
 
@@ -430,9 +448,15 @@ class RunDirectory:
         }
 
     def save(
-        self, structure: Any, tensors: Mapping[str, Any], *, step: int, name: str | None, meta: Mapping[str, Any],
+        self,
+        structure: Any,
+        tensors: Mapping[str, Any],
+        *,
+        step: int,
+        name: str | None,
+        meta: Mapping[str, Any],
         confirm: Callable[[], None],
-    ) -> float:  # fmt: skip
+    ) -> float:
         """Write a snapshot of an encoded state. May be called in any thread, by one at a time.
 
         Returns:
@@ -487,7 +511,8 @@ class RunDirectory:
         self._before_close()
         if self._is_begun and not self.lost and self.find_lost():
             self._warn(self.lost)
-        logs, self._logs = self._logs, None
+        logs = self._logs
+        self._logs = None
         for log in logs or ():
             with suppress(OSError):  # already warned about
                 log.close()

@@ -74,9 +74,15 @@ def parse_run_record(text: bytes, called: object, remedy: str = "repair it") -> 
 
 
 def build_record(
-    before: Mapping[str, Any], *, step: int, numbers: Mapping[str, Any], machine: Mapping[str, Any],
-    config: Mapping[str, Any], options: Options, rewinds: Sequence[int],
-) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+    before: Mapping[str, Any],
+    *,
+    step: int,
+    numbers: Mapping[str, Any],
+    machine: Mapping[str, Any],
+    config: Mapping[str, Any],
+    options: Options,
+    rewinds: Sequence[int],
+) -> tuple[dict[str, Any], list[str]]:
     """Return the record of a start, and warnings about what changed since the run began.
 
     Args:

@@ -34,11 +34,26 @@ KIND = "$"
 
 # torch's names of dtypes -> those of safetensors.
 _CODES = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
-    "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
-    "float8_e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3", "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e8m0fnu": "F8_E8M0", "complex64": "C64",
-}  # fmt: skip
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "complex64": "C64",
+}
 _NAMES = {code: name for name, code in _CODES.items()}
 _ARRAY_KINDS = "biufcSUmM"
 _ENTRY = {
@@ -145,9 +160,11 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Piec
         The pieces of the file, and by name the sha256 of each tensor's bytes.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    header, end = {}, 0
+    header = {}
+    end = 0
     for name, tensor in ordered:
-        start, end = end, end + tensor.numel() * tensor.element_size()
+        start = end
+        end = end + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _CODES[_name_of(tensor.dtype)],
             "shape": list(tensor.shape),
@@ -206,7 +223,8 @@ def read_tensors(path: Path) -> dict[str, "Tensor"]:
         for name, entry in header.items():
             if not fits(entry, _ENTRY):
                 raise ValueError(f"{path.name} has a header that does not fit it")
-            dtype, (start, end) = getattr(torch, _NAMES[entry["dtype"]]), entry["data_offsets"]
+            dtype = getattr(torch, _NAMES[entry["dtype"]])
+            start, end = entry["data_offsets"]
             if end - start != math.prod(entry["shape"]) * dtype.itemsize:
                 raise ValueError(f"{path.name} has a header that does not fit it")
             left -= end - start
@@ -284,7 +302,8 @@ class _Encoder:
         dtype = _name_of(tensor.dtype)
         if tensor.layout != torch.strided or tensor.is_meta or dtype not in (*_CODES, *_AS_REAL):
             raise _refusal(path, f"a tensor of {tensor.layout} layout and {tensor.dtype} on {tensor.device}")
-        shape, strides = list(tensor.shape), tensor.stride()
+        shape = list(tensor.shape)
+        strides = tensor.stride()
         memory = tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset()
         key = *memory, tensor.is_conj(), tensor.is_neg(), dtype, tuple(shape), strides
         if key not in self._names:
@@ -310,7 +329,8 @@ class _Encoder:
         name = wanted = "/".join(map(str, path))
         count = 1
         while name in self.tensors or name == "__metadata__":  # reserved by safetensors
-            name, count = f"{wanted}~{count}", count + 1
+            name = f"{wanted}~{count}"
+            count = count + 1
         self.tensors[name] = tensor
         return name
 

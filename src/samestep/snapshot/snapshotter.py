@@ -44,7 +44,10 @@ class Snapshotter:
     """
 
     def __init__(self, config: RunConfig, location: RunLocation, world_size: int, say: Callable[[str], None]) -> None:
-        self._config, self._location, self._world_size, self._say = config, location, world_size, say
+        self._config = config
+        self._location = location
+        self._world_size = world_size
+        self._say = say
         self.saved_step: int | None = None
         self.save_s = 0.0
         self.unsaved: tuple[int, str] | None = None
@@ -53,7 +56,8 @@ class Snapshotter:
         self._asked: list[str] = []
         self._watch: Watch | None = None
         self._unstable: set[int] = set()  # addresses of tensors that the script writes to between updates
-        self._staging, self._saved_s = Staging(), time.monotonic()
+        self._staging = Staging()
+        self._saved_s = time.monotonic()
         self._pending: _Pending | None = None
         if location.directory is not None:
             location.directory.call_before_close(self._settle_alone)
@@ -80,7 +84,8 @@ class Snapshotter:
 
     def take_asked(self) -> list[str]:
         """Return the names given to `ask_for` since the last call."""
-        asked, self._asked = self._asked, []
+        asked = self._asked
+        self._asked = []
         return asked
 
     def drop_names(self, why: str) -> None:
@@ -134,11 +139,14 @@ class Snapshotter:
         if self._location.path is None or not (due or names):
             return
         self.settle()
-        self.unsaved, self._is_ending = None, ending
+        self.unsaved = None
+        self._is_ending = ending
         if due:
             # Last: a script that resumes from it would not ask for the named ones again.
             names.append(None)
-            self.saved_step, self._saved_s, self._is_wanted = step, time.monotonic(), False
+            self.saved_step = step
+            self._saved_s = time.monotonic()
+            self._is_wanted = False
         state = get_state()
         inspection = Inspection(state, step)
         self._start_writer(self._align(self._build_order(state, step, names, notes), state), inspection, state)
@@ -149,7 +157,8 @@ class Snapshotter:
                 self._settle_alone()  # after an exception, the script may change the tensors that are being written
 
     def _build_order(self, state: TrainingState, step: int, names: list[str | None], notes: Mapping[str, Any]) -> Order:
-        nothing, directory = Order(step, is_last=self._is_ending), self._location.directory
+        nothing = Order(step, is_last=self._is_ending)
+        directory = self._location.directory
         if directory is None:
             return nothing
         contents = state.build()
@@ -201,7 +210,9 @@ class Snapshotter:
             self._watch = None
         if self._pending is None or self._pending.writer.is_decided:
             return
-        writer, copy, inspection = self._pending.writer, self._pending.writer.copy, self._pending.inspection
+        writer = self._pending.writer
+        copy = self._pending.writer.copy
+        inspection = self._pending.inspection
         copy.join()
         if copy.torn:
             writer.decide(False)
@@ -247,7 +258,8 @@ class Snapshotter:
         """Make the snapshots due again after this step."""
         self._names_due = [*(name for name in order.names if name is not None), *self._names_due]
         if None in order.names:
-            self.saved_step, self._is_wanted = None, True
+            self.saved_step = None
+            self._is_wanted = True
         late = (
             f"the snapshot of step {order.step} is taken one step later: the model or an optimizer was changed between "
             "that step and the next update; from now on, what was changed is copied before the step continues"
@@ -258,7 +270,8 @@ class Snapshotter:
         """Report the result of a writer that has ended."""
         if self._pending is None or not self._pending.writer.has_ended:
             return
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         failure = pending.writer.failure
         if isinstance(failure, Error):
             raise failure

@@ -23,7 +23,9 @@ from samestep.world.forking import at_rest
 if TYPE_CHECKING:
     from torch import Tensor
 
-SNAPSHOTS, ABANDONED = "snapshots", "abandoned"  # directories of a run
+# directories of a run
+SNAPSHOTS = "snapshots"
+ABANDONED = "abandoned"
 TENSORS = "tensors.safetensors"
 OF_RUN = {"objects": is_object, "position": {"step": is_count, "epoch": is_count}}  # the shape of a run's state
 _NUMBERED = re.compile(r"step-(\d{8,})")
@@ -142,7 +144,8 @@ class Store:
     """
 
     def __init__(self, run_dir: Path, named: Path | None = None) -> None:
-        self.path, self._named = Path(run_dir) / SNAPSHOTS, Path(named or run_dir) / SNAPSHOTS
+        self.path = Path(run_dir) / SNAPSHOTS
+        self._named = Path(named or run_dir) / SNAPSHOTS
         self._damaged: set[Path] = set()  # found by `find`: right sizes, wrong checksums
 
     # --- read -------------------------------------------------------------------------------------------------
@@ -166,9 +169,13 @@ class Store:
         return Snapshot.from_manifest(path, None, int(numbered[1]), manifest, problem)
 
     def find(
-        self, which: int | str, *, warn: Callable[[str], None] = warnings.warn,
-        judge: Callable[[Snapshot], str] = lambda _: "", elsewhere: Elsewhere | None = None,
-    ) -> Snapshot | None:  # fmt: skip
+        self,
+        which: int | str,
+        *,
+        warn: Callable[[str], None] = warnings.warn,
+        judge: Callable[[Snapshot], str] = lambda _: "",
+        elsewhere: Elsewhere | None = None,
+    ) -> Snapshot | None:
         """Find the snapshot to read, and check every byte of it. Copy it here if it is elsewhere.
 
         Args:
@@ -283,9 +290,15 @@ class Store:
         return self.write_encoded(*encode(state), step=step, name=name, meta=meta)
 
     def write_encoded(
-        self, structure: Any, tensors: Mapping[str, "Tensor"], *, step: int, name: str | None,
-        meta: Mapping[str, Any], confirm: Callable[[], None] = lambda: None,
-    ) -> Path:  # fmt: skip
+        self,
+        structure: Any,
+        tensors: Mapping[str, "Tensor"],
+        *,
+        step: int,
+        name: str | None,
+        meta: Mapping[str, Any],
+        confirm: Callable[[], None] = lambda: None,
+    ) -> Path:
         """Like `write`, for the result of `encode`. Calls `confirm`, which may raise, before it writes the manifest."""
         if name is not None and not NAME.fullmatch(name):
             raise InvalidValue(f"a snapshot cannot be named {name!r}: use letters, digits and underscores, as in best")

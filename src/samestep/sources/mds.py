@@ -22,22 +22,45 @@ from samestep.sources.shard_files import Kept, SampleFiles, check_is_file, is_in
 
 CACHED_SHARDS = 64  # shards whose offsets are kept
 SCALARS = (
-    "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64",
-)  # fmt: skip
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+)
 # The numbers of dtypes in a column "ndarray", and of the dtypes of its shape.
 VALUES = {
-    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
-    64: "uint64", 65: "int64", 66: "float64",
-}  # fmt: skip
+    8: "uint8",
+    9: "int8",
+    16: "uint16",
+    17: "int16",
+    18: "float16",
+    32: "uint32",
+    33: "int32",
+    34: "float32",
+    64: "uint64",
+    65: "int64",
+    66: "float64",
+}
 SHAPES = ("uint8", "uint16", "uint32", "uint64")
 Decoder = Callable[[bytes], Any]
 INDEX = {  # index.json, as far as it is read
-    "shards": [{
-        "samples": is_count, "column_names": [is_text], "column_encodings": [is_text],
-        "column_sizes": [lambda size: size is None or is_count(size)],
-        "raw_data": {"basename": lambda name: is_text(name) and is_inside(name), "bytes": is_count},
-    }]
-}  # fmt: skip
+    "shards": [
+        {
+            "samples": is_count,
+            "column_names": [is_text],
+            "column_encodings": [is_text],
+            "column_sizes": [lambda size: size is None or is_count(size)],
+            "raw_data": {"basename": lambda name: is_text(name) and is_inside(name), "bytes": is_count},
+        }
+    ]
+}
 
 
 class MDS(SampleFiles):
@@ -94,7 +117,8 @@ class MDS(SampleFiles):
         self._read_offsets = Kept(self._read_offsets_of, CACHED_SHARDS)
 
     def _read_offsets_of(self, shard: int) -> NDArray[np.uint32]:
-        count, num_bytes = self._counts[shard], self._num_bytes[shard]
+        count = self._counts[shard]
+        num_bytes = self._num_bytes[shard]
         header = np.frombuffer(self._blobs.read(shard, 0, 4 * (count + 2)), "<u4")
         if header[0] != count or header[-1] > num_bytes or (np.diff(header[1:].astype(np.int64)) < 0).any():
             raise InvalidValue(f"the shard {self._files[shard]} is damaged: its offsets are not of {count} samples")
@@ -105,14 +129,18 @@ class MDS(SampleFiles):
         data = self._blobs.read(shard, start, stop - start)
         columns = self._columns[shard]
         num_sizes = sum(not size for _, _, size in columns)
-        sample, at, where = {}, 4 * num_sizes, "its sizes"
+        sample = {}
+        at = 4 * num_sizes
+        where = "its sizes"
         try:
             sizes = iter(np.frombuffer(data, "<u4", num_sizes).tolist())
             for name, encoding, fixed in columns:
-                where, size = f"column {name}", fixed or next(sizes)
+                where = f"column {name}"
+                size = fixed or next(sizes)
                 decode = _find_decoder(encoding)
                 assert decode is not None
-                sample[name], at = decode(data[at : at + size]), at + size
+                sample[name] = decode(data[at : at + size])
+                at = at + size
         except Exception as error:  # of any kind, as the decoders are of other libraries
             what = f"{where}: {type(error).__name__}: {error}"
             raise InvalidValue(f"sample {row} of shard {self._files[shard]} is damaged ({what}): restore it") from None
@@ -143,10 +171,15 @@ def _find_decoder(encoding: str) -> Decoder | None:
             return None
         return _build_array_decoder(values, lengths)
     plain: dict[str, Decoder] = {
-        "bytes": bytes, "str": bytes.decode, "int": lambda data: int.from_bytes(data, "little", signed=True),
-        "str_int": int, "str_float": float, "json": json.loads,
-        "jpeg": partial(_open_image, "JPEG"), "png": partial(_open_image, "PNG"),
-    }  # fmt: skip
+        "bytes": bytes,
+        "str": bytes.decode,
+        "int": lambda data: int.from_bytes(data, "little", signed=True),
+        "str_int": int,
+        "str_float": float,
+        "json": json.loads,
+        "jpeg": partial(_open_image, "JPEG"),
+        "png": partial(_open_image, "PNG"),
+    }
     return plain.get(encoding)
 
 
@@ -157,7 +190,8 @@ def _build_array_decoder(dtype: str, lengths: str) -> Decoder:
         kind, at = (dtype, 0) if dtype else (VALUES[data[0]], 1)
         shape = fixed
         if shape is None:
-            ndim, of_shape = data[at] >> 2, np.dtype(SHAPES[data[at] & 3])
+            ndim = data[at] >> 2
+            of_shape = np.dtype(SHAPES[data[at] & 3])
             shape = tuple(np.frombuffer(data, of_shape, ndim, at + 1).tolist())
             at += 1 + ndim * of_shape.itemsize
         return np.frombuffer(data, kind, offset=at).reshape(shape).copy()  # writable, as torch wants it

@@ -51,7 +51,8 @@ class Parquet:
         self._files = list_files(files, ".parquet")
         self._columns = None if columns is None else [*columns]
         self._groups: list[tuple[int, int]] = []  # file, row group in it
-        counts, self.shards = list[int](), list[Shard]()
+        counts = list[int]()
+        self.shards = list[Shard]()
         for number, (file, name) in enumerate(zip(self._files, name_files(self._files), strict=True)):
             opened = _open(file)
             known = opened.schema_arrow.names
@@ -130,7 +131,9 @@ def _convert(column: Any, name: str, file: Path) -> Any:
     from pyarrow import types
 
     column = column.combine_chunks()
-    kind, values, size = column.type, column, None
+    kind = column.type
+    values = column
+    size = None
     if types.is_fixed_size_list(kind):
         kind, values, size = kind.value_type, column.flatten(), kind.list_size
     is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)

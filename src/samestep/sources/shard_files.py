@@ -79,7 +79,8 @@ class Kept:
     """A function whose last `most` results are kept. They are not pickled."""
 
     def __init__(self, function: Callable[[int], Any], most: int) -> None:
-        self._function, self._most = function, most
+        self._function = function
+        self._most = most
         self._results: OrderedDict[int, Any] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -104,7 +105,9 @@ class SampleFiles:
     """
 
     def __init__(self, shards: list[Shard], files: Sequence[Path], transform: Callable[[Any], Any] | None) -> None:
-        self.shards, self.shard_files, self._transform = shards, files, transform
+        self.shards = shards
+        self.shard_files = files
+        self._transform = transform
         self._places = Places(shard.num_samples for shard in shards)
         self._blobs = Blobs(files)
 

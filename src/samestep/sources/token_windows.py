@@ -43,7 +43,8 @@ class TokenWindows:
     def __init__(
         self, tokens: Tokens, context: int, start: int, stop: int, vocabulary_size: int, every: int = 1
     ) -> None:
-        self._tokens, self._arguments = tokens, (context, start, stop, vocabulary_size, every)
+        self._tokens = tokens
+        self._arguments = (context, start, stop, vocabulary_size, every)
         self._windows = sliding_window_view(tokens[start:stop], context + 1)[:: context * every]
         self._vocabulary_size = vocabulary_size
 

@@ -131,7 +131,10 @@ def _read_index(at: Path, num_bytes: int) -> Index:
     """Read the index of a tar of `num_bytes`. Raises InvalidValue if it is missing, damaged or not of such a tar."""
     try:
         index = _load_index(at, num_bytes, [*ARRAYS])
-        firsts, starts, sizes, kinds = index["firsts"], index["starts"], index["sizes"], index["kinds"]
+        firsts = index["firsts"]
+        starts = index["starts"]
+        sizes = index["sizes"]
+        kinds = index["kinds"]
         is_sound = (
             all(array.ndim == 1 and array.dtype.kind == ARRAYS[name] for name, array in index.items())
             and len(firsts) == len(index["keys"]) + 1
@@ -155,7 +158,10 @@ def _build_index(tar: Path, num_bytes: int) -> Index:
     kinds: the number of its extension in extensions.
     """
     keys: list[bytes] = []
-    firsts, starts, sizes, kinds = list[int](), list[int](), list[int](), list[int]()
+    firsts = list[int]()
+    starts = list[int]()
+    sizes = list[int]()
+    kinds = list[int]()
     extensions: dict[bytes, int] = {}
     try:
         with tarfile.open(tar, "r:") as opened:
@@ -181,7 +187,10 @@ def _build_index(tar: Path, num_bytes: int) -> Index:
     except Exception as error:  # of tarfile, and RecursionError, UnicodeError, ...
         raise InvalidValue(f"the shard {tar} is truncated, compressed or no tar file ({error}): restore it") from None
     return {
-        "keys": np.array(keys, dtype="S"), "extensions": np.array([*extensions], dtype="S"),
-        "firsts": np.array([*firsts, len(starts)]), "starts": np.array(starts, dtype=np.int64),
-        "sizes": np.array(sizes, dtype=np.int64), "kinds": np.array(kinds, dtype=np.int64),
-    }  # fmt: skip
+        "keys": np.array(keys, dtype="S"),
+        "extensions": np.array([*extensions], dtype="S"),
+        "firsts": np.array([*firsts, len(starts)]),
+        "starts": np.array(starts, dtype=np.int64),
+        "sizes": np.array(sizes, dtype=np.int64),
+        "kinds": np.array(kinds, dtype=np.int64),
+    }

@@ -77,7 +77,8 @@ class _Audit:
     def __init__(self, plan: LoopPlan, num_steps: int) -> None:
         self.problems: list[str] = []
         self._closed: set[int] = set()
-        self._plan, self._num_steps = plan, num_steps
+        self._plan = plan
+        self._num_steps = num_steps
         self._left: dict[int, Indices] = {}  # incomplete epoch -> remaining uses of each sample
 
     def add(self, step: int, record: Entry) -> StepSamples:
@@ -170,7 +171,8 @@ def audit_samples(
     """
     numbers = record.get("numbers", {})
     of_all = {name: value for name, value in numbers.items() if name not in ("num_lanes", "shards")}
-    path, status = run / LEDGER, read_or_empty(run / STATUS)
+    path = run / LEDGER
+    status = read_or_empty(run / STATUS)
     num_steps = count_records(path)
     loops = [numbers, *(of_all | loop for loop in record.get("loops", []))]
     plans = [_build_plan(run, loop, num_steps) for loop in loops]
@@ -201,7 +203,8 @@ def show_samples(run: Path, record: Mapping[str, Any], *, which: int | str, is_j
         if which not in ("latest", step):
             return
         if is_json:
-            epoch, samples = used.pieces[0][0], used.samples.tolist()
+            epoch = used.pieces[0][0]
+            samples = used.samples.tolist()
             steps.append({"step": step, "epoch": epoch, "num_samples": len(samples), "samples": samples})
         else:
             print(_format_step(step, used, _NUM_SHOWN if sys.stdout.isatty() else len(used.samples)))

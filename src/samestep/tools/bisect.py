@@ -39,7 +39,9 @@ FLAGS: dict[str, Option] = {
 }
 COMMITS = ("at the good commit", "at this one")
 NUM_STEPS = 5
-SCRATCH, TREE = "bisect-", "tree"  # names of the scratch directory and of the work tree in it
+# names of the scratch directory and of the work tree in it
+SCRATCH = "bisect-"
+TREE = "tree"
 
 
 @dataclass(frozen=True)
@@ -96,14 +98,20 @@ def run_bisect(good: str, bad: str, target: Target, values: Mapping[str, Any]) -
     named = [repository.describe(commit) for commit in candidates]
     if values.get("json"):
         found = {
-            "first": candidates[0] if len(candidates) == 1 else None, "candidates": candidates, "subjects": named,
-            "step": outcome.step, "differs_in": outcome.differs_in, "tried": search.tried,
-        }  # fmt: skip
+            "first": candidates[0] if len(candidates) == 1 else None,
+            "candidates": candidates,
+            "subjects": named,
+            "step": outcome.step,
+            "differs_in": outcome.differs_in,
+            "tried": search.tried,
+        }
         print(json.dumps(found, indent=1))
         return 0
-    which, hint = named[0], ""
+    which = named[0]
+    hint = ""
     if len(named) > 1:
-        which, hint = f"one of {', '.join(named)}", " (the script fails at all of them but the last)"
+        which = f"one of {', '.join(named)}"
+        hint = " (the script fails at all of them but the last)"
     print(escape(f"{which} is the first commit that changed {differs}{hint}: {outcome.difference}"))
     return 0
 
@@ -127,7 +135,8 @@ class _Repository:
     def try_git(self, *words: str, directory: Path | None = None) -> str | None:
         """Return the output of a git command; None if it fails. It runs no hook of the repository."""
         options = ["-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", "-C", str(directory or self._root)]
-        command, environment = ["git", *options, *words], self._variables
+        command = ["git", *options, *words]
+        environment = self._variables
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
         except FileNotFoundError:
@@ -143,7 +152,8 @@ class _Repository:
 
     def list_commits(self, good: str, bad: str) -> list[str]:
         """Return the commits from `good` to `bad`, both included, along first parents. Raises Error."""
-        first, last = self._find_commit(good), self._find_commit(bad)
+        first = self._find_commit(good)
+        last = self._find_commit(bad)
         if first == last:
             raise Error(f"{good} and {bad} are the same commit: name two of them")
         if self.try_git("merge-base", "--is-ancestor", last, first) is not None:
@@ -209,17 +219,27 @@ class _Search:
     """
 
     def __init__(
-        self, repository: _Repository, tree: Path, commits: list[str], target: Target, values: Mapping[str, Any],
+        self,
+        repository: _Repository,
+        tree: Path,
+        commits: list[str],
+        target: Target,
+        values: Mapping[str, Any],
         scratch: WorkDir,
-    ) -> None:  # fmt: skip
-        self._repository, self._tree, self._commits, self._scratch = repository, tree, commits, scratch
+    ) -> None:
+        self._repository = repository
+        self._tree = tree
+        self._commits = commits
+        self._scratch = scratch
         self._target = replace(target, name=str(tree / repository.script))
         self._values = values
         self.tried: dict[str, str] = {}
 
     def run(self) -> tuple[list[str], Outcome]:
         """Return the possible first commits that differ, and what differs. Raises Error if the ends do not differ."""
-        low, high, skipped = 0, len(self._commits) - 1, set[int]()
+        low = 0
+        high = len(self._commits) - 1
+        skipped = set[int]()
         steps = self._values.get("steps", NUM_STEPS)
         for end in (low, high):
             if (outcome := self._try(end)).failure:
@@ -237,14 +257,16 @@ class _Search:
             if found.failure:
                 skipped.add(k)
             elif found.differs_in:
-                high, outcome = k, found
+                high = k
+                outcome = found
             else:
                 low = k
         return self._commits[low + 1 : high + 1], outcome
 
     def _try(self, k: int) -> Outcome:
         commit = self._commits[k]
-        named, number = self._repository.describe(commit), len(self.tried) + 1
+        named = self._repository.describe(commit)
+        number = len(self.tried) + 1
         most = 2 + (len(self._commits) - 2).bit_length()
         show_activity(f"commit {number} of about {most}: {named}")
         self._repository.check_out(self._tree, commit)
@@ -256,11 +278,16 @@ class _Search:
 
     def _train(self, commit: str) -> Outcome:
         """Train at a commit, and compare the run with the run at the first commit."""
-        values, run = self._values, self._scratch.path / commit
+        values = self._values
+        run = self._scratch.path / commit
         options = {
-            "run_dir": run, "max_steps": values.get("steps", NUM_STEPS), "resume": "never", "snapshot_every": "never",
-            "log_every": 1, "trackers": "none",
-        }  # fmt: skip
+            "run_dir": run,
+            "max_steps": values.get("steps", NUM_STEPS),
+            "resume": "never",
+            "snapshot_every": "never",
+            "log_every": 1,
+            "trackers": "none",
+        }
         variables = {"PYTHONHASHSEED": "0"} | child_variables() | {"PYTHONDONTWRITEBYTECODE": "1"}
         variables |= to_variables(options | {name: values[name] for name in ("device",) if name in values})
         own = sys.path if sys.flags.safe_path else sys.path[1:]  # the first one is that of this program

@@ -88,7 +88,8 @@ def find_runs(directory: Path) -> list[Path]:
 
 def describe_run(run: Path, rows: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
     """Return facts about a run for a list or a comparison. `rows`: rows of its `metrics.jsonl`, if already read."""
-    status, sound = read_status(run), find_sound(run)
+    status = read_status(run)
+    sound = find_sound(run)
     return {
         "name": run.name,
         "status": status.get("status", "not begun"),
@@ -122,11 +123,17 @@ def list_runs(found: Sequence[Mapping[str, Any]], *, is_json: bool) -> int:
         print(json.dumps(found, indent=1))
         return 0
     rows = [
-        (each["name"], each["status"], str(each["steps"]), (each["digest"] or "")[:SHORT],
-         "" if each["best"] is None else str(each["best"]), describe_age(each["time"]),
-         ", ".join(f"{name} {_shorten(last['value'])}" for name, last in each["metrics"].items()))
+        (
+            each["name"],
+            each["status"],
+            str(each["steps"]),
+            (each["digest"] or "")[:SHORT],
+            "" if each["best"] is None else str(each["best"]),
+            describe_age(each["time"]),
+            ", ".join(f"{name} {_shorten(last['value'])}" for name, last in each["metrics"].items()),
+        )
         for each in found
-    ]  # fmt: skip
+    ]
     print_table("runs", ("name", "status", "steps", "digest", "best", "age", "last metrics"), rows)
     return 0
 
@@ -160,9 +167,15 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
     is_same = step is None and state_step is None
     if is_json:
         shown = {
-            "same": is_same, "differences": differences, "common_steps": common, "common_snapshots": num_snapshots,
-            "first_differing_step": step, "differs_in": what, "first_differing_state": state_step, "runs": described,
-        }  # fmt: skip
+            "same": is_same,
+            "differences": differences,
+            "common_steps": common,
+            "common_snapshots": num_snapshots,
+            "first_differing_step": step,
+            "differs_in": what,
+            "first_differing_state": state_step,
+            "runs": described,
+        }
         print(json.dumps(shown, indent=1))
         return 0 if is_same else 1
     if differences:
@@ -170,7 +183,8 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
         print_table("differences", ("name", one, other), rows)
     metrics = [each["metrics"] for each in described]
     names = {**metrics[0], **metrics[1]}
-    rows, curves = [], [*map(find_curves, logged)]
+    rows = []
+    curves = [*map(find_curves, logged)]
     for name in names:
         bars = overlay([each.get(name, ()) for each in curves])
         lasts = [_format(values.get(name)) for values in metrics]
@@ -205,7 +219,8 @@ def list_missing(names: Sequence[str], counts: Sequence[tuple[int, int]]) -> lis
         >>> list_missing(["a", "b", "c"], [(20, 20), (12, 20), (19, 0)])
         ['the ledger of b was truncated: it lacks steps 12 to 19', 'c has no step 19']
     """
-    most, found = max(max(pair) for pair in counts), []
+    most = max(max(pair) for pair in counts)
+    found = []
     for name, (num_steps, num_done) in zip(names, counts, strict=True):
         which = f"step{'s' if most - num_steps > 1 else ''} {num_steps}"
         which += f" to {most - 1}" if most - num_steps > 1 else ""

@@ -141,7 +141,8 @@ def _build_tables(shown: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]
         yield section, named, list_values(record.get(section) or {})
     for number, loop in enumerate(record.get("loops", []), start=2):
         yield f"loop {number}", named, list_values(loop)
-    settings, asked = record.get("settings") or {}, record.get("asked", {})
+    settings = record.get("settings") or {}
+    asked = record.get("asked", {})
     yield (
         "settings of optimizers and schedules, before any schedule changed them",
         ("name", "in force", "in the script"),
@@ -150,10 +151,15 @@ def _build_tables(shown: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]
     changes = [(str(change["after_step"]), change["changed"]) for change in record.get("changes") or []]
     yield "changes of machine, config and settings", ("after step", "changed"), changes
     rows = [
-        (str(s["step"]) if s["step"] >= 0 else "?", s["name"] or "", describe_size(s["size_bytes"]),
-         describe_age(s["time"]), s["problem"] or ("sound" if shown["checked"] else "whole"))
+        (
+            str(s["step"]) if s["step"] >= 0 else "?",
+            s["name"] or "",
+            describe_size(s["size_bytes"]),
+            describe_age(s["time"]),
+            s["problem"] or ("sound" if shown["checked"] else "whole"),
+        )
         for s in shown["snapshots"]
-    ]  # fmt: skip
+    ]
     title = "snapshots" if shown["checked"] else "snapshots, by their sizes (--check reads them)"
     yield title, ("step", "name", "size", "age", "state"), rows or [("none", "", "", "", "")]
     cells = [["" if row.get(key) is None else str(row[key]) for key in _RESTART] for row in shown["restarts"]]

@@ -113,15 +113,19 @@ def start(target: Target, values: dict[str, Any]) -> int:
     from samestep.launch.launcher import run_launch
     from samestep.launch.rendezvous_client import parse_nodes
 
-    num_ranks, show_ranks = values.pop("nproc_per_node", "auto"), values.pop("show_ranks", "0")
+    num_ranks = values.pop("nproc_per_node", "auto")
+    show_ranks = values.pop("show_ranks", "0")
     max_restarts = values.pop("max_restarts", 0)
     if values.pop("tf_config", False):
         set_hook("samestep.launch.tf_config")
     nodes = parse_nodes(
-        values.pop("nnodes", None), values.pop("node_rank", None), values.pop("rdzv_endpoint", None),
-        values.pop("rdzv_id", ""), values.pop("rdzv_timeout", 300),
+        values.pop("nnodes", None),
+        values.pop("node_rank", None),
+        values.pop("rdzv_endpoint", None),
+        values.pop("rdzv_id", ""),
+        values.pop("rdzv_timeout", 300),
         read_secret(values.pop("rdzv_secret", None)),
-    )  # fmt: skip
+    )
     if nodes is None:  # else another node may have the snapshot
         _check_resume(**values)
     return run_launch(
@@ -151,7 +155,8 @@ def _start_on_hosts(target: Target, values: dict[str, Any]) -> int:
     from samestep.launch.launcher import check_target
     from samestep.launch.ssh_launcher import parse_hosts, run_hosts
 
-    hosts, endpoint = parse_hosts(values.pop("hosts")), values.pop("rdzv_endpoint", None)
+    hosts = parse_hosts(values.pop("hosts"))
+    endpoint = values.pop("rdzv_endpoint", None)
     for name in ("nnodes", "node_rank"):
         if name in values:
             raise Error(f"--hosts sets the number of nodes: leave out {name_flag(name)}")

@@ -239,13 +239,16 @@ def compute_rates(
         Seconds of computation per step, without waits for other ranks, and samples per second; None if unknown.
     """
     passed_s = dict(rank["spent_s"])
-    num_steps, num_micro_batches = rank["num_steps"], rank["num_micro_batches"]
+    num_steps = rank["num_steps"]
+    num_micro_batches = rank["num_micro_batches"]
     if before is None:
         passed_s.pop("starting", None)
     else:
         passed_s = {name: seconds - before["spent_s"].get(name, 0.0) for name, seconds in passed_s.items()}
-        num_steps, num_micro_batches = num_steps - before["num_steps"], num_micro_batches - before["num_micro_batches"]
-    compute_s, total_s = passed_s.get("forward", 0.0) + passed_s.get("backward", 0.0), sum(passed_s.values())
+        num_steps = num_steps - before["num_steps"]
+        num_micro_batches = num_micro_batches - before["num_micro_batches"]
+    compute_s = passed_s.get("forward", 0.0) + passed_s.get("backward", 0.0)
+    total_s = sum(passed_s.values())
     return (
         compute_s / num_steps if num_steps > 0 else None,
         num_micro_batches * micro_batch_size / total_s if total_s > 0 else None,
@@ -260,7 +263,8 @@ def format_rows(
     rows = []
     for rank in record["ranks"]:
         compute_s, samples_per_s = compute_rates(rank, then.get(rank["rank"]), record["micro_batch_size"])
-        is_silent, age_s = rank["is_silent"], rank["age_s"]
+        is_silent = rank["is_silent"]
+        age_s = rank["age_s"]
         where = f"waits in {rank['waits_in']}" if rank["waits_in"] else rank["place"]
         notes = ["silent"] if is_silent else [where] if rank["for_s"] > POLL_S else []
         notes += [f"{age_s:.1f} s ago"] if age_s > OLD_S and not is_silent else []

@@ -16,9 +16,12 @@ from samestep.world.environment import TRACE, child_variables
 
 @contextmanager
 def start(
-    command: Sequence[str], variables: Mapping[str, str], output: Path, inherited: Sequence[int] = (),
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    output: Path,
+    inherited: Sequence[int] = (),
     directory: Path | None = None,
-) -> Iterator["subprocess.Popen[bytes]"]:  # fmt: skip
+) -> Iterator["subprocess.Popen[bytes]"]:
     """Start a command, and kill its process group at the end of the block.
 
     Args:

@@ -29,7 +29,8 @@ class Tracer(Interceptor):
         self.modules: Mapping[str, nn.Module] = {}
 
     def prepare(self, objects: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> None:
-        self.objects, self.modules = objects, modules
+        self.objects = objects
+        self.modules = modules
 
     def begin_loop(self, loop: LoopParts) -> None:
         self.loop = loop

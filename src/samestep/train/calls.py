@@ -7,12 +7,17 @@ from samestep.hashing import hash_short
 from samestep.world.announcements import announce, find_announced
 from samestep.world.group import Group
 
-EPOCH_END, EPOCH_END_AFTER_STOP = 0, 1
+EPOCH_END = 0
+EPOCH_END_AFTER_STOP = 1
 PREPARE, LOOP, ONCE, EVALUATE, RESTORE, NEW_RUN = range(2, 8)
 NAMES = {
-    PREPARE: "run.prepare", LOOP: "run.epochs or run.steps", ONCE: "run.once", EVALUATE: "run.evaluate",
-    RESTORE: "run.restore", NEW_RUN: "samestep.Run",
-}  # fmt: skip
+    PREPARE: "run.prepare",
+    LOOP: "run.epochs or run.steps",
+    ONCE: "run.once",
+    EVALUATE: "run.evaluate",
+    RESTORE: "run.restore",
+    NEW_RUN: "samestep.Run",
+}
 OTHERS = (EPOCH_END, EPOCH_END_AFTER_STOP, *(call for call in NAMES if call != NEW_RUN))
 
 
@@ -36,7 +41,8 @@ def meet(group: Group, call: int, names: Sequence[str] = ()) -> list[int]:
     marks = group.gather_number(call + (_hash(names) << 8))
     if call == NEW_RUN:
         _check_in_call(marks, group.rank)
-    calls, asked = [mark & 0xFF for mark in marks], [mark >> 8 for mark in marks]
+    calls = [mark & 0xFF for mark in marks]
+    asked = [mark >> 8 for mark in marks]
     _check_same(calls, range(len(calls)))
     if len({*asked}) > 1:
         rank = next(rank for rank, each in enumerate(asked) if each != nothing)
@@ -86,7 +92,8 @@ def _check_same(calls: Sequence[int], ranks: Sequence[int]) -> None:
     if name is None or min(calls) == max(calls):
         return
     first = calls.index(max(calls))
-    rank, call = ranks[first], calls[first]
+    rank = ranks[first]
+    call = calls[first]
     other, others_call = next(each for each in zip(ranks, calls, strict=True) if each[1] != call)
     does = f"has called {NAMES[others_call]}" if others_call in NAMES else "has not"
     advice = (

@@ -72,8 +72,14 @@ def describe_run(
     environment = {"samestep": __version__, "python": platform.python_version(), "torch": machine["torch"]}
     environment |= {"device": machine["device"], "world_size": context.world_size}
     return TrackerInfo(
-        "" if directory is None else directory.name, directory, config, 0,
-        options=context.config.identity() | {"reduction": context.config.reduction}, environment=environment,
-        git_commit=options.git.get("commit", ""), git_is_dirty=options.git.get("is_dirty", False),
-        data=tuple(options.samples), group=read_group(),
-    )  # fmt: skip
+        "" if directory is None else directory.name,
+        directory,
+        config,
+        0,
+        options=context.config.identity() | {"reduction": context.config.reduction},
+        environment=environment,
+        git_commit=options.git.get("commit", ""),
+        git_is_dirty=options.git.get("is_dirty", False),
+        data=tuple(options.samples),
+        group=read_group(),
+    )

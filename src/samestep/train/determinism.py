@@ -39,9 +39,11 @@ def read_float32_settings(device_type: str) -> dict[str, str]:
 
     torch.get_float32_matmul_precision raises an error after a script has set `torch.backends.*.fp32_precision`.
     """
-    backend = {"matmul": "cuda.matmul", "convolution": "cudnn.conv"} if device_type == "cuda" else {
-        "matmul": "mkldnn.matmul", "convolution": "mkldnn.conv"
-    }  # fmt: skip
+    backend = (
+        {"matmul": "cuda.matmul", "convolution": "cudnn.conv"}
+        if device_type == "cuda"
+        else {"matmul": "mkldnn.matmul", "convolution": "mkldnn.conv"}
+    )
     found = {name: attrgetter(f"{place}.fp32_precision")(torch.backends) for name, place in backend.items()}
     return {name: value.replace("none", "ieee") for name, value in found.items()}
 

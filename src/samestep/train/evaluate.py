@@ -53,8 +53,13 @@ class Evaluator:
         stopping: Stopping,
         pools: Pools,
     ) -> None:
-        self._context, self._modules, self._gradients, self._position = context, modules, gradients, position
-        self._watchdog, self._stopping, self._pools = watchdog, stopping, pools
+        self._context = context
+        self._modules = modules
+        self._gradients = gradients
+        self._position = position
+        self._watchdog = watchdog
+        self._stopping = stopping
+        self._pools = pools
 
     def evaluate(
         self, score: Callable[[Any], Mapping[str, Any]], data: Any, *, micro_batch_size: int | None, **arguments: Any
@@ -79,7 +84,8 @@ class Evaluator:
         return derive(self._context.config.seed, purpose, step=position.steps_done, pass_=pass_, micro_batch=v)
 
     def _evaluate(self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec) -> dict[str, Any]:
-        group, steps_done = self._context.group, self._position.steps_done
+        group = self._context.group
+        steps_done = self._position.steps_done
         self._watchdog.enter("reducing", steps_done)
         calls.meet(group, calls.EVALUATE)
         rows = self._score(score, spec)
@@ -93,8 +99,10 @@ class Evaluator:
 
     def _score(self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec) -> list[Row]:
         """Return the scores of this rank's micro-batches."""
-        context, position = self._context, self._position
-        length, micro_batch_size = len(spec), spec.micro_batch_size or context.config.micro_batch_size
+        context = self._context
+        position = self._position
+        length = len(spec)
+        micro_batch_size = spec.micro_batch_size or context.config.micro_batch_size
         spans = [(start, min(start + micro_batch_size, length)) for start in range(0, length, micro_batch_size)]
         held = build_layout(len(spans), context.world_size).ranges[context.rank]
         order = build_order(length, seed=0, epoch=0, shuffle=False)
@@ -103,7 +111,8 @@ class Evaluator:
         rows: list[Row] = []
         modes = {part: part.training for module in self._modules.values() for part in module.modules()}
         gradients = {param: param.grad for module in self._modules.values() for param in module.parameters()}
-        evaluating, without = dict.fromkeys(modes, False), dict.fromkeys(gradients)
+        evaluating = dict.fromkeys(modes, False)
+        without = dict.fromkeys(gradients)
         self._gradients.hold_buffers()
         self._watchdog.enter("validating", position.steps_done)
         try:

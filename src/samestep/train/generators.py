@@ -122,7 +122,8 @@ def find_own_modules(place: Path, num_modules: int) -> list[ModuleType]:
     places = [place] if main is None else [place, Path(main).absolute().parent]
     homes = tuple(f"{home}{os.sep}" for each in places for home in (each, each.resolve()))
     libraries = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", sysconfig.get_path("stdlib"))
-    found, others = [], {"__main__", "samestep"}
+    found = []
+    others = {"__main__", "samestep"}
     for name, module in [*sys.modules.items()]:
         root = name.partition(".")[0]
         if root in others:

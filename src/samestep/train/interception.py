@@ -98,7 +98,8 @@ class Interceptor(StepObserver):
     is_trial: ClassVar[bool] = False
 
     def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
-        self.context, self.options = context, options
+        self.context = context
+        self.options = options
 
     def prepare(self, objects: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> None:
         """The models are on the device; they are made equal on all ranks and restored next. May change them.

@@ -74,8 +74,11 @@ class Epoch:
     """
 
     def __init__(self, loop: "Loop", number: int, num_steps: int, end: int, tally: Tally) -> None:
-        self.number, self.num_steps = number, num_steps
-        self._loop, self._end, self._tally = loop, end, tally
+        self.number = number
+        self.num_steps = num_steps
+        self._loop = loop
+        self._end = end
+        self._tally = tally
         self._is_begun = False
         self.done = False
 
@@ -138,19 +141,31 @@ class Loop:
         build_state: Callable[[dict[str, Any]], dict[str, Any]],
         on_end: Callable[[dict[str, Any], str, Error | None], None],
     ) -> None:
-        self._context, self._data, self._plan, self.place = context, data, data.plan, place
-        self._position, self._gradients, self._snapshotter = position, gradients, snapshotter
-        self._stopping, self._watchdog, self._metrics, self._on = stopping, watchdog, metrics, observers
-        self._replicas, self._build_state, self._on_end = replicas, build_state, on_end
+        self._context = context
+        self._data = data
+        self._plan = data.plan
+        self.place = place
+        self._position = position
+        self._gradients = gradients
+        self._snapshotter = snapshotter
+        self._stopping = stopping
+        self._watchdog = watchdog
+        self._metrics = metrics
+        self._on = observers
+        self._replicas = replicas
+        self._build_state = build_state
+        self._on_end = on_end
         self.step: Step | None = None
         self._left_error: Error | None = None  # the script left the loop before its end
         self.repeats_head = place.is_past
         self.failure: Error | None = None
         if not place.is_past and not stopping.ending:
             self._call_sampler()
-        num_workers = 0 if place.is_past else self._plan.count_workers(
-            data.spec.num_workers, rank=context.rank, world_size=context.world_size
-        )  # fmt: skip
+        num_workers = (
+            0
+            if place.is_past
+            else self._plan.count_workers(data.spec.num_workers, rank=context.rank, world_size=context.world_size)
+        )
         spec = replace(data.spec, num_workers=num_workers)
         positions = {} if data.lanes is None else data.lanes.positions
         self._loader = Loader(spec, self._begin_tasks(), device=context.device, positions=positions)
@@ -169,7 +184,8 @@ class Loop:
                 break
             self._load_further()
             self._begin_body("epoch", number)
-            per_epoch, end = self._plan.count_steps(number), self._plan.end_of(number)
+            per_epoch = self._plan.count_steps(number)
+            end = self._plan.end_of(number)
             self.repeats_head = position.steps_done > end - per_epoch
             epoch = Epoch(self, number, per_epoch, end, self._metrics.tally)
             try:
@@ -216,7 +232,8 @@ class Loop:
 
     def _run_step(self, *, is_last: bool) -> Iterator[Step]:
         """Yield the next step, and close it after its body. `is_last`: the body of the epoch continues after it."""
-        position, number = self._position, self._position.steps_done
+        position = self._position
+        number = self._position.steps_done
         self.repeats_head = False
         self._begin_body("step", number)
         if self.step is None:
@@ -225,10 +242,17 @@ class Loop:
             self.step.is_over = True
         spans = self._plan.micro_batches(number)
         self.step = step = Step(
-            number, self._plan.epoch_of(number), spans, self._loader,
-            context=self._context, gradients=self._gradients, position=position, logs=self._context.location.logs,
-            cast_vote=self._cast_vote, observers=self._on,
-        )  # fmt: skip
+            number,
+            self._plan.epoch_of(number),
+            spans,
+            self._loader,
+            context=self._context,
+            gradients=self._gradients,
+            position=position,
+            logs=self._context.location.logs,
+            cast_vote=self._cast_vote,
+            observers=self._on,
+        )
         self._on.begin_step(step)
         try:
             yield step
@@ -247,12 +271,14 @@ class Loop:
             self._end_body(epochs_done=None, numbered=True)
 
     def _cast_vote(self) -> Vote:
-        results, logged = self._on.interceptors.results(), self._metrics.take_names()
+        results = self._on.interceptors.results()
+        logged = self._metrics.take_names()
         return self._stopping.cast_vote(comparison=self._replicas.is_time(), results=results, logged=logged)
 
     def explain_end(self) -> tuple[str, str]:
         """Describe why the loop has no step left, and how to train it longer."""
-        steps_done, last_step = self._position.steps_done, self.place.last_step
+        steps_done = self._position.steps_done
+        last_step = self.place.last_step
         if steps_done < last_step:
             return f"run.stop() has ended it after step {steps_done}", f"start with {advise(resume=steps_done)}"
         end = self._plan.find_end(self.place.planned)
@@ -304,13 +330,16 @@ class Loop:
         """Begin the loop. A run that has already received a signal to stop ends here."""
         if self.place.is_past:
             return
-        location, settings, environment = self._context.location, self._context.config, self._context.environment
+        location = self._context.location
+        settings = self._context.config
+        environment = self._context.environment
         self._stopping.signals.take()
         self._watchdog.begin()
         if self.place.is_further:
             location.write_status("running", "", None)
         elif location.directory is not None:
-            from_step, world_size = self._position.steps_done, self._context.world_size
+            from_step = self._position.steps_done
+            world_size = self._context.world_size
             location.directory.write_start(environment.restart, from_step=from_step, world_size=world_size)
         if environment.local_rank == 0:
             self._notify_launcher(ROOM, str(settings.batch_size // settings.micro_batch_size))
@@ -332,7 +361,9 @@ class Loop:
             epochs_done: at an epoch's end, after its body.
             numbered: whether the run can resume from the position, so that a numbered snapshot may be written.
         """
-        steps_done, stopping, snapshotter = self._position.steps_done, self._stopping, self._snapshotter
+        steps_done = self._position.steps_done
+        stopping = self._stopping
+        snapshotter = self._snapshotter
         if self.step is not None:
             self._on.end_body(self.step)
         self._replicas.compare_if_due(steps_done, epochs_done)
@@ -368,7 +399,8 @@ class Loop:
 
     def _gather_lanes(self) -> list[LanePosition]:
         """Gather the positions of a stream's lanes from the ranks that read them, on all ranks."""
-        group, newest = self._context.group, dict[int, LanePosition]()
+        group = self._context.group
+        newest = dict[int, LanePosition]()
         for sealed in group.gather(group.seal(self._loader.positions)):
             for lane, position in group.unseal(sealed).items():
                 if lane not in newest or newest[lane].num_samples < position.num_samples:
@@ -379,7 +411,8 @@ class Loop:
         """End the process after a signal, once all ranks have voted."""
         if not self._stopping.is_interrupted:
             return
-        steps_done, signals = self._position.steps_done, self._stopping.signals
+        steps_done = self._position.steps_done
+        signals = self._stopping.signals
         saved = self._snapshotter.saved_step == steps_done
         self._context.say(
             f"stopped by a signal after step {steps_done}"
@@ -419,7 +452,8 @@ class Loop:
     def _end(self, status: str, reason: str) -> None:
         self._stopping.is_ended = True
         self._loader.close()
-        context, steps_done = self._context, self._position.steps_done
+        context = self._context
+        steps_done = self._position.steps_done
         self._watchdog.enter("saving", steps_done)
         self._snapshotter.end(steps_done)
         # On all ranks: if the launcher of one node ended with START_AGAIN, srun would return it for all nodes.
@@ -427,7 +461,9 @@ class Loop:
         ends = context.group.gather(ends[0]) if self._stopping.signal else ends
         rank, failure = next((end for end in ends if end[1]), (0, ""))
         if failure:
-            self.failure, status, reason = Error(failure, rank=rank), "failed", failure
+            self.failure = Error(failure, rank=rank)
+            status = "failed"
+            reason = failure
         self._watchdog.enter("script", steps_done)
         rows, measured = self._metrics.sum_up(steps_done, self._position.began_step, self._watchdog.spent_s())
         end = None if failure else {"steps": steps_done, "measured": measured}
@@ -437,7 +473,9 @@ class Loop:
 
     def _explain_failure(self) -> str:
         """Describe a failure at the run's end, on ranks that record it; "" if there was none."""
-        snapshotter, position, signal = self._snapshotter, self._position, self._stopping.signal
+        snapshotter = self._snapshotter
+        position = self._position
+        signal = self._stopping.signal
         if snapshotter.unsaved is not None and snapshotter.unsaved[0] == position.steps_done:
             return f"{snapshotter.unsaved[1]}; fix this, and start the same command again"
         is_again = self._stopping.is_interrupted and stop_code(signal) == START_AGAIN
@@ -461,7 +499,9 @@ class Loop:
 
         So the loader workers do not read ahead over the end of an epoch, where a sampler may depend on its last step.
         """
-        context, steps_done, borrow = self._context, self._position.steps_done, self._on.interceptors.borrow
+        context = self._context
+        steps_done = self._position.steps_done
+        borrow = self._on.interceptors.borrow
         self._loaded_end = self._plan.find_known_end(self.place.last_step)
         return self._plan.tasks(
             steps_done, self._loaded_end, rank=context.rank, world_size=context.world_size, borrow=borrow

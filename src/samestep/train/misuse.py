@@ -30,7 +30,9 @@ class MisuseChecks(StepObserver):
     def __init__(
         self, objects: Objects, modules: Mapping[str, nn.Module], gradients: GradientAverager, held: Iterable[Optimizer]
     ) -> None:
-        self._objects, self._modules, self._gradients = objects, modules, gradients
+        self._objects = objects
+        self._modules = modules
+        self._gradients = gradients
         self._optimizers: WeakSet[Optimizer] = WeakSet([*name_optimizers(objects).values(), *held])
         self._schedules = [(name, thing) for name, thing in objects.items() if isinstance(thing, LRScheduler)]
         self._signature = self._sign()
@@ -102,8 +104,10 @@ class MisuseChecks(StepObserver):
         Raises:
             UsageError: no optimizer has used them, and no weight has changed.
         """
-        number, self._unused_step = self._unused_step, None
-        weights, self._weights = self._weights, None
+        number = self._unused_step
+        self._unused_step = None
+        weights = self._weights
+        self._weights = None
         if number is None or not self._optimizers or self._is_updated_otherwise or self._gradients.has_new_weights():
             return
         left = [param.grad for param in self._gradients.plan.params if param.grad is not None]

@@ -56,7 +56,8 @@ class Override:
     """
 
     def __init__(self, objects: Objects, saved: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> None:
-        self._objects, self._changed = objects, changed
+        self._objects = objects
+        self._changed = changed
         names = {name.partition(".")[0].partition("[")[0] for name in changed}
         self._optimizers = {
             name: thing
@@ -68,9 +69,10 @@ class Override:
         schedules = {
             name: thing
             for name, thing in objects.items()
-            if isinstance(thing, LRScheduler) and not _is_plateau(thing)
+            if isinstance(thing, LRScheduler)
+            and not _is_plateau(thing)
             and any(thing.optimizer is optimizer for optimizer in self._optimizers.values())
-        }  # fmt: skip
+        }
         self.moved = set(schedules)
         before = self._read_groups()
         with warnings.catch_warnings():

@@ -21,7 +21,8 @@ class TrainedParameters(StepObserver):
     def __init__(
         self, objects: Objects, modules: Mapping[str, nn.Module], gradients: GradientAverager, held: Iterable[Optimizer]
     ) -> None:
-        self._modules, self._gradients = modules, gradients
+        self._modules = modules
+        self._gradients = gradients
         self._optimizers = [*name_optimizers(objects).values()]
         if self._optimizers:  # with wrappers alone, all parameters are trained
             self._optimizers += held
@@ -35,7 +36,8 @@ class TrainedParameters(StepObserver):
         held = [id(param) for optimizer in self._optimizers for param in list_params(optimizer)]
         if held == self._held:
             return
-        self._held, wanted = held, {*held}
+        self._held = held
+        wanted = {*held}
         trained: dict[int, tuple[str, nn.Parameter, int]] = {}  # name, parameter, slot of its module
         others: list[nn.Parameter] = []
         for slot, (name, module) in enumerate(self._modules.items(), start=1):

@@ -64,22 +64,29 @@ class Position:
 
     def load_state_dict(self, position: Mapping[str, Any]) -> None:
         """Resume from the position in a snapshot."""
-        self._ends, self.steps_done = position.get("loops", []), position["step"]
+        self._ends = position.get("loops", [])
+        self.steps_done = position["step"]
         self.lanes = position.get("lanes", [])
-        self._epoch, self._order = position["epoch"], position.get("order")
+        self._epoch = position["epoch"]
+        self._order = position.get("order")
         self.resumed_step, self._num_past = self.steps_done, len(self._ends)
 
     def begin_loop(
-        self, data: LoopData, planned: int, max_steps: int | None, location: RunLocation,
+        self,
+        data: LoopData,
+        planned: int,
+        max_steps: int | None,
+        location: RunLocation,
         say: Callable[[str], None],
-    ) -> Place:  # fmt: skip
+    ) -> Place:
         """Move to the script's next loop, and record it. On all ranks.
 
         Raises:
             RunDirectoryError: the run was resumed inside or after this loop, and the loop was a different one then.
         """
         plan = data.plan
-        number, self._num_begun = self._num_begun, self._num_begun + 1
+        number = self._num_begun
+        self._num_begun = self._num_begun + 1
         end, was, *further = self._ends[number] if number < self._num_past else (None, planned)
         if plan.has_sampler and number <= self._num_past and self.resumed_step:
             if end is None:

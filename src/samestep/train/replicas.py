@@ -59,13 +59,15 @@ class Replicas(StepObserver):
     """
 
     def __init__(self, objects: Mapping[str, Any], group: Group, every: Interval | None) -> None:
-        self._objects, self._group = objects, group
+        self._objects = objects
+        self._group = group
         self._every = every if group.world_size > 1 else None
         self._alike_at: int | None = None
         self._settled: dict[str, ref[Tensor]] = {}  # tensors that were equal in the last comparison
         self._ignored: set[str] = set()  # names of optimizer state that differed from the first comparison on
         self._begun_infinite: set[str] = set()  # labels of `list_checked`
-        self._alike_s, self._is_wanted = time.monotonic(), False
+        self._alike_s = time.monotonic()
+        self._is_wanted = False
 
     def watch(self, snapshotter: Snapshotter) -> None:
         """Begin to watch, before the first step of a loop, so that a change before its update is noticed."""
@@ -106,7 +108,9 @@ class Replicas(StepObserver):
                 raise Error(explain_drift(drift, [host for host, *_ in replies], step, self._alike_at))
             self._ignored |= {name for name, value in checksums.items() if any(r.get(name) != value for r in replicas)}
         self._settled = {name: ref(tensor) for name, tensor in replicated.items()}
-        self._alike_at, self._alike_s, self._is_wanted = step, time.monotonic(), False
+        self._alike_at = step
+        self._alike_s = time.monotonic()
+        self._is_wanted = False
 
     def _find_proofs(self, replicated: Mapping[str, Tensor]) -> Iterator[str]:
         """Yield the names of tensors that prove a drift if they differ.

@@ -28,7 +28,8 @@ class Layout:
     """
 
     def __init__(self, objects: Objects, modules: Mapping[str, nn.Module]) -> None:
-        self._objects, self._modules = objects, modules
+        self._objects = objects
+        self._modules = modules
         self._names = {id(param): name for name, param in self._params().items()}
         self._frozen, self._groups = self._find_frozen(), self._read_groups()
         self._keys = {name: {*module.state_dict()} for name, module in modules.items()}
@@ -38,7 +39,9 @@ class Layout:
         """The names of the frozen parameters, now and at the start (in the first loop, only if they differ), and the
         parameter groups of the optimizers that got more of them.
         """
-        frozen, groups, state = self._find_frozen(), self._read_groups(), dict[str, Any]()
+        frozen = self._find_frozen()
+        groups = self._read_groups()
+        state = dict[str, Any]()
         if not is_first_loop or frozen != self._frozen:
             state = {"frozen": frozen, "frozen_at_start": self._frozen}
         if added := {name: groups[name] for name in groups if groups[name] != self._groups[name]}:
@@ -99,7 +102,9 @@ class Contents:
     def __init__(
         self, objects: Objects, modules: Mapping[str, nn.Module], precision: Precision, say: Callable[[str], None]
     ) -> None:
-        self._objects, self._precision, self._say = objects, precision, say
+        self._objects = objects
+        self._precision = precision
+        self._say = say
         self._layout = Layout(objects, modules)
         self._override: Override | None = None
         self.options = Options(read_settings(objects))
@@ -128,7 +133,9 @@ class Contents:
         Raises:
             RunDirectoryError: the names differ, or a state does not fit its object.
         """
-        objects, saved, asked = self._objects, contents["objects"], self.options.in_force
+        objects = self._objects
+        saved = contents["objects"]
+        asked = self.options.in_force
         if objects.keys() != saved.keys():
             raise RunDirectoryError(
                 f"the snapshot holds {', '.join(saved)}, and run.prepare got {', '.join(objects)}: pass the same names"
@@ -171,7 +178,8 @@ def load(objects: Objects, saved: Mapping[str, Any], *, leave: Collection[str] =
         if isinstance(thing, torch.optim.Optimizer):
             # torch adds defaults when it loads, but not to the groups.
             settings = thing.defaults.keys() & thing.param_groups[0].keys()
-            num_groups, num_saved = len(thing.param_groups), len(saved[name].get("param_groups", ()))
+            num_groups = len(thing.param_groups)
+            num_saved = len(saved[name].get("param_groups", ()))
             if num_groups < num_saved:
                 raise RunDirectoryError(
                     f"{name} has {num_groups} of the {num_saved} groups of parameters in the snapshot: give it all of "
@@ -199,9 +207,14 @@ def load(objects: Objects, saved: Mapping[str, Any], *, leave: Collection[str] =
 
 
 def recall(
-    location: RunLocation, known: Mapping[str, nn.Module], names: Sequence[str], which: int | str, group: Group,
-    *, may_lack: bool,
-) -> bool:  # fmt: skip
+    location: RunLocation,
+    known: Mapping[str, nn.Module],
+    names: Sequence[str],
+    which: int | str,
+    group: Group,
+    *,
+    may_lack: bool,
+) -> bool:
     """Load the parameters and buffers of a snapshot into models, in place. On all ranks.
 
     Only rank 0 reads the snapshot, and sends it to the others, because other nodes may not have it.

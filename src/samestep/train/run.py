@@ -129,7 +129,7 @@ class Run:
         8
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0915
         self,
         run_dir: str | Path | None,
         *,
@@ -159,14 +159,30 @@ class Run:
         requests = read_request(environment.interceptor)
         is_trial = any(request.kind.is_trial for request in requests)
         settings = build_config(
-            environment, is_trial=is_trial,
-            run_dir=run_dir, batch_size=batch_size, micro_batch_size=micro_batch_size, seed=seed,
-            precision=precision, reduction=reduction, num_threads=num_threads, snapshot_every=snapshot_every,
-            keep_last=keep_last, resume=resume, max_steps=max_steps, log_every=log_every, device=device,
-            compare_every=compare_every, check_compute_every=check_compute_every, check_compute=check_compute,
-            deterministic=deterministic, bucket_cap_mb=bucket_cap_mb, trackers=trackers,
-        )  # fmt: skip
-        self.batch_size, self.micro_batch_size = settings.batch_size, settings.micro_batch_size
+            environment,
+            is_trial=is_trial,
+            run_dir=run_dir,
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            seed=seed,
+            precision=precision,
+            reduction=reduction,
+            num_threads=num_threads,
+            snapshot_every=snapshot_every,
+            keep_last=keep_last,
+            resume=resume,
+            max_steps=max_steps,
+            log_every=log_every,
+            device=device,
+            compare_every=compare_every,
+            check_compute_every=check_compute_every,
+            check_compute=check_compute,
+            deterministic=deterministic,
+            bucket_cap_mb=bucket_cap_mb,
+            trackers=trackers,
+        )
+        self.batch_size = settings.batch_size
+        self.micro_batch_size = settings.micro_batch_size
         self.seed = settings.seed
         self.device = choose_device(environment, settings.device, settings.backend)
         fix_kernels(settings.num_threads, settings.deterministic)
@@ -177,7 +193,9 @@ class Run:
             meet_for_run(environment.rank)
         group = open_group(environment, self.device, backend=settings.backend)
         open_announcements(group)
-        self.rank, self.local_rank, self.world_size = environment.rank, environment.local_rank, environment.world_size
+        self.rank = environment.rank
+        self.local_rank = environment.local_rank
+        self.world_size = environment.world_size
         self.state: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
         self._progress = build_progress(rank=self.rank, terminal=False if is_trial else None)
@@ -189,12 +207,15 @@ class Run:
             unused = "tf32 is a format of GPUs: this run computes in fp32, because it is on the CPU"
             warn(self._say, unused, start="tf32 is a format of GPUs")
         used = () if is_trial else settings.trackers
-        self._trackers, self._pools, self._position = Trackers(build_trackers(used), self._say), Pools(), Position()
+        self._trackers = Trackers(build_trackers(used), self._say)
+        self._pools = Pools()
+        self._position = Position()
         location = open_location(settings, group, self._say)
         self.dir = location.path
         context = RunContext(environment, settings, group, self.device, precision_of_run, self._say, location)
         self._context = context
-        self._snapshotter, self._point = Snapshotter(settings, location, self.world_size, self._say), ResumePoint()
+        self._snapshotter = Snapshotter(settings, location, self.world_size, self._say)
+        self._point = ResumePoint()
         self._signals = StopSignals(environment, self._say, is_on=self.dir is not None)
         self._resources = Resources(context, self._snapshotter, self._signals, self._progress, self._pools)
         self._watchdog = Watchdog(context, self._snapshotter, self._position)
@@ -203,7 +224,8 @@ class Run:
         self._metrics = RunMetrics(context, self._progress, self._trackers, self._objects)
         self._old_params = prepared.find_params()
         self._loop: Loop | None = None
-        self._resumed, self._is_recalled = "", False
+        self._resumed = ""
+        self._is_recalled = False
         self._lanes_s: list[float] = []
         self._interceptors = Interceptors(context, [*find_requests(settings), *requests])
         seed_all(derive(self.seed, "init"))
@@ -256,7 +278,8 @@ class Run:
             raise UsageError("run.prepare was called twice: pass all objects in one call")
         if device_map not in (None, "keep"):
             raise InvalidValue(f'device_map must be "keep" or None, not {device_map!r}')
-        context, config = self._context, self._context.config
+        context = self._context
+        config = self._context.config
         self._modules = modules = prepared.check(objects, self._old_params)
         self._objects.update(objects)
         self._old_params = {}
@@ -275,9 +298,13 @@ class Run:
         if self.dir is not None:
             encode(prepared.states(objects))  # an Error for what cannot be saved comes now, not after the first epoch
         self._gradients = GradientAverager(
-            modules, context.group, context.precision, exact=config.reduction == "exact",
-            bucket_cap_bytes=config.bucket_cap_bytes, micro_batch_size=config.micro_batch_size,
-        )  # fmt: skip
+            modules,
+            context.group,
+            context.precision,
+            exact=config.reduction == "exact",
+            bucket_cap_bytes=config.bucket_cap_bytes,
+            micro_batch_size=config.micro_batch_size,
+        )
         held = prepared.find_held_optimizers(objects)
         self._misuse = MisuseChecks(objects, modules, self._gradients, held)
         self._restore()
@@ -285,7 +312,7 @@ class Run:
         self._parameters = TrainedParameters(objects, modules, self._gradients, held)
         self._evaluator = Evaluator(
             context, modules, self._gradients, self._position, self._watchdog, self._stopping, self._pools
-        )  # fmt: skip
+        )
 
     def epochs(
         self,
@@ -336,9 +363,15 @@ class Run:
         """
         check_count("epochs", num_epochs)
         opened = self._open_data(
-            data, endless=False, sampler=sampler, collate_fn=collate_fn, num_workers=num_workers, shuffle=shuffle,
-            drop_last=drop_last, pin_memory=pin_memory,
-        )  # fmt: skip
+            data,
+            endless=False,
+            sampler=sampler,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            pin_memory=pin_memory,
+        )
         return self._begin(opened, opened.plan.plan_end(num_epochs), num_epochs).run_epochs(num_epochs)
 
     def steps(
@@ -380,9 +413,14 @@ class Run:
         """
         check_count("steps", num_steps)
         opened = self._open_data(
-            data, endless=True, sampler=sampler, collate_fn=collate_fn, num_workers=num_workers, shuffle=shuffle,
+            data,
+            endless=True,
+            sampler=sampler,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            shuffle=shuffle,
             pin_memory=pin_memory,
-        )  # fmt: skip
+        )
         return self._begin(opened, opened.plan.plan_end(num_steps), None).run_steps()
 
     def evaluate(
@@ -541,7 +579,8 @@ class Run:
         if not self._stopping.is_ended:
             raise UsageError("run.restore in the loop would change what is trained: call it after the loop")
         calls.meet(self._context.group, calls.RESTORE)
-        may_lack, group = self._interceptors.is_trial, self._context.group
+        may_lack = self._interceptors.is_trial
+        group = self._context.group
         self._snapshotter.settle()
         is_loaded = recall(self._context.location, self._modules, names, which, group, may_lack=may_lack)
         self._is_recalled = is_loaded and self._loop is None
@@ -634,14 +673,20 @@ class Run:
                 "run.restore was called before the loop, which would train other weights: call it after it"
             )
         return open_loop_data(
-            data, seed=self.seed, batch_size=self.batch_size, micro_batch_size=self.micro_batch_size, start=start,
+            data,
+            seed=self.seed,
+            batch_size=self.batch_size,
+            micro_batch_size=self.micro_batch_size,
+            start=start,
             **arguments,
-        )  # fmt: skip
+        )
 
     def _begin(self, data: LoopData, planned: int, num_epochs: int | None) -> Loop:  # noqa: PLR0915
         """Do everything between the check of the arguments and the first step of a loop. `planned`: its end."""
-        context, config = self._context, self._context.config
-        position, location = self._position, context.location
+        context = self._context
+        config = self._context.config
+        position = self._position
+        location = context.location
         calls.meet(context.group, calls.LOOP)
         plan = data.plan
         lengths = {f"the number of {plan.unit}s": planned, "the length of the data set": plan.length}
@@ -681,16 +726,26 @@ class Run:
         observers: list[StepObserver] = [self._misuse, self._parameters, self._watchdog, self._metrics, self._stopping]
         if self.world_size > 1:
             observers.append(self._replicas)
-        interceptors, can_resume = self._interceptors, self.rank == 0 and self.dir is not None
+        interceptors = self._interceptors
+        can_resume = self.rank == 0 and self.dir is not None
         if can_resume and not place.is_further and not interceptors.is_trial:
             observers.append(Unprepared(self._objects, data, self._say))
         interceptors.begin_loop(LoopParts(data, self._gradients, self._watchdog, self.dir, self._build_state))
         self._loop = loop = Loop(
-            context, data, place, position=position, gradients=self._gradients,
-            snapshotter=self._snapshotter, stopping=self._stopping, watchdog=self._watchdog, metrics=self._metrics,
-            observers=Observers([*observers, *interceptors.installed], interceptors), replicas=self._replicas,
-            build_state=self._build_state, on_end=self._end_loop,
-        )  # fmt: skip
+            context,
+            data,
+            place,
+            position=position,
+            gradients=self._gradients,
+            snapshotter=self._snapshotter,
+            stopping=self._stopping,
+            watchdog=self._watchdog,
+            metrics=self._metrics,
+            observers=Observers([*observers, *interceptors.installed], interceptors),
+            replicas=self._replicas,
+            build_state=self._build_state,
+            on_end=self._end_loop,
+        )
         self._resources.find_failure = loop.find_failure
         if place.is_past:
             return loop
@@ -728,7 +783,8 @@ class Run:
         self._point = point = location.find_resume_point(self._context.config.resume, self._numbers)
         if point.meta is None:
             return
-        state, meta = location.read(point), point.meta
+        state = location.read(point)
+        meta = point.meta
         self._snapshotter.resume(point)
         self._contents.restore(state, meta.get("settings", {}), overrides=self._overrides)
         if self._context.config.resume == "latest":  # a snapshot that is named is meant to be trained further

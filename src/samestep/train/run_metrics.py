@@ -37,13 +37,15 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self.num_skipped, self.epoch = 0, -1
+        self.num_skipped = 0
+        self.epoch = -1
         self._sums: dict[str, tuple[Value, float]] = {}  # of value times weight, and of weights
 
     def add(self, epoch: int, averages: Mapping[str, tuple[Value, float]]) -> None:
         """Add a step's values and their weights."""
         if epoch != self.epoch:
-            self.epoch, self._sums = epoch, {}
+            self.epoch = epoch
+            self._sums = {}
         for name, (value, weight) in averages.items():
             if weight:
                 total, total_weight = self._sums.get(name, (0.0, 0.0))
@@ -60,7 +62,8 @@ class Tally:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`. An empty state is from a snapshot without a tally."""
-        self.num_skipped, self.epoch = state.get("num_skipped", 0), state.get("epoch", -1)
+        self.num_skipped = state.get("num_skipped", 0)
+        self.epoch = state.get("epoch", -1)
         sums = state.get("sums", {})
         self._sums = {name: (float.fromhex(total), float.fromhex(weight)) for name, (total, weight) in sums.items()}
 
@@ -76,14 +79,18 @@ class RunMetrics(StepObserver):
     """
 
     def __init__(self, context: RunContext, progress: Progress, trackers: Trackers, objects: Objects) -> None:
-        self._context, self._objects = context, objects
-        self._progress, self._trackers = progress, trackers
-        self.tally, self._num_samples = Tally(), 0
+        self._context = context
+        self._objects = objects
+        self._progress = progress
+        self._trackers = trackers
+        self.tally = Tally()
+        self._num_samples = 0
         self._rates: dict[str, float] = {}
         self._checksum = GradientChecksum()
         self._checksummed: ReductionPlan | None = None
         self._is_logged = False  # the present step gets a row in metrics.jsonl
-        self._names, self._has_warned_of_names = 0, False
+        self._names = 0
+        self._has_warned_of_names = False
         self._is_zero: Callable[[], bool] | None = None  # whether the previous step's gradient was, if its loss was 0
         self._num_zero = 0  # steps in a row
         self._began_s = time.perf_counter()
@@ -91,7 +98,9 @@ class RunMetrics(StepObserver):
 
     def begin_loop(self, plan: LoopPlan, gradients: GradientAverager) -> None:
         """A loop begins."""
-        self._num_samples, self._plan, self._gradients = 0, plan, gradients
+        self._num_samples = 0
+        self._plan = plan
+        self._gradients = gradients
         self._wrapped: Wrapped = find_wrapped(self._objects)
 
     def move_end(self, last_step: int) -> None:
@@ -107,11 +116,13 @@ class RunMetrics(StepObserver):
         if self._context.location.directory is not None:
             plan = self._gradients.plan
             if plan is not self._checksummed:  # other parameters
-                self._checksummed, self._checksum = plan, GradientChecksum()
+                self._checksummed = plan
+                self._checksum = GradientChecksum()
             grads = [param.grad for param in plan.params]
             step.checksums.append(self._checksum.compute(grads, step.number))
         self._look_for_zero(step)
-        every, steps_done = self._context.config.log_every, step.number + 1
+        every = self._context.config.log_every
+        steps_done = step.number + 1
         epochs_done = self._plan.epochs_done(steps_done) if every.epochs else None
         now_s = time.monotonic()
         self._is_logged = every.is_due(steps_done, epochs_done) or every.has_passed(now_s - self._logged_s)
@@ -122,7 +133,8 @@ class RunMetrics(StepObserver):
     def end_step(self, step: Step) -> None:
         """Record a finished step."""
         self._num_samples += step.num_samples
-        directory, steps_done = self._context.location.directory, step.number + 1
+        directory = self._context.location.directory
+        steps_done = step.number + 1
         if directory is not None:
             self._enter(directory, step)
         self._progress.step(steps_done, step.num_samples, step.epoch)
@@ -160,7 +172,8 @@ class RunMetrics(StepObserver):
 
     def take_names(self) -> int:
         """Return a hash of the names in the calls of `run.log` since the last exchange; 0 if there were none."""
-        names, self._names = self._names, 0
+        names = self._names
+        self._names = 0
         return names
 
     def _look_for_zero(self, step: Step) -> None:

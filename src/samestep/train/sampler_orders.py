@@ -22,7 +22,9 @@ class SamplerOrders:
     """
 
     def __init__(self, sampler: Sampler, seed: int, num_samples: int) -> None:
-        self._sampler, self._seed, self._num_samples = sampler, seed, num_samples
+        self._sampler = sampler
+        self._seed = seed
+        self._num_samples = num_samples
         self._open: dict[int, GivenOrder] = {}
         self._new: list[int] = []  # since the last call of `take_new`
         self._is_proven = False  # the sampler gives the same indices when it is called again
@@ -51,7 +53,8 @@ class SamplerOrders:
 
     def take_new(self) -> dict[int, Indices]:
         """Return the indices of the epochs that are known since the last call."""
-        new, self._new = self._new, []
+        new = self._new
+        self._new = []
         return {epoch: self._open[epoch].indices for epoch in new}
 
     def _add(self, epoch: int, order: GivenOrder) -> None:

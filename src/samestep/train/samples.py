@@ -60,9 +60,14 @@ def check_marks(data: LoopData, run_dir: Path, *, overrides: bool) -> list[Mark]
 
 
 def add_samples(
-    options: Options, group: Group, directory: RunDirectory | None, data: LoopData, seed: int,
-    machine: Mapping[str, Any], overrides: bool,
-) -> Options:  # fmt: skip
+    options: Options,
+    group: Group,
+    directory: RunDirectory | None,
+    data: LoopData,
+    seed: int,
+    machine: Mapping[str, Any],
+    overrides: bool,
+) -> Options:
     """Return the options with rank 0's result of `check_samples`, after `compare_ranks`."""
     own = None
     if group.world_size > 1 and data.lanes is None:
@@ -149,9 +154,14 @@ def _read_lane(spec: DataSpec, lanes: Lanes, lane: int, seed: int) -> list[str]:
 
 
 def check_samples(
-    spec: DataSpec, seed: int, record: Mapping[str, Any], machine: Mapping[str, Any], *, overrides: bool,
+    spec: DataSpec,
+    seed: int,
+    record: Mapping[str, Any],
+    machine: Mapping[str, Any],
+    *,
+    overrides: bool,
     now: list[str] | None = None,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Compare the first, the middle and the last sample with the run's. On one rank.
 
     Samples that differ when they are read twice in one start are not compared. On a different kind of machine, a
@@ -169,16 +179,19 @@ def check_samples(
     Raises:
         RunDirectoryError: the data are not the run's.
     """
-    before, now = record.get("samples", []), read_samples(spec, seed) if now is None else now
+    before = record.get("samples", [])
+    now = read_samples(spec, seed) if now is None else now
     rows = zip(_choose(spec), before, now, strict=False)
     changed = [row for row in rows if row[1] and row[2] and row[1] != row[2]]
     if not changed or read_samples(spec, seed) != now:
         return before or now
     if not overrides and record.get("machine") == machine:
         index, was, found = changed[0]
-        how, cure = "differs", "build it after samestep.Run(...), which seeds the generators, or with a fixed seed"
+        how = "differs"
+        cure = "build it after samestep.Run(...), which seeds the generators, or with a fixed seed"
         if dtypes := _find_dtypes(was, found):
-            how, cure = f"is {dtypes[1]}, and was {dtypes[0]}", "give it the same dtype"
+            how = f"is {dtypes[1]}, and was {dtypes[0]}"
+            cure = "give it the same dtype"
         raise RunDirectoryError(
             f"the data set is not the one that the run began with (sample {index} {how}): {cure}; to continue with "
             f"this one, pass override=True to run.prepare, or start with {advise(override=True)}"

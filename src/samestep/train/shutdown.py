@@ -46,9 +46,13 @@ class Resources:
     def __init__(
         self, context: RunContext, snapshotter: Snapshotter, signals: StopSignals, progress: Progress, pools: Pools
     ) -> None:
-        self.rank, self.error_dir = context.rank, context.environment.error_dir
-        self._context, self._snapshotter, self._signals = context, snapshotter, signals
-        self._progress, self._pools = progress, pools
+        self.rank = context.rank
+        self.error_dir = context.environment.error_dir
+        self._context = context
+        self._snapshotter = snapshotter
+        self._signals = signals
+        self._progress = progress
+        self._pools = pools
         self._is_open = True
         self.find_failure: Callable[[], Error | None] = lambda: None
         if _ended:
@@ -135,7 +139,8 @@ def report_errors(rank: int) -> None:
     A rank that only lost another rank prints one line, because the other rank's error is the cause.
     """
     ready_standard_files()
-    others, pid = sys.excepthook, os.getpid()
+    others = sys.excepthook
+    pid = os.getpid()
     if getattr(others, "is_samestep", False):
         return
 

@@ -98,7 +98,8 @@ def find_parts(objects: Objects, *, in_schedules: bool) -> list[Any]:
         in_schedules: whether to look into learning rate schedulers, too. They save the schedulers that they hold, but
             not their optimizer.
     """
-    things, seen = [*objects.values()], {id(thing) for thing in objects.values()}
+    things = [*objects.values()]
+    seen = {id(thing) for thing in objects.values()}
     for thing in things:  # grows during the loop
         if isinstance(thing, nn.Module) or (isinstance(thing, LRScheduler) and not in_schedules):
             continue
@@ -143,7 +144,8 @@ def find_saved(objects: Objects, parts: Iterable[Any]) -> set[int]:
 
 def find_wrapped(objects: Objects) -> Wrapped:
     """Return the optimizers that each object holds, without those that are prepared or held by an earlier object."""
-    found, seen = {}, {id(thing) for thing in objects.values()}
+    found = {}
+    seen = {id(thing) for thing in objects.values()}
     for name, thing in objects.items():
         found[name] = [part for part in find_held_optimizers({name: thing}) if id(part) not in seen]
         seen |= {id(part) for part in found[name]}

@@ -115,12 +115,21 @@ class Observers:
             return calls[0] if len(calls) == 1 else notify
 
         self.interceptors = interceptors
-        self.begin_step, self.begin_pass, self.load = join("begin_step"), join("begin_pass"), join("load")
-        self.begin_micro_batch, self.end_micro_batch = join("begin_micro_batch"), join("end_micro_batch")
-        self.backward, self.end_backward, self.log = join("backward"), join("end_backward"), join("log")
-        self.exchange, self.exchange_failed = join("exchange"), join("exchange_failed")
-        self.exchanged, self.reduced, self.end_step = join("exchanged"), join("reduced"), join("end_step")
-        self.end_body, self.leave = join("end_body"), join("leave")
+        self.begin_step = join("begin_step")
+        self.begin_pass = join("begin_pass")
+        self.load = join("load")
+        self.begin_micro_batch = join("begin_micro_batch")
+        self.end_micro_batch = join("end_micro_batch")
+        self.backward = join("backward")
+        self.end_backward = join("end_backward")
+        self.log = join("log")
+        self.exchange = join("exchange")
+        self.exchange_failed = join("exchange_failed")
+        self.exchanged = join("exchanged")
+        self.reduced = join("reduced")
+        self.end_step = join("end_step")
+        self.end_body = join("end_body")
+        self.leave = join("leave")
 
 
 class Step:
@@ -177,11 +186,17 @@ class Step:
         cast_vote: Callable[[], Vote],
         observers: Observers,
     ) -> None:
-        self.number, self.epoch = number, epoch
+        self.number = number
+        self.epoch = epoch
         self.sizes = [stop - start for start, stop in spans]
-        self._loader, self._context, self._gradients = loader, context, gradients
-        self._position, self._logs, self._cast_vote = position, logs, cast_vote
-        self._on, self._interceptors = observers, observers.interceptors
+        self._loader = loader
+        self._context = context
+        self._gradients = gradients
+        self._position = position
+        self._logs = logs
+        self._cast_vote = cast_vote
+        self._on = observers
+        self._interceptors = observers.interceptors
         self._pass: GradientPass | None = None  # only inside the loop over the micro-batches
         self._loaded: dict[int, Loaded] = {}
         self.held, self.borrowed = range(0), self._interceptors.borrow(number, len(self.sizes))

@@ -43,7 +43,9 @@ def count_idle_stops(history: Path) -> int:
     with suppress(OSError):
         rows = read_rows(history)
     again = {describe_stop(number) for number in STOP_SIGNALS if stop_code(number) == START_AGAIN}
-    count, began = 0, [0, *(row["from_step"] for row in rows)]  # first step of the start before each line
+    # first step of the start before each line
+    count = 0
+    began = [0, *(row["from_step"] for row in rows)]
     for row, step in reversed([*zip(rows, began, strict=False)]):
         if row["reason"] not in again or row["from_step"] != step:
             break
@@ -63,9 +65,12 @@ class StopSignals:
     """
 
     def __init__(self, environment: Environment, say: Callable[[str], None], *, is_on: bool) -> None:
-        self.heard, self.is_on, self._say = 0, is_on, say
+        self.heard = 0
+        self.is_on = is_on
+        self._say = say
         self._leave = None if environment.error_dir is None else Path(environment.error_dir, LEAVE)
-        self._launcher, self._same_for_s = environment.launcher, SAME_SIGNAL_S[environment.launcher]
+        self._launcher = environment.launcher
+        self._same_for_s = SAME_SIGNAL_S[environment.launcher]
         self._heard_at_s = 0.0
         self._before: dict[int, Any] = {}
         self._is_released = False

@@ -40,21 +40,32 @@ class Stopping(StepObserver):
         watchdog: Watchdog,
         signals: StopSignals,
     ) -> None:
-        self._context, self._position, self._snapshotter = context, position, snapshotter
-        self._watchdog, self.signals, self._grace_s = watchdog, signals, context.config.grace_s
-        self.reason, self.signal, self.last_step = "", 0, 0
-        self.ending, self.is_ended, self._has_agreed = False, True, False
+        self._context = context
+        self._position = position
+        self._snapshotter = snapshotter
+        self._watchdog = watchdog
+        self.signals = signals
+        self._grace_s = context.config.grace_s
+        self.reason = ""
+        self.signal = 0
+        self.last_step = 0
+        self.ending = False
+        self.is_ended = True
+        self._has_agreed = False
         self._began_s = 0.0
 
     def begin_loop(self, place: Place) -> None:
         """A loop begins."""
         self.last_step = place.last_step
         self.ending = self._position.steps_done >= self.last_step or bool(self.reason)
-        self.signal, self.is_ended, self._has_agreed = 0, False, False
+        self.signal = 0
+        self.is_ended = False
+        self._has_agreed = False
 
     def ask(self, reason: str) -> None:
         """End the loop, because the script has called run.stop()."""
-        self.reason, self.ending = reason, True
+        self.reason = reason
+        self.ending = True
 
     def move_end(self, last_step: int) -> None:
         """Set the last step of a loop whose sampler gave the length of another epoch."""
@@ -89,7 +100,8 @@ class Stopping(StepObserver):
                 f"rank {copying.index(True)} takes a snapshot of step {self._position.steps_done}, and rank "
                 f"{copying.index(False)} does not: call run.snapshot on every rank; one of them writes it"
             )
-        before, is_copying = self._watchdog.now[0], self._snapshotter.is_copying
+        before = self._watchdog.now[0]
+        is_copying = self._snapshotter.is_copying
         if is_copying:
             self._watchdog.enter("saving", self._position.steps_done)
         self._snapshotter.join_copy()
@@ -126,7 +138,8 @@ class Stopping(StepObserver):
 
     def _warn_of_grace(self, step_s: float) -> None:
         """Warn, once, if the grace period after a signal is too short for a step and a snapshot."""
-        save_s, grace_s = self._snapshotter.save_s, self._grace_s
+        save_s = self._snapshotter.save_s
+        grace_s = self._grace_s
         if grace_s is None or not save_s:
             return
         if step_s + save_s > grace_s:
@@ -152,7 +165,8 @@ class Stopping(StepObserver):
         Raises:
             UsageError: another rank did not call run.stop().
         """
-        group, steps_done = self._context.group, self._position.steps_done
+        group = self._context.group
+        steps_done = self._position.steps_done
         if self.reason and not self._is_settled:
             other = group.find_continuing(steps_done)
             if other is not None:

@@ -58,7 +58,9 @@ class Unprepared(StepObserver):
     """
 
     def __init__(self, objects: Mapping[str, Any], data: LoopData, say: Callable[[str], None]) -> None:
-        self._objects, self._data, self._say = objects, data, say
+        self._objects = objects
+        self._data = data
+        self._say = say
         self._modules = [unwrap(thing) for thing in objects.values() if isinstance(thing, nn.Module)]
         self._seen: dict[str, _Seen] | None = None
         self._at_epochs: dict[str, str] = {}  # marks at the beginning of epochs, of what can be reset
@@ -111,7 +113,8 @@ class Unprepared(StepObserver):
 
     def _is_carried(self, path: str, seen: _Seen, known: set[int]) -> bool:
         """Return whether an object carries a state that has changed from one step to another."""
-        before, seen.begun = seen.begun, _mark(seen.thing, known)
+        before = seen.begun
+        seen.begun = _mark(seen.thing, known)
         if seen.seed != _read_seed(seen.thing):  # seeded in each step
             return False
         if callable(getattr(type(seen.thing), "reset", None)):  # such as a metric: it may be reset in each epoch

@@ -42,7 +42,9 @@ class Watchdog(PhaseClock, StepObserver):
 
     def __init__(self, context: RunContext, snapshotter: Snapshotter, position: Position) -> None:
         super().__init__()
-        self._context, self._snapshotter, self._position = context, snapshotter, position
+        self._context = context
+        self._snapshotter = snapshotter
+        self._position = position
         self._terminal = read_terminal()
         self._heartbeat: Heartbeat | None = None
         self._has_warned_of_saving = False
@@ -82,7 +84,8 @@ class Watchdog(PhaseClock, StepObserver):
 
     def begin(self) -> None:
         """Begin a loop. From here on, a phase that takes too long is reported."""
-        context, stuck_after_s = self._context, self._context.config.stuck_after_s
+        context = self._context
+        stuck_after_s = self._context.config.stuck_after_s
         for earlier in list(_open):  # a run whose loop was left, such as when a notebook's cell is run again
             earlier.close()
         self.enter("script", self._position.steps_done)
@@ -131,7 +134,9 @@ class Watchdog(PhaseClock, StepObserver):
 
     def _build_check(self) -> Callable[[], None]:
         """Return a function that raises UsageError if a rank waits elsewhere than in samestep.Run for this one."""
-        group, num_done, earlier = self._context.group, self.tallies["reducing"].num, dict[int, int]()
+        group = self._context.group
+        num_done = self.tallies["reducing"].num
+        earlier = dict[int, int]()
         entries = group.open_entries()
 
         def check() -> None:

@@ -76,7 +76,8 @@ class PhaseClock:
         """Start `phase` of step `step`."""
         now_s = time.monotonic()
         before, _, since_s = self.now
-        tally, took_s = self.tallies[before], now_s - since_s
+        tally = self.tallies[before]
+        took_s = now_s - since_s
         tally.num += 1
         tally.total_s += took_s
         if took_s > tally.longest_s and tally.num > WARM_UP:
@@ -131,9 +132,12 @@ class Heartbeat:
     """
 
     def __init__(self, clock: PhaseClock, facts: Facts, entries: SignedEntries | None) -> None:
-        self._clock, self._facts, self._entries = clock, facts, entries
+        self._clock = clock
+        self._facts = facts
+        self._entries = entries
         self._system = read_host_id("pid") or facts.host
-        self._ident, self._native_id = threading.get_ident(), threading.get_native_id()
+        self._ident = threading.get_ident()
+        self._native_id = threading.get_native_id()
         self._interval_s = min(INTERVAL_S, facts.limits.floor_s / 4)
         spent_s = clock.spent_s()  # in earlier loops; before the first loop, only the start, which counts
         self._spent_before_s = spent_s if len(spent_s) > 1 else {}
@@ -177,7 +181,9 @@ class Heartbeat:
     def _build_beat(self) -> Beat:
         now_s = time.monotonic()
         phase, step, since_s = self._clock.now
-        state, faults_per_s, is_busy = ThreadState(), 0.0, False
+        state = ThreadState()
+        faults_per_s = 0.0
+        is_busy = False
         if now_s - since_s > self._interval_s:
             state = read_thread_state(self._ident, self._native_id)
             if self._before is not None and now_s > self._before[0] + self._interval_s / 2:
@@ -241,7 +247,8 @@ class Heartbeat:
     def _exchange(self) -> None:
         """Send beats, and read those of lower ranks; the leader reads all."""
         assert self._entries is not None
-        facts, is_all_there = self._facts, False
+        facts = self._facts
+        is_all_there = False
         while not self._closed.is_set():
             with suppress(RuntimeError, OSError, ValueError), at_work():
                 self._put(self._entries, self._build_beat(), self._commands)
@@ -276,7 +283,8 @@ class Heartbeat:
 
     def _leads(self) -> bool:
         """Return whether this rank is the leader, because all lower ranks are silent."""
-        now_s, rank = time.monotonic(), self._facts.rank
+        now_s = time.monotonic()
+        rank = self._facts.rank
         return rank < NUM_LEADERS and all(
             other in self._beats and self._is_silent(other, now_s) for other in range(rank)
         )
@@ -350,7 +358,8 @@ class Heartbeat:
     def _clear(self) -> None:
         if self._reported is not None and "end" not in self._commands:
             self._facts.say(f"the run continues after {describe_seconds(self._still_s)}")
-            self._reported, self._commands = None, {}
+            self._reported = None
+            self._commands = {}
 
     def _report(self, stall: Stall, ranks: Sequence[Beat]) -> None:
         """Print the diagnosis. Request the stacks of the blocking ranks, or of all ranks if those wait for others."""
@@ -395,7 +404,8 @@ class Heartbeat:
 
     def _report_cut_off(self, cut_off_s: float) -> None:
         """Report that the rendezvous store does not answer, so that no leader can be reached."""
-        facts, limits = self._facts, self._facts.limits
+        facts = self._facts
+        limits = self._facts.limits
         for_s = describe_seconds(cut_off_s)
         sentence = (
             f"rank {facts.rank} (host {facts.host}) is cut off: the rendezvous store has not answered for {for_s}; the "
@@ -464,6 +474,7 @@ def _compute_paces(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> dict[
     for rank, beat in now.items():
         num = beat.num_micro_batches - before[rank].num_micro_batches
         if num > 0:
-            spent, was = beat.spent_s, before[rank].spent_s
+            spent = beat.spent_s
+            was = before[rank].spent_s
             paces[rank] = {phase: (spent.get(phase, 0.0) - was.get(phase, 0.0)) / num for phase in BUSY}
     return paces

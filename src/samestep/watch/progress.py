@@ -117,7 +117,8 @@ class Pace:
             return []
         # Up to the last step, not to now: a validation would look like a slow step.
         time, number, num_samples = self._marks[0]
-        elapsed_s, num_steps = self._now - time, self.number - number
+        elapsed_s = self._now - time
+        num_steps = self.number - number
         if num_steps <= 0 or elapsed_s <= 0:
             return []
         texts = [f"{_number((self.num_samples - num_samples) / elapsed_s)} samples/s"]
@@ -278,7 +279,8 @@ class Bar(Lines):
     def close(self) -> None:
         if self._live is not None:
             self._draw()
-            live, self._live = self._live, None
+            live = self._live
+            self._live = None
             live.stop()
 
     def _draw(self) -> None:
@@ -288,7 +290,10 @@ class Bar(Lines):
             losses = {name: value for name, value in self._news.items() if name in LOSSES}
             rates = {name: value for name, value in self._news.items() if _is_rate(name)}
             others = {name: value for name, value in self._news.items() if name not in losses | rates}
-            loss, rate, rest, pace = _texts(losses), _texts(rates), _texts(others), self._pace.texts()
+            loss = _texts(losses)
+            rate = _texts(rates)
+            rest = _texts(others)
+            pace = self._pace.texts()
             width = self.console.width - max(len(place), self._place_width) - LEAST_BAR
             kept: list[str] = []  # the most important ones that fit
             for text in [*loss, *reversed(pace), *rate, *rest]:

@@ -38,24 +38,44 @@ MOST_ROWS_BYTES = 64 << 20
 MOST_RANKS = 1 << 16  # in a row of the timeline
 
 _RANK = {
-    "rank": is_count, "host": is_text, "step": is_count, "phase": is_text, "for_s": is_number, "age_s": is_number,
-    "num_steps": is_number, "num_micro_batches": is_number, "is_silent": is_flag, "waits_in": is_text, "place": is_text,
+    "rank": is_count,
+    "host": is_text,
+    "step": is_count,
+    "phase": is_text,
+    "for_s": is_number,
+    "age_s": is_number,
+    "num_steps": is_number,
+    "num_micro_batches": is_number,
+    "is_silent": is_flag,
+    "waits_in": is_text,
+    "place": is_text,
     "spent_s": lambda value: is_object(value) and all(map(is_number, value.values())),
-}  # fmt: skip
+}
 _SHAPES = {
     RECORD: {
-        "format?": is_count, "numbers?": is_object, "machine?": is_object, "config?": is_object, "git?": is_object,
+        "format?": is_count,
+        "numbers?": is_object,
+        "machine?": is_object,
+        "config?": is_object,
+        "git?": is_object,
         "script?": {"arguments": [is_argument], "file?": lambda value: is_text(value) and Path(value).name == value},
-        "settings?": is_object, "asked?": is_object, "rewinds?": [is_count],
+        "settings?": is_object,
+        "asked?": is_object,
+        "rewinds?": [is_count],
         "loops?": [{"first_step": is_count, "first_epoch": is_count}],
         "changes?": [{"after_step": is_count, "changed": is_text}],
     },
     STATUS: {
-        "status?": is_text, "reason?": is_text, "host?": is_text, "process?": is_count, "steps?": is_count,
+        "status?": is_text,
+        "reason?": is_text,
+        "host?": is_text,
+        "process?": is_count,
+        "steps?": is_count,
         "start?": is_count,
         "lost?": is_text,
         "measured?": {
-            "samples_per_s?": is_number, "wall_s?": is_number,
+            "samples_per_s?": is_number,
+            "wall_s?": is_number,
             "time_share?": lambda value: is_object(value) and all(map(is_number, value.values())),
         },
     },
@@ -64,13 +84,15 @@ _SHAPES = {
     TIMELINE: {
         "time_s": is_number,
         "steps": lambda value: fits(value, [is_count]) and len(value) <= MOST_RANKS,
-        "first_step?": is_count, "memory_mb?": [is_number], "device_mb?": [is_number],
+        "first_step?": is_count,
+        "memory_mb?": [is_number],
+        "device_mb?": [is_number],
         "spent_s": lambda value: is_object(value) and all(fits(row, [is_number]) for row in value.values()),
     },
     FAILURE: {"rank": is_count, "reason": is_text},
     RESTARTS: {"reason": is_text, "from_step": is_count},  # each line
     RANKS: {"time_s": is_number, "micro_batch_size": is_count, "ranks": [_RANK]},
-}  # fmt: skip
+}
 
 
 def parse_record(name: str, text: bytes) -> dict[str, Any]:

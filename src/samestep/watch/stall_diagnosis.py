@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-SLOW_SAVING_S, SLOW_SAVING_SHARE = 5.0, 0.25  # snapshots that take more than both slow a run
+# snapshots that take more than both slow a run
+SLOW_SAVING_S = 5.0
+SLOW_SAVING_SHARE = 0.25
 # Phase -> its description, after "rank 3 has".
 PHASES = {
     "starting": "been starting",
@@ -24,7 +26,9 @@ BUSY = ("loading", "forward", "backward", "updating")  # phases in which a rank 
 # Phases whose earlier durations predict the next one. The others contain any code that a script runs now and then.
 LEARNT = ("loading", "forward", "backward", "reducing", "validating")
 
-FLOOR_S, FIRST_S, STOP_S = 10.0, 300.0, 300.0
+FLOOR_S = 10.0
+FIRST_S = 300.0
+STOP_S = 300.0
 UNKNOWN_STOP_S = 1800.0  # the timeout of the other ranks' collectives
 TIMES_LONGER = 10.0
 WARM_UP = 2  # the first phases of each kind: they compile, open files, start workers
@@ -175,24 +179,31 @@ def diagnose(ranks: Sequence[Beat], limits: Limits, awake_s: float = float("inf"
     responding = [rank for rank in ranks if not rank.is_silent]
     waiting = [rank for rank in responding if rank.waits_in]
     others = [rank for rank in responding if not rank.waits_in]
-    is_known, is_busy = True, False
+    is_known = True
+    is_busy = False
     if silent:
         limit_s = max([limits.floor_s, *[limits.of(rank) for rank in silent if rank.process == "alive"]])
-        blocking, sentence = silent, _describe_silent(silent, responding, still_s)
+        blocking = silent
+        sentence = _describe_silent(silent, responding, still_s)
     elif others:
         limit_s = max([limits.of(rank) for rank in others])
-        blocking, sentence = others, _describe_others(others, still_s)
-        is_known, is_busy = limit_s != limits.first_s, any(rank.is_busy for rank in others)
+        blocking = others
+        sentence = _describe_others(others, still_s)
+        is_known = limit_s != limits.first_s
+        is_busy = any(rank.is_busy for rank in others)
     elif ended:
-        limit_s, blocking = limits.floor_s, ended
+        limit_s = limits.floor_s
+        blocking = ended
         sentence = f"{_name(ended)} left the run at step {max(rank.step for rank in ended)}"
     else:
         groups = _group(waiting)
         sentence = _describe_waiting(groups, still_s)
         if len(groups) > 1:
-            limit_s, blocking = 2 * limits.floor_s, groups[0]
+            limit_s = 2 * limits.floor_s
+            blocking = groups[0]
         else:
-            limit_s, blocking = max([limits.of(rank) for rank in waiting]), []
+            limit_s = max([limits.of(rank) for rank in waiting])
+            blocking = []
             is_known = limit_s != limits.first_s
     if still_s < limit_s:
         return None
@@ -267,7 +278,8 @@ def explain_slow_saving(spent_s: Mapping[str, float], save_s: float, where: str)
         save_s: seconds that the last snapshot took to write.
         where: the directory or URL of the snapshots.
     """
-    saving_s, total_s = spent_s.get("saving", 0.0), sum(spent_s.values()) - spent_s.get("starting", 0.0)
+    saving_s = spent_s.get("saving", 0.0)
+    total_s = sum(spent_s.values()) - spent_s.get("starting", 0.0)
     if saving_s < SLOW_SAVING_S or saving_s < SLOW_SAVING_SHARE * total_s:
         return ""
     return (
@@ -311,7 +323,9 @@ def _describe_others(others: Sequence[Beat], still_s: float) -> str:
 
 def _describe_silent(silent: Sequence[Beat], responding: Sequence[Beat], still_s: float) -> str:
     """Describe ranks whose beats have stopped."""
-    who, for_s, processes = _name(silent), describe_seconds(still_s), {rank.process for rank in silent}
+    who = _name(silent)
+    for_s = describe_seconds(still_s)
+    processes = {rank.process for rank in silent}
     steps = sorted({rank.step for rank in silent})
     last = f"last heard of at step {steps[0]}" + (f" to {steps[-1]}" if len(steps) > 1 else "")
     if processes == {"stopped"}:

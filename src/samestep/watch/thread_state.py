@@ -19,7 +19,8 @@ def _find_package(name: str) -> str:
     return f"{Path(spec.origin).parent}/" if spec is not None and spec.origin else f"/{name}/"
 
 
-OWN, TORCH = _find_package("samestep"), _find_package("torch")
+OWN = _find_package("samestep")
+TORCH = _find_package("torch")
 REDUCTION = f"{OWN}engine/"
 # A thread waits for other ranks if its innermost frame outside torch and the standard library is in one of these.
 ROUTES = f"{OWN}engine/routes.py"
@@ -131,7 +132,8 @@ def _read_stat(native_id: int) -> tuple[str, float, int]:
 
 def read_memory_mb() -> tuple[float, float]:
     """Return this process's resident memory, and the memory of its tensors on the GPU; 0 if they are not known."""
-    resident_mb, torch = 0.0, sys.modules.get("torch")
+    resident_mb = 0.0
+    torch = sys.modules.get("torch")
     with suppress(OSError):
         resident_mb = int(read_text(Path("/proc/self/statm")).split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
     uses_gpu = torch is not None and torch.cuda.is_initialized()

@@ -25,7 +25,8 @@ class Timeline:
     """
 
     def __init__(self, path: Path, first_step: int = 0) -> None:
-        self._path, self._first_step = path, first_step
+        self._path = path
+        self._first_step = first_step
         self._began_s = self._written_s = time.monotonic()
         self._before: list[dict[str, float]] = []
 
@@ -43,7 +44,8 @@ class Timeline:
             seconds = [round(beat.spent_s.get(phase, 0.0) - was.get(phase, 0.0), 4) for beat, was in pairs]
             if any(seconds):
                 spent_s[phase] = seconds
-        is_first, self._before = not self._before, [dict(beat.spent_s) for beat in ranks]
+        is_first = not self._before
+        self._before = [dict(beat.spent_s) for beat in ranks]
         if not spent_s and not is_first:
             return
         row: dict[str, Any] = {"time_s": round(time.time(), 3), "steps": [beat.step for beat in ranks]}

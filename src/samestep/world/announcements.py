@@ -52,7 +52,9 @@ def find_announced(others: Sequence[int]) -> list[tuple[int, int]]:
     """Return (rank, call) of ranks that have announced one of `others` as the call that this rank makes now."""
     if not (_current and _current[0].is_valid()):
         return []
-    entries, number, found = _current[0].entries, _current[0].num_calls, list[tuple[int, int]]()
+    entries = _current[0].entries
+    number = _current[0].num_calls
+    found = list[tuple[int, int]]()
     with suppress(RuntimeError):
         for other in others:
             for text in entries.read([f"call/{other}"]) or ():  # also waits until the own entry is in the store
@@ -70,7 +72,8 @@ def wait_for_all(rank: int, num_ranks: int, check: Callable[[], None]) -> None:
     """
     if not (_current and _current[0].is_valid()):
         return
-    entries, number = _current[0].entries, _current[0].num_calls
+    entries = _current[0].entries
+    number = _current[0].num_calls
     with suppress(RuntimeError):
         entries.put(f"waits/{rank}", str(number))
 

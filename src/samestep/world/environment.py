@@ -145,7 +145,8 @@ def note_rank_reads(marker: Path) -> None:
 
 def read_master() -> tuple[str, int]:
     """Return the host and port of the rendezvous. Raises OSError if they are not set."""
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    address = os.environ.get("MASTER_ADDR", "")
+    port = os.environ.get("MASTER_PORT", "")
     if not address or not port.isdecimal():
         raise OSError("MASTER_ADDR and MASTER_PORT are not set")
     return address, int(port)
@@ -210,7 +211,8 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         except ValueError:
             raise InvalidValue(f"{name} must be a whole number, not {text!r}") from None
 
-    rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
+    rank = number("RANK", 0)
+    world_size = number("WORLD_SIZE", 1)
     launched = "RANK" in variables and "WORLD_SIZE" in variables
     if not launched and ("RANK" in variables or world_size > 1):
         there, missing = ("RANK", "WORLD_SIZE") if "RANK" in variables else ("WORLD_SIZE", "RANK")
@@ -388,9 +390,17 @@ def read_cache_dir() -> Path:
 # The variables that a launcher on another host gets from this process, besides SAMESTEP_*: those that affect how torch
 # computes and where code is found. Keys and tokens must already exist on that host.
 PASSED = (
-    "CUBLAS_WORKSPACE_CONFIG", "GLOO_SOCKET_IFNAME", "MKL_NUM_THREADS", "NCCL_DEBUG", "NCCL_IB_HCA",
-    "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "VIRTUAL_ENV",
-)  # fmt: skip
+    "CUBLAS_WORKSPACE_CONFIG",
+    "GLOO_SOCKET_IFNAME",
+    "MKL_NUM_THREADS",
+    "NCCL_DEBUG",
+    "NCCL_IB_HCA",
+    "NCCL_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+    "PYTHONHASHSEED",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+)
 
 
 def read_passed() -> dict[str, str]:

@@ -300,7 +300,8 @@ def find_ranks() -> Environment:
     environment = read_environment()
     if not has_group():
         return environment
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     add_gloo()
     if (rank, world_size) == (environment.rank, environment.world_size):
         return environment
@@ -314,15 +315,23 @@ def find_ranks() -> Environment:
     local_ranks = [each for each, host in enumerate(hosts) if host == hosts[rank]]
     launcher = "torchrun" if environment.launcher == "python" else environment.launcher
     return replace(
-        environment, rank=rank, world_size=world_size, local_rank=local_ranks.index(rank),
-        local_world_size=len(local_ranks), launcher=launcher,
-    )  # fmt: skip
+        environment,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_ranks.index(rank),
+        local_world_size=len(local_ranks),
+        launcher=launcher,
+    )
 
 
 def open_group(
-    environment: Environment, device: torch.device, *, backend: str | None = None, timeout_s: float = 1800.0,
+    environment: Environment,
+    device: torch.device,
+    *,
+    backend: str | None = None,
+    timeout_s: float = 1800.0,
     compares: bool = True,
-) -> Group:  # fmt: skip
+) -> Group:
     """Join the ranks, with gloo on CPU and NCCL (gloo for host tensors) on CUDA.
 
     With the backend gloo, tensors on GPUs are exchanged through host memory. A process group that the script has
@@ -389,7 +398,9 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 
 def _join(backend: str, timeout: timedelta, environment: Environment) -> None:
     """Join the other ranks. Raises Error if rank 0 cannot open its port, or not all tasks of a Slurm step join."""
-    (host, port), rank, world_size = read_master(), environment.rank, environment.world_size
+    host, port = read_master()
+    rank = environment.rank
+    world_size = environment.world_size
     try:
         store = _open_store(environment, timeout)
         if store is None:
@@ -417,7 +428,9 @@ def _open_store(environment: Environment, timeout: timedelta) -> Any:  # Store
     """
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-    (host, port), rank, world_size = read_master(), environment.rank, environment.world_size
+    host, port = read_master()
+    rank = environment.rank
+    world_size = environment.world_size
     if environment.launcher == "srun":
         # multi_tenant: shares a store that this process has already opened (`StoreExchange`), as torch's env:// does.
         return TCPStore(host, port, world_size, rank == 0, timedelta(seconds=MEET_S), multi_tenant=True)

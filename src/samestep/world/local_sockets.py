@@ -38,7 +38,9 @@ class LocalSockets:
     """One socket to each other rank of this host. `exchange` fails if nothing arrives for `timeout_s`."""
 
     def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout_s: float) -> None:
-        self._rank, self._sockets, self._timeout_s = rank, dict(sockets), timeout_s
+        self._rank = rank
+        self._sockets = dict(sockets)
+        self._timeout_s = timeout_s
         for connection in sockets.values():
             connection.setblocking(False)
 
@@ -52,7 +54,8 @@ class LocalSockets:
         arriving = [(peer, rows[peer]) for peer in self._sockets]
         waiting_since_s = 0.0
         while True:
-            left, expected = leaving, arriving
+            left = leaving
+            expected = arriving
             if leaving:
                 leaving = [(peer, rest) for peer, row in left if (rest := self._send(peer, row))]
             arriving = [(peer, rest) for peer, row in expected if (rest := self._receive(peer, row))]
@@ -108,7 +111,8 @@ def connect(
     The exchange of the addresses also sends `value` to all ranks. `check` gets the values of all, and may raise.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        host, token = read_host_id("net"), secrets.token_bytes(TOKEN_BYTES)
+        host = read_host_id("net")
+        token = secrets.token_bytes(TOKEN_BYTES)
         name = b"\0samestep-" + secrets.token_hex(TOKEN_BYTES).encode()  # abstract: no file; every user can read it
         if host is not None:
             listener.bind(name)
@@ -119,7 +123,8 @@ def connect(
         if host is None or any(other != host for other, *_ in ranks):
             return None
         sockets: dict[int, socket.socket] = {}
-        failure, deadline_s = "", time.monotonic() + CONNECT_S
+        failure = ""
+        deadline_s = time.monotonic() + CONNECT_S
         try:
             for peer in range(group.rank):
                 sockets[peer] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

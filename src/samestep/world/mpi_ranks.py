@@ -11,7 +11,9 @@ from samestep.files import read_bytes, read_text
 from samestep.hashing import hash_short
 from samestep.world.host import find_interface
 
-FIRST_PORT, NUM_PORTS = 15000, 17000  # below the ephemeral ports of Linux
+# below the ephemeral ports of Linux
+FIRST_PORT = 15000
+NUM_PORTS = 17000
 HOST = "127.0.0.1"
 
 
@@ -32,15 +34,21 @@ class Names:
 
 KNOWN = (
     Names(  # Open MPI
-        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
         "PMIX_NAMESPACE",
     ),
     Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
     Names(  # submitit's local executor; with Slurm, submitit uses srun
-        "SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS",
+        "SUBMITIT_LOCAL_GLOBALID",
+        "SUBMITIT_LOCAL_NTASKS",
+        "SUBMITIT_LOCAL_LOCALID",
+        "SUBMITIT_LOCAL_NTASKS",
         "SUBMITIT_LOCAL_JOB_ID",
     ),
-)  # fmt: skip
+)
 
 
 def find_names(variables: Mapping[str, str]) -> Names | None:
@@ -58,7 +66,8 @@ def build_variables(variables: Mapping[str, str], names: Names) -> dict[str, str
     Raises Error if the ranks run on several machines and these are not set: no variable tells where rank 0 runs.
     """
     is_one_host = variables[names.local_world_size] == variables[names.world_size]
-    address, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
+    address = variables.get("MASTER_ADDR", "")
+    port = variables.get("MASTER_PORT", "")
     if not is_one_host and not (address and port):
         raise InvalidValue(
             f"{names.world_size} is {variables[names.world_size]}, on several machines, and MASTER_ADDR and "

@@ -78,7 +78,8 @@ class SignedEntries:
 
     def __init__(self, key: bytes) -> None:
         store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
-        self._store, self._key = store.clone(), key
+        self._store = store.clone()
+        self._key = key
 
     def put(self, name: str, text: str) -> None:
         """Write the entry `name`, replacing an earlier one. Raises RuntimeError if the store has closed."""
@@ -112,7 +113,9 @@ class StoreExchange:
     """
 
     def __init__(self, environment: Environment, timeout_s: float) -> None:
-        self.rank, self.local_rank, self.world_size = environment.rank, environment.local_rank, environment.world_size
+        self.rank = environment.rank
+        self.local_rank = environment.local_rank
+        self.world_size = environment.world_size
         self._numbers = count()  # of calls of `gather`
         self._store: Any = dist.HashStore()  # type: ignore[attr-defined]
         if self.world_size > 1:

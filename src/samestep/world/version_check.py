@@ -61,7 +61,8 @@ def check_alike(software: Sequence[Mapping[str, Any]]) -> None:
         first = min(known)
         others = [rank for rank in known if known[rank][name] != known[first][name]]
         if others:
-            odd, usual = known[others[0]], known[first]
+            odd = known[others[0]]
+            usual = known[first]
             what = f"runs another {odd['file']}" if name == "script" else f"has another {name}"
             raise Error(
                 f"rank {others[0]} on {odd['host']} {what} than rank {first} on {usual['host']} "

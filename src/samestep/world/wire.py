@@ -39,7 +39,8 @@ def decode(data: bytes | memoryview) -> Any:
     """Decode the bytes that `encode` returned. Raises Error for other bytes."""
     try:
         size = int.from_bytes(data[:HEADER_BYTES])
-        text, blobs = bytes(data[HEADER_BYTES : HEADER_BYTES + size]), memoryview(data)[HEADER_BYTES + size :]
+        text = bytes(data[HEADER_BYTES : HEADER_BYTES + size])
+        blobs = memoryview(data)[HEADER_BYTES + size :]
         if len(text) != size:
             raise ValueError("too short")
         return _read(json.loads(text), blobs, [0])  # noqa: TID251 messages of ranks
@@ -118,7 +119,8 @@ def seal(value: Any, key: bytes) -> bytes:
 
 def unseal(sealed: bytes, key: bytes) -> Any:
     """Return the sealed value. Raises Error, and unpickles nothing, if it was sealed with another key."""
-    mac, data = sealed[:MAC_BYTES], sealed[MAC_BYTES:]
+    mac = sealed[:MAC_BYTES]
+    data = sealed[MAC_BYTES:]
     if not hmac.compare_digest(mac, _sign(data, key)):
         raise Error("an object came from a rank that does not have the key of this launch: it is not unpickled")
     return pickle.loads(data)

@@ -153,7 +153,9 @@ class Progress:
     """Prints how many bytes were read, every few seconds."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._num_bytes, self._said_s = what, 0, time.monotonic()
+        self._what = what
+        self._num_bytes = 0
+        self._said_s = time.monotonic()
 
     def count(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
         """Yield the pieces, and count their bytes."""

@@ -21,9 +21,13 @@ if TYPE_CHECKING:
     from samestep.recipes.models.gpt2 import GPT2
 
 SIZES = {
-    "vocabulary_size": is_count, "context": is_count, "num_layers": is_count, "num_heads": is_count,
-    "width": is_count, "dropout": is_number,
-}  # fmt: skip
+    "vocabulary_size": is_count,
+    "context": is_count,
+    "num_layers": is_count,
+    "num_heads": is_count,
+    "width": is_count,
+    "dropout": is_number,
+}
 CONFIG = {"tokenizer": is_text, "checkpoint_activations": is_flag}  # in run.json
 TOKENIZER = {"kind": is_text, "vocabulary_size": is_count}
 SAVED = {"objects": {"model": is_object, "tokenizer": TOKENIZER}, "state": {"model": SIZES}}
@@ -76,9 +80,11 @@ def run_sample(
     generator = torch.Generator().manual_seed(seed)
     for number in range(num_samples):
         generated = model.generate(
-            torch.tensor(begun, device=device), temperature=temperature, top_k=top_k,
+            torch.tensor(begun, device=device),
+            temperature=temperature,
+            top_k=top_k,
             generator=generator,
-        )  # fmt: skip
+        )
         tokens = takewhile(lambda token: token != tokenizer.end, islice(generated, max_tokens))
         print("---\n" * (number > 0) + escape(tokenizer.decode([*begun, *tokens])), flush=True)
     return 0
@@ -99,7 +105,8 @@ def load_model(directory: Path, called: str, which: int | str) -> tuple["GPT2", 
     _, saved = read_snapshot(directory, called, which, {"objects": is_object, "state": is_object})
     if not fits(saved, SAVED):
         raise another
-    objects, sizes = saved["objects"], saved["state"]["model"]
+    objects = saved["objects"]
+    sizes = saved["state"]["model"]
 
     from samestep.recipes.corpora.text_tokenizer import Tokenizer
     from samestep.recipes.models.gpt2 import GPT2, GPT2Config

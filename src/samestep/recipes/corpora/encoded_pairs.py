@@ -31,7 +31,8 @@ class Sentences:
 
     def pad(self, indices: Tensor) -> Tensor:
         """Return the token ids of some sentences, padded with PAD."""
-        lengths, starts = self.lengths[indices, None], self.starts[indices, None]
+        lengths = self.lengths[indices, None]
+        starts = self.starts[indices, None]
         columns = torch.arange(int(lengths.max()))
         tokens = self.tokens[(starts + columns).clamp(max=len(self.tokens) - 1)].long()
         return tokens.masked_fill(columns >= lengths, PAD)
@@ -55,7 +56,8 @@ class Pairs(Dataset[int]):
 
     def collate(self, samples: list[int]) -> dict[str, Any]:
         indices = torch.tensor(samples)
-        source, target = self.source.pad(indices), self.target.pad(indices)
+        source = self.source.pad(indices)
+        target = self.target.pad(indices)
         labels = target[:, 1:].contiguous()
         num_tokens = int((labels != PAD).sum())  # a number, so that the weight is not copied from a GPU
         return {"source": source, "target": target[:, :-1], "labels": labels, "num_tokens": num_tokens}
@@ -69,13 +71,16 @@ class Bucketed:
 
     def __init__(self, pairs: Pairs, batch_size: int, seed: int) -> None:
         self.lengths = (pairs.target.lengths.numpy(), pairs.source.lengths.numpy())
-        self.batch_size, self.seed = batch_size, seed
+        self.batch_size = batch_size
+        self.seed = seed
 
     def __call__(self, epoch: int) -> NDArray[np.int64]:
         generator = np.random.default_rng((self.seed, epoch))
         order = generator.permutation(len(self.lengths[0]))
         num_short = len(order) % self.batch_size
-        short, order = order[:num_short], order[num_short:]  # the last batch is short: of random lengths
+        # the last batch is short: of random lengths
+        short = order[:num_short]
+        order = order[num_short:]
         order = order[np.lexsort([lengths[order] for lengths in self.lengths])]  # by source, then target; stable
         batches = generator.permutation(order.reshape(-1, self.batch_size))
         return np.concatenate([batches.ravel(), short])
@@ -99,9 +104,16 @@ class Data:
 
 
 def load_data(
-    data: str, source_language: str, target_language: str, directory: Path, *, held_out: int | None, skips_bad: bool,
-    vocab_size: int, max_length: int,
-) -> Data:  # fmt: skip
+    data: str,
+    source_language: str,
+    target_language: str,
+    directory: Path,
+    *,
+    held_out: int | None,
+    skips_bad: bool,
+    vocab_size: int,
+    max_length: int,
+) -> Data:
     """Read the pairs, divide them, train the tokenizers or read them from `directory`, and encode the pairs.
 
     The pairs of each part are in the order of their length.
@@ -123,7 +135,8 @@ def load_data(
     corpus.skips_bad |= corpus.unit == "message"  # users cannot shorten the messages of the system
 
     def encode(pairs: Sequence[Pair]) -> tuple[list[Pair], Pairs]:
-        sources, targets = source.encode([p.source for p in pairs]), target.encode([p.target for p in pairs])
+        sources = source.encode([p.source for p in pairs])
+        targets = target.encode([p.target for p in pairs])
         kept = []
         for number, pair in enumerate(pairs):
             num_tokens = max(len(sources[number]), len(targets[number])) + 1
@@ -168,7 +181,8 @@ def divide(pairs: list[Pair], num_held_out: int | None) -> tuple[list[Pair], lis
 
 def load_or_train(texts: Sequence[list[str]], size: int, directory: Path) -> list[Tokenizer]:
     """Return the tokenizers of both languages: from their files if the texts are the same, else trained."""
-    files, mark = [directory / "source.json", directory / "target.json"], directory / "trained_on"
+    files = [directory / "source.json", directory / "target.json"]
+    mark = directory / "trained_on"
     trained_on = hash_bytes(json.dumps([texts, size]).encode()).encode()
     if mark.exists() and read_bytes(mark) == trained_on:
         return [Tokenizer(read_bytes(file).decode()) for file in files]

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import samestep
 
-MIN_WORDS, MAX_WORDS = 3, 24  # of a message in a catalogue: names, menu entries and paragraphs are left out
+# of a message in a catalogue: names, menu entries and paragraphs are left out
+MIN_WORDS = 3
+MAX_WORDS = 24
 OTHER_LENGTHS = f"messages of fewer than {MIN_WORDS} or more than {MAX_WORDS} words"
 UNREADABLE = "catalogues that cannot be read"
 CODES = {b"\xde\x12\x04\x95": "<", b"\x95\x04\x12\xde": ">"}  # first bytes of a catalogue -> byte order

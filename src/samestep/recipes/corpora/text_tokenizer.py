@@ -99,9 +99,7 @@ class Tokenizer:
         import torch
 
         definition = torch.from_numpy(np.frombuffer(self.definition, np.uint8).copy())
-        return {
-            "kind": self.kind, "vocabulary_size": self.vocabulary_size, "end": self.end, "definition": definition
-        }  # fmt: skip
+        return {"kind": self.kind, "vocabulary_size": self.vocabulary_size, "end": self.end, "definition": definition}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Compare with the tokenizer of a snapshot. Raises Error if they differ."""
@@ -156,9 +154,14 @@ def train_bpe(texts: Iterable[bytes], vocabulary_size: int) -> Tokenizer:
 
 
 def train_byte_level(
-    library: Any, texts: Iterable[str], size: int, special: Sequence[str], *, adds_space: bool = False,
+    library: Any,
+    texts: Iterable[str],
+    size: int,
+    special: Sequence[str],
+    *,
+    adds_space: bool = False,
     min_frequency: int = 0,
-) -> str:  # fmt: skip
+) -> str:
     """Train a BPE with a token for each byte, and return its definition as JSON.
 
     Args:
@@ -172,9 +175,12 @@ def train_byte_level(
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=adds_space)
     tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
-        vocab_size=size, special_tokens=list(special), show_progress=False, min_frequency=min_frequency,
+        vocab_size=size,
+        special_tokens=list(special),
+        show_progress=False,
+        min_frequency=min_frequency,
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(texts, trainer)
     definition: str = tokenizer.to_str()
     return definition

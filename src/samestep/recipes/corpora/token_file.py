@@ -21,12 +21,19 @@ from samestep.hashing import hash_pieces
 from samestep.recipes.corpora.text_tokenizer import BYTES, Tokenizer
 from samestep.sources.token_windows import Tokens, TokenWindows
 
-TOKENS, DESCRIPTION, DEFINITION = "tokens.npy", "tokens.json", "tokenizer.json"
+TOKENS = "tokens.npy"
+DESCRIPTION = "tokens.json"
+DEFINITION = "tokenizer.json"
 FORMAT = 1
 SHAPE = {
-    "format": is_count, "tokenizer": is_text, "vocabulary_size": is_count, "end": lambda v: v is None or is_count(v),
-    "num_tokens": is_count, "num_documents": is_count, "sha256": is_text,
-}  # fmt: skip
+    "format": is_count,
+    "tokenizer": is_text,
+    "vocabulary_size": is_count,
+    "end": lambda v: v is None or is_count(v),
+    "num_tokens": is_count,
+    "num_documents": is_count,
+    "sha256": is_text,
+}
 HASHED_BYTES = 64 << 20  # the checksum of larger files is not compared at each start
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -55,7 +62,8 @@ def split(corpus: Corpus, context: int, fraction: float, most: int) -> tuple[Tok
     Raises:
         InvalidValue: there are too few tokens.
     """
-    num_tokens, size = len(corpus.tokens), corpus.tokenizer.vocabulary_size
+    num_tokens = len(corpus.tokens)
+    size = corpus.tokenizer.vocabulary_size
     cut = min(int(num_tokens * (1 - fraction)), num_tokens - context - 1)
     if cut < context + 1:
         raise InvalidValue(
@@ -163,10 +171,14 @@ def write_corpus(directory: Path, tokenizer: Tokenizer, documents: Iterable[Iter
         file.flush()
         os.fsync(file.fileno())
     described = {
-        "format": FORMAT, "tokenizer": tokenizer.kind, "vocabulary_size": tokenizer.vocabulary_size,
-        "end": tokenizer.end, "num_tokens": num_tokens, "num_documents": num_documents,
+        "format": FORMAT,
+        "tokenizer": tokenizer.kind,
+        "vocabulary_size": tokenizer.vocabulary_size,
+        "end": tokenizer.end,
+        "num_tokens": num_tokens,
+        "num_documents": num_documents,
         "sha256": hash_file(directory / TOKENS),
-    }  # fmt: skip
+    }
     if tokenizer.definition:
         replace_file(directory / DEFINITION, tokenizer.definition)
     replace_file(directory / DESCRIPTION, json.dumps(described, indent=1).encode() + b"\n")

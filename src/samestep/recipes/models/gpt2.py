@@ -50,7 +50,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        self.num_heads, self.dropout = config.num_heads, config.dropout
+        self.num_heads = config.num_heads
+        self.dropout = config.dropout
         self.c_attn = nn.Linear(config.width, 3 * config.width)
         self.c_proj = nn.Linear(config.width, config.width)
 
@@ -82,8 +83,10 @@ class Block(nn.Module):
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(config.width), Attention(config)
-        self.ln_2, self.mlp = nn.LayerNorm(config.width), MLP(config)
+        self.ln_1 = nn.LayerNorm(config.width)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.width)
+        self.mlp = MLP(config)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -104,7 +107,8 @@ class GPT2(nn.Module):
         super().__init__()
         if config.width % config.num_heads:
             raise ValueError(f"width {config.width} is no multiple of num_heads {config.num_heads}")
-        self.config, self.checkpoint_activations = config, checkpoint_activations
+        self.config = config
+        self.checkpoint_activations = checkpoint_activations
         self.wte = nn.Embedding(config.vocabulary_size, config.width)
         self.wpe = nn.Embedding(config.context, config.width)
         self.h = nn.ModuleList(Block(config) for _ in range(config.num_layers))
@@ -156,9 +160,13 @@ class GPT2(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self, tokens: Tensor, *, temperature: float = 1.0, top_k: int | None = None,
+        self,
+        tokens: Tensor,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
         generator: torch.Generator | None = None,
-    ) -> Iterator[int]:  # fmt: skip
+    ) -> Iterator[int]:
         """Yield sampled tokens after `tokens`, without an end. Call `model.eval()` before.
 
         Args:
@@ -183,11 +191,19 @@ class GPT2(nn.Module):
         """Return the content of `config.json` and the weights for `transformers.GPT2LMHeadModel`."""
         config = self.config
         settings = {
-            "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": config.vocabulary_size,
-            "n_positions": config.context, "n_layer": config.num_layers, "n_head": config.num_heads,
-            "n_embd": config.width, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
-            "attn_pdrop": config.dropout, "embd_pdrop": config.dropout, "resid_pdrop": config.dropout,
-        }  # fmt: skip
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "vocab_size": config.vocabulary_size,
+            "n_positions": config.context,
+            "n_layer": config.num_layers,
+            "n_head": config.num_heads,
+            "n_embd": config.width,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "attn_pdrop": config.dropout,
+            "embd_pdrop": config.dropout,
+            "resid_pdrop": config.dropout,
+        }
         weights = {PREFIX + name: _convert(name, value) for name, value in self.state_dict().items()}
         return settings, weights
 
@@ -202,21 +218,28 @@ class GPT2(nn.Module):
         """
         width = settings.get("n_embd", 768)
         expected = {
-            "model_type": ("gpt2",), "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-            "n_inner": (None, 4 * width), "layer_norm_epsilon": (1e-5,), "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,), "tie_word_embeddings": (True,),
-        }  # fmt: skip
+            "model_type": ("gpt2",),
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "n_inner": (None, 4 * width),
+            "layer_norm_epsilon": (1e-5,),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "tie_word_embeddings": (True,),
+        }
         for name, values in expected.items():
             if settings.get(name, values[0]) not in values:
                 raise ValueError(f"{name} is {settings[name]!r}, and this GPT-2 has {values[0]!r}")
         model = cls(
             GPT2Config(
-                vocabulary_size=settings.get("vocab_size", 50257), context=settings.get("n_positions", 1024),
-                num_layers=settings.get("n_layer", 12), num_heads=settings.get("n_head", 12), width=width,
+                vocabulary_size=settings.get("vocab_size", 50257),
+                context=settings.get("n_positions", 1024),
+                num_layers=settings.get("n_layer", 12),
+                num_heads=settings.get("n_head", 12),
+                width=width,
                 dropout=settings.get("resid_pdrop", 0.1),
             ),
             checkpoint_activations=checkpoint_activations,
-        )  # fmt: skip
+        )
         named = {name.removeprefix(PREFIX): value for name, value in weights.items()}
         own = model.state_dict()
         if missing := [name for name in own if name not in named]:

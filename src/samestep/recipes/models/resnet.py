@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's channels, in 0..1
+# of ImageNet's channels, in 0..1
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ class ResNet(nn.Module):
         self.maxpool = nn.MaxPool2d(3, 2, padding=1) if architecture.has_stem else nn.Identity()
         self.stages = [f"layer{number}" for number in range(1, len(architecture.depths) + 1)]
         for number, (name, depth) in enumerate(zip(self.stages, architecture.depths, strict=True)):
-            width, blocks = architecture.width * 2**number, []
+            width = architecture.width * 2**number
+            blocks = []
             for place in range(depth):
                 blocks.append(block(num_channels, width, stride=2 if number and not place else 1))
                 num_channels = width * block.expansion

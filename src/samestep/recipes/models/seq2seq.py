@@ -12,7 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-PAD, START, END = 0, 1, 2  # token ids in both languages
+# token ids in both languages
+PAD = 0
+START = 1
+END = 2
 Projected = tuple[Tensor, Tensor]  # keys and values, each (N, heads, length, D / heads)
 
 
@@ -21,7 +24,8 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, dropout: float) -> None:
         super().__init__()
-        self.num_heads, self.dropout = num_heads, dropout
+        self.num_heads = num_heads
+        self.dropout = dropout
         self.query, self.key, self.value, self.output = (nn.Linear(dim, dim) for _ in range(4))
 
     def split(self, x: Tensor) -> Tensor:
@@ -34,7 +38,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, projected: Projected, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Attend from x (N, T, D) to keys and values. `mask` is True where attention is allowed."""
-        queries, (keys, values) = self.split(self.query(x)), projected
+        queries = self.split(self.query(x))
+        keys, values = projected
         dropout = self.dropout if self.training else 0.0
         x = F.scaled_dot_product_attention(queries, keys, values, mask, dropout, is_causal)
         mixed: Tensor = self.output(x.transpose(1, 2).flatten(2))
@@ -46,7 +51,8 @@ class EncoderLayer(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, dropout: float) -> None:
         super().__init__()
-        self.attention, self.attention_norm = Attention(dim, num_heads, dropout), nn.LayerNorm(dim)
+        self.attention = Attention(dim, num_heads, dropout)
+        self.attention_norm = nn.LayerNorm(dim)
         self.feed_forward = nn.Sequential(nn.Linear(dim, 4 * dim), nn.ReLU(), nn.Linear(4 * dim, dim))
         self.feed_forward_norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(dropout)
@@ -64,8 +70,10 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, dropout: float) -> None:
         super().__init__()
-        self.attention, self.attention_norm = Attention(dim, num_heads, dropout), nn.LayerNorm(dim)
-        self.cross_attention, self.cross_attention_norm = Attention(dim, num_heads, dropout), nn.LayerNorm(dim)
+        self.attention = Attention(dim, num_heads, dropout)
+        self.attention_norm = nn.LayerNorm(dim)
+        self.cross_attention = Attention(dim, num_heads, dropout)
+        self.cross_attention_norm = nn.LayerNorm(dim)
         self.feed_forward = nn.Sequential(nn.Linear(dim, 4 * dim), nn.ReLU(), nn.Linear(4 * dim, dim))
         self.feed_forward_norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(dropout)
@@ -115,11 +123,14 @@ class Seq2Seq(nn.Module):
         max_length: int = 64,
     ) -> None:
         super().__init__()
-        self.dim, self.max_length = dim, max_length
-        self.source_embedding, self.target_embedding = nn.Embedding(num_source, dim), nn.Embedding(num_target, dim)
+        self.dim = dim
+        self.max_length = max_length
+        self.source_embedding = nn.Embedding(num_source, dim)
+        self.target_embedding = nn.Embedding(num_target, dim)
         self.encoder = nn.ModuleList(EncoderLayer(dim, num_heads, dropout) for _ in range(num_layers))
         self.decoder = nn.ModuleList(DecoderLayer(dim, num_heads, dropout) for _ in range(num_layers))
-        self.encoder_norm, self.decoder_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.encoder_norm = nn.LayerNorm(dim)
+        self.decoder_norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(dropout)
         self.register_buffer("positions", build_positions(max_length, dim), persistent=False)
         for module in self.modules():
@@ -163,7 +174,8 @@ class Seq2Seq(nn.Module):
             past: result of the call for the tokens before `target`, which must then be one token.
         """
         start = 0 if past is None else past[0][0].shape[2]
-        x, projected = self.embed(self.target_embedding, target, start), list[Projected]()
+        x = self.embed(self.target_embedding, target, start)
+        projected = list[Projected]()
         for number, layer in enumerate(self.decoder):
             x, own = layer(x, memory[number], mask, None if past is None else past[number])
             projected.append(own)
@@ -195,10 +207,12 @@ class Seq2Seq(nn.Module):
         Returns:
             The tokens of each translation, without START and END.
         """
-        num_rows, device = len(source), source.device
+        num_rows = len(source)
+        device = source.device
         limits = (2 * (source != PAD).sum(1) + 10).clamp(max=self.max_length - 1).repeat_interleave(num_beams)
         memory, mask = (each.repeat_interleave(num_beams, 0) for each in self.encode(source))
-        projected, past = self.project(memory), None
+        projected = self.project(memory)
+        past = None
         tokens = torch.full((num_rows * num_beams, 1), START, device=device)
         first = torch.arange(0, num_rows * num_beams, num_beams, device=device)[:, None]  # beam of each sentence
         scores = torch.full((num_rows, num_beams), -math.inf, device=device)
@@ -213,7 +227,8 @@ class Seq2Seq(nn.Module):
             log_probs[is_done, PAD] = 0  # a complete translation stays as it is
             totals = (scores.view(-1, 1) + log_probs).view(num_rows, -1)
             scores, best = totals.topk(num_beams)
-            beams, chosen = (first + best // logits.shape[1]).flatten(), (best % logits.shape[1]).flatten()
+            beams = (first + best // logits.shape[1]).flatten()
+            chosen = (best % logits.shape[1]).flatten()
             tokens = torch.cat([tokens[beams], chosen[:, None]], 1)
             past = [(keys[beams], values[beams]) for keys, values in past]
             is_done = is_done[beams] | (chosen == END) | (tokens.shape[1] > limits)

@@ -34,14 +34,25 @@ from samestep.tools.doctor.host_resources import read_memory_room
 from samestep.world.group import Group, choose_device, close_group, open_group
 
 TIMEOUT_S = 10.0
-FIRST_BYTES, LAST_BYTES, GROWTH = 1 << 10, 256 << 20, 8
-BUDGET_S, MOST_S = 0.8, 2.0  # per operation: elapsed, and expected after the next size
-SAMPLE_S, MOST_REPEATS = 0.05, 50  # per size
+FIRST_BYTES = 1 << 10
+LAST_BYTES = 256 << 20
+GROWTH = 8
+# per operation: elapsed, and expected after the next size
+BUDGET_S = 0.8
+MOST_S = 2.0
+# per size
+SAMPLE_S = 0.05
+MOST_REPEATS = 50
 EXACT_SIZES = (1, 1000, 65537)  # elements per rank
-LINK_BYTES, LINK_CHUNK_BYTES, LINK_GROWTH, LINK_S = 64 << 20, 256 << 10, 4, 0.1
+LINK_BYTES = 64 << 20
+LINK_CHUNK_BYTES = 256 << 10
+LINK_GROWTH = 4
+LINK_S = 0.1
 PING_SIZE = 256  # numbers
 NUM_LINK_PINGS = 10
-SLOW_LINK, MOST_AGAIN = 0.5, 24  # fraction of the median; number of links that are measured again
+# fraction of the median; number of links that are measured again
+SLOW_LINK = 0.5
+MOST_AGAIN = 24
 
 
 @dataclass(frozen=True)
@@ -148,7 +159,9 @@ def _measure_operation(context: Context, group: Group, operation: Operation, las
     The rows are the same on all ranks.
     """
     rows: list[dict[str, float]] = []
-    size, num_ranks, began_s = FIRST_BYTES, group.world_size, time.monotonic()
+    size = FIRST_BYTES
+    num_ranks = group.world_size
+    began_s = time.monotonic()
     while size <= last_bytes:
         context.doing = f"an {operation.name} of {format_bytes(size)}"
         share = max(1, size // 4 // num_ranks)
@@ -237,7 +250,8 @@ def _gather_links(group: Group, links: Sequence[dict[str, Any] | None]) -> dict[
 def _measure_link(context: Context, group: Group, sender: int, receiver: int) -> dict[str, Any] | None:
     """Return the measurement on the sender; None on other ranks."""
     participants = context.participants
-    start, end = participants.leaders[sender], participants.leaders[receiver]
+    start = participants.leaders[sender]
+    end = participants.leaders[receiver]
     context.doing = f"sending from {participants.name_node(sender)} to {participants.name_node(receiver)}"
     if group.rank == start:
         return {"from": sender, "to": receiver, **_send(group, end)}
@@ -256,7 +270,8 @@ def find_slow(links: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _send(group: Group, peer: int) -> dict[str, float]:
     """Measure the latency, then send chunks of growing size until one takes long enough to time."""
     latency_s = min(_send_once(group, peer, torch.zeros(PING_SIZE)) for _ in range(NUM_LINK_PINGS))
-    num_bytes, took_s = LINK_CHUNK_BYTES, 0.0
+    num_bytes = LINK_CHUNK_BYTES
+    took_s = 0.0
     while True:
         # Each chunk takes LINK_GROWTH times as long as the one before; the numbers of the last one are 1.
         is_last = num_bytes >= LINK_BYTES or LINK_GROWTH * took_s > LINK_S
@@ -267,7 +282,8 @@ def _send(group: Group, peer: int) -> dict[str, float]:
 
 
 def _send_once(group: Group, peer: int, data: Tensor) -> float:
-    data, answer = data.to(group.device), torch.zeros(1, device=group.device)
+    data = data.to(group.device)
+    answer = torch.zeros(1, device=group.device)
     _wait(group.device)
     began_s = time.perf_counter()
     dist.send(data, peer)
@@ -313,7 +329,8 @@ def judge_collectives(facts: Facts) -> Iterator[Finding]:
 
 
 def _describe_curve(rows: Sequence[dict[str, float]]) -> str:
-    first, best = rows[0], max(rows, key=lambda row: row["bus_bytes_per_s"])
+    first = rows[0]
+    best = max(rows, key=lambda row: row["bus_bytes_per_s"])
     return (
         f"{format_s(first['time_s'])} at {format_bytes(first['bytes'])}, {describe_size(best['bus_bytes_per_s'])}/s at "
         f"{format_bytes(best['bytes'])}"
@@ -333,7 +350,8 @@ def judge_links(facts: Facts) -> Iterator[Finding]:
         shown = [_describe_link(participants, link) for link in slow]
         found = f"the slowest link is {shown[0]}{'; and ' if shown[1:] else ''}{', '.join(shown[1:4])}"
         found += f" and {len(slow) - 4} more" if len(slow) > 4 else ""
-        senders, receivers = {link["from"] for link in slow}, {link["to"] for link in slow}
+        senders = {link["from"] for link in slow}
+        receivers = {link["to"] for link in slow}
         common = [node for node in senders | receivers if all(node in (link["from"], link["to"]) for link in slow)]
         suspects = common if len(common) == 1 else [*senders] if len(senders) == 1 else [*receivers]
         where = f" of {participants.name_node(suspects[0])}" if len(suspects) == 1 else ""

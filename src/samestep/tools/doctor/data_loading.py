@@ -20,12 +20,15 @@ from samestep.world.workdir import WorkDir
 
 INTERCEPTOR = "samestep.tools.phase_timing:PhaseTiming"
 WARM_UP = 3  # steps: it compiles, opens files, starts workers
-MEASURED_S, MOST_STEPS = 3.0, 1000
+MEASURED_S = 3.0
+MOST_STEPS = 1000
 LIMIT_S = 60.0  # for the first steps of the script
 LEAVE_S = 5.0
 POLL_S = 0.1
 MODEL = ("forward", "backward", "reducing", "updating")
-MOST_WAITING, MOST_LOADING = 0.1, 0.2  # fraction of a step, with workers and without
+# fraction of a step, with workers and without
+MOST_WAITING = 0.1
+MOST_LOADING = 0.2
 SHOWN_LINES = 3
 
 
@@ -33,7 +36,8 @@ def look_at_data_loading(context: Context) -> dict[str, Any] | None:
     """On rank 0: train the script on as many ranks as this node has, in a temporary directory."""
     if context.environment.rank != 0:
         return None
-    options, num_ranks = context.options, context.environment.local_world_size
+    options = context.options
+    num_ranks = context.environment.local_world_size
     context.doing = f"training {' '.join(options.script)}"
     with exiting_on_sigterm(), WorkDir("doctor-") as home:
         overrides = {
@@ -84,7 +88,8 @@ def measure_rank(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     lines = lines[WARM_UP:]
     if len(lines) < 2:
         return None
-    first, last = lines[0], lines[-1]
+    first = lines[0]
+    last = lines[-1]
 
     def passed_s(phase: str) -> float:
         return float(last["spent_s"].get(phase, 0.0) - first["spent_s"].get(phase, 0.0))
@@ -119,8 +124,12 @@ def judge_data_loading(facts: Facts) -> Iterator[Finding]:
     loaded_per_s = num_samples / max(loading_s + (model_s if num_workers else 0.0), 1e-9)
     waiting = loading_s / max(loading_s + model_s, 1e-9)
     measured = {
-        **fact, "feeds_per_s": loaded_per_s, "eats_per_s": used_per_s, "waiting": waiting, "num_workers": num_workers,
-    }  # fmt: skip
+        **fact,
+        "feeds_per_s": loaded_per_s,
+        "eats_per_s": used_per_s,
+        "waiting": waiting,
+        "num_workers": num_workers,
+    }
     share = f"{waiting:.0%} of a step goes to waiting for data"
     if waiting <= (MOST_WAITING if num_workers else MOST_LOADING):
         yield well(
@@ -132,7 +141,8 @@ def judge_data_loading(facts: Facts) -> Iterator[Finding]:
 
 
 def _advise(fact: Mapping[str, Any], num_workers: int, lack: float) -> str:
-    num_ranks, num_cores = len(fact["ranks"]), fact["num_cores"]
+    num_ranks = len(fact["ranks"])
+    num_cores = fact["num_cores"]
     needed = math.ceil(lack * max(num_workers, 1)) + (1 if num_workers else 0)
     room = num_cores // num_ranks - 1  # one core computes
     if room < 1 or num_workers >= room:

@@ -16,11 +16,16 @@ from samestep.snapshot.writers import find_writers
 from samestep.tools.doctor.facts import Context, Facts, Finding, failure, format_bytes, format_s, warning, well
 
 DEFAULT = "runs"
-CHUNK_BYTES, MOST_BYTES = 4 << 20, 64 << 20
-WRITE_S, FSYNC_S = 1.0, 0.5  # duration of the measurements
+CHUNK_BYTES = 4 << 20
+MOST_BYTES = 64 << 20
+# duration of the measurements
+WRITE_S = 1.0
+FSYNC_S = 0.5
 NUM_FSYNCS = 10
-LEAST_BYTES, FEW_BYTES = 1 << 30, 10 << 30
-SLOW_BYTES_PER_S, SLOW_FSYNC_S = 30e6, 0.1
+LEAST_BYTES = 1 << 30
+FEW_BYTES = 10 << 30
+SLOW_BYTES_PER_S = 30e6
+SLOW_FSYNC_S = 0.1
 
 
 def find_existing(path: Path) -> Path:
@@ -72,7 +77,8 @@ def measure_speed(file: IO[bytes], free_bytes: int) -> dict[str, float]:
     """Time writing and syncing a file without a buffer, then syncing small appends."""
     chunk = os.urandom(min(CHUNK_BYTES, max(4096, free_bytes // 16)))
     most = min(MOST_BYTES, free_bytes // 4)
-    began_s, written = time.perf_counter(), 0
+    began_s = time.perf_counter()
+    written = 0
     while written < most and time.perf_counter() - began_s < WRITE_S:
         written += file.write(chunk)
     os.fsync(file.fileno())
@@ -89,7 +95,9 @@ def measure_speed(file: IO[bytes], free_bytes: int) -> dict[str, float]:
 
 def judge_disk(facts: Facts) -> Iterator[Finding]:
     """Report problems of free space, sharing and speed."""
-    by_node, name_node, name_nodes = facts.by_node, facts.participants.name_node, facts.participants.name_nodes
+    by_node = facts.by_node
+    name_node = facts.participants.name_node
+    name_nodes = facts.participants.name_nodes
     if not by_node:
         return
     writable = {node: fact for node, fact in by_node.items() if not fact["problem"]}
@@ -111,7 +119,9 @@ def judge_disk(facts: Facts) -> Iterator[Finding]:
     shown = f"{wanted}{' is one for all hosts,' if len(by_node) > 1 else ':'} "
     shown += f"{format_bytes(min((fact['free_bytes'] for fact in writable.values()), default=0))} left"
     if "fsync_s" in first:
-        where, speed, fsync_s = f"{first['place']} on {name_node(0)}", first["write_bytes_per_s"], first["fsync_s"]
+        where = f"{first['place']} on {name_node(0)}"
+        speed = first["write_bytes_per_s"]
+        fsync_s = first["fsync_s"]
         if speed < SLOW_BYTES_PER_S:
             found = f"{where} takes {describe_size(speed)}/s: a snapshot of 1 GB takes {1e9 / speed:.0f} s"
             yield warning(found, "choose a faster disk, or save less often (--snapshot-every)")

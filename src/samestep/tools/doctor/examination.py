@@ -84,7 +84,8 @@ def _check(context: Context, check: Check, report: Report | None) -> bool:
     """Run one check. Returns whether it hung on this rank."""
     if report is not None:
         report.begin(check.name)
-    context.doing, began_s = "", time.monotonic()
+    context.doing = ""
+    began_s = time.monotonic()
     answer = look(context, check) if check.limit_s is None else look_bounded(context, check, check.limit_s)
     hang = f"it hung{_format_activity(context)}, and was abandoned after {check.limit_s or 0:g} s"
     context.exchange.post(f"check/{check.name}", answer or {"error": hang})

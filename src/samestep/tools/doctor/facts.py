@@ -12,7 +12,9 @@ from samestep.world.environment import Environment
 if TYPE_CHECKING:
     from samestep.world.rendezvous_store import StoreExchange
 
-PASS, WARN, FAIL = "pass", "warn", "fail"
+PASS = "pass"
+WARN = "warn"
+FAIL = "fail"
 MAX_NAMED = 6
 
 
@@ -77,7 +79,8 @@ class Participants:
     def describe(self) -> str:
         """Return a summary, such as "4 ranks on 2 hosts (h1, h2)"."""
         num_nodes = len(self.leaders)
-        names, ranks = self.name_nodes(range(num_nodes)), format_ranks(len(self.hosts))
+        names = self.name_nodes(range(num_nodes))
+        ranks = format_ranks(len(self.hosts))
         return f"{ranks} on {names}" if num_nodes == 1 else f"{ranks} on {num_nodes} hosts ({names})"
 
 

@@ -24,7 +24,8 @@ class Report:
         self._participants = Participants(("?",), (0,))
         self._began_s = time.monotonic()
         self._seconds: dict[str, float] = {}
-        self._check, self._check_s = "", 0.0
+        self._check = ""
+        self._check_s = 0.0
 
     def open(self, participants: Participants) -> None:
         """Print the participants."""
@@ -34,7 +35,8 @@ class Report:
 
     def begin(self, check: str) -> None:
         """Start a check."""
-        self._check, self._check_s = check, time.monotonic()
+        self._check = check
+        self._check_s = time.monotonic()
         if not self._as_json:
             show_activity(f"  ...   {check}")
 

@@ -16,7 +16,9 @@ SLOWDOWNS = {
     0x40: "slowed down by its hardware, too hot",
     0x80: "slowed down by the power supply",
 }
-UNCORRECTED, VOLATILE = 1, 0  # constants of NVML
+# constants of NVML
+UNCORRECTED = 1
+VOLATILE = 0
 
 
 def look_at_gpus(context: Context) -> dict[str, Any]:
@@ -71,8 +73,10 @@ def read_gpus(nvml: Any, uuids: Iterable[str] = ()) -> list[dict[str, Any]] | No
     for handle in handles:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         gpu = {
-            "name": _text(nvml.nvmlDeviceGetName(handle)), "free_bytes": memory.free, "total_bytes": memory.total,
-        }  # fmt: skip
+            "name": _text(nvml.nvmlDeviceGetName(handle)),
+            "free_bytes": memory.free,
+            "total_bytes": memory.total,
+        }
         with suppress(nvml.NVMLError):
             gpu["temperature"] = nvml.nvmlDeviceGetTemperature(handle, 0)
         with suppress(nvml.NVMLError):
@@ -93,7 +97,8 @@ def _text(value: str | bytes) -> str:
 
 def judge_gpus(facts: Facts) -> Iterator[Finding]:
     """Report missing, different, occupied, throttled and failing GPUs."""
-    participants, by_node = facts.participants, facts.by_node
+    participants = facts.participants
+    by_node = facts.by_node
     problems = {rank: fact["problem"] for rank, fact in facts.by_rank.items() if fact["problem"]}
     for rank in sorted(problems)[:1]:  # the other ranks have the same one
         found = f"{problems[rank]} (on {participants.name_ranks([rank])})"
@@ -136,7 +141,8 @@ def _judge_node(name: str, fact: dict[str, Any]) -> Iterator[Finding]:
     for number, gpu in enumerate(fact["gpus"] or ()):
         where = f"GPU {number} of {name}"
         if gpu["free_bytes"] < LEAST_FREE * gpu["total_bytes"]:
-            free, total = format_bytes(gpu["free_bytes"]), format_bytes(gpu["total_bytes"])
+            free = format_bytes(gpu["free_bytes"])
+            total = format_bytes(gpu["total_bytes"])
             advice = "nvidia-smi shows the processes that hold the rest: end those of earlier runs"
             yield warning(f"{where} has {free} free of {total}", advice)
         for what in gpu.get("slowdowns", ()):

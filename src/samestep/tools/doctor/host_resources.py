@@ -24,7 +24,8 @@ from samestep.world.version_check import explain_torch
 
 MUST_AGREE = ("python", "torch", "CUDA", "NCCL", "samestep")  # a driver serves several CUDA versions
 LEAST_SHM_BYTES = 512 << 20
-CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 # --- versions -----------------------------------------------------------------------------------------------------

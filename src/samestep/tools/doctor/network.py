@@ -111,7 +111,8 @@ def describe_interface(name: str) -> dict[str, Any]:
     """Return its MTU (0: unknown), and an address of each family that is not link-local."""
     import psutil
 
-    entries, stats = psutil.net_if_addrs().get(name, ()), psutil.net_if_stats().get(name)
+    entries = psutil.net_if_addrs().get(name, ())
+    stats = psutil.net_if_stats().get(name)
     found: dict[str, Any] = {"mtu": stats.mtu if stats else 0}
     for family, number in FAMILIES.items():
         addresses = [e.address for e in entries if e.family == number and not e.address.lower().startswith("fe80")]
@@ -121,7 +122,8 @@ def describe_interface(name: str) -> dict[str, Any]:
 
 def look_at_network(context: Context) -> dict[str, Any] | None:
     """On the first rank of each node: collect its interface and ping every other node. None with one node."""
-    leaders, exchange = context.participants.leaders, context.exchange
+    leaders = context.participants.leaders
+    exchange = context.exchange
     if len(leaders) == 1:
         return None
     mine = choose_interface_for(read_master()[0])
@@ -158,7 +160,8 @@ def look_at_network(context: Context) -> dict[str, Any] | None:
 
 def judge_network(facts: Facts) -> Iterator[Finding]:
     """Report missing addresses, hosts that do not reach each other, and different MTUs."""
-    name_node, by_node = facts.participants.name_node, facts.by_node
+    name_node = facts.participants.name_node
+    by_node = facts.by_node
     if len(facts.participants.leaders) == 1:
         yield well("one host: nothing to reach")
     if not by_node:
@@ -169,7 +172,8 @@ def judge_network(facts: Facts) -> Iterator[Finding]:
             yield failure(found, "name the right one: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME")
     if lost := [node for node, fact in by_node.items() if fact["is_lost"]]:
         # Without a set interface, gloo uses the address of the host's name, on many systems a loopback address.
-        own, interface = by_node[lost[0]]["own_name"] or "no address", by_node[lost[0]]["interface"]
+        own = by_node[lost[0]]["own_name"] or "no address"
+        interface = by_node[lost[0]]["interface"]
         yield failure(
             f"no interface is set on {facts.participants.name_nodes(lost)}, where the host's own name resolves to "
             f"{own}: gloo would listen where no other host reaches it",
@@ -206,7 +210,8 @@ def _judge_pair(name: str, other: str, there: Mapping[str, Any], pings: Mapping[
         yield failure(found, "give both IPv4 or both IPv6, or name another interface")
     status = WARN if any(not found["problem"] for found in pings.values()) else FAIL
     for family, found in pings.items():
-        at, problem = f"{other} at {there[family]} ({there['interface']})", found["problem"]
+        at = f"{other} at {there[family]} ({there['interface']})"
+        problem = found["problem"]
         if problem and found["at"] == "large":
             text = f"only small packets get from {name} to {at} and back ({problem})"
             advice = f"a smaller MTU than {there['mtu']} on the path drops large packets: set it at both ends"

@@ -46,7 +46,8 @@ class Replay(Tracer):
 
     def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
         super().__init__(context, options)
-        self._step, self._micro_batch = options["step"], options["micro_batch"]
+        self._step = options["step"]
+        self._micro_batch = options["micro_batch"]
         self._is_alone = False  # the script's body runs for one micro-batch, without the other ranks
         self._result: dict[str, Any] = {}
         self._logged: dict[str, Any] = {}
@@ -122,7 +123,8 @@ class Replay(Tracer):
             params = [param for param in self.loop.gradients.plan.params if param.requires_grad]
             found = iter(torch.autograd.grad(term, params, retain_graph=True, allow_unused=True))
             for i, param in enumerate(self.loop.gradients.plan.params):
-                grad, before = next(found) if param.requires_grad else None, self._grads[i]
+                grad = next(found) if param.requires_grad else None
+                before = self._grads[i]
                 self._grads[i] = grad if before is None else before if grad is None else before + grad
             self._result["losses"].append(float(term.detach()))
             self._result["weights"].append(float(step.sizes[step.micro_batch] if own is None else own))
@@ -235,7 +237,8 @@ class _Debugger(pdb.Pdb):
         each: FrameType | None = frame
         while each is not None:
             each.f_trace = self.trace_dispatch
-            self.botframe, each = each, each.f_back
+            self.botframe = each
+            each = each.f_back
         self.set_next(frame)
         sys.settrace(self.trace_dispatch)
 

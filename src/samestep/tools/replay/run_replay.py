@@ -59,9 +59,12 @@ NUM_SHOWN = 10
 POLL_S = 0.1
 SHOWN_LINES = 30
 _NUMBERS = {
-    "batch_size?": is_size, "micro_batch_size?": is_size, "seed?": is_count, "num_threads?": is_count,
+    "batch_size?": is_size,
+    "micro_batch_size?": is_size,
+    "seed?": is_count,
+    "num_threads?": is_count,
     "precision?": is_argument,
-}  # fmt: skip
+}
 _OTHER_RUN = re.compile(r".* holds another run \((.*)\): use its numbers, .*", re.DOTALL)
 
 
@@ -104,11 +107,15 @@ class _Replay:
     """A replay of the run in `directory`, as a run in the scratch directory."""
 
     def __init__(self, run: str, directory: Path, target: Target, values: Mapping[str, Any], scratch: WorkDir) -> None:
-        self._called, self._directory, self._values, self._scratch = run, directory, values, scratch
+        self._called = run
+        self._directory = directory
+        self._values = values
+        self._scratch = scratch
         self._record = read_run(directory, run)
         if not fits(self._record.get("numbers", {}), _NUMBERS):
             raise Error(f"{run}/{RECORD} has impossible numbers: repair it")
-        self._step, self._micro_batch = values["step"], values.get("micro_batch")
+        self._step = values["step"]
+        self._micro_batch = values.get("micro_batch")
         self._num_ranks = values.get("nproc_per_node", 1)
         self._target = target
 
@@ -140,14 +147,19 @@ class _Replay:
         about = next((line["about"] for line in lines if "about" in line), None)
         if about is None:
             raise self._explain(output)
-        changes = {name: describe_changes(self._record.get(name) or about[name], about[name])
-                   for name in ("machine", "git", "script")}  # fmt: skip
+        changes = {
+            name: describe_changes(self._record.get(name) or about[name], about[name])
+            for name in ("machine", "git", "script")
+        }
         for name, change in changes.items():
             if change:
                 say(f"not as in the run: {name} ({change})")
         result = next(line["result"] for line in lines if "result" in line)
-        found = [Entry(line["step"], 0, line["num_samples"], line["fingerprint"], line["loss"], line["gradient"])
-                 for line in lines if "loss" in line]  # fmt: skip
+        found = [
+            Entry(line["step"], 0, line["num_samples"], line["fingerprint"], line["loss"], line["gradient"])
+            for line in lines
+            if "loss" in line
+        ]
         if self._micro_batch is not None:  # of its step, only the samples are known
             found.append(Entry(self._step, 0, result["num_samples"], result["fingerprint"]))
         sentence, is_same = compare_bits(found, wanted)
@@ -168,7 +180,8 @@ class _Replay:
         Raises Error if the user does not, or there is no such script.
         """
         script = self._record.get("script", {})
-        arguments, is_given = script.get("arguments", []), target != RECORDED
+        arguments = script.get("arguments", [])
+        is_given = target != RECORDED
         if not is_given:
             target = self._find_script(script.get("file", ""), script.get("sha256"))
             check_target(target)
@@ -185,7 +198,8 @@ class _Replay:
 
     def _find_script(self, file: str, sha256: object) -> Target:
         """Return the script of this name in the working directory, or else the recipe."""
-        path, recipe = Path(file), Path(str(files("samestep.recipes") / file))
+        path = Path(file)
+        recipe = Path(str(files("samestep.recipes") / file))
         if path.is_file() and not path.resolve().is_relative_to(self._directory.resolve()):
             return Target("script", file)
         if recipe.is_file() and str(sha256).startswith(hash_file(recipe)):
@@ -231,16 +245,23 @@ class _Replay:
         options = {name: numbers[name] for name in names if name in numbers}
         options |= {name: self._values[name] for name in OF_RUN if name in self._values}
         options |= {
-            "run_dir": run_dir, "resume": first if (run_dir / SNAPSHOTS).exists() else "latest", "fresh": False,
-            "snapshot_every": "never", "compare_every": "never",
-            "check_compute_every": "never", "log_every": 10**9, "stuck_after_s": 0,
-        }  # fmt: skip
+            "run_dir": run_dir,
+            "resume": first if (run_dir / SNAPSHOTS).exists() else "latest",
+            "fresh": False,
+            "snapshot_every": "never",
+            "compare_every": "never",
+            "check_compute_every": "never",
+            "log_every": 10**9,
+            "stuck_after_s": 0,
+        }
         is_debugged = bool(self._values.get("pdb"))
         save = self._values.get("save")
         trace = {
-            "step": self._step, "micro_batch": self._micro_batch, "debug": is_debugged,
+            "step": self._step,
+            "micro_batch": self._micro_batch,
+            "debug": is_debugged,
             "save": None if save is None else os.path.abspath(save),
-        }  # fmt: skip
+        }
         variables = build_trace(INTERCEPTOR, self._scratch.path, to_variables(options), **trace)
         locks = (self._scratch.lock.fileno(),)
         if is_debugged:
@@ -255,7 +276,8 @@ class _Replay:
                     process.wait(POLL_S)
                 except subprocess.TimeoutExpired:
                     if sys.stdout.isatty() and time.monotonic() > shown_s + 1:
-                        shown_s, done = time.monotonic(), len(read_lines(self._scratch.path / "rank-0.jsonl"))
+                        shown_s = time.monotonic()
+                        done = len(read_lines(self._scratch.path / "rank-0.jsonl"))
                         show_activity(f"step {first + done} of {self._step}")
         show_activity("")
         return self._read_lines()

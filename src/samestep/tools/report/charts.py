@@ -24,12 +24,20 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 DASHES = ((), (7, 5), (2, 5), (10, 5, 2, 5))  # of the curves of one run in a chart of several runs
 NUM_BUCKETS = 1000  # of a chart: two points each
 NUM_STATIC_BUCKETS = 200
-WIDTH, HEIGHT, LEFT, BOTTOM = 720, 220, 60, 24  # of an SVG, in its own units
+# of an SVG, in its own units
+WIDTH = 720
+HEIGHT = 220
+LEFT = 60
+BOTTOM = 24
 WIDER = 3.0  # per curve that covers another
 MOST_BANDS = 100
-MOST_COLUMNS, MOST_CELLS = 400, 100_000  # of a heat map
+# of a heat map
+MOST_COLUMNS = 400
+MOST_CELLS = 100_000
 LEAST_SPAN = 0.25  # of the colours of a heat map, relative to the smallest value
-LEAST_DIFFERENCE, NUM_ERRORS = 0.05, 3.0  # of the means of two ranks: relative, and in standard errors
+# of the means of two ranks: relative, and in standard errors
+LEAST_DIFFERENCE = 0.05
+NUM_ERRORS = 3.0
 
 
 def to_html(text: str) -> str:
@@ -78,7 +86,8 @@ class Chart:
         """The places of each curve's colour in COLOURS and of its dashes in DASHES. A run has one colour everywhere."""
         if not self.runs:
             return [(number % len(COLOURS), 0) for number in range(len(self.series))]
-        places, styles = Counter[int](), []
+        places = Counter[int]()
+        styles = []
         for label in self.series:
             run = self.runs[label]
             styles.append((run % len(COLOURS), places[run] % len(DASHES)))
@@ -174,7 +183,8 @@ def draw_svg(chart: Chart, marks: Sequence[Mark], bands: Sequence[Band] = ()) ->
         across = LEFT + (x - low_x) / (high_x - low_x) * (WIDTH - LEFT - 8)
         return across, 8 + (high_y - y) / (high_y - low_y) * (HEIGHT - BOTTOM - 8)
 
-    parts, floor = [], HEIGHT - BOTTOM
+    parts = []
+    floor = HEIGHT - BOTTOM
     for number, band in enumerate(bands):
         (across, end), _ = place(np.clip([band.first, band.last], low_x, high_x), low_y)
         if end > across:
@@ -214,7 +224,8 @@ def build_key(chart: Chart) -> Iterator[str]:
 
 def _coincide(one: tuple[Floats, Floats], other: tuple[Floats, Floats], near: float) -> bool:
     """Return whether at least half of one curve is as near to the other as a line is wide."""
-    (x, y), (other_x, other_y) = one, (each[np.isfinite(other[1])] for each in other)
+    x, y = one
+    other_x, other_y = (each[np.isfinite(other[1])] for each in other)
     inside = np.isfinite(y) & (x >= other_x.min(initial=np.inf)) & (x <= other_x.max(initial=-np.inf))
     distances = np.abs(y[inside] - np.interp(x[inside], other_x, other_y)) if inside.any() else np.array([np.inf])
     return float((distances <= near).mean()) >= 0.5
@@ -255,7 +266,8 @@ class HeatMap:
     @property
     def scale(self) -> tuple[float, float]:
         """The darkest and the brightest value. They differ by LEAST_SPAN at least, so that noise has one colour."""
-        low, high = float(np.nanmin(self.cells)), float(np.nanmax(self.cells))
+        low = float(np.nanmin(self.cells))
+        high = float(np.nanmax(self.cells))
         return low, max(high, low * (1 + LEAST_SPAN))
 
     @property
@@ -264,7 +276,8 @@ class HeatMap:
 
         They are compared in the columns that both have. The noise is the standard error of the mean difference.
         """
-        slow, fast = int(np.nanargmax(self.means)), int(np.nanargmin(self.means))
+        slow = int(np.nanargmax(self.means))
+        fast = int(np.nanargmin(self.means))
         differences = self.cells[:, slow] - self.cells[:, fast]
         differences = differences[np.isfinite(differences)]
         noise = NUM_ERRORS * differences.std(ddof=1) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
@@ -287,7 +300,8 @@ def build_heat_map(timeline: Intervals | None) -> HeatMap | None:
         return None
     num_rows, num_ranks = timeline.busy_s.shape
     starts = merge_rows(num_rows, max(1, min(MOST_COLUMNS, MOST_CELLS // num_ranks)))
-    busy_s, num_steps = np.add.reduceat(timeline.busy_s, starts), np.add.reduceat(timeline.num_steps, starts)
+    busy_s = np.add.reduceat(timeline.busy_s, starts)
+    num_steps = np.add.reduceat(timeline.num_steps, starts)
     with np.errstate(all="ignore"):
         cells = np.where(num_steps > 0, 1000 * busy_s / num_steps, np.nan)
         means = 1000 * busy_s.sum(axis=0) / num_steps.sum(axis=0)

@@ -9,9 +9,18 @@ Floats = NDArray[np.float64]
 
 # Dark violet to yellow, evenly spaced and readable without colour vision: viridis (Smith and van der Walt, 2015).
 VIRIDIS = np.array(
-    [(68, 1, 84), (71, 44, 122), (59, 81, 139), (44, 113, 142), (33, 144, 141), (39, 173, 129), (92, 200, 99),
-     (170, 220, 50), (253, 231, 37)]
-)  # fmt: skip
+    [
+        (68, 1, 84),
+        (71, 44, 122),
+        (59, 81, 139),
+        (44, 113, 142),
+        (33, 144, 141),
+        (39, 173, 129),
+        (92, 200, 99),
+        (170, 220, 50),
+        (253, 231, 37),
+    ]
+)
 
 
 def decimate(x: Floats, y: Floats, num_buckets: int) -> tuple[Floats, Floats]:

@@ -47,7 +47,9 @@ def build_page(
         attachments: title -> text, such as the output of `samestep verify`.
         scalings: results of `samestep scale`.
     """
-    charts, marks, bands = group_charts(runs), find_marks(runs), find_bands(runs)
+    charts = group_charts(runs)
+    marks = find_marks(runs)
+    bands = find_bands(runs)
     maps = {run.name: heat for run in runs if (heat := build_heat_map(run.timeline)) is not None}
     data = {
         "charts": [to_json(chart) for chart in charts],

@@ -111,7 +111,8 @@ def read_run_data(run_dir: Path, name: str, record: Mapping[str, Any]) -> RunDat
     Args:
         record: the content of run.json.
     """
-    status, restarts = read_status(run_dir), read_rows(run_dir / RESTARTS)
+    status = read_status(run_dir)
+    restarts = read_rows(run_dir / RESTARTS)
     rows = read_rows(run_dir / TIMELINE)
     try:
         problems, parts = audit_samples(run_dir, record)
@@ -187,7 +188,9 @@ def build_intervals(rows: Sequence[Mapping[str, Any]]) -> Intervals | None:
     edges: list[float] = []
     kept: list[tuple[float, Floats]] = []  # seconds, and busy seconds and steps per rank
     ends: list[Mapping[str, Any]] = []  # the last row of each
-    held_s, held = 0.0, np.zeros((2, num_ranks))  # of rows in which no step has ended
+    # of rows in which no step has ended
+    held_s = 0.0
+    held = np.zeros((2, num_ranks))
     before: list[int] = []
     for row in rows:
         steps = row["steps"]
@@ -195,7 +198,9 @@ def build_intervals(rows: Sequence[Mapping[str, Any]]) -> Intervals | None:
         if is_begin or (before and steps and before[0] > steps[0]):  # the run went back to a snapshot
             while edges and edges[-1] > steps[0]:
                 edges.pop(), kept.pop(), ends.pop()
-            held_s, held, before = 0.0, np.zeros((2, num_ranks)), []
+            held_s = 0.0
+            held = np.zeros((2, num_ranks))
+            before = []
         if is_begin and edges and edges[-1] < steps[0]:  # the time of these steps was lost with the last start
             edges.append(steps[0])
             kept.append((math.nan, np.zeros_like(held)))
@@ -212,7 +217,8 @@ def build_intervals(rows: Sequence[Mapping[str, Any]]) -> Intervals | None:
         edges.append(steps[0])
         kept.append((held_s, held))
         ends.append(row)
-        held_s, held = 0.0, np.zeros((2, num_ranks))
+        held_s = 0.0
+        held = np.zeros((2, num_ranks))
     if len(edges) < 2:
         return None
     ranks = np.stack([each for _, each in kept[1:]])

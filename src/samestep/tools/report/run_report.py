@@ -18,7 +18,9 @@ from samestep.tools.report.run_data import RunData, read_run_data
 from samestep.tools.scale.run_plan import read_scale
 from samestep.watch.records import RECORD
 
-SCALE, ATTACHED = "scale.json", ("verify.txt", "doctor.json")  # in a run's directory, if the user puts them there
+# in a run's directory, if the user puts them there
+SCALE = "scale.json"
+ATTACHED = ("verify.txt", "doctor.json")
 MOST_ATTACHED_BYTES = 1 << 20
 
 

@@ -13,7 +13,8 @@ from samestep.errors import Error
 from samestep.files import open_regular, read_text
 from samestep.waiting import wait_until
 
-CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
 PERIOD_US = 10_000  # the default of 100 ms would stop a rank for most of a short step, and let it run through others
 LEAST_CORES = 0.1  # the kernel takes at least 1 ms per period
 LEAVE_S = 5.0

@@ -9,8 +9,10 @@ import torch
 from samestep.engine import routes
 from samestep.world.group import Group
 
-SMALL_BYTES, LARGE_BYTES = 1 << 10, 2 << 20
-NUM_SMALL, NUM_LARGE = 30, 6
+SMALL_BYTES = 1 << 10
+LARGE_BYTES = 2 << 20
+NUM_SMALL = 30
+NUM_LARGE = 6
 
 
 def measure_links(group: Group) -> dict[str, float]:
@@ -50,7 +52,8 @@ def measure_links(group: Group) -> dict[str, float]:
 def _time(run: Callable[[], None], num: int) -> tuple[float, float]:
     """Return the median and the mean CPU seconds of a call. A first one, which connects ranks, is left out."""
     run()
-    seconds, cpu_s = [], time.process_time()
+    seconds = []
+    cpu_s = time.process_time()
     for _ in range(num):
         began_s = time.perf_counter()
         run()

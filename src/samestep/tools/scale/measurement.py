@@ -114,10 +114,15 @@ class Starts:
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
         options = {
-            **self.overrides, "run_dir": place / "run", "max_steps": self.num_warm_up + self.num_steps,
-            "snapshot_every": "never", "resume": "never", "compare_every": "never", "check_compute_every": "never",
+            **self.overrides,
+            "run_dir": place / "run",
+            "max_steps": self.num_warm_up + self.num_steps,
+            "snapshot_every": "never",
+            "resume": "never",
+            "compare_every": "never",
+            "check_compute_every": "never",
             **overrides,
-        }  # fmt: skip
+        }
         variables = build_trace(INTERCEPTOR, place, to_variables(options))
         if self.quota is not None:
             variables[HOOK] = json.dumps(["samestep.tools.scale.cpu_quota", self.quota])

@@ -58,7 +58,9 @@ def plan_exchange(
     control_bytes = ControlFormat(layout, 2, len(params), 0).size_bytes
     buckets = build_buckets(params, choose_cap_bytes(params, one_host=one_host) if cap_bytes is None else cap_bytes)
     num_elements = sum(bucket.num_elements for bucket in buckets)
-    plans, done, known = [], 0, dict[tuple[int, int], tuple[str, list[Round]]]()
+    plans = []
+    done = 0
+    known = dict[tuple[int, int], tuple[str, list[Round]]]()
     for bucket in buckets:
         done += bucket.num_elements
         num_extra = control_bytes if bucket is buckets[-1] else 0
@@ -88,7 +90,8 @@ def plan_rounds(
         held = np.array([len(parts) for parts in layout.parts])
         return [Round(0, held, held * chunk_bytes), Round(0, one, one * chunk_bytes)]
     paths = [routes.plan_butterfly(num_elements, rank, world_size) for rank in range(world_size)]
-    halving, doubling = [], []
+    halving = []
+    doubling = []
     for number, steps in enumerate(zip(*paths, strict=True)):
         given = np.array([give[1] - give[0] for _, _, give in steps]) * element_bytes
         kept = np.array([keep[1] - keep[0] for _, keep, _ in steps]) * element_bytes

@@ -73,15 +73,21 @@ def run_plan(
         print(json.dumps({"choices": rows, "chosen": None if chosen is None else best.index(chosen)}, indent=1))
         return 1 if chosen is None else 0
     print_table(
-        f"{samples:,.0f} samples", ["batch", "micro-batch", "ranks", "ms per step", "time", "rank-hours", ""],
+        f"{samples:,.0f} samples",
+        ["batch", "micro-batch", "ranks", "ms per step", "time", "rank-hours", ""],
         [
             [
-                str(each.batch_size), str(each.micro_batch_size), str(each.world_size), f"{1e3 * each.step_s:,.1f}",
-                format_time(each.run_s), f"{each.rank_hours:.3g}", "fits" if cost(each) <= limit else "",
+                str(each.batch_size),
+                str(each.micro_batch_size),
+                str(each.world_size),
+                f"{1e3 * each.step_s:,.1f}",
+                format_time(each.run_s),
+                f"{each.rank_hours:.3g}",
+                "fits" if cost(each) <= limit else "",
             ]
             for each in best
         ],
-    )  # fmt: skip
+    )
     within = format_count(limit, "hour" if rank_hours is None else "rank-hour")
     if chosen is None:
         least = min(best, key=cost)
@@ -128,11 +134,13 @@ def list_choices(result: Mapping[str, Any], num_samples: int, most_ranks: int) -
     try:
         model = StepModel.from_json(result["model"])
         first = (result.get("strong") or result["weak"])["sizes"][0]
-        base_size, micro_batch_size = int(first["batch_size"]), int(first["facts"]["micro_batch_size"])
+        base_size = int(first["batch_size"])
+        micro_batch_size = int(first["facts"]["micro_batch_size"])
     except (KeyError, TypeError, IndexError, ValueError):
         raise Error(f"the model of {result['script']} is damaged: write it again with samestep scale --json") from None
     for batch_size in (base_size << k for k in range(NUM_BATCH_SIZES)):
-        num, world_size = batch_size // micro_batch_size, 1
+        num = batch_size // micro_batch_size
+        world_size = 1
         while world_size <= min(num, most_ranks):
             step_s = model.predict(num, world_size)
             run_s = step_s * math.ceil(num_samples / batch_size)

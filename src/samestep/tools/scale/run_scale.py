@@ -70,28 +70,38 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
     Strong scaling: the batch is the same at all numbers of ranks. Weak scaling: it grows with the number of ranks.
     """
     check_target(target)
-    sizes, remote = check_options(values), find_remote(values)
+    sizes = check_options(values)
+    remote = find_remote(values)
     predicted = parse_sizes("--predict", values["predict"]) if "predict" in values else []
-    quota, num_cores = values.get("cpu_quota"), len(os.sched_getaffinity(0))
+    quota = values.get("cpu_quota")
+    num_cores = len(os.sched_getaffinity(0))
     # First, because Slurm may refuse a size: then no time is spent on measurements.
     queues_s = {size: estimate_queue_s(target, values, size) for size in sizes} if values.get("slurm") else {}
     warn_of_sharing(max(sizes), num_cores, quota)
     kinds = [kind for kind in ("strong", "weak") if values.get(kind)] or ["strong"]
     with exiting_on_sigterm(), WorkDir("scale-") as work, ExitStack() as stack:
         starts = Starts(
-            target, {name: value for name, value in values.items() if name in OPTIONS and name in _OF_RUN}, work.path,
-            values.get("steps", 30), values.get("warm_up", 5),
-            None if quota is None else stack.enter_context(open_quota(quota, max(sizes))), work.lock.fileno(),
-        )  # fmt: skip
+            target,
+            {name: value for name, value in values.items() if name in OPTIONS and name in _OF_RUN},
+            work.path,
+            values.get("steps", 30),
+            values.get("warm_up", 5),
+            None if quota is None else stack.enter_context(open_quota(quota, max(sizes))),
+            work.lock.fileno(),
+        )
         measured = measure(starts, sizes, kinds, values.get("repeats", 3))
     num_steps = min(found.num_steps for of_kind in measured.values() for found in of_kind.values())
     if num_steps < starts.num_steps:
         wanted = starts.num_steps
         say(f"{num_steps} steps were measured, not {wanted}: after the warm-up, the script trains for no more")
     result: Row = {
-        "format": 1, "script": " ".join(target.to_command()[1]), "num_cores": num_cores, "cpu_quota": quota,
-        "steps": num_steps, "repeats": values.get("repeats", 3),
-    }  # fmt: skip
+        "format": 1,
+        "script": " ".join(target.to_command()[1]),
+        "num_cores": num_cores,
+        "cpu_quota": quota,
+        "steps": num_steps,
+        "repeats": values.get("repeats", 3),
+    }
     for kind, found in measured.items():
         result[kind] = summarize(kind, found, values.get("least_gain", 5.0) / 100)
     if "for_steps" in values and "strong" in result:
@@ -178,14 +188,20 @@ def measure(starts: Starts, sizes: Sequence[int], kinds: Sequence[str], repeats:
 
 def summarize(kind: str, measured: Mapping[int, Size], least_gain: float) -> Row:
     """Return speed-ups and efficiencies of all sizes, the serial fraction, and the break-even."""
-    alone, rows = measured[1], []
+    alone = measured[1]
+    rows = []
     for size, found in measured.items():
         speed_up = found.samples_per_s / alone.samples_per_s
         error = math.hypot(found.error, alone.error) if size > 1 else 0.0
-        rows.append(found.to_json() | {
-            "speed_up": speed_up, "speed_up_error": speed_up * error,
-            "efficiency": speed_up / size, "efficiency_error": speed_up / size * error,
-        })  # fmt: skip
+        rows.append(
+            found.to_json()
+            | {
+                "speed_up": speed_up,
+                "speed_up_error": speed_up * error,
+                "efficiency": speed_up / size,
+                "efficiency_error": speed_up / size * error,
+            }
+        )
     if kind == "weak":
         return {"sizes": rows, "serial": fit_gustafson({w: found.samples_per_s for w, found in measured.items()})}
     # By the law, more ranks never make a step slower: larger sizes than the fastest are outside of it.
@@ -266,7 +282,8 @@ def add_predictions(
     model = fit_model(rows[1], rows[2], result["cpu_quota"] or result["num_cores"] / 2)
     if remote is not None:
         model = replace(model, remote=Link(*remote), ranks_per_host=ranks_per_host)
-    result["model"], num = model.to_json(), count_micro_batches(rows[1])
+    result["model"] = model.to_json()
+    num = count_micro_batches(rows[1])
     for kind in ("strong", "weak"):
         if kind not in result:
             continue
@@ -275,12 +292,17 @@ def add_predictions(
         for size in sorted({*measured, *others}):
             if (count := num * size if kind == "weak" else num) < size:
                 continue  # there are no micro-batches for so many ranks
-            step_s, found = model.predict(count, size), measured.get(size)
-            predicted.append({
-                "world_size": size, "step_s": step_s,
-                "samples_per_s": count * rows[1]["facts"]["micro_batch_size"] / step_s,
-                "measured_step_s": found and found["step_s"], "error": found and step_s / found["step_s"] - 1,
-            })  # fmt: skip
+            step_s = model.predict(count, size)
+            found = measured.get(size)
+            predicted.append(
+                {
+                    "world_size": size,
+                    "step_s": step_s,
+                    "samples_per_s": count * rows[1]["facts"]["micro_batch_size"] / step_s,
+                    "measured_step_s": found and found["step_s"],
+                    "error": found and step_s / found["step_s"] - 1,
+                }
+            )
 
 
 def recommend(result: Row, least_gain: float) -> str:
@@ -292,12 +314,15 @@ def recommend(result: Row, least_gain: float) -> str:
             f"{last['efficiency']:.0%} of the work of one alone"
         )
     strong = result["strong"]
-    rows, most, even = strong["sizes"], strong["most"], strong["break_even"]
+    rows = strong["sizes"]
+    most = strong["most"]
+    even = strong["break_even"]
     if "finish_s" in rows[0]:
         best = min(rows, key=lambda row: row["finish_s"])
         why = f"it finishes first, after {format_time(best['finish_s'])}"
     else:
-        best, too_slow = rows[0], []
+        best = rows[0]
+        too_slow = []
         for row in rows[1:]:
             gained = 1 - row["step_s"] / best["step_s"]
             if gained > 2 * math.hypot(row["error"], best["error"]):

@@ -19,7 +19,10 @@ from samestep.tools.scale.message_plan import BucketPlan, Round, plan_exchange
 from samestep.tools.scale.tables import PARTS
 
 Times = NDArray[np.float64]  # per rank, in seconds
-NUM_DRAWS, LEAST_DRAWS, MOST_DRAWS = 4096, 4, 128  # of the ranks' speeds: over all ranks; per simulation
+# of the ranks' speeds: over all ranks; per simulation
+NUM_DRAWS = 4096
+LEAST_DRAWS = 4
+MOST_DRAWS = 128
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,9 @@ class _Exchange:
     """The exchange of one bucket."""
 
     def __init__(self, plan: BucketPlan, wire: "_Wire") -> None:
-        self._rounds, self._wire, self._uses_sockets = iter(plan.rounds), wire, plan.uses_sockets
+        self._rounds = iter(plan.rounds)
+        self._wire = wire
+        self._uses_sockets = plan.uses_sockets
         self._end: Times | None = None
 
     def issue(self, now: Times) -> Times:
@@ -145,7 +150,8 @@ class _Wire:
     """The links between all ranks. A rank's link carries one round after the other."""
 
     def __init__(self, model: StepModel, world_size: int) -> None:
-        self._model, self._ranks = model, np.arange(world_size)
+        self._model = model
+        self._ranks = np.arange(world_size)
         self._hosts = self._ranks // (model.ranks_per_host or world_size)
         self._per_host = np.bincount(self._hosts)[self._hosts]
         self._free = np.zeros(world_size)
@@ -157,7 +163,8 @@ class _Wire:
 
     def send(self, messages: Round, now: Times, *, sockets: bool) -> Times:
         """Return when each rank has sent and received its messages of a round that it issues at `now`."""
-        local, remote = self._model.socket if sockets else self._model.local, self._model.remote
+        local = self._model.socket if sockets else self._model.local
+        remote = self._model.remote
         num_bytes = messages.num_bytes.astype(np.float64)
         if messages.distance:
             peers = self._ranks ^ messages.distance
@@ -186,7 +193,8 @@ def fit_model(alone: Mapping[str, Any], pair: Mapping[str, Any], cores_per_rank:
     The predictions for these two sizes equal the measurements. With up to one core per rank, the work for messages
     delays the computation; with more, other cores do this work.
     """
-    facts, links = pair["facts"], pair["facts"]["links"]
+    facts = pair["facts"]
+    links = pair["facts"]["links"]
     num_alone, num_pair = (count_micro_batches(row) / row["world_size"] for row in (alone, pair))
     # Phases are means and steps are medians, which slow moments move less: a phase is its share of the median step.
     alone_s, pair_s = (

@@ -20,10 +20,12 @@ def build_predictions(predicted: Sequence[Row]) -> tuple[list[str], list[list[st
     """Return the header and the rows of a table of predictions, with their errors if the size was measured."""
     rows = []
     for each in predicted:
-        error, size = each["error"], each["world_size"]
+        error = each["error"]
+        size = each["world_size"]
         known = ["", ""] if error is None else [f"{1e3 * each['measured_step_s']:,.1f}", f"{error:+.1%}"]
         fitted = error is not None and size <= 2 and abs(error) < 1e-6
-        ms, pace = f"{1e3 * each['step_s']:,.1f}", f"{each['samples_per_s']:,.0f}"
+        ms = f"{1e3 * each['step_s']:,.1f}"
+        pace = f"{each['samples_per_s']:,.0f}"
         rows.append([str(size), pace, ms, known[0], "fitted" if fitted else known[1]])
     return ["ranks", "samples/s", "ms per step", "measured", "error"], rows
 
@@ -34,14 +36,16 @@ def build_rows(sizes: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     header = ["ranks", "batch", "samples/s", "speed-up", "efficiency", *PARTS]
     return header + [{"queue_s": "queue", "finish_s": "to finish"}[name] for name in finish], [
         [
-            str(row["world_size"]), str(row["batch_size"]),
+            str(row["world_size"]),
+            str(row["batch_size"]),
             f"{row['samples_per_s']:,.0f} +- {row['samples_per_s'] * row['error']:,.0f}",
             f"{row['speed_up']:.2f} +- {row['speed_up_error']:.2f}",
             f"{row['efficiency']:.0%} +- {row['efficiency_error']:.0%}",
-            *_share(row["phases_s"]), *(format_time(row[name]) for name in finish),
+            *_share(row["phases_s"]),
+            *(format_time(row[name]) for name in finish),
         ]
         for row in sizes
-    ]  # fmt: skip
+    ]
 
 
 def _share(phases_s: Mapping[str, float]) -> Iterator[str]:

@@ -21,7 +21,9 @@ class ScaleTiming(PhaseTiming):
         if self._has_begun:
             return
         self._has_begun = True
-        config, group, params = self.context.config, self.context.group, loop.gradients.plan.params
+        config = self.context.config
+        group = self.context.group
+        params = loop.gradients.plan.params
         self.write(
             {
                 "world_size": group.world_size,

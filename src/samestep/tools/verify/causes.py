@@ -184,7 +184,8 @@ def measure_difference(one: Path, other: Path, name: str) -> str:
     a, b = (read_tensors(place / "dump.safetensors").get(name) for place in (one, other))
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return "it has a different shape, or exists in only one of them"
-    flat_a, flat_b = a.flatten(), b.flatten()
+    flat_a = a.flatten()
+    flat_b = b.flatten()
     if not a.is_floating_point():
         differing = (flat_a != flat_b).nonzero()
         if not len(differing):

@@ -87,7 +87,8 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
     """
     check_target(target)
     own = dict(values)
-    is_plain, badge = own.pop("plain", False), own.pop("badge", None)
+    is_plain = own.pop("plain", False)
+    badge = own.pop("badge", None)
     if badge is not None and not (badge.endswith(".svg") and Path(badge).parent.is_dir()):
         raise Error(f"--badge takes an .svg file in an existing directory, not {badge}")
     of_plain = {field.name for field in fields(PlainOptions)}
@@ -138,7 +139,9 @@ class _Verification:
     """Runs and compares, prints a row per run, and collects the explanations for the end."""
 
     def __init__(self, trials: Trials, options: Options, world_sizes: Sequence[int]) -> None:
-        self._trials, self._options, self._world_sizes = trials, options, world_sizes
+        self._trials = trials
+        self._options = options
+        self._world_sizes = world_sizes
         self._lines: list[str] = []
         self._is_same = True
         self._num_kills = 0  # that occurred
@@ -191,7 +194,8 @@ class _Verification:
 
     def _run_reference(self, size: int) -> Outcome:
         show_activity(f"train on {format_ranks(size)} ...")
-        outcome, name = self._trials.run(size), self._trials.target.name.removeprefix(RECIPES)
+        outcome = self._trials.run(size)
+        name = self._trials.target.name.removeprefix(RECIPES)
         if outcome.code or not outcome.trace.steps:
             show_activity("")
             print(outcome.last_words, file=sys.stderr)
@@ -231,7 +235,8 @@ class _Verification:
 
         Values that differ in two runs on the same number of ranks, such as times, depend on something else.
         """
-        one, other = self._reference.logged, outcome.logged
+        one = self._reference.logged
+        other = outcome.logged
         keys = [key for key in one if key in other and one[key] != other[key] and key[1] not in self._free]
         if outcome.world_size == self._reference.world_size:
             self._free |= {name for _, name in keys}
@@ -257,18 +262,23 @@ class _Verification:
     def _interrupt(self, sizes: Sequence[int]) -> None:
         """Kill one run several times, and resume it on a different number of ranks each time."""
         chance = random.Random(self._options.kill_seed)
-        num_steps, num_kills = len(self._reference.trace.steps), self._options.kills
+        num_steps = len(self._reference.trace.steps)
+        num_kills = self._options.kills
         run_dir = self._trials.home / "interrupted"
         size = 0
         for number in range(num_kills):
             size = _choose_other(chance, sizes, size)
             # Each kill in a separate range of steps; the first after the first snapshot, the last before the end.
-            low, high = number * num_steps // num_kills, max((number + 1) * num_steps // num_kills - 2, 0)
+            low = number * num_steps // num_kills
+            high = max((number + 1) * num_steps // num_kills - 2, 0)
             step = chance.randint(min(max(low, self._trials.snapshot_every + 1), high), high)
-            rank, after_s = chance.randrange(size), chance.random() * self._reference.trace.step_s
-            name, kill = f"killed rank {rank}", {"step": step, "rank": rank, "after_s": after_s}
+            rank = chance.randrange(size)
+            after_s = chance.random() * self._reference.trace.step_s
+            name = f"killed rank {rank}"
+            kill = {"step": step, "rank": rank, "after_s": after_s}
             if number == 0:
-                name, kill = "killed in a save", {"step": step, "rank": 0, "events": chance.randint(1, MAX_EVENTS)}
+                name = "killed in a save"
+                kill = {"step": step, "rank": 0, "events": chance.randint(1, MAX_EVENTS)}
             if self._run_and_compare(name, size, run_dir=run_dir, kill=kill) != "same":
                 return
         self._run_and_compare("resumed", _choose_other(chance, sizes, size), run_dir=run_dir)
@@ -277,7 +287,9 @@ class _Verification:
 
     def _judge(self, outcome: Outcome, *, is_cut: bool) -> str:
         """Compare with the reference, and explain a difference. Returns the entry for the table."""
-        reference, trace, where = self._reference, outcome.trace, f"on {format_ranks(outcome.world_size)}"
+        reference = self._reference
+        trace = outcome.trace
+        where = f"on {format_ranks(outcome.world_size)}"
         if (difference := find_difference(reference.trace, trace)) is not None:
             self._is_same = False
             self._explain(outcome, difference)
@@ -305,7 +317,8 @@ class _Verification:
         return result
 
     def _explain(self, outcome: Outcome, difference: Difference) -> None:
-        reference, resumed = self._reference, ", resumed" if outcome.is_resumed else ""
+        reference = self._reference
+        resumed = ", resumed" if outcome.is_resumed else ""
         whose = f"in two runs on {format_ranks(reference.world_size)}"
         if outcome.world_size != reference.world_size:
             whose = f"on {format_ranks(outcome.world_size)} and on {format_ranks(reference.world_size)}"
@@ -322,9 +335,13 @@ class _Verification:
             partial(self._trials.run, run.world_size, num_steps=difference.step + 1) for run in (reference, outcome)
         )
         causes = explain(
-            reference.trace, outcome.trace, difference,
-            is_resumed=outcome.is_resumed, run_again=run_again, run_other=run_other,
-        )  # fmt: skip
+            reference.trace,
+            outcome.trace,
+            difference,
+            is_resumed=outcome.is_resumed,
+            run_again=run_again,
+            run_other=run_other,
+        )
         self._lines += [f"  likely: {cause}" for cause in causes]
 
     def _measure(self, outcome: Outcome, step: int, name: str) -> str:

@@ -20,7 +20,8 @@ from samestep.tools.verify.traces import find_difference
 from samestep.tools.verify.trials import Outcome
 from samestep.world.environment import intercept_reads
 
-CLOCK, RANK = "clock", "rank"
+CLOCK = "clock"
+RANK = "rank"
 START_S = 1_700_000_000
 CLOCKS = ("time", "monotonic", "perf_counter", "process_time")  # and each with _ns
 RANK_VALUES = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}

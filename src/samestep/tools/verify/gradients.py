@@ -53,7 +53,8 @@ def check_schedules(trace: Traced) -> list[str]:
     for place, name in enumerate(trace.settings["schedules"]):
         before = 0
         for step, line in trace.steps.items():
-            advanced, before = line["schedules"][place] - before, line["schedules"][place]
+            advanced = line["schedules"][place] - before
+            before = line["schedules"][place]
             if advanced > 1:
                 faults.append(
                     f"{name} advanced by {advanced} in step {step}: call {name}.step() once, after each step or after "
@@ -69,12 +70,14 @@ def _compare_gradients(double: Outcome, single: Outcome, lines: list[dict[str, A
     expected = read_tensors(double.place / "gradients.safetensors")
     gradients = read_tensors(single.place / "gradients.safetensors")
     total = max(float(sum(gradient.double().pow(2).sum() for gradient in expected.values())) ** 0.5, 1e-300)
-    worst, error = "", 0.0
+    worst = ""
+    error = 0.0
     for name, gradient in expected.items():
         difference = gradient - gradients[name].double() if name in gradients else gradient
         relative = float(difference.norm()) / max(float(gradient.norm()), 1e-3 * total)
         if not relative <= error:
-            worst, error = name, relative
+            worst = name
+            error = relative
     where = f"on {single.world_size} ranks"
     if error <= FLOAT32_TOLERANCE:
         found.notes.append(f"the gradient of step 0 {where} is the float64 average, to {error:.0e}")
@@ -92,8 +95,11 @@ def _compare_gradients(double: Outcome, single: Outcome, lines: list[dict[str, A
 
 def _judge_probe(probe: dict[str, Any], found: Averages) -> None:
     """Compare the loss of several samples together with their single losses."""
-    weights, shares, draws = probe["weights"], probe["shares"], probe["draws"]
-    count, total = len(weights), sum(shares)
+    weights = probe["weights"]
+    shares = probe["shares"]
+    draws = probe["draws"]
+    count = len(weights)
+    total = sum(shares)
     if abs(probe["weight"] - sum(weights)) > TOLERANCE * max(probe["weight"], 1.0) and not draws:
         # A loop that draws its mask has another number of tokens each time.
         found.faults.append(

@@ -38,7 +38,9 @@ from samestep.world.environment import HOOK, child_variables
 from samestep.world.workdir import WorkDir
 
 RECORDER = "samestep.tools.verify.plain_recorder"
-MOST_FILES, MOST_BYTES = 10_000, 1 << 30  # of an entry of the working directory that is copied for a trial
+# of an entry of the working directory that is copied for a trial
+MOST_FILES = 10_000
+MOST_BYTES = 1 << 30
 ROW = "  {:<11} {:<13} {}"
 COLOURS = {OK: "green", UNSEEN: "yellow", MISTAKE: "red"}
 
@@ -107,7 +109,8 @@ def run_plain(target: Target, options: PlainOptions, world_sizes: Sequence[int])
         raise Error(f"--plain is for scripts without samestep, and {target.name} is a recipe: leave --plain out")
     if words and shutil.which(words[0]) is None:
         raise Error(f"--launcher starts with {words[0]}, which is not a program on the PATH: install it, or correct it")
-    left_out, linked = _parse_entries("--leave-out", options.leave_out), _parse_entries("--link", options.link)
+    left_out = _parse_entries("--leave-out", options.leave_out)
+    linked = _parse_entries("--link", options.link)
     with exiting_on_sigterm(), WorkDir("verify-") as temporary:
         home = temporary.path if options.keep_runs is None else Path(options.keep_runs).resolve()
         entries = _sort_entries(left_out, linked, home)
@@ -171,7 +174,10 @@ class _PlainTrials:
     """
 
     def __init__(self, target: Target, options: PlainOptions, entries: "_Entries", home: Path, lock: int) -> None:
-        self._options, self._entries, self._home, self._lock = options, entries, home, lock
+        self._options = options
+        self._entries = entries
+        self._home = home
+        self._lock = lock
         inside = _find_inside(target)  # the copy's script, and not the original, if it is in the working directory
         path = inside or os.path.abspath(target.name)
         self._target = replace(target, name=str(path)) if target.kind == "script" else target
@@ -211,13 +217,15 @@ class _PlainTrials:
         path = [str(self._home / "path"), *filter(None, [inherited.get("PYTHONPATH", "")])]
         ours = {HOOK: json.dumps([RECORDER, options]), "PYTHONPATH": os.pathsep.join(path), "WANDB_MODE": "disabled"}
         command = self.build_command(size, shlex.split(self._options.resume_args) if is_resumed else ())
-        began_s, variables = time.monotonic(), {"PYTHONHASHSEED": "0"} | inherited | ours
+        began_s = time.monotonic()
+        variables = {"PYTHONHASHSEED": "0"} | inherited | ours
         with start(command, variables, place / "output", (self._lock,), where) as process:
             try:
                 code = process.wait(self._deadline_s)
             except subprocess.TimeoutExpired:
                 code = STUCK
-        seconds, ranks = time.monotonic() - began_s, read_ranks(place)
+        seconds = time.monotonic() - began_s
+        ranks = read_ranks(place)
         self._deadline_s = self._deadline_s or max(LEAST_DEADLINE_S, 10 * seconds)
         num_steps = min((len(rank.updates) for rank in ranks), default=0)
         self.rows.append({"ranks": size, "steps": num_steps, "seconds": round(seconds, 1), "exit_code": code})
@@ -266,7 +274,10 @@ def _parse_entries(option: str, text: str) -> set[str]:
 
 def _sort_entries(left_out: Collection[str], linked: Collection[str], home: Path) -> _Entries:
     """Decide what the trials find of the working directory; `home` is their directory. Names what is too large."""
-    copies, links, reasons, too_large = [], [], {}, []
+    copies = []
+    links = []
+    reasons = {}
+    too_large = []
     for path in sorted(Path.cwd().iterdir()):
         if path.name in left_out:
             reasons[path.name] = "--leave-out names it"
@@ -315,7 +326,8 @@ def _copy_file(source: str | Path, target: str | Path) -> None:
 
 def _is_small(path: Path) -> bool:
     """Return whether a file or directory is small enough for a copy."""
-    num_files, num_bytes = 0, 0 if path.is_dir() or not path.is_file() else path.stat().st_size
+    num_files = 0
+    num_bytes = 0 if path.is_dir() or not path.is_file() else path.stat().st_size
     for directory, _, names in os.walk(path, followlinks=True):  # the limit also ends a circle of links
         num_files += len(names) + 1
         with suppress(OSError):

@@ -13,7 +13,9 @@ from samestep.console import format_ranks
 from samestep.tools.traced_script import read_lines
 from samestep.tools.verify.trials import STUCK
 
-OK, MISTAKE, UNSEEN = "ok", "MISTAKE", "not observed"
+OK = "ok"
+MISTAKE = "MISTAKE"
+UNSEEN = "not observed"
 GRADIENT_TOLERANCE = 5e-3  # of the norm; gradients that are compressed to bfloat16 for the network are accurate to 2e-3
 TOLERANCE = 1e-6  # of the norm, between copies of float32
 FEWEST = 8  # samples whose order is compared
@@ -126,7 +128,9 @@ def read_ranks(directory: Path) -> list[Rank]:
 
 def _read_rank(lines: Iterable[Mapping[str, Any]]) -> Rank:
     """Read the events that `plain_recorder` describes."""
-    record, num_backwards, latest = Rank(), 0, None
+    record = Rank()
+    num_backwards = 0
+    latest = None
     for line in lines:
         match line["event"]:
             case "begin_pass":
@@ -137,9 +141,11 @@ def _read_rank(lines: Iterable[Mapping[str, Any]]) -> Rank:
                 latest = record.passes[line["pass_number"]]
                 latest.ids.append(line["ids"])
                 latest.places += line.get("places", line["ids"])
-                latest.is_subset, latest.is_grad = "places" in line, latest.is_grad or line["is_grad"]
+                latest.is_subset = "places" in line
+                latest.is_grad = latest.is_grad or line["is_grad"]
             case "end_pass":
-                record.passes[line["pass_number"]].is_ended, record.passes[line["pass_number"]].is_open = True, False
+                record.passes[line["pass_number"]].is_ended = True
+                record.passes[line["pass_number"]].is_open = False
             case "backward":
                 num_backwards += 1
                 for each in record.passes:  # several, if a loop takes batches from several loaders
@@ -287,7 +293,9 @@ def _count(passes: Sequence[Pass], length: int | None) -> Epoch:
 
 def check_samples(runs: Runs) -> Result:
     """Check that the ranks together train on each sample once per epoch."""
-    faults, notes, epochs = [], [], _list_epochs(runs, True)
+    faults = []
+    notes = []
+    epochs = _list_epochs(runs, True)
     if any(epoch.num_repeats for epoch in epochs.get(1, [])):
         for size, found in epochs.items():
             faults += [f"on {format_ranks(size)}, {SAME_SAMPLES}" for epoch in found if epoch.is_repeated]
@@ -295,7 +303,9 @@ def check_samples(runs: Runs) -> Result:
     for size, found in epochs.items():
         where = f"on {format_ranks(size)}"
         for number, epoch in enumerate(found):
-            num, num_repeats, num_missing = len(epoch.counts), epoch.num_repeats, epoch.num_missing
+            num = len(epoch.counts)
+            num_repeats = epoch.num_repeats
+            num_missing = epoch.num_missing
             num_batches = sorted({len(each.ids) for each in epoch.passes})
             if num_repeats and epoch.is_everywhere:
                 faults.append(f"{where}, every rank trains on the same {num} samples: use a DistributedSampler")
@@ -318,7 +328,8 @@ def check_samples(runs: Runs) -> Result:
 
 def check_order(runs: Runs) -> Result:
     """Check that shuffled samples have another order in each epoch."""
-    faults, notes = [], []
+    faults = []
+    notes = []
     for size, ranks in runs.items():
         passes = ranks[0].list_passes(True)
         for one, other in pairwise(passes):
@@ -338,7 +349,8 @@ def check_order(runs: Runs) -> Result:
 def check_gradient(runs: Runs) -> Result:
     """Check that updates use the mean of the gradients over all samples of all ranks."""
     steps_of: dict[str, list[int]] = {}  # fault -> steps that have it
-    faults, notes = [], []
+    faults = []
+    notes = []
     num_right = num_steps = 0
     for size, ranks in runs.items():
         if size == 1 or len(ranks) != size:
@@ -357,7 +369,8 @@ def check_gradient(runs: Runs) -> Result:
             weights = [1.0] * size
             if key[0] == 0:  # which backward passes belong to another optimizer is not known
                 ends = [step["num_backwards"] for step in steps]
-                weights, begins = _count_samples(batches, begins, ends), ends
+                weights = _count_samples(batches, begins, ends)
+                begins = ends
             num_steps += 1
             fault = _judge_gradient(steps, weights)
             if fault is None:
@@ -421,7 +434,8 @@ def _judge_gradient(steps: Sequence[Mapping[str, Any]], weights: Sequence[float]
 
 def check_replicas(runs: Runs) -> Result:
     """Check that all ranks hold the same weights before the first update and after each."""
-    faults, notes = [], []
+    faults = []
+    notes = []
     full = max((rank.updates[0, 0]["num_elements"] for ranks in runs.values() for rank in ranks), default=0)
     for size, ranks in runs.items():
         if size == 1 or len(ranks) != size or any(rank.updates[0, 0]["num_elements"] != full for rank in ranks):
@@ -455,13 +469,15 @@ def _has_exchanged(rank: Rank) -> bool:
 
 def check_evaluation(runs: Runs) -> Result:
     """Check that an evaluation counts each sample once."""
-    faults, notes = [], []
+    faults = []
+    notes = []
     for size, epochs in _list_epochs(runs, False).items():
         where = f"on {format_ranks(size)}"
         for epoch in epochs:
             if not epoch.is_complete:
                 continue
-            num, how = len(epoch.counts), ", as padding" if epoch.is_padded else ""
+            num = len(epoch.counts)
+            how = ", as padding" if epoch.is_padded else ""
             if epoch.num_missing:
                 faults.append(f"{where}, {epoch.num_missing} of {epoch.length} samples are not evaluated")
             if epoch.is_everywhere:
@@ -521,7 +537,8 @@ def _find_save(restart: Restart) -> tuple[int, int] | Result:
         return Result("state", UNSEEN, "no step followed the restart")
     if restart.interrupted[0].is_cut:
         return Result("state", UNSEEN, "the trial ended before it could be killed")
-    updates, first = restart.interrupted[0].updates, restart.resumed[0].updates[0, 0]["before"]
+    updates = restart.interrupted[0].updates
+    first = restart.resumed[0].updates[0, 0]["before"]
     for save in reversed(saves):
         last = updates.get((0, save[0] - 1), {})
         if "after" in last and compare(last["after"]["params"], first["params"]) <= TOLERANCE:
@@ -545,7 +562,8 @@ def _check_state(
         resumed: the updates after the restart.
         whole: the updates of the uninterrupted run, of which the save has the first `num_done`.
     """
-    state, faults = resumed[0]["before"], []
+    state = resumed[0]["before"]
+    faults = []
     if saved["num_states"] and not state["num_states"]:
         faults.append("the optimizer's state is lost: save and load optimizer.state_dict()")
     elif saved["num_steps"] != state["num_steps"] or compare(saved["state"], state["state"]) > TOLERANCE:

@@ -48,7 +48,9 @@ from samestep.world.environment import read_rank
 NUM_VECTORS = 4
 MOST_ELEMENTS = 1 << 14  # of a tensor, evenly spread, that are projected
 LEAVE_S = 10.0  # for the other ranks to complete the last step
-SAVED, ENDED = "saved", "ended-"  # files: the step of the last save; a rank that has made its last step
+# files: the step of the last save; a rank that has made its last step
+SAVED = "saved"
+ENDED = "ended-"
 
 _recorder: "Recorder | None" = None
 
@@ -109,7 +111,8 @@ class Tracker:
         self._hooked: set[int] = set()
         self._is_fresh = True
         self._computed = self._reduced = projection.project_all([])  # zeros
-        self.number, self.num_steps = -1, 0
+        self.number = -1
+        self.num_steps = 0
         self.has_seen_all = True
 
     def add(self, params: Sequence[Tensor]) -> None:
@@ -131,7 +134,9 @@ class Tracker:
         """Start again from the gradients that are left from before, if the script has made them zero or updated."""
         left = self._projection.project_all([param.grad for param in self._params])
         if self._is_fresh or not left.any():
-            self._computed, self._is_fresh, self.has_seen_all = left, False, True
+            self._computed = left
+            self._is_fresh = False
+            self.has_seen_all = True
 
     def after_backward(self) -> None:
         """Note the gradients, which DDP has averaged by now."""
@@ -159,7 +164,8 @@ class Tracker:
             "used": self._projection.project_all(grads).tolist(),
             "after": self._describe_state(optimizer),
         }
-        self._is_fresh, self.num_steps = True, self.num_steps + 1
+        self._is_fresh = True
+        self.num_steps = self.num_steps + 1
         return line
 
     def _describe_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -184,8 +190,11 @@ class Recorder:
     """
 
     def __init__(self, directory: Path, steps: int, kill_after: int | None) -> None:
-        self._directory, self._steps, self._kill_after = directory, steps, kill_after
-        self._pid, self._file = 0, sys.stdout
+        self._directory = directory
+        self._steps = steps
+        self._kill_after = kill_after
+        self._pid = 0
+        self._file = sys.stdout
         self._projection = Projection()
         self._trackers: dict[int, Tracker] = {}  # by id of the optimizer, which is kept
         self._kept: list[Any] = []  # objects whose ids are keys: as long as they live, no other object has the same
@@ -206,7 +215,8 @@ class Recorder:
         _wrap_after(torch, "save", self._after_save)
         _wrap_after(DistributedDataParallel, "__init__", self._after_ddp)
         _wrap_after(dist, "init_process_group", lambda *_, **__: self._wrap_accelerate())  # Trainer binds its method
-        next_batch, backward = LoaderIterator.__next__, torch.autograd.backward
+        next_batch = LoaderIterator.__next__
+        backward = torch.autograd.backward
 
         def take(iterator: Any) -> Any:
             try:
@@ -355,7 +365,8 @@ def count(things: Any) -> int | None:
 def resolve(dataset: Any, index: Any) -> Any:
     """Return the index of a sample in the data set that a `Subset`, of a subset, is a part of."""
     while isinstance(dataset, Subset) and isinstance(index, int):
-        index, dataset = int(dataset.indices[index]), dataset.dataset
+        index = int(dataset.indices[index])
+        dataset = dataset.dataset
     return index
 
 

@@ -55,9 +55,12 @@ class Reference(Trace):
                 module.double()
 
     def evaluate(
-        self, evaluate: Callable[..., dict[str, Any]], score: Callable[[Any], Mapping[str, Any]], data: Any,
+        self,
+        evaluate: Callable[..., dict[str, Any]],
+        score: Callable[[Any], Mapping[str, Any]],
+        data: Any,
         **arguments: Any,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         """Score in micro-batches of the given size, twice in the same way, and then in micro-batches of one sample."""
         if not self._is_double:
             return evaluate(score, data, **arguments)
@@ -152,7 +155,8 @@ class Reference(Trace):
         results = []
         for batch in self._load_probes(indices, step.number):
             seed_all(derive(self.context.config.seed, "compute", step=step.number))
-            self._probe, before = [], read_draws()
+            self._probe = []
+            before = read_draws()
             yield batch
             results.append(self._probe)
             self._draws |= read_draws() != before
@@ -170,7 +174,8 @@ class Reference(Trace):
 
     def _load_probes(self, indices: list[int], step: int) -> Iterator[Any]:
         """Return the samples as one batch, then each as a batch."""
-        spec, seed = self.loop.data.spec, derive(self.context.config.seed, "data", step=step)
+        spec = self.loop.data.spec
+        seed = derive(self.context.config.seed, "data", step=step)
         seed_all(seed)
         many = getattr(spec.dataset, "__getitems__", None)
         samples = [spec.dataset[i] for i in indices] if many is None else many(indices)

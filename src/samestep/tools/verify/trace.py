@@ -108,8 +108,12 @@ class Trace(Tracer):
 
     def _read_twice(self, step: Step) -> dict[str, Any]:
         """Read this rank's samples again, with the same seed. Returns whether they differ, and changed attributes."""
-        spec, context, plan = self.loop.data.spec, self.context, self.loop.data.plan
-        fetcher, differs, changed = Fetcher(spec.dataset, spec.collate_fn), False, set[str]()
+        spec = self.loop.data.spec
+        context = self.context
+        plan = self.loop.data.plan
+        fetcher = Fetcher(spec.dataset, spec.collate_fn)
+        differs = False
+        changed = set[str]()
         before = {name: hash_batch(value) for name, value in walk_attributes(spec.dataset)}
         tasks = plan.tasks(step.number, step.number + 1, rank=context.rank, world_size=context.world_size)
         for task in tasks:
@@ -149,7 +153,8 @@ class Trace(Tracer):
             timer.daemon = True
             timer.start()
             return
-        home, left = f"{self.loop.run_dir}{os.sep}snapshots{os.sep}", kill["events"]
+        home = f"{self.loop.run_dir}{os.sep}snapshots{os.sep}"
+        left = kill["events"]
 
         def on_event(event: str, args: tuple[Any, ...]) -> None:
             nonlocal left

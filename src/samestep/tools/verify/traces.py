@@ -85,7 +85,8 @@ def find_difference(one: Traced, other: Traced) -> Difference | None:
         None if losses and digests are equal in all steps that both runs have.
     """
     for step in sorted(one.steps.keys() & other.steps.keys()):
-        a, b = one.steps[step], other.steps[step]
+        a = one.steps[step]
+        b = other.steps[step]
         if (a["digest"], a["loss"]) != (b["digest"], b["loss"]):
             return _locate(step, a, b, one.micro_batches[step], other.micro_batches[step])
     return None
@@ -97,7 +98,8 @@ def _locate(
     tensors = [name for name in a["tensors"] if a["tensors"][name] != b["tensors"].get(name)]
     tensors.sort(key=lambda name: "/state/" in name)  # those of models before those of optimizers
     tensors += [name for name in b["tensors"] if name not in a["tensors"]]
-    first, count = (tensors[0] if tensors else None), len(tensors)
+    first = tensors[0] if tensors else None
+    count = len(tensors)
     for key in sorted(notes.keys() & others.keys()):
         for what in ("samples", "input", "losses", "draws"):
             found = notes[key].get(what), others[key].get(what)

@@ -95,7 +95,8 @@ class LastRow:
 
     def drop_from(self, values: Mapping[str, Any], step: int) -> dict[str, Any]:
         """Return the values that the service does not have."""
-        last, names = self._earlier["step"], self._earlier["names"]
+        last = self._earlier["step"]
+        names = self._earlier["names"]
         return {name: value for name, value in values.items() if step > last or (step == last and name not in names)}
 
     def keep(self, values: Mapping[str, Any], step: int) -> None:

@@ -27,7 +27,8 @@ class Trackers:
     """
 
     def __init__(self, trackers: Iterable[Tracker], warn: Callable[[str], None]) -> None:
-        self._trackers, self._warn = list(trackers), warn
+        self._trackers = list(trackers)
+        self._warn = warn
         self._running: list[_Delivery] = []
 
     def start(self, info: TrackerInfo) -> None:
@@ -76,13 +77,18 @@ class _Delivery:
 
     def __init__(self, tracker: Tracker, info: TrackerInfo) -> None:
         self.name = type(tracker).__name__
-        self._tracker, self._info, self._is_started = tracker, info, False
+        self._tracker = tracker
+        self._info = info
+        self._is_started = False
         self._rows: deque[tuple[Mapping[str, Any], int, int]] = deque()  # values, step, bytes
         self._changed = threading.Condition()
         self._num_bytes = self._num_rows = self._num_lost = self._num_calls = 0
         self._num_failures = 0  # in a row, of the first row
-        self._failure, self._is_reported = "", False
-        self._status, self._end_failure, self._has_news = "", "", False
+        self._failure = ""
+        self._is_reported = False
+        self._status = ""
+        self._end_failure = ""
+        self._has_news = False
         self._thread = threading.Thread(target=self._deliver, name=f"tracker {self.name}", daemon=True)
 
     def start(self) -> None:
@@ -122,7 +128,8 @@ class _Delivery:
     def close(self, status: str) -> None:
         """Let the thread deliver what is left, and finish the tracker."""
         with self._changed:
-            self._status, self._has_news = status, True
+            self._status = status
+            self._has_news = True
             self._changed.notify()
 
     def join(self) -> str:
@@ -132,7 +139,8 @@ class _Delivery:
             num_calls = self._num_calls
             self._thread.join(PATIENCE_S)
         with self._changed:
-            num_lost, is_hanging = self._num_lost + len(self._rows), self._thread.is_alive()
+            num_lost = self._num_lost + len(self._rows)
+            is_hanging = self._thread.is_alive()
         if is_hanging:
             reason = f"did not return within {PATIENCE_S:.0f} s at the end"
             return reason + (f"; {num_lost} of {self._num_rows} rows are lost" if num_lost else "")
@@ -145,7 +153,8 @@ class _Delivery:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._has_news)
-                self._has_news, status = False, self._status
+                self._has_news = False
+                status = self._status
             if self._is_started or self._try(self._start_late):
                 self._send_rows()
             if status:

@@ -35,9 +35,11 @@ class MLflow:
     """
 
     def __init__(self, experiment: str = "samestep", tracking_uri: str | None = None) -> None:
-        self.experiment, self.tracking_uri = experiment, tracking_uri
+        self.experiment = experiment
+        self.tracking_uri = tracking_uri
         self._client: Any = None
-        self._run_id, self._logged = "", LoggedPoints()
+        self._run_id = ""
+        self._logged = LoggedPoints()
 
     def start(self, info: TrackerInfo) -> None:
         with needing("MLflow is missing", "'samestep[mlflow]'"):
@@ -65,17 +67,19 @@ class MLflow:
         self._client.update_run(run_id, status="RUNNING")
         histories = [self._client.get_metric_history(run_id, name) for name in run.data.metrics]
         points = [(each.key, each.step, each.value) for history in histories for each in history]
-        self._run_id, self._logged = run_id, LoggedPoints(points, info.resumed_step)
+        self._run_id = run_id
+        self._logged = LoggedPoints(points, info.resumed_step)
         return True
 
     def _create(self, info: TrackerInfo, *, is_rewound: bool) -> None:
         experiment = self._client.get_experiment_by_name(self.experiment)
-        experiment_id = self._client.create_experiment(self.experiment) if experiment is None else (
-            experiment.experiment_id
-        )  # fmt: skip
+        experiment_id = (
+            self._client.create_experiment(self.experiment) if experiment is None else (experiment.experiment_id)
+        )
         tags = {"samestep.group": info.group} if info.group else {}
         run = self._client.create_run(experiment_id, run_name=name_run(info, is_rewound=is_rewound), tags=tags)
-        self._run_id, self._logged = run.info.run_id, LoggedPoints()
+        self._run_id = run.info.run_id
+        self._logged = LoggedPoints()
         keep_id(info.dir, "mlflow", self._run_id)
         for values, step in read_earlier_rows(info) if is_rewound else ():
             self.log(values, step)
@@ -86,9 +90,13 @@ class MLflow:
         self._log_batch(self._logged.drop_from(numbers, step), step, tags=texts)
 
     def _log_batch(
-        self, numbers: Mapping[str, float] | None = None, step: int = 0, *, params: Mapping[str, str] | None = None,
+        self,
+        numbers: Mapping[str, float] | None = None,
+        step: int = 0,
+        *,
+        params: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         from mlflow.entities import Metric, Param, RunTag
 
         now_ms = int(time.time() * 1000)
