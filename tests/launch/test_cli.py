@@ -98,7 +98,7 @@ def test_version() -> None:
         (["launch", "--nnodes=2", "--master_port=1", __file__], "or --master-addr and --master-port: give one"),
         (["launch", "--rdzv-endpoint", "a:1", __file__], "where several machines meet, and --nnodes is not given"),
         (["train", "mlp", "--rdzv-endpoint", "a:1"], "where several machines meet, and --nnodes is not given"),
-        (["launch", "-host", "a", __file__], "launch has no option -host; see --help"),
+        (["launch", "-host", "a", __file__], "launch has no option -host; did you mean --hosts?"),
         (["launch", "-np", "2", __file__], "launch has no -np: use --nproc-per-node"),
         (["launch", "--tee", "3", __file__], "launch has no --tee: all output of the ranks is in logs/"),
         (["launch", "--rdzv_conf=timeout=3", __file__], "launch has no --rdzv_conf: use --rdzv-timeout"),

@@ -86,7 +86,7 @@ def test_a_recipe(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "train", "--nproc-per-node", "3", "--run-dir", "runs/m", "--grace-s", "120", "mlp", "--total-epochs", "2",
     ]  # fmt: skip
     assert read_directives(text)["job-name"] == "mlp"
-    assert "usage: samestep submit" in render(capsys, "mlp", "--help")
+    assert "Usage: samestep submit" in render(capsys, "mlp", "--help")
 
 
 def test_a_run_at_a_url(script: Path, capsys: pytest.CaptureFixture[str]) -> None:

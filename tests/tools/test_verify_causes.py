@@ -69,7 +69,7 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
             "steps": num_steps, "world_sizes": "1,3", "kills": num_kills, "kill_seed": kill_seed,
             "gradients": gradients, "keep_runs": str(tmp_path / "runs"),
         }  # fmt: skip
-        code = run_verify(Target("script", str(script)), options)
+        code = run_verify.callback(Target("script", str(script)), options)
         return code, capsys.readouterr().out
 
     return run
