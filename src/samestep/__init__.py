@@ -8,8 +8,8 @@ from samestep.version import __version__
 # Public name -> the module that defines it. Loaded on first use, so that `import samestep` does not import torch.
 _EXPORTS = {
     "Run": "samestep.train.run",
-    "Step": "samestep.train.steps",
-    "Epoch": "samestep.train.loop",
+    "Step": "samestep.train.step.steps",
+    "Epoch": "samestep.train.loop.loop",
     "spawn": "samestep.launch.spawn",
     "TensorBoard": "samestep.watch.trackers.tensorboard_tracker",
     "WandB": "samestep.watch.trackers.wandb_tracker",
@@ -69,9 +69,9 @@ if TYPE_CHECKING:
         WorkerDied,
     )
     from samestep.launch.spawn import spawn
-    from samestep.train.loop import Epoch
+    from samestep.train.loop.loop import Epoch
     from samestep.train.run import Run
-    from samestep.train.steps import Step
+    from samestep.train.step.steps import Step
     from samestep.watch.trackers.mlflow_tracker import MLflow
     from samestep.watch.trackers.protocol import Tracker, TrackerInfo
     from samestep.watch.trackers.tensorboard_tracker import TensorBoard

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 import samestep
-from samestep.train.stateful import find_wrapped, learning_rates
+from samestep.train.state.stateful import find_wrapped, learning_rates
 
 
 @pytest.mark.parametrize(

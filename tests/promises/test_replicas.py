@@ -18,7 +18,7 @@ from torch import nn
 
 import samestep
 from samestep.snapshot.store import Store
-from samestep.train.replicas import name_replicated
+from samestep.train.guards.replicas import name_replicated
 
 HOST = re.escape(socket.gethostname())
 
@@ -159,7 +159,7 @@ def test_the_command_ends_with_2_and_prints_it_once(tmp_path: Path) -> None:
 
 def compare_always(fn: Callable[[], Any]) -> None:
     """Runs it and compares after every step, buffers included: they may not differ later either."""
-    from samestep.train import replicas
+    from samestep.train.guards import replicas
 
     names = replicas.name_replicated
 

@@ -16,8 +16,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as schedules
 
 import samestep
-from samestep.train.optimizer_settings import Override, find_changed, read_settings
-from samestep.train.restoring import load
+from samestep.train.state.optimizer_settings import Override, find_changed, read_settings
+from samestep.train.state.restoring import load
 
 NOTHING: dict[str, Any] = {}
 

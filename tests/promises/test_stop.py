@@ -22,7 +22,7 @@ from support.tiny import Pairs, Tiny
 from support.waiting import wait_until
 
 import samestep
-from samestep.train.stop_signals import count_idle_stops
+from samestep.train.ending.stop_signals import count_idle_stops
 
 Undisturbed = Callable[..., Outcome]
 

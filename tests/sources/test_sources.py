@@ -22,8 +22,8 @@ from samestep.errors import InvalidType, InvalidValue, RunDirectoryError
 from samestep.plan.loop_plan import Task
 from samestep.plan.schedule import EndlessSchedule
 from samestep.sources import MDS, Parquet, WebDataset, open_tokens
-from samestep.train.loop_data import open_loop_data
-from samestep.train.samples import check_marks
+from samestep.train.data.loop_data import open_loop_data
+from samestep.train.data.samples import check_marks
 
 
 @pytest.mark.parametrize("kind", MAKERS)

@@ -16,8 +16,8 @@ import samestep
 from samestep.config import OPTIONS
 from samestep.engine.gradient_pass import GradientPass
 from samestep.train.context import RunContext
-from samestep.train.interception import Interceptor, Interceptors, load_interceptor, read_request
-from samestep.train.steps import Step, StepObserver
+from samestep.train.step.interception import Interceptor, Interceptors, load_interceptor, read_request
+from samestep.train.step.steps import Step, StepObserver
 
 SOURCE = Path(samestep.__file__).parent
 NOTIFICATIONS = {name for name in vars(StepObserver) if not name.startswith("_")}

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from samestep import InvalidType, InvalidValue, Run, UsageError
 from samestep.adapters.lightning_manual import ManualOptimization, PausedCall
 from samestep.data.loader import to_device
-from samestep.train.evaluate import PerMicroBatch
+from samestep.train.loop.evaluate import PerMicroBatch
 
 if TYPE_CHECKING:
     from samestep.adapters.lightning_metrics import Metrics

@@ -10,7 +10,7 @@ def run_main(main: Callable[[], None]) -> None:
 
     An Error raised before the run exists also ends the program with its message and exit code 2.
     """
-    from samestep.train.shutdown import report_errors
+    from samestep.train.ending.shutdown import report_errors
     from samestep.world.environment import read_rank
 
     report_errors(read_rank())

@@ -6,7 +6,7 @@ from typing import Any
 
 from samestep.tools.tracer import Tracer
 from samestep.train.context import RunContext
-from samestep.train.steps import Step
+from samestep.train.step.steps import Step
 
 
 class PhaseTiming(Tracer):

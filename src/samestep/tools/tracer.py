@@ -9,7 +9,7 @@ from torch import nn
 
 from samestep.files import open_regular
 from samestep.train.context import RunContext
-from samestep.train.interception import Interceptor, LoopParts
+from samestep.train.step.interception import Interceptor, LoopParts
 
 
 class Tracer(Interceptor):

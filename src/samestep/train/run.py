@@ -24,32 +24,32 @@ from samestep.snapshot.open_location import open_location
 from samestep.snapshot.resume_point import ResumePoint
 from samestep.snapshot.serialization import encode
 from samestep.snapshot.snapshotter import Snapshotter
-from samestep.train import calls
-from samestep.train import stateful as prepared
 from samestep.train.arguments import build_config, check_count, check_script_config
 from samestep.train.context import RunContext
+from samestep.train.data.loop_data import LoopData, open_loop_data
+from samestep.train.data.sampler_orders import Sampler
+from samestep.train.data.samples import add_samples, check_marks
 from samestep.train.description import describe_run, describe_script, read_commit
 from samestep.train.determinism import describe_machine, fix_compiler, fix_kernels, use_tf32
-from samestep.train.evaluate import Evaluator
+from samestep.train.ending.shutdown import Resources, report_errors
+from samestep.train.ending.stop_signals import StopSignals
+from samestep.train.ending.stopping import Stopping
 from samestep.train.generators import call_on_rank_0
-from samestep.train.interception import Interceptors, LoopParts, find_requests, read_request
-from samestep.train.loop import Epoch, Loop
-from samestep.train.loop_data import LoopData, open_loop_data
-from samestep.train.misuse import MisuseChecks
-from samestep.train.parameters import TrainedParameters
-from samestep.train.position import Position
-from samestep.train.replicas import Replicas
-from samestep.train.restoring import Contents, recall
-from samestep.train.run_metrics import RunMetrics
-from samestep.train.sampler_orders import Sampler
-from samestep.train.samples import add_samples, check_marks
-from samestep.train.shutdown import Resources, report_errors
-from samestep.train.step_log import collect_values
-from samestep.train.steps import Observers, Step, StepObserver
-from samestep.train.stop_signals import StopSignals
-from samestep.train.stopping import Stopping
-from samestep.train.unprepared import Unprepared
-from samestep.train.watchdog import Watchdog, meet_for_run
+from samestep.train.guards import calls
+from samestep.train.guards.misuse import MisuseChecks
+from samestep.train.guards.parameters import TrainedParameters
+from samestep.train.guards.replicas import Replicas
+from samestep.train.guards.unprepared import Unprepared
+from samestep.train.guards.watchdog import Watchdog, meet_for_run
+from samestep.train.loop.evaluate import Evaluator
+from samestep.train.loop.loop import Epoch, Loop
+from samestep.train.loop.run_metrics import RunMetrics
+from samestep.train.state import stateful as prepared
+from samestep.train.state.position import Position
+from samestep.train.state.restoring import Contents, recall
+from samestep.train.step.interception import Interceptors, LoopParts, find_requests, read_request
+from samestep.train.step.step_log import collect_values
+from samestep.train.step.steps import Observers, Step, StepObserver
 from samestep.watch.progress import build_progress, say_above
 from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import Tracker

@@ -6,7 +6,7 @@ from typing import Any
 from samestep.tools.phase_timing import PhaseTiming
 from samestep.tools.scale.link_probe import measure_links
 from samestep.train.context import RunContext
-from samestep.train.interception import LoopParts
+from samestep.train.step.interception import LoopParts
 
 
 class ScaleTiming(PhaseTiming):

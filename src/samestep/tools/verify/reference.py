@@ -22,7 +22,7 @@ from samestep.plan.seeds import derive
 from samestep.snapshot.serialization import write_tensors
 from samestep.tools.verify.trace import Trace, read_draws
 from samestep.train.context import RunContext
-from samestep.train.steps import Step
+from samestep.train.step.steps import Step
 
 NUM_PROBES = 8  # samples that are computed one by one
 Grads = list[Tensor | None]

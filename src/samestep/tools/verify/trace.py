@@ -35,7 +35,7 @@ from samestep.train.generators import (
     find_things,
     read_generator,
 )
-from samestep.train.steps import Step
+from samestep.train.step.steps import Step
 
 
 class Trace(Tracer):

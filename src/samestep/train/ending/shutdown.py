@@ -23,7 +23,7 @@ from samestep.launch.failure import is_secondary, read_failure, write_failure
 from samestep.launch.rank_process import leave
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
-from samestep.train.stop_signals import StopSignals
+from samestep.train.ending.stop_signals import StopSignals
 from samestep.watch.progress import Progress
 from samestep.world.environment import FINISHED, ready_standard_files, stop_code
 from samestep.world.group import close_group, has_group

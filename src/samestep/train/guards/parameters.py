@@ -7,8 +7,8 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from samestep.engine.gradient_averager import GradientAverager
-from samestep.train.stateful import Objects, list_params, name_optimizers
-from samestep.train.steps import Step, StepObserver
+from samestep.train.state.stateful import Objects, list_params, name_optimizers
+from samestep.train.step.steps import Step, StepObserver
 
 
 class TrainedParameters(StepObserver):

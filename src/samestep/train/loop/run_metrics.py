@@ -15,9 +15,9 @@ from samestep.plan.ledger import Entry, to_bits
 from samestep.plan.loop_plan import LoopPlan
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.train.context import RunContext
-from samestep.train.stateful import Objects, Wrapped, find_wrapped, learning_rates
-from samestep.train.step_log import Value
-from samestep.train.steps import Step, StepObserver
+from samestep.train.state.stateful import Objects, Wrapped, find_wrapped, learning_rates
+from samestep.train.step.step_log import Value
+from samestep.train.step.steps import Step, StepObserver
 from samestep.watch.progress import Progress
 from samestep.watch.stall_diagnosis import describe_spent, share_spent
 from samestep.watch.trackers.delivery import Trackers

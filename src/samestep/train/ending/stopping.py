@@ -8,12 +8,12 @@ from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import Report
 from samestep.errors import UsageError
 from samestep.snapshot.snapshotter import Snapshotter
-from samestep.train.calls import EPOCH_END, EPOCH_END_AFTER_STOP, meet
 from samestep.train.context import RunContext
-from samestep.train.position import Place, Position
-from samestep.train.steps import Step, StepObserver
-from samestep.train.stop_signals import StopSignals
-from samestep.train.watchdog import Watchdog
+from samestep.train.ending.stop_signals import StopSignals
+from samestep.train.guards.calls import EPOCH_END, EPOCH_END_AFTER_STOP, meet
+from samestep.train.guards.watchdog import Watchdog
+from samestep.train.state.position import Place, Position
+from samestep.train.step.steps import Step, StepObserver
 
 
 class Stopping(StepObserver):

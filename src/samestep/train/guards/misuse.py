@@ -12,8 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.engine.gradient_averager import GradientAverager
 from samestep.errors import UsageError
-from samestep.train.stateful import Objects, find_saved, list_params, name_optimizers
-from samestep.train.steps import Step, StepObserver
+from samestep.train.state.stateful import Objects, find_saved, list_params, name_optimizers
+from samestep.train.step.steps import Step, StepObserver
 from samestep.watch.replica_checksums import checksum, read_back
 
 MOST_EMPTY = 4  # updates without a gradient, from the start on, that may be on purpose

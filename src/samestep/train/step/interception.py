@@ -16,8 +16,8 @@ from samestep.engine.gradient_pass import Inspect, Report
 from samestep.errors import Error, InvalidValue
 from samestep.files import parse_json
 from samestep.train.context import RunContext
-from samestep.train.loop_data import LoopData
-from samestep.train.steps import Step, StepObserver
+from samestep.train.data.loop_data import LoopData
+from samestep.train.step.steps import Step, StepObserver
 from samestep.watch.heartbeat import PhaseClock
 from samestep.world.environment import TRACE
 

@@ -16,10 +16,10 @@ from samestep.console import warn
 from samestep.data.content import find_leaves, view_bytes
 from samestep.hashing import hash_pieces
 from samestep.snapshot.async_copy import locate
+from samestep.train.data.loop_data import LoopData
 from samestep.train.generators import KINDS, find_things, look_into, read_generator
-from samestep.train.loop_data import LoopData
-from samestep.train.stateful import find_parts, find_saved, unwrap
-from samestep.train.steps import Step, StepObserver
+from samestep.train.state.stateful import find_parts, find_saved, unwrap
+from samestep.train.step.steps import Step, StepObserver
 
 LOOK_AT = (1, 2, 4, 8, 16)  # steps of this start after which to look
 LOOK_AT_EPOCHS = 3  # also after this many epochs

@@ -10,7 +10,7 @@ from samestep.data.spec import DataSpec, is_stream, understand
 from samestep.errors import InvalidType, InvalidValue
 from samestep.plan.loop_plan import STREAM_LENGTH, LoopPlan
 from samestep.plan.schedule import EndlessSchedule
-from samestep.train.sampler_orders import SamplerOrders
+from samestep.train.data.sampler_orders import SamplerOrders
 
 
 @dataclass(frozen=True)

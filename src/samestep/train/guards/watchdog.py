@@ -19,10 +19,10 @@ from samestep.errors import Error, PeerFailed, Stuck, UsageError
 from samestep.files import read_text
 from samestep.launch.failure import write_failure
 from samestep.snapshot.snapshotter import Snapshotter
-from samestep.train.calls import NEW_RUN, announce_run, check_run, explain_in_loop, meet
 from samestep.train.context import RunContext
-from samestep.train.position import Position
-from samestep.train.steps import Step, StepObserver
+from samestep.train.guards.calls import NEW_RUN, announce_run, check_run, explain_in_loop, meet
+from samestep.train.state.position import Position
+from samestep.train.step.steps import Step, StepObserver
 from samestep.watch.heartbeat import Facts, Heartbeat, PhaseClock, read_beats
 from samestep.watch.stall_diagnosis import build_limits, explain_slow_saving
 from samestep.world.announcements import wait_for_all

@@ -20,15 +20,15 @@ from samestep.plan.ledger import combine
 from samestep.plan.schedule import Span
 from samestep.plan.seeds import derive
 from samestep.train.context import RunContext
-from samestep.train.position import Position
-from samestep.train.step_log import StepLog, Value, average_batch, collect_values, read_number
+from samestep.train.state.position import Position
+from samestep.train.step.step_log import StepLog, Value, average_batch, collect_values, read_number
 
 
 class StepObserver:
     """Base class of the observers of a run's steps, which listen and change nothing. Events do nothing by default.
 
     A step calls only the events that a subclass overrides, in the order of the list given to `Observers`. What changes
-    a step is an `Interceptor` (`train/interception.py`), whose description shows all events in their order.
+    a step is an `Interceptor` (`train/step/interception.py`), whose description shows all events in their order.
     """
 
     def begin_step(self, step: "Step") -> None:

@@ -20,8 +20,8 @@ from samestep.plan.loop_plan import Task
 from samestep.plan.seeds import derive
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import Options, describe_changes
+from samestep.train.data.loop_data import LoopData
 from samestep.train.generators import keeping_generators
-from samestep.train.loop_data import LoopData
 from samestep.world.environment import advise
 from samestep.world.group import Group
 

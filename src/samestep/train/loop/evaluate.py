@@ -20,11 +20,11 @@ from samestep.plan.loop_plan import Task
 from samestep.plan.order import build_order
 from samestep.plan.seeds import derive
 from samestep.plan.tree import build_layout
-from samestep.train import calls
 from samestep.train.context import RunContext
-from samestep.train.position import Position
-from samestep.train.step_log import average
-from samestep.train.stopping import Stopping
+from samestep.train.ending.stopping import Stopping
+from samestep.train.guards import calls
+from samestep.train.state.position import Position
+from samestep.train.step.step_log import average
 from samestep.watch.heartbeat import PhaseClock
 
 Row = dict[str, Any]  # name -> list, or (value, weight)

@@ -12,8 +12,8 @@ from samestep.errors import Error, InvalidType, InvalidValue, RunDirectoryError,
 from samestep.snapshot.location import RunLocation
 from samestep.snapshot.run_record import OVERRIDE, Options, describe_changes
 from samestep.snapshot.store import Store
-from samestep.train.optimizer_settings import Override, find_changed, read_settings
-from samestep.train.stateful import Objects, list_params, name_optimizers, states, unwrap
+from samestep.train.state.optimizer_settings import Override, find_changed, read_settings
+from samestep.train.state.stateful import Objects, list_params, name_optimizers, states, unwrap
 from samestep.world.environment import advise
 from samestep.world.group import Group
 

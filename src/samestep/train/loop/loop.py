@@ -23,14 +23,14 @@ from samestep.plan.seeds import derive
 from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
-from samestep.train.loop_data import LoopData
-from samestep.train.position import Place, Position, find_last_step
-from samestep.train.replicas import Replicas
-from samestep.train.run_metrics import RunMetrics, Tally
-from samestep.train.steps import Observers, Step
-from samestep.train.stop_signals import MOST_IDLE_STOPS, count_idle_stops, describe_stop
-from samestep.train.stopping import Stopping
-from samestep.train.watchdog import Watchdog
+from samestep.train.data.loop_data import LoopData
+from samestep.train.ending.stop_signals import MOST_IDLE_STOPS, count_idle_stops, describe_stop
+from samestep.train.ending.stopping import Stopping
+from samestep.train.guards.replicas import Replicas
+from samestep.train.guards.watchdog import Watchdog
+from samestep.train.loop.run_metrics import RunMetrics, Tally
+from samestep.train.state.position import Place, Position, find_last_step
+from samestep.train.step.steps import Observers, Step
 from samestep.watch.records import RESTARTS
 from samestep.world.environment import (
     BEGUN,

@@ -14,8 +14,8 @@ from samestep.errors import Error
 from samestep.snapshot.async_copy import is_finite
 from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.snapshotter import Snapshotter
-from samestep.train.stateful import list_checked, list_params, list_stable, name_optimizers, unwrap
-from samestep.train.steps import Step, StepObserver
+from samestep.train.state.stateful import list_checked, list_params, list_stable, name_optimizers, unwrap
+from samestep.train.step.steps import Step, StepObserver
 from samestep.watch.replica_checksums import checksum, combine, explain_drift, find_drift, read_back
 from samestep.world.environment import read_host
 from samestep.world.group import Group

@@ -1,0 +1,1 @@
+"""The loop over epochs and steps, its metrics, and evaluations."""

@@ -1,0 +1,1 @@
+"""What a run consists of: the objects of the script, where the run is, and how both are restored."""
