@@ -28,8 +28,8 @@ import samestep
 from samestep.data.loader import Loader
 from samestep.data.order_files import keep_shards
 from samestep.sources import MDS, WebDataset, open_tokens
-from samestep.train.data.loop_data import LoopData, open_loop_data
-from samestep.train.data.samples import check_marks
+from samestep.train.inputs.loop_data import LoopData, open_loop_data
+from samestep.train.inputs.samples import check_marks
 
 SHAPE, CONTEXT, MICRO_BATCH_SIZE = (3, 64, 64), 256, 64
 OURS, PLAIN = "samestep", "DataLoader"

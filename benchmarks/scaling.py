@@ -25,7 +25,7 @@ from samestep.console import format_ranks
 from samestep.launch.target import Target
 from samestep.tools.scale.cpu_quota import open_quota
 from samestep.tools.scale.measurement import INTERCEPTOR, Size, Starts, add_steps
-from samestep.tools.scale.step_model import Link, StepModel, fit_model
+from samestep.tools.scale.step_model import LinkSpeed, StepModel, fit_model
 from samestep.tools.traced_script import read_lines
 from samestep.world.environment import HOOK, TRACE
 from samestep.world.workdir import WorkDir
@@ -82,7 +82,7 @@ def start_on_two_hosts(size: Size, starts: Starts, hosts: list[Host]) -> None:
 
 
 def predict_hosts(model: StepModel, links: Mapping[str, float]) -> float:
-    link = Link(links["message_s"], links["byte_s"])
+    link = LinkSpeed(links["message_s"], links["byte_s"])
     return replace(model, ranks_per_host=1, remote=link).predict(NUM_MICRO_BATCHES, 2)
 
 

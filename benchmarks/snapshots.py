@@ -136,7 +136,7 @@ class Loop:
         self.save(way)
         for _ in range(num_steps):
             next(self._loop)
-        self._run._snapshotter.settle()
+        self._run._snapshotter.wait_until_written()
         if self._end_of_dcp is not None:
             self._end_of_dcp.result()
             self._end_of_dcp = None

@@ -9,7 +9,7 @@ from samestep.version import __version__
 _EXPORTS = {
     "Run": "samestep.train.run",
     "Step": "samestep.train.step.steps",
-    "Epoch": "samestep.train.loop.loop",
+    "Epoch": "samestep.train.loops.loop",
     "spawn": "samestep.launch.spawn",
     "TensorBoard": "samestep.watch.trackers.tensorboard_tracker",
     "WandB": "samestep.watch.trackers.wandb_tracker",
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
         WorkerDied,
     )
     from samestep.launch.spawn import spawn
-    from samestep.train.loop.loop import Epoch
+    from samestep.train.loops.loop import Epoch
     from samestep.train.run import Run
     from samestep.train.step.steps import Step
     from samestep.watch.trackers.mlflow_tracker import MLflow

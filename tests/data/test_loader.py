@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from samestep.data.loader import Loaded, Loader, seed_all, to_device
 from samestep.data.sample_errors import locate_error, write_traceback
-from samestep.data.spec import understand
+from samestep.data.spec import read_data_arguments
 from samestep.errors import Error, InvalidValue, WorkerDied, recognize
 from samestep.plan.ledger import fingerprint
 from samestep.plan.loop_plan import Task
@@ -92,7 +92,7 @@ def plan_tasks(num_tasks: int, size: int = 4) -> list[Task]:
 
 
 def load(data: Any, tasks: list[Task], **options: Any) -> list[Loaded]:
-    with Loader(understand(data, **options), iter(tasks), device=CPU) as loader:
+    with Loader(read_data_arguments(data, **options), iter(tasks), device=CPU) as loader:
         return list(loader)
 
 
@@ -192,7 +192,7 @@ def test_tasks_are_taken_one_at_a_time() -> None:
             taken += 1
             yield task
 
-    loader = Loader(understand(Noisy()), endless(), device=CPU)
+    loader = Loader(read_data_arguments(Noisy()), endless(), device=CPU)
     assert taken == 0
     for expected in range(1, 8):
         next(loader)
@@ -209,7 +209,7 @@ def test_workers_take_no_more_tasks_than_they_prefetch() -> None:
             yield task
 
     data = DataLoader(Noisy(), batch_size=4, num_workers=2, prefetch_factor=3)
-    with Loader(understand(data), endless(), device=CPU) as loader:
+    with Loader(read_data_arguments(data), endless(), device=CPU) as loader:
         for done in range(1, 8):
             next(loader)
             assert taken <= done + 2 * 3
@@ -229,7 +229,7 @@ def test_workers_take_no_more_tasks_than_they_prefetch() -> None:
 )
 def test_a_failure_names_the_sample(num_workers: int, odd: Callable[[], Any], said: str) -> None:
     tasks = plan_tasks(6)  # the fifth has samples 16 to 19
-    with Loader(understand(Odd(odd), num_workers=num_workers), iter(tasks), device=CPU) as loader:
+    with Loader(read_data_arguments(Odd(odd), num_workers=num_workers), iter(tasks), device=CPU) as loader:
         for _ in range(4):
             next(loader)
         with pytest.raises(Error, match=said) as caught:
@@ -256,7 +256,7 @@ class Deadly(Noisy):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_worker_that_is_killed_is_named_with_its_samples(number: signal.Signals) -> None:
     said = rf"^DataLoader worker 0 .pid \d+. was killed by {number.name} with the samples .*16, 17, .* in flight: check"
-    loader = Loader(understand(Deadly(number), num_workers=2), iter(plan_tasks(5)), device=CPU)
+    loader = Loader(read_data_arguments(Deadly(number), num_workers=2), iter(plan_tasks(5)), device=CPU)
     with loader, pytest.raises(WorkerDied, match=said) as caught:
         list(loader)
     assert caught.value.__suppress_context__
@@ -267,7 +267,7 @@ def test_a_worker_that_is_killed_is_named_with_its_samples(number: signal.Signal
 
 def test_the_death_of_a_worker_raises_at_the_next_micro_batch_only() -> None:
     """torch would raise from its signal handler, wherever the script is: Python ignores that in a callback."""
-    loader = Loader(understand(Noisy(), num_workers=1), iter(plan_tasks(20)), device=CPU)
+    loader = Loader(read_data_arguments(Noisy(), num_workers=1), iter(plan_tasks(20)), device=CPU)
     with loader:
         next(loader)
         (process,) = loader._workers.processes  # type: ignore[union-attr]
@@ -351,7 +351,7 @@ def test_read_batch_gives_the_micro_batch_and_its_failure_names_the_sample(num_w
 def test_close_leaves_no_process_and_no_thread() -> None:
     threads = set(threading.enumerate())
     for ending in ("close", "exhausted", "dropped"):
-        loader = Loader(understand(Noisy(), num_workers=2), iter(plan_tasks(20)), device=CPU)
+        loader = Loader(read_data_arguments(Noisy(), num_workers=2), iter(plan_tasks(20)), device=CPU)
         next(loader)
         workers = multiprocessing.active_children()
         assert len(workers) == 2
@@ -372,7 +372,7 @@ def test_close_leaves_no_process_and_no_thread() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_workers_leave_the_decision_to_the_rank(number: signal.Signals) -> None:
     tasks = plan_tasks(30)
-    with Loader(understand(Noisy(), num_workers=2), iter(tasks), device=CPU) as loader:
+    with Loader(read_data_arguments(Noisy(), num_workers=2), iter(tasks), device=CPU) as loader:
         for worker in multiprocessing.active_children():
             assert worker.pid is not None
             os.kill(worker.pid, number)  # at once: they may not have started
@@ -390,11 +390,11 @@ import numpy as np
 import torch
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 1000  # how long torch's own exit hook waits for each worker
 from samestep.data.loader import Loader
-from samestep.data.spec import understand
+from samestep.data.spec import read_data_arguments
 from samestep.plan.loop_plan import Task
 
 tasks = (Task(np.arange(4), seed) for seed in itertools.count())
-loader = Loader(understand(torch.zeros(8), num_workers=2), tasks, device=torch.device("cpu"))
+loader = Loader(read_data_arguments(torch.zeros(8), num_workers=2), tasks, device=torch.device("cpu"))
 next(loader)
 print(*[worker.pid for worker in multiprocessing.active_children()], flush=True)
 sys.stdin.readline()
@@ -497,7 +497,7 @@ def test_to_device_moves_every_structure() -> None:
 def test_a_tensor_dataset_is_read_by_the_column(tensors: tuple[Tensor, ...]) -> None:
     """The bits, types and shapes are those of reading it sample by sample."""
     tasks = [Task(np.array([3, 8, 0, 3]), 1), Task(np.array([5]), 2)]
-    spec = understand(TensorDataset(*tensors), sizes=(4,))
+    spec = read_data_arguments(TensorDataset(*tensors), sizes=(4,))
     samples = [TensorDataset(*tensors)[i] for i in (3, 8, 0, 3)]
     first, second = [loaded.batch for loaded in Loader(spec, tasks, device=CPU)]
     assert type(first) is type(second) is list

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Subset, dataloader, default_collate
 
 from samestep.data.loader import Loader
-from samestep.data.pools import MOST, Pools, describe
+from samestep.data.pools import MOST, Pools, describe_value
 from samestep.data.spec import DataSpec
 from samestep.plan.loop_plan import Task
 
@@ -103,10 +103,10 @@ CHANGES: dict[str, Callable[[Data], Any]] = {
 def test_a_change_between_two_evaluations_is_described(change: Callable[[Data], Any], wrap: Any) -> None:
     data = Data()
     spec = wrap(data)
-    before = describe(spec)
-    assert describe(spec) == before
+    before = describe_value(spec)
+    assert describe_value(spec) == before
     change(data)
-    assert describe(spec) != before
+    assert describe_value(spec) != before
 
 
 def test_a_changed_data_set_is_seen_by_the_next_evaluation(pools: Pools) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from samestep.data.spec import understand
+from samestep.data.spec import read_data_arguments
 from samestep.errors import Error
 
 NUMBERS = TensorDataset(torch.arange(10))
@@ -50,7 +50,7 @@ def collate(samples: list[object]) -> list[object]:
 
 
 def test_a_plain_data_set_is_shuffled_and_collated_as_a_data_loader_would() -> None:
-    spec = understand(NUMBERS)
+    spec = read_data_arguments(NUMBERS)
     assert spec.dataset is NUMBERS
     assert len(spec) == 10
     assert spec.collate_fn is default_collate
@@ -60,7 +60,7 @@ def test_a_plain_data_set_is_shuffled_and_collated_as_a_data_loader_would() -> N
         0,
         None,
     )
-    assert len(understand([1, 2, 3])) == 3
+    assert len(read_data_arguments([1, 2, 3])) == 3
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -75,7 +75,7 @@ def test_a_data_loader_is_understood(shuffle: bool) -> None:
         timeout=9,
         collate_fn=collate,
     )
-    spec = understand(loader, sizes=(4, 8))
+    spec = read_data_arguments(loader, sizes=(4, 8))
     assert spec.dataset is NUMBERS
     assert spec.collate_fn is collate
     assert (spec.shuffle, spec.drop_last) == (shuffle, True)
@@ -85,16 +85,16 @@ def test_a_data_loader_is_understood(shuffle: bool) -> None:
 
 def test_arguments_win_over_the_data_loaders_own() -> None:
     loader = DataLoader(NUMBERS, batch_size=4, shuffle=True, num_workers=2, drop_last=True)
-    spec = understand(loader, shuffle=False, num_workers=0, drop_last=False, collate_fn=collate)
+    spec = read_data_arguments(loader, shuffle=False, num_workers=0, drop_last=False, collate_fn=collate)
     assert (spec.shuffle, spec.num_workers, spec.drop_last) == (False, 0, False)
     assert spec.collate_fn is collate
 
 
 def test_another_batch_size_is_refused() -> None:
     with pytest.raises(Error, match="batch_size is 4, and the run's is 16, in micro-batches of 8"):
-        understand(DataLoader(NUMBERS, batch_size=4), sizes=(8, 16))
-    assert understand(DataLoader(NUMBERS, batch_size=4), sizes=(2, 4)).micro_batch_size == 4
-    assert understand(DataLoader(NUMBERS, batch_size=4)).micro_batch_size == 4
+        read_data_arguments(DataLoader(NUMBERS, batch_size=4), sizes=(8, 16))
+    assert read_data_arguments(DataLoader(NUMBERS, batch_size=4), sizes=(2, 4)).micro_batch_size == 4
+    assert read_data_arguments(DataLoader(NUMBERS, batch_size=4)).micro_batch_size == 4
 
 
 @pytest.mark.parametrize(
@@ -116,14 +116,14 @@ def test_another_batch_size_is_refused() -> None:
 )
 def test_data_loaders_that_a_run_cannot_honour(loader: DataLoader[Tensor], said: str) -> None:
     with pytest.raises(Error, match=said) as caught:
-        understand(loader)
+        read_data_arguments(loader)
     assert_one_sentence(caught.value)
 
 
 def test_a_batch_sampler_that_is_the_default_one_spelled_out() -> None:
     loader = DataLoader(NUMBERS, batch_sampler=BatchSampler(SequentialSampler(NUMBERS), 5, drop_last=False))
     with pytest.raises(Error, match="its own batch_sampler"):  # a DataLoader then has no batch_size to read
-        understand(loader)
+        read_data_arguments(loader)
 
 
 @pytest.mark.parametrize(
@@ -140,14 +140,14 @@ def test_a_batch_sampler_that_is_the_default_one_spelled_out() -> None:
 )
 def test_what_is_not_a_map_style_data_set(data: object, said: str) -> None:
     with pytest.raises(Error, match=said) as caught:
-        understand(data)
+        read_data_arguments(data)
     assert_one_sentence(caught.value)
 
 
 @pytest.mark.parametrize("num_workers", [-1, 1.5])
 def test_num_workers_must_be_a_count(num_workers: int) -> None:
     with pytest.raises(Error, match="num_workers is"):
-        understand(NUMBERS, num_workers=num_workers)
+        read_data_arguments(NUMBERS, num_workers=num_workers)
 
 
 def assert_one_sentence(error: Error) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from samestep.launch.messages import LineSplitter, Link, MessageReader, build, encode_message
+from samestep.launch.messages import LauncherLink, LineSplitter, MessageReader, build, encode_message
 
 
 def test_lines_that_arrive_in_pieces() -> None:
@@ -43,7 +43,7 @@ def test_the_addresses_of_a_peer_that_has_reset_the_connection() -> None:
     """The rendezvous server asks for them before it has read the end of the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         theirs = socket.create_connection(listener.getsockname())
-        link = Link(listener.accept()[0])
+        link = LauncherLink(listener.accept()[0])
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() sends a reset
         theirs.close()
         with pytest.raises(ConnectionError):

@@ -18,7 +18,7 @@ from samestep.errors import Error
 from samestep.launch.handshake import make_nonce, prove, read_secret, share_secret
 from samestep.launch.launcher import _conclude
 from samestep.launch.local_ranks import Ranks
-from samestep.launch.messages import MAX_LINE_BYTES, Link
+from samestep.launch.messages import MAX_LINE_BYTES, LauncherLink
 from samestep.launch.rendezvous_client import GREETING_S, End, Hello, Nodes, build_hello, connect, parse_nodes
 from samestep.launch.rendezvous_server import ADMIT_S, MAX_PENDING, RendezvousServer
 from samestep.launch.target import Target
@@ -36,21 +36,21 @@ class Place:
         self.nodes = Nodes(least, most, None, "127.0.0.1", listener.getsockname()[1], "an id", 60.0, SECRET)
         self.server = RendezvousServer(self.nodes, listener, 0, [])
         self.server.start()
-        self.opened: list[Link] = []
+        self.opened: list[LauncherLink] = []
 
     def hello(self, rank: int, **changes: Any) -> Hello:
         nodes = replace(self.nodes, node_rank=rank)
         return replace(build_hello(nodes, Target("script", __file__, []), 1, 0), **changes)
 
-    def join(self, rank: int) -> Link:
+    def join(self, rank: int) -> LauncherLink:
         link = connect(self.nodes, self.hello(rank), lambda: False)
         assert link is not None
         self.opened.append(link)
         return link
 
-    def connect(self, *, knows: bool = False) -> tuple[Link, str]:
+    def connect(self, *, knows: bool = False) -> tuple[LauncherLink, str]:
         """Open a connection. Returns it and the server's nonce. `knows`: prove that it knows the secret."""
-        link = Link(socket.create_connection((self.nodes.host, self.nodes.port)))
+        link = LauncherLink(socket.create_connection((self.nodes.host, self.nodes.port)))
         self.opened.append(link)
         challenge = link.receive(GREETING_S)
         assert challenge is not None
@@ -96,7 +96,7 @@ def say(*messages: dict[str, Any] | bytes, knows: bool = False) -> Callable[[Pla
     return attack
 
 
-def check_answers(link: Link) -> None:
+def check_answers(link: LauncherLink) -> None:
     """Check that the server sends nothing about the run to an unproven peer, and closes the connection."""
     received = b""
     link._socket.settimeout(GREETING_S)

@@ -14,7 +14,7 @@ from samestep.plan.schedule import (
     Schedule,
     check_numbers,
     default_micro_batch_size,
-    describe,
+    describe_division,
 )
 from samestep.plan.tree import build_layout
 
@@ -70,18 +70,20 @@ def test_default_micro_batch_size() -> None:
 
 
 def test_describe() -> None:
-    assert describe(16, 3) == "16 micro-batches on 3 ranks: 6+5+5, 89 % busy"
-    assert describe(8, 4) == "8 micro-batches on 4 ranks: 2+2+2+2, 100 % busy"
-    assert describe(1, 1) == "1 micro-batch on 1 rank"
+    assert describe_division(16, 3) == "16 micro-batches on 3 ranks: 6+5+5, 89 % busy"
+    assert describe_division(8, 4) == "8 micro-batches on 4 ranks: 2+2+2+2, 100 % busy"
+    assert describe_division(1, 1) == "1 micro-batch on 1 rank"
+    alone = "1 micro-batch of 8 samples on 1 rank; no more ranks can share this run"
+    shared = "2 micro-batches of 64 samples on 1 rank; up to 2 ranks can share this run"
     smaller = "(for more, begin it with a smaller micro_batch_size)"
-    assert describe(1, 1, 8) == f"1 micro-batch of 8 samples on 1 rank; no more ranks can share this run {smaller}"
-    assert describe(2, 1, 64) == f"2 micro-batches of 64 samples on 1 rank; up to 2 ranks can share this run {smaller}"
-    assert describe(2, 1, 1).endswith(
+    assert describe_division(1, 1, 8) == f"{alone} {smaller}"
+    assert describe_division(2, 1, 64) == f"{shared} {smaller}"
+    assert describe_division(2, 1, 1).endswith(
         "(for more, begin it with a larger batch_size; if a sample takes little time, a larger micro_batch_size is "
         "faster)"
     )
-    assert describe(64, 16) == "64 micro-batches on 16 ranks: 4 each, 100 % busy"
-    assert describe(16, 12) == "16 micro-batches on 12 ranks: 1 or 2 each, 67 % busy"
+    assert describe_division(64, 16) == "64 micro-batches on 16 ranks: 4 each, 100 % busy"
+    assert describe_division(16, 12) == "16 micro-batches on 12 ranks: 1 or 2 each, 67 % busy"
 
 
 @pytest.mark.parametrize(

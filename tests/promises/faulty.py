@@ -382,7 +382,7 @@ def train(
         nonlocal num_begun
         num_begun = 0
         if settled:
-            run._snapshotter.settle()
+            run._snapshotter.wait_until_written()
             run._context.group.barrier()
         for images, kinds in step:
             num_begun += 1

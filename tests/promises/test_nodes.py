@@ -25,7 +25,7 @@ from support.waiting import catches, wait_until
 
 from samestep.errors import Error
 from samestep.launch.local_ranks import Placement, build_variables
-from samestep.launch.messages import Link
+from samestep.launch.messages import LauncherLink
 from samestep.launch.rendezvous_client import (
     build_hello,
     describe_target,
@@ -366,8 +366,8 @@ def test_the_interface_is_set_unless_it_is(monkeypatch: pytest.MonkeyPatch, own:
 
 def test_messages_that_arrive_together() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        ours = Link(socket.create_connection(listener.getsockname()))
-        theirs = Link(listener.accept()[0])
+        ours = LauncherLink(socket.create_connection(listener.getsockname()))
+        theirs = LauncherLink(listener.accept()[0])
     for kind in ("welcome", "begin", "stop"):
         theirs.send(kind)
     wait_until(lambda: len(ours._socket.recv(1000, socket.MSG_PEEK).splitlines()) == 3, "all have arrived")

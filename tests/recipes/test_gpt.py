@@ -30,7 +30,7 @@ from samestep.recipes import gpt
 from samestep.recipes.commands.sample import load_model
 from samestep.recipes.corpora.text_tokenizer import BYTES, Tokenizer, train_bpe
 from samestep.recipes.corpora.token_file import (
-    Corpus,
+    TokenCorpus,
     list_standard_library,
     open_corpus,
     read_standard_library,
@@ -192,11 +192,11 @@ def test_tokens_per_second_and_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
     run.prepare(model=model)
     throughput = gpt.Throughput(run, model, 12)
     throughput.begin()
-    assert throughput.describe() == ""
+    assert throughput.format_rate() == ""
     for step in run.steps(torch.zeros(4, 12), 2):
         for _ in step:
             pass
-    said = throughput.describe()
+    said = throughput.format_rate()
     assert said == f"32 tokens/s, MFU {32 * model.count_flops_per_token(12) / 10e9:.1%}"
 
 
@@ -289,7 +289,7 @@ def test_windows(tokens: Path) -> None:
 
 
 def test_a_corpus_of_the_fewest_tokens() -> None:
-    corpus = Corpus("it", np.arange(10, dtype=np.uint16), BYTES, 1)
+    corpus = TokenCorpus("it", np.arange(10, dtype=np.uint16), BYTES, 1)
     train, held_out = split(corpus, 4, 0.05, most=256)
     assert (len(train), len(held_out)) == (1, 1)
     assert held_out[0].tolist() == [5, 6, 7, 8, 9]
@@ -667,8 +667,8 @@ def test_a_run_as_the_start_of_another(run_dir: Path, tokens: Path, tmp_path: Pa
         samestep.spawn(gpt.main, 1, ([*again, str(run_dir)],))
 
 
-def build_corpus(tokenizer: Tokenizer) -> Corpus:
-    return Corpus("tokens", np.zeros(100, np.uint16), tokenizer, 1)
+def build_corpus(tokenizer: Tokenizer) -> TokenCorpus:
+    return TokenCorpus("tokens", np.zeros(100, np.uint16), tokenizer, 1)
 
 
 def write_definition(vocabulary: dict[str, int]) -> bytes:

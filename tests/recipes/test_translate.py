@@ -22,7 +22,7 @@ import samestep
 from samestep.cli import main
 from samestep.recipes import translate
 from samestep.recipes.corpora import sentence_pairs
-from samestep.recipes.corpora.bpe import Tokenizer
+from samestep.recipes.corpora.bpe import BytePairTokenizer
 from samestep.recipes.corpora.encoded_pairs import Bucketed, Pairs, divide, load_data, load_or_train
 from samestep.recipes.corpora.sentence_pairs import Pair, read_catalogue, read_pairs
 from samestep.snapshot.store import Store
@@ -206,17 +206,17 @@ def test_a_hugging_face_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_tokenizers_keep_every_text() -> None:
-    tokenizer = Tokenizer.train(["good morning", "good night"] * 3, 300)
+    tokenizer = BytePairTokenizer.train(["good morning", "good night"] * 3, 300)
     assert 256 < len(tokenizer) <= 300
     texts = ["good morning", "größer 漢字 🙂", "[END] of [PAD]", "a\0b", "a  b"]
     rows = tokenizer.encode(texts)
     assert tokenizer.decode(rows) == texts
     assert all(token > 2 for row in rows for token in row)  # also for texts that look like PAD, START and END
     assert len(rows[0]) < len("good morning") / 2
-    again = Tokenizer(tokenizer.text)
+    again = BytePairTokenizer(tokenizer.text)
     assert again.encode(texts) == rows
     with pytest.raises(samestep.Error, match="the tokenizer cannot be read"):
-        Tokenizer("{}")
+        BytePairTokenizer("{}")
 
 
 def test_a_link_in_place_of_a_tokenizer_is_replaced(tmp_path: Path) -> None:
@@ -232,13 +232,14 @@ def test_tokenizers_are_trained_once_for_the_same_texts(tmp_path: Path, monkeypa
     first = load_or_train(texts, 270, tmp_path / "tokenizers")
     other = load_or_train((texts[1], texts[0]), 270, tmp_path / "tokenizers")  # such as after --fresh with other data
     assert [each.text for each in other] == [each.text for each in reversed(first)]
-    monkeypatch.setattr(Tokenizer, "train", None)
+    monkeypatch.setattr(BytePairTokenizer, "train", None)
     again = load_or_train((texts[1], texts[0]), 270, tmp_path / "tokenizers")
     assert [each.text for each in again] == [each.text for each in other]
 
 
 @pytest.mark.parametrize(
-    ("package", "use"), [("tokenizers", lambda: Tokenizer("{}")), ("sacrebleu", lambda: translate.build_metrics("de"))]
+    ("package", "use"),
+    [("tokenizers", lambda: BytePairTokenizer("{}")), ("sacrebleu", lambda: translate.build_metrics("de"))],
 )
 def test_a_missing_package_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, package: str, use: Callable[[], Any]
@@ -418,7 +419,8 @@ def test_other_tokenizers_than_the_runs_are_refused(
     """The tokenizers are as of another version of the library, with the same number of tokens."""
     run_dir, _ = trained
     vocabulary = translate.Vocabulary(
-        *(Tokenizer((run_dir / f"tokenizers/{name}.json").read_text()) for name in ("source", "target")), {"dim": 32}
+        *(BytePairTokenizer((run_dir / f"tokenizers/{name}.json").read_text()) for name in ("source", "target")),
+        {"dim": 32},
     )
     vocabulary.load_state_dict(vocabulary.state_dict())
     state = {**vocabulary.state_dict(), "source": vocabulary.state_dict()["target"]}

@@ -154,7 +154,7 @@ def test_nothing_is_written_before_it_is_decided(accept: bool) -> None:
     assert not saving.is_decided
     events.append("decided")
     saving.decide(accept)
-    saving.settle()
+    saving.wait_until_written()
     assert saving.has_ended
     assert events == (["decided", "written"] if accept else ["decided"])
     assert (saving.failure is None) == accept
@@ -166,7 +166,7 @@ def test_settling_refuses_what_is_torn() -> None:
     copy, _ = begin(tensors)
     tensors["large"].add_(1)
     saving = Writer(copy, lambda confirm: confirm())
-    saving.settle()
+    saving.wait_until_written()
     assert isinstance(saving.failure, Refused)
 
 
@@ -177,6 +177,6 @@ def test_errors_are_kept() -> None:
     tensors = {"large": torch.randn(NUM_LARGE)}
     copy = Copy(tensors, {}, stable={locate(tensors["large"])}, look=look)
     saving = Writer(copy, lambda confirm: confirm())
-    saving.settle()
+    saving.wait_until_written()
     assert copy.has_failed
     assert str(saving.failure) == "a look"

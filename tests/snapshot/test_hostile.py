@@ -26,7 +26,7 @@ from samestep.snapshot.object_store import ObjectStore
 from samestep.snapshot.remote_location import RemoteRun
 from samestep.snapshot.resume_point import ResumePoint
 from samestep.snapshot.run_directory import RunDirectory
-from samestep.snapshot.run_record import Options
+from samestep.snapshot.run_record import StartOptions
 from samestep.snapshot.serialization import decode
 from samestep.snapshot.store import OF_RUN, Store, Unreachable
 from samestep.tools.export import run_export
@@ -406,7 +406,7 @@ def use(run: Path) -> None:
     directory = RunDirectory(run, warn=lambda sentence: None)
     try:
         directory.look("latest", [])
-        directory.begin(ResumePoint(), numbers={}, machine={}, config={}, options=Options({}))
+        directory.begin(ResumePoint(), numbers={}, machine={}, config={}, options=StartOptions({}))
         directory.write_start(None, from_step=0, world_size=1)
         directory.write_row({"loss": 1.0})
         directory.enter(lambda: Entry(0, 0, 8, 1))

@@ -17,13 +17,13 @@ from samestep.data.lanes import Lanes
 from samestep.data.loader import Loader
 from samestep.data.order_files import keep_shards
 from samestep.data.source import mark_shards, parse_shards, read_shards
-from samestep.data.spec import understand
+from samestep.data.spec import read_data_arguments
 from samestep.errors import InvalidType, InvalidValue, RunDirectoryError
 from samestep.plan.loop_plan import Task
 from samestep.plan.schedule import EndlessSchedule
 from samestep.sources import MDS, Parquet, WebDataset, open_tokens
-from samestep.train.data.loop_data import open_loop_data
-from samestep.train.data.samples import check_marks
+from samestep.train.inputs.loop_data import open_loop_data
+from samestep.train.inputs.samples import check_marks
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -34,7 +34,7 @@ def test_any_sample_in_any_order(kind: str, tmp_path: Path) -> None:
     assert [shard.num_samples for shard in shards] == ([SAMPLES] if kind == "tokens" else [PER_SHARD] * NUM_SHARDS)
     indices = np.random.default_rng(0).permutation(SAMPLES)
     for each in (source, pickle.loads(pickle.dumps(source))):
-        for spec in (understand(each), understand(each, num_workers=2)):
+        for spec in (read_data_arguments(each), read_data_arguments(each, num_workers=2)):
             tasks = [Task(indices[at : at + 7], 0) for at in range(0, SAMPLES, 7)]
             with Loader(spec, tasks, device=torch.device("cpu")) as loader:
                 assert [x for loaded in loader for x in read_x(loaded.batch)] == indices.tolist()
@@ -304,7 +304,7 @@ def test_an_index_that_is_too_large_is_built_again(tmp_path: Path) -> None:
 def test_arrow_data_sets_of_hugging_face(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_dict({"x": [float(i) for i in range(SAMPLES)]}).with_format("torch")
-    with Loader(understand(data), [Task(np.array([5, 2]), 0)], device=torch.device("cpu")) as loader:
+    with Loader(read_data_arguments(data), [Task(np.array([5, 2]), 0)], device=torch.device("cpu")) as loader:
         assert read_x(next(loader).batch) == [5, 2]
     stream = data.to_iterable_dataset(num_shards=3)
     lanes = Lanes(stream, EndlessSchedule(1 << 40, 6, 2), 0, 0)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from samestep.tools.doctor import collectives, disk
 from samestep.tools.doctor.examination import CHECKS, examine
-from samestep.tools.doctor.facts import Check, Context
+from samestep.tools.doctor.facts import Context, DoctorCheck
 from samestep.tools.doctor.run_doctor import run_doctor
 from samestep.world.environment import read_environment, read_host
 
@@ -74,7 +74,7 @@ def main() -> None:
         words = words[3:]
     environment = read_environment()
     here = [kind for kind, where in faults if where in (read_host(), str(environment.rank))]
-    checks: tuple[Check, ...] = CHECKS
+    checks: tuple[DoctorCheck, ...] = CHECKS
     for kind, (name, plant) in FAULTS.items():
         limit_s = {"limit_s": LIMIT_S} if kind.startswith("hang") and kind in dict(faults) else {}
         checks = tuple(replace(check, **limit_s) if check.name == name else check for check in checks)

@@ -18,10 +18,10 @@ from samestep.tools.doctor.data_loading import judge_data_loading, measure_rank
 from samestep.tools.doctor.disk import find_existing, judge_disk, measure_speed
 from samestep.tools.doctor.examination import CHECKS, describe_error
 from samestep.tools.doctor.facts import (
-    Check,
-    Facts,
+    CheckFacts,
+    DoctorCheck,
+    DoctorOptions,
     Finding,
-    Options,
     Participants,
     format_bytes,
     format_s,
@@ -48,7 +48,7 @@ GB = 1 << 30
 
 def judge(judgement: Any, participants: Participants, *facts: Any) -> list[Finding]:
     by_rank = {rank: fact for rank, fact in enumerate(facts) if fact is not None}
-    return run_judge("the check", judgement, Facts(participants, by_rank))
+    return run_judge("the check", judgement, CheckFacts(participants, by_rank))
 
 
 def only(findings: list[Finding], status: str) -> Finding:
@@ -66,8 +66,8 @@ def test_ranks_and_hosts_are_named() -> None:
     assert TWO_HOSTS.name_ranks([2, 3]) == "b"
     assert TWO_HOSTS.name_ranks([1, 2, 3]) == "rank 1 (a), b"
     assert TWO_HOSTS.name_ranks(range(4)) == "all ranks"
-    assert TWO_HOSTS.describe() == "4 ranks on 2 hosts (a, b)"
-    assert ALONE.describe() == "1 rank on a"
+    assert TWO_HOSTS.summarize() == "4 ranks on 2 hosts (a, b)"
+    assert ALONE.summarize() == "1 rank on a"
     alike = Participants(("a", "a"), (0, 1))
     assert [alike.name_node(0), alike.name_node(1)] == ["a (node 0)", "a (node 1)"]
     many = Participants([f"h{i}" for i in range(9)], range(9))
@@ -92,7 +92,7 @@ def test_a_check_that_fails_does_not_stop_the_others() -> None:
     assert [(f.check, f.status) for f in findings] == [("memory", "fail"), ("memory", "fail"), ("memory", "pass")]
     assert findings[0].found == "could not be checked on rank 1 (a): OSError: no"
     assert findings[1].found == "could not be checked on b: it did not answer"
-    broken = Check(lambda context: None, {"x": lambda facts: [][0]})
+    broken = DoctorCheck(lambda context: None, {"x": lambda facts: [][0]})
     assert only(judge_answers(broken, ALONE, {0: {"facts": 1}}), "fail").found.startswith(
         "could not be judged: IndexError"
     )
@@ -585,7 +585,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-def parse(words: list[str]) -> tuple[Options, dict[str, Any]]:
+def parse(words: list[str]) -> tuple[DoctorOptions, dict[str, Any]]:
     """Return the options for every rank, and those for starting the ranks."""
     options, starting = run_doctor.make_context("doctor", [*words]).obj
     return options, starting
@@ -604,7 +604,7 @@ def test_options_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     script.touch()
     words = ["--run-dir", "x", "--json", "--num-threads", "2", "--nnodes", "2", "--script", str(script), "--json"]
     options, starting = parse(words)
-    assert options == Options(json=True, run_dir="x", num_threads=2, script=(str(script), "--json"))
+    assert options == DoctorOptions(json=True, run_dir="x", num_threads=2, script=(str(script), "--json"))
     assert starting == {"nnodes": "2"}
     started: list[Any] = []
     start = "samestep.tools.doctor.run_doctor.start"

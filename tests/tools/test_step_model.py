@@ -13,9 +13,9 @@ from samestep.engine import routes
 from samestep.engine.buckets import pad_to_chunks
 from samestep.plan.tree import build_layout
 from samestep.tools.scale.message_plan import plan_exchange, plan_rounds
-from samestep.tools.scale.step_model import Link, StepModel, fit_model
+from samestep.tools.scale.step_model import LinkSpeed, StepModel, fit_model
 
-FAST = Link(0.0, 0.0)
+FAST = LinkSpeed(0.0, 0.0)
 MODEL = StepModel(
     micro_batch_s=0.01,
     last_backward=0.6,
@@ -25,9 +25,9 @@ MODEL = StepModel(
     elements=(1000, 500_000, 2_000_000, 3_000_000),
     element_bytes=4,
     cap_bytes=None,
-    local=Link(5e-5, 1e-9),
-    socket=Link(2e-5, 1e-9),
-    remote=Link(1e-4, 8e-9),
+    local=LinkSpeed(5e-5, 1e-9),
+    socket=LinkSpeed(2e-5, 1e-9),
+    remote=LinkSpeed(1e-4, 8e-9),
 )
 ranks = st.integers(1, 40)
 
@@ -118,7 +118,7 @@ def test_with_infinite_bandwidth_the_longest_rank_decides(one: int, other: int, 
 def test_slower_links_never_help(size: int, more: int, factor: float, what: str, per_host: int | None) -> None:
     model = replace(MODEL, ranks_per_host=per_host)
 
-    def slow(link: Link) -> Link:
+    def slow(link: LinkSpeed) -> LinkSpeed:
         return replace(link, **{what: getattr(link, what) * factor})
 
     slower = replace(model, local=slow(model.local), socket=slow(model.socket), remote=slow(model.remote))

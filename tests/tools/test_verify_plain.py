@@ -16,7 +16,7 @@ from tools.plain_planted import MISSED, MISTAKES, find_mistakes, plant
 from samestep.tools.verify.plain_checks import (
     Pass,
     Rank,
-    Restart,
+    ResumedRun,
     check_evaluation,
     check_restart,
     check_samples,
@@ -178,7 +178,7 @@ def test_what_is_lost(rates: list[float], is_restored: bool, lost: list[str]) ->
         return [Rank(updates={(0, step): line for step, line in enumerate(lines)}, saves=[(4, 4)])]
 
     resumed = update(rates, float(is_restored))
-    _, state = check_restart(Restart(update(RATES, 1.0), update(RATES[:5], 1.0), resumed, 0, False))
+    _, state = check_restart(ResumedRun(update(RATES, 1.0), update(RATES[:5], 1.0), resumed, 0, False))
     assert [words for words in (OPTIMIZER, SCHEDULE) if words in state.text] == lost
     assert (state.verdict == "ok") == (not lost)
 
@@ -207,7 +207,7 @@ def test_where_a_restart_continues(orders: str, first: int, text: str) -> None:
 
     one, other = orders.split()
     resumed = train((one + other)[first:])
-    done, _ = check_restart(Restart(train(one, other), train(one, other[:2]), resumed, 0, False))
+    done, _ = check_restart(ResumedRun(train(one, other), train(one, other[:2]), resumed, 0, False))
     assert done.text.startswith(text)
 
 

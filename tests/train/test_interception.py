@@ -45,8 +45,8 @@ class Recorder(Interceptor):
         if step.number != 1:
             yield torch.ones(2, 4), torch.ones(2, 1)
 
-    def settle(self, step: Step, report: Any) -> Iterator[Any]:
-        self.events.append("settle")
+    def after_exchange(self, step: Step, report: Any) -> Iterator[Any]:
+        self.events.append("after_exchange")
         if step.number == 2 and self.context.rank == 1:
             yield from step.compute(0, (torch.ones(2, 4), torch.ones(2, 1)))
 

@@ -30,7 +30,7 @@ from samestep.tools.live_view import (
     has_ended,
     measure_steps,
 )
-from samestep.watch.heartbeat import Facts, Heartbeat, PhaseClock
+from samestep.watch.heartbeat import Heartbeat, PhaseClock, RankFacts
 from samestep.watch.stall_diagnosis import PHASES, WARM_UP, build_limits
 from samestep.watch.thread_state import read_process_state, read_thread_state
 
@@ -60,7 +60,7 @@ def heartbeat(rank: int, box: Box | None, world_size: int = 2, **more: Any) -> I
 
     pulse = PhaseClock()
     limits = replace(build_limits(3), stop_s=1e9)
-    facts = Facts(rank, world_size, "here", limits, said.append, refuse, refuse, **more)
+    facts = RankFacts(rank, world_size, "here", limits, said.append, refuse, refuse, **more)
     entries: Any = box
     beating = Heartbeat(pulse, facts, entries)
     try:
@@ -131,7 +131,7 @@ def test_an_old_beat_that_is_written_again_is_not_news() -> None:
         with heartbeat(0, box, world_size=3):
             wait_until(lambda: "beat/0" in box.texts, "rank 0 tells")
             texts.append(box.texts.pop("beat/0"))
-    facts = Facts(1, 1, "here", build_limits(3), print, print, print)
+    facts = RankFacts(1, 1, "here", build_limits(3), print, print, print)
     beating = Heartbeat(PhaseClock(), facts, None)
     try:
         for text, newest in ((texts[0], texts[0]), (texts[1], texts[1]), (texts[0], texts[1])):

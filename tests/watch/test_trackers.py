@@ -18,7 +18,7 @@ from support.tiny import tiny_run
 import samestep
 from samestep.config import OPTIONS, find_trackers
 from samestep.errors import Error, InvalidType
-from samestep.snapshot.run_record import Options, build_record
+from samestep.snapshot.run_record import StartOptions, build_record
 from samestep.train.description import read_commit
 from samestep.watch.trackers import delivery
 from samestep.watch.trackers.delivery import Trackers
@@ -291,7 +291,7 @@ def test_the_commit_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_the_record_keeps_the_first_commit_and_lists_others() -> None:
     def record(before: Mapping[str, Any], step: int, commit: str) -> tuple[dict[str, Any], list[str]]:
-        options = Options({}, git={"commit": commit, "is_dirty": False} if commit else {})
+        options = StartOptions({}, git={"commit": commit, "is_dirty": False} if commit else {})
         return build_record(before, step=step, numbers={}, machine={}, config={}, options=options, rewinds=[])
 
     first, _ = record({}, 0, "a")

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from samestep import InvalidType, InvalidValue, Run, UsageError
 from samestep.adapters.lightning_manual import ManualOptimization, PausedCall
 from samestep.data.loader import to_device
-from samestep.train.loop.evaluate import PerMicroBatch
+from samestep.train.loops.evaluate import PerMicroBatch
 
 if TYPE_CHECKING:
     from samestep.adapters.lightning_metrics import Metrics
@@ -46,7 +46,7 @@ NOT_CALLED_ON_CALLBACKS = (
 
 
 @dataclass
-class Schedule:
+class LightningSchedule:
     """A learning rate scheduler as `configure_optimizers` returns it."""
 
     scheduler: Any
@@ -510,7 +510,7 @@ def _log_epoch(run: Run, trainer: Trainer, epoch: Any, logs: Logs, val_loader: A
         run.log(values)
 
 
-def _prepare(run: Run, trainer: Trainer) -> tuple[list[Schedule], Logs]:
+def _prepare(run: Run, trainer: Trainer) -> tuple[list[LightningSchedule], Logs]:
     """Call the hooks before the training, and prepare the objects that they create."""
     module = trainer.lightning_module
     module.configure_model()
@@ -589,7 +589,7 @@ def _check_callback(callback: Any) -> None:
         raise InvalidType(f"callbacks has {name} with {' and '.join(hooks)}, which fit does not call")
 
 
-def _configure(module: Any) -> tuple[list[torch.optim.Optimizer], list[Schedule]]:
+def _configure(module: Any) -> tuple[list[torch.optim.Optimizer], list[LightningSchedule]]:
     """Return the optimizers and schedules from the result of `configure_optimizers`, in any of its forms."""
     given = module.configure_optimizers()
     if isinstance(given, list | tuple) and len(given) == 2 and isinstance(given[0], list | tuple):
@@ -606,11 +606,13 @@ def _configure(module: Any) -> tuple[list[torch.optim.Optimizer], list[Schedule]
             "automatic_optimization = False, as in Lightning"
         )
     schedulers = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
-    schedules = [Schedule(**each) if isinstance(each, Mapping) else Schedule(each) for each in schedulers]
+    schedules = [
+        LightningSchedule(**each) if isinstance(each, Mapping) else LightningSchedule(each) for each in schedulers
+    ]
     return [*optimizers], schedules
 
 
-def _step(schedules: list[Schedule], interval: str, number: int, values: Mapping[str, float]) -> None:
+def _step(schedules: list[LightningSchedule], interval: str, number: int, values: Mapping[str, float]) -> None:
     """Step the schedules of an interval after the step or epoch of this number, where they are due."""
     for schedule in schedules:
         if schedule.interval == interval and (number + 1) % schedule.frequency == 0:
@@ -618,7 +620,12 @@ def _step(schedules: list[Schedule], interval: str, number: int, values: Mapping
 
 
 def _run_epoch(
-    run: Run, trainer: Trainer, epoch: Any, schedules: list[Schedule], logs: Logs, gradient_clip_val: float | None
+    run: Run,
+    trainer: Trainer,
+    epoch: Any,
+    schedules: list[LightningSchedule],
+    logs: Logs,
+    gradient_clip_val: float | None,
 ) -> None:
     """Train on the steps of an epoch."""
     trainer.current_epoch = epoch.number

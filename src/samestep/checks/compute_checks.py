@@ -5,7 +5,7 @@ from typing import NamedTuple
 from samestep.plan.tree import build_layout
 
 
-class Check(NamedTuple):
+class ComputeCheck(NamedTuple):
     """One micro-batch that two ranks compute.
 
     Attributes:
@@ -21,7 +21,7 @@ class Check(NamedTuple):
     judge: int | None
 
 
-def find_checks(n: int, world_size: int, step: int, every: int) -> tuple[Check, ...]:
+def find_checks(n: int, world_size: int, step: int, every: int) -> tuple[ComputeCheck, ...]:
     """Return the checks of a step of n micro-batches; () if the step is not checked.
 
     Args:
@@ -32,7 +32,7 @@ def find_checks(n: int, world_size: int, step: int, every: int) -> tuple[Check, 
     return plan_checks(n, world_size, step // every)
 
 
-def plan_checks(n: int, world_size: int, number: int) -> tuple[Check, ...]:
+def plan_checks(n: int, world_size: int, number: int) -> tuple[ComputeCheck, ...]:
     """Return the checks of a step of n micro-batches: one for each rank that holds any; () with one rank.
 
     Idle ranks check first, and no rank checks more than one. Of m ranks that check one another, every pair (owner,
@@ -57,5 +57,5 @@ def plan_checks(n: int, world_size: int, number: int) -> tuple[Check, ...]:
     for owner, checker in zip(owners, checkers, strict=True):
         held = ranges[owner]
         judge = next((rank for rank in (*idle, *owners) if rank not in (owner, checker)), None)
-        checks.append(Check(held[number // (world_size - 1) % len(held)], owner, checker, judge))
+        checks.append(ComputeCheck(held[number // (world_size - 1) % len(held)], owner, checker, judge))
     return tuple(checks)

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samestep.checks.compute_checks import Check, find_checks
+from samestep.checks.compute_checks import ComputeCheck, find_checks
 from samestep.console import warn
 from samestep.data.content import hash_content
 from samestep.data.loader import Loader, to_device
-from samestep.engine.gradient_pass import Inspect, Report
+from samestep.engine.gradient_pass import Inspect, PassReport
 from samestep.engine.losses import Losses
 from samestep.errors import Error, InvalidValue
 from samestep.train.context import RunContext
@@ -66,7 +66,7 @@ class SecondOpinion(Interceptor):
         assert every.steps is not None
         self._every = every.steps
         self._has_warned = False
-        self._checks: Sequence[Check] = ()
+        self._checks: Sequence[ComputeCheck] = ()
         self._results: dict[int, _Results] = {}  # by micro-batch, of those that two ranks compute
         self._open: _Results | None = None
         self._terms: list[tuple[Tensor, float | Tensor | None]] = []  # the losses of the current backward
@@ -107,7 +107,7 @@ class SecondOpinion(Interceptor):
     def borrow(self, step: int, num_micro_batches: int) -> Sequence[int]:
         return [check.v for check in self._find_checks(step, num_micro_batches) if check.checker == self.context.rank]
 
-    def _find_checks(self, step: int, num_micro_batches: int) -> Sequence[Check]:
+    def _find_checks(self, step: int, num_micro_batches: int) -> Sequence[ComputeCheck]:
         return find_checks(num_micro_batches, self.context.world_size, step, self._every)
 
     def results(self) -> tuple[int, int]:
@@ -160,7 +160,7 @@ class SecondOpinion(Interceptor):
     def end_micro_batch(self, step: Step) -> None:
         self._open = None
 
-    def settle(self, step: Step, report: Report) -> Iterator[Any]:
+    def after_exchange(self, step: Step, report: PassReport) -> Iterator[Any]:
         """If two ranks disagree, let a third rank compute the micro-batch, and name the rank that is wrong.
 
         Raises:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate, default_convert, get_worker_info
 
-from samestep.data.sample_errors import Failure, abbreviate, explain, pack, unpack
+from samestep.data.sample_errors import WorkerFailure, abbreviate, explain, pack, unpack
 from samestep.data.spec import DataSpec
 from samestep.errors import WORKER_ADVICE, Error, InvalidValue, WorkerDied
 from samestep.plan.ledger import fingerprint
@@ -189,7 +189,7 @@ class Loader:
             else:
                 self.close()
             raise
-        if isinstance(result, Failure):
+        if isinstance(result, WorkerFailure):
             raise unpack(result)
         return result
 
@@ -271,14 +271,14 @@ class Workers:
         atexit.register(self.stop)
         _started.add(self)
 
-    def load(self) -> Loaded | Failure:
+    def load(self) -> Loaded | WorkerFailure:
         """Return the next micro-batch of the series. Raises StopIteration at its end.
 
         Raises:
             WorkerDied: a worker was killed.
         """
         try:
-            loaded: Loaded | Failure = next(self.iterator)
+            loaded: Loaded | WorkerFailure = next(self.iterator)
         except (EOFError, OSError, RuntimeError):  # torch reports the death in several ways
             if (sentence := self._describe_death()) is None:
                 raise
@@ -392,8 +392,8 @@ class Fetcher:
             getattr(dataset, "read_batch", None) if self._stacks else None
         )
 
-    def __getitem__(self, sent: tuple[bytes, int]) -> Loaded | Failure:
-        """In a worker: return the micro-batch of a task, or a `Failure`."""
+    def __getitem__(self, sent: tuple[bytes, int]) -> Loaded | WorkerFailure:
+        """In a worker: return the micro-batch of a task, or a `WorkerFailure`."""
         indices, seed = sent
         try:
             return self.load(Task(np.frombuffer(indices, np.int64), seed))

@@ -35,7 +35,7 @@ class Pools:
     """A run's workers for evaluations, for at most `MOST` data sets.
 
     Workers persist from a data set's second evaluation on, because many scripts build a new data set for each
-    evaluation. They are restarted if the data set (see `describe`) or the arguments have changed.
+    evaluation. They are restarted if the data set (see `describe_value`) or the arguments have changed.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Pools:
         if not spec.num_workers or threading.current_thread() is not threading.main_thread():
             return None
         key = id(spec.dataset)
-        state = describe((spec.dataset, spec.collate_fn))
+        state = describe_value((spec.dataset, spec.collate_fn))
         pool = self._pools.get(key)
         if pool is not None:
             is_same = replace(pool.spec, dataset=None) == replace(spec, dataset=None)
@@ -71,7 +71,7 @@ class Pools:
             self._pools.popitem()[1].workers.stop()
 
 
-def describe(value: Any, depth: int = MAX_DEPTH, seen: Iterator[int] | None = None) -> Any:
+def describe_value(value: Any, depth: int = MAX_DEPTH, seen: Iterator[int] | None = None) -> Any:
     """Describe a value. Two descriptions are equal if no change is detected.
 
     Covers plain values, tensors and arrays (a sample of the bytes of large ones), and the contents of lists, dicts and
@@ -87,11 +87,11 @@ def describe(value: Any, depth: int = MAX_DEPTH, seen: Iterator[int] | None = No
         items = [*value, *value.values()] if isinstance(value, dict) else value
         if not is_deep or len(items) > LARGE_LENGTH:
             return id(value), hash(tuple(map(id, items)))
-        return tuple(describe(item, depth - 1, seen) for item in items)
+        return tuple(describe_value(item, depth - 1, seen) for item in items)
     inside = getattr(value, "__dict__", None)
     if not is_deep or not isinstance(inside, dict) or isinstance(value, type):
         return id(value)
-    return id(value), describe(inside, depth, seen)
+    return id(value), describe_value(inside, depth, seen)
 
 
 def _describe_bytes(value: Any) -> Any:

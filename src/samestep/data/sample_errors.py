@@ -15,7 +15,7 @@ from samestep.files import open_regular
 ManySamples = Callable[[list[Any]], Any]
 
 
-class Failure(NamedTuple):
+class WorkerFailure(NamedTuple):
     """A DataLoader worker sends this instead of a micro-batch. torch's own wrapper would lose the cause."""
 
     kind: str
@@ -24,14 +24,14 @@ class Failure(NamedTuple):
     worker_traceback: str
 
 
-def pack(error: Error) -> Failure:
+def pack(error: Error) -> WorkerFailure:
     """Convert an Error in a worker for sending."""
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else None
     text = "".join(traceback.format_exception(cause or error))
-    return Failure(name_kind(error), str(error), cause if _is_picklable(cause) else None, text)
+    return WorkerFailure(name_kind(error), str(error), cause if _is_picklable(cause) else None, text)
 
 
-def unpack(failure: Failure) -> Error:
+def unpack(failure: WorkerFailure) -> Error:
     """Restore the Error, with its cause and the worker's traceback."""
     error = KINDS[failure.kind](failure.message)
     error.__cause__ = failure.cause or RuntimeError("in a DataLoader worker")

@@ -43,7 +43,7 @@ class DataSpec:
         return len(self.dataset)
 
 
-def understand(
+def read_data_arguments(
     data: Any,
     *,
     sizes: Sequence[int] = (),

@@ -53,7 +53,7 @@ class PassContext:
         self.statistics.undo()
 
 
-class Report(NamedTuple):
+class PassReport(NamedTuple):
     """The contributions of all ranks to a pass besides gradients; the same on every rank.
 
     Attributes:
@@ -69,7 +69,7 @@ class Report(NamedTuple):
     weights: list[list[float]]
 
 
-class Result(NamedTuple):
+class PassResult(NamedTuple):
     """The result of a pass.
 
     Attributes:
@@ -202,7 +202,7 @@ class GradientPass:
         context.statistics.fold()
         context.buffers.fold(v)
 
-    def exchange(self, vote: Vote, fingerprints: list[int], logged: Means) -> tuple[Report, Sums]:
+    def exchange(self, vote: Vote, fingerprints: list[int], logged: Means) -> tuple[PassReport, Sums]:
         """Sum the gradients over all ranks, and gather the other contributions of each rank.
 
         Args:
@@ -232,7 +232,7 @@ class GradientPass:
             counts=counts,
         )
         sums = self._first.finish(control)
-        report = Report(
+        report = PassReport(
             votes=[control.vote for control in sums.controls],
             fingerprints=[mark for control in sums.controls for mark in control.fingerprints],
             logged=context.logged.collect(logged, sums.controls, context.group),
@@ -240,7 +240,7 @@ class GradientPass:
         )
         return report, sums
 
-    def apply(self, sums: Sums) -> Result:
+    def apply(self, sums: Sums) -> PassResult:
         """Leave the averaged gradient in `.grad`, and advance the buffers.
 
         Raises:
@@ -272,7 +272,7 @@ class GradientPass:
         for rank, control in enumerate(controls):
             if control.buffers_changed:
                 context.group.broadcast_tensors(context.buffers.finish(), rank)
-        return Result(math.fsum(means) if means else None, has_gradients)
+        return PassResult(math.fsum(means) if means else None, has_gradients)
 
     def _average(self, sums: Sums) -> tuple[Grads, list[float]]:
         """Return the averaged gradients, and the average losses of the slots that have any."""

@@ -22,7 +22,7 @@ COMMUNICATION = ("torch.distributed", "samestep.engine", "samestep.world")
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """How a rank failed.
 
     Attributes:
@@ -64,7 +64,7 @@ class Failure:
         return self.code if self.code >= 0 else 128 - self.code
 
 
-def find_first(failures: Sequence[Failure]) -> Failure | None:
+def find_first(failures: Sequence[RankFailure]) -> RankFailure | None:
     """Return the failure that caused the others: the earliest of a rank that did more than lose another one."""
     return min(failures, key=lambda failure: (failure.secondary, failure.time_s), default=None)
 
@@ -88,7 +88,7 @@ def write_failure(rank: int, directory: str, error: BaseException, code: int) ->
         kind = "exception"
         message = f"{type(error).__name__}: {error}"
         traceback_text = format_error(error)
-    failure = Failure(
+    failure = RankFailure(
         rank, time.time(), code, is_secondary(error), kind, message, traceback_text, call=find_call(error)
     )
     path = Path(directory) / f"{rank}.json"
@@ -100,7 +100,7 @@ def write_failure(rank: int, directory: str, error: BaseException, code: int) ->
 
 
 def find_call(error: BaseException) -> str:
-    """Return `Failure.call`: the innermost line of the traceback that is not of samestep, torch or Python."""
+    """Return `RankFailure.call`: the innermost line of the traceback that is not of samestep, torch or Python."""
     call = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         path = Path(frame.f_code.co_filename)
@@ -110,10 +110,10 @@ def find_call(error: BaseException) -> str:
     return call
 
 
-def read_failure(rank: int, directory: str | Path) -> Failure | None:
+def read_failure(rank: int, directory: str | Path) -> RankFailure | None:
     """Read the report of a rank; None if it has written none."""
     with suppress(OSError, ValueError, TypeError):
-        return Failure(**parse_json(read_private(Path(directory) / f"{rank}.json")))
+        return RankFailure(**parse_json(read_private(Path(directory) / f"{rank}.json")))
     return None
 
 

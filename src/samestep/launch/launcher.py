@@ -31,7 +31,7 @@ MOST_RANKS = 1 << 16  # on several nodes, whose number of ranks is not known yet
 SLOW_S = 2.0  # an import of torch that takes longer is announced
 
 
-class StopSignals:
+class LauncherSignals:
     """Records the signals to stop that this process receives inside the `with` block.
 
     The first is forwarded to the ranks; the second kills them.
@@ -41,7 +41,7 @@ class StopSignals:
         self.received: list[int] = []
         self._before: dict[int, object] = {}
 
-    def __enter__(self) -> "StopSignals":
+    def __enter__(self) -> "LauncherSignals":
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             before = signal.getsignal(signum)
             if before is not signal.SIG_IGN:  # nohup, and & in a shell, ignore some
@@ -151,7 +151,7 @@ def run_launch(
     known = parse_num_ranks(num_ranks)
     if known is not None and nodes is None:
         parse_shown(show_ranks, known)
-    with StopSignals() as signals, closing(_open_server(overrides, num_ranks)) as server:
+    with LauncherSignals() as signals, closing(_open_server(overrides, num_ranks)) as server:
         from samestep.launch.supervisor import Launch, run_local, run_node
 
         count = known or _count_ranks(num_ranks, overrides.get("device"))

@@ -18,7 +18,7 @@ from samestep.config import PREFIX, Overrides, to_variables
 from samestep.console import print_error
 from samestep.errors import Error, InvalidValue
 from samestep.files import open_regular, read_tail, replace_file
-from samestep.launch.failure import Failure, describe_death, find_first, read_failure
+from samestep.launch.failure import RankFailure, describe_death, find_first, read_failure
 from samestep.launch.forkserver import ForkServer
 from samestep.launch.target import Target
 from samestep.world.environment import (
@@ -138,7 +138,7 @@ class Ranks:
         self.num_ranks = self.world_size = 0
         self.started = self.lost = False
         self.codes: dict[int, int] = {}
-        self.failures: list[Failure] = []
+        self.failures: list[RankFailure] = []
         self._stopped_s = math.inf
         self._server = server
         self._first_rank = 0
@@ -239,7 +239,7 @@ class Ranks:
         while not self.done and (left_s := deadline_s - time.monotonic()) > 0:
             self.poll(min(left_s, POLL_S))
 
-    def first_failure(self) -> Failure | None:
+    def first_failure(self) -> RankFailure | None:
         """Return the failure that caused the others. Of ranks with the same error, one that is shown is preferred.
 
         Call when all ranks have ended, so that their output is complete.
@@ -254,14 +254,14 @@ class Ranks:
                 f"ended before its run did, with exit code 0{waiting}: let every rank make the same calls to the end "
                 "of the script, run.evaluate among them"
             )
-            return Failure(rank, time_s, 1, False, "died", message)
+            return RankFailure(rank, time_s, 1, False, "died", message)
         alike = [f for f in self.failures if first and (f.kind, f.message) == (first.kind, first.message)]
         failure = min(alike, key=lambda failure: (failure.rank not in self.shown, failure.rank), default=None)
         if failure is None or failure.rank in self.shown:
             return failure
         return replace(failure, log=_read_tail(self.directory / f"rank{failure.rank}.log"))
 
-    def record(self, failure: Failure) -> None:
+    def record(self, failure: RankFailure) -> None:
         """Write the failure that ended this start beside its logs, unless the rank has only lost another one."""
         log = self.find_log(failure.rank)
         if log and not failure.secondary:
@@ -269,7 +269,7 @@ class Ranks:
             with suppress(OSError):
                 replace_file(Path(log).with_name(FAILURE), content.encode())
 
-    def report(self, failure: Failure, then: str = "") -> None:
+    def report(self, failure: RankFailure, then: str = "") -> None:
         """Print a failure; the reason comes last, and once. `then`: what follows, if the launch does not end."""
         lines: list[str] = []
         if failure.kind == "error":
@@ -312,7 +312,7 @@ class Ranks:
             self._succeeded[rank] = time_s
         # A rank that ends by the signal that it was sent has not failed. An event can arrive later than the end itself.
         if code and not (time_s >= self._stopped_s and -code in STOP_SIGNALS):
-            died = Failure(rank, time_s, code, False, "died", death or describe_death(code))
+            died = RankFailure(rank, time_s, code, False, "died", death or describe_death(code))
             failure = read_failure(rank, self.directory) or died
             self.failures.append(failure)
             log = self.find_log(rank)

@@ -103,7 +103,7 @@ class MessageReader:
         return self._messages.popleft() if self._messages else None
 
 
-class Link(MessageReader):
+class LauncherLink(MessageReader):
     """A TCP connection between a launcher and the rendezvous server. Every message has a "kind".
 
     Attributes:

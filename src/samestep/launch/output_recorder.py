@@ -281,7 +281,7 @@ class Recording:
     def _write(self, stream: Stream, data: bytes) -> None:
         if stream.is_terminal:
             *lines, held = (stream.held + data).split(b"\n")
-            data = b"".join(_settle(line) + b"\n" for line in lines)
+            data = b"".join(_end_line(line) + b"\n" for line in lines)
             stream.held = held[held.rfind(b"\r", 0, -1) + 1 :]
             if len(stream.held) > HELD_BYTES:
                 data = data + stream.held
@@ -293,7 +293,7 @@ class Recording:
         held = stream.held
         stream.held = b""
         if held:
-            self._warn(stream.rank, self._logs[stream.rank].write(_settle(held)))
+            self._warn(stream.rank, self._logs[stream.rank].write(_end_line(held)))
 
     def _drain(self, rank: int) -> None:
         """Read the remaining output of a rank that has ended, but not that of the processes that it has left."""
@@ -316,7 +316,7 @@ class Recording:
             os.write(self._files[1], f"samestep: {escape(sentence)}\n".encode())
 
 
-def _settle(line: bytes) -> bytes:
+def _end_line(line: bytes) -> bytes:
     """Return the final content of a terminal line that was drawn repeatedly."""
     return _ESCAPES.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2])
 

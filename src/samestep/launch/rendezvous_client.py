@@ -1,8 +1,8 @@
 """The options of a launch on several nodes, and a node's connection to the rendezvous server.
 
 The launcher on the machine that `--rdzv-endpoint` names runs the server. Every launcher, that one too, connects to it
-by a `Link`. The connection closes when a launcher dies, and the kernel's keep-alives detect a machine that vanishes:
-nothing here compares clocks or polls.
+by a `LauncherLink`. The connection closes when a launcher dies, and the kernel's keep-alives detect a machine that
+vanishes: nothing here compares clocks or polls.
 """
 
 import os
@@ -22,7 +22,7 @@ from samestep.config import PREFIX, Overrides, name_flag, to_variables
 from samestep.errors import Error
 from samestep.launch.handshake import is_proven, make_nonce, prove, share_secret
 from samestep.launch.local_ranks import MOST_LOCAL_RANKS
-from samestep.launch.messages import Link, build
+from samestep.launch.messages import LauncherLink, build
 from samestep.launch.target import Target
 from samestep.version import __version__
 from samestep.world.environment import SECRET, read_host, read_overrides
@@ -275,7 +275,7 @@ def _group_arguments(arguments: Sequence[str]) -> list[list[str]]:
     return groups
 
 
-def connect(nodes: Nodes, hello: Hello, is_cancelled: Callable[[], bool]) -> Link | None:
+def connect(nodes: Nodes, hello: Hello, is_cancelled: Callable[[], bool]) -> LauncherLink | None:
     """Connect to the rendezvous server, which admits this node; None if `is_cancelled` returns True before.
 
     Raises Error if no server with the same secret answers within `nodes.timeout_s`, or it refuses this node.
@@ -285,7 +285,7 @@ def connect(nodes: Nodes, hello: Hello, is_cancelled: Callable[[], bool]) -> Lin
         try:
             connection = socket.create_connection((nodes.host, nodes.port), timeout=GREETING_S)
             connection.settimeout(None)
-            link = Link(connection)
+            link = LauncherLink(connection)
             try:
                 _join(link, nodes, hello)
             except BaseException:
@@ -307,7 +307,7 @@ def connect(nodes: Nodes, hello: Hello, is_cancelled: Callable[[], bool]) -> Lin
     return None
 
 
-def _join(link: Link, nodes: Nodes, hello: Hello) -> None:
+def _join(link: LauncherLink, nodes: Nodes, hello: Hello) -> None:
     """Perform the node's side of the handshake, and send its description.
 
     Raises Error if the secrets differ or the server refuses this node, ValueError if the peer is no rendezvous server.

@@ -21,10 +21,10 @@ from typing import Any
 
 from samestep.console import say
 from samestep.errors import Error
-from samestep.launch.failure import Failure, find_first
+from samestep.launch.failure import RankFailure, find_first
 from samestep.launch.handshake import is_proven, make_nonce, prove
 from samestep.launch.local_ranks import open_store
-from samestep.launch.messages import Link, build
+from samestep.launch.messages import LauncherLink, build
 from samestep.launch.rendezvous_client import End, Hello, Nodes, find_difference, find_other_arguments, parse_hello
 from samestep.world.environment import Restart
 from samestep.world.host import is_loopback
@@ -38,7 +38,7 @@ MAX_WARNINGS = 8  # about connections without the secret
 
 
 @dataclass(frozen=True)
-class Outcome:
+class NodeOutcome:
     """How the ranks of a node ended in a round.
 
     Attributes:
@@ -49,7 +49,7 @@ class Outcome:
     """
 
     round: int
-    failure: Failure | None
+    failure: RankFailure | None
     signum: int
     has_succeeded: bool
     is_complete: bool
@@ -65,7 +65,7 @@ class PendingNode:
         is_proven: it has proven that it knows the secret.
     """
 
-    link: Link
+    link: LauncherLink
     nonce: str = field(default_factory=make_nonce)
     since_s: float = field(default_factory=time.monotonic)
     is_proven: bool = False
@@ -75,9 +75,9 @@ class PendingNode:
 class Member:
     """A node that was admitted. `outcome` is how its ranks ended in this round."""
 
-    link: Link
+    link: LauncherLink
     hello: Hello
-    outcome: Outcome | None = None
+    outcome: NodeOutcome | None = None
 
 
 class RendezvousServer(threading.Thread):
@@ -146,7 +146,7 @@ class RendezvousServer(threading.Thread):
             connection.setblocking(True)
             if len(self._pending) >= MAX_PENDING:
                 self._drop(self._pending[0])
-            pending = PendingNode(Link(connection))
+            pending = PendingNode(LauncherLink(connection))
             self._pending.append(pending)
             self._selector.register(pending.link, selectors.EVENT_READ, pending)
             pending.link.send("challenge", nonce=pending.nonce)
@@ -186,7 +186,7 @@ class RendezvousServer(threading.Thread):
         if kind == "room":
             self._room = int(message["num_ranks"])
         elif kind == "ended" and message["round"] == self._round and member in (self._in_round or ()):
-            member.outcome = outcome = build(Outcome, message)
+            member.outcome = outcome = build(NodeOutcome, message)
             if not outcome.has_succeeded:  # otherwise the other nodes can still be saving
                 self._stop_all("now")
 
@@ -325,7 +325,7 @@ class RendezvousServer(threading.Thread):
         else:
             self._restart = decision
 
-    def _decide(self, members: Sequence[Member], outcomes: Sequence[Outcome]) -> Restart | End:
+    def _decide(self, members: Sequence[Member], outcomes: Sequence[NodeOutcome]) -> Restart | End:
         """Decide what follows the end of all ranks: another round, or the end of the launch."""
         first = find_first([outcome.failure for outcome in outcomes if outcome.failure is not None])
         leaving = [member for member, outcome in zip(members, outcomes, strict=True) if outcome.signum]

@@ -11,7 +11,7 @@ import cloudpickle
 
 from samestep.errors import Error, InvalidValue
 from samestep.files import replace_file
-from samestep.launch.failure import Failure
+from samestep.launch.failure import RankFailure
 from samestep.launch.forkserver import give_back_server, take_server
 from samestep.launch.local_ranks import (
     Placement,
@@ -112,7 +112,7 @@ def _wait(ranks: Ranks) -> None:
         raise
 
 
-def _rebuild_exception(failure: Failure, directory: Path) -> BaseException:
+def _rebuild_exception(failure: RankFailure, directory: Path) -> BaseException:
     error: BaseException
     try:
         error = cloudpickle.loads(read_private(directory / f"{failure.rank}.pickle"))

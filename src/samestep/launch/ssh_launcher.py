@@ -24,7 +24,7 @@ from typing import Any
 from samestep.console import escape, say
 from samestep.errors import Error
 from samestep.launch.handshake import make_secret
-from samestep.launch.launcher import StopSignals
+from samestep.launch.launcher import LauncherSignals
 from samestep.launch.messages import READ_BYTES, LineSplitter, encode_message, parse_message
 from samestep.launch.output_recorder import write_all
 from samestep.launch.rendezvous_client import parse_endpoint
@@ -230,7 +230,7 @@ def run_hosts(
     if shutil.which(SSH[0]) is None:
         raise Error("--hosts needs ssh, and there is none here: install the OpenSSH client")
     variables = read_passed() | {SECRET: make_secret()}  # sent over stdin, so no process list shows the secret
-    with StopSignals() as signals, Sessions(hosts, Path.cwd(), variables) as sessions:
+    with LauncherSignals() as signals, Sessions(hosts, Path.cwd(), variables) as sessions:
         if not _wait_for_answers(sessions, signals.received):
             return 128 + signals.received[0]
         endpoint = endpoint or _choose_endpoint(sessions.all)

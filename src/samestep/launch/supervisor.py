@@ -17,7 +17,7 @@ from samestep.console import say
 from samestep.files import read_bytes, read_text
 from samestep.launch.handshake import derive_key
 from samestep.launch.local_ranks import Placement, Ranks, build_variables, open_store
-from samestep.launch.messages import Link, build
+from samestep.launch.messages import LauncherLink, build
 from samestep.launch.rendezvous_client import End, Nodes, build_hello, connect, find_own_address
 from samestep.launch.rendezvous_server import FLUSH_S, RendezvousServer, open_listener
 from samestep.launch.target import Target
@@ -109,7 +109,7 @@ class NodeSession:
         end: how the launch has ended, once the server has sent that.
     """
 
-    def __init__(self, link: Link, nodes: Nodes, launch: Launch, ranks: Ranks) -> None:
+    def __init__(self, link: LauncherLink, nodes: Nodes, launch: Launch, ranks: Ranks) -> None:
         self._link = link
         self._nodes = nodes
         self._launch = launch

@@ -166,7 +166,7 @@ def default_micro_batch_size(batch_size: int) -> int:
     return batch_size // next(fitting, 1)
 
 
-def describe(n: int, world_size: int, micro_batch_size: int | None = None) -> str:
+def describe_division(n: int, world_size: int, micro_batch_size: int | None = None) -> str:
     """Describe how n micro-batches are divided among the ranks: `16 micro-batches on 3 ranks: 6+5+5, 89 % busy`.
 
     "busy" is the mean share of a step's computing time in which a rank computes, if all micro-batches take equally

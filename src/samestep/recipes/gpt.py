@@ -27,7 +27,7 @@ from samestep.files import creating_directory, parse_json, replace_file
 from samestep.recipes import check_numbers, run_main
 from samestep.recipes.commands.sample import load_model
 from samestep.recipes.corpora.text_tokenizer import BYTES, Tokenizer, read_vocabulary
-from samestep.recipes.corpora.token_file import Corpus, name_tokenizer, open_corpus, read_standard_library, split
+from samestep.recipes.corpora.token_file import TokenCorpus, name_tokenizer, open_corpus, read_standard_library, split
 from samestep.recipes.models.gpt2 import GPT2, PRESETS, GPT2Config
 from samestep.snapshot.reading import read_run
 
@@ -181,7 +181,7 @@ def write_hugging_face(model: GPT2, tokenizer: Tokenizer, directory: Path) -> No
             replace_file(hidden / "tokenizer.json", tokenizer.definition)
 
 
-def build_model(args: argparse.Namespace, corpus: Corpus) -> GPT2:
+def build_model(args: argparse.Namespace, corpus: TokenCorpus) -> GPT2:
     """Build the model of `--preset` or `--init-from`.
 
     Raises:
@@ -223,7 +223,7 @@ def find_definition(directory: Path) -> bytes | None:
     return file.read_bytes() if file.is_file() else None
 
 
-def check_vocabulary(num_tokens: int, definition: bytes | None, corpus: Corpus, init_from: Path) -> None:
+def check_vocabulary(num_tokens: int, definition: bytes | None, corpus: TokenCorpus, init_from: Path) -> None:
     """Raise Error unless the data have been made with the model's tokenizer, as far as can be seen.
 
     The model may have more tokens than its tokenizer: sizes are often rounded up.
@@ -326,7 +326,7 @@ class Throughput:
         if again or self._began is None:
             self._began = self._read_clock(), self._run.steps_done
 
-    def describe(self) -> str:
+    def format_rate(self) -> str:
         """Return the rate of the steps since `begin`; "" if there are none."""
         if self._began is None or self._run.steps_done == self._began[1]:
             return ""
@@ -373,7 +373,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     def validate() -> None:
-        rate = throughput.describe()
+        rate = throughput.format_rate()
         scores = run.evaluate(lambda tokens: {"loss": compute_loss(tokens)}, held_out)
         loss = scores["loss"]
         run.log({"validation/loss": loss})

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samestep
 from samestep.recipes import check_numbers, run_main
-from samestep.recipes.corpora.bpe import LEAST_SIZE, Tokenizer
+from samestep.recipes.corpora.bpe import LEAST_SIZE, BytePairTokenizer
 from samestep.recipes.corpora.encoded_pairs import Bucketed, load_data
 from samestep.recipes.models.seq2seq import END, PAD, Seq2Seq
 
@@ -26,7 +26,7 @@ from samestep.recipes.models.seq2seq import END, PAD, Seq2Seq
 class Vocabulary:
     """The tokenizers and the settings of the model. They are part of every snapshot, for `samestep translate`."""
 
-    def __init__(self, source: Tokenizer, target: Tokenizer, settings: dict[str, Any]) -> None:
+    def __init__(self, source: BytePairTokenizer, target: BytePairTokenizer, settings: dict[str, Any]) -> None:
         self.source = source
         self.target = target
         self.settings = settings
@@ -170,7 +170,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for reason, count in data.left_out.items():
         run.print(f"left out: {count:,} {reason}")
 
-    vocabulary = Vocabulary(Tokenizer(data.tokenizers[0]), Tokenizer(data.tokenizers[1]), choose_model(args))
+    vocabulary = Vocabulary(
+        BytePairTokenizer(data.tokenizers[0]), BytePairTokenizer(data.tokenizers[1]), choose_model(args)
+    )
     model = scored = vocabulary.build_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.9, 0.98), eps=1e-9)
     num_steps = args.epochs * math.ceil(len(data.train) / run.batch_size)

@@ -202,7 +202,7 @@ class Writer:
         self._is_refused = not accept
         self._decided.set()
 
-    def settle(self) -> None:
+    def wait_until_written(self) -> None:
         """Wait until the snapshot is complete or has failed."""
         if not self.is_decided:
             self._decide_alone()

@@ -17,7 +17,7 @@ from samestep.launch.output_recorder import start_log
 from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.resume_point import Holding, ResumePoint, choose
 from samestep.snapshot.run_directory import RunDirectory
-from samestep.snapshot.run_record import Options
+from samestep.snapshot.run_record import StartOptions
 from samestep.snapshot.store import OF_RUN, Elsewhere, Snapshot, Store
 from samestep.watch.records import LOGS
 from samestep.world.group import Group
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Order:
+class SnapshotOrder:
     """Snapshots of one step to be written.
 
     Attributes:
@@ -126,7 +126,7 @@ class RunLocation:
         numbers: Mapping[str, Any],
         machine: Mapping[str, Any],
         config: Mapping[str, Any],
-        options: Options,
+        options: StartOptions,
     ) -> None:
         """Take the run back to a point, make this start its writer, and start the logs. Called once.
 
@@ -135,7 +135,7 @@ class RunLocation:
 
     # --- under way --------------------------------------------------------------------------------------------
 
-    def align(self, order: Order, state: TrainingState) -> Order:
+    def align(self, order: SnapshotOrder, state: TrainingState) -> SnapshotOrder:
         """Return the order that this rank carries out, after the ranks have exchanged what only one of them knows.
 
         Args:
@@ -147,7 +147,7 @@ class RunLocation:
         """
         return order
 
-    def write(self, order: Order, tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> float:
+    def write(self, order: SnapshotOrder, tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> float:
         """Write the snapshots of an order, and remove old ones, on this rank and in any thread.
 
         Args:
@@ -287,7 +287,7 @@ class LocalLocation(RunLocation):
         numbers: Mapping[str, Any],
         machine: Mapping[str, Any],
         config: Mapping[str, Any],
-        options: Options,
+        options: StartOptions,
     ) -> None:
         def begin_one(directory: RunDirectory) -> int:
             directory.check_numbers(numbers)
@@ -300,7 +300,7 @@ class LocalLocation(RunLocation):
 
     # --- under way --------------------------------------------------------------------------------------------
 
-    def write(self, order: Order, tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> float:
+    def write(self, order: SnapshotOrder, tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> float:
         if self._directory is None:
             confirm()
             return 0.0

@@ -23,7 +23,7 @@ from samestep.files import open_regular, replacing
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.snapshot.async_copy import locate
 from samestep.snapshot.inspection import TrainingState, check_tensors
-from samestep.snapshot.location import LocalLocation, Order, explain_unwritable
+from samestep.snapshot.location import LocalLocation, SnapshotOrder, explain_unwritable
 from samestep.snapshot.manifest import find_damage, hash_range
 from samestep.snapshot.resume_point import Holding, ResumePoint, choose
 from samestep.snapshot.run_directory import RunDirectory
@@ -164,7 +164,7 @@ class ReplicatedLocation(LocalLocation):
 
     # --- under way --------------------------------------------------------------------------------------------
 
-    def align(self, order: Order, state: TrainingState) -> Order:
+    def align(self, order: SnapshotOrder, state: TrainingState) -> SnapshotOrder:
         message = None
         if self._group.rank == 0:
             same = {locate(tensor) for _, tensor in state.replicated}
@@ -178,7 +178,7 @@ class ReplicatedLocation(LocalLocation):
         if self._group.rank == 0:
             return order
         if self._directory is None or not names or not order.names:
-            return Order(order.step, is_last=order.is_last)
+            return SnapshotOrder(order.step, is_last=order.is_last)
         check_tensors([name for name in tensors if name not in own], order.tensors, self._group.rank)
         aligned = {name: own[name] if name in own else order.tensors[name] for name in tensors}
         return replace(order, names=names, structure=structure, tensors=aligned, meta=meta)

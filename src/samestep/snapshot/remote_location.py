@@ -16,11 +16,11 @@ from samestep.errors import Error, RunDirectoryError
 from samestep.files import open_regular, replace_file
 from samestep.hashing import hash_bytes
 from samestep.snapshot.inspection import TrainingState
-from samestep.snapshot.location import LocalLocation, Order, RunLocation
+from samestep.snapshot.location import LocalLocation, RunLocation, SnapshotOrder
 from samestep.snapshot.object_store import ObjectStore, find_copy, place_of
 from samestep.snapshot.resume_point import ResumePoint
 from samestep.snapshot.run_directory import RunDirectory
-from samestep.snapshot.run_record import Options, parse_run_record
+from samestep.snapshot.run_record import StartOptions, parse_run_record
 from samestep.snapshot.store import Elsewhere, Snapshot, Unreachable
 from samestep.watch.records import RECORD, SHARED
 from samestep.world.environment import advise, read_host
@@ -90,7 +90,7 @@ class RemoteLocation(RunLocation):
         numbers: Mapping[str, Any],
         machine: Mapping[str, Any],
         config: Mapping[str, Any],
-        options: Options,
+        options: StartOptions,
     ) -> None:
         self._copies.begin(point, numbers, machine, config, options)
 
@@ -100,10 +100,10 @@ class RemoteLocation(RunLocation):
 
         self.once(take)
 
-    def align(self, order: Order, state: TrainingState) -> Order:
+    def align(self, order: SnapshotOrder, state: TrainingState) -> SnapshotOrder:
         return self._copies.align(order, state)
 
-    def write(self, order: Order, tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> float:
+    def write(self, order: SnapshotOrder, tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> float:
         took_s = self._copies.write(order, tensors, confirm)
         if not order.is_last:  # `end` uploads the last one
             began_s = time.monotonic()

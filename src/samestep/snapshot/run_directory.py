@@ -22,7 +22,7 @@ from samestep.snapshot.append_log import AppendLog, format_row
 from samestep.snapshot.ledger_file import count_records
 from samestep.snapshot.lock import Lock, detach, refuse_links
 from samestep.snapshot.resume_point import Holding, ResumePoint
-from samestep.snapshot.run_record import Options, build_record, find_different, read_record
+from samestep.snapshot.run_record import StartOptions, build_record, find_different, read_record
 from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Elsewhere, Snapshot, Store, Unreachable
 from samestep.watch.records import (
     LEDGER,
@@ -226,7 +226,7 @@ class RunDirectory:
         numbers: Mapping[str, Any],
         machine: Mapping[str, Any],
         config: Mapping[str, Any],
-        options: Options,
+        options: StartOptions,
     ) -> None:
         """Begin or continue the run: take the files back to a point, write `run.json`, and warn about changes.
 

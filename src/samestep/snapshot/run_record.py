@@ -18,7 +18,7 @@ _SHOWN_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
-class Options:
+class StartOptions:
     """Settings of optimizers and schedules, and data, of one start.
 
     Attributes:
@@ -80,7 +80,7 @@ def build_record(
     numbers: Mapping[str, Any],
     machine: Mapping[str, Any],
     config: Mapping[str, Any],
-    options: Options,
+    options: StartOptions,
     rewinds: Sequence[int],
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the record of a start, and warnings about what changed since the run began.

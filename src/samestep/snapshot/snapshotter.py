@@ -14,7 +14,7 @@ from samestep.console import warn
 from samestep.errors import Error, InvalidValue
 from samestep.snapshot.async_copy import Copy, Refused, Staging, Watch, Writer, is_watchable, locate
 from samestep.snapshot.inspection import Inspection, TrainingState
-from samestep.snapshot.location import Order, RunLocation
+from samestep.snapshot.location import RunLocation, SnapshotOrder
 from samestep.snapshot.resume_point import ResumePoint
 from samestep.snapshot.serialization import encode
 
@@ -23,7 +23,7 @@ from samestep.snapshot.serialization import encode
 class _Pending:
     """Snapshots that are being written."""
 
-    order: Order
+    order: SnapshotOrder
     inspection: Inspection
     writer: Writer
 
@@ -60,7 +60,7 @@ class Snapshotter:
         self._saved_s = time.monotonic()
         self._pending: _Pending | None = None
         if location.directory is not None:
-            location.directory.call_before_close(self._settle_alone)
+            location.directory.call_before_close(self._wait_alone)
 
     def resume(self, point: ResumePoint) -> None:
         """Continue at a point, of which there is a snapshot."""
@@ -138,7 +138,7 @@ class Snapshotter:
         self._names_due = []
         if self._location.path is None or not (due or names):
             return
-        self.settle()
+        self.wait_until_written()
         self.unsaved = None
         self._is_ending = ending
         if due:
@@ -152,12 +152,14 @@ class Snapshotter:
         self._start_writer(self._align(self._build_order(state, step, names, notes), state), inspection, state)
         if ending:
             try:
-                self.settle()
+                self.wait_until_written()
             finally:
-                self._settle_alone()  # after an exception, the script may change the tensors that are being written
+                self._wait_alone()  # after an exception, the script may change the tensors that are being written
 
-    def _build_order(self, state: TrainingState, step: int, names: list[str | None], notes: Mapping[str, Any]) -> Order:
-        nothing = Order(step, is_last=self._is_ending)
+    def _build_order(
+        self, state: TrainingState, step: int, names: list[str | None], notes: Mapping[str, Any]
+    ) -> SnapshotOrder:
+        nothing = SnapshotOrder(step, is_last=self._is_ending)
         directory = self._location.directory
         if directory is None:
             return nothing
@@ -168,15 +170,15 @@ class Snapshotter:
         except OSError as error:
             self._report(step, names, error)
             return nothing
-        return Order(step, names, structure, tensors, meta, is_last=self._is_ending)
+        return SnapshotOrder(step, names, structure, tensors, meta, is_last=self._is_ending)
 
-    def _align(self, order: Order, state: TrainingState) -> Order:
+    def _align(self, order: SnapshotOrder, state: TrainingState) -> SnapshotOrder:
         try:
             return self._location.align(order, state)
         except OSError as error:
             if order.names:  # otherwise it was reported before
                 self._report(order.step, order.names, error)
-            return Order(order.step, is_last=order.is_last)
+            return SnapshotOrder(order.step, is_last=order.is_last)
 
     # --- write ------------------------------------------------------------------------------------------------
 
@@ -228,21 +230,21 @@ class Snapshotter:
             raise
         writer.decide(True)
 
-    def settle(self) -> None:
+    def wait_until_written(self) -> None:
         """Wait until all snapshots are written. All ranks call this. Errors as for `join_copy`."""
         self.join_copy()
         if self._pending is not None:
-            self._pending.writer.settle()
+            self._pending.writer.wait_until_written()
         self._collect()
 
-    def _start_writer(self, order: Order, inspection: Inspection, state: TrainingState) -> None:
+    def _start_writer(self, order: SnapshotOrder, inspection: Inspection, state: TrainingState) -> None:
         targets: dict[str, Tensor] = {}
         try:
             if not self._is_ending:  # no step follows the last snapshot, so it needs no copy
                 targets = self._staging.take(order.tensors)
         except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError
             self._report(order.step, order.names, error)
-            order = Order(order.step, is_last=order.is_last)
+            order = SnapshotOrder(order.step, is_last=order.is_last)
         places = {locate(tensor) for tensor in order.tensors.values()}
         others = {f"/{place}": tensor for place, tensor in inspection.tensors.items() if place not in places}
         stable = {locate(tensor) for tensor in state.stable} - self._unstable
@@ -250,11 +252,11 @@ class Snapshotter:
         write = partial(self._write, order, order.tensors if self._is_ending else targets)
         self._pending = _Pending(order, inspection, Writer(copy, write, inspection.is_sound))
 
-    def _write(self, order: Order, tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> None:
+    def _write(self, order: SnapshotOrder, tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> None:
         """Write all snapshots of an order. May be called in any thread."""
         self.save_s = self._location.write(order, tensors, confirm)
 
-    def _take_again(self, order: Order) -> None:
+    def _take_again(self, order: SnapshotOrder) -> None:
         """Make the snapshots due again after this step."""
         self._names_due = [*(name for name in order.names if name is not None), *self._names_due]
         if None in order.names:
@@ -289,7 +291,7 @@ class Snapshotter:
 
     def end(self, step: int) -> None:
         """Complete all snapshots and logs. All ranks call this at the end of the loop, after `step` steps."""
-        self.settle()
+        self.wait_until_written()
         problem = self._location.end()
         if problem and (self.unsaved is None or self.unsaved[0] != step):
             self.unsaved = step, f"the snapshot of step {step} {problem}"
@@ -302,14 +304,14 @@ class Snapshotter:
             self._location.warn(directory.lost)
         directory.check_logs()
 
-    def _settle_alone(self) -> None:
+    def _wait_alone(self) -> None:
         """Complete the pending snapshots without collectives, because the other ranks may be gone."""
         if self._pending is not None:
             with suppress(Error):
-                self._pending.writer.settle()
+                self._pending.writer.wait_until_written()
                 self._collect()
 
     def close(self) -> bool:
         """Complete the pending snapshots, and close the location. Returns the result of `RunLocation.close`."""
-        self._settle_alone()
+        self._wait_alone()
         return self._location.close()

@@ -105,7 +105,7 @@ class _Audit:
                 self._close(open_epoch)
         return used
 
-    def describe(self) -> list[str]:
+    def list_confirmed(self) -> list[str]:
         """Describe what the audit has confirmed."""
         parts = ["each step read its positions of the stream"] if self._plan.is_stream else []
         if num_closed := len(self._closed):
@@ -191,7 +191,7 @@ def audit_samples(
         audits[-1].problems.append(f"steps {num_steps} to {num_done - 1}: the ledger has no record of them, {why}")
     return (
         [problem for audit in audits for problem in audit.problems],
-        [part for audit in audits for part in audit.describe()],
+        [part for audit in audits for part in audit.list_confirmed()],
     )
 
 

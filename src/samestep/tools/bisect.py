@@ -45,7 +45,7 @@ TREE = "tree"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CommitOutcome:
     """A run at one commit.
 
     Attributes:
@@ -95,7 +95,7 @@ def run_bisect(good: str, bad: str, target: Target, values: Mapping[str, Any]) -
         search = _Search(repository, tree, commits, target, values, scratch)
         candidates, outcome = search.run()
     differs = values.get("metric", "the bits")
-    named = [repository.describe(commit) for commit in candidates]
+    named = [repository.describe_commit(commit) for commit in candidates]
     if values.get("json"):
         found = {
             "first": candidates[0] if len(candidates) == 1 else None,
@@ -182,7 +182,7 @@ class _Repository:
             raise Error(f"{name} is neither a commit of the repository {self._root} nor a run directory")
         return commit.splitlines()[-1]
 
-    def describe(self, commit: str) -> str:
+    def describe_commit(self, commit: str) -> str:
         """Return the short hash and the subject of a commit."""
         return self.git("show", "--no-patch", "--format=%h (%s)", commit)
 
@@ -235,7 +235,7 @@ class _Search:
         self._values = values
         self.tried: dict[str, str] = {}
 
-    def run(self) -> tuple[list[str], Outcome]:
+    def run(self) -> tuple[list[str], CommitOutcome]:
         """Return the possible first commits that differ, and what differs. Raises Error if the ends do not differ."""
         low = 0
         high = len(self._commits) - 1
@@ -243,7 +243,7 @@ class _Search:
         steps = self._values.get("steps", NUM_STEPS)
         for end in (low, high):
             if (outcome := self._try(end)).failure:
-                where = self._repository.describe(self._commits[end])
+                where = self._repository.describe_commit(self._commits[end])
                 raise Error(
                     f"the script fails at {where}: {outcome.failure}; files that git does not track are missing in the "
                     "temporary work tree, so name data by absolute paths"
@@ -263,9 +263,9 @@ class _Search:
                 low = k
         return self._commits[low + 1 : high + 1], outcome
 
-    def _try(self, k: int) -> Outcome:
+    def _try(self, k: int) -> CommitOutcome:
         commit = self._commits[k]
-        named = self._repository.describe(commit)
+        named = self._repository.describe_commit(commit)
         number = len(self.tried) + 1
         most = 2 + (len(self._commits) - 2).bit_length()
         show_activity(f"commit {number} of about {most}: {named}")
@@ -276,7 +276,7 @@ class _Search:
         say(f"commit {number} of about {most}: {named}: {outcome if k else outcome.failure or 'the reference'}")
         return outcome
 
-    def _train(self, commit: str) -> Outcome:
+    def _train(self, commit: str) -> CommitOutcome:
         """Train at a commit, and compare the run with the run at the first commit."""
         values = self._values
         run = self._scratch.path / commit
@@ -301,20 +301,20 @@ class _Search:
         if code or not count_records(run / LEDGER):
             text = read_tail(output).strip()
             why = (find_errors(text) or text.splitlines() or [shlex.join(command)])[-1]
-            return Outcome(failure=f"exit code {code}: {why}" if code else "it has trained no step")
+            return CommitOutcome(failure=f"exit code {code}: {why}" if code else "it has trained no step")
         return self._compare(self._scratch.path / self._commits[0], run)
 
-    def _compare(self, good: Path, run: Path) -> Outcome:
+    def _compare(self, good: Path, run: Path) -> CommitOutcome:
         if (name := self._values.get("metric")) is not None:
             last = read_last_values(run)
             if not isinstance(other := last.get(name, {}).get("value"), int | float):
-                return Outcome(failure=f"there is no metric {name}, but {', '.join(sorted(last))}")
+                return CommitOutcome(failure=f"there is no metric {name}, but {', '.join(sorted(last))}")
             one = read_last_values(good)[name]["value"]
             is_same = abs(one - other) <= self._values.get("tolerance", 0) or (math.isnan(one) and math.isnan(other))
-            return Outcome() if is_same else Outcome((f"{one!r} {COMMITS[0]} and {other!r} {COMMITS[1]}",))
+            return CommitOutcome() if is_same else CommitOutcome((f"{one!r} {COMMITS[0]} and {other!r} {COMMITS[1]}",))
         step, what = find_first_difference(good, run, COMMITS)
         if step is not None:
-            return Outcome(tuple(what), step)
+            return CommitOutcome(tuple(what), step)
         counts = [count_records(each / LEDGER) for each in (good, run)]
         difference = f"{counts[0]} steps {COMMITS[0]} and {counts[1]} {COMMITS[1]}"
-        return Outcome() if counts[0] == counts[1] else Outcome((difference,))
+        return CommitOutcome() if counts[0] == counts[1] else CommitOutcome((difference,))

@@ -10,7 +10,7 @@ from typing import Any
 
 from samestep.files import read_bytes
 from samestep.hashing import hash_bytes
-from samestep.snapshot.run_record import Options
+from samestep.snapshot.run_record import StartOptions
 from samestep.train.context import RunContext
 from samestep.version import __version__
 from samestep.watch.trackers.protocol import TrackerInfo
@@ -59,7 +59,11 @@ def describe_script() -> dict[str, Any]:
 
 
 def describe_run(
-    context: RunContext, directory: Path | None, config: Mapping[str, Any], machine: Mapping[str, Any], options: Options
+    context: RunContext,
+    directory: Path | None,
+    config: Mapping[str, Any],
+    machine: Mapping[str, Any],
+    options: StartOptions,
 ) -> TrackerInfo:
     """Return the description of a run that trackers get at its start.
 

@@ -17,7 +17,7 @@ from samestep.data.pools import Pools
 from samestep.engine.gradient_averager import GradientAverager
 from samestep.engine.precision import build_precision
 from samestep.errors import Error, InvalidValue, UsageError
-from samestep.plan.schedule import describe
+from samestep.plan.schedule import describe_division
 from samestep.plan.seeds import derive
 from samestep.redaction import hide_secrets
 from samestep.snapshot.open_location import open_location
@@ -26,9 +26,6 @@ from samestep.snapshot.serialization import encode
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.arguments import build_config, check_count, check_script_config
 from samestep.train.context import RunContext
-from samestep.train.data.loop_data import LoopData, open_loop_data
-from samestep.train.data.sampler_orders import Sampler
-from samestep.train.data.samples import add_samples, check_marks
 from samestep.train.description import describe_run, describe_script, read_commit
 from samestep.train.determinism import describe_machine, fix_compiler, fix_kernels, use_tf32
 from samestep.train.ending.shutdown import Resources, report_errors
@@ -41,12 +38,15 @@ from samestep.train.guards.parameters import TrainedParameters
 from samestep.train.guards.replicas import Replicas
 from samestep.train.guards.unprepared import Unprepared
 from samestep.train.guards.watchdog import Watchdog, meet_for_run
-from samestep.train.loop.evaluate import Evaluator
-from samestep.train.loop.loop import Epoch, Loop
-from samestep.train.loop.run_metrics import RunMetrics
+from samestep.train.inputs.loop_data import LoopData, open_loop_data
+from samestep.train.inputs.sampler_orders import Sampler
+from samestep.train.inputs.samples import add_samples, check_marks
+from samestep.train.loops.evaluate import Evaluator
+from samestep.train.loops.loop import Epoch, Loop
+from samestep.train.loops.run_metrics import RunMetrics
 from samestep.train.state import stateful as prepared
 from samestep.train.state.position import Position
-from samestep.train.state.restoring import Contents, recall
+from samestep.train.state.restoring import Contents, restore_models
 from samestep.train.step.interception import Interceptors, LoopParts, find_requests, read_request
 from samestep.train.step.step_log import collect_values
 from samestep.train.step.steps import Observers, Step, StepObserver
@@ -283,11 +283,11 @@ class Run:
         self._modules = modules = prepared.check(objects, self._old_params)
         self._objects.update(objects)
         self._old_params = {}
-        self._numbers = config.identity() | {"models": prepared.describe(modules)}
+        self._numbers = config.identity() | {"models": prepared.describe_models(modules)}
         self._overrides = override or config.override
         self._contents = Contents(objects, modules, context.precision, self._say)
         context.group.check_process_group()
-        calls.meet(context.group, calls.PREPARE)
+        calls.wait_for_call(context.group, calls.PREPARE)
         outline = prepared.outline(objects, modules) | {**self._contents.options.in_force}
         context.group.agree(config.shared() | {"override": self._overrides} | outline)
         if device_map is None:
@@ -523,7 +523,7 @@ class Run:
             [1, 2, 3]
         """
         self._check_call("run.once", "the ranks are not at the same place there; call it before the loop")
-        calls.meet(self._context.group, calls.ONCE)
+        calls.wait_for_call(self._context.group, calls.ONCE)
         return call_on_rank_0(self._context.group, fn, *args, **kwargs)
 
     def snapshot(self, name: str) -> None:
@@ -578,11 +578,11 @@ class Run:
         self._check_prepared("run.restore")
         if not self._stopping.is_ended:
             raise UsageError("run.restore in the loop would change what is trained: call it after the loop")
-        calls.meet(self._context.group, calls.RESTORE)
+        calls.wait_for_call(self._context.group, calls.RESTORE)
         may_lack = self._interceptors.is_trial
         group = self._context.group
-        self._snapshotter.settle()
-        is_loaded = recall(self._context.location, self._modules, names, which, group, may_lack=may_lack)
+        self._snapshotter.wait_until_written()
+        is_loaded = restore_models(self._context.location, self._modules, names, which, group, may_lack=may_lack)
         self._is_recalled = is_loaded and self._loop is None
 
     def stop(self, reason: str = "") -> None:
@@ -687,7 +687,7 @@ class Run:
         config = self._context.config
         position = self._position
         location = context.location
-        calls.meet(context.group, calls.LOOP)
+        calls.wait_for_call(context.group, calls.LOOP)
         plan = data.plan
         lengths = {f"the number of {plan.unit}s": planned, "the length of the data set": plan.length}
         context.group.agree(data.numbers | lengths)
@@ -754,7 +754,9 @@ class Run:
             self._trackers.start(replace(self._about, resumed_step=self.steps_done))
         if not place.is_further:
             size = None if self._resumed else self.micro_batch_size
-            self._say(describe(self.batch_size // self.micro_batch_size, self.world_size, size) + self._resumed)
+            self._say(
+                describe_division(self.batch_size // self.micro_batch_size, self.world_size, size) + self._resumed
+            )
         if self._stopping.ending and self._resumed and not place.is_further:
             why, longer = loop.explain_end()
             self._say(

@@ -52,7 +52,7 @@ WRITTEN_BYTES = 1 << 16  # written since the last beat: the snapshot makes progr
 
 
 @dataclass(slots=True)
-class Tally:
+class PhaseTally:
     """How often a phase has ended, its total duration, and its longest duration without the first `WARM_UP`."""
 
     num: int = 0
@@ -70,7 +70,7 @@ class PhaseClock:
 
     def __init__(self) -> None:
         self.now: tuple[str, int, float] = ("starting", 0, time.monotonic())
-        self.tallies = {phase: Tally() for phase in PHASES}
+        self.tallies = {phase: PhaseTally() for phase in PHASES}
 
     def enter(self, phase: str, step: int) -> None:
         """Start `phase` of step `step`."""
@@ -95,7 +95,7 @@ class PhaseClock:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankFacts:
     """The rank, its run, and the actions of a heartbeat.
 
     Attributes:
@@ -131,7 +131,7 @@ class Heartbeat:
         entries: None with one rank.
     """
 
-    def __init__(self, clock: PhaseClock, facts: Facts, entries: SignedEntries | None) -> None:
+    def __init__(self, clock: PhaseClock, facts: RankFacts, entries: SignedEntries | None) -> None:
         self._clock = clock
         self._facts = facts
         self._entries = entries

@@ -68,7 +68,7 @@ def run_prepare(
     documents = _find_documents(files) if dataset is None else _open_dataset(dataset, split, column)
     with exiting_on_sigterm(), creating_directory(out) as directory:
         used = _build_tokenizer(tokenizer, vocab_size, documents)
-        described = write_corpus(directory, used, _encode(documents, used, Progress("tokenized")))
+        described = write_corpus(directory, used, _encode(documents, used, ReadingProgress("tokenized")))
         if described["num_tokens"] == 0:
             raise Error("there is no text in the input: name files that are not empty")
     written = f"{described['num_tokens']:,} tokens of {used}, {described['num_documents']:,} documents"
@@ -134,22 +134,22 @@ def _build_tokenizer(kind: str, vocab_size: int | None, documents: Documents) ->
         return BYTES
     if kind != "bpe":
         return read_tokenizer(Path(kind))
-    progress = Progress("read for the vocabulary")
+    progress = ReadingProgress("read for the vocabulary")
     pieces = (piece for document in documents() for piece in document)
     return train_bpe(progress.count(pieces), vocab_size or 8192)
 
 
-def _encode(documents: Documents, tokenizer: Tokenizer, progress: "Progress") -> Iterator[Iterator[Tokens]]:
+def _encode(documents: Documents, tokenizer: Tokenizer, progress: "ReadingProgress") -> Iterator[Iterator[Tokens]]:
     return (_encode_document(document, tokenizer, progress) for document in documents())
 
 
-def _encode_document(document: Iterable[bytes], tokenizer: Tokenizer, progress: "Progress") -> Iterator[Tokens]:
+def _encode_document(document: Iterable[bytes], tokenizer: Tokenizer, progress: "ReadingProgress") -> Iterator[Tokens]:
     pieces = progress.count(document)
     while texts := list(islice(pieces, MOST_TEXTS)):
         yield from tokenizer.encode(texts)
 
 
-class Progress:
+class ReadingProgress:
     """Prints how many bytes were read, every few seconds."""
 
     def __init__(self, what: str) -> None:

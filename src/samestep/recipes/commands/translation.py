@@ -100,10 +100,10 @@ def _build_model(objects: Mapping[str, Any], run: str) -> "tuple[Vocabulary, Seq
             f"{run} is no run of the recipe translate, its snapshot holds {', '.join(objects)}: name a run that "
             "`samestep train translate` has made"
         )
-    from samestep.recipes.corpora.bpe import Tokenizer
+    from samestep.recipes.corpora.bpe import BytePairTokenizer
     from samestep.recipes.translate import Vocabulary
 
-    vocabulary = Vocabulary(Tokenizer(saved["source"]), Tokenizer(saved["target"]), saved["settings"])
+    vocabulary = Vocabulary(BytePairTokenizer(saved["source"]), BytePairTokenizer(saved["target"]), saved["settings"])
     weights = objects["model"]
     if average := objects.get("ema"):
         weights = unwrap_average(average)

@@ -10,7 +10,7 @@ SPECIAL = ("[PAD]", "[START]", "[END]")  # ids 0, 1 and 2
 LEAST_SIZE = 256 + len(SPECIAL)  # a token for each byte
 
 
-class Tokenizer:
+class BytePairTokenizer:
     """Splits any text into tokens. The ids 0, 1 and 2 mean padding, start and end, and never come from a text.
 
     Args:

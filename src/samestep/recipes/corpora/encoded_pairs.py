@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 import samestep
 from samestep.files import read_bytes, replace_file
 from samestep.hashing import hash_bytes
-from samestep.recipes.corpora.bpe import Tokenizer
+from samestep.recipes.corpora.bpe import BytePairTokenizer
 from samestep.recipes.corpora.sentence_pairs import Pair, read_pairs
 from samestep.recipes.models.seq2seq import END, PAD, START
 
@@ -179,16 +179,16 @@ def divide(pairs: list[Pair], num_held_out: int | None) -> tuple[list[Pair], lis
     return parts
 
 
-def load_or_train(texts: Sequence[list[str]], size: int, directory: Path) -> list[Tokenizer]:
+def load_or_train(texts: Sequence[list[str]], size: int, directory: Path) -> list[BytePairTokenizer]:
     """Return the tokenizers of both languages: from their files if the texts are the same, else trained."""
     files = [directory / "source.json", directory / "target.json"]
     mark = directory / "trained_on"
     trained_on = hash_bytes(json.dumps([texts, size]).encode()).encode()
     if mark.exists() and read_bytes(mark) == trained_on:
-        return [Tokenizer(read_bytes(file).decode()) for file in files]
+        return [BytePairTokenizer(read_bytes(file).decode()) for file in files]
     directory.mkdir(exist_ok=True)
     mark.unlink(missing_ok=True)
-    found = [Tokenizer.train(sentences, size) for sentences in texts]
+    found = [BytePairTokenizer.train(sentences, size) for sentences in texts]
     for file, tokenizer in zip(files, found, strict=True):
         replace_file(file, tokenizer.text.encode())
     replace_file(mark, trained_on)

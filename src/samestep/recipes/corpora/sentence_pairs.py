@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 
 
 @dataclass
-class Corpus:
+class PairCorpus:
     """Sentence pairs.
 
     Attributes:
@@ -57,7 +57,7 @@ class Corpus:
             )
         self.left_out[reason] += 1
 
-    def add(self, rows: Iterable[tuple[str, str, str, int]]) -> "Corpus":
+    def add(self, rows: Iterable[tuple[str, str, str, int]]) -> "PairCorpus":
         """Add pairs, given as the fields of `Pair`. Raises Error for one that is empty or one-sided."""
         for source, target, file, number in rows:
             if source and target:
@@ -68,7 +68,7 @@ class Corpus:
         return self
 
 
-def read_pairs(data: str, source: str, target: str, *, skips_bad: bool) -> Corpus:
+def read_pairs(data: str, source: str, target: str, *, skips_bad: bool) -> PairCorpus:
     """Read the pairs of two languages.
 
     Args:
@@ -90,7 +90,7 @@ def read_pairs(data: str, source: str, target: str, *, skips_bad: bool) -> Corpu
         found = sorted({path.parent.parent for path in Path(data).rglob("LC_MESSAGES")})
         corpus = read_catalogues(found, source, target, skips_bad)
     elif Path(data).is_file():
-        corpus = Corpus([], "line", skips_bad)
+        corpus = PairCorpus([], "line", skips_bad)
         corpus.add(_read_lines(Path(data), corpus))
     else:
         raise samestep.InvalidValue(
@@ -104,7 +104,7 @@ def read_pairs(data: str, source: str, target: str, *, skips_bad: bool) -> Corpu
     return corpus
 
 
-def _read_lines(file: Path, corpus: Corpus) -> Iterator[tuple[str, str, str, int]]:
+def _read_lines(file: Path, corpus: PairCorpus) -> Iterator[tuple[str, str, str, int]]:
     """Yield the pairs of a file: in each line, a source, a tab, and a target."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -121,7 +121,7 @@ def _read_lines(file: Path, corpus: Corpus) -> Iterator[tuple[str, str, str, int
             yield source.strip(), target.strip(), str(file), number
 
 
-def read_dataset(name: str, source: str, target: str, skips_bad: bool) -> Corpus:
+def read_dataset(name: str, source: str, target: str, skips_bad: bool) -> PairCorpus:
     """Read a Hugging Face dataset whose rows have a `translation`, such as opus_books. Raises Error."""
     try:
         import datasets
@@ -137,7 +137,7 @@ def read_dataset(name: str, source: str, target: str, skips_bad: bool) -> Corpus
             f"the dataset {name}, {config}, cannot be read ({why}): name other data by --data"
         ) from None
     where = f"{name}, {config}"
-    return Corpus([], "row", skips_bad).add((*pair, where, number) for number, pair in enumerate(texts))
+    return PairCorpus([], "row", skips_bad).add((*pair, where, number) for number, pair in enumerate(texts))
 
 
 def find_directories() -> list[Path]:
@@ -150,7 +150,7 @@ def find_directories() -> list[Path]:
     return [path for path in found if path.is_dir()]
 
 
-def read_catalogues(directories: list[Path], source: str, target: str, skips_bad: bool) -> Corpus:
+def read_catalogues(directories: list[Path], source: str, target: str, skips_bad: bool) -> PairCorpus:
     """Read the messages that catalogues have in both languages. A pair in several catalogues counts once.
 
     The messages' keys are English: "en" needs no catalogue.
@@ -158,7 +158,7 @@ def read_catalogues(directories: list[Path], source: str, target: str, skips_bad
     Raises:
         InvalidValue: there are no catalogues of a language, or one cannot be read.
     """
-    corpus = Corpus([], "message", skips_bad)
+    corpus = PairCorpus([], "message", skips_bad)
     languages = {name: {} if name == "en" else _read_language(directories, name, corpus) for name in (source, target)}
     seen = set[tuple[str, str]]()
     for file, key in languages[target] or languages[source]:
@@ -174,7 +174,7 @@ def read_catalogues(directories: list[Path], source: str, target: str, skips_bad
     return corpus
 
 
-def _read_language(directories: list[Path], language: str, corpus: Corpus) -> dict[tuple[str, str], str]:
+def _read_language(directories: list[Path], language: str, corpus: PairCorpus) -> dict[tuple[str, str], str]:
     """Return the messages of all catalogues of a language: (catalogue, key) -> text."""
     messages = {}
     files = [(each, file) for each in directories for file in sorted(each.glob(f"{language}/LC_MESSAGES/*.mo"))]

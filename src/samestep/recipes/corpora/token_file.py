@@ -39,7 +39,7 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__p
 
 
 @dataclass(frozen=True)
-class Corpus:
+class TokenCorpus:
     """The concatenated tokens (num_tokens,) of documents, and the tokenizer that made them.
 
     Attributes:
@@ -53,7 +53,7 @@ class Corpus:
     num_documents: int
 
 
-def split(corpus: Corpus, context: int, fraction: float, most: int) -> tuple[TokenWindows, TokenWindows]:
+def split(corpus: TokenCorpus, context: int, fraction: float, most: int) -> tuple[TokenWindows, TokenWindows]:
     """Return the windows for training, and up to `most` windows of the tail, which is held out for validation.
 
     Args:
@@ -89,15 +89,15 @@ def list_standard_library() -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(root).parts)
 
 
-def read_standard_library() -> Corpus:
+def read_standard_library() -> TokenCorpus:
     """Read the source of Python's standard library as bytes. Raises Error if there is none."""
     texts = [text for path in list_standard_library() if (text := path.read_bytes())]
     end = np.array([BYTES.end], np.uint16)
     parts = [part for text in texts for part in (np.frombuffer(text, np.uint8), end)]
-    return Corpus("the standard library's source", np.concatenate(parts, dtype=np.uint16), BYTES, len(texts))
+    return TokenCorpus("the standard library's source", np.concatenate(parts, dtype=np.uint16), BYTES, len(texts))
 
 
-def open_corpus(directory: Path) -> Corpus:
+def open_corpus(directory: Path) -> TokenCorpus:
     """Open a token file.
 
     Raises:
@@ -122,7 +122,7 @@ def open_corpus(directory: Path) -> Corpus:
     except Exception as error:  # NumPy raises OSError, ValueError, EOFError, OverflowError, SyntaxError and others
         why = error.strerror if isinstance(error, OSError) else error
         raise InvalidValue(f"the token file {directory} cannot be read ({why}): {again}") from None
-    return Corpus(str(directory), tokens, tokenizer, described["num_documents"])
+    return TokenCorpus(str(directory), tokens, tokenizer, described["num_documents"])
 
 
 def name_tokenizer(directory: Path) -> str:

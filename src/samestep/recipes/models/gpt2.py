@@ -45,7 +45,7 @@ PRESETS = {
 }
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Causal self-attention: (N, T, width) -> (N, T, width)."""
 
     def __init__(self, config: GPT2Config) -> None:
@@ -78,13 +78,13 @@ class MLP(nn.Module):
         return F.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")), self.dropout, self.training)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and MLP, each normalized before and added to its input."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.width)
-        self.attn = Attention(config)
+        self.attn = SelfAttention(config)
         self.ln_2 = nn.LayerNorm(config.width)
         self.mlp = MLP(config)
 
@@ -111,7 +111,7 @@ class GPT2(nn.Module):
         self.checkpoint_activations = checkpoint_activations
         self.wte = nn.Embedding(config.vocabulary_size, config.width)
         self.wpe = nn.Embedding(config.context, config.width)
-        self.h = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.h = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_layers))
         self.ln_f = nn.LayerNorm(config.width)
         self._initialize()
 

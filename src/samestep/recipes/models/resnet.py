@@ -39,7 +39,7 @@ ARCHITECTURES = {
 }
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Two 3x3 convolutions with a shortcut."""
 
     expansion = 1
@@ -98,7 +98,7 @@ class ResNet(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.tensor(MEAN).view(1, 3, 1, 1) * 255, persistent=False)
         self.register_buffer("std", torch.tensor(STD).view(1, 3, 1, 1) * 255, persistent=False)
-        block = Bottleneck if architecture.is_bottleneck else Block
+        block = Bottleneck if architecture.is_bottleneck else ResidualBlock
         num_channels = architecture.width
         size, stride = (7, 2) if architecture.has_stem else (3, 1)
         self.conv1 = nn.Conv2d(3, num_channels, size, stride, padding=size // 2, bias=False)
@@ -123,7 +123,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             elif isinstance(module, Bottleneck):
                 nn.init.zeros_(module.bn3.weight)
-            elif isinstance(module, Block):
+            elif isinstance(module, ResidualBlock):
                 nn.init.zeros_(module.bn2.weight)
 
     def forward(self, images: Tensor) -> Tensor:

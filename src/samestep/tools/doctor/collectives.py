@@ -20,8 +20,8 @@ from torch import Tensor
 from samestep.console import describe_size
 from samestep.errors import Error
 from samestep.tools.doctor.facts import (
+    CheckFacts,
     Context,
-    Facts,
     Finding,
     Participants,
     failure,
@@ -311,7 +311,7 @@ def _answer(group: Group, peer: int, size: int) -> Tensor:
 # --- findings -----------------------------------------------------------------------------------------------------
 
 
-def judge_collectives(facts: Facts) -> Iterator[Finding]:
+def judge_collectives(facts: CheckFacts) -> Iterator[Finding]:
     """Report wrong results, or the speed."""
     if not facts.by_rank:
         advice = "" if len(facts.participants.hosts) > 1 else " (more with --nproc-per-node 2)"
@@ -337,7 +337,7 @@ def _describe_curve(rows: Sequence[dict[str, float]]) -> str:
     )
 
 
-def judge_links(facts: Facts) -> Iterator[Finding]:
+def judge_links(facts: CheckFacts) -> Iterator[Finding]:
     """Report the slowest link; warn about links much slower than the others."""
     participants = facts.participants
     links: list[dict[str, Any]] = next((fact["links"] for fact in facts.by_rank.values()), [])

@@ -13,7 +13,7 @@ from samestep.config import to_variables
 from samestep.console import format_ranks
 from samestep.files import read_tail
 from samestep.launch.target import COMMAND
-from samestep.tools.doctor.facts import FAIL, WARN, Context, Facts, Finding, well
+from samestep.tools.doctor.facts import FAIL, WARN, CheckFacts, Context, Finding, well
 from samestep.tools.traced_script import build_trace, exiting_on_sigterm, read_lines, start
 from samestep.waiting import wait_until
 from samestep.world.workdir import WorkDir
@@ -103,7 +103,7 @@ def measure_rank(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def judge_data_loading(facts: Facts) -> Iterator[Finding]:
+def judge_data_loading(facts: CheckFacts) -> Iterator[Finding]:
     """Return the finding. With workers, the loading time is the time that the model waits for them."""
     if 0 not in facts.by_rank:
         return

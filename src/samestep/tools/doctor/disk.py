@@ -13,7 +13,7 @@ from samestep.console import describe_size
 from samestep.errors import Error
 from samestep.snapshot.object_store import ObjectStore, find_copies
 from samestep.snapshot.writers import find_writers
-from samestep.tools.doctor.facts import Context, Facts, Finding, failure, format_bytes, format_s, warning, well
+from samestep.tools.doctor.facts import CheckFacts, Context, Finding, failure, format_bytes, format_s, warning, well
 
 DEFAULT = "runs"
 CHUNK_BYTES = 4 << 20
@@ -93,7 +93,7 @@ def measure_speed(file: IO[bytes], free_bytes: int) -> dict[str, float]:
     return {"write_bytes_per_s": written / took_s, "fsync_s": median(waits)}
 
 
-def judge_disk(facts: Facts) -> Iterator[Finding]:
+def judge_disk(facts: CheckFacts) -> Iterator[Finding]:
     """Report problems of free space, sharing and speed."""
     by_node = facts.by_node
     name_node = facts.participants.name_node

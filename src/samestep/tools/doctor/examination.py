@@ -11,8 +11,8 @@ from typing import Any
 from samestep.tools.doctor.collectives import judge_collectives, judge_links, look_at_collectives
 from samestep.tools.doctor.data_loading import judge_data_loading, look_at_data_loading
 from samestep.tools.doctor.disk import judge_disk, look_at_disk
-from samestep.tools.doctor.facts import FAIL, Check, Context, Finding, Options, Participants, judge_answers
-from samestep.tools.doctor.findings_report import Report
+from samestep.tools.doctor.facts import FAIL, Context, DoctorCheck, DoctorOptions, Finding, Participants, judge_answers
+from samestep.tools.doctor.findings_report import FindingsReport
 from samestep.tools.doctor.gpus import judge_gpus, look_at_gpus
 from samestep.tools.doctor.host_resources import judge_memory, judge_versions, look_at_memory, look_at_versions
 from samestep.tools.doctor.network import judge_network, look_at_network
@@ -32,19 +32,19 @@ GROUP_ADVICE = (
 )
 
 CHECKS = (
-    Check(look_at_versions, {"versions": judge_versions}),
-    Check(look_at_gpus, {"devices": judge_gpus}, limit_s=20.0),
-    Check(look_at_memory, {"memory": judge_memory}),
-    Check(look_at_network, {"network": judge_network}, limit_s=20.0),
-    Check(look_at_disk, {"run_dir": judge_disk}, limit_s=15.0),
-    Check(look_at_collectives, {"collectives": judge_collectives, "links": judge_links}, 45.0, GROUP_ADVICE),
+    DoctorCheck(look_at_versions, {"versions": judge_versions}),
+    DoctorCheck(look_at_gpus, {"devices": judge_gpus}, limit_s=20.0),
+    DoctorCheck(look_at_memory, {"memory": judge_memory}),
+    DoctorCheck(look_at_network, {"network": judge_network}, limit_s=20.0),
+    DoctorCheck(look_at_disk, {"run_dir": judge_disk}, limit_s=15.0),
+    DoctorCheck(look_at_collectives, {"collectives": judge_collectives, "links": judge_links}, 45.0, GROUP_ADVICE),
 )
-LOADER = Check(look_at_data_loading, {"loader": judge_data_loading}, limit_s=None)
+LOADER = DoctorCheck(look_at_data_loading, {"loader": judge_data_loading}, limit_s=None)
 
 
-def examine(environment: Environment, options: Options, *, checks: Sequence[Check] = CHECKS) -> int:
+def examine(environment: Environment, options: DoctorOptions, *, checks: Sequence[DoctorCheck] = CHECKS) -> int:
     """Run the checks as one of the ranks. Returns the exit code: 1 on rank 0 if a check has failed, else 0."""
-    report = Report(as_json=options.json) if environment.rank == 0 else None
+    report = FindingsReport(as_json=options.json) if environment.rank == 0 else None
     problem = "cannot reach"
     try:
         exchange = StoreExchange(environment, MEET_S)
@@ -69,7 +69,7 @@ def examine(environment: Environment, options: Options, *, checks: Sequence[Chec
     return code
 
 
-def _end_alone(report: Report | None, what: str) -> int:
+def _end_alone(report: FindingsReport | None, what: str) -> int:
     """Report that the ranks cannot communicate."""
     if report is None:
         print(f"samestep doctor: {what}", file=sys.stderr)
@@ -80,7 +80,7 @@ def _end_alone(report: Report | None, what: str) -> int:
     return report.close()
 
 
-def _check(context: Context, check: Check, report: Report | None) -> bool:
+def _check(context: Context, check: DoctorCheck, report: FindingsReport | None) -> bool:
     """Run one check. Returns whether it hung on this rank."""
     if report is not None:
         report.begin(check.name)
@@ -96,7 +96,7 @@ def _check(context: Context, check: Check, report: Report | None) -> bool:
     return answer is None
 
 
-def look(context: Context, check: Check) -> dict[str, Any]:
+def look(context: Context, check: DoctorCheck) -> dict[str, Any]:
     """Run a check on this rank. Returns {"facts": ...} or {"error": reason}."""
     try:
         return {"facts": check.look(context)}
@@ -104,7 +104,7 @@ def look(context: Context, check: Check) -> dict[str, Any]:
         return {"error": describe_error(error) + _format_activity(context)}
 
 
-def look_bounded(context: Context, check: Check, limit_s: float) -> dict[str, Any] | None:
+def look_bounded(context: Context, check: DoctorCheck, limit_s: float) -> dict[str, Any] | None:
     """`look` in a thread. Returns None if it hangs; the thread is abandoned."""
     answers: list[dict[str, Any]] = []
     thread = threading.Thread(target=lambda: answers.append(look(context, check)), daemon=True)

@@ -19,7 +19,7 @@ MAX_NAMED = 6
 
 
 @dataclass(frozen=True)
-class Options:
+class DoctorOptions:
     """The options for every rank, as in RANK_FLAGS. `script`: the words after --script."""
 
     json: bool = False
@@ -76,7 +76,7 @@ class Participants:
                 parts.append(f"rank{'s' if len(there) > 1 else ''} {_list(there)} ({self.name_node(node)})")
         return _list(parts)
 
-    def describe(self) -> str:
+    def summarize(self) -> str:
         """Return a summary, such as "4 ranks on 2 hosts (h1, h2)"."""
         num_nodes = len(self.leaders)
         names = self.name_nodes(range(num_nodes))
@@ -99,7 +99,7 @@ class Context:
     """
 
     environment: Environment
-    options: Options
+    options: DoctorOptions
     exchange: "StoreExchange"
     participants: Participants
     doing: str = ""
@@ -111,7 +111,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Facts:
+class CheckFacts:
     """The facts of one check by rank, without the ranks that failed to collect them or have nothing to check."""
 
     participants: Participants
@@ -158,11 +158,11 @@ def failure(found: str, advice: str) -> Finding:
     return Finding(FAIL, found, advice)
 
 
-Judge = Callable[[Facts], Iterable[Finding]]
+Judge = Callable[[CheckFacts], Iterable[Finding]]
 
 
 @dataclass(frozen=True)
-class Check:
+class DoctorCheck:
     """A check.
 
     Attributes:
@@ -184,14 +184,16 @@ class Check:
         return next(iter(self.judges))
 
 
-def judge_answers(check: Check, participants: Participants, answers: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
+def judge_answers(
+    check: DoctorCheck, participants: Participants, answers: Mapping[int, Mapping[str, Any]]
+) -> list[Finding]:
     """Return the findings of a check, including one per error of `look`.
 
     Args:
         answers: rank -> `{"facts": ...}` or `{"error": reason}`; ranks that did not answer are missing.
     """
     looked = {rank: answer["facts"] for rank, answer in answers.items() if "facts" in answer}
-    facts = Facts(participants, {rank: fact for rank, fact in looked.items() if fact is not None})
+    facts = CheckFacts(participants, {rank: fact for rank, fact in looked.items() if fact is not None})
     reasons = {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
     reasons |= {rank: "it did not answer" for rank in range(len(participants.hosts)) if rank not in answers}
     findings = []
@@ -208,7 +210,7 @@ def judge_answers(check: Check, participants: Participants, answers: Mapping[int
     return findings
 
 
-def run_judge(name: str, judge: Judge, facts: Facts) -> list[Finding]:
+def run_judge(name: str, judge: Judge, facts: CheckFacts) -> list[Finding]:
     """Return the problems that a judge finds, or else its `well`, each with the measurements."""
     findings = [replace(finding, check=name) for finding in judge(facts)]
     measured = next((finding.measured for finding in findings if finding.measured is not None), None)

@@ -15,7 +15,7 @@ WIDTH = 100  # of the text after status and name
 INDENT = 22
 
 
-class Report:
+class FindingsReport:
     """Collects findings, and prints them unless `as_json`."""
 
     def __init__(self, *, as_json: bool) -> None:
@@ -31,7 +31,7 @@ class Report:
         """Print the participants."""
         self._participants = participants
         if not self._as_json:
-            print(f"samestep doctor: {participants.describe()}", flush=True)
+            print(f"samestep doctor: {participants.summarize()}", flush=True)
 
     def begin(self, check: str) -> None:
         """Start a check."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import Error
-from samestep.tools.doctor.facts import Context, Facts, Finding, failure, format_bytes, warning, well
+from samestep.tools.doctor.facts import CheckFacts, Context, Finding, failure, format_bytes, warning, well
 
 LEAST_FREE = 0.9  # fraction of a GPU's memory
 # Bits of nvmlDeviceGetCurrentClocksEventReasons that a healthy GPU never sets, busy or idle.
@@ -95,7 +95,7 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def judge_gpus(facts: Facts) -> Iterator[Finding]:
+def judge_gpus(facts: CheckFacts) -> Iterator[Finding]:
     """Report missing, different, occupied, throttled and failing GPUs."""
     participants = facts.participants
     by_node = facts.by_node

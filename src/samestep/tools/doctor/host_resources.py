@@ -11,8 +11,8 @@ from typing import Any
 
 from samestep.files import read_text
 from samestep.tools.doctor.facts import (
+    CheckFacts,
     Context,
-    Facts,
     Finding,
     failure,
     format_bytes,
@@ -54,7 +54,7 @@ def read_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str:
     return found[1] if found else ""
 
 
-def judge_versions(facts: Facts) -> Iterator[Finding]:
+def judge_versions(facts: CheckFacts) -> Iterator[Finding]:
     """Report the ranks that differ from the majority (from rank 0 if there is none)."""
     versions = next(iter(facts.by_rank.values()))
     for name in versions:
@@ -114,7 +114,7 @@ def look_at_memory(context: Context) -> dict[str, Any]:
     return {"free_bytes": read_memory_room(), "shm_free_bytes": free_bytes}
 
 
-def judge_memory(facts: Facts) -> Iterator[Finding]:
+def judge_memory(facts: CheckFacts) -> Iterator[Finding]:
     """Check the room for the workers of data loaders."""
     name_ranks = facts.participants.name_ranks
     shm = {rank: fact["shm_free_bytes"] for rank, fact in facts.by_rank.items()}

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from samestep.launch.rendezvous_server import open_listener
-from samestep.tools.doctor.facts import FAIL, WARN, Context, Facts, Finding, failure, format_s, warning, well
+from samestep.tools.doctor.facts import FAIL, WARN, CheckFacts, Context, Finding, failure, format_s, warning, well
 from samestep.world.environment import choose_interface, read_host, read_interface, read_master
 from samestep.world.host import find_interface, is_loopback, list_addresses, plain_address
 
@@ -158,7 +158,7 @@ def look_at_network(context: Context) -> dict[str, Any] | None:
 # --- findings -----------------------------------------------------------------------------------------------------
 
 
-def judge_network(facts: Facts) -> Iterator[Finding]:
+def judge_network(facts: CheckFacts) -> Iterator[Finding]:
     """Report missing addresses, hosts that do not reach each other, and different MTUs."""
     name_node = facts.participants.name_node
     by_node = facts.by_node

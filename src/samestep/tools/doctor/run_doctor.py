@@ -11,7 +11,7 @@ from samestep.launch.flags import FLAGS
 from samestep.launch.launcher import check_run_dir, check_target
 from samestep.launch.script_command import ScriptCommand
 from samestep.launch.target import Target
-from samestep.tools.doctor.facts import Options
+from samestep.tools.doctor.facts import DoctorOptions
 from samestep.tools.launch_command import start
 from samestep.world.environment import count_job_nodes, read_environment
 
@@ -47,12 +47,12 @@ class DoctorCommand(ScriptCommand):
         starting = {name: values.pop(name) for name in START_FLAGS if name in values}
         if values.get("device") == "cpu" and starting.get("nproc_per_node") == "gpu":
             raise Error("--nproc-per-node gpu and --device cpu contradict each other: leave one of them out")
-        ctx.obj = Options(script=tuple(left[1:]), **values), starting
+        ctx.obj = DoctorOptions(script=tuple(left[1:]), **values), starting
         return []
 
 
 @click.command("doctor", cls=DoctorCommand, flags=RANK_FLAGS | START_FLAGS)
-def run_doctor(options: Options, starting: dict[str, Any]) -> int:
+def run_doctor(options: DoctorOptions, starting: dict[str, Any]) -> int:
     """Checks and measures this machine, or a whole cluster, before training, and gives advice.
 
     This concerns versions, devices, memory, the network, the directory for runs, collectives and links; with --script

@@ -212,7 +212,7 @@ def draw_svg(chart: Chart, marks: Sequence[Mark], bands: Sequence[Band] = ()) ->
         (f"step {high_x:g}", WIDTH - 8, HEIGHT - 6, "end"),
     ):
         parts.append(f'<text x="{across}" y="{down}" text-anchor="{anchor}">{text}</text>')
-    words = to_html(describe(chart))
+    words = to_html(describe_chart(chart))
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{words}">{"".join(parts)}</svg>'
 
 
@@ -238,7 +238,7 @@ def _span(values: Floats) -> tuple[float, float]:
     return (low, high) if high > low else (low - pad, high + pad)
 
 
-def describe(chart: Chart) -> str:
+def describe_chart(chart: Chart) -> str:
     """Describe a chart in words."""
     parts = []
     for label, points in chart.series.items():

@@ -91,13 +91,13 @@ def run_plan(
     within = format_count(limit, "hour" if rank_hours is None else "rank-hour")
     if chosen is None:
         least = min(best, key=cost)
-        print(f"nothing fits into {within}: the nearest is {describe(least)}")
+        print(f"nothing fits into {within}: the nearest is {describe_choice(least)}")
         return 1
-    print(f"use {describe(chosen)}, within {within}")
+    print(f"use {describe_choice(chosen)}, within {within}")
     return 0
 
 
-def describe(choice: Choice) -> str:
+def describe_choice(choice: Choice) -> str:
     """Return the choice in words."""
     return (
         f"batch_size {choice.batch_size} and micro_batch_size {choice.micro_batch_size} on "

@@ -277,11 +277,11 @@ def add_predictions(
         if others:
             raise Error("--predict needs a measurement on 2 ranks with reduction='exact': leave it out")
         return
-    from samestep.tools.scale.step_model import Link, count_micro_batches, fit_model
+    from samestep.tools.scale.step_model import LinkSpeed, count_micro_batches, fit_model
 
     model = fit_model(rows[1], rows[2], result["cpu_quota"] or result["num_cores"] / 2)
     if remote is not None:
-        model = replace(model, remote=Link(*remote), ranks_per_host=ranks_per_host)
+        model = replace(model, remote=LinkSpeed(*remote), ranks_per_host=ranks_per_host)
     result["model"] = model.to_json()
     num = count_micro_batches(rows[1])
     for kind in ("strong", "weak"):

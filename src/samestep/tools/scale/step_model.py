@@ -26,7 +26,7 @@ MOST_DRAWS = 128
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """A message of n bytes takes `message_s + n * byte_s`. Between hosts, the ranks of a host share `byte_s`."""
 
     message_s: float
@@ -59,9 +59,9 @@ class StepModel:
     elements: tuple[int, ...]
     element_bytes: int
     cap_bytes: int | None
-    local: Link
-    socket: Link
-    remote: Link
+    local: LinkSpeed
+    socket: LinkSpeed
+    remote: LinkSpeed
     ranks_per_host: int | None = None
     busy_byte_s: float = 0.0
 
@@ -113,7 +113,7 @@ class StepModel:
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "StepModel":
         """Return the model from the result of `to_json`."""
-        links = {name: Link(**found[name]) for name in ("local", "socket", "remote")}
+        links = {name: LinkSpeed(**found[name]) for name in ("local", "socket", "remote")}
         rest_s = found["rest_s"][0], found["rest_s"][1]
         return cls(**{**found, **links, "rest_s": rest_s, "elements": tuple(found["elements"])})
 
@@ -201,7 +201,7 @@ def fit_model(alone: Mapping[str, Any], pair: Mapping[str, Any], cores_per_rank:
         row["step_s"] * (row["phases_s"]["data"] + row["phases_s"]["compute"]) / sum(row["phases_s"][p] for p in PARTS)
         for row in (alone, pair)
     )
-    local = Link(links["message_s"], links["byte_s"])
+    local = LinkSpeed(links["message_s"], links["byte_s"])
     model = StepModel(
         micro_batch_s=alone_s / num_alone,
         last_backward=alone["phases_s"]["backward"] / (alone["phases_s"]["data"] + alone["phases_s"]["compute"]),
@@ -212,7 +212,7 @@ def fit_model(alone: Mapping[str, Any], pair: Mapping[str, Any], cores_per_rank:
         element_bytes=facts["element_bytes"],
         cap_bytes=facts["bucket_cap_bytes"],
         local=local,
-        socket=Link(links["socket_message_s"], links["byte_s"]),
+        socket=LinkSpeed(links["socket_message_s"], links["byte_s"]),
         remote=local,
         ranks_per_host=None if facts["is_one_host"] else 1,
         busy_byte_s=links["cpu_byte_s"] / cores_per_rank if cores_per_rank <= 1 else 0.0,

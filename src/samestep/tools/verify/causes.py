@@ -13,7 +13,7 @@ from samestep.tools.verify.experiments import (
     read_twice,
 )
 from samestep.tools.verify.traces import Difference, Traced, name_tensor
-from samestep.tools.verify.trials import Outcome
+from samestep.tools.verify.trials import TrialOutcome
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,7 +158,7 @@ def _describe_reads(places: str) -> str:
     )
 
 
-def explain_drift(outcome: Outcome, run_other: RunAgain) -> list[str]:
+def explain_drift(outcome: TrialOutcome, run_other: RunAgain) -> list[str]:
     """Find out why the models of the ranks differ, if the run ended because of that.
 
     Args:
@@ -171,7 +171,7 @@ def explain_drift(outcome: Outcome, run_other: RunAgain) -> list[str]:
     return ["  likely: a rank changes the model by its own values: updates must depend only on the gradient"]
 
 
-def _has_drifted(outcome: Outcome) -> bool:
+def _has_drifted(outcome: TrialOutcome) -> bool:
     return "hold the same model" in outcome.output or "a different model than" in outcome.output
 
 

@@ -25,7 +25,7 @@ from samestep.tools.verify.causes import explain, explain_drift, measure_differe
 from samestep.tools.verify.gradients import check_gradients, check_schedules
 from samestep.tools.verify.plain import PlainOptions, run_plain
 from samestep.tools.verify.traces import Difference, find_difference, name_tensor
-from samestep.tools.verify.trials import LEAST_DEADLINE_S, Outcome, Trials, make_empty
+from samestep.tools.verify.trials import LEAST_DEADLINE_S, TrialOutcome, Trials, make_empty
 from samestep.world.workdir import WorkDir
 
 OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device", "backend")
@@ -57,7 +57,7 @@ COLOURS = {"same": "green", "skipped": "yellow", "the reference": "yellow"}
 
 
 @dataclass(frozen=True)
-class Options:
+class VerifyOptions:
     """The options of `samestep verify`, as in FLAGS. The first of `world_sizes` is the reference for the others."""
 
     steps: int = 20
@@ -92,7 +92,7 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
     if badge is not None and not (badge.endswith(".svg") and Path(badge).parent.is_dir()):
         raise Error(f"--badge takes an .svg file in an existing directory, not {badge}")
     of_plain = {field.name for field in fields(PlainOptions)}
-    shared = of_plain & {field.name for field in fields(Options)}
+    shared = of_plain & {field.name for field in fields(VerifyOptions)}
     wrong = [name for name in own if (name not in of_plain if is_plain else name in of_plain - shared)]
     if wrong:
         raise Error(f"{name_flag(wrong[0])} {'cannot be used with' if is_plain else 'needs'} --plain: leave it out")
@@ -122,7 +122,7 @@ def build_badge(is_plain: bool, is_passed: bool) -> str:
 
 def _run_exact(target: Target, values: Mapping[str, Any]) -> int:
     """Verify a script that uses samestep. Also returns 1 if no kill occurred before the end of its run."""
-    options = Options(**{name: value for name, value in values.items() if name not in OPTIONS})
+    options = VerifyOptions(**{name: value for name, value in values.items() if name not in OPTIONS})
     overrides = {name: value for name, value in values.items() if name in OPTIONS}
     world_sizes = parse_sizes("--world-sizes", options.world_sizes)
     if options.steps < 1 or options.kills < 0:
@@ -138,7 +138,7 @@ def _run_exact(target: Target, values: Mapping[str, Any]) -> int:
 class _Verification:
     """Runs and compares, prints a row per run, and collects the explanations for the end."""
 
-    def __init__(self, trials: Trials, options: Options, world_sizes: Sequence[int]) -> None:
+    def __init__(self, trials: Trials, options: VerifyOptions, world_sizes: Sequence[int]) -> None:
         self._trials = trials
         self._options = options
         self._world_sizes = world_sizes
@@ -192,7 +192,7 @@ class _Verification:
 
     # --- the runs ---------------------------------------------------------------------------------------------
 
-    def _run_reference(self, size: int) -> Outcome:
+    def _run_reference(self, size: int) -> TrialOutcome:
         show_activity(f"train on {format_ranks(size)} ...")
         outcome = self._trials.run(size)
         name = self._trials.target.name.removeprefix(RECIPES)
@@ -230,7 +230,7 @@ class _Verification:
             self._compare_logged(outcome)
         return result
 
-    def _compare_logged(self, outcome: Outcome) -> None:
+    def _compare_logged(self, outcome: TrialOutcome) -> None:
         """Name the logged values that depend on the number of ranks, such as a mean over one rank's micro-batches.
 
         Values that differ in two runs on the same number of ranks, such as times, depend on something else.
@@ -285,7 +285,7 @@ class _Verification:
 
     # --- the verdict ------------------------------------------------------------------------------------------
 
-    def _judge(self, outcome: Outcome, *, is_cut: bool) -> str:
+    def _judge(self, outcome: TrialOutcome, *, is_cut: bool) -> str:
         """Compare with the reference, and explain a difference. Returns the entry for the table."""
         reference = self._reference
         trace = outcome.trace
@@ -316,7 +316,7 @@ class _Verification:
         self._lines.append(f"{where}: {result}, though the digests of all steps are the same")
         return result
 
-    def _explain(self, outcome: Outcome, difference: Difference) -> None:
+    def _explain(self, outcome: TrialOutcome, difference: Difference) -> None:
         reference = self._reference
         resumed = ", resumed" if outcome.is_resumed else ""
         whose = f"in two runs on {format_ranks(reference.world_size)}"
@@ -344,7 +344,7 @@ class _Verification:
         )
         self._lines += [f"  likely: {cause}" for cause in causes]
 
-    def _measure(self, outcome: Outcome, step: int, name: str) -> str:
+    def _measure(self, outcome: TrialOutcome, step: int, name: str) -> str:
         """Repeat both runs up to that step, from where each began, and compare the tensors."""
         places = []
         for run in (self._reference, outcome):
@@ -358,7 +358,7 @@ class _Verification:
 
     # --- the table --------------------------------------------------------------------------------------------
 
-    def _print_run(self, name: str, outcome: Outcome, result: str) -> None:
+    def _print_run(self, name: str, outcome: TrialOutcome, result: str) -> None:
         steps = outcome.trace.steps
         shown = f"{min(steps)}-{max(steps)}" if steps else "none"
         self._print_row(name, format_ranks(outcome.world_size), shown, result, f"{outcome.seconds:.1f} s")

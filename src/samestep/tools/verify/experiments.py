@@ -17,7 +17,7 @@ from typing import Any
 
 from samestep.files import open_regular, parse_json, read_text
 from samestep.tools.verify.traces import find_difference
-from samestep.tools.verify.trials import Outcome
+from samestep.tools.verify.trials import TrialOutcome
 from samestep.world.environment import intercept_reads
 
 CLOCK = "clock"
@@ -30,7 +30,7 @@ LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[2]))
 MAX_NAMED = 4
 OPERATOR = re.compile(r"(\S+) does not have a deterministic implementation")
 
-RunAgain = Callable[..., Outcome]
+RunAgain = Callable[..., TrialOutcome]
 
 
 def is_hash_seed(run_again: RunAgain) -> bool:
@@ -60,7 +60,7 @@ def find_rank(run_again: RunAgain, run_other: RunAgain) -> str | None:
     return places if places and _are_same(run_again(fixed=RANK), other) else None
 
 
-def find_rank_of_drift(run_other: RunAgain, has_drifted: Callable[[Outcome], bool]) -> str | None:
+def find_rank_of_drift(run_other: RunAgain, has_drifted: Callable[[TrialOutcome], bool]) -> str | None:
     """Return the places that read a rank; None if the models of the ranks still differ with a fixed one."""
     other = run_other(fixed=RANK)
     return None if has_drifted(other) else _read_places(other) or None
@@ -83,12 +83,12 @@ def read_twice(run_again: RunAgain) -> list[str] | None:
     return [*changed] if any(reread["differs"] for reread in rereads) else None
 
 
-def _are_same(one: Outcome, other: Outcome) -> bool:
+def _are_same(one: TrialOutcome, other: TrialOutcome) -> bool:
     steps = one.trace.steps.keys()
     return bool(steps) and steps == other.trace.steps.keys() and find_difference(one.trace, other.trace) is None
 
 
-def _read_places(outcome: Outcome) -> str:
+def _read_places(outcome: TrialOutcome) -> str:
     path = outcome.place / LINES
     lines = dict.fromkeys(map(parse_json, read_text(path).splitlines())) if path.exists() else {}
     return ", ".join([*lines][:MAX_NAMED])

@@ -5,7 +5,7 @@ from typing import Any
 
 from samestep.tools.traced_script import read_lines
 from samestep.tools.verify.traces import Traced, name_tensor
-from samestep.tools.verify.trials import Outcome, Trials
+from samestep.tools.verify.trials import TrialOutcome, Trials
 
 REFERENCE = "samestep.tools.verify.reference:Reference"
 TOLERANCE = 1e-6  # between sums in float64
@@ -64,7 +64,9 @@ def check_schedules(trace: Traced) -> list[str]:
     return faults
 
 
-def _compare_gradients(double: Outcome, single: Outcome, lines: list[dict[str, Any]], found: Averages) -> None:
+def _compare_gradients(
+    double: TrialOutcome, single: TrialOutcome, lines: list[dict[str, Any]], found: Averages
+) -> None:
     from samestep.snapshot.serialization import read_tensors
 
     expected = read_tensors(double.place / "gradients.safetensors")

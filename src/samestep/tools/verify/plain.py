@@ -21,9 +21,9 @@ from samestep.tools.verify.plain_checks import (
     MISTAKE,
     OK,
     UNSEEN,
+    CheckResult,
     Rank,
-    Restart,
-    Result,
+    ResumedRun,
     check_evaluation,
     check_gradient,
     check_order,
@@ -135,7 +135,7 @@ def run_plain(target: Target, options: PlainOptions, world_sizes: Sequence[int])
     return not has_mistake
 
 
-def _compare(trials: "_PlainTrials", options: PlainOptions, world_sizes: Sequence[int]) -> list[Result]:
+def _compare(trials: "_PlainTrials", options: PlainOptions, world_sizes: Sequence[int]) -> list[CheckResult]:
     runs: dict[int, list[Rank]] = {}
     faults = []
     for size in world_sizes:
@@ -156,13 +156,13 @@ def _compare(trials: "_PlainTrials", options: PlainOptions, world_sizes: Sequenc
             num_steps = min((len(rank.updates) for rank in ranks), default=0)
             faults.append(f"on {format_ranks(size)} it {describe_end(code)} after {num_steps} steps")
     checks = (check_samples, check_order, check_gradient, check_replicas, check_evaluation)
-    results = [Result("run", MISTAKE, "; ".join(faults))] if faults else []
+    results = [CheckResult("run", MISTAKE, "; ".join(faults))] if faults else []
     results += [check(runs) for check in checks]
     size = max(world_sizes)
     if options.resume_after and not faults:
         _, interrupted, _ = trials.run(size, kill_after=options.resume_after)
         code, resumed, _ = trials.run(size, is_resumed=True) if interrupted else (0, [], "")
-        results += check_restart(Restart(runs[size], interrupted, resumed, code, bool(options.resume_args)))
+        results += check_restart(ResumedRun(runs[size], interrupted, resumed, code, bool(options.resume_args)))
     return results
 
 

@@ -25,7 +25,7 @@ Runs = Mapping[int, Sequence["Rank"]]  # number of ranks -> records of each
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckResult:
     """The result of one check: OK, MISTAKE or UNSEEN, and a sentence with numbers."""
 
     check: str
@@ -196,14 +196,14 @@ def _average(vectors: Sequence[Sequence[float]], weights: Sequence[float]) -> li
     ]
 
 
-def _conclude(check: str, faults: Sequence[str], notes: Sequence[str], unseen: str) -> Result:
+def _conclude(check: str, faults: Sequence[str], notes: Sequence[str], unseen: str) -> CheckResult:
     if faults:
-        return Result(check, MISTAKE, "; ".join(dict.fromkeys(faults)))
-    return Result(check, OK, "; ".join(dict.fromkeys(notes))) if notes else Result(check, UNSEEN, unseen)
+        return CheckResult(check, MISTAKE, "; ".join(dict.fromkeys(faults)))
+    return CheckResult(check, OK, "; ".join(dict.fromkeys(notes))) if notes else CheckResult(check, UNSEEN, unseen)
 
 
 @dataclass(frozen=True)
-class Epoch:
+class DrawnEpoch:
     """The n-th passes of all ranks over a data set.
 
     Attributes:
@@ -255,13 +255,13 @@ class Epoch:
         return self.is_complete and {each for each, count in self.counts.items() if count > 1} <= last
 
 
-def _list_epochs(runs: Runs, is_training: bool) -> dict[int, list[Epoch]]:
+def _list_epochs(runs: Runs, is_training: bool) -> dict[int, list[DrawnEpoch]]:
     """Return the epochs with or without backward passes at each number of ranks."""
     lengths: list[int | None] = []
     for passes in _group_passes(runs.get(1, []), is_training):
         num = len({*passes[0].flatten()}) if passes[0].is_complete else None
         lengths.append(num if passes[0].length is None else passes[0].length)
-    epochs: dict[int, list[Epoch]] = {}
+    epochs: dict[int, list[DrawnEpoch]] = {}
     for size, ranks in runs.items():
         pairs = zip_longest(_group_passes(ranks, is_training), lengths)
         epochs[size] = [_count(passes, length) for passes, length in pairs if passes]
@@ -279,7 +279,7 @@ def _group_passes(ranks: Sequence[Rank], is_training: bool) -> list[list[Pass]]:
     return [groups[key] for key in sorted(groups)]
 
 
-def _count(passes: Sequence[Pass], length: int | None) -> Epoch:
+def _count(passes: Sequence[Pass], length: int | None) -> DrawnEpoch:
     """Count the samples in the passes of all ranks.
 
     Args:
@@ -288,10 +288,10 @@ def _count(passes: Sequence[Pass], length: int | None) -> Epoch:
     lengths = [each.length for each in passes]
     is_split = len(passes) > 1 and length == sum(each or 0 for each in lengths) and not passes[0].is_subset
     ids = ((rank, each) if is_split else each for rank, one in enumerate(passes) for each in one.flatten())
-    return Epoch(passes, Counter(ids), length if length is not None else lengths[0], is_split)
+    return DrawnEpoch(passes, Counter(ids), length if length is not None else lengths[0], is_split)
 
 
-def check_samples(runs: Runs) -> Result:
+def check_samples(runs: Runs) -> CheckResult:
     """Check that the ranks together train on each sample once per epoch."""
     faults = []
     notes = []
@@ -326,7 +326,7 @@ def check_samples(runs: Runs) -> Result:
     return _conclude("samples", faults, notes, "no torch DataLoader was iterated before a backward pass")
 
 
-def check_order(runs: Runs) -> Result:
+def check_order(runs: Runs) -> CheckResult:
     """Check that shuffled samples have another order in each epoch."""
     faults = []
     notes = []
@@ -346,7 +346,7 @@ def check_order(runs: Runs) -> Result:
     return _conclude("order", faults, notes, "fewer than two epochs over a data set with indices began")
 
 
-def check_gradient(runs: Runs) -> Result:
+def check_gradient(runs: Runs) -> CheckResult:
     """Check that updates use the mean of the gradients over all samples of all ranks."""
     steps_of: dict[str, list[int]] = {}  # fault -> steps that have it
     faults = []
@@ -432,7 +432,7 @@ def _judge_gradient(steps: Sequence[Mapping[str, Any]], weights: Sequence[float]
     return f"the gradient is not the mean over the ranks: it is off by {max(rest for _, rest in fits):.1e} of its norm"
 
 
-def check_replicas(runs: Runs) -> Result:
+def check_replicas(runs: Runs) -> CheckResult:
     """Check that all ranks hold the same weights before the first update and after each."""
     faults = []
     notes = []
@@ -467,7 +467,7 @@ def _has_exchanged(rank: Rank) -> bool:
     return len(rank.updates) < 2 or len(counts) > 1 or None in counts
 
 
-def check_evaluation(runs: Runs) -> Result:
+def check_evaluation(runs: Runs) -> CheckResult:
     """Check that an evaluation counts each sample once."""
     faults = []
     notes = []
@@ -493,7 +493,7 @@ def check_evaluation(runs: Runs) -> Result:
 
 
 @dataclass(frozen=True)
-class Restart:
+class ResumedRun:
     """An interrupted run, and what was started after it.
 
     Attributes:
@@ -509,10 +509,10 @@ class Restart:
     is_told: bool
 
 
-def check_restart(restart: Restart) -> list[Result]:
+def check_restart(restart: ResumedRun) -> list[CheckResult]:
     """Check that a restarted script continues with the state and the samples of its last save."""
     found = _find_save(restart)
-    if isinstance(found, Result):
+    if isinstance(found, CheckResult):
         return [replace(found, check="resume"), found]
     num_done, num_backwards = found
     saved = restart.interrupted[0].updates[0, num_done - 1]["after"]
@@ -521,22 +521,22 @@ def check_restart(restart: Restart) -> list[Result]:
     return [_check_continuation(restart, num_backwards), state]
 
 
-def _find_save(restart: Restart) -> tuple[int, int] | Result:
+def _find_save(restart: ResumedRun) -> tuple[int, int] | CheckResult:
     """Return the newest save with which the restarted script begins: its numbers of (updates, backward passes).
 
     If there is none, returns the result of the check "state".
     """
     saves = [save for save in restart.interrupted[0].saves if save[0]] if restart.interrupted else []
     if not saves:
-        return Result("state", UNSEEN, "the script saved nothing with torch.save within the trial")
+        return CheckResult("state", UNSEEN, "the script saved nothing with torch.save within the trial")
     is_cut = any(rank.is_cut for rank in restart.resumed)
     if restart.code and not is_cut:
         num = min((len(_list_updates(rank)) for rank in restart.resumed), default=0)
-        return Result("state", MISTAKE, f"the restarted script {describe_end(restart.code)} after {num} steps")
+        return CheckResult("state", MISTAKE, f"the restarted script {describe_end(restart.code)} after {num} steps")
     if not restart.resumed:
-        return Result("state", UNSEEN, "no step followed the restart")
+        return CheckResult("state", UNSEEN, "no step followed the restart")
     if restart.interrupted[0].is_cut:
-        return Result("state", UNSEEN, "the trial ended before it could be killed")
+        return CheckResult("state", UNSEEN, "the trial ended before it could be killed")
     updates = restart.interrupted[0].updates
     first = restart.resumed[0].updates[0, 0]["before"]
     for save in reversed(saves):
@@ -545,8 +545,8 @@ def _find_save(restart: Restart) -> tuple[int, int] | Result:
             return save
     if not first["num_states"] and not restart.is_told:
         text = "it begins anew after a kill: give --resume-args, if it needs an argument to resume"
-        return Result("state", UNSEEN, text)
-    return Result("state", MISTAKE, "the restarted script begins with weights that it never saved")
+        return CheckResult("state", UNSEEN, text)
+    return CheckResult("state", MISTAKE, "the restarted script begins with weights that it never saved")
 
 
 def _check_state(
@@ -590,7 +590,7 @@ def _list_updates(rank: Rank) -> list[dict[str, Any]]:
     return [line for (optimizer, _), line in sorted(rank.updates.items()) if optimizer == 0]
 
 
-def _check_continuation(restart: Restart, num_done: int) -> Result:
+def _check_continuation(restart: ResumedRun, num_done: int) -> CheckResult:
     """Compare the batches after the restart with those after the save in an uninterrupted run."""
     num_ahead = restart.whole[0].num_ahead  # the others may have no complete pass, from which it is known
     interrupted, resumed = (
@@ -599,12 +599,12 @@ def _check_continuation(restart: Restart, num_done: int) -> Result:
     )
     whole = _join(restart.whole)
     if interrupted is None or resumed is None or whole is None:
-        return Result("resume", UNSEEN, "batches and backward passes do not correspond")
+        return CheckResult("resume", UNSEEN, "batches and backward passes do not correspond")
     if whole[: len(interrupted)] != interrupted:
-        return Result("resume", UNSEEN, "the order of the samples differs from run to run: give it a seed")
+        return CheckResult("resume", UNSEEN, "the order of the samples differs from run to run: give it a seed")
     if (num := min(len(resumed), len(whole) - num_done)) > 0:
         if resumed[:num] == whole[num_done : num_done + num]:
-            return Result("resume", OK, f"continues with the batches that follow the save, {num} of {num}")
+            return CheckResult("resume", OK, f"continues with the batches that follow the save, {num} of {num}")
         few = min(num, 3)
         places = [place for place in range(len(whole) - few + 1) if resumed[:few] == whole[place : place + few]]
         if places:
@@ -612,9 +612,9 @@ def _check_continuation(restart: Restart, num_done: int) -> Result:
             what = "skips" if place > num_done else "repeats"
             if place == 0 and num_done >= len(restart.whole[0].list_passes(True)[0].ids):
                 text = f"after batch {num_done}, the order of epoch 0 comes again: the seed begins anew after a restart"
-                return Result("resume", MISTAKE, f"{text}; seed each epoch with its number, as set_epoch does")
-            return Result("resume", MISTAKE, f"it {what} {abs(place - num_done)} batches after batch {num_done}")
-    return Result("resume", UNSEEN, "after the restart, the order differs from that of the uninterrupted run")
+                return CheckResult("resume", MISTAKE, f"{text}; seed each epoch with its number, as set_epoch does")
+            return CheckResult("resume", MISTAKE, f"it {what} {abs(place - num_done)} batches after batch {num_done}")
+    return CheckResult("resume", UNSEEN, "after the restart, the order differs from that of the uninterrupted run")
 
 
 def _join(ranks: Sequence[Rank]) -> list[tuple[Any, ...]] | None:

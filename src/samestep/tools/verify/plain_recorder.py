@@ -93,7 +93,7 @@ class Projection:
         return total
 
 
-class Tracker:
+class OptimizerTracker:
     """Follows one optimizer: the gradients that this rank computes, and those with which it updates.
 
     `_computed` is the projection of the gradients that this rank has computed since the gradients were zero, and
@@ -196,7 +196,7 @@ class Recorder:
         self._pid = 0
         self._file = sys.stdout
         self._projection = Projection()
-        self._trackers: dict[int, Tracker] = {}  # by id of the optimizer, which is kept
+        self._trackers: dict[int, OptimizerTracker] = {}  # by id of the optimizer, which is kept
         self._kept: list[Any] = []  # objects whose ids are keys: as long as they live, no other object has the same
         self._datasets: dict[int, int] = {}
         self._num_passes = 0
@@ -297,10 +297,10 @@ class Recorder:
     def _after_group(self, _: None, optimizer: Optimizer, *__: Any, **___: Any) -> None:
         self._find_tracker(optimizer).add(optimizer.param_groups[-1]["params"])
 
-    def _find_tracker(self, optimizer: Optimizer) -> Tracker:
+    def _find_tracker(self, optimizer: Optimizer) -> OptimizerTracker:
         if id(optimizer) not in self._trackers:
             self._kept.append(optimizer)
-            self._trackers[id(optimizer)] = Tracker(self._projection)
+            self._trackers[id(optimizer)] = OptimizerTracker(self._projection)
         return self._trackers[id(optimizer)]
 
     def _after_ddp(self, *_: Any, **__: Any) -> None:

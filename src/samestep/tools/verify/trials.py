@@ -27,7 +27,7 @@ STUCK = 124  # the exit code of timeout(1)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """The result of one start of a run.
 
     Attributes:
@@ -107,7 +107,7 @@ class Trials:
         fixed: str = "",
         interceptor: str = TRACE,
         **trace: Any,
-    ) -> Outcome:
+    ) -> TrialOutcome:
         """Start the script and wait for its end.
 
         Args:
@@ -140,7 +140,7 @@ class Trials:
         began_s = time.monotonic()
         code = self._start(self.target.to_full_command(world_size), variables, place)
         final = Store(run_dir).find("latest", warn=lambda _: None) if run_dir.exists() else None
-        return Outcome(
+        return TrialOutcome(
             world_size=world_size,
             hash_seed=hash_seed,
             place=place,

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 from samestep.console import warn
 from samestep.engine.control import Vote
-from samestep.engine.gradient_pass import Report
+from samestep.engine.gradient_pass import PassReport
 from samestep.errors import UsageError
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.ending.stop_signals import StopSignals
-from samestep.train.guards.calls import EPOCH_END, EPOCH_END_AFTER_STOP, meet
+from samestep.train.guards.calls import EPOCH_END, EPOCH_END_AFTER_STOP, wait_for_call
 from samestep.train.guards.watchdog import Watchdog
 from samestep.train.state.position import Place, Position
 from samestep.train.step.steps import Step, StepObserver
@@ -113,7 +113,7 @@ class Stopping(StepObserver):
             self.signal = max(vote.stop for vote in votes)
             self.ending |= bool(self.signal)
 
-    def exchanged(self, step: Step, report: Report) -> None:
+    def exchanged(self, step: Step, report: PassReport) -> None:
         self.take_votes(report.votes)
 
     def vote_alone(self) -> None:
@@ -183,7 +183,7 @@ class Stopping(StepObserver):
         Raises:
             UsageError: only some ranks called run.stop(), or asked for these snapshots.
         """
-        ends = meet(self._context.group, EPOCH_END_AFTER_STOP if self.reason else EPOCH_END, names)
+        ends = wait_for_call(self._context.group, EPOCH_END_AFTER_STOP if self.reason else EPOCH_END, names)
         if not self._is_settled:
             if len(set(ends)) > 1:
                 stopped = ends.index(EPOCH_END_AFTER_STOP)

@@ -21,7 +21,7 @@ NAMES = {
 OTHERS = (EPOCH_END, EPOCH_END_AFTER_STOP, *(call for call in NAMES if call != NEW_RUN))
 
 
-def meet(group: Group, call: int, names: Sequence[str] = ()) -> list[int]:
+def wait_for_call(group: Group, call: int, names: Sequence[str] = ()) -> list[int]:
     """Wait until all ranks have made a call. Without this, ranks at different calls would wait for each other forever.
 
     Args:

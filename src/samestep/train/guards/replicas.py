@@ -9,7 +9,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from samestep.config import Interval
-from samestep.engine.gradient_pass import Report
+from samestep.engine.gradient_pass import PassReport
 from samestep.errors import Error
 from samestep.snapshot.async_copy import is_finite
 from samestep.snapshot.inspection import TrainingState
@@ -78,7 +78,7 @@ class Replicas(StepObserver):
         """Return whether a comparison is due by this rank's clock."""
         return self._every is not None and self._every.has_passed(time.monotonic() - self._alike_s)
 
-    def exchanged(self, step: Step, report: Report) -> None:
+    def exchanged(self, step: Step, report: PassReport) -> None:
         self._is_wanted |= any(vote.comparison for vote in report.votes)
 
     def compare_if_due(self, step: int, epochs_done: int | None) -> None:
@@ -123,7 +123,7 @@ class Replicas(StepObserver):
             if isinstance(tensor, nn.Parameter) or (before is not None and before() is tensor):
                 yield name
 
-    def describe(self, build: Callable[[], dict[str, Any]], step: int) -> TrainingState:
+    def build_training_state(self, build: Callable[[], dict[str, Any]], step: int) -> TrainingState:
         """Return the content of a snapshot after `step` steps. `build`: see `TrainingState`."""
         is_due = self._every is not None and self._alike_at != step
         replicated = dict(name_replicated(self._objects))

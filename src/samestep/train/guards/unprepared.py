@@ -16,8 +16,8 @@ from samestep.console import warn
 from samestep.data.content import find_leaves, view_bytes
 from samestep.hashing import hash_pieces
 from samestep.snapshot.async_copy import locate
-from samestep.train.data.loop_data import LoopData
 from samestep.train.generators import KINDS, find_things, look_into, read_generator
+from samestep.train.inputs.loop_data import LoopData
 from samestep.train.state.stateful import find_parts, find_saved, unwrap
 from samestep.train.step.steps import Step, StepObserver
 

@@ -20,10 +20,10 @@ from samestep.files import read_text
 from samestep.launch.failure import write_failure
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
-from samestep.train.guards.calls import NEW_RUN, announce_run, check_run, explain_in_loop, meet
+from samestep.train.guards.calls import NEW_RUN, announce_run, check_run, explain_in_loop, wait_for_call
 from samestep.train.state.position import Position
 from samestep.train.step.steps import Step, StepObserver
-from samestep.watch.heartbeat import Facts, Heartbeat, PhaseClock, read_beats
+from samestep.watch.heartbeat import Heartbeat, PhaseClock, RankFacts, read_beats
 from samestep.watch.stall_diagnosis import build_limits, explain_slow_saving
 from samestep.world.announcements import wait_for_all
 from samestep.world.environment import read_host, read_terminal
@@ -95,7 +95,7 @@ class Watchdog(PhaseClock, StepObserver):
         limits = build_limits(stuck_after_s)
         if is_alone and stuck_after_s is None:  # no other rank waits, and no launcher would restart it
             limits = replace(limits, stop_s=math.inf)
-        facts = Facts(
+        facts = RankFacts(
             rank=context.rank,
             world_size=context.world_size,
             host=read_host(),
@@ -177,7 +177,7 @@ class Watchdog(PhaseClock, StepObserver):
         if group.world_size == 1 or self.now[0] not in ("updating", "script"):
             return
         if group.local_sockets is not None:
-            meet(group, NEW_RUN)
+            wait_for_call(group, NEW_RUN)
         else:  # an exchange over gloo that does not end would keep this process from ending
             wait_for_all(group.rank, group.world_size, self._build_check())
 

@@ -9,8 +9,8 @@ from samestep.plan.loop_plan import LoopPlan
 from samestep.snapshot.location import RunLocation
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import find_different
-from samestep.train.data.loop_data import LoopData
-from samestep.train.data.samples import check_shards
+from samestep.train.inputs.loop_data import LoopData
+from samestep.train.inputs.samples import check_shards
 
 ENDLESS = 2**63
 

@@ -10,7 +10,7 @@ from samestep.console import warn
 from samestep.engine.precision import Precision
 from samestep.errors import Error, InvalidType, InvalidValue, RunDirectoryError, UsageError
 from samestep.snapshot.location import RunLocation
-from samestep.snapshot.run_record import OVERRIDE, Options, describe_changes
+from samestep.snapshot.run_record import OVERRIDE, StartOptions, describe_changes
 from samestep.snapshot.store import Store
 from samestep.train.state.optimizer_settings import Override, find_changed, read_settings
 from samestep.train.state.stateful import Objects, list_params, name_optimizers, states, unwrap
@@ -20,7 +20,7 @@ from samestep.world.group import Group
 MAX_SHOWN = 600
 
 
-class Layout:
+class RestoredLayout:
     """What a script can change in its loop besides values, and does not repeat after a resume.
 
     Which parameters are frozen (`requires_grad`) and added parameter groups are restored. A change of the keys of a
@@ -105,9 +105,9 @@ class Contents:
         self._objects = objects
         self._precision = precision
         self._say = say
-        self._layout = Layout(objects, modules)
+        self._layout = RestoredLayout(objects, modules)
         self._override: Override | None = None
-        self.options = Options(read_settings(objects))
+        self.options = StartOptions(read_settings(objects))
 
     def build(self, position: Mapping[str, Any], state: Any) -> dict[str, Any]:
         """Return the state for a snapshot. `state`: `run.state`."""
@@ -146,14 +146,14 @@ class Contents:
         self._layout.add_groups(contents["position"])
         self.restore_again(contents)
         if self._override is not None:
-            self.options = Options(asked, overridden=OVERRIDE + how)
+            self.options = StartOptions(asked, overridden=OVERRIDE + how)
         elif changed:
             self._say(
                 f"the run continues with the settings of its first start, not with the script's "
                 f"({how}): for the script's, pass override=True to run.prepare, or start with {advise(override=True)}"
             )
             begun = {name: before for name, (before, _) in changed.items()}
-            self.options = Options({**asked, **begun}, {name: asked[name] for name in changed})
+            self.options = StartOptions({**asked, **begun}, {name: asked[name] for name in changed})
 
     def restore_again(self, contents: Mapping[str, Any]) -> dict[str, Any]:
         """Undo changes since `restore`, when the script's lines before a later loop have run again.
@@ -206,7 +206,7 @@ def load(objects: Objects, saved: Mapping[str, Any], *, leave: Collection[str] =
                 )
 
 
-def recall(
+def restore_models(
     location: RunLocation,
     known: Mapping[str, nn.Module],
     names: Sequence[str],

@@ -172,7 +172,7 @@ def _find_group(thing: Any, held: Sequence[torch.optim.Optimizer]) -> Mapping[st
     return next(iter(firsts.values())) if len(firsts) == 1 else None
 
 
-def describe(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+def describe_models(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """Return each model's number of parameters, with a hash of their names, shapes and dtypes."""
     described = {}
     for name, module in modules.items():
@@ -190,7 +190,7 @@ def outline(objects: Objects, modules: Mapping[str, nn.Module]) -> dict[str, Any
         for name, module in modules.items()
     }
     kinds = ", ".join(f"{name} ({type(thing).__name__})" for name, thing in objects.items())
-    return {"what run.prepare got": kinds, **describe(modules), **buffers}
+    return {"what run.prepare got": kinds, **describe_models(modules), **buffers}
 
 
 def states(objects: Objects) -> dict[str, Any]:

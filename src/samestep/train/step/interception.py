@@ -12,11 +12,11 @@ from torch import nn
 
 from samestep.config import OPTIONS, RunConfig
 from samestep.engine.gradient_averager import GradientAverager
-from samestep.engine.gradient_pass import Inspect, Report
+from samestep.engine.gradient_pass import Inspect, PassReport
 from samestep.errors import Error, InvalidValue
 from samestep.files import parse_json
 from samestep.train.context import RunContext
-from samestep.train.data.loop_data import LoopData
+from samestep.train.inputs.loop_data import LoopData
 from samestep.train.step.steps import Step, StepObserver
 from samestep.watch.heartbeat import PhaseClock
 from samestep.world.environment import TRACE
@@ -70,8 +70,8 @@ class Interceptor(StepObserver):
                         compute(v)
                     exchange                              # <exchange> [results]
                     if the exchange fails:                # <exchange_failed>, and the run ends
-                    settle                                # [settle]
-                    for each v to settle:
+                    after the exchange                    # [after_exchange]
+                    for each v to compute again:
                         compute(v)
                     apply                                 # <exchanged> <reduced>
                 for each call before or after optimizer.step():
@@ -147,13 +147,13 @@ class Interceptor(StepObserver):
         return batch
 
     def results(self) -> tuple[int, int]:
-        """Return `computed` and `recomputed` of this rank's vote (`Vote`), which all ranks get before `settle`.
+        """Return `computed` and `recomputed` of this rank's vote (`Vote`), which all ranks get before `after_exchange`.
 
         Only one interceptor of a run may return others than zeros.
         """
         return 0, 0
 
-    def settle(self, step: Step, report: Report) -> Iterator[Any]:
+    def after_exchange(self, step: Step, report: PassReport) -> Iterator[Any]:
         """All ranks' reports have arrived, and nothing is applied yet. Return batches of `Step.compute`, if any.
 
         The script's body runs for each of them.
@@ -221,9 +221,9 @@ class Interceptors:
                 return results
         return 0, 0
 
-    def settle(self, step: Step, report: Report) -> Iterator[Any]:
+    def after_exchange(self, step: Step, report: PassReport) -> Iterator[Any]:
         for each in self.installed:
-            yield from each.settle(step, report)
+            yield from each.after_exchange(step, report)
 
 
 @dataclass(frozen=True)

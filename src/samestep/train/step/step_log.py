@@ -27,7 +27,7 @@ class StepLog:
         total, count = self._calls[k].get(name, (0.0, 0))
         self._calls[k][name] = (total + value, count + 1)
 
-    def settle(self) -> Means:
+    def compute_means(self) -> Means:
         """Return the mean of each micro-batch's calls. Copies from a GPU once."""
         on_gpu = [total for values in self._calls for total, _ in values.values() if isinstance(total, Tensor)]
         numbers = iter(torch.stack(on_gpu).tolist() if on_gpu else ())

@@ -13,7 +13,7 @@ from samestep.data.sample_errors import locate_error
 from samestep.engine.control import Vote
 from samestep.engine.exchange import Sums
 from samestep.engine.gradient_averager import GradientAverager
-from samestep.engine.gradient_pass import GradientPass, Inspect, Report
+from samestep.engine.gradient_pass import GradientPass, Inspect, PassReport
 from samestep.engine.losses import Losses
 from samestep.errors import Error, UsageError
 from samestep.plan.ledger import combine
@@ -61,7 +61,7 @@ class StepObserver:
     def exchange_failed(self, step: "Step", error: RuntimeError) -> None:
         """The exchange raised `error`. May raise another error instead."""
 
-    def exchanged(self, step: "Step", report: Report) -> None:
+    def exchanged(self, step: "Step", report: PassReport) -> None:
         """All ranks' reports have arrived; `.grad` is not set yet."""
 
     def reduced(self, step: "Step") -> None:
@@ -90,7 +90,7 @@ class StepInterception(Protocol):
 
     def results(self) -> tuple[int, int]: ...
 
-    def settle(self, step: "Step", report: Report) -> Iterator[Any]: ...
+    def after_exchange(self, step: "Step", report: PassReport) -> Iterator[Any]: ...
 
 
 Event = Callable[..., None]
@@ -289,7 +289,7 @@ class Step:
         for v in (*self.borrowed, *self._start()):
             yield from self.compute(v, self._load(v))
         report, sums = self._exchange()
-        yield from self._interceptors.settle(self, report)
+        yield from self._interceptors.after_exchange(self, report)
         self._apply(report, sums)
         seed_all(self._derive("after"))
         self._end_pass()
@@ -359,16 +359,16 @@ class Step:
             self._load(each)
         return self._load(v)
 
-    def _exchange(self) -> tuple[Report, Sums]:
+    def _exchange(self) -> tuple[PassReport, Sums]:
         self._on.exchange(self)
         fingerprints = [self._loaded[v].fingerprint for v in self.held]
         try:
-            return self._find_pass().exchange(self._cast_vote(), fingerprints, self._log.settle())
+            return self._find_pass().exchange(self._cast_vote(), fingerprints, self._log.compute_means())
         except RuntimeError as error:
             self._on.exchange_failed(self, error)
             raise
 
-    def _apply(self, report: Report, sums: Sums) -> None:
+    def _apply(self, report: PassReport, sums: Sums) -> None:
         self._on.exchanged(self, report)
         self.averaged_loss, self.has_gradients = self._find_pass().apply(sums)
         if self.has_gradients:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from samestep.data.loader import Loader, seed_all, to_device
 from samestep.data.pools import Pools
 from samestep.data.sample_errors import locate_error
-from samestep.data.spec import DataSpec, understand
+from samestep.data.spec import DataSpec, read_data_arguments
 from samestep.engine.control import Vote
 from samestep.engine.gradient_averager import GradientAverager
 from samestep.errors import Error, InvalidType, InvalidValue
@@ -69,7 +69,7 @@ class Evaluator:
         size = 1 if micro_batch_size is None else micro_batch_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InvalidValue(f"micro_batch_size must be a whole number above 0, not {micro_batch_size!r}")
-        spec = understand(data, **arguments)
+        spec = read_data_arguments(data, **arguments)
         spec = replace(spec, shuffle=False, micro_batch_size=micro_batch_size or spec.micro_batch_size)
         if not callable(score):
             raise InvalidType(f"run.evaluate needs a function score(batch) -> dict, not {score!r}")
@@ -87,7 +87,7 @@ class Evaluator:
         group = self._context.group
         steps_done = self._position.steps_done
         self._watchdog.enter("reducing", steps_done)
-        calls.meet(group, calls.EVALUATE)
+        calls.wait_for_call(group, calls.EVALUATE)
         rows = self._score(score, spec)
         self._watchdog.enter("reducing", steps_done)
         vote = self._stopping.cast_vote()
@@ -125,7 +125,7 @@ class Evaluator:
                     rows.append(_read(score(to_device(loaded.batch, context.device)), loaded.num_samples))
                     self._gradients.undo_buffers()
                     self._watchdog.enter("validating", position.steps_done)
-            return [_settle(row) for row in rows]
+            return [_to_numbers(row) for row in rows]
         except Error as error:
             raise locate_error(error, context.location.logs, context.rank, "run.evaluate") from error.__cause__
         finally:
@@ -167,13 +167,13 @@ def _read(scores: Mapping[str, Any], num_samples: int) -> Row:
     return row
 
 
-def _settle(row: Row) -> Row:
+def _to_numbers(row: Row) -> Row:
     """Convert values to Python numbers."""
-    settled = {name: v if isinstance(v, list) else (float(v[0]), float(v[1])) for name, v in row.items()}
-    for name, value in settled.items():
+    numbers = {name: v if isinstance(v, list) else (float(v[0]), float(v[1])) for name, v in row.items()}
+    for name, value in numbers.items():
         if isinstance(value, tuple) and not 0 <= value[1] < math.inf:
             raise InvalidValue(f"score {name!r} has weight {value[1]}: a weight is a finite number of at least 0")
-    return settled
+    return numbers
 
 
 def _merge(rows: list[Row]) -> dict[str, Any]:

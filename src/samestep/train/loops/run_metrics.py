@@ -8,7 +8,7 @@ from typing import Any
 from samestep.console import warn
 from samestep.engine.gradient_averager import GradientAverager
 from samestep.engine.gradient_checksum import GradientChecksum, find_zero
-from samestep.engine.gradient_pass import Report
+from samestep.engine.gradient_pass import PassReport
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.hashing import hash_short
 from samestep.plan.ledger import Entry, to_bits
@@ -25,7 +25,7 @@ from samestep.watch.trackers.delivery import Trackers
 MOST_ZERO = 5  # steps in a row whose loss and gradient may be exactly 0
 
 
-class Tally:
+class MetricsTally:
     """Counts over all steps of a run, also before restarts, and averages over the steps of the current epoch.
 
     The same on all ranks. A snapshot stores it in the manifest, not in the state: a script may log times, and the
@@ -83,7 +83,7 @@ class RunMetrics(StepObserver):
         self._objects = objects
         self._progress = progress
         self._trackers = trackers
-        self.tally = Tally()
+        self.tally = MetricsTally()
         self._num_samples = 0
         self._rates: dict[str, float] = {}
         self._checksum = GradientChecksum()
@@ -154,7 +154,7 @@ class RunMetrics(StepObserver):
             skipped = {"train/skipped_steps": self.tally.num_skipped} if self.tally.num_skipped else {}
             self.write_row(loss | self._rates | row | skipped, steps_done, epoch=step.epoch)
 
-    def exchanged(self, step: Step, report: Report) -> None:
+    def exchanged(self, step: Step, report: PassReport) -> None:
         """Warn once if a rank has logged values that are not written, since only rank 0 writes rows."""
         names = [vote.logged for vote in report.votes]
         rank = next((rank for rank, each in enumerate(names) if each not in (0, names[0])), None)

@@ -23,12 +23,12 @@ from samestep.plan.seeds import derive
 from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
-from samestep.train.data.loop_data import LoopData
 from samestep.train.ending.stop_signals import MOST_IDLE_STOPS, count_idle_stops, describe_stop
 from samestep.train.ending.stopping import Stopping
 from samestep.train.guards.replicas import Replicas
 from samestep.train.guards.watchdog import Watchdog
-from samestep.train.loop.run_metrics import RunMetrics, Tally
+from samestep.train.inputs.loop_data import LoopData
+from samestep.train.loops.run_metrics import MetricsTally, RunMetrics
 from samestep.train.state.position import Place, Position, find_last_step
 from samestep.train.step.steps import Observers, Step
 from samestep.watch.records import RESTARTS
@@ -73,7 +73,7 @@ class Epoch:
         [(0, 2, {'loss': 0.0}), (1, 2, {'loss': 1.0})]
     """
 
-    def __init__(self, loop: "Loop", number: int, num_steps: int, end: int, tally: Tally) -> None:
+    def __init__(self, loop: "Loop", number: int, num_steps: int, end: int, tally: MetricsTally) -> None:
         self.number = number
         self.num_steps = num_steps
         self._loop = loop
@@ -383,7 +383,7 @@ class Loop:
                     lanes = self._gather_lanes()
                     position["lanes"] = [lane.row for lane in lanes]
                     notes["lanes_s"] = [lane.spent_s for lane in lanes]
-                return self._replicas.describe(lambda: self._build_state(position), steps_done)
+                return self._replicas.build_training_state(lambda: self._build_state(position), steps_done)
 
             self._watchdog.enter("saving", steps_done)
             snapshotter.save_what_is_due(

@@ -19,9 +19,9 @@ from samestep.errors import Error, InvalidValue, RunDirectoryError
 from samestep.plan.loop_plan import Task
 from samestep.plan.seeds import derive
 from samestep.snapshot.run_directory import RunDirectory
-from samestep.snapshot.run_record import Options, describe_changes
-from samestep.train.data.loop_data import LoopData
+from samestep.snapshot.run_record import StartOptions, describe_changes
 from samestep.train.generators import keeping_generators
+from samestep.train.inputs.loop_data import LoopData
 from samestep.world.environment import advise
 from samestep.world.group import Group
 
@@ -60,14 +60,14 @@ def check_marks(data: LoopData, run_dir: Path, *, overrides: bool) -> list[Mark]
 
 
 def add_samples(
-    options: Options,
+    options: StartOptions,
     group: Group,
     directory: RunDirectory | None,
     data: LoopData,
     seed: int,
     machine: Mapping[str, Any],
     overrides: bool,
-) -> Options:
+) -> StartOptions:
     """Return the options with rank 0's result of `check_samples`, after `compare_ranks`."""
     own = None
     if group.world_size > 1 and data.lanes is None:

@@ -6,11 +6,11 @@ from typing import Any
 
 from samestep.data.lanes import Lanes
 from samestep.data.source import Shard, read_shards
-from samestep.data.spec import DataSpec, is_stream, understand
+from samestep.data.spec import DataSpec, is_stream, read_data_arguments
 from samestep.errors import InvalidType, InvalidValue
 from samestep.plan.loop_plan import STREAM_LENGTH, LoopPlan
 from samestep.plan.schedule import EndlessSchedule
-from samestep.train.data.sampler_orders import SamplerOrders
+from samestep.train.inputs.sampler_orders import SamplerOrders
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def open_loop_data(
         )
     if sampler is not None and arguments.get("shuffle"):
         raise InvalidValue("sampler and shuffle=True were both given: the sampler decides the order, leave shuffle out")
-    spec = understand(data, sizes=(micro_batch_size, batch_size), takes_streams=endless, **arguments)
+    spec = read_data_arguments(data, sizes=(micro_batch_size, batch_size), takes_streams=endless, **arguments)
     lanes = None
     if is_stream(spec.dataset):
         if sampler is not None or arguments.get("shuffle"):
