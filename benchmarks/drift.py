@@ -44,7 +44,7 @@ def run_rank(num_rounds: int, steps_per_block: int) -> Times:
 
     def compare() -> Iterator[None]:
         for number in itertools.count():
-            run._replicas.compare(-number - 1)
+            run._prepared.replicas.compare(-number - 1)
             yield
 
     steps = train()

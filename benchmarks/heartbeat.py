@@ -47,7 +47,7 @@ def run_rank(num_rounds: int, steps_per_block: int) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     run.prepare(model=model, optimizer=optimizer)
     data = [torch.ones(WIDTH)] * (4 * batch_size)
-    pulse = run._watchdog
+    pulse = run._services.watchdog
     repeats = 1
 
     def train() -> Iterator[None]:
@@ -100,16 +100,16 @@ def time_parts(run: samestep.Run) -> dict[str, float]:
     for _ in range(num):
         pulse.enter("forward", 1)
     enter_s = (time.perf_counter() - began_s) / num
-    run._watchdog.begin()
+    run._services.watchdog.begin()
     time.sleep(10)
     cpu_s = 0.0
     for thread in threading.enumerate():
         if thread.name.startswith("samestep _"):
             fields = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()
             cpu_s += int(fields[0]) / 1e9
-    heartbeat: Any = run._watchdog._heartbeat
+    heartbeat: Any = run._services.watchdog._heartbeat
     size = len(json.dumps(asdict(heartbeat._build_beat())))
-    run._watchdog.close()
+    run._services.watchdog.close()
     return {"enter_s": enter_s, "cpu_share": cpu_s / 10, "beat_bytes": size}
 
 

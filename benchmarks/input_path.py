@@ -70,7 +70,7 @@ def write_images(root: Path, num_shards: int, per_shard: int) -> None:
 def plan_loop(source: Any, size: int, *, seed: int = 0, **arguments: Any) -> LoopData:
     """Return the data of a loop of one micro-batch per step."""
     return open_loop_data(
-        source, seed=seed, batch_size=size, micro_batch_size=size, sampler=None, start=(0, 0), **arguments
+        source, 1, seed=seed, batch_size=size, micro_batch_size=size, sampler=None, start=(0, 0), **arguments
     )
 
 

@@ -81,7 +81,7 @@ class Loop:
         self._watch_snapshotter()
 
     def _watch_snapshotter(self) -> None:
-        snapshotter: Any = self._run._snapshotter
+        snapshotter: Any = self._run._services.snapshotter
         join, directory = snapshotter.join_copy, self._run._context.location.directory
 
         def join_copy() -> None:
@@ -115,7 +115,7 @@ class Loop:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         began = time.perf_counter()
         if way == OURS:
-            self._run._snapshotter.want()
+            self._run._services.snapshotter.want()
         elif way == DCP:
             future = dcp.async_save(state, checkpoint_id=self._directory / "dcp")
 
@@ -136,7 +136,7 @@ class Loop:
         self.save(way)
         for _ in range(num_steps):
             next(self._loop)
-        self._run._snapshotter.wait_until_written()
+        self._run._services.snapshotter.wait_until_written()
         if self._end_of_dcp is not None:
             self._end_of_dcp.result()
             self._end_of_dcp = None

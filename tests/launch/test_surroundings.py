@@ -29,7 +29,7 @@ for step in run.steps(torch.utils.data.TensorDataset(torch.ones(8, 1)), 5):
         os.write(file, b"a warning of a library")
     if what == "wait" and run.rank == run.world_size - 1 and step.number == 1 and not os.path.exists("waits"):
         open("waits", "w").close()
-        while not os.path.exists("go") and not run._signals.heard:
+        while not os.path.exists("go") and not run._services.stopping.signals.heard:
             time.sleep(0.005)
         if "KILL" in os.environ:
             os.kill(os.getpid(), signal.SIGKILL)

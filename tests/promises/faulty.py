@@ -155,7 +155,7 @@ class Faults:
             (self._directory / f"held-{self.rank}").touch()
             deadline_s = time.monotonic() + DEADLINE_S
             while not (self._directory / "go").exists():
-                if self.run._signals.heard:
+                if self.run._services.stopping.signals.heard:
                     (self._directory / f"heard-{self.rank}").touch()
                 if time.monotonic() > deadline_s:
                     raise TimeoutError("the test has not released the rank")
@@ -382,7 +382,7 @@ def train(
         nonlocal num_begun
         num_begun = 0
         if settled:
-            run._snapshotter.wait_until_written()
+            run._services.snapshotter.wait_until_written()
             run._context.group.barrier()
         for images, kinds in step:
             num_begun += 1

@@ -142,7 +142,7 @@ def train_slowly(run_dir: Path, what: str) -> None:
 
 def write_slowly(run: samestep.Run) -> None:
     """Makes each snapshot take 5 s, while its file grows."""
-    write: Any = run._snapshotter._write
+    write: Any = run._services.snapshotter._write
 
     def slow(*arguments: Any) -> None:
         directory = run._context.location.directory
@@ -152,7 +152,7 @@ def write_slowly(run: samestep.Run) -> None:
                 file.write(bytes(1 << 18))
         write(*arguments)
 
-    run._snapshotter._write = slow  # type: ignore[method-assign]
+    run._services.snapshotter._write = slow  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

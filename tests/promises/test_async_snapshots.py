@@ -12,6 +12,7 @@ import torch
 from promises.trial import Outcome, Trial, resume_is_from
 from support.runs import run_command
 from support.selection import one_in
+from support.states import build_state
 from support.tiny import Tiny, update
 from torch import Tensor, nn
 
@@ -64,7 +65,7 @@ def train(run_dir: Path, changes: str) -> dict[int, str]:
         if changes == "after the update":
             t.model.weight.data.clamp_(-0.01, 0.01)
         done = t.step.number + 1
-        digests[done] = digest(t.run._build_state({"step": done, "epoch": done // 4}))
+        digests[done] = digest(build_state(t.run, {"step": done, "epoch": done // 4}))
 
     optimizer = lambda params: torch.optim.AdamW(params, 1e-3)  # noqa: E731
     tiny = Tiny(run_dir, model=Model, optimizer=optimizer, batch_size=4, snapshot_every=1, keep_last=99)
@@ -168,7 +169,7 @@ def train_with(run_dir: Path, patch: Callable[[Any], None], **arguments: Any) ->
     tiny = Tiny(run_dir, batch_size=4, **arguments)
     patch(tiny.run)
     saved: list[int | None] = []
-    tiny.train(num_steps=NUM_STEPS, before=lambda t: saved.append(t.run._snapshotter.saved_step))
+    tiny.train(num_steps=NUM_STEPS, before=lambda t: saved.append(t.run._services.snapshotter.saved_step))
     return saved
 
 

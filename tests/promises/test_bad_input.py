@@ -392,7 +392,7 @@ def test_full_disk_at_the_end(disk: Disk, tmp_path: Path, num_ranks: int, how: s
     def then(t: Tiny) -> None:
         update(t)
         if t.step.number == 2:
-            t.run._snapshotter.wait_until_written()
+            t.run._services.snapshotter.wait_until_written()
             if t.run.rank == 0:
                 fill(disk.path / "filler")
             if how == "told to stop":

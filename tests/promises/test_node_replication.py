@@ -451,7 +451,7 @@ def train_while_it_is_full(disks: Sequence[Path], node: int) -> None:
     rank = enter_node(disks)
 
     def before(t: Tiny) -> None:
-        t.run._snapshotter.wait_until_written()
+        t.run._services.snapshotter.wait_until_written()
         if rank == node and t.step.number == 2:
             with suppress(OSError), open("filling", "wb", buffering=0) as file:
                 while True:

@@ -290,7 +290,7 @@ for step in run.steps(torch.utils.data.TensorDataset(torch.ones(4, 1)), 3):
     optimizer.step()
     (directory / f"held-{task}").touch()
     while not (directory / "go").exists():
-        if run._signals.heard:
+        if run._services.stopping.signals.heard:
             (directory / f"heard-{task}").touch()
         time.sleep(0.01)
 sys.exit(7 if task == "3" else 0)

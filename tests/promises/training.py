@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from promises.loops import Result, adamw, case, learn_classes, score_classes, trace_run, train_classes
 from promises.models import NUM_SAMPLES, Augmented, Buffers, Norms, Sentences, Tagger, build_pairs, pad
+from support.states import build_state
 from support.tiny import learn, update
 from torch import Tensor, nn
 
@@ -64,7 +65,7 @@ def train_compiled(backend: str) -> Result:
         return torch.compile(model, backend=backend)
 
     def check(t: Any) -> None:
-        assert not any("_orig_mod" in name for name in t.run._build_state({})["objects"]["model"])
+        assert not any("_orig_mod" in name for name in build_state(t.run, {})["objects"]["model"])
 
     return train_classes(build, optimizer=adamw, at_end=check)
 

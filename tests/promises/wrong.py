@@ -614,7 +614,7 @@ def wait_in_step_3(run_dir: RunDir) -> None:
     def then(t: Tiny) -> None:
         update(t)
         if t.step.number == 3:
-            t.run._snapshotter.wait_until_written()  # else the snapshot of step 2 could be completed while others look
+            t.run._services.snapshotter.wait_until_written()  # else the snapshot of step 2 could be completed while others look
             (beside / "held").touch()
             deadline_s = time.monotonic() + 60
             while not (beside / "go").exists() and time.monotonic() < deadline_s:

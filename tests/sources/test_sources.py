@@ -49,7 +49,7 @@ def test_a_shard_with_other_content_of_the_same_size(kind: str, tmp_path: Path) 
 
     def start(*, overrides: bool = False) -> None:
         data = open_loop_data(
-            source, seed=0, batch_size=4, micro_batch_size=2, endless=True, sampler=None, start=(0, 0)
+            source, 1, seed=0, batch_size=4, micro_batch_size=2, endless=True, sampler=None, start=(0, 0)
         )
         marks = check_marks(data, run_dir, overrides=overrides)
         assert len(marks) == len(source.shards)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import samestep
 from samestep.snapshot.serialization import digest
+from support.states import build_state
 
 
 class Trace:
@@ -37,7 +38,7 @@ class Trace:
 
     def digest(self) -> str:
         """Return what `samestep inspect --digest` would print for a snapshot of this moment."""
-        return digest(self._run._build_state({"step": self._run.steps_done, "epoch": 0}))
+        return digest(build_state(self._run, {"step": self._run.steps_done, "epoch": 0}))
 
     def finish(self) -> list[tuple[str, Any]]:
         """Return the entries, after a check that all ranks have the same."""

@@ -19,6 +19,7 @@ class TrainingState:
 
     Attributes:
         build: returns the whole state, as `Store.write` takes it.
+        notes: further entries of the manifest's `meta`, see `RunDirectory.mark`.
         checked: tensors that must be finite, with names for messages.
         stable: tensors that change only in an update, so that they can be copied during the next step.
         replicated: tensors that are the same on all ranks, by name.
@@ -27,6 +28,7 @@ class TrainingState:
     """
 
     build: Callable[[], dict[str, Any]]
+    notes: Mapping[str, Any]
     checked: Sequence[tuple[str, Tensor]]
     stable: Sequence[Tensor]
     replicated: Sequence[tuple[str, Tensor]]

@@ -425,7 +425,8 @@ class RunDirectory:
         """Write all pending rows and records, and return the `meta` of a snapshot of this moment.
 
         Args:
-            notes: further keys: `stopped`, the reason of the run.stop() that ends the run here; `tally`, see `Tally`.
+            notes: further keys: `stopped`, the reason of the run.stop() that ends the run here; `tally`, see
+                `MetricsTally`.
 
         Raises:
             RunDirectoryError: another process has taken the run over, or changed its files.

@@ -115,7 +115,6 @@ class Snapshotter:
         epochs_done: int | None,
         numbered: bool,
         ending: bool,
-        notes: Mapping[str, Any],
     ) -> None:
         """Start to write the snapshots that are due between two steps. All ranks call this.
 
@@ -125,7 +124,6 @@ class Snapshotter:
             epochs_done: the number of epochs done, at an epoch's end after its body; else None.
             numbered: whether a run can be resumed at this position, so that a numbered snapshot may be written.
             ending: whether the run ends here: then a numbered snapshot is due, and all are complete when this returns.
-            notes: see `RunDirectory.mark`.
 
         Raises:
             Error: the state is not finite, or not the same on all ranks, or another process has taken the run over.
@@ -149,16 +147,14 @@ class Snapshotter:
             self._is_wanted = False
         state = get_state()
         inspection = Inspection(state, step)
-        self._start_writer(self._align(self._build_order(state, step, names, notes), state), inspection, state)
+        self._start_writer(self._align(self._build_order(state, step, names), state), inspection, state)
         if ending:
             try:
                 self.wait_until_written()
             finally:
                 self._wait_alone()  # after an exception, the script may change the tensors that are being written
 
-    def _build_order(
-        self, state: TrainingState, step: int, names: list[str | None], notes: Mapping[str, Any]
-    ) -> SnapshotOrder:
+    def _build_order(self, state: TrainingState, step: int, names: list[str | None]) -> SnapshotOrder:
         nothing = SnapshotOrder(step, is_last=self._is_ending)
         directory = self._location.directory
         if directory is None:
@@ -166,7 +162,7 @@ class Snapshotter:
         contents = state.build()
         structure, tensors = encode(contents)
         try:
-            meta = directory.mark(epoch=contents["position"]["epoch"], world_size=self._world_size, notes=notes)
+            meta = directory.mark(epoch=contents["position"]["epoch"], world_size=self._world_size, notes=state.notes)
         except OSError as error:
             self._report(step, names, error)
             return nothing

@@ -1,7 +1,8 @@
 """The values of a run that most modules need, without models and loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ class RunContext:
         precision: precision of the forward passes.
         say: prints a message, on rank 0.
         location: where the run lives.
+        script_config: the `config` argument of `Run`, without secrets.
     """
 
     environment: Environment
@@ -33,6 +35,7 @@ class RunContext:
     precision: Precision
     say: Callable[[str], None]
     location: RunLocation
+    script_config: Mapping[str, Any]
 
     @property
     def rank(self) -> int:

@@ -58,27 +58,20 @@ def describe_script() -> dict[str, Any]:
     return {}
 
 
-def describe_run(
-    context: RunContext,
-    directory: Path | None,
-    config: Mapping[str, Any],
-    machine: Mapping[str, Any],
-    options: StartOptions,
-) -> TrackerInfo:
+def describe_run(context: RunContext, machine: Mapping[str, Any], options: StartOptions) -> TrackerInfo:
     """Return the description of a run that trackers get at its start.
 
     Args:
-        directory: run directory.
-        config: the `config` argument of `Run`.
         machine: see `describe_machine`.
         options: the options of this start.
     """
+    directory = context.location.path
     environment = {"samestep": __version__, "python": platform.python_version(), "torch": machine["torch"]}
     environment |= {"device": machine["device"], "world_size": context.world_size}
     return TrackerInfo(
         "" if directory is None else directory.name,
         directory,
-        config,
+        context.script_config,
         0,
         options=context.config.identity() | {"reduction": context.config.reduction},
         environment=environment,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -12,50 +11,41 @@ from torch import Tensor, nn
 from samestep.config import CheckCompute, Precision, Reduction
 from samestep.console import warn
 from samestep.data.loader import seed_all
-from samestep.data.order_files import keep_shards
 from samestep.data.pools import Pools
-from samestep.engine.gradient_averager import GradientAverager
 from samestep.engine.precision import build_precision
-from samestep.errors import Error, InvalidValue, UsageError
-from samestep.plan.schedule import describe_division
+from samestep.errors import InvalidValue, UsageError
 from samestep.plan.seeds import derive
 from samestep.redaction import hide_secrets
 from samestep.snapshot.open_location import open_location
-from samestep.snapshot.resume_point import ResumePoint
-from samestep.snapshot.serialization import encode
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.arguments import build_config, check_count, check_script_config
 from samestep.train.context import RunContext
-from samestep.train.description import describe_run, describe_script, read_commit
-from samestep.train.determinism import describe_machine, fix_compiler, fix_kernels, use_tf32
+from samestep.train.determinism import fix_kernels, use_tf32
 from samestep.train.ending.shutdown import Resources, report_errors
 from samestep.train.ending.stop_signals import StopSignals
 from samestep.train.ending.stopping import Stopping
 from samestep.train.generators import call_on_rank_0
 from samestep.train.guards import calls
-from samestep.train.guards.misuse import MisuseChecks
-from samestep.train.guards.parameters import TrainedParameters
-from samestep.train.guards.replicas import Replicas
-from samestep.train.guards.unprepared import Unprepared
 from samestep.train.guards.watchdog import Watchdog, meet_for_run
-from samestep.train.inputs.loop_data import LoopData, open_loop_data
+from samestep.train.inputs.loop_data import open_loop_data
 from samestep.train.inputs.sampler_orders import Sampler
-from samestep.train.inputs.samples import add_samples, check_marks
 from samestep.train.loops.evaluate import Evaluator
 from samestep.train.loops.loop import Epoch, Loop
 from samestep.train.loops.run_metrics import RunMetrics
-from samestep.train.state import stateful as prepared
-from samestep.train.state.position import Position
-from samestep.train.state.restoring import Contents, restore_models
-from samestep.train.step.interception import Interceptors, LoopParts, find_requests, read_request
+from samestep.train.loops.services import Services
+from samestep.train.opening import open_loop
+from samestep.train.prepared import Prepared, prepare_objects
+from samestep.train.state.restoring import restore_models
+from samestep.train.state.run_state import RunState
+from samestep.train.state.stateful import check_objects, find_params
+from samestep.train.step.interception import Interceptors, find_requests, read_request
 from samestep.train.step.step_log import collect_values
-from samestep.train.step.steps import Observers, Step, StepObserver
+from samestep.train.step.steps import Step
 from samestep.watch.progress import build_progress, say_above
 from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import Tracker
 from samestep.watch.trackers.registry import build_trackers
 from samestep.world.announcements import open_announcements
-from samestep.world.environment import advise
 from samestep.world.group import choose_device, find_rank, find_ranks, open_group
 
 T = TypeVar("T")
@@ -102,8 +92,6 @@ class Run:
         dir: run directory or working copy; None without a directory.
         device, rank, local_rank, world_size: as in torch.distributed.
         batch_size, micro_batch_size, seed: the values in use.
-        state: JSON dict of the script, part of every snapshot and restored by `prepare`.
-        summary: rows that the script adds to the table at the end of a loop.
 
     Raises:
         InvalidValue: a value of an option is not allowed, or the numbers do not fit together.
@@ -129,7 +117,7 @@ class Run:
         8
     """
 
-    def __init__(  # noqa: PLR0915
+    def __init__(
         self,
         run_dir: str | Path | None,
         *,
@@ -196,39 +184,89 @@ class Run:
         self.rank = environment.rank
         self.local_rank = environment.local_rank
         self.world_size = environment.world_size
-        self.state: dict[str, Any] = {}
-        self.summary: dict[str, Any] = {}
         self._progress = build_progress(rank=self.rank, terminal=False if is_trial else None)
-        self._config = hide_secrets(config or {})
-        if settings.precision == "fp16" and self.device.type == "cpu":
-            slow = "fp16 is slower than fp32 on most CPUs: use bf16, which needs no loss scale, or a GPU"
-            warn(self._say, slow, start="fp16 is slower")
-        if settings.precision == "tf32" and self.device.type == "cpu":
-            unused = "tf32 is a format of GPUs: this run computes in fp32, because it is on the CPU"
-            warn(self._say, unused, start="tf32 is a format of GPUs")
-        used = () if is_trial else settings.trackers
-        self._trackers = Trackers(build_trackers(used), self._say)
-        self._pools = Pools()
-        self._position = Position()
+        self._warn_of_precision(settings.precision)
         location = open_location(settings, group, self._say)
         self.dir = location.path
-        context = RunContext(environment, settings, group, self.device, precision_of_run, self._say, location)
+        context = RunContext(
+            environment,
+            settings,
+            group,
+            self.device,
+            precision_of_run,
+            self._say,
+            location,
+            hide_secrets(config or {}),
+        )
         self._context = context
-        self._snapshotter = Snapshotter(settings, location, self.world_size, self._say)
-        self._point = ResumePoint()
-        self._signals = StopSignals(environment, self._say, is_on=self.dir is not None)
-        self._resources = Resources(context, self._snapshotter, self._signals, self._progress, self._pools)
-        self._watchdog = Watchdog(context, self._snapshotter, self._position)
-        self._stopping = Stopping(context, self._position, self._snapshotter, self._watchdog, self._signals)
-        self._objects: dict[str, Any] = {}
-        self._metrics = RunMetrics(context, self._progress, self._trackers, self._objects)
-        self._old_params = prepared.find_params()
-        self._loop: Loop | None = None
-        self._resumed = ""
-        self._is_recalled = False
-        self._lanes_s: list[float] = []
+        self._state = RunState()
+        self._pools = Pools()
+        self._services = self._build_services(() if is_trial else settings.trackers)
         self._interceptors = Interceptors(context, [*find_requests(settings), *requests])
+        self._old_params = find_params()
+        self._prepared: Prepared | None = None
+        self._loop: Loop | None = None
+        self._is_recalled = False  # by `restore`, before the first loop
         seed_all(derive(self.seed, "init"))
+
+    def _warn_of_precision(self, precision: Precision) -> None:
+        if self.device.type != "cpu":
+            return
+        if precision == "fp16":
+            slow = "fp16 is slower than fp32 on most CPUs: use bf16, which needs no loss scale, or a GPU"
+            warn(self._say, slow, start="fp16 is slower")
+        if precision == "tf32":
+            unused = "tf32 is a format of GPUs: this run computes in fp32, because it is on the CPU"
+            warn(self._say, unused, start="tf32 is a format of GPUs")
+
+    def _build_services(self, trackers: Sequence[Tracker | str]) -> Services:
+        context = self._context
+        state = self._state
+        built = Trackers(build_trackers(trackers), self._say)
+        snapshotter = Snapshotter(context.config, context.location, self.world_size, self._say)
+        signals = StopSignals(context.environment, self._say, is_on=self.dir is not None)
+        watchdog = Watchdog(context, snapshotter, state)
+        return Services(
+            snapshotter,
+            watchdog,
+            Stopping(context, state, snapshotter, watchdog, signals),
+            RunMetrics(context, state, self._progress, built),
+            Resources(context, snapshotter, signals, self._progress, self._pools),
+        )
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """JSON dict of the script, part of every snapshot and restored by `prepare`.
+
+        Example::
+
+            >>> import samestep
+            >>> run = samestep.Run(None, batch_size=8)
+            >>> run.state["best"] = 0.5
+            >>> run.state
+            {'best': 0.5}
+        """
+        return self._state.script
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        self._state.set_script(state)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Rows that the script adds to the table at the end of a loop.
+
+        Example::
+
+            >>> import samestep
+            >>> run = samestep.Run(None, batch_size=8)
+            >>> run.summary["accuracy"] = "93 %"
+        """
+        return self._state.summary
+
+    @summary.setter
+    def summary(self, rows: dict[str, Any]) -> None:
+        self._state.set_summary(rows)
 
     @property
     def steps_done(self) -> int:
@@ -240,7 +278,7 @@ class Run:
             >>> samestep.Run(None, batch_size=8).steps_done
             0
         """
-        return self._position.steps_done
+        return self._state.steps_done
 
     def prepare(
         self, *unnamed: Any, override: bool = False, device_map: Literal["keep"] | None = None, **objects: Any
@@ -274,44 +312,21 @@ class Run:
         """
         if unnamed:
             raise UsageError("run.prepare takes everything by name, run.prepare(model=model, ...), and returns nothing")
-        if self._objects:
+        if self._prepared is not None:
             raise UsageError("run.prepare was called twice: pass all objects in one call")
         if device_map not in (None, "keep"):
             raise InvalidValue(f'device_map must be "keep" or None, not {device_map!r}')
-        context = self._context
-        config = self._context.config
-        self._modules = modules = prepared.check(objects, self._old_params)
-        self._objects.update(objects)
+        modules = check_objects(objects, self._old_params)
         self._old_params = {}
-        self._numbers = config.identity() | {"models": prepared.describe_models(modules)}
-        self._overrides = override or config.override
-        self._contents = Contents(objects, modules, context.precision, self._say)
-        context.group.check_process_group()
-        calls.wait_for_call(context.group, calls.PREPARE)
-        outline = prepared.outline(objects, modules) | {**self._contents.options.in_force}
-        context.group.agree(config.shared() | {"override": self._overrides} | outline)
-        if device_map is None:
-            for module in modules.values():
-                module.to(self.device)
-        self._interceptors.prepare(objects, modules)
-        context.group.broadcast_tensors([t for m in modules.values() for t in (*m.parameters(), *m.buffers())])
-        if self.dir is not None:
-            encode(prepared.states(objects))  # an Error for what cannot be saved comes now, not after the first epoch
-        self._gradients = GradientAverager(
+        self._prepared = prepare_objects(
+            objects,
             modules,
-            context.group,
-            context.precision,
-            exact=config.reduction == "exact",
-            bucket_cap_bytes=config.bucket_cap_bytes,
-            micro_batch_size=config.micro_batch_size,
-        )
-        held = prepared.find_held_optimizers(objects)
-        self._misuse = MisuseChecks(objects, modules, self._gradients, held)
-        self._restore()
-        self._replicas = Replicas(objects, context.group, config.compare_every)
-        self._parameters = TrainedParameters(objects, modules, self._gradients, held)
-        self._evaluator = Evaluator(
-            context, modules, self._gradients, self._position, self._watchdog, self._stopping, self._pools
+            self._context,
+            self._state,
+            self._services.snapshotter,
+            self._interceptors,
+            override=override,
+            device_map=device_map,
         )
 
     def epochs(
@@ -362,8 +377,9 @@ class Run:
             3
         """
         check_count("epochs", num_epochs)
-        opened = self._open_data(
+        loop = self._open_loop(
             data,
+            num_epochs,
             endless=False,
             sampler=sampler,
             collate_fn=collate_fn,
@@ -372,7 +388,7 @@ class Run:
             drop_last=drop_last,
             pin_memory=pin_memory,
         )
-        return self._begin(opened, opened.plan.plan_end(num_epochs), num_epochs).run_epochs(num_epochs)
+        return loop.run_epochs(num_epochs)
 
     def steps(
         self,
@@ -412,8 +428,9 @@ class Run:
             7
         """
         check_count("steps", num_steps)
-        opened = self._open_data(
+        loop = self._open_loop(
             data,
+            num_steps,
             endless=True,
             sampler=sampler,
             collate_fn=collate_fn,
@@ -421,7 +438,7 @@ class Run:
             shuffle=shuffle,
             pin_memory=pin_memory,
         )
-        return self._begin(opened, opened.plan.plan_end(num_steps), None).run_steps()
+        return loop.run_steps()
 
     def evaluate(
         self,
@@ -460,10 +477,24 @@ class Run:
             {'mean': 2.5, 'all': [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]}
         """
         self._check_call("run.evaluate", "the ranks are not at the same place there; dedent it")
-        self._check_prepared("run.evaluate")
-        arguments: dict[str, Any] = {"collate_fn": collate_fn, "num_workers": num_workers}
-        arguments["micro_batch_size"] = micro_batch_size
-        return self._interceptors.evaluate(self._evaluator.evaluate, score, data, **arguments)
+        prepared = self._check_prepared("run.evaluate")
+        evaluator = Evaluator(
+            self._context,
+            prepared.modules,
+            prepared.gradients,
+            self._state,
+            self._services.watchdog,
+            self._services.stopping,
+            self._pools,
+        )
+        return self._interceptors.evaluate(
+            evaluator.evaluate,
+            score,
+            data,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            micro_batch_size=micro_batch_size,
+        )
 
     def log(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
         """Write a row to `metrics.jsonl` and to the trackers at the current step. Call it on all ranks.
@@ -487,12 +518,12 @@ class Run:
         """
         self._check_call("run.log", "it knows this rank's part only; call step.log, which averages over all ranks")
         row = collect_values("run.log", values, named)
-        self._metrics.note_names(row)
+        self._services.metrics.note_names(row)
         if self.steps_done if self._loop is None else self._loop.repeats_head:
             return
         step = None if self._loop is None else self._loop.step
         in_body = step is not None and step.number == self.steps_done
-        self._metrics.write_row(row, self.steps_done + in_body)
+        self._services.metrics.write_row(row, self.steps_done + in_body)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only, above the progress bar. Arguments as for the builtin `print`.
@@ -555,7 +586,7 @@ class Run:
             True
         """
         self._check_left()
-        self._snapshotter.ask_for(name, is_taken=self._loop is not None and self._loop.place.is_past)
+        self._services.snapshotter.ask_for(name, is_taken=self._state.place.is_past)
 
     def restore(self, which: int | str, *names: str) -> None:
         """Load the weights and buffers of a snapshot into the models, in place. Call it after the loop, on all ranks.
@@ -575,14 +606,14 @@ class Run:
         Example: see `Run.snapshot`.
         """
         self._check_call("run.restore", "call it after the loop")
-        self._check_prepared("run.restore")
-        if not self._stopping.is_ended:
+        prepared = self._check_prepared("run.restore")
+        if self._state.is_in_loop:
             raise UsageError("run.restore in the loop would change what is trained: call it after the loop")
-        calls.wait_for_call(self._context.group, calls.RESTORE)
+        context = self._context
+        calls.wait_for_call(context.group, calls.RESTORE)
+        self._services.snapshotter.wait_until_written()
         may_lack = self._interceptors.is_trial
-        group = self._context.group
-        self._snapshotter.wait_until_written()
-        is_loaded = restore_models(self._context.location, self._modules, names, which, group, may_lack=may_lack)
+        is_loaded = restore_models(context.location, prepared.modules, names, which, context.group, may_lack=may_lack)
         self._is_recalled = is_loaded and self._loop is None
 
     def stop(self, reason: str = "") -> None:
@@ -612,7 +643,7 @@ class Run:
             1
         """
         self._check_left()
-        self._stopping.ask(reason or "run.stop()")
+        self._services.stopping.ask(reason or "run.stop()")
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Context manager for the forward pass and the loss, in the precision of the run. See `torch.autocast`.
@@ -664,142 +695,26 @@ class Run:
         self._refuse_in_step("run.clip_grad_norm_", "the gradient is not complete there; dedent it")
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
-    def _open_data(self, data: Any, **arguments: Any) -> LoopData:
+    def _open_loop(self, data: Any, count: int, **arguments: Any) -> Loop:
+        """Open the next loop, of `count` epochs or steps. Other arguments as for `open_loop_data`."""
         self._check_left()
         start = (0, 0) if self._loop is None else self._loop.find_end()
-        self._check_prepared("the loop")
+        prepared = self._check_prepared("the loop")
         if self._is_recalled:
             raise UsageError(
                 "run.restore was called before the loop, which would train other weights: call it after it"
             )
-        return open_loop_data(
+        opened = open_loop_data(
             data,
+            count,
             seed=self.seed,
             batch_size=self.batch_size,
             micro_batch_size=self.micro_batch_size,
             start=start,
             **arguments,
         )
-
-    def _begin(self, data: LoopData, planned: int, num_epochs: int | None) -> Loop:  # noqa: PLR0915
-        """Do everything between the check of the arguments and the first step of a loop. `planned`: its end."""
-        context = self._context
-        config = self._context.config
-        position = self._position
-        location = context.location
-        calls.wait_for_call(context.group, calls.LOOP)
-        plan = data.plan
-        lengths = {f"the number of {plan.unit}s": planned, "the length of the data set": plan.length}
-        context.group.agree(data.numbers | lengths)
-        if self._loop is None and not position.resumed_step:
-            data.open_epochs(0)  # an error for wrong indices comes before anything is written
-        directory = location.path if data.shards else None
-        marks = []
-        if directory is not None:
-            marks = context.group.once(lambda: check_marks(data, directory, overrides=self._overrides))
-        if self._loop is None:
-            machine = describe_machine(config, self.device)
-            options = self._contents.options
-            own = location.directory
-            options = add_samples(options, context.group, own, data, self.seed, machine, self._overrides)
-            if self.dir is not None:
-                git, script = context.group.once(lambda: (read_commit(), describe_script()))
-                options = replace(options, git=git, script=script)
-            location.begin(self._point, self._numbers | data.numbers, machine, self._config, options)
-            self._about = describe_run(context, self.dir, self._config, machine, options)
-            fix_compiler()
-        place = position.begin_loop(data, planned, config.max_steps, location, self._say)
-        if directory is not None and (
-            problem := location.once(lambda: keep_shards(directory, data.shards_hash, data.shards, marks))
-        ):
-            self._say(problem)
-        if data.lanes is not None and not place.is_past and not place.is_further and position.lanes:
-            data.lanes.resume(position.lanes, self._lanes_s)
-            if warning := data.lanes.describe_catching_up(position.steps_done - plan.first_step):
-                self._say(warning)
-        if place.is_further:
-            self._resources.begin_loop()
-        if place.is_replayed:
-            self.state = self._contents.restore_again(location.read(self._point))
-        self._stopping.begin_loop(place)
-        self._metrics.begin_loop(plan, self._gradients)
-        observers: list[StepObserver] = [self._misuse, self._parameters, self._watchdog, self._metrics, self._stopping]
-        if self.world_size > 1:
-            observers.append(self._replicas)
-        interceptors = self._interceptors
-        can_resume = self.rank == 0 and self.dir is not None
-        if can_resume and not place.is_further and not interceptors.is_trial:
-            observers.append(Unprepared(self._objects, data, self._say))
-        interceptors.begin_loop(LoopParts(data, self._gradients, self._watchdog, self.dir, self._build_state))
-        self._loop = loop = Loop(
-            context,
-            data,
-            place,
-            position=position,
-            gradients=self._gradients,
-            snapshotter=self._snapshotter,
-            stopping=self._stopping,
-            watchdog=self._watchdog,
-            metrics=self._metrics,
-            observers=Observers([*observers, *interceptors.installed], interceptors),
-            replicas=self._replicas,
-            build_state=self._build_state,
-            on_end=self._end_loop,
-        )
-        self._resources.find_failure = loop.find_failure
-        if place.is_past:
-            return loop
-        self._misuse.watch()
-        if self.rank == 0:
-            self._trackers.start(replace(self._about, resumed_step=self.steps_done))
-        if not place.is_further:
-            size = None if self._resumed else self.micro_batch_size
-            self._say(
-                describe_division(self.batch_size // self.micro_batch_size, self.world_size, size) + self._resumed
-            )
-        if self._stopping.ending and self._resumed and not place.is_further:
-            why, longer = loop.explain_end()
-            self._say(
-                f"nothing left to do in this loop: {why}, and the script continues after it; to train it longer, "
-                f"{longer}, or begin anew with {advise(fresh=True)}"
-            )
-        epochs = num_epochs and plan.first_epoch + num_epochs
-        self._progress.begin(total_steps=loop.place.last_step, done_steps=self.steps_done, epochs=epochs)
-        self._metrics.start_clock()
-        return loop
-
-    def _end_loop(self, rows: dict[str, Any], status: str, failure: Error | None) -> None:
-        """At the end of a loop, show the table, end the trackers, and release signal handlers and workers."""
-        if self.dir is not None:
-            rows["written to"] = self._context.location.shown
-        self._progress.end(self.summary | rows)
-        if self.rank == 0:
-            self._trackers.finish(status)
-        self._misuse.close()
-        self._signals.restore()
-        if failure is None:
-            self._resources.end_loop()
-
-    def _restore(self) -> None:
-        location = self._context.location
-        self._point = point = location.find_resume_point(self._context.config.resume, self._numbers)
-        if point.meta is None:
-            return
-        state = location.read(point)
-        meta = point.meta
-        self._snapshotter.resume(point)
-        self._contents.restore(state, meta.get("settings", {}), overrides=self._overrides)
-        if self._context.config.resume == "latest":  # a snapshot that is named is meant to be trained further
-            self._stopping.reason = meta.get("stopped", "")
-        self.state = state["state"]
-        self._position.load_state_dict(state["position"])
-        self._metrics.tally.load_state_dict(meta.get("tally", {}))
-        self._lanes_s = meta.get("lanes_s", [0.0] * len(self._position.lanes))
-        ranks = "" if (was := meta["world_size"]) == self.world_size else f" (was {was} rank{'s' if was != 1 else ''})"
-        self._resumed = f"; resumed at step {self.steps_done}{ranks}"
-
-    def _build_state(self, position: dict[str, Any]) -> dict[str, Any]:
-        return self._contents.build(position | self._position.state_dict(), self.state)
+        self._loop = open_loop(opened, self._context, self._state, prepared, self._services, self._interceptors)
+        return self._loop
 
     def _check_call(self, what: str, instead: str) -> None:
         """Refuse a call in the wrong place."""
@@ -810,9 +725,10 @@ class Run:
         if self._loop is not None and self._loop.step is not None:
             self._loop.step.refuse_inside(what, instead)
 
-    def _check_prepared(self, what: str) -> None:
-        if not self._objects:
+    def _check_prepared(self, what: str) -> Prepared:
+        if self._prepared is None:
             raise UsageError(f"call run.prepare(model=..., optimizer=...) before {what}: it makes all ranks alike")
+        return self._prepared
 
     def _check_left(self) -> None:
         if self._loop is not None:
@@ -822,5 +738,5 @@ class Run:
         say_above(self._progress, sentence)
 
     def __del__(self) -> None:
-        if hasattr(self, "_resources"):  # false if `__init__` has failed
-            self._resources.close()
+        if hasattr(self, "_services"):  # false if `__init__` has failed
+            self._services.resources.close()

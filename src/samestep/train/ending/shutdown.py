@@ -40,7 +40,6 @@ class Resources:
 
     Attributes:
         error_dir: directory in which the launcher looks for errors; None without a launcher.
-        find_failure: called at the end of the process; returns the error of a run that has not ended correctly.
     """
 
     def __init__(
@@ -54,13 +53,17 @@ class Resources:
         self._progress = progress
         self._pools = pools
         self._is_open = True
-        self.find_failure: Callable[[], Error | None] = lambda: None
+        self._find_failure: Callable[[], Error | None] = lambda: None
         if _ended:
             gc.collect()  # closes runs without references: as reference cycles, they could remain for long
         else:
             atexit.unregister(_close_all)
             atexit.register(_close_all)
         _open.append(self)
+
+    def watch(self, find_failure: Callable[[], Error | None]) -> None:
+        """Set the function that returns, at the end of the process, the error of a run that has not ended correctly."""
+        self._find_failure = find_failure
 
     def end_loop(self) -> None:
         """End a loop without error. From now on, the run is closed when nothing refers to it."""
@@ -99,7 +102,7 @@ class Resources:
         was_open = self._snapshotter.close()
         self._context.group.close()
         self._signals.restore()
-        return None if failure or not was_open else self.find_failure()
+        return None if failure or not was_open else self._find_failure()
 
     def forget(self) -> None:
         """In a forked child: release the run, which belongs to the parent."""

@@ -12,7 +12,7 @@ from samestep.train.context import RunContext
 from samestep.train.ending.stop_signals import StopSignals
 from samestep.train.guards.calls import EPOCH_END, EPOCH_END_AFTER_STOP, wait_for_call
 from samestep.train.guards.watchdog import Watchdog
-from samestep.train.state.position import Place, Position
+from samestep.train.state.run_state import RunState
 from samestep.train.step.steps import Step, StepObserver
 
 
@@ -25,56 +25,48 @@ class Stopping(StepObserver):
         signals: the signals that this rank has received.
 
     Attributes:
-        reason: why the script called run.stop(); "" if it did not.
         signal: the signal that stops the run on all ranks; 0 for none.
         ending: whether no further step begins.
-        is_ended: whether there is no loop, all its steps are done, or it ended early.
-        last_step: number of completed steps when the loop ends, unless it ends early.
     """
 
     def __init__(
         self,
         context: RunContext,
-        position: Position,
+        state: RunState,
         snapshotter: Snapshotter,
         watchdog: Watchdog,
         signals: StopSignals,
     ) -> None:
         self._context = context
-        self._position = position
+        self._state = state
         self._snapshotter = snapshotter
         self._watchdog = watchdog
         self.signals = signals
         self._grace_s = context.config.grace_s
-        self.reason = ""
         self.signal = 0
-        self.last_step = 0
         self.ending = False
-        self.is_ended = True
         self._has_agreed = False
         self._began_s = 0.0
 
-    def begin_loop(self, place: Place) -> None:
+    def begin_loop(self) -> None:
         """A loop begins."""
-        self.last_step = place.last_step
-        self.ending = self._position.steps_done >= self.last_step or bool(self.reason)
+        self.ending = self._is_at_end or bool(self._state.stop_reason)
         self.signal = 0
-        self.is_ended = False
         self._has_agreed = False
 
     def ask(self, reason: str) -> None:
         """End the loop, because the script has called run.stop()."""
-        self.reason = reason
+        self._state.stop(reason)
         self.ending = True
 
-    def move_end(self, last_step: int) -> None:
-        """Set the last step of a loop whose sampler gave the length of another epoch."""
-        self.last_step = last_step
+    @property
+    def _is_at_end(self) -> bool:
+        return self._state.steps_done >= self._state.place.last_step
 
     @property
     def is_interrupted(self) -> bool:
         """Return whether a signal ends this start. It does not end a run that is complete or ended by run.stop()."""
-        return bool(self.signal) and self._position.steps_done < self.last_step and not self.reason
+        return bool(self.signal) and not self._is_at_end and not self._state.stop_reason
 
     # --- votes ------------------------------------------------------------------------------------------------
 
@@ -97,17 +89,17 @@ class Stopping(StepObserver):
         copying = [vote.copying for vote in votes]
         if True in copying and False in copying:
             raise UsageError(
-                f"rank {copying.index(True)} takes a snapshot of step {self._position.steps_done}, and rank "
+                f"rank {copying.index(True)} takes a snapshot of step {self._state.steps_done}, and rank "
                 f"{copying.index(False)} does not: call run.snapshot on every rank; one of them writes it"
             )
         before = self._watchdog.now[0]
         is_copying = self._snapshotter.is_copying
         if is_copying:
-            self._watchdog.enter("saving", self._position.steps_done)
+            self._watchdog.enter("saving", self._state.steps_done)
         self._snapshotter.join_copy()
         if is_copying:
-            self._watchdog.enter(before, self._position.steps_done)
-        if not self.is_ended:
+            self._watchdog.enter(before, self._state.steps_done)
+        if self._state.is_in_loop:
             if any(vote.snapshot for vote in votes):
                 self._snapshotter.want()
             self.signal = max(vote.stop for vote in votes)
@@ -134,7 +126,7 @@ class Stopping(StepObserver):
     def end_step(self, step: Step) -> None:
         self._warn_of_grace(time.monotonic() - self._began_s)
         self.vote_alone()
-        self.ending |= self._position.steps_done >= self.last_step
+        self.ending |= self._is_at_end
 
     def _warn_of_grace(self, step_s: float) -> None:
         """Warn, once, if the grace period after a signal is too short for a step and a snapshot."""
@@ -166,8 +158,8 @@ class Stopping(StepObserver):
             UsageError: another rank did not call run.stop().
         """
         group = self._context.group
-        steps_done = self._position.steps_done
-        if self.reason and not self._is_settled:
+        steps_done = self._state.steps_done
+        if self._state.stop_reason and not self._is_settled:
             other = group.find_continuing(steps_done)
             if other is not None:
                 first, step = group.find_stopped() or (group.rank, steps_done)
@@ -183,17 +175,17 @@ class Stopping(StepObserver):
         Raises:
             UsageError: only some ranks called run.stop(), or asked for these snapshots.
         """
-        ends = wait_for_call(self._context.group, EPOCH_END_AFTER_STOP if self.reason else EPOCH_END, names)
+        ends = wait_for_call(self._context.group, EPOCH_END_AFTER_STOP if self._state.stop_reason else EPOCH_END, names)
         if not self._is_settled:
             if len(set(ends)) > 1:
                 stopped = ends.index(EPOCH_END_AFTER_STOP)
-                raise self._build_stop_error(stopped, self._position.steps_done, other=ends.index(EPOCH_END))
-            self._has_agreed = bool(self.reason)
+                raise self._build_stop_error(stopped, self._state.steps_done, other=ends.index(EPOCH_END))
+            self._has_agreed = bool(self._state.stop_reason)
 
     @property
     def _is_settled(self) -> bool:
         """Whether the loop ends here on all ranks, with or without a run.stop()."""
-        return self._has_agreed or bool(self.signal) or self._position.steps_done >= self.last_step
+        return self._has_agreed or bool(self.signal) or self._is_at_end
 
     def _build_stop_error(self, rank: int, step: int | str, other: int) -> UsageError:
         return UsageError(

@@ -123,12 +123,15 @@ class Replicas(StepObserver):
             if isinstance(tensor, nn.Parameter) or (before is not None and before() is tensor):
                 yield name
 
-    def build_training_state(self, build: Callable[[], dict[str, Any]], step: int) -> TrainingState:
-        """Return the content of a snapshot after `step` steps. `build`: see `TrainingState`."""
+    def build_training_state(
+        self, build: Callable[[], dict[str, Any]], notes: Mapping[str, Any], step: int
+    ) -> TrainingState:
+        """Return the content of a snapshot after `step` steps. `build`, `notes`: see `TrainingState`."""
         is_due = self._every is not None and self._alike_at != step
         replicated = dict(name_replicated(self._objects))
         return TrainingState(
             build,
+            notes,
             checked=[each for each in list_checked(self._objects) if each[0] not in self._begun_infinite],
             stable=list_stable(self._objects),
             replicated=[*replicated.items()],

@@ -21,7 +21,7 @@ from samestep.launch.failure import write_failure
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.guards.calls import NEW_RUN, announce_run, check_run, explain_in_loop, wait_for_call
-from samestep.train.state.position import Position
+from samestep.train.state.run_state import RunState
 from samestep.train.step.steps import Step, StepObserver
 from samestep.watch.heartbeat import Heartbeat, PhaseClock, RankFacts, read_beats
 from samestep.watch.stall_diagnosis import build_limits, explain_slow_saving
@@ -40,11 +40,11 @@ class Watchdog(PhaseClock, StepObserver):
         now: see `PhaseClock`.
     """
 
-    def __init__(self, context: RunContext, snapshotter: Snapshotter, position: Position) -> None:
+    def __init__(self, context: RunContext, snapshotter: Snapshotter, state: RunState) -> None:
         super().__init__()
         self._context = context
         self._snapshotter = snapshotter
-        self._position = position
+        self._state = state
         self._terminal = read_terminal()
         self._heartbeat: Heartbeat | None = None
         self._has_warned_of_saving = False
@@ -88,7 +88,7 @@ class Watchdog(PhaseClock, StepObserver):
         stuck_after_s = self._context.config.stuck_after_s
         for earlier in list(_open):  # a run whose loop was left, such as when a notebook's cell is run again
             earlier.close()
-        self.enter("script", self._position.steps_done)
+        self.enter("script", self._state.steps_done)
         is_alone = context.environment.launcher == "python" and context.world_size == 1
         if stuck_after_s == 0 or (is_alone and hasattr(sys, "ps1")):  # a user at a prompt may take any time
             return
@@ -107,7 +107,7 @@ class Watchdog(PhaseClock, StepObserver):
             logs=context.location.logs,
             may_write=self._may_write,
             micro_batch_size=context.config.micro_batch_size,
-            began_step=self._position.steps_done,
+            began_step=self._state.steps_done,
         )
         self._heartbeat = Heartbeat(self, facts, context.group.open_entries())
         _open.append(self)

@@ -18,6 +18,7 @@ class LoopData:
     """The data set of a loop, with the plan by which it is read.
 
     Attributes:
+        count: number of epochs of the loop, or of steps in a loop over steps.
         plan: the samples of each step, as indices of the data set.
         spec: the data set, and how to load micro-batches from it.
         lanes: the data set, if it is a stream; else None.
@@ -26,12 +27,23 @@ class LoopData:
         orders: the orders of epochs, if a sampler gives them; else None.
     """
 
+    count: int
     plan: LoopPlan
     spec: DataSpec
     lanes: Lanes | None
     shards: tuple[Shard, ...]
     shards_hash: str
     orders: SamplerOrders | None
+
+    @property
+    def planned(self) -> int:
+        """The loop's end in the script, without `max_steps`: a step or an epoch, see `LoopPlan.unit`."""
+        return self.plan.plan_end(self.count)
+
+    @property
+    def num_epochs(self) -> int | None:
+        """Number of epochs of the run when the loop ends; None in a loop over steps."""
+        return None if self.plan.is_endless else self.plan.first_epoch + self.count
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -67,6 +79,7 @@ class LoopData:
 
 def open_loop_data(
     data: Any,
+    count: int,
     *,
     seed: int,
     batch_size: int,
@@ -79,7 +92,7 @@ def open_loop_data(
     """Check what the script passed to `run.epochs` or `run.steps`, and plan the loop.
 
     Args:
-        data, sampler, arguments: what the script passed.
+        data, count, sampler, arguments: what the script passed.
         endless: whether the data set is repeated and no step is short, as in `run.steps`.
         start: the step and the epoch where the loop begins.
 
@@ -120,4 +133,4 @@ def open_loop_data(
         first_step=start[0],
         first_epoch=start[1],
     )
-    return LoopData(plan, spec, lanes, shards, shards_hash, orders)
+    return LoopData(count, plan, spec, lanes, shards, shards_hash, orders)

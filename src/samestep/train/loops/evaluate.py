@@ -23,7 +23,7 @@ from samestep.plan.tree import build_layout
 from samestep.train.context import RunContext
 from samestep.train.ending.stopping import Stopping
 from samestep.train.guards import calls
-from samestep.train.state.position import Position
+from samestep.train.state.run_state import RunState
 from samestep.train.step.step_log import average
 from samestep.watch.heartbeat import PhaseClock
 
@@ -48,7 +48,7 @@ class Evaluator:
         context: RunContext,
         modules: Mapping[str, nn.Module],
         gradients: GradientAverager,
-        position: Position,
+        state: RunState,
         watchdog: PhaseClock,
         stopping: Stopping,
         pools: Pools,
@@ -56,7 +56,7 @@ class Evaluator:
         self._context = context
         self._modules = modules
         self._gradients = gradients
-        self._position = position
+        self._state = state
         self._watchdog = watchdog
         self._stopping = stopping
         self._pools = pools
@@ -65,7 +65,7 @@ class Evaluator:
         self, score: Callable[[Any], Mapping[str, Any]], data: Any, *, micro_batch_size: int | None, **arguments: Any
     ) -> dict[str, Any]:
         """Score every sample. Arguments, result and errors as for `Run.evaluate`."""
-        self._position.num_evaluations += 1
+        self._state.count_evaluation()
         size = 1 if micro_batch_size is None else micro_batch_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InvalidValue(f"micro_batch_size must be a whole number above 0, not {micro_batch_size!r}")
@@ -79,13 +79,13 @@ class Evaluator:
             seed_all(self._derive("after"))
 
     def _derive(self, purpose: str, v: int = 0) -> int:
-        position = self._position
-        pass_ = 2**32 + position.num_evaluations  # distinct from those of steps
-        return derive(self._context.config.seed, purpose, step=position.steps_done, pass_=pass_, micro_batch=v)
+        state = self._state
+        pass_ = 2**32 + state.num_evaluations  # distinct from those of steps
+        return derive(self._context.config.seed, purpose, step=state.steps_done, pass_=pass_, micro_batch=v)
 
     def _evaluate(self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec) -> dict[str, Any]:
         group = self._context.group
-        steps_done = self._position.steps_done
+        steps_done = self._state.steps_done
         self._watchdog.enter("reducing", steps_done)
         calls.wait_for_call(group, calls.EVALUATE)
         rows = self._score(score, spec)
@@ -100,7 +100,7 @@ class Evaluator:
     def _score(self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec) -> list[Row]:
         """Return the scores of this rank's micro-batches."""
         context = self._context
-        position = self._position
+        steps_done = self._state.steps_done
         length = len(spec)
         micro_batch_size = spec.micro_batch_size or context.config.micro_batch_size
         spans = [(start, min(start + micro_batch_size, length)) for start in range(0, length, micro_batch_size)]
@@ -114,7 +114,7 @@ class Evaluator:
         evaluating = dict.fromkeys(modes, False)
         without = dict.fromkeys(gradients)
         self._gradients.hold_buffers()
-        self._watchdog.enter("validating", position.steps_done)
+        self._watchdog.enter("validating", steps_done)
         try:
             workers = self._pools.lend(spec, context.device)
             with Loader(spec, tasks, device=context.device, workers=workers) as loader, torch.no_grad():
@@ -124,7 +124,7 @@ class Evaluator:
                     _set("grad", without)  # and backward(), such as to weigh an input
                     rows.append(_read(score(to_device(loaded.batch, context.device)), loaded.num_samples))
                     self._gradients.undo_buffers()
-                    self._watchdog.enter("validating", position.steps_done)
+                    self._watchdog.enter("validating", steps_done)
             return [_to_numbers(row) for row in rows]
         except Error as error:
             raise locate_error(error, context.location.logs, context.rank, "run.evaluate") from error.__cause__

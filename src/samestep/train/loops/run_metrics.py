@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from samestep.console import warn
@@ -15,75 +16,26 @@ from samestep.plan.ledger import Entry, to_bits
 from samestep.plan.loop_plan import LoopPlan
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.train.context import RunContext
+from samestep.train.state.run_state import RunState
 from samestep.train.state.stateful import Objects, Wrapped, find_wrapped, learning_rates
-from samestep.train.step.step_log import Value
 from samestep.train.step.steps import Step, StepObserver
 from samestep.watch.progress import Progress
 from samestep.watch.stall_diagnosis import describe_spent, share_spent
 from samestep.watch.trackers.delivery import Trackers
+from samestep.watch.trackers.protocol import TrackerInfo
 
 MOST_ZERO = 5  # steps in a row whose loss and gradient may be exactly 0
 
 
-class MetricsTally:
-    """Counts over all steps of a run, also before restarts, and averages over the steps of the current epoch.
-
-    The same on all ranks. A snapshot stores it in the manifest, not in the state: a script may log times, and the
-    digest of the state must not depend on them.
-
-    Attributes:
-        num_skipped: number of steps that made no update, see `Step.is_skipped`.
-        epoch: the epoch of the averages; -1 before the first step.
-    """
-
-    def __init__(self) -> None:
-        self.num_skipped = 0
-        self.epoch = -1
-        self._sums: dict[str, tuple[Value, float]] = {}  # of value times weight, and of weights
-
-    def add(self, epoch: int, averages: Mapping[str, tuple[Value, float]]) -> None:
-        """Add a step's values and their weights."""
-        if epoch != self.epoch:
-            self.epoch = epoch
-            self._sums = {}
-        for name, (value, weight) in averages.items():
-            if weight:
-                total, total_weight = self._sums.get(name, (0.0, 0.0))
-                self._sums[name] = (total + value * weight, total_weight + weight)
-
-    def averages(self) -> dict[str, float]:
-        """Return the averages over the epoch's steps so far."""
-        return {name: float(total) / weight for name, (total, weight) in self._sums.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the tally as JSON, exact to the bit. Floats are hexadecimal, because JSON has no nan."""
-        sums = {name: [float(total).hex(), weight.hex()] for name, (total, weight) in self._sums.items()}
-        return {"num_skipped": self.num_skipped, "epoch": self.epoch, "sums": sums}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`. An empty state is from a snapshot without a tally."""
-        self.num_skipped = state.get("num_skipped", 0)
-        self.epoch = state.get("epoch", -1)
-        sums = state.get("sums", {})
-        self._sums = {name: (float.fromhex(total), float.fromhex(weight)) for name, (total, weight) in sums.items()}
-
-
 class RunMetrics(StepObserver):
-    """Records every finished step, and rows of metrics.
+    """Records every finished step, and rows of metrics. Writes the tally of the run's state."""
 
-    Args:
-        objects: what was passed to `run.prepare`, for the learning rates.
-
-    Attributes:
-        tally: counts and averages of the run's steps.
-    """
-
-    def __init__(self, context: RunContext, progress: Progress, trackers: Trackers, objects: Objects) -> None:
+    def __init__(self, context: RunContext, state: RunState, progress: Progress, trackers: Trackers) -> None:
         self._context = context
-        self._objects = objects
+        self._state = state
         self._progress = progress
         self._trackers = trackers
-        self.tally = MetricsTally()
+        self._info: TrackerInfo | None = None
         self._num_samples = 0
         self._rates: dict[str, float] = {}
         self._checksum = GradientChecksum()
@@ -96,20 +48,36 @@ class RunMetrics(StepObserver):
         self._began_s = time.perf_counter()
         self._logged_s = -math.inf  # when the last row was written; rank 0's clock counts, which alone writes rows
 
-    def begin_loop(self, plan: LoopPlan, gradients: GradientAverager) -> None:
-        """A loop begins."""
+    def describe_run(self, info: TrackerInfo) -> None:
+        """Set the description of this start, for the trackers."""
+        self._info = info
+
+    def begin_loop(self, plan: LoopPlan, objects: Objects, gradients: GradientAverager) -> None:
+        """A loop begins. `objects`: what was passed to `run.prepare`, for the learning rates."""
         self._num_samples = 0
         self._plan = plan
+        self._objects = objects
         self._gradients = gradients
-        self._wrapped: Wrapped = find_wrapped(self._objects)
+        self._wrapped: Wrapped = find_wrapped(objects)
 
-    def move_end(self, last_step: int) -> None:
-        """Show another last step: a sampler gave the length of another epoch."""
-        self._progress.move_end(last_step)
+    def start_trackers(self) -> None:
+        """Start the trackers of a loop that has steps left. On rank 0."""
+        if self._context.rank == 0 and self._info is not None:
+            self._trackers.start(replace(self._info, resumed_step=self._state.steps_done))
 
-    def start_clock(self) -> None:
-        """Start to time the loop, before its first step, so that the start of trackers is not included."""
+    def start(self, num_epochs: int | None) -> None:
+        """Show the progress, and time the loop, which has steps left.
+
+        Args:
+            num_epochs: number of epochs when it ends, over all loops; None in a loop over steps.
+        """
+        state = self._state
+        self._progress.begin(total_steps=state.place.last_step, done_steps=state.steps_done, epochs=num_epochs)
         self._began_s = time.perf_counter()
+
+    def move_end(self) -> None:
+        """Show another last step: a sampler gave the length of another epoch."""
+        self._progress.move_end(self._state.place.last_step)
 
     def reduced(self, step: Step) -> None:
         """Read the gradient and the learning rates of the update, which the script's body may change afterwards."""
@@ -138,20 +106,21 @@ class RunMetrics(StepObserver):
         if directory is not None:
             self._enter(directory, step)
         self._progress.step(steps_done, step.num_samples, step.epoch)
+        tally = self._state.tally
         if step.is_skipped:
-            self.tally.num_skipped += 1
-            if self.tally.num_skipped == 1:
+            tally.add_skipped()
+            if tally.num_skipped == 1:
                 why = "its gradient is not finite in fp16, so the loss scale was halved"
                 if step.averaged_loss is None:
                     why = "no micro-batch of it had a step.backward with a weight above 0"
                 sentence = f"step {step.number} makes no update: {why}; such steps are counted as skipped_steps"
                 warn(self._context.say, sentence, start="step")
         if not self._plan.is_endless:
-            self.tally.add(step.epoch, step.averages)
+            tally.add(step.epoch, step.averages)
         if self._is_logged:
             row = {f"train/{name}": float(value) for name, (value, _) in step.averages.items()}
             loss = {"train/loss": row.pop("train/loss")} if "train/loss" in row else {}
-            skipped = {"train/skipped_steps": self.tally.num_skipped} if self.tally.num_skipped else {}
+            skipped = {"train/skipped_steps": tally.num_skipped} if tally.num_skipped else {}
             self.write_row(loss | self._rates | row | skipped, steps_done, epoch=step.epoch)
 
     def exchanged(self, step: Step, report: PassReport) -> None:
@@ -215,23 +184,29 @@ class RunMetrics(StepObserver):
         self._progress.log(values, step)
         self._trackers.log(values, step)
 
-    def sum_up(
-        self, num_steps: int, began_step: int, spent_s: Mapping[str, float]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def finish(self, rows: Mapping[str, Any], status: str) -> None:
+        """End the progress display with a table, and the trackers with the status."""
+        location = self._context.location
+        place = {} if location.path is None else {"written to": location.shown}
+        self._progress.end({**self._state.summary, **rows, **place})
+        if self._context.rank == 0:
+            self._trackers.finish(status)
+
+    def sum_up(self, spent_s: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return rows for the table at the end of a loop, and what was measured, for `status.json`.
 
         Args:
-            num_steps: steps of the run when the loop ends.
-            began_step: steps of the run when the loop began.
             spent_s: phase -> seconds.
         """
+        num_steps = self._state.steps_done
+        num_skipped = self._state.tally.num_skipped
         rows: dict[str, Any] = {"steps": num_steps}
-        if num_steps == began_step:
+        if num_steps == self._state.began_step:
             return rows, {}
         wall_s = time.perf_counter() - self._began_s
         samples_per_s = self._num_samples / wall_s
-        if self.tally.num_skipped:
-            rows["steps without an update"] = f"{self.tally.num_skipped} of {num_steps}"
+        if num_skipped:
+            rows["steps without an update"] = f"{num_skipped} of {num_steps}"
         rows |= {"samples/s": f"{samples_per_s:,.0f}", "wall time": f"{wall_s:.1f} s"}
         if spent := describe_spent(spent_s):
             rows["time"] = spent

@@ -31,7 +31,7 @@ def find_params() -> OldParams:
     return {id(param): ref(param) for module in found.values() for param in module.parameters()}
 
 
-def check(objects: Objects, old_params: OldParams) -> dict[str, nn.Module]:
+def check_objects(objects: Objects, old_params: OldParams) -> dict[str, nn.Module]:
     """Check the objects. Return the modules among them, without wrappers of torch.compile.
 
     Raises:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,7 @@ from samestep.plan.ledger import combine
 from samestep.plan.schedule import Span
 from samestep.plan.seeds import derive
 from samestep.train.context import RunContext
-from samestep.train.state.position import Position
+from samestep.train.state.run_state import RunState
 from samestep.train.step.step_log import StepLog, Value, average_batch, collect_values, read_number
 
 
@@ -132,6 +132,25 @@ class Observers:
         self.leave = join("leave")
 
 
+@dataclass(frozen=True)
+class StepParts:
+    """What all steps of a loop share.
+
+    Attributes:
+        loader: loads this rank's micro-batches, in their order.
+        gradients: computes the gradients of the run's models.
+        observers: are notified of the events of a step.
+        cast_vote: returns this rank's vote, for the exchange of a step.
+    """
+
+    context: RunContext
+    state: RunState
+    loader: Loader
+    gradients: GradientAverager
+    observers: Observers
+    cast_vote: Callable[[], Vote]
+
+
 class Step:
     """One optimizer step. Iterate over it to get this rank's micro-batches, on the device.
 
@@ -172,41 +191,35 @@ class Step:
         (0, 4, 1.0)
     """
 
-    def __init__(
-        self,
-        number: int,
-        epoch: int,
-        spans: Sequence[Span],
-        loader: Loader,
-        *,
-        context: RunContext,
-        gradients: GradientAverager,
-        position: Position,
-        logs: Path | None,
-        cast_vote: Callable[[], Vote],
-        observers: Observers,
-    ) -> None:
+    def __init__(self, number: int, epoch: int, spans: Sequence[Span], parts: StepParts) -> None:
         self.number = number
         self.epoch = epoch
         self.sizes = [stop - start for start, stop in spans]
-        self._loader = loader
-        self._context = context
-        self._gradients = gradients
-        self._position = position
-        self._logs = logs
-        self._cast_vote = cast_vote
-        self._on = observers
-        self._interceptors = observers.interceptors
+        self._parts = parts
+        self._context = parts.context
+        self._on = parts.observers
+        self._interceptors = parts.observers.interceptors
         self._pass: GradientPass | None = None  # only inside the loop over the micro-batches
         self._loaded: dict[int, Loaded] = {}
-        self.held, self.borrowed = range(0), self._interceptors.borrow(number, len(self.sizes))
-        self.micro_batch = self.num_passes = 0
+        self._log = StepLog(0)  # of the current pass
         self._fingerprints: list[int] = []
+        self._is_left = False
+        self._is_probe = False
+        self.held = range(0)
+        self.borrowed = self._interceptors.borrow(number, len(self.sizes))
+        self.micro_batch = 0
+        self.num_passes = 0
         self.averaged_loss: float | None = None
         self.averages: dict[str, tuple[Value, float]] = {}
         self.checksums: list[tuple[Callable[[], int], bool]] = []
-        self.open = self.is_over = self.has_gradients = self._is_left = self._is_probe = False
+        self.open = False
+        self.is_over = False
+        self.has_gradients = False
         self.is_skipped = True
+
+    def close(self) -> None:
+        """The next step begins."""
+        self.is_over = True
 
     @property
     def num_samples(self) -> int:
@@ -325,7 +338,7 @@ class Step:
     def _begin_pass(self) -> None:
         self.check_not_left()
         if self.is_over:
-            raise UsageError(f"step {self.number} is over, since step {self._position.steps_done} has begun")
+            raise UsageError(f"step {self.number} is over, since step {self._parts.state.steps_done} has begun")
         if self.open:
             raise UsageError(f"step {self.number} is iterated over inside its own loop: use one loop after the other")
         self._on.begin_pass(self)
@@ -337,7 +350,7 @@ class Step:
         self._is_probe = False
 
     def _start(self) -> range:
-        self._pass = self._gradients.begin(self.number, self.sizes, self.num_passes)
+        self._pass = self._parts.gradients.begin(self.number, self.sizes, self.num_passes)
         self.held = self._pass.held
         self._log = StepLog(len(self.held))
         return self.held
@@ -347,10 +360,10 @@ class Step:
         if self.num_passes == 0:
             self._on.load(self)
             try:
-                self._loaded[v] = next(self._loader)
+                self._loaded[v] = next(self._parts.loader)
             except Error as error:
                 place = f"step {self.number}"
-                raise locate_error(error, self._logs, self._context.rank, place) from error.__cause__
+                raise locate_error(error, self._context.location.logs, self._context.rank, place) from error.__cause__
         return to_device(self._loaded[v].batch, self._context.device, non_blocking=True)
 
     def load_up_to(self, v: int) -> Any:
@@ -363,7 +376,7 @@ class Step:
         self._on.exchange(self)
         fingerprints = [self._loaded[v].fingerprint for v in self.held]
         try:
-            return self._find_pass().exchange(self._cast_vote(), fingerprints, self._log.compute_means())
+            return self._find_pass().exchange(self._parts.cast_vote(), fingerprints, self._log.compute_means())
         except RuntimeError as error:
             self._on.exchange_failed(self, error)
             raise
@@ -469,7 +482,7 @@ class Step:
 
         Example: see `Step.metrics`.
         """
-        is_past = self.is_over or self._position.steps_done > self.number
+        is_past = self.is_over or self._parts.state.steps_done > self.number
         if is_past or not (self.open or self.num_passes):
             raise UsageError(
                 f"step.log of step {self.number} was called outside of its body: call it in or after its micro-batch "

@@ -1,0 +1,125 @@
+"""The micro-batches of a loop's steps: calls the sampler, and loads what this rank computes."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from samestep.data.attributes import Attributes
+from samestep.data.lanes import LanePosition
+from samestep.data.loader import Loader
+from samestep.data.order_files import keep_order
+from samestep.errors import InvalidValue
+from samestep.plan.ledger import fingerprint
+from samestep.plan.loop_plan import Task
+from samestep.train.context import RunContext
+from samestep.train.inputs.loop_data import LoopData
+from samestep.train.state.run_state import RunState
+
+
+class Feed:
+    """Loads the micro-batches of a loop on this rank.
+
+    Args:
+        has_steps: whether the loop has steps left.
+        borrow: (step, number of micro-batches) -> those of other ranks that this rank loads, too.
+
+    Attributes:
+        data: the data set.
+        plan: the samples of each step.
+        loader: gives this rank's micro-batches, in their order.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        data: LoopData,
+        state: RunState,
+        borrow: Callable[[int, int], Sequence[int]],
+        *,
+        has_steps: bool,
+    ) -> None:
+        self.data = data
+        self.plan = data.plan
+        self._context = context
+        self._state = state
+        self._borrow = borrow
+        self._loaded_end = 0
+        if has_steps:
+            self._call_sampler()
+        num_workers = 0
+        if not state.place.is_past:
+            wanted = data.spec.num_workers
+            num_workers = self.plan.count_workers(wanted, rank=context.rank, world_size=context.world_size)
+        spec = replace(data.spec, num_workers=num_workers)
+        positions = {} if data.lanes is None else data.lanes.positions
+        self.loader = Loader(spec, self._begin_tasks(), device=context.device, positions=positions)
+        self._attributes = Attributes(data.spec)
+
+    def find_change(self) -> str | None:
+        """Describe a change of the data set by the script since the last call, such as by set_epoch; None without."""
+        return self._attributes.find_change()
+
+    def load_further(self) -> bool:
+        """If the next step is not known yet, call the sampler for its epochs, and load them.
+
+        Returns:
+            Whether the end of the loop has moved.
+        """
+        if self._state.steps_done != self._loaded_end:
+            return False
+        has_moved = self._call_sampler()
+        self.loader.begin(self._begin_tasks())
+        return has_moved
+
+    def gather_lanes(self) -> list[LanePosition]:
+        """Gather the positions of a stream's lanes from the ranks that read them, on all ranks. [] without a stream."""
+        if self.data.lanes is None:
+            return []
+        group = self._context.group
+        newest = dict[int, LanePosition]()
+        for sealed in group.gather(group.seal(self.loader.positions)):
+            for lane, position in group.unseal(sealed).items():
+                if lane not in newest or newest[lane].num_samples < position.num_samples:
+                    newest[lane] = position
+        return [newest[lane] for lane in sorted(newest)]
+
+    def close(self) -> None:
+        """End the workers."""
+        self.loader.close()
+
+    def _begin_tasks(self) -> Iterator[Task]:
+        """Return this rank's tasks for the steps whose samples are known: all, or with a sampler those of its epochs.
+
+        So the loader workers do not read ahead over the end of an epoch, where a sampler may depend on its last step.
+        """
+        context = self._context
+        self._loaded_end = self.plan.find_known_end(self._state.place.last_step)
+        return self.plan.tasks(
+            self._state.steps_done,
+            self._loaded_end,
+            rank=context.rank,
+            world_size=context.world_size,
+            borrow=self._borrow,
+        )
+
+    def _call_sampler(self) -> bool:
+        """Get the orders of the next step's epochs, check that all ranks have the same, and keep them for the audit.
+
+        Returns:
+            Whether the end of the loop has moved.
+        """
+        if self.data.orders is None:
+            return False
+        context = self._context
+        self.data.open_epochs(self._state.steps_done)
+        for epoch, indices in self.data.orders.take_new().items():
+            if len(set(context.group.gather(fingerprint(indices)))) > 1:
+                raise InvalidValue(
+                    f"sampler({epoch}) gave other indices on other ranks: seed it from the epoch, not the rank"
+                )
+            directory = context.location.path
+            if directory is None:
+                continue
+            if problem := context.location.once(partial(keep_order, directory, epoch, indices)):
+                context.say(problem)
+        return self._state.move_end(self.plan, context.config.max_steps)

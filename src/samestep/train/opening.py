@@ -1,0 +1,172 @@
+"""Opens a loop: everything between the check of its arguments and its first step."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from samestep.console import format_ranks
+from samestep.data.order_files import keep_shards
+from samestep.data.source import Mark
+from samestep.plan.schedule import describe_division
+from samestep.train.context import RunContext
+from samestep.train.description import describe_run, describe_script, read_commit
+from samestep.train.determinism import describe_machine, fix_compiler
+from samestep.train.guards import calls
+from samestep.train.guards.unprepared import Unprepared
+from samestep.train.inputs.loop_data import LoopData
+from samestep.train.inputs.samples import add_samples, check_marks
+from samestep.train.loops.feed import Feed
+from samestep.train.loops.loop import Loop
+from samestep.train.loops.services import Services
+from samestep.train.prepared import Prepared
+from samestep.train.state.run_state import RunState
+from samestep.train.step.interception import Interceptors, LoopParts
+from samestep.train.step.steps import Observers, StepObserver
+from samestep.watch.trackers.protocol import TrackerInfo
+from samestep.world.environment import advise
+
+
+def open_loop(
+    data: LoopData,
+    context: RunContext,
+    state: RunState,
+    prepared: Prepared,
+    services: Services,
+    interceptors: Interceptors,
+) -> Loop:
+    """Open the script's next loop, on all ranks.
+
+    Raises:
+        Error: the loop is not the same on all ranks, or not the one that the run has recorded.
+    """
+    agree_on_loop(data, context)
+    if state.is_first_loop and not state.resumed_step:
+        data.open_epochs(0)  # an error for wrong indices comes before anything is written
+    marks = read_marks(data, context, overrides=prepared.overrides)
+    if state.is_first_loop:
+        services.metrics.describe_run(record_start(data, context, prepared))
+        fix_compiler()
+    state.begin_loop(data, context.config.max_steps, context.location, context.say)
+    keep_marks(data, marks, context)
+    resume_state(data, context, state, prepared, services)
+    services.stopping.begin_loop()
+    services.metrics.begin_loop(data.plan, prepared.objects, prepared.gradients)
+    observers = build_observers(data, context, state, prepared, services, interceptors)
+    has_steps = not state.place.is_past and not services.stopping.ending
+    feed = Feed(context, data, state, interceptors.borrow, has_steps=has_steps)
+    loop = Loop(context, state, prepared, services, feed, observers)
+    services.resources.watch(loop.find_failure)
+    if not state.place.is_past:
+        prepared.misuse.watch()
+        services.metrics.start_trackers()
+        announce_loop(loop, context, state, prepared, is_ending=services.stopping.ending)
+        services.metrics.start(data.num_epochs)
+    return loop
+
+
+def agree_on_loop(data: LoopData, context: RunContext) -> None:
+    """Check that all ranks open the same loop over the same data."""
+    calls.wait_for_call(context.group, calls.LOOP)
+    unit = data.plan.unit
+    lengths = {f"the number of {unit}s": data.planned, "the length of the data set": data.plan.length}
+    context.group.agree(data.numbers | lengths)
+
+
+def read_marks(data: LoopData, context: RunContext, *, overrides: bool) -> list[Mark]:
+    """Compare the content of the shards with that of earlier starts. Return their marks, of a run with a directory."""
+    directory = context.location.path
+    if directory is None or not data.shards:
+        return []
+    return context.group.once(lambda: check_marks(data, directory, overrides=overrides))
+
+
+def keep_marks(data: LoopData, marks: Sequence[Mark], context: RunContext) -> None:
+    """Write the names and marks of the shards to the run directory."""
+    directory = context.location.path
+    if directory is None or not data.shards:
+        return
+    if problem := context.location.once(lambda: keep_shards(directory, data.shards_hash, data.shards, marks)):
+        context.say(problem)
+
+
+def record_start(data: LoopData, context: RunContext, prepared: Prepared) -> TrackerInfo:
+    """Record this start in the run directory, which belongs to this process from here on. Return its description."""
+    config = context.config
+    location = context.location
+    machine = describe_machine(config, context.device)
+    options = prepared.contents.options
+    own = location.directory
+    options = add_samples(options, context.group, own, data, config.seed, machine, prepared.overrides)
+    if location.path is not None:
+        git, script = context.group.once(lambda: (read_commit(), describe_script()))
+        options = replace(options, git=git, script=script)
+    numbers = {**prepared.numbers, **data.numbers}
+    location.begin(prepared.point, numbers, machine, context.script_config, options)
+    return describe_run(context, machine, options)
+
+
+def resume_state(data: LoopData, context: RunContext, state: RunState, prepared: Prepared, services: Services) -> None:
+    """Bring the stream, and the objects if the script's lines before this loop ran again, to the loop's position."""
+    if data.lanes is not None and (warning := state.resume_lanes(data.lanes, data.plan)):
+        context.say(warning)
+    if state.place.is_further:
+        services.resources.begin_loop()
+    if state.place.is_replayed:
+        state.set_script(prepared.contents.restore_again(context.location.read(prepared.point)))
+
+
+def build_observers(
+    data: LoopData,
+    context: RunContext,
+    state: RunState,
+    prepared: Prepared,
+    services: Services,
+    interceptors: Interceptors,
+) -> Observers:
+    """Return what listens to the loop's steps, in the order of notification, and what intercepts them."""
+    observers: list[StepObserver] = [
+        prepared.misuse,
+        prepared.parameters,
+        services.watchdog,
+        services.metrics,
+        services.stopping,
+    ]
+    if context.world_size > 1:
+        observers.append(prepared.replicas)
+    run_dir = context.location.path
+    can_resume = context.rank == 0 and run_dir is not None
+    if can_resume and not state.place.is_further and not interceptors.is_trial:
+        observers.append(Unprepared(prepared.objects, data, context.say))
+    interceptors.begin_loop(
+        LoopParts(
+            data,
+            prepared.gradients,
+            services.watchdog,
+            run_dir,
+            lambda position: prepared.contents.build(position | state.list_ends(), state.script),
+        )
+    )
+    return Observers([*observers, *interceptors.installed], interceptors)
+
+
+def announce_loop(loop: Loop, context: RunContext, state: RunState, prepared: Prepared, *, is_ending: bool) -> None:
+    """Print how the ranks divide the steps of the first loop, and where it resumes. `is_ending`: it has no step."""
+    if state.place.is_further:
+        return
+    config = context.config
+    meta = prepared.point.meta
+    num_micro_batches = config.batch_size // config.micro_batch_size
+    division = describe_division(
+        num_micro_batches, context.world_size, config.micro_batch_size if meta is None else None
+    )
+    if meta is None:
+        context.say(division)
+        return
+    before = meta["world_size"]
+    ranks = "" if before == context.world_size else f" (was {format_ranks(before)})"
+    context.say(f"{division}; resumed at step {state.steps_done}{ranks}")
+    if is_ending:
+        why, longer = loop.explain_end()
+        context.say(
+            f"nothing left to do in this loop: {why}, and the script continues after it; to train it longer, "
+            f"{longer}, or begin anew with {advise(fresh=True)}"
+        )

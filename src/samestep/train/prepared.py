@@ -1,0 +1,112 @@
+"""What `Run.prepare` builds from the script's objects."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from samestep.engine.gradient_averager import GradientAverager
+from samestep.snapshot.resume_point import ResumePoint
+from samestep.snapshot.serialization import encode
+from samestep.snapshot.snapshotter import Snapshotter
+from samestep.train.context import RunContext
+from samestep.train.guards import calls
+from samestep.train.guards.misuse import MisuseChecks
+from samestep.train.guards.parameters import TrainedParameters
+from samestep.train.guards.replicas import Replicas
+from samestep.train.state.restoring import Contents
+from samestep.train.state.run_state import RunState
+from samestep.train.state.stateful import describe_models, find_held_optimizers, outline, states
+from samestep.train.step.interception import Interceptors
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The script's objects, and what was built from them. The state of the run is restored.
+
+    Attributes:
+        objects: what was passed to `Run.prepare`.
+        modules: the models among them, without wrappers.
+        numbers: the numbers that identify the run, without those of the data.
+        overrides: whether the script's settings and data replace those of the run.
+        contents: builds and restores the state for a snapshot.
+        gradients: computes the gradients of the models.
+        misuse, parameters, replicas: observers of the models.
+        point: where the run resumed.
+    """
+
+    objects: Mapping[str, Any]
+    modules: Mapping[str, nn.Module]
+    numbers: Mapping[str, Any]
+    overrides: bool
+    contents: Contents
+    gradients: GradientAverager
+    misuse: MisuseChecks
+    parameters: TrainedParameters
+    replicas: Replicas
+    point: ResumePoint
+
+
+def prepare_objects(
+    objects: Mapping[str, Any],
+    modules: Mapping[str, nn.Module],
+    context: RunContext,
+    state: RunState,
+    snapshotter: Snapshotter,
+    interceptors: Interceptors,
+    *,
+    override: bool,
+    device_map: Literal["keep"] | None,
+) -> Prepared:
+    """Make the models equal on all ranks, and restore everything from the newest snapshot. On all ranks.
+
+    Arguments and errors as for `Run.prepare`. `modules`: see `Prepared`.
+    """
+    config = context.config
+    numbers = config.identity() | {"models": describe_models(modules)}
+    overrides = override or config.override
+    contents = Contents(objects, modules, context.precision, context.say)
+    context.group.check_process_group()
+    calls.wait_for_call(context.group, calls.PREPARE)
+    described = outline(objects, modules) | {**contents.options.in_force}
+    context.group.agree(config.shared() | {"override": overrides} | described)
+    if device_map is None:
+        for module in modules.values():
+            module.to(context.device)
+    interceptors.prepare(objects, modules)
+    context.group.broadcast_tensors([t for m in modules.values() for t in (*m.parameters(), *m.buffers())])
+    if context.location.path is not None:
+        encode(states(objects))  # an Error for what cannot be saved comes now, not after the first epoch
+    gradients = GradientAverager(
+        modules,
+        context.group,
+        context.precision,
+        exact=config.reduction == "exact",
+        bucket_cap_bytes=config.bucket_cap_bytes,
+        micro_batch_size=config.micro_batch_size,
+    )
+    held = find_held_optimizers(objects)
+    point = context.location.find_resume_point(config.resume, numbers)
+    if not point.is_beginning:
+        _restore(point, contents, context, state, overrides=overrides)
+        snapshotter.resume(point)
+    return Prepared(
+        objects=objects,
+        modules=modules,
+        numbers=numbers,
+        overrides=overrides,
+        contents=contents,
+        gradients=gradients,
+        misuse=MisuseChecks(objects, modules, gradients, held),
+        parameters=TrainedParameters(objects, modules, gradients, held),
+        replicas=Replicas(objects, context.group, config.compare_every),
+        point=point,
+    )
+
+
+def _restore(point: ResumePoint, contents: Contents, context: RunContext, state: RunState, *, overrides: bool) -> None:
+    saved = context.location.read(point)
+    meta = point.meta or {}
+    contents.restore(saved, meta.get("settings", {}), overrides=overrides)
+    state.load_state_dict(saved["position"], saved["state"], meta, is_latest=context.config.resume == "latest")

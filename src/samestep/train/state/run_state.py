@@ -1,0 +1,260 @@
+"""The state of a run apart from the script's objects: its position, its loops, its counts and the script's own dict."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from samestep.data.lanes import LanePosition, Lanes
+from samestep.errors import RunDirectoryError
+from samestep.plan.loop_plan import LoopPlan
+from samestep.snapshot.location import RunLocation
+from samestep.snapshot.run_directory import RunDirectory
+from samestep.snapshot.run_record import find_different
+from samestep.train.inputs.loop_data import LoopData
+from samestep.train.inputs.samples import check_shards
+from samestep.train.state.tally import MetricsTally
+
+ENDLESS = 2**63
+AFTER_LOOP = 2**31  # number of the first evaluation after a loop; evaluations inside it have other numbers and draws
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a loop in its run.
+
+    Attributes:
+        number: number of the loop, from 0, in the order of the script.
+        last_step: number of completed steps when the loop ends, unless it ends early. `ENDLESS` while a sampler has not
+            given the length of an epoch yet; then as if all later epochs had the length of the current one.
+        planned: the loop's end in the script, without `max_steps`: a step or an epoch, see `LoopPlan.unit`.
+        is_past: whether the loop had ended in the snapshot from which the run resumed, so that it has no step left.
+        is_further: whether an earlier loop of this process has run.
+        is_replayed: whether the script's lines before this loop ran again, although the restored state is from a step
+            inside it.
+    """
+
+    number: int
+    last_step: int
+    planned: int
+    is_past: bool
+    is_further: bool
+    is_replayed: bool
+
+
+class RunState:
+    """The state of a run, of which snapshots hold a part. Only its methods write it.
+
+    Attributes:
+        steps_done: steps completed so far, over all restarts.
+        resumed_step: `steps_done` of the snapshot from which this start resumed; 0 without one.
+        began_step: `steps_done` when the current loop began.
+        place: the current loop, or the last one.
+        is_in_loop: whether a loop has begun that has not ended.
+        num_evaluations: evaluations since the current step or epoch began; each gets a different seed.
+        stop_reason: why the script called run.stop() in this loop; "" if it did not.
+        tally: counts and averages of the steps.
+        script: `Run.state`.
+        summary: `Run.summary`, which no snapshot holds.
+    """
+
+    def __init__(self) -> None:
+        self.steps_done = 0
+        self.resumed_step = 0
+        self.began_step = 0
+        self.place = Place(0, last_step=0, planned=0, is_past=False, is_further=False, is_replayed=False)
+        self.is_in_loop = False
+        self.num_evaluations = 0
+        self.stop_reason = ""
+        self.tally = MetricsTally()
+        self.script: dict[str, Any] = {}
+        self.summary: dict[str, Any] = {}
+        self._lanes: list[dict[str, Any]] = []  # `LanePosition.row` of the snapshot
+        self._lanes_s: list[float] = []
+        self._epoch = 0
+        self._order: Mapping[str, Any] | None = None  # see `LoopData.state_dict`
+        # Per finished loop: its end, its planned end, and with a sampler the first epoch of the next loop.
+        self._ends: list[list[int]] = []
+        self._num_begun = 0
+        self._num_past = 0
+
+    # --- snapshots --------------------------------------------------------------------------------------------
+
+    def build_position(self, epoch: int, data: LoopData, lanes: Sequence[LanePosition]) -> dict[str, Any]:
+        """Return the position for a snapshot between two steps.
+
+        Args:
+            epoch: the epoch of the next step.
+            lanes: the positions in a stream.
+        """
+        position = {"step": self.steps_done, "epoch": epoch, **data.state_dict(self.steps_done)}
+        if lanes:
+            position["lanes"] = [lane.row for lane in lanes]
+        return position | self.list_ends()
+
+    def list_ends(self) -> dict[str, Any]:
+        """Return the ends of the loops, as a part of the position; empty before the first loop has ended."""
+        return {"loops": self._ends} if self._ends else {}
+
+    def build_notes(self, lanes: Sequence[LanePosition]) -> dict[str, Any]:
+        """Return what a snapshot's manifest holds of the state, because times and logged values may differ by start."""
+        notes: dict[str, Any] = {"tally": self.tally.state_dict()}
+        if self.stop_reason and self.steps_done < self.place.last_step:
+            notes["stopped"] = self.stop_reason
+        if lanes:
+            notes["lanes_s"] = [lane.spent_s for lane in lanes]
+        return notes
+
+    def load_state_dict(
+        self, position: Mapping[str, Any], script: dict[str, Any], notes: Mapping[str, Any], *, is_latest: bool
+    ) -> None:
+        """Resume from a snapshot.
+
+        Args:
+            position, script, notes: of the snapshot.
+            is_latest: whether the run continues where it ended. A loop that run.stop() has ended then stays ended; a
+                snapshot that is named is meant to be trained further.
+        """
+        self._ends = position.get("loops", [])
+        self._num_past = len(self._ends)
+        self._epoch = position["epoch"]
+        self._order = position.get("order")
+        self._lanes = position.get("lanes", [])
+        self._lanes_s = notes.get("lanes_s", [0.0] * len(self._lanes))
+        self.steps_done = position["step"]
+        self.resumed_step = self.steps_done
+        self.stop_reason = notes.get("stopped", "") if is_latest else ""
+        self.tally.load_state_dict(notes.get("tally", {}))
+        self.script = script
+
+    def set_script(self, script: dict[str, Any]) -> None:
+        """Set `Run.state`."""
+        self.script = script
+
+    def set_summary(self, summary: dict[str, Any]) -> None:
+        """Set `Run.summary`."""
+        self.summary = summary
+
+    def resume_lanes(self, lanes: Lanes, plan: LoopPlan) -> str:
+        """Continue to read a stream where the snapshot was taken. Return a warning if that takes long, else ""."""
+        if self.place.is_past or self.place.is_further or not self._lanes:
+            return ""
+        lanes.resume(self._lanes, self._lanes_s)
+        return lanes.describe_catching_up(self.steps_done - plan.first_step)
+
+    # --- steps ------------------------------------------------------------------------------------------------
+
+    def begin_body(self) -> None:
+        """The body of a step or an epoch begins."""
+        self.num_evaluations = 0
+
+    def count_evaluation(self) -> None:
+        """An evaluation begins."""
+        self.num_evaluations += 1
+
+    def end_step(self) -> None:
+        """A step is done."""
+        self.steps_done += 1
+
+    def stop(self, reason: str) -> None:
+        """The script has called run.stop()."""
+        self.stop_reason = reason
+
+    @property
+    def is_first_loop(self) -> bool:
+        """Return whether the script has begun no loop yet."""
+        return self._num_begun == 0
+
+    # --- loops ------------------------------------------------------------------------------------------------
+
+    def begin_loop(
+        self,
+        data: LoopData,
+        max_steps: int | None,
+        location: RunLocation,
+        say: Callable[[str], None],
+    ) -> None:
+        """Move to the script's next loop, and record it. On all ranks.
+
+        Raises:
+            RunDirectoryError: the run was resumed inside or after this loop, and the loop was a different one then.
+        """
+        plan = data.plan
+        planned = data.planned
+        number = self._num_begun
+        self._num_begun += 1
+        end, was, *further = self._ends[number] if number < self._num_past else (None, planned)
+        if plan.has_sampler and number <= self._num_past and self.resumed_step:
+            if end is None:
+                data.resume(self.resumed_step, self._epoch, self._order)
+            elif further:  # else the loop had no sampler, which `_record` refuses
+                data.resume(end, further[0])
+        place = Place(
+            number,
+            last_step=find_last_step(plan, planned, max_steps) if end is None else end,
+            planned=planned,
+            is_past=end is not None,
+            is_further=number > self._num_past,
+            is_replayed=0 < number == self._num_past,
+        )
+        location.once(lambda: self._record(location.directory, place, data))
+        if planned != was:
+            say(
+                f"loop {number + 1} of this run ended at step {end} and is not continued, although its planned "
+                f"end is now {plan.unit} {planned} (was {was}): resume from a step before {end} to change it"
+            )
+        self.steps_done = max(plan.first_step, self.resumed_step) if end is None else end
+        self.began_step = self.steps_done
+        self.place = place
+        self.is_in_loop = True
+
+    def _record(self, directory: RunDirectory | None, place: Place, data: LoopData) -> None:
+        """Compare a loop with the run's record of it, or record it.
+
+        The record's numbers are those of the first loop; a list has those of the others. Entries of loops that began
+        after the snapshot belong to steps that were never saved, and are replaced.
+        """
+        if directory is None:
+            return
+        recorded = directory.record.get("loops", [])
+        loops = recorded if place.is_further else recorded[: self._num_past]
+        numbers = {"first_step": data.plan.first_step, "first_epoch": data.plan.first_epoch, **data.numbers}
+        if 0 < place.number <= len(loops):
+            check_shards(data, directory.path, loops[place.number - 1].get("shards"))
+            if different := find_different(loops[place.number - 1], numbers):
+                raise RunDirectoryError(
+                    f"loop {place.number + 1} of the run in {directory.named} was a different one ({different}): "
+                    f"restore its values, or resume from step {data.plan.first_step} or earlier"
+                )
+        elif place.number:
+            loops = [*loops, numbers]
+        if loops != recorded:
+            directory.write_loops(loops)
+
+    def move_end(self, plan: LoopPlan, max_steps: int | None) -> bool:
+        """Compute the loop's end again, since a sampler has given the length of an epoch. Return whether it moved."""
+        last_step = find_last_step(plan, self.place.planned, max_steps)
+        has_moved = last_step != self.place.last_step
+        self.place = replace(self.place, last_step=last_step)
+        return has_moved
+
+    def leave_loop(self) -> None:
+        """No further step of the loop begins."""
+        self.is_in_loop = False
+
+    def end_loop(self, plan: LoopPlan) -> None:
+        """End the loop. A further one is not stopped by its run.stop()."""
+        self.is_in_loop = False
+        if not self.place.is_past:
+            self.stop_reason = ""
+            next_epoch = [plan.next_epoch(self.steps_done)] if plan.has_sampler else []
+            self._ends = [*self._ends, [self.steps_done, self.place.planned, *next_epoch]]
+
+    def begin_after_loop(self) -> None:
+        """The script's lines after a loop begin."""
+        self.num_evaluations = AFTER_LOOP
+
+
+def find_last_step(plan: LoopPlan, planned: int, max_steps: int | None) -> int:
+    """Return `Place.last_step` of a loop."""
+    end = plan.find_end(planned)
+    return min(ENDLESS if end is None else end, max_steps or ENDLESS)
