@@ -431,8 +431,8 @@ PREPARED: dict[str, Mistake] = {
     "no prepare": at_start(
         r"call run\.prepare\(model=\.\.\., optimizer=\.\.\.\) before the loop", lambda run: run.epochs(Pairs(), 1)),
     "prepare of nothing": at_start(
-        r"call run\.prepare\(model=\.\.\., optimizer=\.\.\.\) before the loop",
-        lambda run: [run.prepare(), run.epochs(Pairs(), 1)]),
+        r"run\.prepare got no objects: call run\.prepare\(model=\.\.\., optimizer=\.\.\.\)",
+        lambda run: run.prepare()),
     "prepare twice": at_start(
         r"run\.prepare was called twice: pass all objects in one call", do=lambda t: t.run.prepare(average=t.model)),
     "prepare without names": at_start(
@@ -614,7 +614,8 @@ def wait_in_step_3(run_dir: RunDir) -> None:
     def then(t: Tiny) -> None:
         update(t)
         if t.step.number == 3:
-            t.run._services.snapshotter.wait_until_written()  # else the snapshot of step 2 could be completed while others look
+            # Else the snapshot of step 2 could be completed while others look.
+            t.run._services.snapshotter.wait_until_written()
             (beside / "held").touch()
             deadline_s = time.monotonic() + 60
             while not (beside / "go").exists() and time.monotonic() < deadline_s:

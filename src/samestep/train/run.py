@@ -312,6 +312,8 @@ class Run:
         """
         if unnamed:
             raise UsageError("run.prepare takes everything by name, run.prepare(model=model, ...), and returns nothing")
+        if not objects:
+            raise UsageError("run.prepare got no objects: call run.prepare(model=..., optimizer=...)")
         if self._prepared is not None:
             raise UsageError("run.prepare was called twice: pass all objects in one call")
         if device_map not in (None, "keep"):
