@@ -32,6 +32,25 @@ OPENS_FILES = {
 }
 FILE_METHODS = ("read_text", "read_bytes", "write_text", "write_bytes")
 
+# The state of an object is written by its own methods, or by the module that defines its class.
+# Module, or its package with "/" -> which other objects it writes.
+WRITES_ATTRIBUTES = {
+    "adapters/": "objects of the adapted library",
+    "recipes/": "scripts, as users write them",
+    "tools/": "commands, whose records no other module reads",
+    "torch_internals.py": "torch's",
+    "console.py": "a thread",
+    "data/loader.py": "the generator of `random`",
+    "launch/rank_process.py": "the module `__main__`",
+    "launch/script_command.py": "click's context",
+    "snapshot/serialization.py": "torch's metadata of a state_dict",
+    "sources/webdataset.py": "a tar file, whose list of members would grow",
+    "train/determinism.py": "torch's settings",
+    "train/ending/shutdown.py": "a function, to recognize it",
+    "train/state/stateful.py": "an object's state_dict, while it is watched",
+    "world/environment.py": "a class of os, to recognize who reads it",
+}
+
 # Part of a name -> what to use instead.
 BANNED_NAMES = {
     r"utils?": "a noun that says what is in it",
@@ -104,8 +123,23 @@ def opens_file(call: ast.Call) -> bool:
     return last in FILE_METHODS
 
 
+def find_write_faults(path: str, tree: ast.Module) -> Iterator[str]:
+    """Assignments to attributes of objects whose class another module defines. `.grad` and `.data` are torch's."""
+    if any(path.startswith(place) for place in WRITES_ATTRIBUTES):
+        return
+    own = {"grad", "data", "__cause__"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            own.add(node.attr)
+        elif isinstance(node, ast.ClassDef):
+            own |= {ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr not in own:
+            yield f"src/samestep/{path}:{node.lineno}: writes {ast.unparse(node)}; add a method to its class"
+
+
 Rule = Callable[[str, ast.Module], Iterator[str]]
-RULES: list[Rule] = [find_name_faults, find_model_faults, find_file_faults]
+RULES: list[Rule] = [find_name_faults, find_model_faults, find_file_faults, find_write_faults]
 
 
 def test_the_source_follows_the_rules() -> None:
@@ -131,6 +165,8 @@ def test_the_source_follows_the_rules() -> None:
         (find_file_faults, "tools/x.py", "open(path)\nopen(path, 'w', opener=other)\npath.open('rb')", 3),
         (find_file_faults, "tools/x.py", "(a / 'b').write_text(text)\npath.read_bytes()", 2),
         (find_file_faults, "tools/x.py", "open(a, opener=open_regular)\nos.open(a, 0)\nImage.open(a)\nread_text(a)", 0),
+        (find_write_faults, "train/x.py", "state.steps_done += 1\na.b.c = 1\nd.e, f = 1, 2", 3),
+        (find_write_faults, "train/x.py", "class A:\n    b: int\n    def f(self, a): a.b = self.c = a.c = 1", 0),
     ],
 )
 def test_each_rule_sees_faults(rule: Rule, path: str, source: str, num_faults: int) -> None:
