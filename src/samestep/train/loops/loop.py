@@ -176,10 +176,9 @@ class Loop:
         number = self._state.steps_done
         self.repeats_head = False
         self._boundary.begin_body("step", number)
+        self._state.begin_step()
         if self.step is None:
             self._replicas.watch(self._services.snapshotter)
-        else:
-            self.step.close()
         step = Step(number, self._plan.epoch_of(number), self._plan.micro_batches(number), self._parts)
         self.step = step
         self._on.begin_step(step)

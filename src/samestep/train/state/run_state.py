@@ -47,6 +47,7 @@ class RunState:
     Attributes:
         steps_done: steps completed so far, over all restarts.
         resumed_step: `steps_done` of the snapshot from which this start resumed; 0 without one.
+        newest_step: number of the step whose body has begun last; -1 before the first one.
         began_step: `steps_done` when the current loop began.
         place: the current loop, or the last one.
         is_in_loop: whether a loop has begun that has not ended.
@@ -60,6 +61,7 @@ class RunState:
     def __init__(self) -> None:
         self.steps_done = 0
         self.resumed_step = 0
+        self.newest_step = -1
         self.began_step = 0
         self.place = Place(0, last_step=0, planned=0, is_past=False, is_further=False, is_replayed=False)
         self.is_in_loop = False
@@ -146,6 +148,10 @@ class RunState:
     def begin_body(self) -> None:
         """The body of a step or an epoch begins."""
         self.num_evaluations = 0
+
+    def begin_step(self) -> None:
+        """The body of the next step begins."""
+        self.newest_step = self.steps_done
 
     def count_evaluation(self) -> None:
         """An evaluation begins."""

@@ -166,7 +166,6 @@ class Step:
         held: numbers of this rank's micro-batches.
         borrowed: micro-batches of other ranks that this rank computes before its own, to compare the results.
         open: whether the script iterates over the micro-batches.
-        is_over: whether the next step has begun.
         has_gradients: whether the last pass left gradients in `.grad`.
         is_skipped: whether no pass left a gradient: no micro-batch had a weight above 0, or the gradient overflowed in
             fp16.
@@ -213,13 +212,31 @@ class Step:
         self.averages: dict[str, tuple[Value, float]] = {}
         self.checksums: list[tuple[Callable[[], int], bool]] = []
         self.open = False
-        self.is_over = False
         self.has_gradients = False
         self.is_skipped = True
 
-    def close(self) -> None:
-        """The next step begins."""
-        self.is_over = True
+    @property
+    def is_over(self) -> bool:
+        """Whether the next step has begun.
+
+        Example::
+
+            >>> import samestep, torch
+            >>> run = samestep.Run(None, batch_size=4)
+            >>> model = torch.nn.Linear(1, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> run.prepare(model=model, optimizer=optimizer)
+            >>> steps = []
+            >>> for step in run.steps(torch.ones(8, 1), 2):
+            ...     for x in step:
+            ...         step.backward(model(x).mean())
+            ...     optimizer.step()
+            ...     steps.append(step)
+            ...
+            >>> [step.is_over for step in steps]
+            [True, False]
+        """
+        return self._parts.state.newest_step > self.number
 
     @property
     def num_samples(self) -> int:
