@@ -27,7 +27,7 @@ from common import (
 from torch import nn
 
 import samestep
-from samestep.watch.heartbeat import PhaseClock
+from samestep.watch.phase_clock import PhaseClock
 
 NUM_MICRO_BATCHES, MICRO_BATCH_SIZE, WIDTH = 8, 16, 512
 STEP_S, TARGET = 0.020, 0.005
@@ -108,7 +108,7 @@ def time_parts(run: samestep.Run) -> dict[str, float]:
             fields = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()
             cpu_s += int(fields[0]) / 1e9
     heartbeat: Any = run._services.watchdog._heartbeat
-    size = len(json.dumps(asdict(heartbeat._build_beat())))
+    size = len(json.dumps(asdict(heartbeat._builder.build(0))))
     run._services.watchdog.close()
     return {"enter_s": enter_s, "cpu_share": cpu_s / 10, "beat_bytes": size}
 

@@ -30,7 +30,8 @@ from samestep.tools.live_view import (
     has_ended,
     measure_steps,
 )
-from samestep.watch.heartbeat import Heartbeat, PhaseClock, RankFacts
+from samestep.watch.heartbeat import Heartbeat, RankFacts
+from samestep.watch.phase_clock import PhaseClock
 from samestep.watch.stall_diagnosis import PHASES, WARM_UP, build_limits
 from samestep.watch.thread_state import read_process_state, read_thread_state
 

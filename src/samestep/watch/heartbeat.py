@@ -5,37 +5,29 @@ slow.
 """
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from samestep.files import replace_file
+from samestep.watch.beat_builder import BeatBuilder
+from samestep.watch.phase_clock import PhaseClock
 from samestep.watch.records import RANKS, STACKS_WANTED, TIMELINE
+from samestep.watch.slow_ranks import SlowRanks
 from samestep.watch.stall_diagnosis import (
-    BUSY,
-    PHASES,
-    SLOW_AFTER_STEPS,
-    WARM_UP,
     Beat,
     Limits,
     Stall,
-    ThreadState,
     describe_seconds,
     diagnose,
-    find_slow,
 )
 from samestep.watch.thread_state import (
-    count_written,
-    read_memory_mb,
     read_process_state,
     read_stacks,
-    read_thread_state,
     trim_stack,
 )
 from samestep.watch.timeline import Timeline
@@ -47,51 +39,6 @@ INTERVAL_S = 1.0
 NUM_LEADERS = 8  # ranks that can lead if all lower ranks are silent
 MISSED = 4  # missing beats after which a rank counts as silent
 GRACE_S = 2.0  # time from the end of the stuck rank to the end of the others
-_numbers = count()  # of this process's beats, also of earlier loops
-WRITTEN_BYTES = 1 << 16  # written since the last beat: the snapshot makes progress
-
-
-@dataclass(slots=True)
-class PhaseTally:
-    """How often a phase has ended, its total duration, and its longest duration without the first `WARM_UP`."""
-
-    num: int = 0
-    total_s: float = 0.0
-    longest_s: float = 0.0
-
-
-class PhaseClock:
-    """Measures the phases of the main thread. `enter` is called 5 times per micro-batch and takes 0.4 us.
-
-    Attributes:
-        now: (phase, step, time of the last change on the monotonic clock). Replaced as a whole, for other threads.
-        tallies: by phase.
-    """
-
-    def __init__(self) -> None:
-        self.now: tuple[str, int, float] = ("starting", 0, time.monotonic())
-        self.tallies = {phase: PhaseTally() for phase in PHASES}
-
-    def enter(self, phase: str, step: int) -> None:
-        """Start `phase` of step `step`."""
-        now_s = time.monotonic()
-        before, _, since_s = self.now
-        tally = self.tallies[before]
-        took_s = now_s - since_s
-        tally.num += 1
-        tally.total_s += took_s
-        if took_s > tally.longest_s and tally.num > WARM_UP:
-            tally.longest_s = took_s
-        self.now = (phase, step, now_s)
-
-    def move(self, before: str, after: str, seconds: float) -> None:
-        """Reassign some seconds from the phase `before` to `after`."""
-        self.tallies[before].total_s -= seconds
-        self.tallies[after].total_s += seconds
-
-    def spent_s(self) -> dict[str, float]:
-        """Return the total seconds of each phase, without the current one."""
-        return {phase: tally.total_s for phase, tally in self.tallies.items() if tally.num}
 
 
 @dataclass(frozen=True)
@@ -137,23 +84,25 @@ class Heartbeat:
         self._entries = entries
         self._system = read_host_id("pid") or facts.host
         self._ident = threading.get_ident()
-        self._native_id = threading.get_native_id()
         self._interval_s = min(INTERVAL_S, facts.limits.floor_s / 4)
-        spent_s = clock.spent_s()  # in earlier loops; before the first loop, only the start, which counts
-        self._spent_before_s = spent_s if len(spent_s) > 1 else {}
-        self._num_before = clock.tallies["loading"].num
+        self._builder = BeatBuilder(
+            clock,
+            facts.rank,
+            facts.host,
+            self._system,
+            interval_s=self._interval_s,
+            began_step=facts.began_step,
+        )
+        self._slow = SlowRanks(facts.limits.floor_s, facts.say)
         self._closed = threading.Event()
-        self._before: tuple[float, ThreadState] | None = None  # the previous state, and its time
-        self._written = self._published = 0  # bytes
-        self._moved_s = 0.0
+        self._published = 0  # bytes
         self._beats: dict[int, tuple[Beat, float]] = {}  # rank -> newest beat, and its time of arrival
-        self._exchanged_s = self._awake_since_s = time.monotonic()
+        self._exchanged_s = time.monotonic()
+        self._awake_since_s = self._exchanged_s
         self._commands: dict[str, Any] = {}
         self._executed = 0  # the number of the last command for stacks
         self._asked_s = 0.0  # when `samestep watch` last requested stacks
         self._reported: Stall | None = None
-        self._window: tuple[float, dict[int, Beat]] | None = None  # its begin, in which paces are compared
-        self._reported_slow: set[int] = set()
         self._still_s = 0.0
         self._timeline: Timeline | None = None
         if facts.rank == 0 and facts.run_dir is not None:
@@ -172,56 +121,12 @@ class Heartbeat:
             thread.join(GRACE_S)
         if (self._facts.rank == 0 or self._published) and self._facts.run_dir is not None and self._facts.may_write():
             if self._timeline is not None and (ranks := self._collect()) is not None:
-                self._timeline.add([self._build_beat(), *ranks[1:]], is_last=True)  # of rank 0 up to now
+                newest = self._builder.build(self._published)  # of rank 0, up to now
+                self._timeline.add([newest, *ranks[1:]], is_last=True)
             with suppress(OSError):
                 (self._facts.run_dir / RANKS).unlink()
 
     # --- this rank --------------------------------------------------------------------------------------------------
-
-    def _build_beat(self) -> Beat:
-        now_s = time.monotonic()
-        phase, step, since_s = self._clock.now
-        state = ThreadState()
-        faults_per_s = 0.0
-        is_busy = False
-        if now_s - since_s > self._interval_s:
-            state = read_thread_state(self._ident, self._native_id)
-            if self._before is not None and now_s > self._before[0] + self._interval_s / 2:
-                before_s, before = self._before
-                faults_per_s = (state.num_faults - before.num_faults) / (now_s - before_s)
-                is_busy = state.cpu_s - before.cpu_s > (now_s - before_s) / 2
-            if phase == "saving":
-                written = count_written() - self._published
-                if written > self._written + WRITTEN_BYTES:
-                    self._moved_s = now_s
-                self._written = written
-            self._before = (now_s, state)
-        else:
-            self._before = None
-        memory_mb, device_mb = read_memory_mb()
-        return Beat(
-            rank=self._facts.rank,
-            host=self._facts.host,
-            pid=os.getpid(),
-            number=next(_numbers),
-            step=step,
-            phase=phase,
-            for_s=now_s - max(since_s, self._moved_s),
-            system=self._system,
-            num_seen=self._clock.tallies[phase].num,
-            longest_s=self._clock.tallies[phase].longest_s,
-            is_busy=is_busy,
-            faults_per_s=faults_per_s,
-            spent_s={
-                name: round(spent_s - self._spent_before_s.get(name, 0.0), 6)
-                for name, spent_s in self._clock.spent_s().items()
-            },
-            num_steps=step - self._facts.began_step,
-            num_micro_batches=self._clock.tallies["loading"].num - self._num_before,
-            memory_mb=memory_mb,
-            device_mb=device_mb,
-            **asdict(state),
-        )
 
     def _write_stacks(self) -> None:
         """Write the Python stacks of this process's threads to the logs, the main thread first."""
@@ -251,7 +156,7 @@ class Heartbeat:
         is_all_there = False
         while not self._closed.is_set():
             with suppress(RuntimeError, OSError, ValueError), at_work():
-                self._put(self._entries, self._build_beat(), self._commands)
+                self._put(self._entries, self._builder.build(self._published), self._commands)
                 ranks = range(facts.world_size) if self._leads() else range(min(facts.rank, NUM_LEADERS))
                 texts = self._entries.read([f"beat/{rank}" for rank in ranks])
                 if texts is not None:
@@ -261,7 +166,7 @@ class Heartbeat:
                     self._exchanged_s = time.monotonic()
             self._closed.wait(self._interval_s)
         with suppress(RuntimeError, OSError), at_work():
-            self._put(self._entries, replace(self._build_beat(), phase="ended"), {})
+            self._put(self._entries, replace(self._builder.build(self._published), phase="ended"), {})
 
     def _put(self, entries: SignedEntries, beat: Beat, commands: Mapping[str, Any]) -> None:
         entries.put(f"beat/{beat.rank}", json.dumps({"beat": asdict(beat), "commands": commands}))
@@ -292,7 +197,7 @@ class Heartbeat:
     def _collect(self) -> list[Beat] | None:
         """Return the state of all ranks; None before the first beat of each."""
         if self._entries is None:
-            return [self._build_beat()]
+            return [self._builder.build(self._published)]
         now_s = time.monotonic()
         if len(self._beats) < self._facts.world_size:
             return None
@@ -330,7 +235,7 @@ class Heartbeat:
             return
         self._publish(ranks)
         self._request_stacks(ranks, now_s)
-        self._report_slow(ranks, now_s)
+        self._slow.observe(ranks, now_s)
         stall = diagnose(ranks, facts.limits, now_s - self._awake_since_s)
         if stall is None:
             self._clear()
@@ -419,25 +324,7 @@ class Heartbeat:
         if min(cut_off_s, still_s) > (limits.stop_s or max(limits.first_s, 2 * limits.floor_s)):
             facts.end(sentence, True)
 
-    # --- slow ranks, ranks.json and the timeline ----------------------------------------------------------------------
-
-    def _report_slow(self, ranks: Sequence[Beat], now_s: float) -> None:
-        """Report, once, each rank that computes more slowly than the others over `SLOW_AFTER_STEPS` steps."""
-        if len(ranks) < 2:
-            return
-        beats = {beat.rank: beat for beat in ranks}
-        first_s, first = self._window = self._window or (now_s, beats)
-        if beats[0].step - first[0].step < SLOW_AFTER_STEPS or now_s - first_s < self._facts.limits.floor_s:
-            return
-        self._window = now_s, beats
-        for rank, (phase, mine_s, usual_s) in find_slow(_compute_paces(first, beats)).items():
-            if rank not in self._reported_slow:
-                self._reported_slow.add(rank)
-                what = "loading data" if phase == "loading" else f"in the {phase}" if phase != "updating" else phase
-                self._facts.say(
-                    f"rank {rank} (host {beats[rank].host}) is slow: it takes {1000 * mine_s:.1f} ms per micro-batch, "
-                    f"the others {1000 * usual_s:.1f} ms; it loses time {what}"
-                )
+    # --- ranks.json and the timeline ----------------------------------------------------------------------
 
     def _publish(self, ranks: Sequence[Beat]) -> None:
         """Write ranks.json for `samestep watch`, and the timeline."""
@@ -466,15 +353,3 @@ def read_beats(entries: SignedEntries, world_size: int) -> list[Beat]:
 def _build_command(ranks: Sequence[int]) -> dict[str, Any]:
     """Build a command for ranks to write their stacks. Its number is unique, so that each rank executes it once."""
     return {"stacks": ranks, "number": time.time_ns()}
-
-
-def _compute_paces(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> dict[int, dict[str, float]]:
-    """Return rank -> phase -> seconds per micro-batch between two times, for ranks that have loaded any."""
-    paces = {}
-    for rank, beat in now.items():
-        num = beat.num_micro_batches - before[rank].num_micro_batches
-        if num > 0:
-            spent = beat.spent_s
-            was = before[rank].spent_s
-            paces[rank] = {phase: (spent.get(phase, 0.0) - was.get(phase, 0.0)) / num for phase in BUSY}
-    return paces

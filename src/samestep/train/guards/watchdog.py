@@ -23,7 +23,8 @@ from samestep.train.context import RunContext
 from samestep.train.guards.calls import NEW_RUN, announce_run, check_run, explain_in_loop, wait_for_call
 from samestep.train.state.run_state import RunState
 from samestep.train.step.steps import Step, StepObserver
-from samestep.watch.heartbeat import Heartbeat, PhaseClock, RankFacts, read_beats
+from samestep.watch.heartbeat import Heartbeat, RankFacts, read_beats
+from samestep.watch.phase_clock import PhaseClock
 from samestep.watch.stall_diagnosis import build_limits, explain_slow_saving
 from samestep.world.announcements import wait_for_all
 from samestep.world.environment import read_host, read_terminal

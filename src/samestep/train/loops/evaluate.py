@@ -25,7 +25,7 @@ from samestep.train.ending.stopping import Stopping
 from samestep.train.guards import calls
 from samestep.train.state.run_state import RunState
 from samestep.train.step.step_log import average
-from samestep.watch.heartbeat import PhaseClock
+from samestep.watch.phase_clock import PhaseClock
 
 Row = dict[str, Any]  # name -> list, or (value, weight)
 
