@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # such as of `| head`
         drop_output()
         code = 128 + signal.SIGPIPE
-    except (Error, OSError) as error:
+    except (Error, OSError, ModuleNotFoundError) as error:
         if (sentence := explain(error)) is None:
             raise
         print(f"samestep: error: {escape(sentence)}", file=sys.stderr)

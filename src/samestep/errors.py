@@ -162,10 +162,13 @@ def recognize(error: BaseException) -> Error | WorkerDied | None:
     return None
 
 
-def explain(error: Error | OSError) -> str | None:
-    """Return the message of an `Error` or a system error that needs no traceback, else None."""
+def explain(error: Error | OSError | ModuleNotFoundError) -> str | None:
+    """Return the message of an `Error`, a system error or a missing module of samestep, else None."""
     if isinstance(error, Error):
         return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        is_own = (error.name or "").startswith("samestep.")
+        return f"this needs {error.name}, which is not installed: install samestep again" if is_own else None
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     refused = (
         errno.ENAMETOOLONG,

@@ -27,11 +27,11 @@ from samestep.tools.live_view import (
     compute_rates,
     describe_end,
     format_rows,
-    has_ended,
     measure_steps,
 )
 from samestep.watch.heartbeat import Heartbeat, RankFacts
 from samestep.watch.phase_clock import PhaseClock
+from samestep.watch.records import has_ended
 from samestep.watch.stall_diagnosis import PHASES, WARM_UP, build_limits
 from samestep.watch.thread_state import read_process_state, read_thread_state
 

@@ -13,7 +13,6 @@ from samestep.errors import Error
 from samestep.snapshot.manifest import find_damage
 from samestep.snapshot.reading import find_snapshot, open_run, read_run
 from samestep.snapshot.store import Snapshot, Store
-from samestep.tools.audit import show_samples
 from samestep.tools.compare import compare_runs, describe_runs, find_runs, list_runs, read_last_values, read_state
 from samestep.watch.records import RESTARTS, read_rows, read_status
 
@@ -55,6 +54,8 @@ def run_inspect(
         if digest:
             return _show_digest(find_snapshot(Store(directory), run, which), is_json=is_json)
         if samples:
+            from samestep.tools.audit import show_samples
+
             try:
                 return show_samples(directory, record, which=which, is_json=is_json)
             except (MemoryError, OverflowError, ValueError) as error:

@@ -19,14 +19,16 @@ from samestep.config import is_url
 from samestep.console import build_table, draw_bars, escape, print_table
 from samestep.errors import Error
 from samestep.files import read_text, replace_file
-from samestep.snapshot.object_store import ObjectStore, find_copy
 from samestep.snapshot.reading import read_run
 from samestep.waiting import wait_until
 from samestep.watch.records import (
     RANKS,
+    RESTART_S,
     STACKS_WANTED,
+    STALE_S,
     STATUS,
     TIMELINE,
+    has_ended,
     list_logs,
     read_or_empty,
     read_rows,
@@ -38,11 +40,9 @@ from samestep.world.environment import read_host, read_overrides
 POLL_S = 1.0
 WINDOW_S = 10.0
 OLD_S = 0.5  # age of a heartbeat that is shown
-STALE_S = 30.0  # a run without news for this long counts as dead
 ANSWER_S = 6.0  # for all ranks to write their stacks
 TAIL_BYTES = 1 << 16  # of the timeline
 NUM_BARS = 20
-RESTART_S = 5.0  # for a launcher to restart a failed run
 HEADER = ("rank", "host", "step", "phase", "in it for", "compute/step", "samples/s", "where")
 
 DESCRIPTION = f"""\
@@ -93,6 +93,8 @@ def find_directory(run: str, local_dir: str | None) -> Path:
     """
     if not is_url(run):
         return Path(run)
+    from samestep.snapshot.object_store import ObjectStore, find_copy
+
     remote = ObjectStore(run)
     holder, number = remote.read_lock()
     if not number:
@@ -202,23 +204,6 @@ def _add_bars(run_dir: Path, header: Sequence[str], rows: Sequence[Sequence[str]
     place = HEADER.index("samples/s")
     first, *others = ([*row[:place], cell, *row[place:]] for row, cell in zip([header, *rows], cells, strict=True))
     return first, others
-
-
-def has_ended(run_dir: Path) -> bool:
-    """Return whether the run has ended. False while a launcher can still restart it."""
-    status = read_or_empty(run_dir / STATUS)
-    if status.get("status") in ("done", "stopped"):
-        return True
-    newest_s = 0.0
-    for name in (RANKS, STATUS):
-        path = run_dir / name
-        newest_s = max(newest_s, path.stat().st_mtime if path.exists() else 0.0)
-    age_s = time.time() - newest_s
-    if status.get("status") == "failed":
-        return age_s > RESTART_S
-    if status.get("host") == read_host() and os.path.isdir("/proc/self"):
-        return age_s > RESTART_S and not os.path.isdir(f"/proc/{status.get('process')}")
-    return age_s > STALE_S
 
 
 def describe_end(run_dir: Path) -> str:

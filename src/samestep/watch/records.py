@@ -1,6 +1,7 @@
 """The files of a run directory besides its snapshots: their names, and readers for those that describe its state."""
 
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ LOGS = "logs"  # a directory: the output of each start's ranks
 SHARED = (RECORD, RESTARTS, STATUS, TRACKERS, LEDGER, METRICS)  # what a copy holds besides orders and snapshots
 
 STACKS_WANTED = "stacks-wanted"  # in the newest directory of LOGS: `samestep watch` asks for the stacks of all ranks
+
+RESTART_S = 5.0  # for a launcher to restart a failed run
+STALE_S = 30.0  # a run without news for this long counts as dead
 
 MOST_ROWS_BYTES = 64 << 20
 MOST_RANKS = 1 << 16  # in a row of the timeline
@@ -124,6 +128,23 @@ def read_status(directory: Path) -> dict[str, Any]:
     if status.get("status") in ("failed", "killed"):
         status |= read_or_empty(directory / LOGS / str(status.get("start")) / FAILURE)
     return status
+
+
+def has_ended(run_dir: Path) -> bool:
+    """Return whether the run has ended. False while a launcher can still restart it."""
+    status = read_or_empty(run_dir / STATUS)
+    if status.get("status") in ("done", "stopped"):
+        return True
+    newest_s = 0.0
+    for name in (RANKS, STATUS):
+        path = run_dir / name
+        newest_s = max(newest_s, path.stat().st_mtime if path.exists() else 0.0)
+    age_s = time.time() - newest_s
+    if status.get("status") == "failed":
+        return age_s > RESTART_S
+    if status.get("host") == read_host() and os.path.isdir("/proc/self"):
+        return age_s > RESTART_S and not os.path.isdir(f"/proc/{status.get('process')}")
+    return age_s > STALE_S
 
 
 def list_logs(run_dir: Path) -> list[Path]:

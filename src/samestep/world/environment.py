@@ -16,7 +16,7 @@ from typing import Any
 
 from samestep.config import OPTIONS, PREFIX, Overrides, format_flags, to_variables
 from samestep.errors import Error, InvalidValue
-from samestep.world import mpi_ranks, slurm_tasks
+from samestep.world import mpi_ranks
 
 TRACE = PREFIX + "TRACE"
 HOOK = PREFIX + "HOOK"  # JSON: a tool's module, and the argument of its begin(), called in each rank first
@@ -125,7 +125,7 @@ def read_rank() -> int:
     elif (names := mpi_ranks.find_names(os.environ)) is not None:
         rank = os.environ[names.rank]
     else:
-        rank = os.environ.get("SLURM_PROCID", "") if slurm_tasks.is_task(os.environ) else ""
+        rank = os.environ.get("SLURM_PROCID", "") if _is_slurm_task() else ""
     return int(rank) if rank.isdecimal() else 0
 
 
@@ -255,8 +255,10 @@ def _set_rank() -> None:
         return
     if (names := mpi_ranks.find_names(os.environ)) is not None:
         os.environ.update(mpi_ranks.build_variables(os.environ, names))
-    elif slurm_tasks.is_task(os.environ):
-        os.environ.update(slurm_tasks.build_variables(os.environ) | {SRUN: "1"})
+    elif _is_slurm_task():
+        from samestep.world.slurm_tasks import build_variables
+
+        os.environ.update(build_variables(os.environ) | {SRUN: "1"})
     else:
         for names in mpi_ranks.KNOWN:
             if os.environ.get(names.world_size, "1") not in ("", "0", "1"):
@@ -264,6 +266,14 @@ def _set_rank() -> None:
                     f"{names.world_size} is {os.environ[names.world_size]}, and {names.local_rank} is not set: start "
                     "the ranks with samestep launch or torchrun, or unset it"
                 )
+
+
+def _is_slurm_task() -> bool:
+    if "SLURM_STEP_ID" not in os.environ:
+        return False
+    from samestep.world.slurm_tasks import is_task
+
+    return is_task(os.environ)
 
 
 def _read_restart(variables: Mapping[str, str]) -> Restart | None:

@@ -11,7 +11,6 @@ from typing import IO, Any
 from samestep.config import is_url
 from samestep.console import describe_size
 from samestep.errors import Error
-from samestep.snapshot.object_store import ObjectStore, find_copies
 from samestep.snapshot.writers import find_writers
 from samestep.tools.doctor.facts import CheckFacts, Context, Finding, failure, format_bytes, format_s, warning, well
 
@@ -53,6 +52,8 @@ def look_at_disk(context: Context) -> dict[str, Any] | None:
 
 def _look_at_store(context: Context, url: str) -> dict[str, Any]:
     """On rank 0, which alone uses the URL: check that it is reachable, and the disk of the working copy."""
+    from samestep.snapshot.object_store import ObjectStore, find_copies
+
     try:
         ObjectStore(url).is_empty()
     except Error as error:

@@ -24,7 +24,6 @@ from samestep.tools.report.charts import (
     to_json,
 )
 from samestep.tools.report.run_data import RunData
-from samestep.tools.scale.tables import build_predictions, build_rows
 from samestep.version import __version__
 from samestep.watch.stall_diagnosis import share_spent
 
@@ -149,6 +148,10 @@ def _name_steps(steps: Sequence[int]) -> str:
 
 
 def _build_scaling(scalings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if not scalings:
+        return
+    from samestep.tools.scale.tables import build_predictions, build_rows
+
     for result in scalings:
         yield f"<p>{to_html(str(result['script']))}: {to_html(str(result['recommendation']))}</p>"
         for kind in ("strong", "weak"):

@@ -18,12 +18,12 @@ from samestep.files import open_regular, read_tail
 from samestep.snapshot.ledger_file import count_records
 from samestep.tools.audit import audit_samples, summarize
 from samestep.tools.compare import PLACE, find_sound
-from samestep.tools.live_view import has_ended
 from samestep.watch.records import (
     LEDGER,
     METRICS,
     RESTARTS,
     TIMELINE,
+    has_ended,
     list_logs,
     read_or_empty,
     read_rows,

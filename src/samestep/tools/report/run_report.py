@@ -1,9 +1,10 @@
 """`samestep report`: writes an HTML file about one or several runs. Does not import torch."""
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -15,7 +16,6 @@ from samestep.snapshot.reading import open_run, read_run
 from samestep.tools.compare import explain_numbers, find_first_difference, find_runs, list_missing
 from samestep.tools.report.page import build_page
 from samestep.tools.report.run_data import RunData, read_run_data
-from samestep.tools.scale.run_plan import read_scale
 from samestep.watch.records import RECORD
 
 # in a run's directory, if the user puts them there
@@ -60,12 +60,7 @@ def run_report(runs: Sequence[str], output: Path, attach: Sequence[Path], scale:
             attachments |= {f"{name}: {path.name}": read_attachment(path) for path in own}
         pairs = zip(found[1:], directories[1:], strict=True)
         comparison = [compare(found[0], other, directories[0], directory) for other, directory in pairs]
-    if scale:
-        scalings = [read_scale(scale, is_given=True)]
-    else:
-        found_scales = [path for each in directories if (path := each / SCALE).is_file() and not path.is_symlink()]
-        scalings = [read_scale(path) for path in found_scales]
-    page = build_page(found, comparison, attachments, scalings).encode()
+    page = build_page(found, comparison, attachments, read_scalings(scale, directories)).encode()
     try:
         replace_file(output, page)
     except OSError as error:
@@ -73,6 +68,17 @@ def run_report(runs: Sequence[str], output: Path, attach: Sequence[Path], scale:
     show_activity("")
     print(escape(f"{output}: {len(found)} {'run' if len(found) == 1 else 'runs'}, {len(page) / 1e6:.1f} MB"))
     return 0
+
+
+def read_scalings(given: Path | None, directories: Sequence[Path]) -> list[Mapping[str, Any]]:
+    """Read the results of `samestep scale`: the given file, or those in the directories of runs. Raises Error."""
+    own = [path for each in directories if (path := each / SCALE).is_file() and not path.is_symlink()]
+    paths = [given] if given else own
+    if not paths:
+        return []
+    from samestep.tools.scale.run_plan import read_scale
+
+    return [read_scale(path, is_given=given is not None) for path in paths]
 
 
 def compare(one: RunData, other: RunData, directory: Path, other_directory: Path) -> str:
