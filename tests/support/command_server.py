@@ -222,7 +222,11 @@ class _Server:
         _open_streams(is_unbuffered=flag == "-u" or bool(os.environ.get("PYTHONUNBUFFERED")))
         sys.executable = request["words"][0]
         sys.orig_argv[:] = request["words"]
-        sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *self.base_path]
+        given = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        sys.path[:] = [*given, *self.base_path]
+        if any(os.path.exists(os.path.join(directory, "sitecustomize.py")) for directory in given):
+            sys.modules.pop("sitecustomize", None)
+            importlib.import_module("sitecustomize")
         if request["is_worker"]:
             commands.open_server(self.fork)
             fork_server()

@@ -1,0 +1,156 @@
+"""Features are independent: without the modules of one, runs have the same bits, and the other commands are there.
+
+A run must not even try to import the modules of a feature that it does not use. So the case without all features at
+once, which `make test` runs, implies the others.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.blocked import block_in_programs
+from support.runs import check, digest, run_command, samestep_command
+from support.selection import one_in
+
+from samestep.cli import COMMANDS
+
+SOURCE = Path(__file__).parents[1] / "src" / "samestep"
+FOLDERS = ("adapters", "checks", "recipes", "sources", "tools", "watch/trackers")  # of features, by their modules
+
+# Feature -> its modules, and packages with all that is in them.
+FEATURES = {
+    "second opinions": ["checks"],
+    "audit": ["tools.audit"],
+    "bisect": ["tools.bisect"],
+    "completion": ["tools.completion"],
+    "doctor": ["tools.doctor"],
+    "export": ["tools.export"],
+    "replay": ["tools.replay"],
+    "report": ["tools.report"],
+    "runs": ["tools.runs"],
+    "scale": ["tools.scale"],
+    "verify": ["tools.verify"],
+    "watch": ["tools.live_view"],
+    "MLflow": ["watch.trackers.mlflow_tracker"],
+    "TensorBoard": ["watch.trackers.tensorboard_tracker"],
+    "Trackio": ["watch.trackers.trackio_tracker"],
+    "W&B": ["watch.trackers.wandb_tracker"],
+    "continued runs of trackers": ["watch.trackers.continuation"],
+    "copies on other nodes": ["snapshot.node_replication"],
+    "runs at URLs": ["snapshot.object_store", "snapshot.remote_location"],
+    "ssh": ["launch.ssh_launcher", "launch.ssh_node"],
+    "Slurm": ["launch.job", "launch.sbatch", "launch.submit", "world.slurm_tasks"],
+    "TF_CONFIG": ["launch.tf_config"],
+    "recipe digits": ["recipes.digits", "recipes.models.cnn"],
+    "recipe mlp": ["recipes.mlp"],
+    "recipe images": ["recipes.images", "recipes.models.resnet"],
+    "recipe gpt": [
+        "recipes.gpt", "recipes.models.gpt2", "recipes.commands.prepare", "recipes.commands.sample",
+        "recipes.corpora.token_file",
+    ],
+    "recipe translate": [
+        "recipes.translate", "recipes.models.seq2seq", "recipes.commands.translation", "recipes.corpora.bpe",
+        "recipes.corpora.encoded_pairs", "recipes.corpora.sentence_pairs",
+    ],
+    "texts of recipes": ["recipes.corpora.text_tokenizer"],
+    "Lightning": ["adapters.lightning", "adapters.lightning_manual", "adapters.lightning_metrics"],
+    "transformers": ["adapters.transformers"],
+    "MDS": ["sources.mds"],
+    "Parquet": ["sources.parquet"],
+    "token windows": ["sources.token_windows"],
+    "WebDataset": ["sources.webdataset"],
+}  # fmt: skip
+# Feature -> those that it imports.
+USES = {"recipe gpt": ["texts of recipes"], "recipe translate": ["texts of recipes"]}
+# The other modules in FOLDERS -> why they belong to no feature.
+SHARED = {
+    "sources.shard_files": "the files of three sources",
+    "tools.compare": "reads run directories for several commands",
+    "tools.inspect": "shows the digest, with which everything is compared",
+    "tools.launch_command": "starts the ranks",
+    "tools.phase_timing": "the interceptor of two tools",
+    "tools.traced_script": "starts the script for several tools",
+    "tools.tracer": "the interceptor of several tools",
+    "watch.trackers.delivery": "passes metrics to the trackers",
+    "watch.trackers.protocol": "describes trackers",
+    "watch.trackers.registry": "finds trackers by name",
+}
+
+TRAIN = "import sys\nfrom support.tiny import tiny_run\ntiny_run(sys.argv[1], num_epochs=1)\n"
+ASK = """
+import json, sys
+from samestep.cli import COMMANDS, main
+print(json.dumps({name: main([name, "--help"]) for name in COMMANDS}), file=sys.stderr)
+"""
+
+
+def find_modules(name: str) -> Iterator[str]:
+    """Yield the module, or all modules of the package."""
+    path = SOURCE / name.replace(".", "/")
+    if path.with_suffix(".py").is_file():
+        yield name
+    for file in path.rglob("*.py"):
+        if file.stem != "__init__":
+            yield ".".join(file.relative_to(SOURCE).with_suffix("").parts)
+
+
+def find_unusable(without: list[str]) -> set[str]:
+    """Return the commands that need one of these features."""
+    features = {*without, *(feature for feature, used in USES.items() if {*used} & {*without})}
+    names = {name for feature in features for name in FEATURES[feature]}
+    modules = {module for name in names for module in find_modules(name)}
+    return {command for command, (_, _, module) in COMMANDS.items() if module in modules}
+
+
+def test_every_module_belongs_to_one_feature_or_is_shared() -> None:
+    named = [name for names in FEATURES.values() for name in names]
+    assert [name for name in named if not [*find_modules(name)]] == [], "there are no such modules"
+    listed = [module for name in named for module in find_modules(name)] + [*SHARED]
+    assert [module for module in {*listed} if listed.count(module) > 1] == []
+    there = {module for folder in FOLDERS for module in find_modules(folder.replace("/", "."))}
+    assert there - {*listed} == set(), "add them to FEATURES, or with a reason to SHARED"
+    assert {*SHARED} <= there
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the run with all features."""
+    directory = tmp_path_factory.mktemp("whole")
+    (directory / "train.py").write_text(TRAIN)
+    check(run_command(sys.executable, "train.py", "run", cwd=directory, env={"PYTHONPATH": str(Path(__file__).parent)}))
+    return digest(directory / "run")
+
+
+@pytest.mark.parametrize("feature", one_in(9, ["all", *FEATURES]))
+def test_without_a_feature(feature: str, tmp_path: Path, expected: str) -> None:
+    without = [*FEATURES] if feature == "all" else [feature]
+    names = [f"samestep.{name}" for each in without for name in FEATURES[each]]
+    variables = block_in_programs(names, tmp_path / "hook")
+    (tmp_path / "train.py").write_text(TRAIN)
+    check(run_command(sys.executable, "train.py", "one", cwd=tmp_path, env=variables))
+    check(samestep_command("launch", "--nproc-per-node", "2", "train.py", "two", cwd=tmp_path, env=variables))
+    for run in ("one", "two"):
+        shown = check(samestep_command("inspect", run, "--digest", cwd=tmp_path, env=variables)).stdout
+        assert shown == f"{expected}\n"
+    listed = check(samestep_command("--help", cwd=tmp_path, env=variables)).stdout
+    assert all(f"samestep {command} " in listed for command in COMMANDS)
+    tried = tmp_path / "hook" / "tried"
+    assert not tried.exists(), f"these were imported without need:\n{tried.read_text()}"
+
+    asked = check(run_command(sys.executable, "-c", ASK, cwd=tmp_path, env=variables))
+    *sentences, codes = asked.stderr.splitlines()
+    unusable = find_unusable(without)
+    assert json.loads(codes) == {name: 2 if name in unusable else 0 for name in COMMANDS}, asked.stderr
+    assert len(sentences) == len(unusable)
+    assert all("is not installed: install samestep again" in sentence for sentence in sentences)
+
+
+def test_a_module_that_a_run_needs_is_missed_in_every_process(tmp_path: Path) -> None:
+    variables = block_in_programs(["samestep.engine.folding"], tmp_path / "hook")
+    (tmp_path / "train.py").write_text(TRAIN)
+    for command in (["train.py"], ["-m", "samestep", "launch", "--nproc-per-node", "2", "train.py"]):
+        done = check(run_command(sys.executable, *command, "run", cwd=tmp_path, env=variables), code=1)
+        assert "No module named 'samestep.engine.folding'" in done.stderr
+        (tmp_path / "hook" / "tried").unlink()
