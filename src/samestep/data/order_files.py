@@ -1,4 +1,4 @@
-"""The directory `orders/` of a run: what the audit needs to compute the samples of each step again.
+"""The directory `orders/` of a run, from which the samples of each step can be computed again.
 
 It holds the order of each epoch if a sampler gave it, and for each source that the run has used the list of its shards,
 with the marks of their files. A later start compares its shards with this list.

@@ -82,7 +82,7 @@ class ReplicatedLocation(LocalLocation):
         return point
 
     def _copy_parts(self, held: Sequence[Holding], point: ResumePoint, source: int) -> None:
-        """Copy to every node the missing files that a resume or an audit reads. `source`: the snapshot's node."""
+        """Copy to every node the files that it lacks of those which are read later. `source`: the snapshot's node."""
         chosen = point.snapshot
         last = None if chosen is None else f"{SNAPSHOTS}/{chosen.label}"  # it makes the copy complete
         snapshots: list[dict[str, Snapshot]] = [{} for _ in held]

@@ -1,4 +1,4 @@
-"""A run's timeline: how long every rank spent in each phase, sampled while the run trains, for `samestep report`."""
+"""A run's timeline: how long every rank spent in each phase, sampled while the run trains."""
 
 import json
 import time

@@ -17,7 +17,7 @@ from samestep.world.environment import LEAVE, START_AGAIN, Environment, stop_cod
 
 # Seconds in which a further signal counts as a repetition of the first one: a scheduler that signals every process of a
 # job reaches a rank directly and also through its launcher. After a real second signal, samestep's launcher kills the
-# ranks. Slurm sends SIGKILL some time after the signal at a job's limit.
+# ranks. A scheduler sends SIGKILL some time after the signal at a job's limit.
 SAME_SIGNAL_S = {"python": 0.0, "torchrun": 2.0, "samestep": math.inf, "srun": math.inf}
 
 
@@ -127,8 +127,8 @@ class StopSignals:
     def leave(self) -> None:
         """Ignore further signals, after all ranks have voted to stop.
 
-        The launcher, or Slurm on another node, may deliver the same request later. It must not kill a rank that is
-        already stopping.
+        The launcher, or a scheduler on another node, may deliver the same request later. It must not kill a rank that
+        is already stopping.
         """
         if math.isinf(self._same_for_s):
             for number in self._before:
