@@ -20,7 +20,7 @@ from typing import Any
 from common import build_parser, print_json, print_machine, print_table
 from two_hosts import INTERFACE, Host, open_two_hosts, shape_link, start_on
 
-from samestep.config import to_variables
+from samestep.config import NO_INTERCEPTORS, to_variables
 from samestep.console import format_ranks
 from samestep.launch.target import Target
 from samestep.tools.scale.cpu_quota import open_quota
@@ -62,7 +62,7 @@ def start_on_two_hosts(size: Size, starts: Starts, hosts: list[Host]) -> None:
     place = Path(tempfile.mkdtemp(dir=starts.home))
     options = {
         "run_dir": place / "run", "max_steps": WARM_UP + starts.num_steps, "snapshot_every": "never",
-        "compare_every": "never", "check_compute_every": "never",
+        "compare_every": "never", **NO_INTERCEPTORS,
     }  # fmt: skip
     variables = to_variables(options) | {"GLOO_SOCKET_IFNAME": INTERFACE}
     variables[TRACE] = json.dumps({"interceptor": INTERCEPTOR, "dir": str(place)})

@@ -6,7 +6,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from samestep import Run
-from samestep.config import OPTIONS, Interval, RunConfig, parse_interval, to_variables
+from samestep.config import NO_INTERCEPTORS, OPTIONS, Interval, RunConfig, parse_interval, to_variables
 from samestep.errors import Error
 from samestep.world.environment import read_overrides
 
@@ -67,6 +67,11 @@ def test_run_takes_every_option_of_a_script_with_its_default() -> None:
     for name in arguments - {"run_dir", "batch_size", "micro_batch_size"}:
         default = OPTIONS[name].check(name, taken[name].default)
         assert default == getattr(RunConfig, name, default), name
+
+
+def test_no_interceptor_of_an_option_is_installed_beside_a_tool() -> None:
+    assert NO_INTERCEPTORS
+    assert all(OPTIONS[name].check(name, value) is None for name, value in NO_INTERCEPTORS.items())
 
 
 def test_options_travel_as_variables() -> None:

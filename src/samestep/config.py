@@ -47,7 +47,8 @@ class Option:
         is_identity: each run directory has one value of the option; a start with a different value is an error.
         is_shared: the value must be the same on all ranks.
         is_argument: `samestep.Run` takes the option as an argument; otherwise it is set outside the script only.
-        interceptor: "module:class" of the interceptor that a run installs if the option is not None; "" for none.
+        interceptor: "module:class" of the interceptor that a run installs if the option is not None; "" for none. The
+            check of such an option returns None for "never".
     """
 
     type: type
@@ -471,6 +472,9 @@ class RunConfig:
 OPTIONS: dict[str, Option] = {
     name: get_args(hint)[1] for name, hint in get_type_hints(RunConfig, include_extras=True).items()
 }
+
+# Options of a run that has only the interceptors of a tool.
+NO_INTERCEPTORS = {name: "never" for name, option in OPTIONS.items() if option.interceptor}
 
 
 def name_flag(name: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from samestep.config import CheckCompute, Precision, Reduction
+from samestep.config import OPTIONS, CheckCompute, Precision, Reduction
 from samestep.console import warn
 from samestep.data.loader import seed_all
 from samestep.data.pools import Pools
@@ -149,25 +149,7 @@ class Run:
         settings = build_config(
             environment,
             is_trial=is_trial,
-            run_dir=run_dir,
-            batch_size=batch_size,
-            micro_batch_size=micro_batch_size,
-            seed=seed,
-            precision=precision,
-            reduction=reduction,
-            num_threads=num_threads,
-            snapshot_every=snapshot_every,
-            keep_last=keep_last,
-            resume=resume,
-            max_steps=max_steps,
-            log_every=log_every,
-            device=device,
-            compare_every=compare_every,
-            check_compute_every=check_compute_every,
-            check_compute=check_compute,
-            deterministic=deterministic,
-            bucket_cap_mb=bucket_cap_mb,
-            trackers=trackers,
+            **{name: value for name, value in locals().items() if name in OPTIONS},
         )
         self.batch_size = settings.batch_size
         self.micro_batch_size = settings.micro_batch_size

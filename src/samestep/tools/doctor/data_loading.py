@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from samestep.config import to_variables
+from samestep.config import NO_INTERCEPTORS, to_variables
 from samestep.console import format_ranks
 from samestep.files import read_tail
 from samestep.launch.target import COMMAND
@@ -46,7 +46,7 @@ def look_at_data_loading(context: Context) -> dict[str, Any] | None:
             "snapshot_every": "never",
             "resume": "never",
             "compare_every": "never",
-            "check_compute_every": "never",
+            **NO_INTERCEPTORS,
             "device": options.device,
             "num_threads": options.num_threads,
             "batch_size": options.batch_size,

@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from samestep.config import Option, to_variables
+from samestep.config import NO_INTERCEPTORS, Option, to_variables
 from samestep.console import escape, print_table, say, show_activity, to_text
 from samestep.data.order_files import ORDERS, list_orders
 from samestep.errors import Error
@@ -250,7 +250,7 @@ class _Replay:
             "fresh": False,
             "snapshot_every": "never",
             "compare_every": "never",
-            "check_compute_every": "never",
+            **NO_INTERCEPTORS,
             "log_every": 10**9,
             "stuck_after_s": 0,
         }

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from samestep.config import Overrides, to_variables
+from samestep.config import NO_INTERCEPTORS, Overrides, to_variables
 from samestep.console import format_ranks
 from samestep.errors import Error
 from samestep.files import read_tail
@@ -120,7 +120,7 @@ class Starts:
             "snapshot_every": "never",
             "resume": "never",
             "compare_every": "never",
-            "check_compute_every": "never",
+            **NO_INTERCEPTORS,
             **overrides,
         }
         variables = build_trace(INTERCEPTOR, place, to_variables(options))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.config import Overrides, to_variables
+from samestep.config import NO_INTERCEPTORS, Overrides, to_variables
 from samestep.errors import Error
 from samestep.files import copy_file, open_regular, read_tail
 from samestep.launch.target import Target
@@ -130,7 +130,7 @@ class Trials:
             "max_steps": num_steps or self.num_steps,
             "snapshot_every": self.snapshot_every,
             "compare_every": 1,
-            "check_compute_every": "never",
+            **NO_INTERCEPTORS,
             "log_every": 1,
             **(overrides or {}),
         }
