@@ -6,7 +6,7 @@ once, which `make test` runs, implies the others.
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -17,34 +17,21 @@ from support.selection import one_in
 from samestep.cli import COMMANDS
 
 SOURCE = Path(__file__).parents[1] / "src" / "samestep"
-FOLDERS = ("adapters", "checks", "recipes", "sources", "tools", "watch/trackers")  # of features, by their modules
-
-# Feature -> its modules, and packages with all that is in them.
-FEATURES = {
+# Each module and package in these is a feature of its own if it is in none of the tables below.
+FOLDERS = (
+    "adapters", "recipes", "recipes/commands", "recipes/corpora", "recipes/models", "sources", "tools",
+    "watch/trackers",
+)  # fmt: skip
+# Feature -> its modules and packages, if they are several or not in FOLDERS.
+PARTS = {
     "second opinions": ["checks"],
-    "audit": ["tools.audit"],
-    "bisect": ["tools.bisect"],
-    "completion": ["tools.completion"],
-    "doctor": ["tools.doctor"],
-    "export": ["tools.export"],
-    "replay": ["tools.replay"],
-    "report": ["tools.report"],
-    "runs": ["tools.runs"],
-    "scale": ["tools.scale"],
-    "verify": ["tools.verify"],
-    "watch": ["tools.live_view"],
-    "MLflow": ["watch.trackers.mlflow_tracker"],
-    "TensorBoard": ["watch.trackers.tensorboard_tracker"],
-    "Trackio": ["watch.trackers.trackio_tracker"],
-    "W&B": ["watch.trackers.wandb_tracker"],
-    "continued runs of trackers": ["watch.trackers.continuation"],
     "copies on other nodes": ["snapshot.node_replication"],
     "runs at URLs": ["snapshot.object_store", "snapshot.remote_location"],
     "ssh": ["launch.ssh_launcher", "launch.ssh_node"],
     "Slurm": ["launch.job", "launch.sbatch", "launch.submit", "world.slurm_tasks"],
     "TF_CONFIG": ["launch.tf_config"],
+    "Lightning": ["adapters.lightning", "adapters.lightning_manual", "adapters.lightning_metrics"],
     "recipe digits": ["recipes.digits", "recipes.models.cnn"],
-    "recipe mlp": ["recipes.mlp"],
     "recipe images": ["recipes.images", "recipes.models.resnet"],
     "recipe gpt": [
         "recipes.gpt", "recipes.models.gpt2", "recipes.commands.prepare", "recipes.commands.sample",
@@ -54,26 +41,12 @@ FEATURES = {
         "recipes.translate", "recipes.models.seq2seq", "recipes.commands.translation", "recipes.corpora.bpe",
         "recipes.corpora.encoded_pairs", "recipes.corpora.sentence_pairs",
     ],
-    "texts of recipes": ["recipes.corpora.text_tokenizer"],
-    "Lightning": ["adapters.lightning", "adapters.lightning_manual", "adapters.lightning_metrics"],
-    "transformers": ["adapters.transformers"],
-    "MDS": ["sources.mds"],
-    "Parquet": ["sources.parquet"],
-    "token windows": ["sources.token_windows"],
-    "WebDataset": ["sources.webdataset"],
 }  # fmt: skip
-# Feature -> those without which its commands cannot start.
-NEEDS = {
-    "recipe gpt": ["texts of recipes", "token windows"],
-    "recipe translate": ["export"],
-    "report": ["audit"],
-    "scale": ["Slurm"],
-}
-# The other modules in FOLDERS -> why they belong to no feature.
+# The modules in FOLDERS that several features use.
 SHARED = {
     "sources.shard_files": "the files of three sources",
     "tools.compare": "reads run directories for several commands",
-    "tools.inspect": "shows the digest, with which everything is compared",
+    "tools.inspect": "shows the digest, with which this test compares",
     "tools.launch_command": "starts the ranks",
     "tools.phase_timing": "the interceptor of two tools",
     "tools.traced_script": "starts the script for several tools",
@@ -82,7 +55,29 @@ SHARED = {
     "watch.trackers.protocol": "describes trackers",
     "watch.trackers.registry": "finds trackers by name",
 }
+# Feature -> those without which its commands cannot start.
+NEEDS = {
+    "recipe gpt": ["recipes.corpora.text_tokenizer", "sources.token_windows"],
+    "recipe translate": ["tools.export"],
+    "tools.report": ["tools.audit"],
+    "tools.scale": ["Slurm"],
+}
 
+
+def find_features() -> dict[str, list[str]]:
+    """Return the modules and packages of each feature."""
+    placed = {name for names in PARTS.values() for name in names} | {*SHARED}
+    there = {
+        ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+        for folder in FOLDERS
+        for path in (SOURCE / folder).iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    there -= {folder.replace("/", ".") for folder in FOLDERS}
+    return PARTS | {name: [name] for name in sorted(there - placed) if not name.endswith(".__init__")}
+
+
+FEATURES = find_features()
 TRAIN = "import sys\nfrom support.tiny import tiny_run\ntiny_run(sys.argv[1], num_epochs=1)\n"
 ASK = """
 import json, sys
@@ -91,29 +86,18 @@ print(json.dumps({name: main([name, "--help"]) for name in COMMANDS}), file=sys.
 """
 
 
-def find_modules(name: str) -> Iterator[str]:
-    """Yield the module, or all modules of the package."""
-    path = SOURCE / name.replace(".", "/")
-    if path.with_suffix(".py").is_file():
-        yield name
-    for file in path.rglob("*.py"):
-        if file.stem != "__init__":
-            yield ".".join(file.relative_to(SOURCE).with_suffix("").parts)
-
-
 def find_commands(features: Iterable[str]) -> set[str]:
-    modules = {module for feature in features for name in FEATURES[feature] for module in find_modules(name)}
-    return {command for command, (_, _, module) in COMMANDS.items() if module in modules}
+    """Return the commands of these features."""
+    names = [f"{name}." for feature in features for name in FEATURES[feature]]
+    return {command for command, (_, _, module) in COMMANDS.items() if f"{module}.".startswith((*names,))}
 
 
-def test_every_module_belongs_to_one_feature_or_is_shared() -> None:
-    named = [name for names in FEATURES.values() for name in names]
-    assert [name for name in named if not [*find_modules(name)]] == [], "there are no such modules"
-    listed = [module for name in named for module in find_modules(name)] + [*SHARED]
-    assert [module for module in {*listed} if listed.count(module) > 1] == []
-    there = {module for folder in FOLDERS for module in find_modules(folder.replace("/", "."))}
-    assert there - {*listed} == set(), "add them to FEATURES, or with a reason to SHARED"
-    assert {*SHARED} <= there
+def test_the_tables_name_modules() -> None:
+    named = [name for names in PARTS.values() for name in names] + [*SHARED]
+    paths = [SOURCE / name.replace(".", "/") for name in named]
+    assert [path for path in paths if not path.is_dir() and not path.with_suffix(".py").is_file()] == []
+    assert len({*named}) == len(named)
+    assert {*NEEDS, *(name for names in NEEDS.values() for name in names)} <= {*FEATURES}
 
 
 @pytest.fixture(scope="module")
