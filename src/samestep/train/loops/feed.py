@@ -103,7 +103,7 @@ class Feed:
         )
 
     def _call_sampler(self) -> bool:
-        """Get the orders of the next step's epochs, check that all ranks have the same, and keep them for the audit.
+        """Get the orders of the next step's epochs, check that all ranks have the same, and keep them.
 
         Returns:
             Whether the end of the loop has moved.
