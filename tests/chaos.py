@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from promises.faulty import IN_BODY, IN_SAVING, IN_STEP, NUM_MICRO_BATCHES, NUM_STEPS, STEPS_PER_EPOCH, train
 from promises.trial import Outcome, Started, Trial, read_outcome
 from support.disks import open_disk
-from support.slurm import find_ports
+from support.ports import reserve_port
 
 import samestep
 
@@ -154,14 +154,14 @@ def _run_round(trial: Trial, round_: Round) -> None:
     (trial.faults / "go").unlink(missing_ok=True)
     for held in trial.faults.glob("held-*"):
         held.unlink()
-    with trial.killing_the_frozen():
+    with trial.killing_the_frozen(), ExitStack() as stack:
         if round_.how == "spawn":
             _spawn(trial, round_)
             return
         arguments = [word for fault in round_.faults for word in ("--fault", fault)]
         arguments += ["--num-workers", str(round_.num_workers)]
         if round_.how == "nodes":
-            [port] = find_ports(1)
+            port = stack.enter_context(reserve_port())
             flags += ["--nnodes", str(len(round_.nodes)), "--rdzv-endpoint", f"127.0.0.1:{port}"]
         started = [
             trial.start("launch", num_ranks, "", *flags, *_node_rank(round_, node), arguments=arguments)

@@ -3,13 +3,13 @@
 import os
 import re
 import shutil
-import socket
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from support.commands import find_programs
+from support.ports import reserve_port
 from support.runs import digest, run_command
 
 TESTS = Path(__file__).parents[1]
@@ -113,9 +113,8 @@ def test_a_launcher(name: str, plain: str, tmp_path: Path) -> None:
 
 def launch_group(how: str, cwd: Path) -> str:
     """Run the script with a process group of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1])
-    return launch([PYTHON, SCRIPT, how], cwd, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    with reserve_port() as port:
+        return launch([PYTHON, SCRIPT, how], cwd, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 @pytest.mark.parametrize("how", ["env", "file", "gpu"])

@@ -19,6 +19,7 @@ import torch
 from promises.wrong import MISTAKES, learn_well, train
 from support.commands import Popen, find_programs
 from support.disks import Disk
+from support.ports import reserve_port
 from support.runs import check, clean_variables, run_command, samestep_command
 from support.selection import one_in
 from support.tiny import Pairs, Tiny, tiny_run, update
@@ -253,8 +254,11 @@ def test_plain_python(tmp_path: Path, name: str) -> None:
 
 def start_by_hand(name: str, run_dir: Path, scripts: Sequence[Path] = (SCRIPT, SCRIPT)) -> list[Done]:
     """Starts each rank as a program, as mpirun and srun do, without a launcher that filters the output."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    with reserve_port() as port:
+        return start_ranks(name, run_dir, scripts, port)
+
+
+def start_ranks(name: str, run_dir: Path, scripts: Sequence[Path], port: int) -> list[Done]:
     ranks = [
         Popen(
             [sys.executable, script, run_dir, name],

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 from promises.faulty import train
-from promises.test_nodes import reserve_port
 from promises.trial import SCRIPT, Outcome, Started, read_outcome, read_tree
+from support.ports import reserve_port
 from support.selection import one_in
 from support.tiny import Tiny, tiny_run, update
 

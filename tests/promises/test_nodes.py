@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import pytest
 from promises.test_restarts import flags_of, read_restarts
 from promises.trial import SCRIPT, Outcome, Started, Trial
 from support.hosts import Host
+from support.ports import reserve_port
 from support.selection import one_in
 from support.waiting import catches, wait_until
 
@@ -39,15 +39,6 @@ from samestep.launch.target import Target
 
 Undisturbed = Callable[..., Outcome]
 HELD = "hold rank 0 at step 7 in forward"
-
-
-@contextmanager
-def reserve_port() -> Iterator[int]:
-    """A port without a listener. A socket holds it, so that no other program gets it."""
-    with socket.socket(socket.AF_INET6) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("::", 0))
-        yield held.getsockname()[1]
 
 
 @pytest.fixture

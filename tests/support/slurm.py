@@ -9,13 +9,14 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psutil
 
+from support.ports import reserve_ports
 from support.runs import clean_variables
 from support.waiting import wait_until
 
@@ -77,12 +78,11 @@ class Cluster:
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self.variables = {"SLURM_CONF": str(root / "slurm.conf")}
 
-    def start(self) -> None:
-        """Start the daemons. Returns when all nodes wait for jobs."""
+    def start(self, ports: Sequence[int]) -> None:
+        """Start the daemons, with a port for each. Returns when all nodes wait for jobs."""
         for name in ("state", "spool", "log"):
             (self.root / name).mkdir()
         host = socket.gethostname().partition(".")[0]
-        ports = find_ports(1 + len(self.nodes))
         lines = [
             f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 Sockets=1 CoresPerSocket=4 "
             "ThreadsPerCore=1 RealMemory=1000\n"
@@ -185,25 +185,16 @@ class Cluster:
         return found
 
 
-def find_ports(count: int) -> list[int]:
-    """Find free ports."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for held in sockets:
-            held.bind(("127.0.0.1", 0))
-        return [held.getsockname()[1] for held in sockets]
-    finally:
-        for held in sockets:
-            held.close()
-
-
 @contextmanager
 def open_cluster(num_nodes: int = 2) -> Iterator[Cluster]:
     """Open a cluster. Its processes are ended afterwards."""
-    with TemporaryDirectory(prefix="slurm-", dir="/tmp") as root:  # the path of a socket is limited
+    with (
+        TemporaryDirectory(prefix="slurm-", dir="/tmp") as root,  # the path of a socket is limited
+        reserve_ports(1 + num_nodes) as ports,
+    ):
         cluster = Cluster(Path(root), num_nodes)
         try:
-            cluster.start()
+            cluster.start(ports)
             yield cluster
         finally:
             cluster.close()

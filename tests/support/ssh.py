@@ -2,13 +2,13 @@
 
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from support.hosts import Host
+from support.ports import reserve_ports
 from support.waiting import wait_until
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
@@ -50,7 +50,7 @@ class SshHosts:
     """
 
     def __init__(
-        self, directory: Path, names: Sequence[str], variables: Mapping[str, str], places: Mapping[str, Host] | None
+        self, directory: Path, ports: Mapping[str, int], variables: Mapping[str, str], places: Mapping[str, Host] | None
     ) -> None:
         self.directory, self.path, self._places = directory, directory / "bin", places or {}
         self.path.mkdir(parents=True)
@@ -60,20 +60,22 @@ class SshHosts:
         if os.geteuid() == 0:
             os.makedirs("/run/sshd", exist_ok=True)
         config = ""
-        for name in names:
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                port = probe.getsockname()[1]
+        for name, port in ports.items():
             host = self._places.get(name)
             address = "127.0.0.1" if host is None else host.address6 if name.endswith("6") else host.address
             fields = {"name": name, "address": address, "port": port, "directory": directory}
             set_env = " ".join(f"{key}={value}" for key, value in {**variables, "ON_HOST": name}.items())
             (directory / f"{name}.server").write_text(SERVER.format(**fields, variables=set_env))
             config += CLIENT.format(**fields)
-            self.start(name)
         (directory / "client").write_text(config + ALL)
         ssh = self.path / "ssh"
         ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {directory}/client "$@"\n')
         ssh.chmod(0o755)
+
+    def start_all(self, names: Sequence[str]) -> None:
+        """Start the servers."""
+        for name in names:
+            self.start(name)
         for name in names:
             self._wait_for(name)
 
@@ -85,7 +87,13 @@ class SshHosts:
             self.servers[name] = subprocess.Popen(server, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def _wait_for(self, name: str) -> None:
-        wait_until(lambda: b"listening" in (self.directory / f"{name}.log").read_bytes(), f"{name} is up", 10)
+        log = self.directory / f"{name}.log"
+
+        def is_up() -> bool:
+            assert self.servers[name].poll() is None, f"the ssh server of {name} has ended: {log.read_text()}"
+            return b"listening" in log.read_bytes()
+
+        wait_until(is_up, f"the ssh server of {name} is up")
 
     def force(self, name: str, command: str) -> None:
         """Run this command for all later connections. The requested one is in $SSH_ORIGINAL_COMMAND."""
@@ -128,8 +136,10 @@ def open_ssh_hosts(
     Args:
         places: name -> namespace of the host, if it is not this one; reached by IPv6 if the name ends in 6.
     """
-    hosts = SshHosts(directory, names, variables, places)
-    try:
-        yield hosts
-    finally:
-        hosts.close()
+    with reserve_ports(len(names)) as ports:
+        hosts = SshHosts(directory, dict(zip(names, ports, strict=True)), variables, places)
+        try:
+            hosts.start_all(names)
+            yield hosts
+        finally:
+            hosts.close()

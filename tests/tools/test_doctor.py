@@ -2,14 +2,15 @@
 
 import json
 import re
-import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.ports import reserve_port
 from support.runs import check, run_command, samestep_command
 
 from samestep.errors import Error
@@ -566,10 +567,14 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert "--nproc-per-node was given, but a launcher has started the ranks already: leave it out" in given.stderr
 
 
-def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserve_port() as free:
+        yield free
+
+
+def test_a_rank_that_does_not_come(tmp_path: Path, port: int) -> None:
     """Nothing hangs: the other ranks report it, and a rank that finds no other one reports that."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     for rank, words in (
         (0, "rank 1 did not come within 1 s"),
         (1, "rank 1 cannot reach the rendezvous store"),

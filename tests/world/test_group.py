@@ -2,16 +2,16 @@
 
 import os
 import re
-import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.ports import reserve_port
 
 import samestep
 from samestep.errors import Error, PeerFailed
@@ -26,9 +26,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+def free_port() -> Iterator[int]:
+    with reserve_port() as port:
+        yield port
 
 
 def test_a_text_that_no_rank_has_signed_is_left_out() -> None:
