@@ -52,7 +52,8 @@ CASES = {
     "`python`": ([PYTHON, SCRIPT], ALONE, ""),
     "`torchrun`": ([*TORCHRUN, "--standalone", "--nproc-per-node=2", SCRIPT], PAIR, ""),
     "`torchrun --nnodes 1:2`": (
-        [*TORCHRUN, "--nnodes=1:2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", SCRIPT],
+        [*TORCHRUN, "--nnodes=1:2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0",
+         "--rdzv-conf=last_call_timeout=1", SCRIPT],
         PAIR, "",
     ),
     "`mpirun` of Open MPI": (["mpirun.openmpi", "--oversubscribe", "-np", "2", PYTHON, SCRIPT], PAIR, "mpirun.openmpi"),

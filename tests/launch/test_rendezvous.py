@@ -19,7 +19,16 @@ from samestep.launch.handshake import make_nonce, prove, read_secret, share_secr
 from samestep.launch.launcher import _conclude
 from samestep.launch.local_ranks import Ranks
 from samestep.launch.messages import MAX_LINE_BYTES, LauncherLink
-from samestep.launch.rendezvous_client import GREETING_S, End, Hello, Nodes, build_hello, connect, parse_nodes
+from samestep.launch.rendezvous_client import (
+    GREETING_S,
+    LAST_CALL_S,
+    End,
+    Hello,
+    Nodes,
+    build_hello,
+    connect,
+    parse_nodes,
+)
 from samestep.launch.rendezvous_server import ADMIT_S, MAX_PENDING, RendezvousServer
 from samestep.launch.target import Target
 
@@ -31,9 +40,10 @@ FAILED = ENDED | {"has_succeeded": False}
 class Place:
     """A running server for `least` to `most` nodes, and the connections to it."""
 
-    def __init__(self, least: int = 2, most: int = 2) -> None:
+    def __init__(self, least: int = 2, most: int = 2, last_call_s: float = LAST_CALL_S) -> None:
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        self.nodes = Nodes(least, most, None, "127.0.0.1", listener.getsockname()[1], "an id", 60.0, SECRET)
+        port = listener.getsockname()[1]
+        self.nodes = Nodes(least, most, None, "127.0.0.1", port, "an id", 60.0, SECRET, last_call_s)
         self.server = RendezvousServer(self.nodes, listener, 0, [])
         self.server.start()
         self.opened: list[LauncherLink] = []
@@ -67,7 +77,7 @@ class Place:
 def open_place() -> Iterator[Callable[..., Place]]:
     places: list[Place] = []
 
-    def make(*arguments: int) -> Place:
+    def make(*arguments: float) -> Place:
         places.append(Place(*arguments))
         return places[-1]
 
@@ -257,6 +267,20 @@ def test_an_impostor_of_the_server(answers: list[bytes], said: str) -> None:
         with pytest.raises(Error, match=said):
             connect(nodes, build_hello(nodes, Target("script", __file__, []), 1, 0), lambda: False)
         thread.join(30)
+
+
+def test_the_last_call(open_place: Callable[..., Place]) -> None:
+    """The first start waits for further nodes, longer than the limit for the least number, or not at all."""
+    place = open_place(1, 2, 600.0)
+    first = place.join(0)
+    place.server._wait_s = 0.0  # the limit has passed
+    for node, link in enumerate([first, place.join(1)]):
+        begin = link.receive(GREETING_S)
+        assert begin is not None
+        assert (begin["kind"], begin["place"]["node"], begin["place"]["num_nodes"]) == ("begin", node, 2)
+    alone = open_place(1, 2, 0.0).join(0).receive(GREETING_S)
+    assert alone is not None
+    assert (alone["kind"], alone["place"]["num_nodes"]) == ("begin", 1)
 
 
 def test_ranks_that_were_stopped_for_no_reason(open_place: Callable[..., Place]) -> None:

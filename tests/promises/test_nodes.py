@@ -8,10 +8,8 @@ import re
 import shlex
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,22 +53,14 @@ def finish(*nodes: Started) -> list[int]:
     return [node.wait() for node in nodes]
 
 
-def count_refused(host: Host) -> int:
-    """The number of connections from this host that were refused so far."""
-    told = subprocess.run(
-        [str(word) for word in host.wrap(["cat", "/proc/self/net/snmp"])], capture_output=True, text=True, check=True
-    )
-    names, numbers = (line.split() for line in told.stdout.splitlines() if line.startswith("Tcp:"))
-    return int(numbers[names.index("AttemptFails")])
+def elastic_flags_at(endpoint: str, node_rank: int) -> list[str]:
+    """One or two nodes, of which both are there at the first start."""
+    return flags_at(endpoint, "1:2", "--rdzv-last-call", "120", "--node-rank", str(node_rank))
 
 
-def start_both(trial: Trial, meets: Host, other: Host, *flags: str, faults: Sequence[str]) -> tuple[Started, Started]:
-    """The other host first: an elastic run waits only two seconds for further nodes."""
-    arguments = flags_of(*faults)
-    num_refused = count_refused(other)
-    comes = trial.start("launch", 1, "", *flags, arguments=arguments, host=other)
-    wait_until(lambda: count_refused(other) > num_refused, "it has called the endpoint")
-    return trial.start("launch", 1, "", *flags, arguments=arguments, host=meets), comes
+def start_elastic(trial: Trial, endpoint: str, node_rank: int, host: Host, *faults: str) -> Started:
+    flags = [*elastic_flags_at(endpoint, node_rank), "--snapshot-every", "2"]
+    return trial.start("launch", 1, "", *flags, arguments=flags_of(*faults), host=host)
 
 
 # --- hosts ------------------------------------------------------------------------------------------------------------
@@ -95,23 +85,23 @@ def test_two_hosts(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]
 def test_a_host_goes_and_comes_back(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
     """Its launcher is killed: its ranks end, and the other host trains. Once it is started again, both train."""
     faults = [HELD, "hold rank 0 at step 10 in forward"]
-    flags = flags_at(f"{all_hosts[0].address}:29401", "1:2", "--snapshot-every", "2")
-    stays, goes = start_both(trial, all_hosts[0], all_hosts[1], *flags, faults=faults)
+    endpoint = f"{all_hosts[0].address}:29401"
+    stays, goes = (start_elastic(trial, endpoint, rank, all_hosts[rank], *faults) for rank in (0, 1))
     trial.wait_held()
-    wait_until(lambda: "samestep: ranks 0 on h1, 1 on h2\n" in goes.output, "both are in")
+    assert "samestep: ranks 0 on node 0 (h1), 1 on node 1 (h2)\n" in goes.output
     (trial.faults / "held-0").unlink()
     goes.process.kill()
     killed_s = time.time()
     goes.wait()
     wait_until(lambda: (trial.faults / "held-0").exists(), "it goes on alone")
     trial.note("kill launcher", "forward, 1 of 2 hosts", (trial.dir / "restarts.jsonl").stat().st_mtime - killed_s)
-    comes = trial.start("launch", 1, "", *flags, arguments=flags_of(*faults), host=all_hosts[1])
+    comes = start_elastic(trial, endpoint, 1, all_hosts[1], *faults)
     stays.wait_for_words("a second one ends at once")  # it saves, to let the other join
     trial.go_on()
     assert finish(stays, comes) == [0, 0], stays.output + comes.output
     rows = read_restarts(trial)
     assert [(row["reason"], row["rank"], row["world_size"]) for row in rows] == [
-        ("h2 was lost", None, 1),
+        ("node 1 (h2) was lost", None, 1),
         ("a node has joined", None, 2),
     ]
     assert (rows[1]["from_step"], rows[1]["lost_steps"]) == (11, 0)
@@ -121,15 +111,15 @@ def test_a_host_goes_and_comes_back(trial: Trial, undisturbed: Undisturbed, all_
 def test_the_plug_is_pulled(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
     """No connection closes. The other host continues within seconds, and the one that is cut off ends."""
     stays_on, _, cut_off = all_hosts
-    flags = flags_at(f"{stays_on.address}:29402", "1:2", "--snapshot-every", "2")
-    stays, goes = start_both(trial, stays_on, cut_off, *flags, faults=[HELD])
+    endpoint = f"{stays_on.address}:29402"
+    stays, goes = (start_elastic(trial, endpoint, rank, host, HELD) for rank, host in enumerate((stays_on, cut_off)))
     trial.wait_held()
     cut_off.pull_the_plug()
     cut_s = time.time()
     wait_until(lambda: (trial.dir / "restarts.jsonl").exists(), "it goes on alone")
     trial.note("pull the plug", "forward, 1 of 2 hosts", time.time() - cut_s)
     assert finish(stays, goes) == [0, 1], stays.output + goes.output
-    assert f"the launcher at {stays_on.address}:29402, the rendezvous of the nodes, has ended" in goes.err.read_text()
+    assert f"the launcher at {endpoint}, the rendezvous of the nodes, has ended" in goes.err.read_text()
     assert trial.outcome() == undisturbed()
 
 
@@ -198,25 +188,15 @@ def test_a_signal_to_one_launcher(trial: Trial, undisturbed: Undisturbed, port: 
 def test_a_signal_to_one_node(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
     """The run continues without it, from the step at which it left."""
     fault = "hold rank 1 at step 7 in forward"
-    flags = ["--nproc-per-node", "1", *flags_at(f"127.0.0.1:{port}", "1:2"), SCRIPT, trial.dir, "--fault", fault]
-    server = "from samestep.launch import rendezvous_server; rendezvous_server.LAST_CALL_S = 60.0"
-    patient = f"{server}; from samestep.cli import main; main()"
-    env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": "0"}
-    stays = Started([sys.executable, "-c", patient, "launch", *flags], trial.faults / "stays", env)
-    goes = None
-    try:
-        wait_until(lambda: _listens(port), "it waits")
-        goes = Started([sys.executable, "-m", "samestep", "launch", *flags], trial.faults / "goes", env)
-        wait_until(lambda: (trial.faults / "held-1").exists(), "both train")
-        goes.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: (trial.faults / "heard-1").exists(), "it has heard")
-        trial.go_on()
-        assert finish(goes, stays) == [75, 0], goes.output + stays.output
-    finally:
-        for started in (stays, goes):
-            if started is not None:
-                started.close()
-    assert re.search(r"samestep: \S+ received a signal to stop; all start again\n", stays.err.read_text())
+    stays = trial.start("launch", 1, fault, *elastic_flags_at(f"127.0.0.1:{port}", 0))
+    wait_until(lambda: _listens(port), "it has the rendezvous")
+    goes = trial.start("launch", 1, fault, *elastic_flags_at(f"127.0.0.1:{port}", 1))
+    trial.wait_held(1)
+    goes.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: (trial.faults / "heard-1").exists(), "it has heard")
+    trial.go_on()
+    assert finish(goes, stays) == [75, 0], goes.output + stays.output
+    assert re.search(r"samestep: node 1 \(.+\) received a signal to stop; all start again\n", stays.err.read_text())
     [row] = read_restarts(trial)
     assert (row["rank"], row["world_size"], row["from_step"], row["lost_steps"]) == (None, 1, 8, 0)
     assert trial.outcome() == undisturbed()
@@ -286,7 +266,7 @@ def test_a_signal_to_a_waiting_launcher(trial: Trial, port: int, place: str, sig
     node = trial.start("launch", 1, "", *flags_at(f"{place or '127.0.0.1'}:{port}"))
     wait_until(lambda: catches(node.process.pid, signum) if place else _listens(port), "it has begun")
     node.process.send_signal(signum)
-    assert node.wait(20) == code, node.output
+    assert node.wait() == code, node.output
     assert "Traceback" not in node.output
 
 

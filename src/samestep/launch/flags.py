@@ -28,6 +28,9 @@ FLAGS: dict[str, Option] = {
         str, "FILE", "file with a secret that all nodes share and only you can read; default: SAMESTEP_RDZV_SECRET"
     ),
     "rdzv_timeout": Option(int, "S", "seconds to wait for the other nodes; default: 300", whole(1)),
+    "rdzv_last_call": Option(
+        int, "S", "seconds that MIN nodes wait for further ones before the first start; default: 2", whole(0)
+    ),
     "hosts": Option(str, "A,B:4", "run on these hosts over ssh, one node each; :N sets a host's --nproc-per-node"),
     "tf_config": Option(bool, "", "set TF_CONFIG in each rank, for TensorFlow's MultiWorkerMirroredStrategy"),
     **OPTIONS,
@@ -45,7 +48,7 @@ TORCHRUN: dict[str, Option] = {
 _LOGS = "all output of the ranks is in logs/ in the run directory, and --show-ranks selects what is shown"
 INSTEAD = {
     "module": "write -m MODULE",
-    "rdzv_conf": "use --rdzv-timeout",
+    "rdzv_conf": "use --rdzv-timeout and --rdzv-last-call",
     "redirects": _LOGS,
     "tee": _LOGS,
     "log_dir": _LOGS,

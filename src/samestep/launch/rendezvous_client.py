@@ -30,6 +30,7 @@ from samestep.world.host import is_loopback, list_addresses
 from samestep.world.version_check import hash_file
 
 DEFAULT_PORT = 29400  # torchrun's
+LAST_CALL_S = 2.0
 RETRY_S = 0.2
 GREETING_S = 10.0
 
@@ -44,6 +45,7 @@ class Nodes:
         run_id: distinguishes runs with the same endpoint.
         timeout_s: limit for the other nodes to join.
         secret: shared by all launchers.
+        last_call_s: how long `least` nodes wait for further ones before the first round.
     """
 
     least: int
@@ -54,6 +56,7 @@ class Nodes:
     run_id: str
     timeout_s: float
     secret: str = field(repr=False)
+    last_call_s: float = LAST_CALL_S
 
     @property
     def endpoint(self) -> str:
@@ -79,7 +82,14 @@ class End:
 
 
 def parse_nodes(
-    nnodes: str | None, node_rank: int | None, endpoint: str | None, run_id: str, timeout_s: float, secret: str = ""
+    nnodes: str | None,
+    node_rank: int | None,
+    endpoint: str | None,
+    run_id: str,
+    timeout_s: float,
+    secret: str = "",
+    *,
+    last_call_s: float = LAST_CALL_S,
 ) -> Nodes | None:
     """Parse the options of `launch` for several nodes. Returns None for one node. Raises Error if one is invalid."""
     if nnodes is None and endpoint is not None:
@@ -115,7 +125,7 @@ def parse_nodes(
             f"nodes: set {SECRET} to the same text on all nodes (`openssl rand -hex 32` prints one), or name a file "
             "that holds it with --rdzv-secret"
         )
-    return Nodes(least, most, node_rank, host, port, run_id, timeout_s, secret)
+    return Nodes(least, most, node_rank, host, port, run_id, timeout_s, secret, last_call_s)
 
 
 def _names_loopback(host: str) -> bool:

@@ -30,7 +30,6 @@ from samestep.world.environment import Restart
 from samestep.world.host import is_loopback
 
 TICK_S = 0.1
-LAST_CALL_S = 2.0  # for more nodes to join after the minimum is reached, before the first round
 FLUSH_S = 5.0  # for the nodes to receive the end
 ADMIT_S = 15.0  # for a connection to be admitted
 MAX_PENDING = 128  # connections that are not admitted yet; beyond that, the oldest is closed
@@ -243,10 +242,10 @@ class RendezvousServer(threading.Thread):
     def _begin_if_complete(self) -> None:
         now_s = time.monotonic()
         there = len(self._members)
-        is_due = self._round > 0 or now_s > self._changed_s + LAST_CALL_S
+        is_due = self._round > 0 or now_s > self._changed_s + self._nodes.last_call_s
         if there == self._nodes.most or (there >= self._nodes.least and is_due):
             self._begin()
-        elif now_s > self._wait_s:
+        elif there < self._nodes.least and now_s > self._wait_s:
             self._end(End(message=self._describe_missing(), code=Error.exit_code))
 
     def _describe_missing(self) -> str:

@@ -111,7 +111,7 @@ def start(target: Target, values: dict[str, Any]) -> int:
         return _start_on_hosts(target, values)
     from samestep.launch.handshake import read_secret
     from samestep.launch.launcher import run_launch
-    from samestep.launch.rendezvous_client import parse_nodes
+    from samestep.launch.rendezvous_client import LAST_CALL_S, parse_nodes
 
     num_ranks = values.pop("nproc_per_node", "auto")
     show_ranks = values.pop("show_ranks", "0")
@@ -125,6 +125,7 @@ def start(target: Target, values: dict[str, Any]) -> int:
         values.pop("rdzv_id", ""),
         values.pop("rdzv_timeout", 300),
         read_secret(values.pop("rdzv_secret", None)),
+        last_call_s=values.pop("rdzv_last_call", LAST_CALL_S),
     )
     if nodes is None:  # else another node may have the snapshot
         _check_resume(**values)
