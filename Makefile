@@ -4,17 +4,25 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-adapters test-gpu test-lowest soak chaos clean
+.PHONY: train test lint types test-adapters test-gpu test-lowest soak chaos clean
 
 train: $(VENV)/installed
 	$(BIN)/samestep train digits --nproc-per-node 2 $(ARGS)
 	@echo 'To use the command samestep in this shell: source $(BIN)/activate'
 
 test: $(VENV)/installed-dev
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --quiet --check src
+	$(MAKE) --no-print-directory --jobs 2 types lint
 	$(BIN)/python -m compileall -q -j 0 src tests  # read by many processes, which may not write it
 	$(BIN)/pytest -n 5 --dist worksteal -m "not soak"  # on 2 cores 4 leave a sixth of their time idle
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --quiet --check src
+	$(BIN)/lint-imports --no-cache
+
+types: $(VENV)/installed-dev
+	$(BIN)/mypy
+	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
 
 # Run the tests that need a GPU. One is enough: ranks share it.
 test-gpu: $(VENV)/installed-dev

@@ -28,7 +28,7 @@ FORKED_WITHOUT_EXEC = 0x40  # PF_FORKNOEXEC of the kernel's flags of a process
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # of these, a run changes the handlers
 GRACE_S = 20.0
 PID = os.getpid()
-LONG = ("test_slurm.py", "test_docs.py", "test_typed.py")
+LONG = ("test_slurm.py", "test_docs.py")
 
 use_for_spawn()
 strikes: list[Strike] = []  # of all tests, also of those that ran in pytest-xdist's workers

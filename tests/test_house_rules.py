@@ -173,12 +173,6 @@ def test_each_rule_sees_faults(rule: Rule, path: str, source: str, num_faults: i
     assert len([*rule(path, ast.parse(source))]) == num_faults
 
 
-def test_layers_and_cycles_of_imports() -> None:
-    command = Path(sys.executable).with_name("lint-imports")
-    done = subprocess.run([command, "--no-cache"], cwd=SOURCE.parents[1], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_no_two_modules_have_one_name() -> None:
     """Packages, too: tracebacks and tabs of editors show the last part only."""
     names = [name_of(str(file.relative_to(SOURCE))).rpartition(".")[2] for file in FILES]
