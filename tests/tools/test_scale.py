@@ -20,7 +20,7 @@ from samestep.tools.doctor.data_loading import INTERCEPTOR as DATA_LOADING
 from samestep.tools.scale import cpu_quota
 from samestep.tools.scale.laws import find_break_even, fit_amdahl, fit_gustafson
 from samestep.tools.scale.measurement import Size, add_steps
-from samestep.tools.scale.run_scale import find_remote, recommend, summarize
+from samestep.tools.scale.run_scale import add_finish, find_remote, recommend, summarize
 from samestep.tools.scale.step_model import StepModel
 from samestep.tools.traced_script import build_trace, read_lines
 
@@ -228,7 +228,10 @@ def test_the_recommendation(steps_s: tuple[float, ...], sentence: str) -> None:
         size: Size(size, 8, facts, [step_s] * 5, [phases], [1.0], 8.0)
         for size, step_s in zip((1, 2, 4), steps_s, strict=True)
     }
-    assert recommend({"strong": summarize("strong", measured, 0.05)}, 5.0).startswith(sentence)
+    strong = summarize("strong", measured, 0.05)
+    assert recommend({"strong": strong}, 5.0).startswith(sentence)
+    add_finish(strong["sizes"], 1000, {1: 0.0, 2: 3600e3, 4: 3600e3})
+    assert recommend({"strong": strong}, 5.0).startswith("use 1 rank: it finishes first, after ")
 
 
 @pytest.mark.parametrize(
