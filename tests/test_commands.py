@@ -12,7 +12,7 @@ import pytest
 from support.commands import Popen, find_programs, is_forkable, run
 from support.runs import check, clean_variables, digest, run_command
 from support.selection import one_in
-from support.waiting import wait_until
+from support.waiting import DEADLINE_S, wait_until
 
 EVERYTHING = """
 import __main__, atexit, gc, os, random, signal, sys, tempfile, threading, torch, numpy
@@ -128,7 +128,7 @@ def test_signals_and_waiting(tmp_path: Path, signum: signal.Signals) -> None:
             program.wait(0.01)
         assert os.getpgid(program.pid) == program.pid
         os.killpg(program.pid, signum)
-        assert program.wait(30) == -signum
+        assert program.wait(DEADLINE_S) == -signum
         assert (b"KeyboardInterrupt" in program.communicate()[1]) == (signum == signal.SIGINT)
 
 
@@ -139,7 +139,7 @@ def test_a_terminal(tmp_path: Path) -> None:
     program = Popen([sys.executable, "-c", code], env=variables, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     os.write(ours, b"answer\n")
-    assert program.wait(30) == 0
+    assert program.wait(DEADLINE_S) == 0
     assert b"True True answer" in os.read(ours, 1 << 12)
     os.close(ours)
 
@@ -213,6 +213,6 @@ def test_programs_for_a_shell(tmp_path: Path) -> None:
         program = psutil.Process(int(client.stdout.readline()))
         assert program.pid != client.pid
         client.send_signal(signum)
-        assert client.wait(30) == -signum
+        assert client.wait(DEADLINE_S) == -signum
         client.stdout.close()
         wait_until(lambda program=program: not program.is_running(), "it ends with its client")

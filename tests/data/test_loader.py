@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from support.commands import Popen
+from support.waiting import DEADLINE_S
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset, default_collate
@@ -365,7 +366,7 @@ def test_close_leaves_no_process_and_no_thread() -> None:
         gc.collect()
         assert not any(psutil.pid_exists(worker.pid) for worker in workers if worker.pid), ending
         for thread in set(threading.enumerate()) - threads:
-            thread.join(5)  # of a queue: it ends when the queue is closed
+            thread.join(DEADLINE_S)  # of a queue: it ends when the queue is closed
         assert set(threading.enumerate()) <= threads, ending
 
 
@@ -416,7 +417,7 @@ def test_no_worker_outlives_a_rank_that_is_killed(tmp_path: Path) -> None:
     process, workers = run_script(tmp_path, "pass")
     process.kill()
     process.communicate()
-    gone, alive = psutil.wait_procs(workers, timeout=30)
+    gone, alive = psutil.wait_procs(workers, timeout=DEADLINE_S)
     assert len(gone) == 2
     assert not alive
 
@@ -424,9 +425,9 @@ def test_no_worker_outlives_a_rank_that_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ending", "code"), [("pass", 0), ("1 / 0", 1), ("sys.exit(3)", 3)])
 def test_a_rank_that_never_closes_its_loader_ends_at_once(tmp_path: Path, ending: str, code: int) -> None:
     process, workers = run_script(tmp_path, f"sys.stderr = None; {ending}")
-    process.communicate("\n", timeout=120)
+    process.communicate("\n", timeout=DEADLINE_S)
     assert process.returncode == code
-    assert not psutil.wait_procs(workers, timeout=30)[1]
+    assert not psutil.wait_procs(workers, timeout=DEADLINE_S)[1]
 
 
 class Pair(NamedTuple):

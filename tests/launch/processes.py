@@ -13,10 +13,9 @@ from typing import IO
 import psutil
 from support.commands import Popen
 from support.hosts import Host
-from support.waiting import wait_until
+from support.waiting import DEADLINE_S, wait_until
 
 MARK = "SAMESTEP_TEST_MARK"
-DEADLINE_S = 150.0
 
 
 class Command:
@@ -90,8 +89,8 @@ class Command:
         """Wait until the ranks have created these files."""
         wait_until(lambda: all((self.directory / name).exists() for name in names), f"files {names}")
 
-    def assert_nothing_left(self, deadline_s: float = 5.0) -> None:
-        wait_until(lambda: not self.processes(), "no process left", deadline_s)
+    def assert_nothing_left(self) -> None:
+        wait_until(lambda: not self.processes(), "no process left")
 
     def assert_no_files_left(self) -> None:
         assert list(Path(self.variables["TMPDIR"]).glob("samestep-*")) == []

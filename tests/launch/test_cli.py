@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support import commands
 from support.runs import check, run_command
+from support.waiting import DEADLINE_S
 
 from samestep.cli import main
 from samestep.errors import Error
@@ -312,7 +313,7 @@ def test_completion_in_zsh(tmp_path: Path) -> None:
     for keys, wanted in typed:
         os.write(ours, keys)
         while wanted not in shown:
-            assert select.select([ours], [], [], 30)[0], shown
+            assert select.select([ours], [], [], DEADLINE_S)[0], shown
             shown += os.read(ours, 1 << 16)
     shell.kill()
     shell.wait()

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from processes import Command, open_command
 from support.selection import one_in
-from support.waiting import wait_until
+from support.waiting import DEADLINE_S, wait_until
 
 SUM = """
 import sys, torch, torch.distributed as dist
@@ -170,7 +170,7 @@ def test_rank_0_is_on_the_terminal(command: Command) -> None:
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as terminal:
         process = command.start("launch", "--nproc-per-node", "2", "tty.py", stdout=terminal)
-        process.wait(timeout=60)
+        process.wait(timeout=DEADLINE_S)
     assert os.read(ours, 100).strip() == b"True"
     os.close(ours)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from processes import Command
 from support.commands import find_programs
 from support.disks import open_disk
-from support.waiting import wait_until
+from support.waiting import DEADLINE_S, wait_until
 
 START = """
 import ctypes, os, subprocess, sys, torch, samestep
@@ -116,7 +116,7 @@ def test_one_terminal_for_both_keeps_the_order(command: Command) -> None:
     except OSError:  # all processes have closed it
         pass
     os.close(ours)
-    assert launch.wait(60) == 0
+    assert launch.wait(DEADLINE_S) == 0
     assert b"\r\x1b[2Kbar 10 %\r\x1b[2Kbar 50 %" in received
     log = (command.directory / "run" / "logs" / "0" / "0.log").read_text()
     assert "early 0\n" in log
@@ -197,6 +197,6 @@ def test_a_stopped_terminal_does_not_delay_a_kill(command: Command) -> None:
     launch = command.start("launch", "floods.py")
     command.wait_for("ready0")
     launch.send_signal(signal.SIGTERM)  # it does not handle signals, so the first one kills it
-    wait_until(lambda: launch.poll() is not None, "it has ended", 20)
+    wait_until(lambda: launch.poll() is not None, "it has ended")
     assert launch.returncode == 128 + signal.SIGTERM
     command.assert_nothing_left()

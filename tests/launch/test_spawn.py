@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import Command
-from support.waiting import wait_until
+from support.waiting import DEADLINE_S, wait_until
 
 import samestep
 from samestep.launch.local_ranks import Ranks
@@ -234,5 +234,5 @@ def test_a_script_without_a_guard_whose_ranks_do_not_outlive_it(command: Command
     command.wait_for("ready0", "ready1")
     assert len(command.processes()) == 7  # script, server, recorder, 2 ranks, 2 children
     script.kill()
-    assert script.communicate(timeout=60) == ("once\n6 True\n", "")
+    assert script.communicate(timeout=DEADLINE_S) == ("once\n6 True\n", "")
     command.assert_nothing_left()

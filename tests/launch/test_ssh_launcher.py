@@ -18,7 +18,7 @@ from support.hosts import open_hosts
 from support.hosts import why_not as why_no_hosts
 from support.selection import one_in
 from support.ssh import SshHosts, open_ssh_hosts, why_not
-from support.waiting import wait_until
+from support.waiting import DEADLINE_S, wait_until
 
 from samestep.errors import Error
 from samestep.launch import ssh_launcher as of_hosts
@@ -135,7 +135,7 @@ def test_nothing_is_left_of_a_launch(command: Command, hosts: SshHosts, victim: 
         processes |= {"launcher": launcher, "watcher": watcher, "sshd": sshd}
     processes[victim].kill()
     done = command.finish(launch)
-    command.assert_nothing_left(30)
+    command.assert_nothing_left()
     codes = {"command": [-9], "rank": [137], "launcher": [137, 1], "watcher": [1], "sshd": [1]}
     said = {
         "command": "",
@@ -216,7 +216,7 @@ def test_a_lost_connection(command: Command) -> None:
         return (command.directory / "ready0").exists()
 
     wait_until(beat, "it trains, as long as somebody is there")
-    assert watcher.wait(60) == 75
+    assert watcher.wait(DEADLINE_S) == 75
     assert (command.directory / "saved0").read_text() == str(int(signal.SIGTERM))
     watcher.stdin.close()
     watcher.stdout.close()
@@ -243,7 +243,7 @@ def test_hosts_with_networks_of_their_own(command: Command, tmp_path: Path, name
             assert done.returncode == 1, done.stderr
             assert f"[{first}] samestep: ranks 0 on node 0 (h2), 1 on node 1 (h3)\n" in done.stderr
             assert f"[{first}] samestep: error: node 1 (h3) was lost" in done.stderr
-            command.assert_nothing_left(60)
+            command.assert_nothing_left()
 
 
 @pytest.mark.parametrize(

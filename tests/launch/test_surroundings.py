@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from processes import Command
 from support.selection import one_in
+from support.waiting import DEADLINE_S
 
 from samestep.snapshot.store import Store
 
@@ -122,7 +123,7 @@ def test_a_closed_terminal(command: Command) -> None:
     command.wait_for("waits")
     os.close(ours)
     (command.directory / "go").touch()
-    assert run.wait(60) == 0
+    assert run.wait(DEADLINE_S) == 0
     assert find_steps(command.directory / "run") == [3, 4, 5]
 
 

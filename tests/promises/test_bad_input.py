@@ -23,6 +23,7 @@ from support.ports import reserve_port
 from support.runs import check, clean_variables, run_command, samestep_command
 from support.selection import one_in
 from support.tiny import Pairs, Tiny, tiny_run, update
+from support.waiting import DEADLINE_S, wait_until
 from torch import nn
 
 import samestep
@@ -280,7 +281,7 @@ def start_ranks(name: str, run_dir: Path, scripts: Sequence[Path], port: int) ->
         for rank, script in enumerate(scripts)
     ]
     try:
-        said = [rank.communicate(timeout=60) for rank in ranks]
+        said = [rank.communicate(timeout=DEADLINE_S) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -523,17 +524,15 @@ class Waiting:
         self.process = Popen(command, env=clean_variables(ON_LO), text=True, **pipes)
 
     def wait_held(self) -> None:
-        deadline_s = time.monotonic() + 60
-        while not (self.run_dir.parent / "held").exists():
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        held = self.run_dir.parent / "held"
+        wait_until(lambda: held.exists() or self.process.poll() is not None, "it waits in its step")
+        assert held.exists(), self.process.communicate()
 
     def go_on(self) -> None:
         (self.run_dir.parent / "go").touch()
 
     def end(self) -> Done:
-        out, err = self.process.communicate(timeout=60)
+        out, err = self.process.communicate(timeout=DEADLINE_S)
         return Done(self.process.args, self.process.returncode, out, err)
 
 

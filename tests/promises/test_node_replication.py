@@ -86,7 +86,7 @@ class Cluster:
         started = []
         for rank, node in enumerate(nodes):
             words = ["-m", "samestep", "launch", "--nproc-per-node", "1", "--nnodes", str(len(nodes))]
-            words += ["--node-rank", str(rank), "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-timeout", "30"]
+            words += ["--node-rank", str(rank), "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-timeout", "120"]
             command = [sys.executable, *words, SCRIPT, "run", *flags]
             output = self._place / f"output-{len(self._started)}"
             env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

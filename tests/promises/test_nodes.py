@@ -19,7 +19,7 @@ from promises.trial import SCRIPT, Outcome, Started, Trial
 from support.hosts import Host
 from support.ports import reserve_port
 from support.selection import one_in
-from support.waiting import catches, wait_until
+from support.waiting import DEADLINE_S, catches, wait_until
 
 from samestep.errors import Error
 from samestep.launch.local_ranks import Placement, build_variables
@@ -46,7 +46,7 @@ def port() -> Iterator[int]:
 
 
 def flags_at(endpoint: str, nnodes: str = "2", *more: str) -> list[str]:
-    return ["--nnodes", nnodes, "--rdzv-endpoint", endpoint, "--rdzv-timeout", "30", *more]
+    return ["--nnodes", nnodes, "--rdzv-endpoint", endpoint, "--rdzv-timeout", "120", *more]
 
 
 def finish(*nodes: Started) -> list[int]:
@@ -243,7 +243,7 @@ def _listens(port: int) -> bool:
 
 def test_the_port_is_in_use(trial: Trial) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(60)
+        listener.settimeout(DEADLINE_S)
         node = trial.start("launch", 1, "", *flags_at(f"127.0.0.1:{listener.getsockname()[1]}"))
         connection, _ = listener.accept()
         with connection:

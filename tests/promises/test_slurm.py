@@ -14,7 +14,7 @@ from promises.trial import SCRIPT, Outcome, Started, Trial
 from support.commands import find_programs
 from support.selection import one_in
 from support.slurm import Cluster, open_cluster, why_not
-from support.waiting import wait_until
+from support.waiting import DEADLINE_S, wait_until
 
 from samestep.launch.target import Target
 from samestep.tools.scale.run_scale import estimate_queue_s
@@ -306,7 +306,7 @@ def test_cancelled(jobs: Jobs, trial: Trial) -> None:
     jobs.wait_held(started)
     number = jobs.number(started)
     started.process.send_signal(signal.SIGINT)
-    assert started.process.wait(30) == 130
+    assert started.process.wait(DEADLINE_S) == 130
     output = trial.dir / "slurm" / f"{number}.out"
     assert f"samestep: job {number} continues; to follow it again: tail -F {output}" in started.output
     assert jobs.cluster.show(number)["JobState"] == "RUNNING"
@@ -338,7 +338,7 @@ def test_how_it_ends(jobs: Jobs, trial: Trial) -> None:
     assert "as far as this\n" in started.out.read_text()
     assert f"samestep: job {number} has ended: failed, exit code 7:0\n" in said
     detached = jobs.start(*submit, "--detach", "--sbatch=--begin=now+1hour", script)
-    assert detached.process.wait(30) == 0
+    assert detached.process.wait(DEADLINE_S) == 0
     number = jobs.number(detached)
     assert f"samestep: its output: {trial.dir}/slurm/{number}.out\n" in detached.output
     assert jobs.cluster.show(number)["JobState"] == "PENDING"

@@ -471,7 +471,7 @@ def test_ctrl_c_while_ranks_join(tmp_path: Path) -> None:
             wait_until((tmp_path / f"pid{rank}").exists, f"rank {rank} starts")
             wait_until(lambda: waits(rank), f"rank {rank} waits")  # noqa: B023
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 130
+        assert process.wait(DEADLINE_S) == 130
     finally:
         kill_tree(process.pid)
         process.communicate()

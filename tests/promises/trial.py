@@ -19,7 +19,7 @@ from support.commands import Popen
 from support.hosts import Host
 from support.runs import ask, clean_variables
 from support.strikes import Strike
-from support.waiting import wait_until
+from support.waiting import DEADLINE_S, wait_until
 
 import samestep
 from samestep.snapshot.store import Store
@@ -27,7 +27,6 @@ from samestep.watch.records import RANKS, TIMELINE
 
 SCRIPT = Path(__file__).with_name("faulty.py")
 MARK = "PROMISES_TEST_MARK"
-DEADLINE_S = 120.0
 PROMPTLY_S = 30.0  # from a fault to the end of all processes: 1 s on an idle machine
 
 
@@ -87,7 +86,7 @@ class Started:
             code = self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it still runs after {deadline_s} s:\n{self.output}") from None
-        wait_until(lambda: not self.processes(), "all its processes have ended", 10)
+        wait_until(lambda: not self.processes(), "all its processes have ended")
         return code
 
     def wait_for_words(self, words: str) -> None:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from support.commands import Popen
 from support.runs import ask, check, clean_variables, digest, read_rows, run_command, samestep_command
 from support.tiny import tiny_run
-from support.waiting import wait_until
+from support.waiting import DEADLINE_S, wait_until
 
 import samestep
 from samestep.cli import main
@@ -461,7 +461,7 @@ def test_an_interrupted_prepare_leaves_nothing(tmp_path: Path, signum: signal.Si
     program = Popen(command, cwd=tmp_path, env=clean_variables())
     wait_until(lambda: any(path.is_dir() for path in tmp_path.iterdir()), "the command writes")
     program.send_signal(signum)
-    assert program.wait(60) in (128 + signum, -signum)
+    assert program.wait(DEADLINE_S) in (128 + signum, -signum)
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.commands import Popen, run
 from support.runs import ask, check, digest, read_rows, samestep_command
+from support.waiting import DEADLINE_S
 
 import samestep
 from samestep.cli import main
@@ -500,7 +501,7 @@ def test_the_exported_model_translates_without_samestep(trained: tuple[Path, str
         input=lines,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stderr
     found = check(run_translate(run_dir, lines))

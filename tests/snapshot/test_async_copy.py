@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from support.waiting import DEADLINE_S
 from torch import Tensor
 
 from samestep.snapshot.async_copy import (
@@ -149,7 +150,7 @@ def test_nothing_is_written_before_it_is_decided(accept: bool) -> None:
         events.append("written")
 
     saving = Writer(copy, write)
-    assert is_waiting.wait(30)
+    assert is_waiting.wait(DEADLINE_S)
     assert not saving.has_ended
     assert not saving.is_decided
     events.append("decided")

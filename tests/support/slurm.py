@@ -18,7 +18,7 @@ import psutil
 
 from support.ports import reserve_ports
 from support.runs import clean_variables
-from support.waiting import wait_until
+from support.waiting import DEADLINE_S, wait_until
 
 # cred_expire: the time that a requeued job waits, and a second more.
 CONFIGURATION = """\
@@ -126,12 +126,12 @@ class Cluster:
 
     def try_run(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            words, env=clean_variables(self.variables), capture_output=True, text=True, check=False, timeout=60
+            words, env=clean_variables(self.variables), capture_output=True, text=True, check=False, timeout=DEADLINE_S
         )
 
     def wait_idle(self) -> None:
         """Wait until no node has a job."""
-        wait_until(lambda: self._states() == ["idle"] * len(self.nodes), "all nodes are idle", 40, ASK_EVERY_S)
+        wait_until(lambda: self._states() == ["idle"] * len(self.nodes), "all nodes are idle", every_s=ASK_EVERY_S)
 
     def _states(self) -> list[str]:
         return self.try_run("sinfo", "--noheader", "--Node", "--format=%T").stdout.split()

@@ -6,14 +6,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+DEADLINE_S = 120.0  # of what takes seconds on an idle machine
 
-def wait_until(condition: Callable[[], object], what: str, deadline_s: float = 120.0, every_s: float = 0.005) -> None:
+
+def wait_until(condition: Callable[[], object], what: str, every_s: float = 0.005) -> None:
     """Wait for a condition that other processes or threads fulfil. Fail with `what` if it takes too long. `every_s`:
     time between two checks; longer for a condition that starts processes.
     """
-    end = time.monotonic() + deadline_s
+    end = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        assert time.monotonic() < end, f"not within {DEADLINE_S:.0f} s: {what}"
         time.sleep(every_s)
 
 

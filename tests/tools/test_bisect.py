@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.commands import Popen
 from support.runs import check, clean_variables, samestep_command
-from support.waiting import wait_until
+from support.waiting import DEADLINE_S, wait_until
 
 SCRIPT = """
 import sys
@@ -143,7 +143,7 @@ def test_an_interrupted_search_leaves_nothing(home: Path) -> None:
     # Not by a glob, which fails if a directory is removed meanwhile.
     wait_until(lambda: str([*os.walk(scratch)]).count(".out'") == 2, "the last commit runs")
     os.kill(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert describe(home) == before

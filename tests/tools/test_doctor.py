@@ -495,7 +495,9 @@ def test_alone_with_a_script_whose_loader_is_slow(tmp_path: Path) -> None:
     checks = [line.split()[:2] for line in lines if line[:8].strip()]
     assert list(dict.fromkeys(name for _, name in checks)) == [*ALL, "loader"]
     assert {status for status, _ in checks} <= {"pass", "warn"}
-    assert re.search(r"warn  loader        the data loader delivers [3-9]\d samples/s, the model uses", done.stdout)
+    found = re.search(r"warn  loader        the data loader delivers (\d+) samples/s, the model uses", done.stdout)
+    assert found is not None
+    assert 0 < int(found[1]) <= 100, "10 ms for each"
     assert re.search(r"\d warnings?, \d passed, in \d+.\d s", end)
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "the run's directory is unchanged"
 
@@ -504,7 +506,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     done = check(samestep_command("doctor", "--nproc-per-node", "2", "--device", "cpu", "--json", cwd=tmp_path))
     record = json.loads(done.stdout)
     assert (record["world_size"], len(record["hosts"])) == (2, 1)
-    assert record["seconds"] < 15
+    assert record["seconds"] < sum(check.limit_s or 0.0 for check in CHECKS)
     assert record["status"] in ("pass", "warn"), done.stdout  # other programs may use this machine
     assert list(dict.fromkeys(finding["check"] for finding in record["findings"])) == ALL
     curves = record["findings"][-1]["measured"]["curves"]

@@ -17,7 +17,7 @@ import pytest
 import torch
 from support.commands import Popen
 from support.runs import check, clean_variables, samestep_command
-from support.waiting import wait_until
+from support.waiting import DEADLINE_S, wait_until
 from torch import nn
 
 from samestep.data.loader import seed_all
@@ -125,7 +125,7 @@ def test_a_terminal_asks_for_consent(home: Path) -> None:
                 shown += os.read(outer, 4096)
             assert b"run/run.json records train.py 0.01 64 6: start that? [y/N] " in shown
             os.write(outer, f"{answer}\n".encode())
-            assert process.wait(60) == code
+            assert process.wait(DEADLINE_S) == code
         finally:
             process.kill()
             process.wait()
@@ -353,7 +353,7 @@ def test_the_debugger_stops_in_the_scripts_own_loop(home: Path) -> None:
         nonlocal shown
         began_s, shown = time.monotonic(), b""
         while text not in shown:
-            assert time.monotonic() - began_s < 60, shown
+            assert time.monotonic() - began_s < DEADLINE_S, shown
             if select.select([outer], [], [], 0.1)[0]:
                 shown += os.read(outer, 4096)
 
@@ -370,7 +370,7 @@ def test_the_debugger_stops_in_the_scripts_own_loop(home: Path) -> None:
         os.write(outer, b"continue\n")
         read_until(b"the samples of step 8 agree with the run's ledger")
         assert b"samples of micro-batch 1: " in shown
-        assert process.wait(60) == 0
+        assert process.wait(DEADLINE_S) == 0
     finally:
         process.kill()
         process.wait()
@@ -391,7 +391,7 @@ def test_a_replay_that_is_stopped(home: Path, signum: signal.Signals) -> None:
     process = Popen(command, cwd=home, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: any(scratch.glob("samestep-replay-*/rank-0.jsonl")), "the replay's first step")
     process.send_signal(signum)
-    _, printed = process.communicate(timeout=60)
+    _, printed = process.communicate(timeout=DEADLINE_S)
     assert "Traceback" not in printed
     assert list_files(home / "run") == before
     if signum != signal.SIGKILL:

@@ -315,7 +315,7 @@ def test_watching_on_a_terminal(tmp_path: Path) -> None:
             assert shows("rank 0, step 5, forward for")
             assert shows("test_heartbeat.py")
             os.write(ours, b"q")
-            assert process.wait(20) == 0
+            assert process.wait(DEADLINE_S) == 0
         finally:
             process.kill()
             process.wait()
