@@ -1,6 +1,7 @@
 """Runs under Slurm: the tasks of srun as ranks, and `samestep submit` with the events of a job."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -231,23 +232,30 @@ def test_a_job_without_progress(jobs: Jobs, trial: Trial) -> None:
     assert jobs.cluster.show(number)["Restarts"] == "0"
 
 
-# Slurm waits before it starts a job that was queued again, and looks at time limits once in a while: 15 s in all.
+# Slurm waits before it starts a job that was queued again, and looks at time limits every 30 s.
 def test_time_limit(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
-    """Slurm sends a signal before the limit."""
-    started = jobs.submit("--time", "1", "--grace-s", "45")
+    """Slurm sends a signal before the limit: once the ranks train, the limit is changed to less than the grace time."""
+    started = jobs.submit("--time", "60", "--grace-s", "600")
     jobs.wait_held(started)
-    jobs.go_on_signalled()
+    number = jobs.number(started)
+    jobs.cluster.run("scontrol", "update", f"jobid={number}", "timelimit=9")
+    wait_until(lambda: (trial.faults / "heard-0").exists(), "the signal reaches rank 0")
+    jobs.cluster.run("scontrol", "update", f"jobid={number}", "timelimit=60")  # of the next start
+    trial.go_on()
     assert "SIGUSR1: the run stops" in finish(started)
-    assert int(jobs.cluster.show(jobs.number(started))["Restarts"]) >= 1
+    assert int(jobs.cluster.show(number)["Restarts"]) >= 1
     assert trial.outcome() == undisturbed()
 
 
-# Slurm waits before it starts a job that was queued again, and before it uses a node that has failed: 20 s in all.
+# Slurm waits before it starts a job that was queued again, and before it uses a node that has failed: 10 s in all.
 def test_a_node_fails(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
     """The job loses what came after the newest snapshot, and waits for two nodes again."""
     started = jobs.submit("--snapshot-every", "2")
     jobs.wait_held(started)
+    wait_until(lambda: "step-00000006" in trial.snapshots, "it has saved")
     jobs.cluster.fail("n2")
+    for rank in (0, 1):  # Slurm would wait for them to end
+        os.kill(trial.pid(rank), signal.SIGKILL)
     started.wait_for_words("is pending (")
     jobs.cluster.repair("n2")
     trial.go_on()

@@ -20,7 +20,8 @@ from support.ports import reserve_ports
 from support.runs import clean_variables
 from support.waiting import DEADLINE_S, wait_until
 
-# cred_expire: the time that a requeued job waits, and a second more.
+# cred_expire: the time that a requeued job waits, and a second more. The timeouts are for a busy machine: a daemon that
+# is late is no failed node, and a job that is cancelled has the time to save.
 CONFIGURATION = """\
 ClusterName=samestep
 SlurmctldHost={host}(127.0.0.1)
@@ -46,8 +47,9 @@ SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,requeue_delay=0
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-SlurmdTimeout=10
-KillWait=10
+MessageTimeout=60
+SlurmdTimeout=120
+KillWait=120
 ReturnToService=2
 FirstJobId={first_job}
 JobRequeue=1
