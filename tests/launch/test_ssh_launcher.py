@@ -44,7 +44,9 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     signal.signal(number, lambda signum, frame: told.append(signum))
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-open(f"ready{rank}", "w").write(str(os.getpid()))
+with open(f"pid{rank}", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(f"pid{rank}", f"ready{rank}")  # not empty once it is there
 stop = torch.zeros(1)
 while not stop:
     stop[0] = len(told)
