@@ -136,12 +136,17 @@ def creating_directory(path: Path) -> Iterator[Path]:
         hidden.mkdir()
         yield hidden
         try:
-            os.rename(hidden, path)
+            move_directory(hidden, path)
         except OSError as error:
             raise OSError(error.errno, error.strerror, os.fspath(path)) from None
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)
         raise
+
+
+def move_directory(source: Path, target: Path) -> None:
+    """Rename a directory, or a link to one, atomically. Raises OSError if `target` exists and is not empty."""
+    os.rename(source, target)
 
 
 def overwrite(path: Path, content: bytes) -> None:

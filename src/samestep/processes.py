@@ -1,12 +1,133 @@
-"""How processes end: with their parent, or within a time."""
+"""Starts programs, and ends processes: with their parent, or within a time."""
 
 import os
 import signal
+import subprocess
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
 
 from samestep.waiting import wait_until
 
 PR_SET_PDEATHSIG = 1
+
+
+class ChildProcess:
+    """A program in a session of its own: Ctrl-C in the terminal does not reach it. Leaving the `with` block ends it.
+
+    Its stdin is empty, and its stdout and stderr are those of this process, unless `output` or `has_pipes` is given.
+
+    Args:
+        command: the program and its arguments.
+        variables: its environment; None: that of this process.
+        directory: its working directory; None: that of this process.
+        output: a file for its stdout and stderr.
+        has_pipes: connect its stdin, stdout and stderr to `pipes`.
+        inherited: file descriptors to pass on.
+        dies_with_parent: whether the kernel kills it when the thread that starts it ends.
+
+    Attributes:
+        pipes: unbuffered, to its stdin and from its stdout and stderr; empty without `has_pipes`.
+
+    Raises:
+        OSError: the program cannot be started.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        variables: Mapping[str, str] | None = None,
+        directory: Path | None = None,
+        output: IO[Any] | None = None,
+        has_pipes: bool = False,
+        inherited: Sequence[int] = (),
+        dies_with_parent: bool = False,
+    ) -> None:
+        self._process: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: TID251 this is the helper
+            command,
+            bufsize=0,
+            env=variables,
+            cwd=directory,
+            stdin=subprocess.PIPE if has_pipes else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if has_pipes else output,
+            stderr=subprocess.PIPE if has_pipes else output,
+            start_new_session=True,
+            pass_fds=inherited,
+            preexec_fn=die_with_parent if dies_with_parent else None,
+        )
+        streams = (self._process.stdin, self._process.stdout, self._process.stderr)
+        self.pipes: Sequence[IO[bytes]] = [stream for stream in streams if stream is not None]
+
+    def __enter__(self) -> "ChildProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def wait(self) -> int:
+        """Wait for the end of the program. Returns its exit code, or minus the signal that killed it."""
+        return self._process.wait()
+
+    def wait_for(self, limit_s: float | None) -> int | None:
+        """As `wait`, but return None if the program still runs after `limit_s`."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(limit_s)
+        return None
+
+    def poll(self) -> int | None:
+        """As `wait`, but return None if the program still runs now."""
+        return self._process.poll()
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal to the program, if it runs, and not to its children."""
+        self._process.send_signal(signum)
+
+    def close_pipes(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+
+    def end(self, limit_s: float = 0.0) -> None:
+        """Close the pipes, and wait for the end of the program. Kill it and its process group after `limit_s`."""
+        self.close_pipes()
+        if self.wait_for(limit_s) is None:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self.wait()
+
+
+def run_captured(
+    command: Sequence[str],
+    *,
+    variables: Mapping[str, str] | None = None,
+    stdin: str = "",
+    limit_s: float | None = None,
+) -> "subprocess.CompletedProcess[str]":
+    """Run a program to its end. Returns its exit code, stdout and stderr, where bytes that are no UTF-8 become U+FFFD.
+
+    Args:
+        command: the program and its arguments.
+        variables: its environment; None: that of this process.
+        stdin: the content of its stdin.
+        limit_s: the time after which it is killed; None: no limit.
+
+    Raises:
+        OSError: the program cannot be started, or was killed after `limit_s`.
+    """
+    try:
+        return subprocess.run(  # noqa: TID251 this is the helper
+            command,
+            env=variables,
+            input=stdin,
+            timeout=limit_s,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"{command[0]} has not ended within {limit_s:g} s") from None
 
 
 def die_with_parent() -> None:
@@ -17,7 +138,7 @@ def die_with_parent() -> None:
 
 
 def wait_or_kill(pid: int, limit_s: float) -> None:
-    """Wait for the end of a child process. Kill it after `limit_s`."""
+    """Wait for the end of a forked process. Kill it after `limit_s`."""
     with suppress(ChildProcessError):  # already waited for
         if not wait_until(lambda: os.waitpid(pid, os.WNOHANG) != (0, 0), limit_s, every_s=0.001):
             os.kill(pid, signal.SIGKILL)

@@ -72,7 +72,7 @@ class Popen(subprocess.Popen[Any]):
         errread: int, errwrite: int, restore_signals: bool, gid: Any, gids: Any, uid: Any, umask: int,
         start_new_session: bool, process_group: int,
     ) -> None:  # fmt: skip
-        if getattr(preexec_fn, "__module__", "") == "samestep.launch.ssh_node":  # It binds the launcher to its parent.
+        if getattr(preexec_fn, "__module__", "") == "samestep.processes":  # It binds the launcher to its parent.
             self._is_bound = True
             rest = (executable, None, gid, gids, uid, shell or None)
         else:

@@ -18,6 +18,7 @@ from samestep.console import say
 from samestep.errors import Error
 from samestep.files import open_regular, replace_file
 from samestep.launch.job import Job
+from samestep.processes import run_captured
 from samestep.version import __version__
 from samestep.world.environment import SECRET, START_AGAIN, child_variables
 
@@ -155,9 +156,7 @@ def estimate_start(script: str) -> list[str]:
 def _sbatch(options: Sequence[str], script: str) -> subprocess.CompletedProcess[str]:
     variables = child_variables() | {"SLURM_TIME_FORMAT": "standard"}  # times are read from what it prints
     try:
-        done = subprocess.run(
-            ["sbatch", *options], env=variables, input=script, capture_output=True, text=True, check=False
-        )
+        done = run_captured(["sbatch", *options], variables=variables, stdin=script)
     except OSError as error:
         raise Error(
             f"sbatch cannot be started ({error.strerror}): submit from a machine of the cluster, or print the batch "
@@ -204,9 +203,7 @@ class Follower:
     def _ask(self) -> list[dict[str, str]]:
         """Query the state of each task."""
         while True:
-            done = subprocess.run(
-                ["scontrol", "show", "job", "--oneliner", self._number], capture_output=True, text=True, check=False
-            )
+            done = run_captured(["scontrol", "show", "job", "--oneliner", self._number])
             if done.returncode == 0:
                 return [dict(re.findall(r"(\w+)=(\S*)", line)) for line in done.stdout.splitlines() if line.strip()]
             if "Invalid job id" in done.stderr:

@@ -11,7 +11,6 @@ import selectors
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from samestep.launch.messages import READ_BYTES, LineSplitter, encode_message, p
 from samestep.launch.output_recorder import write_all
 from samestep.launch.rendezvous_client import parse_endpoint
 from samestep.launch.ssh_node import BEAT_S, MARK
+from samestep.processes import ChildProcess
 from samestep.world.environment import SECRET, read_passed
 from samestep.world.host import is_loopback
 
@@ -98,7 +98,7 @@ class Session:
     """
 
     host: Host
-    ssh: "subprocess.Popen[bytes]"
+    ssh: ChildProcess
     place: tuple[str, int] | None = None
     problem: str = ""
     last: str = ""
@@ -111,9 +111,8 @@ class Session:
 
     def send(self, **message: Any) -> None:
         """Send a message. An empty one shows that the connection is alive."""
-        assert self.ssh.stdin is not None
         with self.lock, suppress(OSError, ValueError):  # `poll` reports that ssh has ended
-            write_all(self.ssh.stdin.fileno(), encode_message(message))
+            write_all(self.ssh.pipes[0].fileno(), encode_message(message))
 
 
 class Sessions:
@@ -130,19 +129,9 @@ class Sessions:
         command = f"exec env {shlex.join([*words, '-P', '-m', 'samestep.launch.ssh_node'])}"
         self.all: list[Session] = []
         for host in hosts:
-            pipe = subprocess.PIPE
-            ssh = subprocess.Popen(
-                [*SSH, "--", host.name, command],
-                bufsize=0,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=pipe,
-                start_new_session=True,  # only this command receives Ctrl-C
-            )
-            session = Session(host, ssh)
+            session = Session(host, ChildProcess([*SSH, "--", host.name, command], has_pipes=True))
             self.all.append(session)
-            for number, stream in ((1, ssh.stdout), (2, ssh.stderr)):
-                assert stream is not None
+            for number, stream in enumerate(session.ssh.pipes[1:], start=1):
                 session.streams[number] = LineSplitter(cuts=True)
                 self._selector.register(stream, selectors.EVENT_READ, (session, number))
             session.send(directory=str(directory), variables=variables, nonce=nonce)
@@ -156,14 +145,9 @@ class Sessions:
         self._is_closed.set()
         self._beats.join()
         for session in self.all:
-            for stream in (session.ssh.stdin, session.ssh.stdout, session.ssh.stderr):
-                assert stream is not None
-                stream.close()
+            session.ssh.close_pipes()
         for session in self.all:
-            with suppress(subprocess.TimeoutExpired):
-                session.ssh.wait(KILL_S)
-            session.ssh.kill()
-            session.ssh.wait()
+            session.ssh.end(KILL_S)
         self._selector.close()
 
     def _beat(self) -> None:
@@ -261,7 +245,7 @@ def _wait_for_answers(sessions: Sessions, received: Sequence[int]) -> bool:
 def _explain(session: Session) -> str:
     """Return why a host cannot run a launcher."""
     name = session.host.name
-    code = session.ssh.returncode
+    code = session.ssh.poll()
     if session.problem:
         return f"host {name}: {session.problem}"
     if code == UNREACHED:

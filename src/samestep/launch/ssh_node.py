@@ -10,14 +10,13 @@ import math
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from contextlib import suppress
 from typing import Any
 
 from samestep.launch.messages import MessageReader
-from samestep.processes import die_with_parent
+from samestep.processes import ChildProcess
 from samestep.world.environment import child_variables, read_ssh_address
 
 MARK = "\x1esamestep "
@@ -48,11 +47,10 @@ def main() -> None:
         port = probe.getsockname()[1]
     answer(nonce, address=read_ssh_address(), port=port)
     arguments = _wait_for(reader, "arguments")["arguments"]
-    launcher = subprocess.Popen(
+    launcher = ChildProcess(
         [sys.executable, "-P", "-m", "samestep", *arguments],
-        env=child_variables() | order["variables"],
-        stdin=subprocess.DEVNULL,
-        preexec_fn=die_with_parent,
+        variables=child_variables() | order["variables"],
+        dies_with_parent=True,
     )
     threading.Thread(target=_forward_signals, args=(launcher, reader), daemon=True).start()
     code = launcher.wait()
@@ -70,17 +68,14 @@ def _wait_for(reader: MessageReader, name: str) -> dict[str, Any]:
     return message
 
 
-def _forward_signals(launcher: "subprocess.Popen[bytes]", reader: MessageReader) -> None:
+def _forward_signals(launcher: ChildProcess, reader: MessageReader) -> None:
     """Forward signals to the launcher, and stop it when the connection is lost."""
     with suppress(OSError):
         while (message := reader.receive(SILENT_S)) is not None:
             if "signal" in message:
                 launcher.send_signal(message["signal"])
     launcher.send_signal(signal.SIGTERM)
-    try:
-        launcher.wait(LOST_S)
-    except subprocess.TimeoutExpired:
-        launcher.kill()  # its ranks end with it
+    launcher.end(LOST_S)  # its ranks end with it
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.errors import InvalidValue, RunDirectoryError
-from samestep.files import fits, is_count, is_object, open_regular, sync_directory
+from samestep.files import fits, is_count, is_object, move_directory, open_regular, sync_directory
 from samestep.hashing import hash_bytes
 from samestep.snapshot.manifest import MANIFEST, NAME, STATE, Pieces, build_manifest, find_damage, read_manifest, seal
 from samestep.snapshot.serialization import decode, digest_of, encode, read_tensors, write_tensors
@@ -354,14 +354,14 @@ class Store:
         for snapshot in sorted(snapshots, key=lambda each: -each.step):
             target = self.path.parent / ABANDONED / f"{snapshot.path.name}-{time.time_ns()}"
             target.parent.mkdir(exist_ok=True)
-            os.rename(snapshot.path, target)
+            move_directory(snapshot.path, target)
 
     def clean(self) -> None:
         """Remove incomplete files of killed writers, and restore a snapshot that one of them was about to replace."""
         for entry in sorted(self.path.glob(".*")):
             target = self.path / entry.name.removeprefix(_ASIDE)
             if entry.name.startswith(_ASIDE) and not target.exists():
-                os.rename(entry, target)
+                move_directory(entry, target)
             elif entry.name.startswith((_ASIDE, _WRITING)):
                 _delete(entry)
 
@@ -381,12 +381,12 @@ class Store:
         if target.exists():
             if aside.exists():
                 self._remove(aside)
-            os.rename(target, aside)
+            move_directory(target, aside)
         try:
-            os.rename(directory, target)
+            move_directory(directory, target)
         except BaseException:
             if aside.exists():
-                os.rename(aside, target)
+                move_directory(aside, target)
             raise
         _sync(self.path)
         if aside.exists():
@@ -398,7 +398,7 @@ class Store:
         # Renamed first, so that no reader finds a snapshot of which half is gone.
         doomed = self.path / f"{_WRITING}doomed-{path.name}"
         shutil.rmtree(doomed, ignore_errors=True)
-        os.rename(path, doomed)
+        move_directory(path, doomed)
         _delete(doomed)
 
 

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
 from samestep.launch.launcher import check_target
 from samestep.launch.script_command import ScriptCommand
 from samestep.launch.target import Target
+from samestep.processes import run_captured
 from samestep.snapshot.ledger_file import count_records
 from samestep.tools.compare import find_first_difference, read_last_values
 from samestep.tools.traced_script import exiting_on_sigterm, find_errors, start
@@ -135,10 +135,8 @@ class _Repository:
     def try_git(self, *words: str, directory: Path | None = None) -> str | None:
         """Return the output of a git command; None if it fails. It runs no hook of the repository."""
         options = ["-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", "-C", str(directory or self._root)]
-        command = ["git", *options, *words]
-        environment = self._variables
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+            done = run_captured(["git", *options, *words], variables=self._variables)
         except FileNotFoundError:
             raise Error("bisect needs git, which is not installed: install it") from None
         self._complaint = done.stderr.strip().splitlines()[-1:]

@@ -1,9 +1,7 @@
-"""Runs a user's script for a tool: in a new process group, traced, with its output in a file."""
+"""Runs a user's script for a tool: traced, with its output in a file."""
 
 import json
-import os
 import signal
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,18 +9,18 @@ from types import FrameType
 from typing import Any
 
 from samestep.files import open_regular
+from samestep.processes import ChildProcess
 from samestep.world.environment import TRACE, child_variables
 
 
-@contextmanager
 def start(
     command: Sequence[str],
     variables: Mapping[str, str],
     output: Path,
     inherited: Sequence[int] = (),
     directory: Path | None = None,
-) -> Iterator["subprocess.Popen[bytes]"]:
-    """Start a command, and kill its process group at the end of the block.
+) -> ChildProcess:
+    """Start a command. Leaving its `with` block kills it and its process group.
 
     Args:
         command: the program and its arguments.
@@ -32,22 +30,7 @@ def start(
         directory: working directory; None: the current one.
     """
     with open(output, "w", opener=open_regular) as file:
-        process = subprocess.Popen(
-            command,
-            env=dict(variables),
-            cwd=directory,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-            pass_fds=inherited,
-        )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        return ChildProcess(command, variables=variables, directory=directory, output=file, inherited=inherited)
 
 
 @contextmanager

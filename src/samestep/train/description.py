@@ -1,7 +1,6 @@
 """Describes a start of a run for its record and its trackers: the script's commit, versions, device, data."""
 
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,6 +9,7 @@ from typing import Any
 
 from samestep.files import read_bytes
 from samestep.hashing import hash_bytes
+from samestep.processes import run_captured
 from samestep.snapshot.run_record import StartOptions
 from samestep.train.context import RunContext
 from samestep.version import __version__
@@ -33,8 +33,8 @@ def read_commit() -> dict[str, Any]:
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(directory), "status"]
     command += ["--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=dirty"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=GIT_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
+        done = run_captured(command, limit_s=GIT_TIMEOUT_S)
+    except OSError:
         return {}
     lines = done.stdout.splitlines() if done.returncode == 0 else []
     commits = [line.split()[-1] for line in lines if line.startswith("# branch.oid ")]

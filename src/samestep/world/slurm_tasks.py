@@ -5,6 +5,7 @@ import socket
 from collections.abc import Mapping
 
 from samestep.errors import Error, InvalidValue
+from samestep.processes import run_captured
 from samestep.world.mpi_ranks import FIRST_PORT, HOST, NUM_PORTS, choose_interfaces
 
 STEPS_APART = 64  # ports between two jobs: jobs on one node can run at the same time
@@ -88,10 +89,8 @@ def find_address(name: str) -> str:
 
 
 def _run_scontrol(*words: str) -> str:
-    import subprocess  # most processes that import this module do not need it
-
     try:
-        done = subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False)
+        done = run_captured(["scontrol", *words])
     except OSError as error:
         reason = error.strerror or str(error)
     else:

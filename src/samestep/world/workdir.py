@@ -36,7 +36,7 @@ class WorkDir:
         with suppress(OSError):  # the file system has no locks
             fcntl.flock(self.lock, fcntl.LOCK_EX)
             # Renamed only now: another process that found it before the lock is held would remove the directory.
-            os.rename(self.path / "unlocked", self.path / lock_name)
+            os.rename(self.path / "unlocked", self.path / lock_name)  # noqa: TID251 it is empty, and held open
 
     def __enter__(self) -> "WorkDir":
         return self

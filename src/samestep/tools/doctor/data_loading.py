@@ -2,10 +2,9 @@
 
 import math
 import os
-import subprocess
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +75,9 @@ def _train(command: Sequence[str], variables: Mapping[str, str], home: Path) -> 
         wait_until(lambda: process.poll() is not None or has_measured(), LIMIT_S, every_s=POLL_S)
         code = process.poll()
         for _ in range(2):  # after the first, the run saves; the second makes the launcher kill its ranks
-            process.terminate()
+            process.send_signal(signal.SIGTERM)
             time.sleep(POLL_S)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(LEAVE_S)
+        process.end(LEAVE_S)
         return code
 
 

@@ -266,19 +266,17 @@ class _Replay:
         locks = (self._scratch.lock.fileno(),)
         if is_debugged:
             with _ignoring_interrupts():
-                subprocess.run(self._target.to_plain_command(), env=variables, pass_fds=locks, check=False)
+                command = self._target.to_plain_command()
+                subprocess.run(command, env=variables, pass_fds=locks, check=False)  # noqa: TID251 uses the terminal
             return self._read_lines()
         command = self._target.to_full_command(self._num_ranks)
         shown_s = time.monotonic()
         with start(command, variables, output, locks) as process:
-            while process.poll() is None:
-                try:
-                    process.wait(POLL_S)
-                except subprocess.TimeoutExpired:
-                    if sys.stdout.isatty() and time.monotonic() > shown_s + 1:
-                        shown_s = time.monotonic()
-                        done = len(read_lines(self._scratch.path / "rank-0.jsonl"))
-                        show_activity(f"step {first + done} of {self._step}")
+            while process.wait_for(POLL_S) is None:
+                if sys.stdout.isatty() and time.monotonic() > shown_s + 1:
+                    shown_s = time.monotonic()
+                    done = len(read_lines(self._scratch.path / "rank-0.jsonl"))
+                    show_activity(f"step {first + done} of {self._step}")
         show_activity("")
         return self._read_lines()
 

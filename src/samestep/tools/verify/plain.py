@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -220,10 +219,9 @@ class _PlainTrials:
         began_s = time.monotonic()
         variables = {"PYTHONHASHSEED": "0"} | inherited | ours
         with start(command, variables, place / "output", (self._lock,), where) as process:
-            try:
-                code = process.wait(self._deadline_s)
-            except subprocess.TimeoutExpired:
-                code = STUCK
+            code = process.wait_for(self._deadline_s)
+        if code is None:
+            code = STUCK
         seconds = time.monotonic() - began_s
         ranks = read_ranks(place)
         self._deadline_s = self._deadline_s or max(LEAST_DEADLINE_S, 10 * seconds)

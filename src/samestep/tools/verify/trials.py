@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -161,12 +160,12 @@ class Trials:
 
     def _start(self, command: list[str], variables: Mapping[str, str], place: Path) -> int:
         with start(command, variables, place / "output", self.locks) as process:
-            try:
-                return process.wait(self.deadline_s)
-            except subprocess.TimeoutExpired:
-                with open(place / "output", "a", opener=open_regular) as output:
-                    print(f"\nsamestep: error: it was stuck, and was killed after {self.deadline_s:.0f} s", file=output)
-                return STUCK
+            code = process.wait_for(self.deadline_s)
+        if code is None:
+            with open(place / "output", "a", opener=open_regular) as output:
+                print(f"\nsamestep: error: it was stuck, and was killed after {self.deadline_s:.0f} s", file=output)
+            return STUCK
+        return code
 
 
 def _copy_run(run_dir: Path, to: Path) -> Path | None:
