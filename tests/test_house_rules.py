@@ -51,6 +51,11 @@ WRITES_ATTRIBUTES = {
     "world/environment.py": "a class of os, to recognize who reads it",
 }
 
+# Name of several classes -> why.
+SHARED_CLASS_NAMES = {
+    "Trainer": "as in the libraries that adapters adapt, and in the tutorial of PyTorch that recipes/mlp.py follows",
+}
+
 # Part of a name -> what to use instead.
 BANNED_NAMES = {
     r"utils?": "a noun that says what is in it",
@@ -177,6 +182,16 @@ def test_no_two_modules_have_one_name() -> None:
     """Packages, too: tracebacks and tabs of editors show the last part only."""
     names = [name_of(str(file.relative_to(SOURCE))).rpartition(".")[2] for file in FILES]
     assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """Private ones, too: a search for a class, or its name in a traceback, then leads to one place."""
+    places: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(file.relative_to(SOURCE)))
+    assert {name: files for name, files in places.items() if len(files) > 1 and name not in SHARED_CLASS_NAMES} == {}
 
 
 @pytest.mark.parametrize("name", ["samestep", "samestep.cli"])
