@@ -178,7 +178,8 @@ def serve(client: "Connection[Any, Any]") -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # A fork does not copy the threads that numpy starts on import, nor CUDA, which torch.cuda.is_available() starts
     # without the last of these variables.
-    os.environ.update({"OMP_NUM_THREADS": "1", **child_variables(), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"})  # noqa: TID251
+    variables = {"OMP_NUM_THREADS": "1", **child_variables(), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    os.environ.update(variables)  # noqa: TID251 libraries read it when they are imported
     preload()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     server = _Server(client)  # without this name, its sockets would be collected open, and Python would warn

@@ -61,7 +61,7 @@ def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str
             print(error.code, file=sys.stderr)
 
     os.environ.clear()  # noqa: TID251 that of the fork server
-    os.environ.update(variables)  # noqa: TID251
+    os.environ.update(variables)  # noqa: TID251 that of the rank
     try:
         _set_up_streams()
         os.chdir(cwd)

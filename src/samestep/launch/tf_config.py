@@ -36,4 +36,4 @@ def begin(_: Any) -> None:
         exchange.exchange("tf_config/read", True, TIMEOUT_S)
     task = {"type": "worker", "index": environment.rank}
     cluster = {"worker": [workers[rank] for rank in range(environment.world_size)]}
-    os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})  # noqa: TID251
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})  # noqa: TID251 TensorFlow reads it

@@ -133,7 +133,7 @@ class StoreExchange:
         """Return the values of `ranks` (None: all) under `name`. Ranks that post nothing in time are left out."""
         keys = {rank: self._key(name, rank) for rank in (range(self.world_size) if ranks is None else ranks)}
         wait_until(lambda: self._store.check([*keys.values()]), timeout_s, every_s=POLL_S)
-        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}  # noqa: TID251
+        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}  # noqa: TID251 messages of ranks
 
     def exchange(self, name: str, value: Any, timeout_s: float, ranks: Iterable[int] | None = None) -> dict[int, Any]:
         """`post`, then `collect`."""

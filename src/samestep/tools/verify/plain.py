@@ -252,8 +252,9 @@ class _Entries:
             (directory / path.name).symlink_to(path)
         for path in self.copied:
             if path.is_dir():
-                copy = directory / path.name
-                shutil.copytree(path, copy, copy_function=_copy_file, ignore_dangling_symlinks=True)  # noqa: TID251
+                shutil.copytree(  # noqa: TID251 the user's own files, which may be links
+                    path, directory / path.name, copy_function=_copy_file, ignore_dangling_symlinks=True
+                )
             else:
                 _copy_file(path, directory / path.name)
 
@@ -319,7 +320,7 @@ def _check_is_copied(target: Target, entries: _Entries) -> None:
 
 def _copy_file(source: str | Path, target: str | Path) -> None:
     if os.path.isfile(source):  # a socket or a pipe cannot be copied
-        shutil.copy2(source, target)  # noqa: TID251
+        shutil.copy2(source, target)  # noqa: TID251 the user's own files, which may be links
 
 
 def _is_small(path: Path) -> bool:

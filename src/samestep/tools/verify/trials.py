@@ -177,5 +177,5 @@ def _copy_run(run_dir: Path, to: Path) -> Path | None:
     def copy(source: str, target: str) -> None:
         copy_file(source, target, may_link=snapshots in Path(source).parents)
 
-    shutil.copytree(run_dir, to, copy_function=copy, symlinks=True)  # noqa: TID251
+    shutil.copytree(run_dir, to, copy_function=copy, symlinks=True)  # noqa: TID251 copies with copy_file
     return to
