@@ -92,7 +92,9 @@ class Interval:
 
     def __str__(self) -> str:
         """Return the interval as a user writes it: "10", "2epochs" or "30s"."""
-        return f"{self.steps}" if self.steps else f"{self.epochs}epochs" if self.epochs else f"{self.seconds}s"
+        if self.steps:
+            return f"{self.steps}"
+        return f"{self.epochs}epochs" if self.epochs else f"{self.seconds}s"
 
     def is_due(self, step: int, epochs_done: int | None = None) -> bool:
         """Return whether the interval ends at this position. One in seconds never does; see `has_passed`.

@@ -109,7 +109,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
             micro_batch_size=self.per_device_train_batch_size,
             seed=self.seed,
             log_every=logged[self.logging_strategy],
-            precision="bf16" if self.bf16 else "fp16" if self.fp16 else "tf32" if self.tf32 else "fp32",
+            precision=next((name for name in ("bf16", "fp16", "tf32") if getattr(self, name)), "fp32"),
             snapshot_every=saved.get(self.save_strategy),
             device="cpu" if self.use_cpu else None,
             config={"transformers": {name: str(value) for name, value in given.items()}},
@@ -497,7 +497,9 @@ class Trainer:
                     loss, outputs = self.compute_loss(self._forward, batch, True, num_labels)
                 else:
                     outputs = self._forward(**batch)
-            scores: dict[str, Any] = {"loss": (loss if num_labels else 0.0, num_labels)} if labels else {}
+            scores: dict[str, Any] = {}
+            if labels:
+                scores["loss"] = (loss if num_labels else 0.0, num_labels)
             if loss_only:
                 return scores
             logits = [v for name, v in outputs.items() if name not in ignored and isinstance(v, Tensor)]
@@ -575,7 +577,9 @@ def _save(parts: Sequence[Any], directory: Any) -> None:
 
 def _unpack(values: list[Any]) -> Any:
     """Return None for no value, the value itself for one, and a tuple for several, as transformers does."""
-    return tuple(values) if len(values) > 1 else values[0] if values else None
+    if len(values) > 1:
+        return tuple(values)
+    return values[0] if values else None
 
 
 def _pad(arrays: list[Any]) -> Any:

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from samestep.config import Overrides, is_url, whole
-from samestep.console import print_error, say, saying_when_slow
+from samestep.console import format_ranks, print_error, say, saying_when_slow
 from samestep.errors import Error, RunDirectoryError
 from samestep.launch.forkserver import ForkServer, is_preloaded
 from samestep.launch.local_ranks import MOST_LOCAL_RANKS, Ranks, parse_shown
@@ -103,9 +103,10 @@ def _open_server(overrides: Overrides, num_ranks: str) -> ForkServer:
         return ForkServer()  # not the program `samestep`: do not fork its state
     gc.disable()  # saves a quarter of the time of the imports
     # Before numpy is imported and starts threads, which a fork does not copy.
-    os.environ.update({"OMP_NUM_THREADS": str(overrides.get("num_threads") or 1), **child_variables()})  # noqa: TID251
-    ranks = "1 rank" if num_ranks == "1" else f"{num_ranks} ranks" if num_ranks.isdecimal() else "ranks"
-    with saying_when_slow(f"starting {ranks}", SLOW_S) if os.isatty(2) else nullcontext():
+    variables = {"OMP_NUM_THREADS": str(overrides.get("num_threads") or 1), **child_variables()}
+    os.environ.update(variables)  # noqa: TID251 libraries read it when they are imported
+    which = format_ranks(int(num_ranks)) if num_ranks.isdecimal() else "ranks"
+    with saying_when_slow(f"starting {which}", SLOW_S) if os.isatty(2) else nullcontext():
         import torch  # noqa: F401
 
     server = ForkServer(fork=True)

@@ -168,7 +168,9 @@ def find_own_address(host: str) -> str | None:
 
 def describe_target(target: Target) -> str:
     """Return a hash of the file to run, else its name. Nodes with different values must not start together."""
-    file = _find_module(target.name) if target.kind == "module" else target.name if target.kind == "script" else None
+    file = target.name if target.kind == "script" else None
+    if target.kind == "module":
+        file = _find_module(target.name)
     return target.name if file is None else hash_file(file)
 
 

@@ -325,7 +325,9 @@ class RunDirectory:
             end = {**end, "measured": self._measured}
         record = {"status": status, "reason": reason, "time": _now(), "host": read_host(), "process": os.getpid()}
         record |= {} if self._start is None else {"start": self._start}
-        record |= {} if end is None else {**end, **({"lost": self.lost} if self.lost else {})}
+        if end is not None:
+            record |= end
+            record |= {"lost": self.lost} if self.lost else {}
         with suppress(OSError, Error):  # the disk may be read-only, or another process may have taken the run over
             self._check_begun()
             self._overwrite_status(record)

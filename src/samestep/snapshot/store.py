@@ -229,7 +229,9 @@ class Store:
     ) -> RunDirectoryError:
         """Build the error for a snapshot that is not there, or that has a problem."""
         sound = [s.name or f"step {s.step}" for s in found if s.problem is None and s.path not in self._damaged]
-        others = f"there is {', '.join(sound)}" if sound else "there is no other" if found else "there are none yet"
+        others = "there is no other" if found else "there are none yet"
+        if sound:
+            others = f"there is {', '.join(sound)}"
         what = f"of step {which}" if isinstance(which, int) else f"named {which}"
         fault = f"the snapshot {what} cannot be used ({problem})" if problem else f"there is no snapshot {what}"
         return RunDirectoryError(f"{fault} in {where}: {others}")
@@ -259,7 +261,7 @@ class Store:
                 if file.endswith(".safetensors"):
                     tensors.update(read_tensors(path / file))
             with open(path / STATE, "rb", opener=open_regular) as opened:
-                state: dict[str, Any] = decode(json.load(opened), tensors)  # noqa: TID251
+                state: dict[str, Any] = decode(json.load(opened), tensors)  # noqa: TID251 of any size; `fits` checks it
             if not fits(state, shape):
                 raise ValueError("it lacks parts of a run's state")
         except OSError:

@@ -36,7 +36,9 @@ def list_files(files: str | Path | Iterable[str | Path], suffix: str) -> list[Pa
 def check_is_file(file: Path, advice: str) -> None:
     """Raise InvalidValue if a shard is missing, or is not a file, but a directory or a FIFO, for example."""
     if not file.is_file():
-        what = "a directory" if file.is_dir() else "no regular file" if os.path.lexists(file) else "missing"
+        what = "no regular file" if os.path.lexists(file) else "missing"
+        if file.is_dir():
+            what = "a directory"
         raise InvalidValue(f"the shard {file} is {what}: {advice}")
 
 

@@ -250,9 +250,11 @@ def format_rows(
         compute_s, samples_per_s = compute_rates(rank, then.get(rank["rank"]), record["micro_batch_size"])
         is_silent = rank["is_silent"]
         age_s = rank["age_s"]
-        where = f"waits in {rank['waits_in']}" if rank["waits_in"] else rank["place"]
-        notes = ["silent"] if is_silent else [where] if rank["for_s"] > POLL_S else []
-        notes += [f"{age_s:.1f} s ago"] if age_s > OLD_S and not is_silent else []
+        notes = ["silent"] if is_silent else []
+        if not is_silent and rank["for_s"] > POLL_S:
+            notes.append(f"waits in {rank['waits_in']}" if rank["waits_in"] else rank["place"])
+        if not is_silent and age_s > OLD_S:
+            notes.append(f"{age_s:.1f} s ago")
         rows.append(
             (
                 str(rank["rank"]),
@@ -270,7 +272,9 @@ def format_rows(
 
 
 def _choose_style(rank: Mapping[str, Any]) -> str | None:
-    return "red" if rank["is_silent"] else "yellow" if rank["for_s"] > WINDOW_S else None
+    if rank["is_silent"]:
+        return "red"
+    return "yellow" if rank["for_s"] > WINDOW_S else None
 
 
 def _name_table(record: Mapping[str, Any]) -> str:

@@ -292,7 +292,8 @@ def explain_slow_saving(spent_s: Mapping[str, float], save_s: float, where: str)
 def _name(beats: Sequence[Beat]) -> str:
     """Format ranks and their hosts."""
     hosts = sorted({beat.host for beat in beats})
-    where = f"host {hosts[0]}" if len(hosts) == 1 else f"hosts {', '.join(hosts[:4])}{' ...' if len(hosts) > 4 else ''}"
+    more = " ..." if len(hosts) > 4 else ""
+    where = f"host{'s' if len(hosts) > 1 else ''} {', '.join(hosts[:4])}{more}"
     return f"{describe_ranks([beat.rank for beat in beats])} ({where})"
 
 

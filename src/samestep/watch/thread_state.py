@@ -75,7 +75,7 @@ def read_thread_state(ident: int, native_id: int) -> ThreadState:
     return ThreadState(
         waits_in=waits_in,
         place=_find_place(stack),
-        blocked="waiting for the disk" if state == "D" else _find_wait(native_id) if state == "S" else "",
+        blocked=_describe_wait(state, native_id),
         is_compiling=any(frame.file.startswith(COMPILERS) for frame in stack) and not waits_in,
         cpu_s=cpu_s,
         num_faults=num_faults,
@@ -140,8 +140,12 @@ def read_memory_mb() -> tuple[float, float]:
     return round(resident_mb, 1), round(torch.cuda.memory_allocated() / 1e6, 1) if torch and uses_gpu else 0.0
 
 
-def _find_wait(native_id: int) -> str:
-    """Return the kernel function in which a sleeping thread waits."""
+def _describe_wait(state: str, native_id: int) -> str:
+    """Describe what a thread in a state of /proc waits for; "" if it runs."""
+    if state == "D":
+        return "waiting for the disk"
+    if state != "S":
+        return ""
     with suppress(OSError):
         function = read_text(Path(f"/proc/self/task/{native_id}/wchan")).strip()
         return f"blocked in {function}" if function not in ("", "0") else "blocked"

@@ -62,9 +62,11 @@ class PairCorpus:
         for source, target, file, number in rows:
             if source and target:
                 self.pairs.append(Pair(source, target, file, number))
-            else:
-                missing = "target" if source else "source" if target else "text"
-                self.leave_out(file, number, f"has no {missing}", "empty or one-sided pairs")
+                continue
+            missing = "text"
+            if source or target:
+                missing = "target" if source else "source"
+            self.leave_out(file, number, f"has no {missing}", "empty or one-sided pairs")
         return self
 
 

@@ -6,7 +6,7 @@ all-to-all. The size is that of the whole buffer; for an all-gather, of the resu
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
@@ -350,16 +350,21 @@ def judge_links(facts: CheckFacts) -> Iterator[Finding]:
         shown = [_describe_link(participants, link) for link in slow]
         found = f"the slowest link is {shown[0]}{'; and ' if shown[1:] else ''}{', '.join(shown[1:4])}"
         found += f" and {len(slow) - 4} more" if len(slow) > 4 else ""
-        senders = {link["from"] for link in slow}
-        receivers = {link["to"] for link in slow}
-        common = [node for node in senders | receivers if all(node in (link["from"], link["to"]) for link in slow)]
-        suspects = common if len(common) == 1 else [*senders] if len(senders) == 1 else [*receivers]
-        where = f" of {participants.name_node(suspects[0])}" if len(suspects) == 1 else ""
+        suspect = _find_suspect(slow)
+        where = "" if suspect is None else f" of {participants.name_node(suspect)}"
         advice = f"check the network card, cable and switch port{where} (ethtool: speed, errors), or leave it out"
         yield warning(f"{found}; the median is {describe_size(usual)}/s", advice)
     latency_s = max(link["latency_s"] for link in links)
     found = f"{describe_size(usual)}/s from host to host (median), {format_s(latency_s)} at most for 1 KB; "
     yield well(f"{found}slowest: {_describe_link(participants, ordered[0])}", measured)
+
+
+def _find_suspect(slow: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the node whose network card or cable explains all slow links; None if there is no such node."""
+    senders = {link["from"] for link in slow}
+    receivers = {link["to"] for link in slow}
+    common = {node for node in senders | receivers if all(node in (link["from"], link["to"]) for link in slow)}
+    return next((nodes.pop() for nodes in (common, senders, receivers) if len(nodes) == 1), None)
 
 
 def _describe_link(participants: Participants, link: dict[str, Any]) -> str:

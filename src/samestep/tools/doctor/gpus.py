@@ -86,7 +86,9 @@ def read_gpus(nvml: Any, uuids: Iterable[str] = ()) -> list[dict[str, Any]] | No
             gpu["ecc_errors"] = nvml.nvmlDeviceGetTotalEccErrors(handle, UNCORRECTED, VOLATILE)
         with suppress(nvml.NVMLError):
             _, _, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)
-            gpu["rows"] = "failed" if has_failed else "pending" if is_pending else ""
+            gpu["rows"] = "pending" if is_pending else ""
+            if has_failed:
+                gpu["rows"] = "failed"
         gpus.append(gpu)
     return gpus
 

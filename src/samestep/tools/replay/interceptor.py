@@ -124,8 +124,9 @@ class Replay(Tracer):
             found = iter(torch.autograd.grad(term, params, retain_graph=True, allow_unused=True))
             for i, param in enumerate(self.loop.gradients.plan.params):
                 grad = next(found) if param.requires_grad else None
-                before = self._grads[i]
-                self._grads[i] = grad if before is None else before if grad is None else before + grad
+                if grad is not None:
+                    before = self._grads[i]
+                    self._grads[i] = grad if before is None else before + grad
             self._result["losses"].append(float(term.detach()))
             self._result["weights"].append(float(step.sizes[step.micro_batch] if own is None else own))
 

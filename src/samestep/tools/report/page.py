@@ -143,8 +143,12 @@ def _build_summary(runs: Sequence[RunData]) -> str:
 
 def _name_steps(steps: Sequence[int]) -> str:
     """Name steps, such as "of steps 20 and 40"."""
-    *first, last = [str(step) for step in steps] or [""]
-    return f"of {'steps' if first else 'step'} {', '.join(first)}{' and ' if first else ''}{last}" if last else "none"
+    if not steps:
+        return "none"
+    if len(steps) == 1:
+        return f"of step {steps[0]}"
+    *first, last = map(str, steps)
+    return f"of steps {', '.join(first)} and {last}"
 
 
 def _build_scaling(scalings: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -103,8 +103,10 @@ def find_parts(objects: Objects, *, in_schedules: bool) -> list[Any]:
     for thing in things:  # grows during the loop
         if isinstance(thing, nn.Module) or (isinstance(thing, LRScheduler) and not in_schedules):
             continue
-        held = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple) else ()
-        for part in (*held, *getattr(thing, "__dict__", {}).values()):
+        held = [*getattr(thing, "__dict__", {}).values()]
+        if isinstance(thing, dict | list | tuple):
+            held = [*(thing.values() if isinstance(thing, dict) else thing), *held]
+        for part in held:
             is_looked_into = hasattr(part, "__dict__") or isinstance(part, dict | list | tuple)
             if is_looked_into and id(part) not in seen and not isinstance(part, torch.Tensor | type):
                 seen.add(id(part))
