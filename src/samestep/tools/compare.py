@@ -3,10 +3,11 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.console import describe_age, draw_bars, list_values, print_table, say, to_text
+from samestep.console import describe_age, draw_bars, format_count, list_values, print_table, say, to_text
 from samestep.errors import Error, explain
 from samestep.files import parse_json, read_bytes
 from samestep.plan.ledger import Entry, to_float
@@ -142,6 +143,51 @@ def _shorten(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else to_text(value)
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs, and where they differ. Pairs are of the first run and the second.
+
+    Attributes:
+        names: as the user has given them.
+        records: the contents of run.json.
+        logged: the rows of metrics.jsonl.
+        described: results of `describe_run`.
+        differences: a setting or a result -> its values, if they differ.
+        num_steps: number of common steps.
+        num_snapshots: number of common snapshots.
+        step: the first common step that differs; None if all are the same.
+        what: what differs in it.
+        state_step: the step of the first common snapshot that differs; None if all are the same.
+    """
+
+    names: tuple[str, str]
+    records: Sequence[Mapping[str, Any]]
+    logged: Sequence[Sequence[Mapping[str, Any]]]
+    described: Sequence[Mapping[str, Any]]
+    differences: Mapping[str, Sequence[Any]]
+    num_steps: int
+    num_snapshots: int
+    step: int | None
+    what: Sequence[str]
+    state_step: int | None
+
+    @property
+    def is_same(self) -> bool:
+        return self.step is None and self.state_step is None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "same": self.is_same,
+            "differences": self.differences,
+            "common_steps": self.num_steps,
+            "common_snapshots": self.num_snapshots,
+            "first_differing_step": self.step,
+            "differs_in": self.what,
+            "first_differing_state": self.state_step,
+            "runs": self.described,
+        }
+
+
 def compare_runs(one: str, other: str, *, is_json: bool) -> int:
     """Print the first difference between two runs, what differs between them, and their metrics.
 
@@ -151,61 +197,71 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
     Raises:
         Error: one of the two is not a run, or they have no step in common.
     """
+    comparison = _read_comparison(one, other)
+    if is_json:
+        print(json.dumps(comparison.to_json(), indent=1))
+    else:
+        _print_comparison(comparison)
+    return 0 if comparison.is_same else 1
+
+
+def _read_comparison(one: str, other: str) -> Comparison:
     with open_run(one) as first, open_run(other) as second:
         records = [read_run(first, one), read_run(second, other)]
         logged = [read_rows(first / METRICS), read_rows(second / METRICS)]
         described = [describe_run(first, logged[0]), describe_run(second, logged[1])]
-        common = min(each["steps"] for each in described)
-        if not common:
+        num_steps = min(each["steps"] for each in described)
+        if not num_steps:
             raise Error(f"{one if not described[0]['steps'] else other} has no step yet: there is nothing to compare")
         step, what = find_first_difference(first, second, (f"in {one}", f"in {other}"))
         digests = [{each.step: each.manifest["digest"] for each in find_sound(run)} for run in (first, second)]
     saved = digests[0].keys() & digests[1].keys()
-    num_snapshots = len(saved)
-    state_step = min((step for step in saved if digests[0][step] != digests[1][step]), default=None)
-    differences = _find_differences(records, described)
-    is_same = step is None and state_step is None
-    if is_json:
-        shown = {
-            "same": is_same,
-            "differences": differences,
-            "common_steps": common,
-            "common_snapshots": num_snapshots,
-            "first_differing_step": step,
-            "differs_in": what,
-            "first_differing_state": state_step,
-            "runs": described,
-        }
-        print(json.dumps(shown, indent=1))
-        return 0 if is_same else 1
-    if differences:
-        rows = [(name, *map(to_text, pair)) for name, pair in differences.items()]
-        print_table("differences", ("name", one, other), rows)
-    metrics = [each["metrics"] for each in described]
-    names = {**metrics[0], **metrics[1]}
-    rows = []
-    curves = [*map(find_curves, logged)]
-    for name in names:
+    return Comparison(
+        names=(one, other),
+        records=records,
+        logged=logged,
+        described=described,
+        differences=_find_differences(records, described),
+        num_steps=num_steps,
+        num_snapshots=len(saved),
+        step=step,
+        what=what,
+        state_step=min((step for step in saved if digests[0][step] != digests[1][step]), default=None),
+    )
+
+
+def _print_comparison(comparison: Comparison) -> None:
+    names = comparison.names
+    if comparison.differences:
+        rows = [(name, *map(to_text, pair)) for name, pair in comparison.differences.items()]
+        print_table("differences", ("name", *names), rows)
+    if rows := _build_metric_rows(comparison):
+        print_table("metrics over the steps, on one scale", ("name", "run", "values", "last (step)"), rows)
+    if why := explain_numbers(*comparison.records):
+        print(why)
+    if comparison.state_step is not None:
+        print(f"the state after {comparison.state_step} steps is the first in a common snapshot that differs")
+    if comparison.step is not None:
+        print(f"step {comparison.step} is the first that differs: {'; '.join(comparison.what)}")
+    if comparison.is_same:
+        state = "; there is no common snapshot"
+        if comparison.num_snapshots:
+            state = f", and in {format_count(comparison.num_snapshots, 'common snapshot')}"
+        counts = [(each["steps"], each["done_steps"]) for each in comparison.described]
+        same = f"identical in all {comparison.num_steps} common steps{state}"
+        print("; ".join([same, *list_missing(names, counts)]))
+
+
+def _build_metric_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Return two rows per metric, one of each run."""
+    metrics = [each["metrics"] for each in comparison.described]
+    curves = [find_curves(rows) for rows in comparison.logged]
+    rows: list[tuple[str, ...]] = []
+    for name in metrics[0] | metrics[1]:
         bars = overlay([each.get(name, ()) for each in curves])
         lasts = [_format(values.get(name)) for values in metrics]
-        rows += zip((name, ""), (one, other), bars, lasts, strict=True)
-    if rows:
-        print_table("metrics over the steps, on one scale", ("name", "run", "values", "last (step)"), rows)
-    if why := explain_numbers(*records):
-        print(why)
-    if state_step is not None:
-        print(f"the state after {state_step} steps is the first in a common snapshot that differs")
-    if step is not None:
-        print(f"step {step} is the first that differs: {'; '.join(what)}")
-    if is_same:
-        state = (
-            f", and in {num_snapshots} common snapshot{'s' * (num_snapshots > 1)}"
-            if num_snapshots
-            else "; there is no common snapshot"
-        )
-        counts = [(each["steps"], each["done_steps"]) for each in described]
-        print("; ".join([f"identical in all {common} common steps{state}", *list_missing((one, other), counts)]))
-    return 0 if is_same else 1
+        rows += zip((name, ""), comparison.names, bars, lasts, strict=True)
+    return rows
 
 
 def list_missing(names: Sequence[str], counts: Sequence[tuple[int, int]]) -> list[str]:

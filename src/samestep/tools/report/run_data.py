@@ -175,63 +175,100 @@ def build_intervals(rows: Sequence[Mapping[str, Any]]) -> Intervals | None:
         >>> intervals.edges, intervals.busy_s[0], intervals.num_steps[0]
         (array([10., 20., 30.]), array([0.5 , 0.25]), array([10.,  9.]))
     """
-    begun = (
-        [{**row, "steps": [row["first_step"]] * len(row["steps"]), "spent_s": {}}, row]
-        if "first_step" in row
-        else [row]
-        for row in rows
-    )
-    rows = [each for pair in begun for each in pair]
+    rows = [each for row in rows for each in _split_first(row)]
     num_ranks = max((len(row["steps"]) for row in rows), default=0)
     if num_ranks * len(rows) > MOST_CELLS:  # nothing writes so many, and each takes 16 bytes
         return None
-    edges: list[float] = []
-    kept: list[tuple[float, Floats]] = []  # seconds, and busy seconds and steps per rank
-    ends: list[Mapping[str, Any]] = []  # the last row of each
-    # of rows in which no step has ended
-    held_s = 0.0
-    held = np.zeros((2, num_ranks))
-    before: list[int] = []
+    builder = _IntervalsBuilder(num_ranks)
     for row in rows:
+        builder.add(row)
+    return builder.build()
+
+
+def _split_first(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the row; before the first row of a start, insert one of the position at which the start began."""
+    if "first_step" not in row:
+        return [row]
+    return [{**row, "steps": [row["first_step"]] * len(row["steps"]), "spent_s": {}}, row]
+
+
+class _IntervalsBuilder:
+    """Joins the rows of a timeline until rank 0 has ended a step, and drops those of steps that are repeated later."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._edges: list[float] = []
+        # of the interval that ends at each edge
+        self._seconds: list[float] = []
+        self._by_rank: list[Floats] = []  # busy seconds and steps
+        self._ends: list[Mapping[str, Any]] = []  # the last row
+        self._steps: Sequence[int] = []  # in the last row
+        self._open()
+
+    def _open(self) -> None:
+        """Begin an interval."""
+        self._open_s = 0.0
+        self._open_by_rank = np.zeros((2, self._num_ranks))
+
+    def add(self, row: Mapping[str, Any]) -> None:
         steps = row["steps"]
         is_begin = "first_step" in row and not row["spent_s"]
-        if is_begin or (before and steps and before[0] > steps[0]):  # the run went back to a snapshot
-            while edges and edges[-1] > steps[0]:
-                edges.pop(), kept.pop(), ends.pop()
-            held_s = 0.0
-            held = np.zeros((2, num_ranks))
-            before = []
-        if is_begin and edges and edges[-1] < steps[0]:  # the time of these steps was lost with the last start
-            edges.append(steps[0])
-            kept.append((math.nan, np.zeros_like(held)))
-            ends.append(ends[-1])
+        if is_begin or (self._steps and steps and self._steps[0] > steps[0]):  # the run went back to a snapshot
+            while self._edges and self._edges[-1] > steps[0]:
+                for each in (self._edges, self._seconds, self._by_rank, self._ends):
+                    each.pop()
+            self._steps = []
+            self._open()
+        if is_begin and self._edges and self._edges[-1] < steps[0]:  # the time of these steps was lost with a start
+            self._open_s = math.nan
+            self._close(steps[0], self._ends[-1])
+        self._measure(row)
+        self._steps = steps
+        if steps and self._edges[-1:] != [steps[0]]:
+            self._close(steps[0], row)
+
+    def _measure(self, row: Mapping[str, Any]) -> None:
+        """Add a row to the open interval."""
+        steps = row["steps"]
         for phase, spent_s in row["spent_s"].items():
-            held_s += spent_s[0] if spent_s and phase not in NOT_TRAINING else 0.0
+            if spent_s and phase not in NOT_TRAINING:
+                self._open_s += spent_s[0]
             if phase in BUSY:
-                held[0, : len(spent_s[:num_ranks])] += spent_s[:num_ranks]
-        if before:
-            held[1, : len(steps)] += [now - was for now, was in zip_longest(steps, before[: len(steps)], fillvalue=0)]
-        before = steps
-        if not steps or (edges and edges[-1] == steps[0]):
-            continue
-        edges.append(steps[0])
-        kept.append((held_s, held))
-        ends.append(row)
-        held_s = 0.0
-        held = np.zeros((2, num_ranks))
-    if len(edges) < 2:
-        return None
-    ranks = np.stack([each for _, each in kept[1:]])
-    seconds = np.array([each for each, _ in kept[1:]])
-    memory = {
-        label: np.array(
-            [[*row.get(key, ())[:num_ranks], *[np.nan] * (num_ranks - len(row.get(key, ())))] for row in ends[1:]]
+                self._open_by_rank[0, : len(spent_s[: self._num_ranks])] += spent_s[: self._num_ranks]
+        if self._steps:
+            before = self._steps[: len(steps)]
+            self._open_by_rank[1, : len(steps)] += [now - was for now, was in zip_longest(steps, before, fillvalue=0)]
+
+    def _close(self, edge: float, row: Mapping[str, Any]) -> None:
+        """End the open interval at `edge`, with `row`, and begin the next one."""
+        self._edges.append(edge)
+        self._seconds.append(self._open_s)
+        self._by_rank.append(self._open_by_rank)
+        self._ends.append(row)
+        self._open()
+
+    def build(self) -> Intervals | None:
+        """Return the intervals; None if there are none."""
+        if len(self._edges) < 2:
+            return None
+        busy_s, num_steps = np.stack(self._by_rank[1:], axis=1)
+        ends = self._ends[1:]
+        return Intervals(
+            edges=np.array(self._edges, dtype=np.float64),
+            seconds=np.array(self._seconds[1:]),
+            busy_s=busy_s,
+            num_steps=num_steps,
+            world_sizes=[len(row["steps"]) for row in ends],
+            memory={
+                label: np.array([self._pad(row.get(key, ())) for row in ends])
+                for label, key in (("memory", "memory_mb"), ("GPU memory", "device_mb"))
+                if any(row.get(key) for row in ends)
+            },
         )
-        for label, key in (("memory", "memory_mb"), ("GPU memory", "device_mb"))
-        if any(row.get(key) for row in ends[1:])
-    }
-    sizes = [len(row["steps"]) for row in ends[1:]]
-    return Intervals(np.array(edges, dtype=np.float64), seconds, ranks[:, 0], ranks[:, 1], sizes, memory)
+
+    def _pad(self, values: Sequence[float]) -> list[float]:
+        """Return one value per rank, nan for those that are missing."""
+        return [*values[: self._num_ranks], *[math.nan] * (self._num_ranks - len(values))]
 
 
 def _read_logs(run_dir: Path, status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
