@@ -51,7 +51,9 @@ def read_bytes(path: Path, most: int = MOST_BYTES, *, is_given: bool = False) ->
     """
     with open(path, "rb", opener=None if is_given else open_regular) as file:
         data = bytearray()
-        while len(data) <= most and (piece := file.read(PIECE_BYTES)):  # /proc/sys allocates what a read asks for
+        while len(data) <= most and (
+            piece := file.read(PIECE_BYTES)
+        ):  # /proc/sys allocates as much memory as a read requests
             data += piece
     if len(data) > most:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
@@ -198,7 +200,7 @@ def _parse_finite(text: str) -> float:
 
 
 def as_json(value: Any, constant: Callable[[str], str] = str) -> Any:
-    """Return a value as a reader of its JSON gets it. Other types become their str.
+    """Return a value after a round trip through JSON. Values of other types become their str.
 
     Args:
         constant: returns the text that replaces "NaN", "Infinity" or "-Infinity", which JSON lacks.

@@ -1,7 +1,7 @@
 """The hash functions: SHA-256 for content, and 64 bits of BLAKE2b for short identities.
 
-Other modules call these two, so that a hash can be recognized by its length. Not here are keys and proofs (HMAC), the
-checksum that the PNG format prescribes, and the checksum of gradients, for which BLAKE2b would be too slow.
+Other modules call these functions, so that the length of a hash shows its kind. Exceptions are keys and proofs (HMAC),
+the checksum that the PNG format prescribes, and the checksum of gradients, for which BLAKE2b would be too slow.
 """
 
 import hashlib
@@ -11,7 +11,8 @@ from collections.abc import Iterable
 def hash_bytes(data: bytes | memoryview) -> str:
     """Return the SHA-256 of some content: 64 hexadecimal digits. Where fewer suffice, callers keep the first ones.
 
-    It identifies content in files and between machines, also against intent. Large data release the GIL.
+    It identifies content in files and between machines, and resists deliberate collisions. Hashing of large data
+    releases the GIL.
 
     Example::
 

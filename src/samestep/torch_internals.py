@@ -80,7 +80,7 @@ def count_received(iterator: Any) -> int:
 
 
 def list_worker_tasks(iterator: Any) -> list[tuple[BaseProcess, list[int]]]:
-    """The workers, each with the numbers of the batches that it was asked for and has not returned."""
+    """The workers, each with the numbers of the batches that were requested from it and not returned yet."""
     tasks: dict[int, tuple[Any, ...]] = iterator._task_info  # batch -> (worker,), or (worker, data) once it has arrived
     return [
         (process, [k for k, info in tasks.items() if info == (number,)])

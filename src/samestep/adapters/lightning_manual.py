@@ -1,4 +1,4 @@
-"""Manual optimization: each call of `training_step` pauses at an update, until those of all micro-batches are there."""
+"""Manual optimization: each call of `training_step` pauses at an update, until the calls of all micro-batches do."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -29,7 +29,7 @@ class Metrics:
                 part.add_metrics({})
         self._metrics: dict[str, Metric] = {p: part for p, part in module.named_modules() if isinstance(part, Metric)}
         for metric in self._metrics.values():
-            metric.distributed_available_fn = _is_never_distributed  # else it reduces its state over ranks by itself
+            metric.distributed_available_fn = _is_never_distributed  # else it would reduce its state over ranks
         self._held: dict[str, State] = {}
         self._of_step = Names()
         self._of_epoch = Names()

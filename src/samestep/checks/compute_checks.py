@@ -35,8 +35,8 @@ def find_checks(n: int, world_size: int, step: int, every: int) -> tuple[Compute
 def plan_checks(n: int, world_size: int, number: int) -> tuple[ComputeCheck, ...]:
     """Return the checks of a step of n micro-batches: one for each rank that holds any; () with one rank.
 
-    Idle ranks check first, and no rank checks more than one. Of m ranks that check one another, every pair (owner,
-    checker) meets once in m - 1 checked steps.
+    Idle ranks check first, and no rank checks more than one. With m ranks that check one another, every pair
+    (owner, checker) occurs once in m - 1 checked steps.
 
     Args:
         number: how many checked steps precede this one.

@@ -1,4 +1,4 @@
-"""Detects changes of a data set during a loop, which the copies in DataLoader workers do not see."""
+"""Detects changes of a data set during a loop, which do not reach the copies in DataLoader workers."""
 
 from collections.abc import Iterator
 from typing import Any

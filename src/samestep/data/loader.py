@@ -115,7 +115,7 @@ class Loader:
     With `num_workers=0` each `next()` takes exactly one task and loads it in this process. This changes the global
     generators, and the caller seeds them again. With workers, tasks are taken `num_workers * prefetch_factor` ahead,
     and the generators of this process do not change. Both give the same bits. One Loader may serve many epochs: its
-    workers live until the tasks end or `close()`.
+    workers run until the tasks end or `close()`.
 
     Args:
         workers: workers of `data.pools.Pools`, which outlive this Loader if it reaches the end of its tasks. None: the

@@ -51,7 +51,7 @@ def spread_buffers(module: nn.Module) -> None:
 
 
 def refuse_lone_sample(modules: Mapping[str, nn.Module], step: int, v: int, rank: int) -> list[RemovableHandle]:
-    """Add hooks by which BatchNorm layers refuse micro-batch v, which has one sample, and name themselves.
+    """Add hooks that raise an error with the name of a BatchNorm layer that cannot normalize the one sample of v.
 
     Returns:
         The hooks, to be removed after the micro-batch.

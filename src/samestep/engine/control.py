@@ -16,7 +16,7 @@ class Vote(NamedTuple):
     """One rank's requests to all ranks after this step.
 
     Attributes:
-        stop: number of the signal that asked this rank to stop; 0 for none.
+        stop: number of the signal by which this rank was requested to stop; 0 for none.
         snapshot: whether a snapshot is due by this rank's clock.
         copying: whether this rank is copying its state for a snapshot.
         comparison: whether a replica check is due by this rank's clock.

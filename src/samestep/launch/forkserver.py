@@ -2,8 +2,8 @@
 
 `ForkServer` is the client side. The server process (`serve`) has one thread. It receives requests to start and to
 signal ranks over a Unix socket, and sends an event when ranks have started and when one has ended. When the socket
-closes because the client has ended, the server kills every rank and their children, and ends. Why not that of
-multiprocessing: docs/decisions/forkserver.md.
+closes because the client has ended, the server kills every rank and their children, and ends.
+docs/decisions/forkserver.md explains why the server of multiprocessing is not used.
 """
 
 import atexit
@@ -205,7 +205,7 @@ def preload() -> None:
 
 
 def _has_ended(client: "Connection[Any, Any]") -> bool:
-    """Return whether the other end is closed, also if there are requests left to read."""
+    """Return whether the other end is closed, even if there are unread requests."""
     poll = select.poll()
     poll.register(client, 0)
     return any(event & select.POLLHUP for _, event in poll.poll(0))
@@ -322,7 +322,7 @@ class _Server:
         run_rank(**fields)
 
     def reap(self) -> None:
-        """Collect the ranks that have ended, and kill the processes that they have left."""
+        """Reap the ranks that have ended, and kill the remaining processes of their groups."""
         while self.ranks:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -340,7 +340,7 @@ class _Server:
                 self.recording.finish()
 
     def stop_recording(self) -> None:
-        """End the recorder. The client then knows that all output is written when all ranks have ended."""
+        """End the recorder before the last event is sent: after it, the client can rely on complete output."""
         if self.recording is not None:
             self.selector.unregister(self.recording)
             self.recording.close()

@@ -1,4 +1,4 @@
-"""The secret that the launchers of one run share, and the handshake by which two of them prove that they know it.
+"""The secret that the launchers of one run share, and the handshake by which two of them prove knowledge of it.
 
 The server sends a random number (a nonce). The node answers with its own nonce and an HMAC of both. The server checks
 it and answers with an HMAC of its own, which the node checks. The secret itself is never sent, and neither side reads

@@ -35,7 +35,7 @@ from samestep.world.workdir import WorkDir, make_private
 HOST = "127.0.0.1"
 MOST_LOCAL_RANKS = 1 << 12  # more than any machine runs, so a larger number is a typing error
 POLL_S = 0.1
-FOLLOW_S = 0.5  # after the first failure: for the other ranks to fail too, with the same error or for its loss
+FOLLOW_S = 0.5  # after the first failure: time for other ranks to fail, with the same error or because they lost it
 LEAVE_S = 1.0  # for the other ranks to end after SIGTERM
 KILL_S = 30.0  # for killed ranks to end; a rank inside a driver call can take long
 TAIL_LINES = 20
@@ -246,8 +246,8 @@ class Ranks:
         """
         first = find_first(self.failures)
         if first is not None and first.secondary and self._succeeded and not (self.directory / STOPPED).exists():
-            # The ranks have lost one that ended before them with exit code 0. That its loop is finished does not
-            # matter: a further loop or an evaluation can follow it.
+            # The others have lost a rank that ended before them with exit code 0. It counts even if its loop is
+            # finished, because a further loop or an evaluation can follow.
             rank, time_s = min(self._succeeded.items(), key=lambda end: end[1])
             waiting = f", while rank {first.rank} waited in {first.call}" if first.call else ""
             message = (

@@ -21,7 +21,7 @@ from samestep.world.host import plain_address
 
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 22  # the arguments of a program can be long
-MAX_GREETING_BYTES = 512  # longest line before the peer has proven that it knows the secret
+MAX_GREETING_BYTES = 512  # longest line before the peer has proven knowledge of the secret
 # The kernel closes the connection to a machine that has vanished after 2 + 3 x 1 s.
 KEEP_ALIVE = {
     socket.TCP_KEEPIDLE: 2,
@@ -130,7 +130,7 @@ class LauncherLink(MessageReader):
             raise
 
     def trust(self) -> None:
-        """Accept long lines: the peer has proven that it knows the secret."""
+        """Accept long lines, because the peer has proven knowledge of the secret."""
         self._lines.max_bytes = MAX_LINE_BYTES
 
     def fileno(self) -> int:

@@ -29,7 +29,7 @@ from samestep.world.environment import LOG, TERMINAL, read_log_pipe
 
 EARLY_BYTES = 1 << 26  # kept of a shown rank's output before `start_log`
 HELD_BYTES = 1 << 16  # of an incomplete line of a terminal
-LEFT_BYTES = 1 << 20  # read after the end of a rank: a process that it has left can write forever
+LEFT_BYTES = 1 << 20  # limit after the end of a rank, because a child process that survives it can write forever
 DRAIN_S = 2.0  # limit for a terminal to accept the last output of killed ranks
 
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")  # colours and cursor movements
@@ -202,7 +202,7 @@ class Recording:
             os.close(file)
 
     def finish(self) -> None:
-        """After the end of all ranks: let the recorder write what it holds, and end."""
+        """After the end of all ranks: make the recorder write its buffered output and end."""
         with suppress(OSError):  # it has ended
             self._socket.shutdown(socket.SHUT_WR)
 
@@ -211,7 +211,7 @@ class Recording:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Wait for the end of the recorder. It has `DRAIN_S` to write what it holds."""
+        """Wait for the end of the recorder, which may take `DRAIN_S` to write its buffered output."""
         self._socket.close()
         wait_or_kill(self._pid, DRAIN_S)
 
@@ -296,7 +296,7 @@ class Recording:
             self._warn(stream.rank, self._logs[stream.rank].write(_end_line(held)))
 
     def _drain(self, rank: int) -> None:
-        """Read the remaining output of a rank that has ended, but not that of the processes that it has left."""
+        """Read the remaining output of a rank that has ended, but not all that surviving child processes write."""
         for stream in [stream for stream in self._streams if stream.rank == rank]:
             left = LEFT_BYTES
             os.set_blocking(stream.outer, False)

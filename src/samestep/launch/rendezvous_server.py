@@ -3,7 +3,7 @@
 The server is a thread of the launcher on the machine of `--rdzv-endpoint`. A *round* is one start of all ranks. It ends
 when every connected node has reported how its ranks ended. Then all ranks start again, or the launch ends.
 
-Any machine can connect. Before a connection has proven that it knows the secret, the server reads one short line from
+Any machine can connect. Before a connection has proven knowledge of the secret, the server reads one short line from
 it and sends it only a random number. Before it is admitted, nothing that it sends affects the run.
 """
 
@@ -61,7 +61,7 @@ class PendingNode:
     Attributes:
         nonce: the challenge that it must answer.
         since_s: when it connected.
-        is_proven: it has proven that it knows the secret.
+        is_proven: it has proven knowledge of the secret.
     """
 
     link: LauncherLink

@@ -183,7 +183,7 @@ class Follower:
         """Show the output and state of the job. Returns its exit code at the end."""
         wait_s = ASK_S
         asked_s = -MOST_ASK_S
-        is_over = False  # must be seen twice: a job that is being requeued looks failed for a moment
+        is_over = False  # must be observed twice, because a job that is being requeued is briefly reported as failed
         while True:
             self._copy_output()
             if time.monotonic() - asked_s >= wait_s:

@@ -59,7 +59,7 @@ _HOST = re.compile(r"(?!-)([^\s@:\[\]]+@|)(?:\[([^\s@\[\]]+)\]|([^\s@:\[\]-][^\s
 
 @dataclass(frozen=True)
 class Host:
-    """A host as ssh knows it, and its `--nproc-per-node`; None: that of the command."""
+    """The name of a host for ssh, and its `--nproc-per-node`; None: that of the command."""
 
     name: str
     num_ranks: str | None = None

@@ -2,7 +2,7 @@
 
 Its stdin carries JSON messages: the directory and environment, then the launcher's arguments, then signals. Empty ones
 in between show that the connection is alive. Answers go to stdout, among the output of the ranks, in lines that begin
-with `MARK` and a random number of the launch, which the ranks do not know.
+with `MARK` and a random number of the launch, which the ranks do not have.
 """
 
 import json

@@ -91,7 +91,7 @@ def run_local(ranks: Ranks, launch: Launch) -> End:
 
 
 def _warn_of_copies(ranks: Ranks, target: Target) -> None:
-    """Warn if no rank can have known its rank: none has met the others in the store, or read its rank."""
+    """Warn if no rank has determined its rank, by joining the others in the store or by reading the environment."""
     if target.kind != "call" and ranks.num_ranks > 1 and not (ranks.directory / RANKED).exists():
         command = shlex.join(["samestep", "verify", "--plain", *target.to_command()[1]])
         say(

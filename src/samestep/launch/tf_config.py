@@ -1,4 +1,4 @@
-"""TF_CONFIG, from which TensorFlow's MultiWorkerMirroredStrategy learns its workers: here, the ranks.
+"""TF_CONFIG, which lists the workers of TensorFlow's MultiWorkerMirroredStrategy: here, the ranks.
 
 The format: https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_config_environment_variable
 """

@@ -23,8 +23,8 @@ class AppendLog:
 
     Attributes:
         problem: why the last attempt to write failed; "" if it succeeded.
-        change: what another program has done to the file, in words; "" if nothing. Nothing more is then written, as
-            later records would be in wrong places.
+        change: a description of a change of the file by another program; "" if there is none. After a change, nothing
+            is written, because later records would be in wrong places.
 
     Raises:
         OSError: the file cannot be opened.

@@ -1,4 +1,4 @@
-"""Where a run lives: the seam between a run and the places of its files.
+"""The location of a run: the interface between a run and the places that store its files.
 
 All of samestep above this package uses a `RunLocation`. Which one it is, `open_location` decides; docs/decisions/
 run_location.md says how further ones fit.
@@ -45,9 +45,9 @@ class SnapshotOrder:
 
 
 class RunLocation:
-    """Where a run lives. This one is nowhere: the run has no directory, saves nothing and resumes nothing.
+    """The location of a run. This base class stores nothing: the run has no directory and resumes nothing.
 
-    The life of a run, with the calls that all ranks make together::
+    The calls in the order of a run. All ranks make those without a comment together::
 
         point = location.find_resume_point(resume, numbers)
         if not point.is_beginning:
@@ -136,7 +136,7 @@ class RunLocation:
     # --- under way --------------------------------------------------------------------------------------------
 
     def align(self, order: SnapshotOrder, state: TrainingState) -> SnapshotOrder:
-        """Return the order that this rank carries out, after the ranks have exchanged what only one of them knows.
+        """Return the order that this rank executes, with the values that only one rank had. Exchanges them.
 
         Args:
             state: the state in the order.

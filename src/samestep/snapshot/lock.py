@@ -26,7 +26,7 @@ def _close_held() -> None:
     _held.clear()
 
 
-# Otherwise a DataLoader worker would hold the lock for as long as it lives.
+# Otherwise a DataLoader worker would hold the lock until it ends.
 os.register_at_fork(after_in_child=_close_held)
 
 

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class RemoteLocation(RunLocation):
-    """A run at a URL, of which only rank 0 knows.
+    """A run at a URL, which only rank 0 accesses.
 
     Args:
         copies: the working copy: on rank 0's node, or a copy on each node.
@@ -236,7 +236,7 @@ class RemoteRun:
         steps: dict[str | None, list[int]] = {}
         for each in {**sound, **own}.values():
             steps[each.name] = sorted({*steps.get(each.name, []), each.step})
-        # Named ones first: a script that resumes from the numbered one would not ask for them again.
+        # Named ones first: a script that resumes from the numbered one would not request them again.
         for place, each in sorted(own.items(), key=lambda item: item[1].name is None):
             is_there = place in sound and each.is_same(sound[place])
             if is_there or each.step < steps[each.name][-1]:

@@ -41,11 +41,11 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class Holding:
-    """What one copy of a run holds when a start looks at it.
+    """The content of one copy of a run at a start.
 
     Attributes:
         found: the snapshot from which the run would resume, of which every byte was checked; None if there is none.
-        problem: why there is none, although there are snapshots or one was asked for; "" if the run may begin.
+        problem: why there is none, although there are snapshots or one was requested; "" if the run may begin.
         newest_step: the step of the newest snapshot, damaged or not; 0 if there is none.
         named: the named snapshots, judged by sizes.
         num_recorded: number of steps in the ledger.

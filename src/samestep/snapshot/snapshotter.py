@@ -33,7 +33,7 @@ class Snapshotter:
 
     Args:
         config: `snapshot_every`.
-        location: where the run lives.
+        location: the location of the run.
         say: prints a message on rank 0.
 
     Attributes:
@@ -140,7 +140,7 @@ class Snapshotter:
         self.unsaved = None
         self._is_ending = ending
         if due:
-            # Last: a script that resumes from it would not ask for the named ones again.
+            # Last: a script that resumes from it would not request the named ones again.
             names.append(None)
             self.saved_step = step
             self._saved_s = time.monotonic()

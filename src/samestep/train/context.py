@@ -24,7 +24,7 @@ class RunContext:
         device: device of this rank.
         precision: precision of the forward passes.
         say: prints a message, on rank 0.
-        location: where the run lives.
+        location: the location of the run.
         script_config: the `config` argument of `Run`, without secrets.
     """
 

@@ -43,7 +43,7 @@ GRACE_S = 2.0  # time from the end of the stuck rank to the end of the others
 
 @dataclass(frozen=True)
 class RankFacts:
-    """The rank, its run, and the actions of a heartbeat.
+    """The rank, its run, and the functions that a heartbeat calls.
 
     Attributes:
         say: prints a line on the terminal.

@@ -33,7 +33,7 @@ LEDGER = "ledger.bin"  # one record for each finished step: the samples it used
 LOGS = "logs"  # a directory: the output of each start's ranks
 SHARED = (RECORD, RESTARTS, STATUS, TRACKERS, LEDGER, METRICS)  # what a copy holds besides orders and snapshots
 
-STACKS_WANTED = "stacks-wanted"  # in the newest directory of LOGS: asks all ranks for their stacks
+STACKS_WANTED = "stacks-wanted"  # in the newest directory of LOGS: requests the stacks of all ranks
 
 RESTART_S = 5.0  # for a launcher to restart a failed run
 STALE_S = 30.0  # a run without news for this long counts as dead
@@ -116,10 +116,10 @@ def read_or_empty(path: Path) -> dict[str, Any]:
 
 
 def read_status(directory: Path) -> dict[str, Any]:
-    """Return `status.json` of a run, with "killed" for "running" if its process is gone from this host.
+    """Return `status.json` of a run. "running" becomes "killed" if the process no longer exists on this host.
 
-    If the launcher has recorded the failure that ended the start, that is the reason, and its rank is added: rank 0
-    often knows only that it has lost another rank.
+    If the launcher has recorded the failure that ended the start, its reason and rank are used, because rank 0 often
+    records only the loss of another rank.
     """
     status = read_or_empty(directory / STATUS)
     is_here = status.get("status") == "running" and status.get("host") == read_host()

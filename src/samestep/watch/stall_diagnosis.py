@@ -55,7 +55,7 @@ class ThreadState:
     """The state of a thread.
 
     Attributes:
-        waits_in: the exchange with other ranks that it is in, such as "the reduction" or "all_reduce"; else "".
+        waits_in: the current exchange with other ranks, such as "the reduction" or "all_reduce"; "" if there is none.
         place: the innermost line of the user's code, such as "train.py:31 in load".
         blocked: what it waits for in the kernel, such as "blocked in pipe_read"; "" if it runs.
         is_compiling: torch.compile is active.
@@ -73,7 +73,7 @@ class ThreadState:
 
 @dataclass(frozen=True, kw_only=True)
 class Beat(ThreadState):
-    """The state of a rank: what it publishes, and in the last three attributes how the leader sees it.
+    """The state of a rank. The rank publishes it; the leader adds the last three attributes.
 
     Attributes:
         number: sequence number.
@@ -153,7 +153,7 @@ class Stall:
     """No rank has made progress for too long.
 
     Attributes:
-        blocking: the ranks that the others wait for. If all wait: those that wait in another place than most.
+        blocking: the ranks that the others wait for. If all wait, those that wait in another exchange than most.
         sentence: the diagnosis.
         is_final: the run must be stopped.
     """
@@ -164,7 +164,7 @@ class Stall:
 
 
 def diagnose(ranks: Sequence[Beat], limits: Limits, awake_s: float = float("inf")) -> Stall | None:
-    """Return why the run does not move; None if a rank moves, or can still be expected to.
+    """Return why the run makes no progress; None if a rank makes progress, or its limit has not passed.
 
     Args:
         ranks: all ranks.
@@ -306,7 +306,7 @@ def _describe_others(others: Sequence[Beat], still_s: float) -> str:
     for (phase, step), beats in by_kind.items():
         first = beats[0]
         has = "has" if len(beats) == 1 else "have"
-        # All are given the time of the whole run, because each rank has its own.
+        # All are described with the time of the whole run, because the times of the ranks differ.
         text = f"{_name(beats)} {has} {PHASES[phase]} for {describe_seconds(still_s)} at step {step}"
         if first.place and all(beat.place == first.place for beat in beats):
             text += f", {first.place}"

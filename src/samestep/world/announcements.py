@@ -1,4 +1,4 @@
-"""Calls of ranks, announced to ranks that wait in another exchange: neither of the two exchanges would end."""
+"""Announces the call of a rank to ranks that wait in another exchange. Otherwise, neither exchange would end."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from samestep.world.rendezvous_store import SignedEntries
 
 
 class _Announcements:
-    """Those of one process group. Signed with the key of its first run, so that no earlier start's are read."""
+    """The announcements of one process group. The key of its first run separates them from other starts."""
 
     def __init__(self, entries: SignedEntries) -> None:
         self._process_group = weakref.ref(dist.group.WORLD)
@@ -34,7 +34,7 @@ def open_announcements(group: Group) -> None:
 
 
 def announce(rank: int, call: int, others: Sequence[int]) -> list[tuple[int, int]]:
-    """Announce this rank's next call. Of two ranks that announce and look for each other's calls, one finds it.
+    """Announce this rank's next call. If two ranks announce calls at the same time, at least one finds the other's.
 
     Args:
         call: a number that stands for the call.

@@ -70,7 +70,7 @@ class Environment:
         restart: why samestep's launcher has restarted the ranks; None at the first start.
         overrides: options of `Run` set by variables.
         interceptor: JSON of SAMESTEP_TRACE, by which a tool installs an interceptor in each rank; None without one.
-        secret: a secret that only the ranks know; "" if the launcher set none.
+        secret: a secret that only the ranks have; "" if the launcher set none.
     """
 
     rank: int
@@ -114,7 +114,7 @@ def advise(**options: Any) -> str:
 
 
 def read_completion() -> str:
-    """Return what a shell asks to complete; "" if it asks nothing."""
+    """Return the completion that a shell requests; "" if it requests none."""
     return os.environ.get(COMPLETION, "")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # Limit of both waits: the watchdog must run although a fork hangs, and the script must continue although the store that
-# a thread asks does not answer.
+# a thread queries does not answer.
 LIMIT_S = 10.0
 
 

@@ -294,8 +294,8 @@ def find_rank() -> int:
 def find_ranks() -> Environment:
     """Read the environment. The rank and the number of ranks are those of the process group, if there is one.
 
-    If only the process group tells them, local ranks are counted per machine. Raises Error as `read_environment`, or if
-    a launcher has set other ranks than those of the group.
+    If only the process group defines them, local ranks are counted per machine. Raises Error as `read_environment`, or
+    if a launcher has set other ranks than those of the group.
     """
     environment = read_environment()
     if not has_group():

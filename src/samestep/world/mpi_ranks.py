@@ -19,7 +19,7 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Names:
-    """The variables in which a launcher tells a process its rank.
+    """The variables by which a launcher passes a process its rank.
 
     Attributes:
         job: identifies the launch; "" if the launcher has no such variable.
@@ -63,7 +63,7 @@ def find_names(variables: Mapping[str, str]) -> Names | None:
 def build_variables(variables: Mapping[str, str], names: Names) -> dict[str, str]:
     """Build the variables that torch reads. MASTER_ADDR and MASTER_PORT are kept.
 
-    Raises Error if the ranks run on several machines and these are not set: no variable tells where rank 0 runs.
+    Raises Error if the ranks run on several machines and these are not set: no variable contains the machine of rank 0.
     """
     is_one_host = variables[names.local_world_size] == variables[names.world_size]
     address = variables.get("MASTER_ADDR", "")

@@ -47,7 +47,7 @@ def is_left_by_rank_0(within_s: float) -> bool:
 
 
 def is_first(name: str) -> bool | None:
-    """Return whether this rank is the first of all to ask for `name`; None if that cannot be known."""
+    """Return whether this rank is the first to request `name`; None if that cannot be determined."""
     with suppress(RuntimeError):
         return None if (store := _find_store()) is None else bool(store.add(f"samestep/{name}", 1) == 1)
     return None
@@ -73,7 +73,7 @@ class SignedEntries:
     """Signed entries over a separate connection to the store, for a background thread.
 
     Calls on one connection wait for each other, so a background thread needs its own. Everything that reaches the
-    store's port can write to it, so entries are signed with a key that only the ranks know.
+    store's port can write to it, so entries are signed with a key that only the ranks have.
     """
 
     def __init__(self, key: bytes) -> None:

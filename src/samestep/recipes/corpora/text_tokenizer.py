@@ -1,4 +1,4 @@
-"""Tokenizers of text: bytes, or byte pair encoding with the library `tokenizers`. Does not import torch by itself."""
+"""Tokenizers of text: bytes, or byte pair encoding with the library `tokenizers`. Does not import torch."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ class Tokenizer:
             tokens: list[int] = next(self.encode([prompt.encode(errors="surrogateescape")])).tolist()
         except UnicodeDecodeError:
             raise InvalidValue(f"the prompt {prompt!r} is not UTF-8: give text") from None
-        # A tokenizer without byte-level tokens drops what it does not know, or replaces it by an unknown token.
+        # A tokenizer without byte-level tokens drops unknown characters, or replaces them by a token.
         if self.kind != "bytes" and _squeeze(self.decode(tokens)) != _squeeze(prompt):
             raise InvalidValue(
                 f"the tokenizer has no tokens for the prompt {prompt!r}: it gives {self.decode(tokens)!r}"

@@ -149,12 +149,12 @@ def well(found: str, measured: Any = None) -> Finding:
 
 
 def warning(found: str, advice: str) -> Finding:
-    """A problem that training survives."""
+    """A problem with which training can run."""
     return Finding(WARN, found, advice)
 
 
 def failure(found: str, advice: str) -> Finding:
-    """A problem that training does not survive."""
+    """A problem that prevents training."""
     return Finding(FAIL, found, advice)
 
 

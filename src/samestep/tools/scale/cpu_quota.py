@@ -1,4 +1,4 @@
-"""Gives each rank of a launch a CPU quota by a control group of Linux, so that many ranks behave like many machines.
+"""Limits the CPU time of each rank by a control group of Linux, so that many ranks behave like many machines.
 
 The launcher's environment names this module as the hook of the ranks (`world.environment.HOOK`).
 """

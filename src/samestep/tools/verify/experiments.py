@@ -1,4 +1,4 @@
-"""Finds the cause of a difference by experiment: changes a value, runs the script again, and sees whether it remains.
+"""Finds the cause of a difference: changes one value, runs the script again, and checks whether the difference remains.
 
 Each experiment takes a function that runs the script again, on as many ranks as the reference, up to the difference.
 In the ranks of some, `begin` fixes the clocks of `time`, or the rank, for calls from the script's own files. torch,
@@ -104,7 +104,7 @@ def begin(options: dict[str, str]) -> None:
 
 
 class Script:
-    """Tells calls from the script's own files from those of libraries, and records the calling lines."""
+    """Distinguishes calls in the script's own files from calls in libraries, and records the calling lines."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

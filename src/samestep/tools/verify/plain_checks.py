@@ -46,7 +46,7 @@ class Pass:
         is_subset: the loader's data set is a Subset.
         is_grad: a batch was taken while gradients were enabled.
         is_open: more batches may follow.
-        is_ended: the loop has asked for a batch after the last one.
+        is_ended: the loop has requested a batch after the last one.
         is_trimmed: Accelerate has removed the padding from results.
         num_backwards: backward passes while it was open, if `is_grad`.
         num_before: batches before the one during which the first of them ran.
@@ -68,7 +68,7 @@ class Pass:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it went to the end of the loader. Lightning stops after the last batch without asking for more."""
+        """Whether the pass reached the end of the loader. Lightning requests none after the last batch."""
         return self.is_ended or len(self.ids) == self.num_batches
 
     @property
@@ -208,7 +208,7 @@ class DrawnEpoch:
 
     Attributes:
         counts: sample -> how often the ranks together have drawn it.
-        length: the number of different samples, as one process sees them; None if it is not known.
+        length: the number of different samples in the data set of one process; None if it is not known.
         is_split: each rank has a data set of its own part, so that equal indices are other samples.
     """
 
@@ -494,19 +494,19 @@ def check_evaluation(runs: Runs) -> CheckResult:
 
 @dataclass(frozen=True)
 class ResumedRun:
-    """An interrupted run, and what was started after it.
+    """An interrupted run, and the run that was restarted after it.
 
     Attributes:
         whole, interrupted, resumed: the ranks of the uninterrupted, the killed and the restarted run.
         code: exit code of the restarted run.
-        is_told: arguments that make the script resume are given.
+        has_resume_args: arguments that make the script resume were given.
     """
 
     whole: Sequence[Rank]
     interrupted: Sequence[Rank]
     resumed: Sequence[Rank]
     code: int
-    is_told: bool
+    has_resume_args: bool
 
 
 def check_restart(restart: ResumedRun) -> list[CheckResult]:
@@ -543,7 +543,7 @@ def _find_save(restart: ResumedRun) -> tuple[int, int] | CheckResult:
         last = updates.get((0, save[0] - 1), {})
         if "after" in last and compare(last["after"]["params"], first["params"]) <= TOLERANCE:
             return save
-    if not first["num_states"] and not restart.is_told:
+    if not first["num_states"] and not restart.has_resume_args:
         text = "it begins anew after a kill: give --resume-args, if it needs an argument to resume"
         return CheckResult("state", UNSEEN, text)
     return CheckResult("state", MISTAKE, "the restarted script begins with weights that it never saved")
@@ -592,7 +592,7 @@ def _list_updates(rank: Rank) -> list[dict[str, Any]]:
 
 def _check_continuation(restart: ResumedRun, num_done: int) -> CheckResult:
     """Compare the batches after the restart with those after the save in an uninterrupted run."""
-    num_ahead = restart.whole[0].num_ahead  # the others may have no complete pass, from which it is known
+    num_ahead = restart.whole[0].num_ahead  # only a complete pass shows it, and the others may have none
     interrupted, resumed = (
         _join([replace(rank, num_ahead=max(rank.num_ahead, num_ahead)) for rank in ranks])
         for ranks in (restart.interrupted, restart.resumed)

@@ -4,7 +4,7 @@ Each process that imports torch appends lines of JSON to `rank-<process id>.json
 
     begin_pass    the script iterates a DataLoader. Passes and data sets are numbered.
     batch         it takes a batch of a pass; with the indices of its samples, or hashes of their contents
-    end_pass      it asks for another batch, and there is none
+    end_pass      it requests another batch, and there is none
     trim          Accelerate removes the padding from the results of the last batch
     backward      a backward pass ends
     begin_update  an optimizer's step begins; the first one has the state "before" it. "num_collectives": begun so far,
@@ -131,7 +131,7 @@ class OptimizerTracker:
         self._computed = self._computed + self._projection.project(place, gradient)
 
     def before_backward(self) -> None:
-        """Start again from the gradients that are left from before, if the script has made them zero or updated."""
+        """Restart from the gradients in `.grad`, if the script has updated or set them to zero since."""
         left = self._projection.project_all([param.grad for param in self._params])
         if self._is_fresh or not left.any():
             self._computed = left
@@ -197,7 +197,7 @@ class Recorder:
         self._file = sys.stdout
         self._projection = Projection()
         self._trackers: dict[int, OptimizerTracker] = {}  # by id of the optimizer, which is kept
-        self._kept: list[Any] = []  # objects whose ids are keys: as long as they live, no other object has the same
+        self._kept: list[Any] = []  # objects whose ids are keys: while they exist, no other object has the same id
         self._datasets: dict[int, int] = {}
         self._num_passes = 0
         self._queues: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()

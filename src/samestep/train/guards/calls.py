@@ -79,7 +79,7 @@ def explain_in_loop(own: int, rank: int) -> str:
 
 
 def _check_in_call(marks: Sequence[int], own: int) -> None:
-    """Raise UsageError if a rank is in the exchange of a step: the beginning of its message is no mark of a call."""
+    """Raise UsageError if a rank is in the exchange of a step, whose message does not begin with the mark of a call."""
     known = {call + (_hash([]) << 8) for call in (EPOCH_END, EPOCH_END_AFTER_STOP, *NAMES)}
     for rank, mark in enumerate(marks):
         if mark not in known:

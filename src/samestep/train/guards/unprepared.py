@@ -147,7 +147,7 @@ class Unprepared(StepObserver):
             return True
         if isinstance(thing, type | DataLoader) or id(thing) in self._parts:
             return False
-        # Look at the class: an object may answer to any name.
+        # Of the class, because an object may have a `__getattr__` that returns something for any name.
         if not all(callable(getattr(type(thing), name, None)) for name in ("state_dict", "load_state_dict")):
             return False
         # For a model that contains a prepared one, the known tensors are left out; a schedule's state has nothing of

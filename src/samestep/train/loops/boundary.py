@@ -16,7 +16,7 @@ from samestep.train.step.steps import Observers, Step
 class Boundary:
     """Begins and ends the bodies of a loop, and the loop.
 
-    A body runs completely or not at all: snapshots and stops happen when the script asks for the next step or epoch.
+    A body runs completely or not at all: snapshots and stops happen when the script requests the next step or epoch.
     After an epoch's last step, they wait until the epoch's body has run.
 
     Attributes:

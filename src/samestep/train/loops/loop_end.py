@@ -1,4 +1,4 @@
-"""The end of a loop: its last snapshot, its table, and what another start needs to know."""
+"""The end of a loop: its last snapshot, its table, and the note for another start."""
 
 import os
 from contextlib import suppress

@@ -47,7 +47,7 @@ class Interceptor(StepObserver):
     """Changes what a run does. Every method does nothing by default.
 
     The life of a run, with all events in their places. `<name>` notifies observers: an interceptor is one, too, and the
-    last in the list. `[name]` asks interceptors, and acts on the answer. ::
+    last in the list. `[name]` calls the interceptors and uses their results. ::
 
         def compute(v):                                   # [inspect] <begin_micro_batch> [forward]
             for each call in the script's body:
@@ -83,7 +83,7 @@ class Interceptor(StepObserver):
                     save                                  # <end_body>
             for each run.evaluate(...):                   # [evaluate]
 
-    `[borrow]` is also asked earlier, when samples are read ahead. If the script leaves a loop by break, return or an
+    `[borrow]` is also called earlier, when samples are read ahead. If the script leaves a loop by break, return or an
     error, `<leave>` follows at once, and the run ends.
 
     Args:
@@ -125,7 +125,7 @@ class Interceptor(StepObserver):
     def borrow(self, step: int, num_micro_batches: int) -> Sequence[int]:
         """Return micro-batches of other ranks, which this rank computes before its own.
 
-        The results change nothing; `inspect` and `forward` see them. The answer depends on the arguments only: it is
+        The results change nothing; `inspect` and `forward` see them. The result depends on the arguments only: it is
         also needed ahead of time, to load the samples.
         """
         return ()

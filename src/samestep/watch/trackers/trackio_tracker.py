@@ -12,7 +12,7 @@ from samestep.watch.trackers.protocol import TrackerInfo, is_histogram, to_numbe
 class Trackio:
     """Tracker that logs to Trackio, which keeps runs in a local database and can send them to a Space.
 
-    Trackio knows a run by its name: the run's name with a random suffix, kept in the run directory. A resumed run
+    Trackio identifies a run by its name: the run's name with a random suffix, kept in the run directory. A resumed run
     continues under that name, and logs only the points that the local database does not have. A run that goes back
     (`--resume STEP`) continues under a new name, to which the rows up to that step are copied first.
 
