@@ -1,0 +1,85 @@
+"""Programs are started and ended as `samestep.processes` says."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from support.waiting import wait_until
+
+from samestep.processes import ChildProcess, run_captured
+
+# Ignores SIGTERM, and prints the pid of a child process.
+STUBBORN = ["sh", "-c", "trap '' TERM; sleep 1000 & echo $!; wait; sleep 1000"]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists that is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_the_end_of_the_block_kills_the_program_and_its_children() -> None:
+    with ChildProcess(STUBBORN, has_pipes=True) as process:
+        child = int(process.pipes[1].readline())
+        assert process.poll() is None
+        assert process.wait_for(0.01) is None
+        assert is_running(child)
+    assert process.wait() == -signal.SIGKILL
+    wait_until(lambda: not is_running(child), "the child process ends")
+    assert all(pipe.closed for pipe in process.pipes)
+
+
+def test_a_program_has_time_to_end() -> None:
+    process = ChildProcess(["cat"], has_pipes=True)
+    process.end(60.0)  # closes its input
+    assert process.wait() == 0
+    process.end()  # a second call does nothing
+
+
+def test_the_exit_code_and_the_signal() -> None:
+    with ChildProcess(["sh", "-c", "exit 7"]) as process:
+        assert process.wait() == 7
+    with ChildProcess(["sleep", "1000"]) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == -signal.SIGTERM
+
+
+def test_ctrl_c_does_not_reach_the_program() -> None:
+    with ChildProcess(["sh", "-c", "echo $$; cat"], has_pipes=True) as process:
+        pid = int(process.pipes[1].readline())
+        assert os.getsid(pid) == pid, "it has no terminal in common with this process"
+
+
+def test_it_is_bound_to_its_parent() -> None:
+    code = (
+        "import os, signal, sys; from samestep.processes import ChildProcess\n"
+        "process = ChildProcess(['sh', '-c', 'echo $$; exec sleep 1000'], dies_with_parent=True)\n"
+        "sys.stdin.readline(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    with ChildProcess([sys.executable, "-c", code], has_pipes=True) as parent:
+        pid = int(parent.pipes[1].readline())
+        assert is_running(pid)
+        parent.pipes[0].write(b"\n")
+        assert parent.wait() == -signal.SIGKILL
+    wait_until(lambda: not is_running(pid), "the program ends with its parent")
+
+
+def test_captured_output() -> None:
+    done = run_captured(["sh", "-c", "cat; printf '\\377' >&2; echo $WORD; exit 3"], variables={"WORD": "b"}, stdin="a")
+    assert (done.returncode, done.stdout, done.stderr) == (3, "ab\n", "\ufffd")
+
+
+def test_captured_output_has_a_limit_of_time() -> None:
+    with pytest.raises(TimeoutError, match=r"sleep has not ended within 0\.1 s"):
+        run_captured(["sleep", "1000"], limit_s=0.1)
+
+
+def test_a_program_that_does_not_exist() -> None:
+    with pytest.raises(FileNotFoundError):
+        ChildProcess(["/no/such/program"])
+    with pytest.raises(FileNotFoundError):
+        run_captured(["/no/such/program"])
