@@ -582,7 +582,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path, port: int) -> None:
         (1, "rank 1 cannot reach the rendezvous store"),
     ):
         variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        script = "import sys; from samestep.tools.doctor import examination as e; e.MEET_S = 1.0; "
+        script = "import sys; from samestep.tools.doctor import examination as e; e.JOIN_S = 1.0; "
         script += "from samestep.cli import main; sys.exit(main(['doctor']))"
         done = check(run_command(sys.executable, "-c", script, cwd=tmp_path, env=variables), 1)
         assert words in done.stdout + done.stderr

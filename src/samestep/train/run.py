@@ -26,7 +26,7 @@ from samestep.train.ending.stop_signals import StopSignals
 from samestep.train.ending.stopping import Stopping
 from samestep.train.generators import call_on_rank_0
 from samestep.train.guards import calls
-from samestep.train.guards.watchdog import Watchdog, meet_for_run
+from samestep.train.guards.watchdog import Watchdog, check_further_run
 from samestep.train.inputs.loop_data import open_loop_data
 from samestep.train.inputs.sampler_orders import Sampler
 from samestep.train.loops.evaluate import Evaluator
@@ -160,7 +160,7 @@ class Run:
             use_tf32()
         precision_of_run = build_precision(settings.precision, self.device)
         if environment.world_size > 1:
-            meet_for_run(environment.rank)
+            check_further_run(environment.rank)
         group = open_group(environment, self.device, backend=settings.backend)
         open_announcements(group)
         self.rank = environment.rank

@@ -45,7 +45,7 @@ STOPPED = b"samestep stopped"  # shorter than the exchange of any step, so that 
 STOP_S = 300.0  # without local sockets: limit for the other ranks to stop as well
 POLL_S = 0.05
 PATIENCE_S = 30.0  # a rank that waits longer for the others prints where it waits
-MEET_S = 300.0  # limit for the tasks of a Slurm step to join, as in `samestep launch`
+JOIN_S = 300.0  # limit for the tasks of a Slurm step to join, as in `samestep launch`
 
 _numbers = count()
 
@@ -414,7 +414,7 @@ def _join(backend: str, timeout: timedelta, environment: Environment) -> None:
             raise
         problem = f"not all {world_size} tasks" if rank == 0 else "the first task did not answer: not all tasks"
         raise Error(
-            f"{problem} of this Slurm step joined at {host}:{port} within {MEET_S:.0f} s: start this script in every "
+            f"{problem} of this Slurm step joined at {host}:{port} within {JOIN_S:.0f} s: start this script in every "
             "task of the step, and check that no firewall closes the port between the nodes"
         ) from None
 
@@ -433,7 +433,7 @@ def _open_store(environment: Environment, timeout: timedelta) -> Any:  # Store
     world_size = environment.world_size
     if environment.launcher == "srun":
         # multi_tenant: shares a store that this process has already opened (`StoreExchange`), as torch's env:// does.
-        return TCPStore(host, port, world_size, rank == 0, timedelta(seconds=MEET_S), multi_tenant=True)
+        return TCPStore(host, port, world_size, rank == 0, timedelta(seconds=JOIN_S), multi_tenant=True)
     if environment.launcher != "torchrun" or not has_agent_store():
         return None
     num_restarts, most = read_restarts()

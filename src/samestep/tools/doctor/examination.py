@@ -20,7 +20,7 @@ from samestep.world.environment import Environment, read_host
 from samestep.world.host import read_host_id
 from samestep.world.rendezvous_store import StoreExchange
 
-MEET_S = 60.0  # for the other ranks to join
+JOIN_S = 60.0  # for the other ranks to join
 GRACE_S = 5.0  # for the other ranks to finish a check after rank 0
 PARTING_S = 2.0
 END_S = 600.0  # for rank 0 to finish the checks that it does alone
@@ -47,12 +47,12 @@ def examine(environment: Environment, options: DoctorOptions, *, checks: Sequenc
     report = FindingsReport(as_json=options.json) if environment.rank == 0 else None
     problem = "cannot reach"
     try:
-        exchange = StoreExchange(environment, MEET_S)
+        exchange = StoreExchange(environment, JOIN_S)
         problem = "has lost"
-        hellos = exchange.exchange("hello", [read_host(), f"{read_host()}/{read_host_id('net')}"], MEET_S)
+        hellos = exchange.exchange("hello", [read_host(), f"{read_host()}/{read_host_id('net')}"], JOIN_S)
         if missing := sorted(set(range(environment.world_size)) - set(hellos)):
             names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-            return _end_alone(report, f"{names} did not come within {MEET_S:g} s")
+            return _end_alone(report, f"{names} did not come within {JOIN_S:g} s")
         hosts, keys = zip(*(hellos[rank] for rank in sorted(hellos)), strict=True)
         nodes = list(dict.fromkeys(keys))
         context = Context(environment, options, exchange, Participants(hosts, [*map(nodes.index, keys)]))

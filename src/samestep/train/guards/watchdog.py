@@ -172,8 +172,8 @@ class Watchdog(PhaseClock, StepObserver):
             self._leave_error(rank, Stuck(sentence))  # first: the launcher looks for it after the process has ended
             kill_sibling(pid)
 
-    def meet_for_run(self) -> None:
-        """See the function of this name."""
+    def check_further_run(self) -> None:
+        """Perform the check for the run of this watchdog, see the function of this name."""
         group = self._context.group
         if group.world_size == 1 or self.now[0] not in ("updating", "script"):
             return
@@ -188,7 +188,7 @@ class Watchdog(PhaseClock, StepObserver):
             write_failure(rank, error_dir, error, EXIT_CODE)
 
 
-def meet_for_run(rank: int) -> None:
+def check_further_run(rank: int) -> None:
     """Check that all ranks create a further Run, if this one does so between two exchanges of another run.
 
     Raises:
@@ -196,7 +196,7 @@ def meet_for_run(rank: int) -> None:
     """
     announce_run(rank)
     for watchdog in _open:
-        watchdog.meet_for_run()
+        watchdog.check_further_run()
 
 
 def kill_sibling(pid: int) -> None:
