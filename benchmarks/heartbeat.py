@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from common import (
     print_machine,
     print_table,
 )
+from msgspec.structs import asdict
 from torch import nn
 
 import samestep

@@ -1,25 +1,19 @@
-"""Files in a directory that other programs may have written to: opened safely, parsed strictly, replaced atomically.
+"""Files in a directory that other programs may have written to: opened safely, replaced atomically.
 
 No function follows a symbolic link in the last part of a path, or blocks on a FIFO or a device.
 """
 
 import errno
-import json
-import math
 import os
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
 MOST_BYTES = 64 << 20  # of a file that is parsed whole
 PIECE_BYTES = 1 << 16
-MOST_DEPTH = 100  # of nested JSON: far below Python's limit of recursion
 
 
 def open_regular(path: "os.PathLike[str] | str", flags: int) -> int:
@@ -168,107 +162,3 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# --- JSON -------------------------------------------------------------------------------------------------------------
-
-
-def parse_json(text: bytes | str) -> Any:
-    """Parse JSON strictly: numbers are finite, and nesting is at most `MOST_DEPTH` deep.
-
-    Raises:
-        ValueError: the text is something else.
-    """
-    try:
-        value = json.loads(text, parse_constant=_parse_finite, parse_float=_parse_finite)
-    except RecursionError:
-        raise ValueError("the JSON is nested too deeply") from None
-    level = [value]
-    for _ in range(MOST_DEPTH):
-        level = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
-        level = [*chain.from_iterable(level)]
-        if not level:
-            return value
-    raise ValueError("the JSON is nested too deeply")
-
-
-def _parse_finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is not finite")
-    return number
-
-
-def as_json(value: Any, constant: Callable[[str], str] = str) -> Any:
-    """Return a value after a round trip through JSON. Values of other types become their str.
-
-    Args:
-        constant: returns the text that replaces "NaN", "Infinity" or "-Infinity", which JSON lacks.
-    """
-    return json.loads(json.dumps(value, default=str), parse_constant=constant)
-
-
-def fits(value: Any, shape: Any) -> bool:
-    """Return whether a JSON value has a shape.
-
-    A shape is a predicate; `[shape]` for a list of any length; or a dict of shapes by key, where a key that ends with
-    "?" may be missing. Other keys are ignored.
-
-    Example::
-
-        >>> fits({"step": 3}, {"step": is_count, "name?": is_text})
-        True
-    """
-    if isinstance(shape, list):
-        return isinstance(value, list) and all(fits(each, shape[0]) for each in value)
-    if not isinstance(shape, dict):
-        return bool(shape(value))
-    if not isinstance(value, dict):
-        return False
-    for key, inner in shape.items():
-        name = key.removesuffix("?")
-        if not (fits(value[name], inner) if name in value else name != key):
-            return False
-    return True
-
-
-def is_count(value: Any) -> bool:
-    """Return whether a JSON value is an int from 0 to 2**63 - 1."""
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-def is_size(value: Any) -> bool:
-    """Return whether a JSON value is an int from 1 to 2**63 - 1."""
-    return is_count(value) and value > 0
-
-
-def is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300
-
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def is_argument(value: Any) -> bool:
-    """Return whether a JSON value is a text that a program can get as an argument or in its environment."""
-    try:
-        return is_text(value) and b"\0" not in os.fsencode(value)
-    except UnicodeEncodeError:
-        return False
-
-
-def is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def is_time(value: Any) -> bool:
-    """Return whether a JSON value is a time in ISO 8601 with an offset from UTC."""
-    try:
-        return datetime.fromisoformat(value).tzinfo is not None
-    except (TypeError, ValueError):
-        return False

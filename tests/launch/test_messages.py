@@ -4,11 +4,10 @@ import math
 import os
 import socket
 import struct
-from dataclasses import dataclass
 
 import pytest
 
-from samestep.launch.messages import LauncherLink, LineSplitter, MessageReader, build, encode_message
+from samestep.launch.messages import LauncherLink, LineSplitter, MessageReader, encode_message
 
 
 def test_lines_that_arrive_in_pieces() -> None:
@@ -50,23 +49,6 @@ def test_the_addresses_of_a_peer_that_has_reset_the_connection() -> None:
             link.receive(math.inf)
         assert link.addresses == ("127.0.0.1", "127.0.0.1")
         link.close()
-
-
-@dataclass(frozen=True)
-class Point:
-    x: float
-    tags: list[str]
-    parent: "Point | None"
-
-
-def test_dataclasses_from_messages() -> None:
-    inner = {"x": 1, "tags": ["a"], "parent": None}
-    assert build(Point, {"x": 0.5, "tags": [], "parent": inner}) == Point(0.5, [], Point(1, ["a"], None))
-    for wrong in ({"x": "1"}, {"tags": [1]}, {"tags": "a"}, {"parent": {}}, {"parent": [inner]}, {"more": 1}):
-        with pytest.raises(ValueError, match="is not"):
-            build(Point, inner | wrong)
-    with pytest.raises(ValueError, match="is not"):
-        build(dict[str, int], {"a": 1, "b": "2"})
 
 
 @pytest.mark.parametrize("line", [b"[1]\n", b"GET / HTTP/1.1\n", b"x" * 100, b"[" * 60 + b"\n"])

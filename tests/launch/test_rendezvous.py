@@ -8,11 +8,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from samestep.errors import Error
 from samestep.launch.handshake import make_nonce, prove, read_secret, share_secret
@@ -50,7 +51,7 @@ class Place:
 
     def hello(self, rank: int, **changes: Any) -> Hello:
         nodes = replace(self.nodes, node_rank=rank)
-        return replace(build_hello(nodes, Target("script", __file__, []), 1, 0), **changes)
+        return structs.replace(build_hello(nodes, Target("script", __file__, []), 1, 0), **changes)
 
     def join(self, rank: int) -> LauncherLink:
         link = connect(self.nodes, self.hello(rank), lambda: False)
@@ -122,7 +123,7 @@ def check_answers(link: LauncherLink) -> None:
 
 def hello(**changes: Any) -> Callable[[Place], None]:
     """A peer that knows the secret, and sends a hello that no launcher sends."""
-    return lambda place: say({"kind": "hello", **asdict(place.hello(1)), **changes}, FAILED, knows=True)(place)
+    return lambda place: say({"kind": "hello", **structs.asdict(place.hello(1)), **changes}, FAILED, knows=True)(place)
 
 
 def replay(place: Place) -> None:

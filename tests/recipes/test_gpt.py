@@ -388,7 +388,7 @@ def damage(tokens: Path, how: str) -> None:
         ("truncated", "cannot be read (mmap length is greater than file size)"),
         ("changed", "cannot be read (the checksum of tokens.npy is wrong)"),
         ("other count", "cannot be read (tokens.npy holds ("),
-        ("no description", "cannot be read (it lacks entries of a token file)"),
+        ("no description", "cannot be read (JSON: object missing required field"),
         ("later format", "cannot be read (it has format 2, and this samestep reads 1)"),
         ("no array", "cannot be read ("),
         ("missing", "is no token file, it has no tokens.npy"),

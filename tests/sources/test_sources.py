@@ -94,7 +94,7 @@ def test_files_of_shards_are_checked(tmp_path: Path) -> None:
 
 def test_a_damaged_list_of_shards() -> None:
     for text in (b"null", b'[["a", 1, 1, Infinity, "x"]]', b'{"a": 1}'):
-        with pytest.raises(ValueError, match=r"not iterable|infinity|unpack"):
+        with pytest.raises(ValueError, match=r"JSON: expected array, got|not finite"):
             parse_shards(text)
 
 
@@ -196,11 +196,14 @@ def test_a_sample_of_mds_that_is_too_short(tmp_path: Path) -> None:
 HOSTILE_ENTRIES: dict[str, tuple[dict[str, Any], str]] = {  # changes of a shard's entry in index.json -> the sentence
     "outside": (
         {"raw_data": {"basename": "../x", "bytes": 9}},
-        "is no index of MDS shards (it lacks entries of an index)",
+        "is no index of MDS shards (shards[1].raw_data: ../x is outside the directory)",
     ),
-    "absolute": ({"raw_data": {"basename": "/dev/zero", "bytes": 9}}, "(it lacks entries of an index)"),
-    "no count": ({"samples": 1e300}, "(it lacks entries of an index)"),
-    "negative": ({"samples": -1}, "(it lacks entries of an index)"),
+    "absolute": (
+        {"raw_data": {"basename": "/dev/zero", "bytes": 9}},
+        "is no index of MDS shards (shards[1].raw_data: /dev/zero is outside the directory)",
+    ),
+    "no count": ({"samples": 1e300}, "(shards[1].samples: expected int, got float)"),
+    "negative": ({"samples": -1}, "(shards[1].samples: expected int >= 0)"),
     "many": ({"samples": 1 << 62}, "is too short for 4611686018427387904 samples of index.json: restore both"),
     "fewer columns": (
         {"column_names": ["x"]},

@@ -142,9 +142,9 @@ def test_a_terminal_asks_for_consent(home: Path) -> None:
         ("run.json", lambda path: change(path, "arguments", ["\ud800"]), "run.json"),
         ("run.json", lambda path: change(path, "file", "../other.py"), "run.json"),
         ("run.json", lambda path: change(path, "file", "planted.py"), "planted.py, is not in the working directory"),
-        ("run.json", lambda path: change(path, "batch_size", "x"), "impossible numbers"),
-        ("run.json", lambda path: change(path, "micro_batch_size", 0), "impossible numbers"),
-        ("run.json", lambda path: change(path, "precision", "a\0b"), "impossible numbers"),
+        ("run.json", lambda path: change(path, "batch_size", "x"), "cannot be read as JSON (numbers."),
+        ("run.json", lambda path: change(path, "micro_batch_size", 0), "cannot be read as JSON (numbers."),
+        ("run.json", lambda path: change(path, "precision", "a\0b"), "cannot be read as JSON (numbers."),
         ("status.json", lambda path: change(path, "samples_per_s", "x"), ""),
     ],
 )

@@ -21,6 +21,7 @@ from support.runs import check, clean_variables, samestep_command
 from support.waiting import wait_until
 
 from samestep.console import draw_bars
+from samestep.decoding import convert
 from samestep.tools.live_view import (
     HEADER,
     ask_for_stacks,
@@ -31,8 +32,8 @@ from samestep.tools.live_view import (
 )
 from samestep.watch.heartbeat import Heartbeat, RankFacts
 from samestep.watch.phase_clock import PhaseClock
-from samestep.watch.records import has_ended
-from samestep.watch.stall_diagnosis import PHASES, WARM_UP, build_limits
+from samestep.watch.records import RankStates, has_ended
+from samestep.watch.stall_diagnosis import PHASES, WARM_UP, Beat, build_limits
 from samestep.watch.thread_state import read_process_state, read_thread_state
 
 DEADLINE_S = 60.0
@@ -214,24 +215,24 @@ def test_the_state_of_a_process() -> None:
 # --- samestep watch ---------------------------------------------------------------------------------------------------
 
 
-def build_rank(rank: int, **more: Any) -> dict[str, Any]:
+def build_rank(rank: int, **more: Any) -> Beat:
     spent_s = {"starting": 9.0, "loading": 1.0, "forward": 1.0, "backward": 2.0, "reducing": 1.0}
     facts = {"rank": rank, "host": "here", "pid": 1, "number": 9, "step": 130, "phase": "forward", "for_s": 0.1}
-    facts |= {"waits_in": "", "place": "", "spent_s": spent_s, "num_steps": 30, "num_micro_batches": 100}
-    return facts | {"age_s": 0.2, "is_silent": False} | more
+    facts |= {"spent_s": spent_s, "num_steps": 30, "num_micro_batches": 100, "age_s": 0.2}
+    return convert(facts | more, Beat)
 
 
 def test_the_table() -> None:
     ranks = [build_rank(0), build_rank(1, phase="reducing", for_s=12.0, waits_in="the reduction")]
-    header, (first, second) = format_rows({"time_s": 0.0, "micro_batch_size": 4, "ranks": ranks}, None)
+    header, (first, second) = format_rows(RankStates(0.0, 4, ranks), None)
     assert header == ("rank", "host", "step", "phase", "in it for", "compute/step", "samples/s", "where")
     assert first == ("0", "here", "130", "forward", "0 s", "100.0 ms", "80", "")
     assert second == ("1", "here", "130", "reducing", "12 s", "100.0 ms", "80", "waits in the reduction")
-    short = format_rows({"time_s": 0.0, "micro_batch_size": 4, "ranks": ranks[:1]}, None)
+    short = format_rows(RankStates(0.0, 4, ranks[:1]), None)
     assert short == (header[:-1], [first[:-1]]), "a column without entries is left out"
-    _, [old] = format_rows({"time_s": 0.0, "micro_batch_size": 4, "ranks": [build_rank(2, age_s=1.42)]}, None)
+    _, [old] = format_rows(RankStates(0.0, 4, [build_rank(2, age_s=1.42)]), None)
     assert (old[4], old[-1]) == ("0 s", "1.4 s ago"), "the rank is further by now"
-    spent_s = {**ranks[0]["spent_s"], "forward": 2.0, "loading": 2.0}
+    spent_s = {**ranks[0].spent_s, "forward": 2.0, "loading": 2.0}
     later = build_rank(0, num_steps=40, num_micro_batches=150, spent_s=spent_s)
     assert compute_rates(later, ranks[0], 4) == (0.1, 100.0)
 

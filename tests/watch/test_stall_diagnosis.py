@@ -1,11 +1,11 @@
 """Which rank is reported as stuck, and when. The diagnosis reads beats only, so time is simulated."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from samestep.watch.stall_diagnosis import (
     LEARNT,

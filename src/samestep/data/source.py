@@ -9,8 +9,10 @@ from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
+from samestep.decoding import Count, decode
 from samestep.errors import InvalidType, InvalidValue
 from samestep.hashing import hash_pieces
 
@@ -165,6 +167,14 @@ def explain_rewrite(shards: Sequence[Shard], before: Sequence[Mark], now: Sequen
     return _list([f"{shard.name} has other content" for shard, was, found in pairs if was[1] != found[1]])
 
 
+class _Row(Struct, array_like=True):
+    name: str
+    num_samples: Count
+    num_bytes: Count
+    written_ns: int = 0
+    content: str = ""
+
+
 def format_shards(shards: Iterable[Shard], marks: Iterable[Mark]) -> bytes:
     """Return the content of a file with the shards; `parse_shards` reads it."""
     rows = [(*shard, *mark) for shard, mark in zip_longest(shards, marks, fillvalue=())]
@@ -173,12 +183,9 @@ def format_shards(shards: Iterable[Shard], marks: Iterable[Mark]) -> bytes:
 
 def parse_shards(text: bytes) -> tuple[list[Shard], list[Mark]]:
     """Return the shards and marks from the text of `format_shards`. Raises ValueError if the text is damaged."""
-    try:
-        rows = json.loads(text)
-        shards = [Shard(str(name), int(num_samples), int(num_bytes)) for name, num_samples, num_bytes, *_ in rows]
-        marks = [(int(row[3]), str(row[4])) for row in rows if len(row) == 5]
-    except (TypeError, OverflowError, RecursionError) as error:
-        raise ValueError(str(error)) from None
+    rows = decode(text, list[_Row])
+    shards = [Shard(row.name, row.num_samples, row.num_bytes) for row in rows]
+    marks = [(row.written_ns, row.content) for row in rows if row.content]
     return shards, marks if len(marks) == len(shards) else []  # a source without `shard_files`
 
 

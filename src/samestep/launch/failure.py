@@ -9,11 +9,14 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from msgspec import Struct
+from msgspec.structs import asdict
+
+from samestep.decoding import decode
 from samestep.errors import Error, PeerFailed, Stuck, WorkerDied
-from samestep.files import parse_json, replace_file
+from samestep.files import replace_file
 from samestep.world.workdir import make_private, read_private
 
 MAX_REASON = 200  # characters
@@ -21,8 +24,7 @@ MAX_REASON = 200  # characters
 COMMUNICATION = ("torch.distributed", "samestep.engine", "samestep.world")
 
 
-@dataclass(frozen=True)
-class RankFailure:
+class RankFailure(Struct, frozen=True):
     """How a rank failed.
 
     Attributes:
@@ -112,8 +114,8 @@ def find_call(error: BaseException) -> str:
 
 def read_failure(rank: int, directory: str | Path) -> RankFailure | None:
     """Read the report of a rank; None if it has written none."""
-    with suppress(OSError, ValueError, TypeError):
-        return RankFailure(**parse_json(read_private(Path(directory) / f"{rank}.json")))
+    with suppress(OSError, ValueError):
+        return decode(read_private(Path(directory) / f"{rank}.json"), RankFailure)
     return None
 
 

@@ -9,10 +9,12 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from samestep.config import PREFIX, Overrides, to_variables
 from samestep.console import print_error

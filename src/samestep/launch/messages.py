@@ -12,11 +12,9 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import is_dataclass
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
-from samestep.files import parse_json
+from samestep.decoding import decode
 from samestep.world.host import plain_address
 
 READ_BYTES = 1 << 16
@@ -65,14 +63,6 @@ def encode_message(message: Mapping[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def parse_message(line: bytes) -> dict[str, Any]:
-    """Parse a line of JSON. Raises ValueError if it is not an object."""
-    message = parse_json(line)
-    if not isinstance(message, dict):
-        raise ValueError("not a JSON object")
-    return message
-
-
 class MessageReader:
     """Reads messages from a file descriptor."""
 
@@ -98,7 +88,7 @@ class MessageReader:
             data = os.read(self._file, READ_BYTES)
             if not data:
                 raise ConnectionError("closed")
-            self._messages += [parse_message(line) for line in self._lines.feed(data)]
+            self._messages += [decode(line, dict[str, Any]) for line in self._lines.feed(data)]
             timeout_s = deadline_s - time.monotonic()
         return self._messages.popleft() if self._messages else None
 
@@ -152,27 +142,3 @@ class LauncherLink(MessageReader):
     def close(self) -> None:
         """Close the connection."""
         self._socket.close()
-
-
-def build(kind: Any, value: Any) -> Any:
-    """Check parsed JSON against a type, and convert it: a dataclass, a list, dict or union of types, or a plain type.
-
-    Raises ValueError if the value does not have this type.
-    """
-    origin = get_origin(kind)
-    parts = get_args(kind)
-    if origin is UnionType:
-        for part in parts:
-            with suppress(ValueError):
-                return build(part, value)
-    elif origin is list and isinstance(value, list):
-        return [build(parts[0], each) for each in value]
-    elif origin is dict and isinstance(value, dict):
-        return {name: build(parts[1], each) for name, each in value.items()}
-    elif is_dataclass(kind) and isinstance(value, dict):
-        hints = get_type_hints(kind)
-        if value.keys() == hints.keys():
-            return kind(**{name: build(hint, value[name]) for name, hint in hints.items()})  # type: ignore[operator]
-    elif origin is None and isinstance(value, (int, float) if kind is float else kind):
-        return value
-    raise ValueError(f"{value!r} is not {kind}")

@@ -13,16 +13,20 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import asdict
+
 from samestep.config import PREFIX, Overrides, name_flag, to_variables
+from samestep.decoding import convert
 from samestep.errors import Error
 from samestep.launch.handshake import is_proven, make_nonce, prove, share_secret
 from samestep.launch.local_ranks import MOST_LOCAL_RANKS
-from samestep.launch.messages import LauncherLink, build
+from samestep.launch.messages import LauncherLink
 from samestep.launch.target import Target
 from samestep.version import __version__
 from samestep.world.environment import SECRET, read_host, read_overrides
@@ -64,8 +68,7 @@ class Nodes:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-@dataclass(frozen=True)
-class End:
+class End(Struct, frozen=True, forbid_unknown_fields=True):
     """How a launch has ended.
 
     Attributes:
@@ -189,8 +192,7 @@ def _find_module(name: str) -> str | None:
     return found.origin if found is not None and found.has_location else None
 
 
-@dataclass(frozen=True)
-class Hello:
+class Hello(Struct, frozen=True, forbid_unknown_fields=True):
     """A node's description of itself, which it sends to the server.
 
     Attributes:
@@ -217,7 +219,7 @@ PROGRAM = "program"  # in the settings
 
 def parse_hello(fields: Mapping[str, Any]) -> Hello:
     """Check and convert the fields that a node has sent. Raises ValueError if no launcher of samestep sends them."""
-    hello: Hello = build(Hello, fields)
+    hello = convert(fields, Hello)
     if not 1 <= hello.num_ranks <= MOST_LOCAL_RANKS or not hello.host.isprintable():
         raise ValueError("not a hello")
     return hello

@@ -16,15 +16,19 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct, to_builtins
+from msgspec.structs import asdict
+
 from samestep.console import say
+from samestep.decoding import convert
 from samestep.errors import Error
 from samestep.launch.failure import RankFailure, find_first
 from samestep.launch.handshake import is_proven, make_nonce, prove
 from samestep.launch.local_ranks import open_store
-from samestep.launch.messages import LauncherLink, build
+from samestep.launch.messages import LauncherLink
 from samestep.launch.rendezvous_client import End, Hello, Nodes, find_difference, find_other_arguments, parse_hello
 from samestep.world.environment import Restart
 from samestep.world.host import is_loopback
@@ -36,8 +40,7 @@ MAX_PENDING = 128  # connections that are not admitted yet; beyond that, the old
 MAX_WARNINGS = 8  # about connections without the secret
 
 
-@dataclass(frozen=True)
-class NodeOutcome:
+class NodeOutcome(Struct, frozen=True, forbid_unknown_fields=True):
     """How the ranks of a node ended in a round.
 
     Attributes:
@@ -185,7 +188,7 @@ class RendezvousServer(threading.Thread):
         if kind == "room":
             self._room = int(message["num_ranks"])
         elif kind == "ended" and message["round"] == self._round and member in (self._in_round or ()):
-            member.outcome = outcome = build(NodeOutcome, message)
+            member.outcome = outcome = convert(message, NodeOutcome)
             if not outcome.has_succeeded:  # otherwise the other nodes can still be saving
                 self._stop_all("now")
 
@@ -293,7 +296,7 @@ class RendezvousServer(threading.Thread):
                 sentence=f"ranks {', '.join(parts)}",
                 address=self._find_address(member),
                 place=place,
-                restart=None if self._restart is None else asdict(self._restart),
+                restart=to_builtins(self._restart),
             )
 
     def _find_address(self, member: Member) -> str:

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from samestep.console import escape, say
+from samestep.decoding import decode
 from samestep.errors import Error
 from samestep.launch.handshake import make_secret
 from samestep.launch.launcher import LauncherSignals
-from samestep.launch.messages import READ_BYTES, LineSplitter, encode_message, parse_message
+from samestep.launch.messages import READ_BYTES, LineSplitter, encode_message
 from samestep.launch.output_recorder import write_all
 from samestep.launch.rendezvous_client import parse_endpoint
 from samestep.launch.ssh_node import BEAT_S, MARK
@@ -173,7 +174,7 @@ class Sessions:
     def _receive(self, session: Session, number: int, line: bytes) -> None:
         line, mark, answer = line.partition(self._mark) if number == 1 else (line, b"", b"")
         if mark:
-            message = parse_message(answer)
+            message = decode(answer, dict[str, Any])
             if "address" in message:
                 session.place = (message["address"], message["port"])
             session.problem = message.get("problem", "")

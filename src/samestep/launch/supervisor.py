@@ -9,15 +9,18 @@ import shlex
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+
+from msgspec import Struct, to_builtins
+from msgspec.structs import replace
 
 from samestep.config import Overrides
 from samestep.console import say
+from samestep.decoding import convert
 from samestep.files import read_bytes, read_text
 from samestep.launch.handshake import derive_key
 from samestep.launch.local_ranks import Placement, Ranks, build_variables, open_store
-from samestep.launch.messages import LauncherLink, build
+from samestep.launch.messages import LauncherLink
 from samestep.launch.rendezvous_client import End, Nodes, build_hello, connect, find_own_address
 from samestep.launch.rendezvous_server import FLUSH_S, RendezvousServer, open_listener
 from samestep.launch.target import Target
@@ -100,11 +103,21 @@ def _warn_of_copies(ranks: Ranks, target: Target) -> None:
         )
 
 
+class _Begin(Struct, frozen=True):
+    """The server's message at the beginning of a round; that of round 0 is never sent."""
+
+    round: int = 0
+    sentence: str = ""
+    address: str = ""
+    place: dict[str, int] = {}
+    restart: Restart | None = None
+
+
 class NodeSession:
     """The ranks of this node in the rounds of the rendezvous server. A round is one start of all ranks.
 
     Attributes:
-        begun: the server's last "begin" message; empty before the first.
+        begun: the server's last "begin" message.
         stop: how the current round must stop: "now", "saved" (after a snapshot), or "": not at all.
         end: how the launch has ended, once the server has sent that.
     """
@@ -117,7 +130,7 @@ class NodeSession:
         self._round = 0  # whose ranks were started
         self._seen_restarts = 0
         self._has_reported = self._has_sent_room = False
-        self.begun: dict[str, Any] = {}
+        self.begun = _Begin()
         self.stop = ""
         self.end: End | None = None
 
@@ -142,35 +155,35 @@ class NodeSession:
                 timeout_s = 0.0
                 kind = message.pop("kind")
                 if kind == "begin":
-                    self.begun = message
+                    self.begun = convert(message, _Begin)
                     self.stop = ""
-                elif kind == "stop" and message["round"] == self.begun.get("round"):
+                elif kind == "stop" and message["round"] == self.begun.round:
                     self.stop = message["how"]
                 elif kind == "end":
-                    self.end = build(End, message)
+                    self.end = convert(message, End)
         except OSError:
             lost = f"the launcher at {self._nodes.endpoint}, the rendezvous of the nodes, has ended"
             sentence = f"{lost}: the same commands resume from the newest snapshot"
             self.end = End(message=sentence, code=1)
 
     def _has_new_round(self) -> bool:
-        return self.end is None and bool(self.begun.get("round", 0) > self._round)
+        return self.end is None and self.begun.round > self._round
 
     def _start(self) -> None:
         begun = self.begun
-        self._round = begun["round"]
+        self._round = begun.round
         self._has_reported = False
         place = Placement(
-            **begun["place"],
+            **begun.place,
             host=self._nodes.host,
-            interface=list_addresses().get(begun["address"], ""),
-            restart=None if begun["restart"] is None else Restart(**begun["restart"]),
+            interface=list_addresses().get(begun.address, ""),
+            restart=begun.restart,
             secret=derive_key(self._nodes.secret, "the ranks"),
         )
         if place.restart is not None:
             self._report_restart(place.restart, place.num_restarts)
         if not place.first_rank or count_job_nodes() == 1:  # the nodes of a Slurm job share one output
-            say(begun["sentence"])
+            say(begun.sentence)
         _start(self._ranks, self._launch, place)
 
     def _report_restart(self, restart: Restart, num_restarts: int) -> None:
@@ -210,7 +223,7 @@ class NodeSession:
             self._link.send(
                 "ended",
                 round=self._round,
-                failure=None if failure is None else asdict(replace(failure, traceback="", log="")),
+                failure=None if failure is None else to_builtins(replace(failure, traceback="", log="")),
                 signum=received[0] if received else 0,
                 has_succeeded=ranks.has_succeeded,
                 is_complete=not (ranks.directory / STOPPED).exists(),

@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import samestep
-from samestep.files import creating_directory, parse_json, replace_file
+from samestep.decoding import parse_json
+from samestep.files import creating_directory, replace_file
 from samestep.recipes import check_numbers, run_main
 from samestep.recipes.commands.sample import load_model
 from samestep.recipes.corpora.text_tokenizer import BYTES, Tokenizer, read_vocabulary

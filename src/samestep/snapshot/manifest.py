@@ -10,9 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from itertools import accumulate, repeat
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from samestep.files import fits, is_count, is_object, is_text, is_time, open_regular, parse_json, read_bytes
+from msgspec import Meta, Struct
+
+from samestep.decoding import Count, Object, convert, decode, parse_json
+from samestep.files import open_regular, read_bytes
 from samestep.hashing import hash_bytes, hash_pieces
 from samestep.version import __version__
 
@@ -23,8 +26,6 @@ FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\.(json|safetensors)")  # in
 NAME = re.compile(r"(?!\d+$|latest$|never$|step-)[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")  # excludes values of `resume`
 _BUFFER_BYTES = 1 << 20
 _NUM_READERS = 4
-
-_HASH = re.compile(r"[0-9a-f]{64}")
 
 # The consecutive pieces of a file: lengths in bytes and sha256. A piece is one tensor, so that one pass over a tensor's
 # bytes serves the file's check and the digest of the state, and a reader of a few tensors can skip the others.
@@ -87,52 +88,53 @@ def parse_manifest(text: bytes) -> tuple[dict[str, Any], str | None]:
     All checks of manifests are here, because a file from an untrusted source can have the right checksum, too.
     """
     try:
-        manifest = parse_json(text)
+        manifest = decode(text, dict[str, Any])
+        found = manifest.get("format")
+        if type(found) is int and found > FORMAT:
+            return {}, f"{MANIFEST} has format {found} of a newer samestep, this one reads up to {FORMAT}"
+        if manifest.pop("sha256", None) != _checksum(manifest):
+            return {}, f"{MANIFEST} is damaged"
+        convert(manifest, _Manifest)
     except ValueError:
-        return {}, f"{MANIFEST} is damaged"
-    if not fits(manifest, {"format": is_count}):
-        return {}, f"{MANIFEST} is damaged"
-    if manifest["format"] > FORMAT:
-        found = manifest["format"]
-        known = FORMAT
-        return {}, f"{MANIFEST} has format {found} of a newer samestep, this one reads up to {known}"
-    checksum = manifest.pop("sha256", None)
-    if checksum != _checksum(manifest) or set(manifest) != set(_SHAPE) or not fits(manifest, _SHAPE):
         return {}, f"{MANIFEST} is damaged"
     return manifest, None
 
 
-def _is_hash(value: Any) -> bool:
-    return is_text(value) and _HASH.fullmatch(value) is not None
+_Hash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+_FileName = Annotated[str, Meta(pattern=rf"\A(?!{re.escape(MANIFEST)}\Z){FILE.pattern}\Z")]
 
 
-def _is_file(file: str, entry: Any) -> bool:
-    if file == MANIFEST or not FILE.fullmatch(file) or not fits(entry, {"size": is_count, "pieces": [_is_piece]}):
-        return False
-    return set(entry) == {"size", "pieces"} and entry["size"] == sum(length for length, _ in entry["pieces"])
+class _File(Struct, forbid_unknown_fields=True):
+    size: Count
+    pieces: list[tuple[Count, _Hash]]
+
+    def __post_init__(self) -> None:
+        if self.size != sum(length for length, _ in self.pieces):
+            raise ValueError("the sizes of the pieces differ from the file's")
 
 
-def _is_piece(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and is_count(value[0]) and _is_hash(value[1])
+class _Meta(Struct):
+    epoch: Count = 0
+    metrics_bytes: Count = 0
+    world_size: Count = 0
+    rewinds: Count = 0
+    numbers: Object = {}
+    stopped: str = ""
 
 
-_SHAPE = {
-    "format": lambda value: value == FORMAT,
-    "step": is_count,
-    "name": lambda value: value is None or (is_text(value) and NAME.fullmatch(value) is not None),
-    "time": is_time,
-    "digest": _is_hash,
-    "versions": lambda value: is_object(value) and all(map(is_text, value.values())),
-    "files": lambda value: is_object(value) and STATE in value and all(_is_file(*item) for item in value.items()),
-    "meta": {
-        "epoch?": is_count,
-        "metrics_bytes?": is_count,
-        "world_size?": is_count,
-        "rewinds?": is_count,
-        "numbers?": is_object,
-        "stopped?": is_text,
-    },
-}
+class _Manifest(Struct, forbid_unknown_fields=True):
+    format: Literal[1]
+    step: Count
+    name: Annotated[str, Meta(pattern=rf"\A{NAME.pattern}\Z")] | None
+    time: Annotated[datetime, Meta(tz=True)]
+    digest: _Hash
+    versions: dict[str, str]
+    files: dict[_FileName, _File]
+    meta: _Meta
+
+    def __post_init__(self) -> None:
+        if STATE not in self.files:
+            raise ValueError(f"there is no {STATE}")
 
 
 def find_damage(directory: Path, manifest: Mapping[str, Any]) -> str | None:

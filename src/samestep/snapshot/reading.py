@@ -9,7 +9,7 @@ from samestep.config import is_url
 from samestep.console import say
 from samestep.errors import Error, explain
 from samestep.snapshot.run_record import read_record
-from samestep.snapshot.store import SNAPSHOTS, Snapshot, Store
+from samestep.snapshot.store import SNAPSHOTS, SavedObjects, Snapshot, Store
 from samestep.watch.records import RECORD
 from samestep.world.workdir import WorkDir
 
@@ -74,8 +74,8 @@ def find_snapshot(store: Store, called: str, which: int | str) -> Snapshot:
     return snapshot
 
 
-def read_snapshot(run: Path, called: str, which: int | str, shape: Any) -> tuple[Snapshot, dict[str, Any]]:
-    """Find a snapshot of a run for a tool, and read its state. Arguments as for `find_snapshot` and `Store.read`."""
+def read_snapshot(run: Path, called: str, which: int | str) -> tuple[Snapshot, dict[str, Any]]:
+    """Find a snapshot of a run for a tool, and read its state. Arguments as for `find_snapshot`."""
     store = Store(run)
     snapshot = find_snapshot(store, called, which)
-    return snapshot, store.read(snapshot, shape)
+    return snapshot, store.read(snapshot, SavedObjects)

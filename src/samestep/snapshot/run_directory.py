@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from samestep.data.order_files import ORDERS
 from samestep.errors import Error, RunDirectoryError, UsageError
-from samestep.files import fits, is_count, is_object, overwrite, replace_file
+from samestep.files import overwrite, replace_file
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.plan.ledger import Entry
 from samestep.snapshot.append_log import AppendLog, format_row
@@ -214,7 +214,8 @@ class RunDirectory:
 
     def _judge(self, snapshot: Snapshot) -> str:
         """Return why a snapshot belongs to another run, such as one from a restored backup; "" if it does not."""
-        if not fits(meta := snapshot.manifest["meta"], {"metrics_bytes": is_count, "numbers": is_object}):
+        meta = snapshot.manifest["meta"]
+        if not {"metrics_bytes", "numbers"} <= {*meta}:
             return "its manifest is not that of a run"
         different = find_different(meta["numbers"], self.record.get("numbers", {}))
         return f"it is of another run ({different})" if different else ""

@@ -15,14 +15,16 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import numpy as np
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from samestep.data.content import view_bytes
+from samestep.decoding import Count, convert, parse_json
 from samestep.errors import InvalidType
-from samestep.files import MOST_BYTES, fits, is_count, is_object, is_text, open_regular, parse_json
+from samestep.files import MOST_BYTES, open_regular
 from samestep.hashing import hash_bytes
 from samestep.snapshot.manifest import Pieces
 from samestep.world.forking import at_rest, at_work
@@ -56,12 +58,17 @@ _CODES = {
 }
 _NAMES = {code: name for name, code in _CODES.items()}
 _ARRAY_KINDS = "biufcSUmM"
-_ENTRY = {
-    "dtype": lambda value: is_text(value) and value in _NAMES,
-    "shape": lambda value: fits(value, [is_count]) and len(value) <= 64,
-    "data_offsets": lambda value: fits(value, [is_count]) and len(value) == 2,
-}
 _AS_REAL = ("complex32", "complex128")  # safetensors lacks them: stored as pairs of reals
+
+
+class _Entry(Struct):
+    dtype: str
+    shape: Annotated[list[Count], Meta(max_length=64)]
+    data_offsets: tuple[Count, Count]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _NAMES:
+            raise ValueError(f"there is no dtype {self.dtype}")
 
 
 def encode(state: Any) -> tuple[Any, dict[str, "Tensor"]]:
@@ -215,17 +222,13 @@ def read_tensors(path: Path) -> dict[str, "Tensor"]:
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
         if length > min(size - 8, MOST_BYTES):
             raise ValueError(f"{path.name} has a header of {length} bytes")
-        header = parse_json(file.read(length))
-        if not is_object(header):
-            raise ValueError(f"{path.name} has no header")
+        header = convert(parse_json(file.read(length)), dict[str, Any])
         header.pop("__metadata__", None)
         left = size - 8 - length
-        for name, entry in header.items():
-            if not fits(entry, _ENTRY):
-                raise ValueError(f"{path.name} has a header that does not fit it")
-            dtype = getattr(torch, _NAMES[entry["dtype"]])
-            start, end = entry["data_offsets"]
-            if end - start != math.prod(entry["shape"]) * dtype.itemsize:
+        for name, entry in convert(header, dict[str, _Entry]).items():
+            dtype = getattr(torch, _NAMES[entry.dtype])
+            start, end = entry.data_offsets
+            if end - start != math.prod(entry.shape) * dtype.itemsize:
                 raise ValueError(f"{path.name} has a header that does not fit it")
             left -= end - start
             if left < 0 and end <= size - 8 - length:
@@ -233,7 +236,7 @@ def read_tensors(path: Path) -> dict[str, "Tensor"]:
             if end > size - 8 - length:
                 raise EOFError(f"{path} ends within {name}")
             file.seek(8 + length + start)
-            tensor = torch.empty(entry["shape"], dtype=dtype)
+            tensor = torch.empty(entry.shape, dtype=dtype)
             data = view_bytes(tensor)
             if file.readinto(data) != len(data):
                 raise EOFError(f"{path} ends within {name}")

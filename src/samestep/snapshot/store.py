@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
+from samestep.decoding import Count, Object, convert
 from samestep.errors import InvalidValue, RunDirectoryError
-from samestep.files import fits, is_count, is_object, move_directory, open_regular, sync_directory
+from samestep.files import move_directory, open_regular, sync_directory
 from samestep.hashing import hash_bytes
 from samestep.snapshot.manifest import MANIFEST, NAME, STATE, Pieces, build_manifest, find_damage, read_manifest, seal
 from samestep.snapshot.serialization import decode, digest_of, encode, read_tensors, write_tensors
@@ -27,11 +30,27 @@ if TYPE_CHECKING:
 SNAPSHOTS = "snapshots"
 ABANDONED = "abandoned"
 TENSORS = "tensors.safetensors"
-OF_RUN = {"objects": is_object, "position": {"step": is_count, "epoch": is_count}}  # the shape of a run's state
 _NUMBERED = re.compile(r"step-(\d{8,})")
 _WRITING = ".tmp-"  # incomplete, or about to be removed
 _ASIDE = ".old-"  # the snapshot that is being replaced
 _BUFFER_BYTES = 1 << 20
+
+
+class _Position(Struct):
+    step: Count
+    epoch: Count
+
+
+class SavedObjects(Struct):
+    """The type of a state, as far as tools read it, for `Store.read`."""
+
+    objects: Object
+
+
+class RunState(SavedObjects):
+    """The type of a run's state, for `Store.read`."""
+
+    position: _Position
 
 
 @dataclass(frozen=True)
@@ -242,11 +261,11 @@ class Store:
         elsewhere.fetch(snapshot, self.inbox)
         return self.adopt(snapshot)
 
-    def read(self, snapshot: Snapshot, shape: Any = is_object) -> dict[str, Any]:
+    def read(self, snapshot: Snapshot, kind: Any = Object) -> dict[str, Any]:
         """Return the state in a snapshot that `find` returned, here or on another node; its tensors are in host memory.
 
         Args:
-            shape: shape that the state must have (`files.fits`).
+            kind: the type that the state must convert to.
 
         Raises:
             RunDirectoryError: the snapshot has been damaged since.
@@ -261,9 +280,8 @@ class Store:
                 if file.endswith(".safetensors"):
                     tensors.update(read_tensors(path / file))
             with open(path / STATE, "rb", opener=open_regular) as opened:
-                state: dict[str, Any] = decode(json.load(opened), tensors)  # noqa: TID251 of any size; `fits` checks it
-            if not fits(state, shape):
-                raise ValueError("it lacks parts of a run's state")
+                state: dict[str, Any] = decode(json.load(opened), tensors)  # noqa: TID251 of any size; `convert` checks it
+            convert(state, kind)
         except OSError:
             raise
         except Exception as error:  # the checksums are right, but samestep did not write this content

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from samestep.data.source import Shard
+from samestep.decoding import Count, decode
 from samestep.errors import InvalidValue
-from samestep.files import fits, is_count, is_text, parse_json, read_bytes
+from samestep.files import read_bytes
 from samestep.sources.shard_files import Kept, SampleFiles, check_is_file, is_inside
 
 CACHED_SHARDS = 64  # shards whose offsets are kept
@@ -50,17 +52,32 @@ VALUES = {
 }
 SHAPES = ("uint8", "uint16", "uint32", "uint64")
 Decoder = Callable[[bytes], Any]
-INDEX = {  # index.json, as far as it is read
-    "shards": [
-        {
-            "samples": is_count,
-            "column_names": [is_text],
-            "column_encodings": [is_text],
-            "column_sizes": [lambda size: size is None or is_count(size)],
-            "raw_data": {"basename": lambda name: is_text(name) and is_inside(name), "bytes": is_count},
-        }
-    ]
-}
+
+
+class _RawData(Struct):
+    basename: str
+    bytes: Count
+
+    def __post_init__(self) -> None:
+        if not is_inside(self.basename):
+            raise ValueError(f"{self.basename} is outside the directory")
+
+
+class _Entry(Struct):
+    samples: Count
+    column_names: list[str]
+    column_encodings: list[str]
+    column_sizes: list[Count | None]
+    raw_data: _RawData
+    format: Any = None
+    version: Any = None
+    compression: Any = None
+
+
+class _Index(Struct):
+    """`index.json`, as far as it is read."""
+
+    shards: list[_Entry]
 
 
 class MDS(SampleFiles):
@@ -92,21 +109,18 @@ class MDS(SampleFiles):
     def __init__(self, directory: str | Path, transform: Callable[[dict[str, Any]], Any] | None = None) -> None:
         root = Path(directory)
         try:
-            index = parse_json(read_bytes((root / "index.json").resolve()))
-            if not fits(index, INDEX):
-                raise ValueError("it lacks entries of an index")
-            entries = [entry for entry in index["shards"] if entry["samples"]]
+            index = decode(read_bytes((root / "index.json").resolve()), _Index)
+            entries = [entry for entry in index.shards if entry.samples]
             self._columns = [
-                [*zip(*(entry[f"column_{what}"] for what in ("names", "encodings", "sizes")), strict=True)]
-                for entry in entries
+                [*zip(entry.column_names, entry.column_encodings, entry.column_sizes, strict=True)] for entry in entries
             ]
         except OSError as error:
             raise InvalidValue(f"{root} is no directory of MDS shards ({error.strerror}: index.json)") from None
         except ValueError as error:
             raise InvalidValue(f"{root / 'index.json'} is no index of MDS shards ({error}): restore it") from None
-        self._files = [root / entry["raw_data"]["basename"] for entry in entries]
-        self._num_bytes = [entry["raw_data"]["bytes"] for entry in entries]
-        self._counts = [entry["samples"] for entry in entries]
+        self._files = [root / entry.raw_data.basename for entry in entries]
+        self._num_bytes = [entry.raw_data.bytes for entry in entries]
+        self._counts = [entry.samples for entry in entries]
         for entry, file, num_bytes in zip(entries, self._files, self._num_bytes, strict=True):
             _check_shard(entry, file, num_bytes)
         for name, encoding, _ in {column for columns in self._columns for column in columns}:
@@ -147,16 +161,16 @@ class MDS(SampleFiles):
         return sample
 
 
-def _check_shard(entry: dict[str, Any], file: Path, num_bytes: int) -> None:
-    if entry.get("format") != "mds" or entry.get("version") != 2:
-        what = f"format {entry.get('format')}, version {entry.get('version')}"
+def _check_shard(entry: _Entry, file: Path, num_bytes: int) -> None:
+    if entry.format != "mds" or entry.version != 2:
+        what = f"format {entry.format}, version {entry.version}"
         raise InvalidValue(f"the shard {file} has {what}: samestep reads mds, version 2")
-    packed = entry.get("compression")
+    packed = entry.compression
     check_is_file(file, f"decompress it ({packed})" if packed else "restore it, and index.json with it")
     if (found := file.stat().st_size) != num_bytes:
         raise InvalidValue(f"the shard {file} has {found} bytes, and index.json says {num_bytes}: restore it")
-    if 4 * (entry["samples"] + 2) > num_bytes:
-        raise InvalidValue(f"the shard {file} is too short for {entry['samples']} samples of index.json: restore both")
+    if 4 * (entry.samples + 2) > num_bytes:
+        raise InvalidValue(f"the shard {file} is too short for {entry.samples} samples of index.json: restore both")
 
 
 @lru_cache(maxsize=256)

@@ -13,11 +13,9 @@ import numpy as np
 from samestep.console import escape
 from samestep.data.order_files import order_file, read_order, read_shard_sizes, shards_file
 from samestep.errors import Error
-from samestep.files import is_count
 from samestep.plan.ledger import Entry
 from samestep.plan.loop_plan import LoopPlan, StepSamples
 from samestep.plan.order import GivenOrder, Indices
-from samestep.plan.schedule import MOST_MICRO_BATCHES
 from samestep.snapshot.ledger_file import count_records, read_records
 from samestep.watch.records import LEDGER, RECORD, STATUS, read_or_empty
 
@@ -34,9 +32,6 @@ def _build_plan(run: Path, numbers: Mapping[str, Any], num_steps: int) -> LoopPl
     """
     path = run / RECORD
     try:
-        sizes = [numbers[name] for name in ("data_length", "batch_size", "micro_batch_size")]
-        if not all(map(is_count, (*sizes, numbers["seed"]))) or sizes[1] // max(sizes[2], 1) > MOST_MICRO_BATCHES:
-            raise Error(f"{path} has invalid sizes or an invalid seed ({sizes}, {numbers['seed']}): repair it")
         needs_shards = numbers.get("shards") and numbers["shuffle"] and num_steps > numbers.get("first_step", 0)
         return LoopPlan.from_numbers(
             numbers,

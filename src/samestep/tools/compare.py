@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from samestep.console import describe_age, draw_bars, format_count, list_values, print_table, say, to_text
+from samestep.decoding import parse_json
 from samestep.errors import Error, explain
-from samestep.files import parse_json, read_bytes
+from samestep.files import read_bytes
 from samestep.plan.ledger import Entry, to_float
 from samestep.snapshot.ledger_file import count_records, read_records
 from samestep.snapshot.manifest import STATE

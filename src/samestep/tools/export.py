@@ -13,7 +13,7 @@ import click
 from samestep.command_line import PATH, Command
 from samestep.console import escape
 from samestep.errors import Error
-from samestep.files import is_object, open_regular, replacing
+from samestep.files import open_regular, replacing
 from samestep.snapshot.reading import open_run, read_run, read_snapshot
 from samestep.tools.inspect import WHICH
 
@@ -46,7 +46,7 @@ def run_export(run: str, file: Path, which: int | str, wanted: str | None, force
         raise Error(f"{file} ends in none of {', '.join(SUFFIXES)}: name a file that does")
     with open_run(run, which=which) as directory:
         read_run(directory, run)
-        snapshot, contents = read_snapshot(directory, run, which, {"objects": is_object})
+        snapshot, contents = read_snapshot(directory, run, which)
     objects = contents["objects"]
     name = wanted or _choose(objects)
     if name not in objects:

@@ -28,13 +28,15 @@ from samestep.watch.records import (
     STALE_S,
     STATUS,
     TIMELINE,
+    RankStates,
     has_ended,
     list_logs,
     read_or_empty,
+    read_ranks,
     read_rows,
     read_status,
 )
-from samestep.watch.stall_diagnosis import BUSY, describe_seconds
+from samestep.watch.stall_diagnosis import BUSY, Beat, describe_seconds
 from samestep.world.environment import read_host, read_overrides
 
 POLL_S = 1.0
@@ -76,9 +78,9 @@ def run_watch(run: str, local_dir: str | None) -> int:
     read_run(run_dir, str(run_dir))
     if sys.stdout.isatty():
         return _follow(run_dir)
-    record = read_or_empty(run_dir / RANKS)
+    record = read_ranks(run_dir)
     is_running = read_or_empty(run_dir / STATUS).get("status", "running") == "running"
-    if not record or not is_running or time.time() - record["time_s"] > STALE_S:
+    if record is None or not is_running or time.time() - record.time_s > STALE_S:
         print(escape(describe_end(run_dir)))
         return 0
     print_table(_name_table(record), *format_rows(record, None))
@@ -112,23 +114,23 @@ def _follow(run_dir: Path) -> int:
     from rich.live import Live
     from rich.text import Text
 
-    records: list[dict[str, Any]] = []
+    records: list[RankStates] = []
     with _Keys() as keys, Live(Text("the run is starting"), auto_refresh=False, transient=False) as live:
-        while (record := read_or_empty(run_dir / RANKS)) or not has_ended(run_dir):
+        while (record := read_ranks(run_dir)) or not has_ended(run_dir):
             if record:
-                if not records or record["time_s"] != records[-1]["time_s"]:
-                    records = [old for old in records if record["time_s"] - old["time_s"] < WINDOW_S] + [record]
-                styles = [_choose_style(rank) for rank in record["ranks"]]
+                if not records or record.time_s != records[-1].time_s:
+                    records = [old for old in records if record.time_s - old.time_s < WINDOW_S] + [record]
+                styles = [_choose_style(rank) for rank in record.ranks]
                 table = build_table(_name_table(record), *_add_bars(run_dir, *format_rows(record, records[0])), styles)
                 table.caption = "s: stacks of all ranks, q: quit" if keys.are_read else None
                 live.update(table, refresh=True)
-            if record and time.time() - record["time_s"] > RESTART_S and has_ended(run_dir):
+            if record and time.time() - record.time_s > RESTART_S and has_ended(run_dir):
                 break
             key = keys.wait(POLL_S)
             if key == "q":
                 return 0
             if key == "s" and record:
-                live.console.print(Text(escape(ask_for_stacks(run_dir, [rank["rank"] for rank in record["ranks"]]))))
+                live.console.print(Text(escape(ask_for_stacks(run_dir, [rank.rank for rank in record.ranks]))))
     print(escape(describe_end(run_dir)))
     return 0
 
@@ -215,23 +217,21 @@ def describe_end(run_dir: Path) -> str:
     return f"{run_dir}: {how}" + (f": {status['reason']}" if status.get("reason") else "")
 
 
-def compute_rates(
-    rank: Mapping[str, Any], before: Mapping[str, Any] | None, micro_batch_size: int
-) -> tuple[float | None, float | None]:
+def compute_rates(rank: Beat, before: Beat | None, micro_batch_size: int) -> tuple[float | None, float | None]:
     """Compute the speed of a rank since `before`; None: since the last start of the run.
 
     Returns:
         Seconds of computation per step, without waits for other ranks, and samples per second; None if unknown.
     """
-    passed_s = dict(rank["spent_s"])
-    num_steps = rank["num_steps"]
-    num_micro_batches = rank["num_micro_batches"]
+    passed_s = dict(rank.spent_s)
+    num_steps = rank.num_steps
+    num_micro_batches = rank.num_micro_batches
     if before is None:
         passed_s.pop("starting", None)
     else:
-        passed_s = {name: seconds - before["spent_s"].get(name, 0.0) for name, seconds in passed_s.items()}
-        num_steps = num_steps - before["num_steps"]
-        num_micro_batches = num_micro_batches - before["num_micro_batches"]
+        passed_s = {name: seconds - before.spent_s.get(name, 0.0) for name, seconds in passed_s.items()}
+        num_steps = num_steps - before.num_steps
+        num_micro_batches = num_micro_batches - before.num_micro_batches
     compute_s = passed_s.get("forward", 0.0) + passed_s.get("backward", 0.0)
     total_s = sum(passed_s.values())
     return (
@@ -240,28 +240,24 @@ def compute_rates(
     )
 
 
-def format_rows(
-    record: Mapping[str, Any], before: Mapping[str, Any] | None
-) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+def format_rows(record: RankStates, before: RankStates | None) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """Return the header and a row per rank, without the last column if it is empty."""
-    then = {} if before is None or before is record else {rank["rank"]: rank for rank in before["ranks"]}
+    then = {} if before is None or before is record else {rank.rank: rank for rank in before.ranks}
     rows = []
-    for rank in record["ranks"]:
-        compute_s, samples_per_s = compute_rates(rank, then.get(rank["rank"]), record["micro_batch_size"])
-        is_silent = rank["is_silent"]
-        age_s = rank["age_s"]
-        notes = ["silent"] if is_silent else []
-        if not is_silent and rank["for_s"] > POLL_S:
-            notes.append(f"waits in {rank['waits_in']}" if rank["waits_in"] else rank["place"])
-        if not is_silent and age_s > OLD_S:
-            notes.append(f"{age_s:.1f} s ago")
+    for rank in record.ranks:
+        compute_s, samples_per_s = compute_rates(rank, then.get(rank.rank), record.micro_batch_size)
+        notes = ["silent"] if rank.is_silent else []
+        if not rank.is_silent and rank.for_s > POLL_S:
+            notes.append(f"waits in {rank.waits_in}" if rank.waits_in else rank.place)
+        if not rank.is_silent and rank.age_s > OLD_S:
+            notes.append(f"{rank.age_s:.1f} s ago")
         rows.append(
             (
-                str(rank["rank"]),
-                rank["host"],
-                str(rank["step"]),
-                rank["phase"],
-                describe_seconds(rank["for_s"] + (age_s if is_silent else 0.0)),
+                str(rank.rank),
+                rank.host,
+                str(rank.step),
+                rank.phase,
+                describe_seconds(rank.for_s + (rank.age_s if rank.is_silent else 0.0)),
                 "" if compute_s is None else f"{1000 * compute_s:.1f} ms",
                 "" if samples_per_s is None else f"{samples_per_s:,.0f}",
                 ", ".join(filter(None, notes)),
@@ -271,12 +267,12 @@ def format_rows(
     return (HEADER, rows) if is_wide else (HEADER[:-1], [row[:-1] for row in rows])
 
 
-def _choose_style(rank: Mapping[str, Any]) -> str | None:
-    if rank["is_silent"]:
+def _choose_style(rank: Beat) -> str | None:
+    if rank.is_silent:
         return "red"
-    return "yellow" if rank["for_s"] > WINDOW_S else None
+    return "yellow" if rank.for_s > WINDOW_S else None
 
 
-def _name_table(record: Mapping[str, Any]) -> str:
-    age_s = time.time() - record["time_s"]
-    return f"{len(record['ranks'])} ranks" + (f", {describe_seconds(age_s)} ago" if age_s > 2 * POLL_S else "")
+def _name_table(record: RankStates) -> str:
+    age_s = time.time() - record.time_s
+    return f"{len(record.ranks)} ranks" + (f", {describe_seconds(age_s)} ago" if age_s > 2 * POLL_S else "")

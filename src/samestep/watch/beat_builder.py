@@ -3,8 +3,9 @@
 import os
 import threading
 import time
-from dataclasses import asdict
 from itertools import count
+
+from msgspec.structs import asdict
 
 from samestep.watch.phase_clock import PhaseClock
 from samestep.watch.stall_diagnosis import Beat, ThreadState

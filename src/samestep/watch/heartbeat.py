@@ -7,16 +7,19 @@ slow.
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from msgspec import Struct, to_builtins
+from msgspec.structs import replace
+
+from samestep.decoding import decode
 from samestep.files import replace_file
 from samestep.watch.beat_builder import BeatBuilder
 from samestep.watch.phase_clock import PhaseClock
-from samestep.watch.records import RANKS, STACKS_WANTED, TIMELINE
+from samestep.watch.records import RANKS, STACKS_WANTED, TIMELINE, RankStates
 from samestep.watch.slow_ranks import SlowRanks
 from samestep.watch.stall_diagnosis import (
     Beat,
@@ -69,6 +72,27 @@ class RankFacts:
     began_step: int = 0
 
 
+class Commands(Struct, frozen=True):
+    """The leader's commands to ranks, sent with its beats.
+
+    Attributes:
+        stacks: the ranks that write their stacks.
+        number: of that command, and unique, so that each rank executes it once.
+        end: why the run ends; "" if it continues.
+        first: the stuck ranks, which end before the others.
+    """
+
+    stacks: list[int] = []
+    number: int = 0
+    end: str = ""
+    first: list[int] = []
+
+
+class _Message(Struct, frozen=True):
+    beat: Beat
+    commands: Commands
+
+
 class Heartbeat:
     """The background threads of one rank: one exchanges beats, which can block, and one checks the clock.
 
@@ -99,7 +123,7 @@ class Heartbeat:
         self._beats: dict[int, tuple[Beat, float]] = {}  # rank -> newest beat, and its time of arrival
         self._exchanged_s = time.monotonic()
         self._awake_since_s = self._exchanged_s
-        self._commands: dict[str, Any] = {}
+        self._commands = Commands()
         self._executed = 0  # the number of the last command for stacks
         self._asked_s = 0.0  # when `samestep watch` last requested stacks
         self._reported: Stall | None = None
@@ -166,21 +190,21 @@ class Heartbeat:
                     self._exchanged_s = time.monotonic()
             self._closed.wait(self._interval_s)
         with suppress(RuntimeError, OSError), at_work():
-            self._put(self._entries, replace(self._builder.build(self._published), phase="ended"), {})
+            self._put(self._entries, replace(self._builder.build(self._published), phase="ended"), Commands())
 
-    def _put(self, entries: SignedEntries, beat: Beat, commands: Mapping[str, Any]) -> None:
-        entries.put(f"beat/{beat.rank}", json.dumps({"beat": asdict(beat), "commands": commands}))
+    def _put(self, entries: SignedEntries, beat: Beat, commands: Commands) -> None:
+        entries.put(f"beat/{beat.rank}", json.dumps(to_builtins(_Message(beat, commands))))
 
     def _process(self, texts: Sequence[str]) -> None:
         now_s = time.monotonic()
         for text in texts:
-            message = json.loads(text)  # noqa: TID251 signed messages of ranks
-            beat = Beat(**message["beat"])
+            message = decode(text, _Message)
+            beat = message.beat
             known = self._beats.get(beat.rank)
             if known is None or known[0].number < beat.number:  # an older one was written again
                 self._beats[beat.rank] = (beat, now_s)
-                if message["commands"] and beat.rank != self._facts.rank and not self._is_silent(beat.rank, now_s):
-                    self._execute(message["commands"])
+                if beat.rank != self._facts.rank and not self._is_silent(beat.rank, now_s):
+                    self._execute(message.commands)
 
     def _is_silent(self, rank: int, now_s: float) -> bool:
         known = self._beats.get(rank)
@@ -243,7 +267,7 @@ class Heartbeat:
         self._still_s = min(rank.still_s for rank in ranks)
         if self._reported is None or self._reported.blocking != stall.blocking:
             self._report(stall, ranks)
-        if stall.is_final and "end" not in self._commands:
+        if stall.is_final and not self._commands.end:
             self._end(stall, ranks)
 
     def _request_stacks(self, ranks: Sequence[Beat], now_s: float) -> None:
@@ -253,18 +277,18 @@ class Heartbeat:
             with suppress(OSError):
                 (facts.logs / STACKS_WANTED).unlink()
             self._asked_s = now_s
-            self._commands = {**self._commands, **_build_command([beat.rank for beat in ranks])}
+            self._commands = replace(self._commands, stacks=[beat.rank for beat in ranks], number=time.time_ns())
             self._write_stacks()
         elif self._asked_s and now_s - self._asked_s > MISSED * self._interval_s:
             self._asked_s = 0.0
             if self._reported is None:
-                self._commands = {}
+                self._commands = Commands()
 
     def _clear(self) -> None:
-        if self._reported is not None and "end" not in self._commands:
+        if self._reported is not None and not self._commands.end:
             self._facts.say(f"the run continues after {describe_seconds(self._still_s)}")
             self._reported = None
-            self._commands = {}
+            self._commands = Commands()
 
     def _report(self, stall: Stall, ranks: Sequence[Beat]) -> None:
         """Print the diagnosis. Request the stacks of the blocking ranks, or of all ranks if those wait for others."""
@@ -277,7 +301,7 @@ class Heartbeat:
             name = str(shown[0]) if len(shown) == 1 else "*"
             where = f" (stack: {self._facts.logs / f'stacks-{name}.txt'})"
         self._facts.say(stall.sentence + where)
-        self._commands = _build_command(shown)
+        self._commands = Commands(shown, time.time_ns())
         if self._facts.rank in shown:
             self._write_stacks()
 
@@ -286,7 +310,7 @@ class Heartbeat:
         able = [beat.rank for beat in blocking if not beat.is_silent]
         frozen = [(beat.rank, beat.pid) for beat in blocking if beat.is_silent and beat.process in ("stopped", "alive")]
         first = able or ([] if frozen else [self._facts.rank])
-        self._commands = {**self._commands, "end": {"first": first, "sentence": stall.sentence}}
+        self._commands = replace(self._commands, end=stall.sentence, first=first)
         self._facts.say("nothing has moved for too long: the run is stopped")
         with at_rest():  # give the other ranks time to read the command
             self._closed.wait(2 * self._interval_s if self._facts.world_size > 1 else 0)
@@ -294,18 +318,18 @@ class Heartbeat:
             self._facts.end_others(frozen, stall.sentence)
         self._execute(self._commands)
 
-    def _execute(self, commands: Mapping[str, Any]) -> None:
+    def _execute(self, commands: Commands) -> None:
         """Execute the leader's commands."""
         rank = self._facts.rank
-        if rank in commands.get("stacks", ()) and commands["number"] != self._executed:
-            self._executed = commands["number"]
+        if rank in commands.stacks and commands.number != self._executed:
+            self._executed = commands.number
             self._write_stacks()
-        if "end" in commands:
-            is_first = rank in commands["end"]["first"]
+        if commands.end:
+            is_first = rank in commands.first
             if not is_first:
                 with at_rest():
                     self._closed.wait(GRACE_S)
-            self._facts.end(commands["end"]["sentence"], is_first)
+            self._facts.end(commands.end, is_first)
 
     def _report_cut_off(self, cut_off_s: float) -> None:
         """Report that the rendezvous store does not answer, so that no leader can be reached."""
@@ -331,9 +355,8 @@ class Heartbeat:
         facts = self._facts
         if facts.run_dir is None or not facts.may_write():
             return
-        rows = [asdict(beat) for beat in ranks]
-        record = {"time_s": time.time(), "micro_batch_size": facts.micro_batch_size, "ranks": rows}
-        text = json.dumps(record).encode()
+        record = RankStates(time.time(), facts.micro_batch_size, [*ranks])
+        text = json.dumps(to_builtins(record)).encode()
         with suppress(OSError):
             replace_file(facts.run_dir / RANKS, text)
             self._published += len(text)
@@ -345,11 +368,5 @@ def read_beats(entries: SignedEntries, world_size: int) -> list[Beat]:
     """Return the newest beat of each rank; [] before each has sent one, or if the store has closed."""
     with suppress(RuntimeError):
         texts = entries.read([f"beat/{rank}" for rank in range(world_size)]) or []
-        messages = [json.loads(text) for text in texts]  # noqa: TID251 signed messages of ranks
-        return [Beat(**message["beat"]) for message in messages]
+        return [decode(text, _Message).beat for text in texts]
     return []
-
-
-def _build_command(ranks: Sequence[int]) -> dict[str, Any]:
-    """Build a command for ranks to write their stacks. Its number is unique, so that each rank executes it once."""
-    return {"stacks": ranks, "number": time.time_ns()}

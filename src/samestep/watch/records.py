@@ -4,20 +4,14 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from samestep.files import (
-    fits,
-    is_argument,
-    is_count,
-    is_flag,
-    is_number,
-    is_object,
-    is_text,
-    open_regular,
-    parse_json,
-    read_bytes,
-)
+from msgspec import UNSET, Meta, Struct, UnsetType, defstruct
+
+from samestep.decoding import Argument, Count, Number, Object, Size, convert, decode, parse_json
+from samestep.files import open_regular, read_bytes
+from samestep.plan.schedule import MOST_MICRO_BATCHES
+from samestep.watch.stall_diagnosis import Beat
 from samestep.world.environment import FAILURE, read_host
 
 LOCK = "lock"  # the process that writes the run
@@ -41,78 +35,121 @@ STALE_S = 30.0  # a run without news for this long counts as dead
 MOST_ROWS_BYTES = 64 << 20
 MOST_RANKS = 1 << 16  # in a row of the timeline
 
-_RANK = {
-    "rank": is_count,
-    "host": is_text,
-    "step": is_count,
-    "phase": is_text,
-    "for_s": is_number,
-    "age_s": is_number,
-    "num_steps": is_number,
-    "num_micro_batches": is_number,
-    "is_silent": is_flag,
-    "waits_in": is_text,
-    "place": is_text,
-    "spent_s": lambda value: is_object(value) and all(map(is_number, value.values())),
-}
-_SHAPES = {
-    RECORD: {
-        "format?": is_count,
-        "numbers?": is_object,
-        "machine?": is_object,
-        "config?": is_object,
-        "git?": is_object,
-        "script?": {"arguments": [is_argument], "file?": lambda value: is_text(value) and Path(value).name == value},
-        "settings?": is_object,
-        "asked?": is_object,
-        "rewinds?": [is_count],
-        "loops?": [{"first_step": is_count, "first_epoch": is_count}],
-        "changes?": [{"after_step": is_count, "changed": is_text}],
-    },
-    STATUS: {
-        "status?": is_text,
-        "reason?": is_text,
-        "host?": is_text,
-        "process?": is_count,
-        "steps?": is_count,
-        "start?": is_count,
-        "lost?": is_text,
-        "measured?": {
-            "samples_per_s?": is_number,
-            "wall_s?": is_number,
-            "time_share?": lambda value: is_object(value) and all(map(is_number, value.values())),
-        },
-    },
-    TRACKERS: is_object,
-    LAST_ROW: {"id": is_text, "step": is_count, "names": [is_text]},
-    TIMELINE: {
-        "time_s": is_number,
-        "steps": lambda value: fits(value, [is_count]) and len(value) <= MOST_RANKS,
-        "first_step?": is_count,
-        "memory_mb?": [is_number],
-        "device_mb?": [is_number],
-        "spent_s": lambda value: is_object(value) and all(fits(row, [is_number]) for row in value.values()),
-    },
-    FAILURE: {"rank": is_count, "reason": is_text},
-    RESTARTS: {"reason": is_text, "from_step": is_count},  # each line
-    RANKS: {"time_s": is_number, "micro_batch_size": is_count, "ranks": [_RANK]},
+
+class _Script(Struct):
+    arguments: list[Argument]
+    file: Annotated[str, Meta(pattern=r"\A(?!\.\Z)[^/]*\Z")] = ""
+
+
+class _Numbers(Struct, kw_only=True):
+    data_length: Count = 0
+    batch_size: Size = 1
+    micro_batch_size: Size = 1
+    seed: Annotated[int, Meta(ge=0)] = 0
+    num_threads: Count = 0
+    precision: Argument = ""
+
+    def __post_init__(self) -> None:
+        if self.batch_size // self.micro_batch_size > MOST_MICRO_BATCHES:
+            raise ValueError(f"a step has more than {MOST_MICRO_BATCHES} micro-batches")
+
+
+class _Loop(_Numbers, kw_only=True):
+    first_step: Count
+    first_epoch: Count
+
+
+class _Change(Struct):
+    after_step: Count
+    changed: str
+
+
+class _Record(Struct):
+    format: Count = 0
+    numbers: _Numbers | UnsetType = UNSET
+    machine: Object = {}
+    config: Object = {}
+    git: Object = {}
+    script: _Script | UnsetType = UNSET
+    settings: Object = {}
+    asked: Object = {}
+    rewinds: list[Count] = []
+    loops: list[_Loop] = []
+    changes: list[_Change] = []
+
+
+class _Measured(Struct):
+    samples_per_s: Number = 0.0
+    wall_s: Number = 0.0
+    time_share: dict[str, Number] = {}
+
+
+class _Status(Struct):
+    status: str = ""
+    reason: str = ""
+    host: str = ""
+    process: Count = 0
+    steps: Count = 0
+    start: Count = 0
+    lost: str = ""
+    measured: _Measured | UnsetType = UNSET
+
+
+class _Service(Struct):
+    id: str
+    num_rewinds: Count
+
+
+class _Interval(Struct):
+    time_s: Number
+    steps: Annotated[list[Count], Meta(max_length=MOST_RANKS)]
+    spent_s: dict[str, list[Number]]
+    first_step: Count = 0
+    memory_mb: list[Number] = []
+    device_mb: list[Number] = []
+
+
+class RankStates(Struct, frozen=True):
+    """The content of `RANKS`."""
+
+    time_s: Number
+    micro_batch_size: Count
+    ranks: list[Beat]
+
+
+_KINDS: dict[str, Any] = {
+    RECORD: _Record,
+    STATUS: _Status,
+    TRACKERS: dict[str, _Service],
+    LAST_ROW: defstruct("LastRow", [("id", str), ("step", Count), ("names", list[str])]),
+    TIMELINE: _Interval,
+    FAILURE: defstruct("Failure", [("rank", Count), ("reason", str)]),
+    RESTARTS: defstruct("Restart", [("reason", str), ("from_step", Count)]),
+    METRICS: Object,
 }
 
 
 def parse_record(name: str, text: bytes) -> dict[str, Any]:
-    """Parses `RECORD`, `STATUS` or `RANKS`. Raises ValueError if it is damaged."""
+    """Parse one of these files, with entries of later versions. Raises ValueError if it is damaged."""
     record: dict[str, Any] = parse_json(text)
-    if not fits(record, _SHAPES[name]):
-        raise ValueError(f"{name} lacks something, or has a value of another kind")
+    convert(record, _KINDS[name])
     return record
 
 
 def read_or_empty(path: Path) -> dict[str, Any]:
-    """Return the content of one of these files; {} if it does not exist or is damaged."""
+    """`parse_record`; {} if the file does not exist or is damaged."""
     try:
         return parse_record(path.name, read_bytes(path))
     except (OSError, ValueError):
         return {}
+
+
+def read_ranks(directory: Path) -> RankStates | None:
+    """Return the content of `ranks.json` of a run; None if it does not exist or is damaged."""
+    try:
+        return decode(read_bytes(directory / RANKS), RankStates)
+    except (OSError, ValueError):
+        return None
 
 
 def read_status(directory: Path) -> dict[str, Any]:
@@ -163,9 +200,9 @@ def read_rows(path: Path, most_bytes: int = MOST_ROWS_BYTES) -> list[dict[str, A
         return []
     rows = []
     for line in lines:
-        with suppress(ValueError):  # the last line of a writer that was killed
-            rows.append(parse_json(line))
-    return [row for row in rows if fits(row, _SHAPES.get(path.name, {}))]
+        with suppress(ValueError):  # such as the last line of a writer that was killed
+            rows.append(parse_record(path.name, line))
+    return rows
 
 
 def count_lines(path: Path) -> int:

@@ -2,8 +2,12 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
+
+from msgspec import Struct
+
+from samestep.decoding import Count, Number
 
 # snapshots that take more than both slow a run
 SLOW_SAVING_S = 5.0
@@ -50,8 +54,7 @@ SLOW_AFTER_STEPS = 50
 SLOW_LEAST_S = 1e-3  # per micro-batch; smaller differences are noise
 
 
-@dataclass(frozen=True, kw_only=True)
-class ThreadState:
+class ThreadState(Struct, frozen=True, kw_only=True):
     """The state of a thread.
 
     Attributes:
@@ -67,13 +70,14 @@ class ThreadState:
     place: str = ""
     blocked: str = ""
     is_compiling: bool = False
-    cpu_s: float = 0.0
-    num_faults: int = 0
+    cpu_s: Number = 0.0
+    num_faults: Count = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Beat(ThreadState):
+class Beat(ThreadState, frozen=True, kw_only=True):
     """The state of a rank. The rank publishes it; the leader adds the last three attributes.
+
+    Ranks exchange it, and `ranks.json` holds it, as JSON.
 
     Attributes:
         number: sequence number.
@@ -92,24 +96,24 @@ class Beat(ThreadState):
         process: state of its process: "stopped", "dead", "alive", or "" on another host.
     """
 
-    rank: int
+    rank: Count
     host: str
-    pid: int
-    number: int
-    step: int
+    pid: Count
+    number: Count
+    step: Count
     phase: str
-    for_s: float
+    for_s: Number
     system: str = ""
-    num_seen: int = 0
-    longest_s: float = 0.0
+    num_seen: Count = 0
+    longest_s: Number = 0.0
     is_busy: bool = False
-    faults_per_s: float = 0.0
-    spent_s: Mapping[str, float] = field(default_factory=dict)
-    num_steps: int = 0
-    num_micro_batches: int = 0
-    memory_mb: float = 0.0
-    device_mb: float = 0.0
-    age_s: float = 0.0
+    faults_per_s: Number = 0.0
+    spent_s: dict[str, Number] = {}
+    num_steps: Count = 0
+    num_micro_batches: Count = 0
+    memory_mb: Number = 0.0
+    device_mb: Number = 0.0
+    age_s: Number = 0.0
     is_silent: bool = False
     process: str = ""
 

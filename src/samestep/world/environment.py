@@ -280,9 +280,11 @@ def _read_restart(variables: Mapping[str, str]) -> Restart | None:
     name = PREFIX + "RESTART"
     if name not in variables:
         return None
+    from samestep.decoding import decode  # imports msgspec, which a process without this variable may not need
+
     try:
-        return Restart(**json.loads(variables[name]))
-    except (TypeError, ValueError):
+        return decode(variables[name], Restart)
+    except ValueError:
         raise InvalidValue(f"{name} is {variables[name]!r}: unset it, since only samestep launch sets it") from None
 
 

@@ -11,26 +11,14 @@ import click
 
 from samestep.command_line import Command
 from samestep.console import escape
+from samestep.decoding import convert
 from samestep.errors import Error
-from samestep.files import fits, is_count, is_flag, is_number, is_object, is_text
 from samestep.snapshot.reading import open_run, read_run, read_snapshot
 from samestep.tools.inspect import WHICH
 
 if TYPE_CHECKING:
     from samestep.recipes.corpora.text_tokenizer import Tokenizer
     from samestep.recipes.models.gpt2 import GPT2
-
-SIZES = {
-    "vocabulary_size": is_count,
-    "context": is_count,
-    "num_layers": is_count,
-    "num_heads": is_count,
-    "width": is_count,
-    "dropout": is_number,
-}
-CONFIG = {"tokenizer": is_text, "checkpoint_activations": is_flag}  # in run.json
-TOKENIZER = {"kind": is_text, "vocabulary_size": is_count}
-SAVED = {"objects": {"model": is_object, "tokenizer": TOKENIZER}, "state": {"model": SIZES}}
 
 
 @click.command("sample", cls=Command)
@@ -99,22 +87,17 @@ def load_model(directory: Path, called: str, which: int | str) -> tuple["GPT2", 
     Raises:
         Error: there is no run of the recipe gpt, or no such snapshot.
     """
-    another = Error(f"{called} is no run of the recipe gpt: name one that samestep train gpt has made")
-    if not fits(read_run(directory, called).get("config"), CONFIG):
-        raise another
-    _, saved = read_snapshot(directory, called, which, {"objects": is_object, "state": is_object})
-    if not fits(saved, SAVED):
-        raise another
-    objects = saved["objects"]
-    sizes = saved["state"]["model"]
+    if not {"tokenizer", "checkpoint_activations"} <= {*read_run(directory, called).get("config", {})}:
+        raise Error(f"{called} is no run of the recipe gpt: name one that samestep train gpt has made")
+    _, saved = read_snapshot(directory, called, which)
 
     from samestep.recipes.corpora.text_tokenizer import Tokenizer
     from samestep.recipes.models.gpt2 import GPT2, GPT2Config
 
     try:
-        model = GPT2(GPT2Config(**{name: sizes[name] for name in SIZES}))
-        model.load_state_dict(objects["model"])
-        return model, Tokenizer.from_state_dict(objects["tokenizer"])
+        model = GPT2(convert(saved["state"]["model"], GPT2Config))
+        model.load_state_dict(saved["objects"]["model"])
+        return model, Tokenizer.from_state_dict(saved["objects"]["tokenizer"])
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = " ".join(str(error).split())
         raise Error(f"the model in {called} cannot be built ({why}): the snapshot was changed") from None

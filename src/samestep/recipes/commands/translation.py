@@ -9,7 +9,6 @@ import click
 from samestep.command_line import Command
 from samestep.console import say
 from samestep.errors import Error
-from samestep.files import is_object
 from samestep.snapshot.reading import open_run, read_run, read_snapshot
 from samestep.tools.export import unwrap_average
 from samestep.tools.inspect import WHICH
@@ -48,7 +47,7 @@ def run_translate(run: str, beam: int, length_penalty: float, snapshot: int | st
         raise Error(f"--beam must be at least 1, not {beam}")
     with open_run(run, which=snapshot) as directory:
         read_run(directory, run)
-        _, contents = read_snapshot(directory, run, snapshot, {"objects": is_object})
+        _, contents = read_snapshot(directory, run, snapshot)
     vocabulary, model = _build_model(contents["objects"], run)
     try:
         model.to(device)

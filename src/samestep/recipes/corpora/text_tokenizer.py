@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from samestep.decoding import parse_json
 from samestep.errors import Error, InvalidValue, needing
-from samestep.files import parse_json
 from samestep.hashing import hash_bytes
 
 END = "<|endoftext|>"  # the token at the end of each document

@@ -1,6 +1,6 @@
 """Token files: text as one array of token numbers, which training maps into memory.
 
-A directory holds `tokens.npy` (one dimension, uint16 or uint32), `tokens.json` (see `SHAPE`) and, for BPE,
+A directory holds `tokens.npy` (one dimension, uint16 or uint32), `tokens.json` (see `Description`) and, for BPE,
 `tokenizer.json`. `samestep prepare text` writes it.
 """
 
@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
+from samestep.decoding import Count, decode
 from samestep.errors import Error, InvalidValue
-from samestep.files import fits, is_count, is_text, open_regular, parse_json, read_bytes, replace_file
+from samestep.files import open_regular, read_bytes, replace_file
 from samestep.hashing import hash_pieces
 from samestep.recipes.corpora.text_tokenizer import BYTES, Tokenizer
 from samestep.sources.token_windows import Tokens, TokenWindows
@@ -25,17 +27,25 @@ TOKENS = "tokens.npy"
 DESCRIPTION = "tokens.json"
 DEFINITION = "tokenizer.json"
 FORMAT = 1
-SHAPE = {
-    "format": is_count,
-    "tokenizer": is_text,
-    "vocabulary_size": is_count,
-    "end": lambda v: v is None or is_count(v),
-    "num_tokens": is_count,
-    "num_documents": is_count,
-    "sha256": is_text,
-}
 HASHED_BYTES = 64 << 20  # the checksum of larger files is not compared at each start
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+class Description(Struct, frozen=True):
+    """The content of `tokens.json`.
+
+    Attributes:
+        end: the token that ends a document; None: there is none.
+        sha256: of `tokens.npy`.
+    """
+
+    format: Count
+    tokenizer: str
+    vocabulary_size: Count
+    end: Count | None
+    num_tokens: Count
+    num_documents: Count
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -107,9 +117,9 @@ def open_corpus(directory: Path) -> TokenCorpus:
     try:
         described, tokenizer = _read_description(directory)
         tokens = np.load(directory / TOKENS, mmap_mode="r")
-        if tokens.shape != (described["num_tokens"],) or tokens.dtype.kind != "u":
-            raise ValueError(f"{TOKENS} holds {tokens.shape} {tokens.dtype}, not {described['num_tokens']} tokens")
-        if tokens.nbytes <= HASHED_BYTES and hash_file(directory / TOKENS) != described["sha256"]:
+        if tokens.shape != (described.num_tokens,) or tokens.dtype.kind != "u":
+            raise ValueError(f"{TOKENS} holds {tokens.shape} {tokens.dtype}, not {described.num_tokens} tokens")
+        if tokens.nbytes <= HASHED_BYTES and hash_file(directory / TOKENS) != described.sha256:
             raise ValueError(f"the checksum of {TOKENS} is wrong")
     except NotADirectoryError:
         what = "is a file: name the directory that samestep prepare text has written"
@@ -122,7 +132,7 @@ def open_corpus(directory: Path) -> TokenCorpus:
     except Exception as error:  # NumPy raises OSError, ValueError, EOFError, OverflowError, SyntaxError and others
         why = error.strerror if isinstance(error, OSError) else error
         raise InvalidValue(f"the token file {directory} cannot be read ({why}): {again}") from None
-    return TokenCorpus(str(directory), tokens, tokenizer, described["num_documents"])
+    return TokenCorpus(str(directory), tokens, tokenizer, described.num_documents)
 
 
 def name_tokenizer(directory: Path) -> str:
@@ -133,14 +143,12 @@ def name_tokenizer(directory: Path) -> str:
         return ""
 
 
-def _read_description(directory: Path) -> tuple[dict[str, Any], Tokenizer]:
-    described: dict[str, Any] = parse_json(read_bytes(directory / DESCRIPTION))
-    if not fits(described, SHAPE):
-        raise ValueError("it lacks entries of a token file")
-    if described["format"] != FORMAT:
-        raise ValueError(f"it has format {described['format']}, and this samestep reads {FORMAT}")
-    definition = b"" if described["tokenizer"] == "bytes" else read_bytes(directory / DEFINITION)
-    return described, Tokenizer(described["tokenizer"], described["vocabulary_size"], described["end"], definition)
+def _read_description(directory: Path) -> tuple[Description, Tokenizer]:
+    described = decode(read_bytes(directory / DESCRIPTION), Description)
+    if described.format != FORMAT:
+        raise ValueError(f"it has format {described.format}, and this samestep reads {FORMAT}")
+    definition = b"" if described.tokenizer == "bytes" else read_bytes(directory / DEFINITION)
+    return described, Tokenizer(described.tokenizer, described.vocabulary_size, described.end, definition)
 
 
 def write_corpus(directory: Path, tokenizer: Tokenizer, documents: Iterable[Iterable[Tokens]]) -> dict[str, Any]:

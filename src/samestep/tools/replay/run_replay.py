@@ -22,8 +22,9 @@ import click
 from samestep.config import NO_INTERCEPTORS, Option, to_variables
 from samestep.console import escape, print_table, say, show_activity, to_text
 from samestep.data.order_files import ORDERS, list_orders
+from samestep.decoding import as_json
 from samestep.errors import Error
-from samestep.files import as_json, copy_file, fits, is_argument, is_count, is_size, open_regular, read_tail
+from samestep.files import copy_file, open_regular, read_tail
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
 from samestep.launch.launcher import check_target
 from samestep.launch.script_command import ScriptCommand
@@ -58,13 +59,6 @@ INTERCEPTOR = "samestep.tools.replay.interceptor:Replay"
 NUM_SHOWN = 10
 POLL_S = 0.1
 SHOWN_LINES = 30
-_NUMBERS = {
-    "batch_size?": is_size,
-    "micro_batch_size?": is_size,
-    "seed?": is_count,
-    "num_threads?": is_count,
-    "precision?": is_argument,
-}
 _OTHER_RUN = re.compile(r".* holds another run \((.*)\): use its numbers, .*", re.DOTALL)
 
 
@@ -112,8 +106,6 @@ class _Replay:
         self._values = values
         self._scratch = scratch
         self._record = read_run(directory, run)
-        if not fits(self._record.get("numbers", {}), _NUMBERS):
-            raise Error(f"{run}/{RECORD} has impossible numbers: repair it")
         self._step = values["step"]
         self._micro_batch = values.get("micro_batch")
         self._num_ranks = values.get("nproc_per_node", 1)

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.console import escape, format_ranks
-from samestep.files import is_count
 from samestep.tools.report.decimation import Floats, colour, decimate, merge_rows, shorten
 from samestep.tools.report.run_data import MOST_STEPS, Intervals, Points, RunData
 
@@ -142,7 +141,7 @@ def find_marks(runs: Sequence[RunData]) -> list[Mark]:
     for run in runs:
         prefix = f"{run.name}: " if len(runs) > 1 else ""
         for row in run.restarts:
-            ranks = f" on {format_ranks(row['world_size'])}" if is_count(row.get("world_size")) else ""
+            ranks = f" on {format_ranks(row['world_size'])}" if type(row.get("world_size")) is int else ""
             marks.append(Mark(row["from_step"], "restart", f"{prefix}restart at {row['from_step']}{ranks}"))
     if len(runs) == 1:
         marks += [Mark(each["step"], "snapshot", f"snapshot {each['step']}") for each in runs[0].snapshots]

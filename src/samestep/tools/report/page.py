@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from samestep.console import list_values, to_text
-from samestep.files import parse_json
+from samestep.decoding import parse_json
 from samestep.tools.compare import SECTIONS
 from samestep.tools.report.charts import (
     HeatMap,

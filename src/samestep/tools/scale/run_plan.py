@@ -11,8 +11,9 @@ import click
 
 from samestep.command_line import PATH, Command
 from samestep.console import format_count, format_ranks, print_table
+from samestep.decoding import parse_json
 from samestep.errors import Error
-from samestep.files import parse_json, read_bytes
+from samestep.files import read_bytes
 from samestep.tools.scale.tables import build_predictions, build_rows, format_time
 
 NUM_BATCH_SIZES = 6

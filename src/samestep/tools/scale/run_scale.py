@@ -15,8 +15,9 @@ import click
 
 from samestep.config import OPTIONS, Option, name_flag, whole
 from samestep.console import format_count, format_ranks, print_table, say, show_activity
+from samestep.decoding import parse_json
 from samestep.errors import Error
-from samestep.files import parse_json, read_bytes
+from samestep.files import read_bytes
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
 from samestep.launch.flags import parse_sizes
 from samestep.launch.job import build_job

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from samestep.decoding import convert
 from samestep.plan.tree import build_layout
 from samestep.tools.scale.message_plan import BucketPlan, Round, plan_exchange
 from samestep.tools.scale.tables import PARTS
@@ -112,10 +113,8 @@ class StepModel:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "StepModel":
-        """Return the model from the result of `to_json`."""
-        links = {name: LinkSpeed(**found[name]) for name in ("local", "socket", "remote")}
-        rest_s = found["rest_s"][0], found["rest_s"][1]
-        return cls(**{**found, **links, "rest_s": rest_s, "elements": tuple(found["elements"])})
+        """Return the model from the result of `to_json`. Raises ValueError for other values."""
+        return convert(found, cls)
 
 
 class _Exchange:

@@ -15,7 +15,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from samestep.files import open_regular, parse_json, read_text
+from samestep.decoding import parse_json
+from samestep.files import open_regular, read_text
 from samestep.tools.verify.traces import find_difference
 from samestep.tools.verify.trials import TrialOutcome
 from samestep.world.environment import intercept_reads

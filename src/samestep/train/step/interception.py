@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 from torch import nn
 
 from samestep.config import OPTIONS, RunConfig
+from samestep.decoding import parse_json
 from samestep.engine.gradient_averager import GradientAverager
 from samestep.engine.gradient_pass import Inspect, PassReport
 from samestep.errors import Error, InvalidValue
-from samestep.files import parse_json
 from samestep.train.context import RunContext
 from samestep.train.inputs.loop_data import LoopData
 from samestep.train.step.steps import Step, StepObserver

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from samestep.files import fits, is_count, is_text, replace_file
+from samestep.files import replace_file
 from samestep.watch.records import LAST_ROW, METRICS, RECORD, TRACKERS, read_or_empty, read_rows
 from samestep.watch.trackers.protocol import TrackerInfo
 
@@ -22,8 +22,8 @@ def find_id(directory: Path | None, service: str) -> tuple[str, bool]:
     """
     if directory is None:
         return "", False
-    known: Any = read_or_empty(directory / TRACKERS).get(service)
-    if not fits(known, {"id": is_text, "num_rewinds": is_count}):
+    known = read_or_empty(directory / TRACKERS).get(service)
+    if known is None:
         return "", False
     is_rewound = known["num_rewinds"] != _count_rewinds(directory)
     return "" if is_rewound else known["id"], is_rewound
