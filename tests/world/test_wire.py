@@ -94,7 +94,7 @@ def frame(text: bytes, blobs: bytes = b"") -> bytes:
         frame(b'{"$": "tensor", "size": 8, "dtype": "int64", "shape": [1000000000]}', b"x" * 8),
         frame(b'{"$": "array", "size": 8, "dtype": "O", "shape": [1]}', b"x" * 8),
         frame(b'{"$": "array", "size": -1, "dtype": "<f8", "shape": [1]}', b"x" * 9),
-        frame(b'{"$": "dict", "items": [[[], 1]]}'), frame(b'{"$": "float", "bits": "00"}'),
+        frame(b'{"$": "dict", "items": [[[], 1]]}'), frame(b'{"$": "float", "hex": "00"}'),
         (1 << 63).to_bytes(8) + b"1",
     ],
 )  # fmt: skip

@@ -3,23 +3,12 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from samestep.hashing import hash_pieces
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-def view_bytes(tensor: "Tensor") -> memoryview:
-    """Return a tensor's elements in row-major order as bytes. Copies only if host memory has no such bytes."""
-    import torch
-
-    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    flat = host.as_strided((host.numel(),), (1,))  # reshape(-1) keeps unusual strides of tensors with 0 or 1 elements
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+from samestep.tagged import view_bytes
 
 
 def hash_content(batch: Any) -> str:

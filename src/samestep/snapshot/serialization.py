@@ -12,7 +12,7 @@ import math
 import os
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
@@ -21,18 +21,16 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from samestep.data.content import view_bytes
 from samestep.decoding import Count, convert, parse_json
 from samestep.errors import InvalidType
 from samestep.files import MOST_BYTES, open_regular
 from samestep.hashing import hash_bytes
 from samestep.snapshot.manifest import Pieces
+from samestep.tagged import ARRAY_KINDS, KIND, Decoder, Encoder, Place, decode_array, find_dtype, name_dtype, view_bytes
 from samestep.world.forking import at_rest, at_work
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-KIND = "$"
 
 # torch's names of dtypes -> those of safetensors.
 _CODES = {
@@ -57,7 +55,6 @@ _CODES = {
     "complex64": "C64",
 }
 _NAMES = {code: name for name, code in _CODES.items()}
-_ARRAY_KINDS = "biufcSUmM"
 _AS_REAL = ("complex32", "complex128")  # safetensors lacks them: stored as pairs of reals
 
 
@@ -81,62 +78,12 @@ def encode(state: Any) -> tuple[Any, dict[str, "Tensor"]]:
             tuples, dicts and sets.
     """
     encoder = _Encoder()
-    return encoder.encode(state, ()), encoder.tensors
+    return encoder.encode(state), encoder.tensors
 
 
 def decode(structure: Any, tensors: Mapping[str, "Tensor"]) -> Any:
     """Return the state from the result of `encode`. Tensors with the same name become one tensor."""
-    import torch
-
-    made: dict[str, Tensor] = {}
-    arrays = set[str]()
-
-    def visit(value: Any) -> Any:
-        if isinstance(value, list):
-            return [visit(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        if KIND not in value:
-            return {key: visit(item) for key, item in value.items()}
-        match value[KIND]:
-            case "tuple":
-                return tuple(visit(value["items"]))
-            case "set":
-                return set(visit(value["items"]))
-            case "dict":
-                return visit_items(value)
-            case "counter":
-                return Counter(visit_items(value))
-            case "state_dict":
-                state_dict = OrderedDict(visit_items(value))
-                state_dict._metadata = OrderedDict(visit(value["versions"]))  # type: ignore[attr-defined]  # noqa: SLF001
-                return state_dict
-            case "tensor":
-                name = value["name"]
-                if name not in made:
-                    made[name] = _restore_tensor(tensors[name], value)
-                return made[name]
-            case "array":
-                if value["name"] in arrays:  # each would be a copy
-                    raise ValueError(f"{value['name']} is in the state twice")
-                arrays.add(value["name"])
-                return _restore_array(tensors[value["name"]].numpy().tobytes(), value).copy()
-            case "scalar":
-                return _restore_array(bytes.fromhex(value["hex"]), value)[()]
-            case "float":
-                return struct.unpack(">d", bytes.fromhex(value["hex"]))[0]
-            case "complex":
-                return complex(*struct.unpack(">dd", bytes.fromhex(value["hex"])))
-            case "bytes":
-                return base64.b64decode(value["base64"])
-            case "dtype" if isinstance(dtype := getattr(torch, value["name"]), torch.dtype):
-                return dtype
-        raise ValueError(f"samestep does not write {value}")
-
-    def visit_items(value: Any) -> dict[Any, Any]:
-        return {visit(key): visit(item) for key, item in value["items"]}
-
-    return visit(structure)
+    return _Decoder(tensors).decode(structure)
 
 
 def digest(state: Any) -> str:
@@ -173,7 +120,7 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Piec
         start = end
         end = end + tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": _CODES[_name_of(tensor.dtype)],
+            "dtype": _CODES[name_dtype(tensor.dtype)],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
@@ -226,7 +173,7 @@ def read_tensors(path: Path) -> dict[str, "Tensor"]:
         header.pop("__metadata__", None)
         left = size - 8 - length
         for name, entry in convert(header, dict[str, _Entry]).items():
-            dtype = getattr(torch, _NAMES[entry.dtype])
+            dtype = find_dtype(_NAMES[entry.dtype])
             start, end = entry.data_offsets
             if end - start != math.prod(entry.shape) * dtype.itemsize:
                 raise ValueError(f"{path.name} has a header that does not fit it")
@@ -244,29 +191,29 @@ def read_tensors(path: Path) -> dict[str, "Tensor"]:
     return tensors
 
 
-class _Encoder:
+class _Encoder(Encoder):
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[tuple[Any, ...], str] = {}
 
-    def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
+    def encode_other(self, value: Any, path: Place) -> Any:
         import torch
 
         kind = type(value)
-        if value is None or kind in (bool, int, str):
-            return value
-        if kind is float:
-            return value if math.isfinite(value) else {KIND: "float", "hex": struct.pack(">d", value).hex()}
-        if kind is list:
-            return self._encode_all(value, path)
-        if kind in (tuple, torch.Size):
-            return {KIND: "tuple", "items": self._encode_all(value, path)}
-        if isinstance(value, dict):
-            return self._encode_dict(value, path)
-        if kind is set:
-            return {KIND: "set", "items": sorted((self._encode_key(item, path) for item in value), key=json.dumps)}
         if kind in (torch.Tensor, torch.nn.Parameter):
             return self._encode_tensor(value.detach(), path)
+        if kind is torch.Size:
+            return self.encode(tuple(value), path)
+        if isinstance(value, dict):
+            # The versions of the modules in a state_dict, which load_state_dict reads.
+            if (versions := getattr(value, "_metadata", None)) is not None:
+                versions = self.encode(dict(versions), (*path, "_metadata"))
+                return {KIND: "state_dict", "items": self.encode_items(value, path), "versions": versions}
+            if isinstance(value, Counter):
+                return {KIND: "counter", "items": self.encode_items(value, path)}
+            return self.encode_dict(value, path)
+        if kind is set:
+            return {KIND: "set", "items": sorted((self.encode_key(item, path) for item in value), key=json.dumps)}
         if kind is np.ndarray or isinstance(value, np.generic):
             return self._encode_array(value, path)
         if kind is complex:
@@ -274,35 +221,20 @@ class _Encoder:
         if kind is bytes:
             return {KIND: "bytes", "base64": base64.b64encode(value).decode()}
         if kind is torch.dtype:
-            return {KIND: "dtype", "name": _name_of(value)}
+            return {KIND: "dtype", "name": name_dtype(value)}
         raise _refusal(path, f"a {kind.__qualname__}")
 
-    def _encode_all(self, values: Iterable[Any], path: tuple[Any, ...]) -> list[Any]:
-        return [self.encode(value, (*path, index)) for index, value in enumerate(values)]
-
-    def _encode_dict(self, value: dict[Any, Any], path: tuple[Any, ...]) -> Any:
-        encoded = {key: self.encode(item, (*path, key)) for key, item in value.items()}
-        # The versions of the modules in a state_dict, which load_state_dict reads.
-        versions = getattr(value, "_metadata", None)
-        plain = versions is None and not isinstance(value, Counter)
-        if plain and KIND not in encoded and all(type(key) is str for key in encoded):
-            return encoded
-        items = [[self._encode_key(key, path), item] for key, item in encoded.items()]
-        if versions is not None:
-            return {KIND: "state_dict", "items": items, "versions": self.encode(dict(versions), (*path, "_metadata"))}
-        return {KIND: "counter" if isinstance(value, Counter) else "dict", "items": items}
-
-    def _encode_key(self, key: Any, path: tuple[Any, ...]) -> Any:
+    def encode_key(self, key: Any, path: Place) -> Any:
         if type(key) is tuple:
-            return {KIND: "tuple", "items": [self._encode_key(item, path) for item in key]}
+            return {KIND: "tuple", "items": [self.encode_key(item, path) for item in key]}
         if key is not None and type(key) not in (bool, int, float, str, bytes):
             raise _refusal(path, f"a dict or set with a {type(key).__qualname__} as key")
         return self.encode(key, path)
 
-    def _encode_tensor(self, tensor: "Tensor", path: tuple[Any, ...]) -> Any:
+    def _encode_tensor(self, tensor: "Tensor", path: Place) -> Any:
         import torch
 
-        dtype = _name_of(tensor.dtype)
+        dtype = name_dtype(tensor.dtype)
         if tensor.layout != torch.strided or tensor.is_meta or dtype not in (*_CODES, *_AS_REAL):
             raise _refusal(path, f"a tensor of {tensor.layout} layout and {tensor.dtype} on {tensor.device}")
         shape = list(tensor.shape)
@@ -317,10 +249,10 @@ class _Encoder:
             encoded["strides"] = list(strides)  # the next update has the same bits in the same layout only
         return encoded
 
-    def _encode_array(self, array: "NDArray[Any] | np.generic", path: tuple[Any, ...]) -> Any:
+    def _encode_array(self, array: "NDArray[Any] | np.generic", path: Place) -> Any:
         import torch
 
-        if array.dtype.kind not in _ARRAY_KINDS:
+        if array.dtype.kind not in ARRAY_KINDS:
             raise _refusal(path, f"a numpy value of dtype {array.dtype}")
         encoded = {"dtype": array.dtype.str, "shape": list(array.shape)}
         if isinstance(array, np.generic):
@@ -328,7 +260,7 @@ class _Encoder:
         data = np.frombuffer(array.tobytes(), np.uint8).copy()
         return {KIND: "array", "name": self._add(torch.from_numpy(data), path), **encoded}
 
-    def _add(self, tensor: "Tensor", path: tuple[Any, ...]) -> str:
+    def _add(self, tensor: "Tensor", path: Place) -> str:
         name = wanted = "/".join(map(str, path))
         count = 1
         while name in self.tensors or name == "__metadata__":  # reserved by safetensors
@@ -336,6 +268,43 @@ class _Encoder:
             count = count + 1
         self.tensors[name] = tensor
         return name
+
+
+class _Decoder(Decoder):
+    def __init__(self, tensors: Mapping[str, "Tensor"]) -> None:
+        self._tensors = tensors
+        self._made: dict[str, Tensor] = {}
+        self._arrays = set[str]()
+
+    def decode_other(self, kind: Any, value: Mapping[str, Any]) -> Any:
+        match kind:
+            case "set":
+                return set(self.decode(value["items"]))
+            case "counter":
+                return Counter(self.decode_items(value["items"]))
+            case "state_dict":
+                state_dict = OrderedDict(self.decode_items(value["items"]))
+                state_dict._metadata = OrderedDict(self.decode(value["versions"]))  # type: ignore[attr-defined]  # noqa: SLF001
+                return state_dict
+            case "tensor":
+                name = value["name"]
+                if name not in self._made:
+                    self._made[name] = _restore_tensor(self._tensors[name], value)
+                return self._made[name]
+            case "array":
+                if value["name"] in self._arrays:  # each would be a copy
+                    raise ValueError(f"{value['name']} is in the state twice")
+                self._arrays.add(value["name"])
+                return decode_array(self._tensors[value["name"]].numpy().tobytes(), value).copy()
+            case "scalar":
+                return decode_array(bytes.fromhex(value["hex"]), value)[()]
+            case "complex":
+                return complex(*struct.unpack(">dd", bytes.fromhex(value["hex"])))
+            case "bytes":
+                return base64.b64decode(value["base64"])
+            case "dtype":
+                return find_dtype(value["name"])
+        raise ValueError(f"samestep does not write {value}")
 
 
 def _restore_tensor(stored: "Tensor", value: Mapping[str, Any]) -> "Tensor":
@@ -348,16 +317,6 @@ def _restore_tensor(stored: "Tensor", value: Mapping[str, Any]) -> "Tensor":
     if tensor.numel() and 1 + sum((length - 1) * stride for length, stride in pairs) > tensor.numel():
         raise ValueError(f"a tensor with strides {value['strides']} is not what samestep writes")
     return torch.empty_strided(value["shape"], value["strides"], dtype=tensor.dtype).copy_(tensor)
-
-
-def _restore_array(data: bytes, value: Mapping[str, Any]) -> "NDArray[Any]":
-    dtype = np.dtype(value["dtype"])
-    if dtype.kind not in _ARRAY_KINDS:
-        raise ValueError(f"an array of {dtype} is not what samestep writes")
-    if not data and dtype.itemsize * math.prod(value["shape"]):
-        raise ValueError("an array is shorter than its shape")
-    # NumPy accepts no buffer of 0 bytes for strings of length 0.
-    return np.ndarray(value["shape"], dtype, data) if data else np.zeros(value["shape"], dtype)
 
 
 def _canonical(value: Any, hashes: Mapping[str, str]) -> Any:
@@ -383,11 +342,7 @@ def is_dense(tensor: "Tensor") -> bool:
     return tensor.permute(dims).is_contiguous()
 
 
-def _name_of(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _refusal(path: tuple[Any, ...], what: str) -> InvalidType:
+def _refusal(path: Place, what: str) -> InvalidType:
     if path[:1] == ("objects",):
         path = path[1:]
     where = "".join(f".{part}" if isinstance(part, str) else f"[{part!r}]" for part in path).lstrip(".")

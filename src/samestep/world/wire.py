@@ -1,25 +1,24 @@
 """Encodes the values that ranks exchange: JSON, followed by the bytes of tensors and arrays. Only `seal` uses pickle.
 
-A message is 8 bytes of length, the JSON, and the raw bytes that the JSON refers to. A type that JSON lacks is an object
-whose key "$" names the type.
+A message is 8 bytes of length, the JSON of `tagged.py`, and the raw bytes that it refers to.
 """
 
 import hmac
 import json
-import math
 import pickle
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from samestep.errors import Error
+from samestep.tagged import ARRAY_KINDS, KIND, Decoder, Encoder, Place, decode_array, find_dtype, name_dtype, view_bytes
 
-KIND = "$"
 HEADER_BYTES = 8
 MAC_BYTES = 32
-PLAIN = (int, float, str, list, tuple, dict)
+PLAIN: tuple[Any, ...] = (bool, int, float, str, bytes, list, tuple, dict)
 
 
 def encode(value: Any) -> bytes:
@@ -27,12 +26,12 @@ def encode(value: Any) -> bytes:
 
     NumPy numbers and subclasses of these types are converted to Python's. Raises TypeError for other types.
     """
-    blobs: list[bytes] = []
+    writer = _Writer()
     try:
-        text = json.dumps(_write(value, blobs)).encode()
+        text = json.dumps(writer.encode(value)).encode()
     except RecursionError:
         raise TypeError("it is nested too deeply") from None
-    return b"".join((len(text).to_bytes(HEADER_BYTES), text, *blobs))
+    return b"".join((len(text).to_bytes(HEADER_BYTES), text, *writer.blobs))
 
 
 def decode(data: bytes | memoryview) -> Any:
@@ -40,75 +39,58 @@ def decode(data: bytes | memoryview) -> Any:
     try:
         size = int.from_bytes(data[:HEADER_BYTES])
         text = bytes(data[HEADER_BYTES : HEADER_BYTES + size])
-        blobs = memoryview(data)[HEADER_BYTES + size :]
         if len(text) != size:
             raise ValueError("too short")
-        return _read(json.loads(text), blobs, [0])  # noqa: TID251 messages of ranks
+        reader = _Reader(memoryview(data)[HEADER_BYTES + size :])
+        return reader.decode(json.loads(text))  # noqa: TID251 messages of ranks
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError, struct.error):
         raise Error(
             "a rank has received bytes that are no message of samestep: look for another program on the ranks' ports"
         ) from None
 
 
-def _write(value: Any, blobs: list[bytes]) -> Any:
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, bool):
-        return value
-    kind = next((plain for plain in PLAIN if isinstance(value, plain)), type(value))
-    if kind in (int, str) or (kind is float and math.isfinite(value)):
-        return kind(value)
-    if kind is list:
-        return [_write(each, blobs) for each in value]
-    if kind is tuple:
-        return {KIND: "tuple", "items": [_write(each, blobs) for each in value]}
-    if kind is dict:
-        if all(type(key) is str for key in value) and KIND not in value:
-            return {key: _write(each, blobs) for key, each in value.items()}
-        return {KIND: "dict", "items": [[_write(key, blobs), _write(each, blobs)] for key, each in value.items()]}
-    if kind is float:  # nan and inf
-        return {KIND: "float", "bits": struct.pack(">d", value).hex()}
-    if kind is bytes:
-        blobs.append(value)
-        return {KIND: "bytes", "size": len(value)}
-    if kind is torch.Tensor and value.is_cpu and value.layout == torch.strided and not value.requires_grad:
-        data = value.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        blobs.append(data)
-        dtype = str(value.dtype).removeprefix("torch.")
-        return {KIND: "tensor", "size": len(data), "dtype": dtype, "shape": list(value.shape)}
-    if kind is np.ndarray and value.dtype.kind in "biufcSU":
-        blobs.append(value.tobytes())
-        return {KIND: "array", "size": len(blobs[-1]), "dtype": value.dtype.str, "shape": list(value.shape)}
-    raise TypeError(f"{kind.__module__}.{kind.__qualname__}")
+class _Writer(Encoder):
+    def __init__(self) -> None:
+        self.blobs: list[bytes | memoryview] = []
+
+    def encode_other(self, value: Any, path: Place) -> Any:
+        kind = type(value)
+        if kind is bytes:
+            return self._add("bytes", value)
+        if kind is torch.Tensor and value.is_cpu and value.layout == torch.strided and not value.requires_grad:
+            return self._add("tensor", view_bytes(value), dtype=name_dtype(value.dtype), shape=list(value.shape))
+        if kind is np.ndarray and value.dtype.kind in ARRAY_KINDS:
+            return self._add("array", value.tobytes(), dtype=value.dtype.str, shape=list(value.shape))
+        plain = value.item() if isinstance(value, np.generic) else value
+        for parent in PLAIN:
+            if isinstance(plain, parent):
+                return self.encode(parent(plain), path)
+        raise TypeError(f"{kind.__module__}.{kind.__qualname__}")
+
+    def _add(self, kind: str, blob: bytes | memoryview, **fields: Any) -> Any:
+        self.blobs.append(blob)
+        return {KIND: kind, "size": len(blob), **fields}
 
 
-def _read(value: Any, blobs: memoryview, at: list[int]) -> Any:
-    if isinstance(value, list):
-        return [_read(each, blobs, at) for each in value]
-    if not isinstance(value, dict):
-        return value
-    kind = value.get(KIND)
-    if kind is None:
-        return {key: _read(each, blobs, at) for key, each in value.items()}
-    if kind == "tuple":
-        return tuple(_read(each, blobs, at) for each in value["items"])
-    if kind == "dict":
-        return {_read(key, blobs, at): _read(each, blobs, at) for key, each in value["items"]}
-    if kind == "float":
-        return struct.unpack(">d", bytes.fromhex(value["bits"]))[0]
-    data = bytearray(blobs[at[0] : at[0] + value["size"]])
-    at[0] += value["size"]
-    if len(data) != value["size"]:
-        raise ValueError("too short")
-    if kind == "bytes":
-        return bytes(data)
-    if kind == "array":
-        return np.frombuffer(data, np.dtype(value["dtype"])).reshape(value["shape"])
-    dtype = getattr(torch, value["dtype"])
-    if kind != "tensor" or not isinstance(dtype, torch.dtype):
+class _Reader(Decoder):
+    def __init__(self, blobs: memoryview) -> None:
+        self._blobs = blobs
+
+    def decode_other(self, kind: Any, value: Mapping[str, Any]) -> Any:
+        data = bytearray(self._blobs[: value["size"]])
+        self._blobs = self._blobs[value["size"] :]
+        if len(data) != value["size"]:
+            raise ValueError("too short")
+        match kind:
+            case "bytes":
+                return bytes(data)
+            case "array":
+                return decode_array(data, value)
+            case "tensor":
+                dtype = find_dtype(value["dtype"])
+                flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+                return flat.reshape(value["shape"])
         raise ValueError(kind)
-    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return flat.reshape(value["shape"])
 
 
 def seal(value: Any, key: bytes) -> bytes:

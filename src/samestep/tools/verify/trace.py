@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.data.attributes import walk_attributes
-from samestep.data.content import view_bytes
 from samestep.data.loader import Fetcher
 from samestep.engine.losses import Losses
 from samestep.errors import Error
 from samestep.files import open_regular
 from samestep.hashing import hash_bytes
-from samestep.snapshot.serialization import KIND, digest, digest_of, encode, write_tensors
+from samestep.snapshot.serialization import digest, digest_of, encode, write_tensors
+from samestep.tagged import KIND, view_bytes
 from samestep.tools.tracer import Tracer
 from samestep.train.context import RunContext
 from samestep.train.generators import (

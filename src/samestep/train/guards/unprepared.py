@@ -13,9 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from samestep.console import warn
-from samestep.data.content import find_leaves, view_bytes
+from samestep.data.content import find_leaves
 from samestep.hashing import hash_pieces
 from samestep.snapshot.async_copy import locate
+from samestep.tagged import view_bytes
 from samestep.train.generators import KINDS, find_things, look_into, read_generator
 from samestep.train.inputs.loop_data import LoopData
 from samestep.train.state.stateful import find_parts, find_saved, unwrap
