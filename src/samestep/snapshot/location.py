@@ -18,7 +18,7 @@ from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.resume_point import Holding, ResumePoint, choose
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import StartOptions
-from samestep.snapshot.store import Elsewhere, RunState, Snapshot, Store
+from samestep.snapshot.store import Elsewhere, SavedRun, Snapshot, Store
 from samestep.watch.records import LOGS
 from samestep.world.group import Group
 
@@ -276,7 +276,7 @@ class LocalLocation(RunLocation):
 
     def read(self, point: ResumePoint) -> dict[str, Any]:
         assert point.snapshot is not None
-        return Store(self._path).read(point.snapshot, RunState)
+        return Store(self._path).read(point.snapshot, SavedRun)
 
     def find(self, which: int | str, elsewhere: Elsewhere | None = None) -> Snapshot | None:
         return Store(self._path, self._named).find(which, warn=self._say, elsewhere=elsewhere)

@@ -58,7 +58,7 @@ _NAMES = {code: name for name, code in _CODES.items()}
 _AS_REAL = ("complex32", "complex128")  # safetensors lacks them: stored as pairs of reals
 
 
-class _Entry(Struct):
+class _TensorEntry(Struct):
     dtype: str
     shape: Annotated[list[Count], Meta(max_length=64)]
     data_offsets: tuple[Count, Count]
@@ -172,7 +172,7 @@ def read_tensors(path: Path) -> dict[str, "Tensor"]:
         header = convert(parse_json(file.read(length)), dict[str, Any])
         header.pop("__metadata__", None)
         left = size - 8 - length
-        for name, entry in convert(header, dict[str, _Entry]).items():
+        for name, entry in convert(header, dict[str, _TensorEntry]).items():
             dtype = find_dtype(_NAMES[entry.dtype])
             start, end = entry.data_offsets
             if end - start != math.prod(entry.shape) * dtype.itemsize:

@@ -47,7 +47,7 @@ class SavedObjects(Struct):
     objects: Object
 
 
-class RunState(SavedObjects):
+class SavedRun(SavedObjects):
     """The type of a run's state, for `Store.read`."""
 
     position: _Position

@@ -63,7 +63,7 @@ class _RawData(Struct):
             raise ValueError(f"{self.basename} is outside the directory")
 
 
-class _Entry(Struct):
+class _ShardEntry(Struct):
     samples: Count
     column_names: list[str]
     column_encodings: list[str]
@@ -77,7 +77,7 @@ class _Entry(Struct):
 class _Index(Struct):
     """`index.json`, as far as it is read."""
 
-    shards: list[_Entry]
+    shards: list[_ShardEntry]
 
 
 class MDS(SampleFiles):
@@ -161,7 +161,7 @@ class MDS(SampleFiles):
         return sample
 
 
-def _check_shard(entry: _Entry, file: Path, num_bytes: int) -> None:
+def _check_shard(entry: _ShardEntry, file: Path, num_bytes: int) -> None:
     if entry.format != "mds" or entry.version != 2:
         what = f"format {entry.format}, version {entry.version}"
         raise InvalidValue(f"the shard {file} has {what}: samestep reads mds, version 2")
