@@ -420,8 +420,19 @@ def test_ctrl_c_outside_of_the_loop_ends_with_130(tmp_path: Path) -> None:
     assert done.stderr.endswith("\nKeyboardInterrupt\n")
 
 
+def shows_waits() -> bool:
+    """Whether the kernel shows what a process waits for: some process always waits."""
+    for waits_in in Path("/proc").glob("[0-9]*/wchan"):
+        with contextlib.suppress(OSError):
+            if waits_in.read_text().strip("0"):
+                return True
+    return False
+
+
 def test_signal_while_the_output_is_stuck(trial: Trial, undisturbed: Undisturbed) -> None:
     """As with a pager that shows its first page: the signal interrupts a print that blocks."""
+    if not shows_waits():
+        pytest.skip("this kernel does not show what a process waits for")
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with contextlib.suppress(BlockingIOError):
@@ -432,8 +443,6 @@ def test_signal_while_the_output_is_stuck(trial: Trial, undisturbed: Undisturbed
     os.close(writer)
     trial.wait_held()
     waits_in = Path(f"/proc/{python.process.pid}/wchan")
-    if not waits_in.exists() or not any("sleep" in waits_in.read_text() for _ in range(1000)):
-        pytest.skip("this kernel does not show what a process waits for")
     trial.go_on()
     wait_until(lambda: "pipe" in waits_in.read_text(), "it is blocked in a print")
     python.process.send_signal(signal.SIGTERM)
