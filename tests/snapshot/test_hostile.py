@@ -28,7 +28,7 @@ from samestep.snapshot.resume_point import ResumePoint
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import StartOptions
 from samestep.snapshot.serialization import decode
-from samestep.snapshot.store import RunState, Store, Unreachable
+from samestep.snapshot.store import SavedRun, Store, Unreachable
 from samestep.tools.export import run_export
 from samestep.tools.inspect import run_inspect
 from samestep.tools.live_view import run_watch
@@ -125,7 +125,7 @@ def read_here(place: Path) -> Any:
     store = Store(place / "run")
     found = store.find("latest", warn=lambda sentence: None)
     assert found is not None
-    return store.read(found, RunState)
+    return store.read(found, SavedRun)
 
 
 def read_from_bucket(place: Path) -> Any:
@@ -138,7 +138,7 @@ def read_from_bucket(place: Path) -> Any:
 
 def read_here_at(store: Store) -> Any:
     found = store.find("latest", warn=lambda sentence: pytest.fail(sentence))
-    return STATE if found is None else store.read(found, RunState)
+    return STATE if found is None else store.read(found, SavedRun)
 
 
 @pytest.mark.parametrize(
