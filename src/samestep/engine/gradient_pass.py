@@ -17,7 +17,7 @@ from samestep.engine.logged_values import LoggedNames, Means
 from samestep.engine.losses import Losses, PassLosses, find_slot
 from samestep.engine.precision import Precision
 from samestep.engine.reducer import Reducer
-from samestep.engine.reduction_pass import FurtherPass, InspectingPass
+from samestep.engine.reduction_pass import FurtherPass
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.errors import InvalidValue, UsageError
 from samestep.plan.tree import build_layout
@@ -114,7 +114,6 @@ class GradientPass:
         self._scale = context.precision.scale / 2 ** (layout.num_micro_batches - 1).bit_length()
         self._first = reducer.begin(layout, keep_grads=number > 0, num_names=len(context.logged.names))
         self._further: list[FurtherPass] = []  # of the second loss, the third, ...
-        self._inspecting = InspectingPass(reducer.plan)
         context.statistics.begin(layout, rank)
         context.buffers.begin()
         # Of the open micro-batch:
@@ -129,7 +128,7 @@ class GradientPass:
         self._losses.open(v)
         if self._sizes[v] == 1:
             self._hooks = refuse_lone_sample(self._context.modules, self._step, v, self._context.group.rank)
-        (self._first if v in self.held else self._inspecting).open(v)
+        (self._first if v in self.held else self._reducer.inspecting).open(v)
         self._reducer.hooks.open()
 
     def backward(self, loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> float:
@@ -166,7 +165,7 @@ class GradientPass:
         receive = self._first.take
         inspect = self._inspect
         if self._v not in self.held:
-            receive = self._inspecting.take
+            receive = self._reducer.inspecting.take
         elif k:
             receive = self._find_further(k).take
         if inspect is None:
@@ -193,7 +192,7 @@ class GradientPass:
             hook.remove()
         self._hooks = ()
         if v not in self.held:
-            self._inspecting.close(v)
+            self._reducer.inspecting.close(v)
             context.undo_buffers()
             return
         self._first.close(v)

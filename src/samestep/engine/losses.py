@@ -119,7 +119,7 @@ class PassLosses:
         means: list[float] = []
         for slot in range(self._num_slots):
             pairs = [(losses[slot], weights[slot]) for losses, weights in rows if weights[slot] != NOT_CALLED]
-            total = math.fsum([weight for _, weight in pairs])
+            total = math.fsum([weight for _, weight in pairs]) if pairs else 0.0
             totals.append(total)
             if total:
                 weighted = [loss * weight for loss, weight in pairs]

@@ -8,7 +8,7 @@ unused parameters.
 from samestep.engine.backward import GradientHooks
 from samestep.engine.exchange_memory import ExchangeMemory
 from samestep.engine.folding import Grads
-from samestep.engine.reduction_pass import FurtherPass, ReductionPass
+from samestep.engine.reduction_pass import FurtherPass, InspectingPass, ReductionPass
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.engine.script_guards import CheckpointGuard, ParameterGuard
 from samestep.plan.tree import Layout
@@ -27,6 +27,7 @@ class Reducer:
         hooks: run backward passes.
         guard: refuses changes of parameters.
         checkpoints: refuses reentrant checkpoints.
+        inspecting: the pass over micro-batches of other ranks.
     """
 
     def __init__(self, plan: ReductionPlan, group: Group) -> None:
@@ -34,6 +35,7 @@ class Reducer:
         self.hooks = GradientHooks(plan.names, plan.params)
         self.guard = ParameterGuard(plan.names, plan.params)
         self.checkpoints = CheckpointGuard()
+        self.inspecting = InspectingPass(plan)
         self._group = group
         self._memory: dict[Layout, ExchangeMemory] = {}
         self._num_names = 0

@@ -37,8 +37,12 @@ class ParameterGuard:
 
     def check(self) -> None:
         """Raise UsageError if weights were changed, frozen or unfrozen since the pass began."""
-        has_moved = map(int.__ne__, self._places, self._find_places())
-        for name, before, now, moved in zip(self._names, self._marks, self._read_marks(), has_moved, strict=True):
+        marks = self._read_marks()
+        places = self._find_places()
+        if marks == self._marks and places == self._places:
+            return
+        has_moved = map(int.__ne__, self._places, places)
+        for name, before, now, moved in zip(self._names, self._marks, marks, has_moved, strict=True):
             if before[0] != now[0] or moved:
                 raise UsageError(
                     f"{name} was changed inside the micro-batch loop (by the model's forward, as nn.Embedding(max_norm="
@@ -54,8 +58,10 @@ class ParameterGuard:
 
     def has_new_weights(self) -> bool:
         """Return whether any parameter was written to, or got other memory, since the last pass began."""
-        is_written = any(was[0] != now[0] for was, now in zip(self._marks, self._read_marks(), strict=True))
-        return is_written or self._find_places() != self._places
+        for param, (version, _) in zip(self._params, self._marks, strict=True):
+            if read_version(param) != version:
+                return True
+        return self._find_places() != self._places
 
     def _read_marks(self) -> list[tuple[int, bool]]:
         return [(read_version(param), param.requires_grad) for param in self._params]
