@@ -31,6 +31,8 @@ if os.path.exists("snapshot.pt"):
     snapshot = torch.load("snapshot.pt")
     {restore}
     first, done = snapshot["epoch"], snapshot["batches"]
+if size > 1:
+    dist.barrier()  # without DDP, rank 0 might otherwise save before another rank looks for the file
 sampler = {sampler}
 loader = DataLoader(data, batch_size=8, sampler=sampler, drop_last={drop_last})
 for epoch in range(first, 3):
