@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A cluster of one node with 2 CPUs. Its directory has a short name, as the paths of Unix sockets must have."""
     from ray.cluster_utils import Cluster
 
+    handler = signal.getsignal(signal.SIGTERM)
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as directory:
         settings = {"RAY_TMPDIR": directory, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
         for name, value in settings.items():
@@ -37,6 +39,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         yield cluster
         cluster.shutdown()
+        signal.signal(signal.SIGTERM, handler)  # the head node has replaced it
 
 
 @pytest.mark.timeout(900)  # a cluster with the processes of 2 nodes, and 3 starts of workers: 5 minutes on 2 busy cores
