@@ -211,6 +211,8 @@ def test_options_of_torchrun(words: str, values: dict[str, str]) -> None:
         ("--seed 1 --nnodes 5 --hosts a", "add('--seed')\nargs.nnodes", ["--hosts"]),
         ("--seed 1 --nnodes=2", "import sys\nsys.argv", ["--nnodes"]),
         ("--keep-last", "keeper and upkeep", ["--keep-last"]),
+        ("--batch-size 4 --device x", "Run(d, batch_size=32, device = 'cpu')", ["--batch-size", "--device"]),
+        ("--batch-size 4", "Run(d, batch_size=settings.batch_size)", []),
         ("x --lr=1 -- y", "", []),
     ],
 )

@@ -94,9 +94,12 @@ def find_misplaced(arguments: Sequence[str], text: str) -> list[str]:
     """Find options of `launch` among the arguments of a script whose source does not seem to define them.
 
     Options for `Run`, such as --seed, are common names: a script that reads any arguments can define them elsewhere.
+    If it reads none, `batch_size=32` in a call of `Run` does not define --batch-size.
     """
-    words = set(re.findall(r"\w+", text.replace("-", "_"))) | set(re.findall(r"--([\w-]+)", text))
     reads = re.search(r"arg|\b(click|fire|hydra|typer)\b", text) is not None
+    if not reads:
+        text = re.sub(r"\b\w+ *= *(?=[-.\d'\"]|None\b|True\b|False\b)", "", text)
+    words = set(re.findall(r"\w+", text.replace("-", "_"))) | set(re.findall(r"--([\w-]+)", text))
     given = [token.partition("=")[0] for token in arguments if token.startswith("--")]
     names = {each: each[2:].replace("-", "_") for each in given}
     return [
