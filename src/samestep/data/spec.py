@@ -89,19 +89,19 @@ def _understand_loader(loader: DataLoader[Any], sizes: Sequence[int], takes_stre
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise InvalidType(
             f"{type(loader).__name__} defines its own iteration, which would not follow the run's order: "
-            "pass its data set, with collate_fn= and num_workers= as arguments."
+            "pass its data set, with collate_fn= and num_workers= as arguments"
         )
     _check_dataset(loader.dataset, takes_streams)
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise InvalidValue(
             "the DataLoader has its own batch_sampler, or batch_size=None, but the run chooses the samples "
-            "of a batch: pass the data set itself, and sampler=f with f(epoch) -> indices."
+            "of a batch: pass the data set itself, and sampler=f with f(epoch) -> indices"
         )
     if sizes and loader.batch_size not in sizes:
         raise InvalidValue(
             f"the DataLoader's batch_size is {loader.batch_size}, and the run's is {sizes[-1]}, in micro-batches of "
             f"{sizes[0]}: create a DataLoader with one of these two, or pass the data set itself, with num_workers= "
-            "and collate_fn= as arguments."
+            "and collate_fn= as arguments"
         )
     return DataSpec(
         dataset=loader.dataset,
