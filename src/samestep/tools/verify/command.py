@@ -207,7 +207,7 @@ class _Verification:
                 )
             raise Error(
                 f"{name} ended without a step of samestep.Run (on {format_ranks(size)}): verify needs a script that "
-                "trains with run.epochs or run.steps"
+                "trains with run.epochs or run.steps, or --plain for a script without samestep"
             )
         if (found := outcome.trace.settings["world_size"]) != size:
             raise Error(f"{name} starts {found} ranks itself: pass the script that each rank runs")
