@@ -185,7 +185,7 @@ def test_another_model_and_other_data(tmp_path: Path, num_ranks: int) -> None:
     assert (run_dir / "metrics.jsonl").read_text().count("\n") == 5, "one row more than the snapshot of step 4 has"
     for other, words in (
         ({"data": Pairs(33)}, "data_length 32 there, 33 here"),
-        ({"model": lambda: nn.Linear(4, 2)}, "models .*5 values.* there, .*10 values.* here"),
+        ({"model": lambda: nn.Linear(4, 2)}, r'models\.model "[^"]* 5 values, \w+" there, "[^"]* 10 values, \w+" here'),
         ({"data": Pairs(33), "resume": 2}, "data_length 32 there, 33 here"),
     ):
         with pytest.raises(samestep.Error, match=rf"holds another run \({words}"):

@@ -310,7 +310,7 @@ def test_what_is_refused_at_once(home: Path, words: list[str], message: str) -> 
     [
         (
             ["train.py", "0.01", "64", "5"],
-            r"train.py is not the script of run, or has different arguments \(models .*\)",
+            r"train.py is not the script of run, or has different arguments \(models\.model .*\)",
         ),
     ],
 )

@@ -122,8 +122,26 @@ def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 def find_different(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """Describe the numbers that both runs have and that differ; "" if none do."""
-    names = [name for name in here if name in there and there[name] != here[name]]
-    return "; ".join(f"{name} {there[name]} there, {here[name]} here" for name in names)
+    differing = [(name, there[name], here[name]) for name in here if name in there and there[name] != here[name]]
+    return "; ".join(
+        f"{each} {_quote(was)} there, {_quote(now)} here"
+        for name, before, after in differing
+        for each, was, now in _split(name, before, after)
+    )
+
+
+def _split(name: str, before: Any, after: Any) -> list[tuple[str, Any, Any]]:
+    """Return the entries of two dicts that differ, by names such as "models.model"; other values as they are."""
+    if not (isinstance(before, Mapping) and isinstance(after, Mapping)):
+        return [(name, before, after)]
+    keys = dict.fromkeys([*before, *after])
+    pairs = [(f"{name}.{key}", before.get(key, "none"), after.get(key, "none")) for key in keys]
+    return [(each, was, now) for each, was, now in pairs if was != now]
+
+
+def _quote(value: Any) -> str:
+    """Quote a text of several words, such as the description of a model."""
+    return f'"{value}"' if isinstance(value, str) and " " in value else str(value)
 
 
 def _shorten(value: Any) -> str:
