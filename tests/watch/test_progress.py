@@ -188,6 +188,18 @@ def test_lines_come_every_two_seconds_and_the_last_one_always(
     assert said[1] == "step 21  loss 21  320 samples/s"
 
 
+def test_a_line_has_values_of_one_step(clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines()
+    lines.begin(total_steps=None, done_steps=0, epochs=None)
+    clock(-1.0)
+    lines.log({"x": 0.0, "y": 0.0}, 9)
+    lines.log({"x": 1.0, "z": 1.0}, 10)
+    lines.log({"x": 2.0, "loss": 2.0}, 12)
+    lines.close()
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["step 9  x 0  y 0", "step 10  z 1", "step 12  x 2  loss 2"]
+
+
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     silent = build_progress(rank=1, terminal=True)
     assert type(silent) is Progress

@@ -134,12 +134,12 @@ class Pace:
 
 
 class Lines(Progress):
-    """Plain lines for files and pipes: at most one per `LINE_EVERY_S`, plus validations and the last one."""
+    """Plain lines for files and pipes: validations, and every `LINE_EVERY_S` a line for each step with new numbers."""
 
     def __init__(self) -> None:
         self._pace = Pace()
         self._news: dict[str, Any] = {}  # not shown yet
-        self._news_place = ""
+        self._places: dict[str, str] = {}  # where each of them was measured
         self._said_at = float("-inf")
 
     def begin(self, *, total_steps: int | None, done_steps: int, epochs: int | None) -> None:
@@ -163,8 +163,8 @@ class Lines(Progress):
         """Keep numbers to show later. Returns the line for those of validation; "" if there are none."""
         validation = {name: value for name, value in values.items() if name.startswith("validation/")}
         if news := {name: value for name, value in values.items() if name not in validation}:
-            self._news.update(news)
-            self._news_place = self._pace.place(number)
+            self._news = {name: value for name, value in self._news.items() if name not in news} | news
+            self._places |= dict.fromkeys(news, self._pace.place(number))
         return "  ".join([self._pace.place(number), *_texts(validation)]) if validation else ""
 
     def print(self, *args: Any, **kw: Any) -> None:
@@ -186,7 +186,11 @@ class Lines(Progress):
 
     def _say_news(self) -> None:
         if self._news:
-            self.print("  ".join([self._news_place, *_texts(self._news), *self._pace.texts()]))
+            pace = self._pace.texts()
+            newest = self._places[[*self._news][-1]]
+            for place in dict.fromkeys(self._places[name] for name in self._news):  # a line must not mix steps
+                values = {name: value for name, value in self._news.items() if self._places[name] == place}
+                self.print("  ".join([place, *_texts(values), *(pace if place == newest else ())]))
             self._news.clear()
             self._said_at = monotonic()
 
