@@ -41,6 +41,7 @@ class Evaluator:
 
     Args:
         gradients: saves and restores the models' buffers.
+        clock: times the phases of this rank.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Evaluator:
         modules: Mapping[str, nn.Module],
         gradients: GradientAverager,
         state: RunState,
-        watchdog: PhaseClock,
+        clock: PhaseClock,
         stopping: Stopping,
         pools: Pools,
     ) -> None:
@@ -57,7 +58,7 @@ class Evaluator:
         self._modules = modules
         self._gradients = gradients
         self._state = state
-        self._watchdog = watchdog
+        self._clock = clock
         self._stopping = stopping
         self._pools = pools
 
@@ -86,15 +87,15 @@ class Evaluator:
     def _evaluate(self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec) -> dict[str, Any]:
         group = self._context.group
         steps_done = self._state.steps_done
-        self._watchdog.enter("reducing", steps_done)
+        self._clock.enter("reducing", steps_done)
         calls.wait_for_call(group, calls.EVALUATE)
         rows = self._score(score, spec)
-        self._watchdog.enter("reducing", steps_done)
+        self._clock.enter("reducing", steps_done)
         vote = self._stopping.cast_vote()
         gathered = group.gather((group.seal(rows), vote.stop, vote.copying))
         # A validation can be long: react to a signal before the next step.
         self._stopping.take_votes([Vote(stop, copying=copying) for _, stop, copying in gathered])
-        self._watchdog.enter("script", steps_done)
+        self._clock.enter("script", steps_done)
         return _merge([row for sealed, *_ in gathered for row in group.unseal(sealed)])
 
     def _score(self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec) -> list[Row]:
@@ -114,7 +115,7 @@ class Evaluator:
         evaluating = dict.fromkeys(modes, False)
         without = dict.fromkeys(gradients)
         self._gradients.hold_buffers()
-        self._watchdog.enter("validating", steps_done)
+        self._clock.enter("validating", steps_done)
         try:
             workers = self._pools.lend(spec, context.device)
             with Loader(spec, tasks, device=context.device, workers=workers) as loader, torch.no_grad():
@@ -124,7 +125,7 @@ class Evaluator:
                     _set("grad", without)  # and backward(), such as to weigh an input
                     rows.append(_read(score(to_device(loaded.batch, context.device)), loaded.num_samples))
                     self._gradients.undo_buffers()
-                    self._watchdog.enter("validating", steps_done)
+                    self._clock.enter("validating", steps_done)
             return [_to_numbers(row) for row in rows]
         except Error as error:
             raise locate_error(error, context.location.logs, context.rank, "run.evaluate") from error.__cause__
