@@ -142,14 +142,14 @@ def report_errors(rank: int) -> None:
     A rank that only lost another rank prints one line, because the other rank's error is the cause.
     """
     ready_standard_files()
-    others = sys.excepthook
+    previous = sys.excepthook
     pid = os.getpid()
-    if getattr(others, "is_samestep", False):
+    if getattr(previous, "is_samestep", False):
         return
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != pid:
-            others(kind, error, trace)
+            previous(kind, error, trace)
             return
         error = recognize(error) or error
         if isinstance(error, Error):
@@ -162,7 +162,7 @@ def report_errors(rank: int) -> None:
             reason = " ".join(str(error).split("\n")[0].split())
             print(f"samestep: rank {rank} has lost another rank ({escape(reason)})", file=sys.__stderr__, flush=True)
             _leave(1)
-        others(kind, error, trace)
+        previous(kind, error, trace)
         if issubclass(kind, KeyboardInterrupt) and not _is_at_prompt():
             # Python would end with 1 if an atexit function, such as one of torch, creates a namedtuple.
             leave(stop_code(signal.SIGINT), waits=True)
