@@ -39,11 +39,11 @@ def open_loop(
         Error: the loop is not the same on all ranks, or not the one that the run has recorded.
     """
     agree_on_loop(data, context)
-    if state.is_first_loop and not state.resumed_step:
+    if state.is_before_loops and not state.resumed_step:
         data.open_epochs(0)  # an error for wrong indices comes before anything is written
     marks = read_marks(data, context, overrides=prepared.overrides)
-    if state.is_first_loop:
-        services.metrics.describe_run(record_start(data, context, prepared))
+    if state.is_before_loops:
+        services.metrics.set_description(record_start(data, context, prepared))
         fix_compiler()
     state.begin_loop(data, context.config.max_steps, context.location, context.say)
     keep_marks(data, marks, context)

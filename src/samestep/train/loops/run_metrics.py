@@ -48,7 +48,7 @@ class RunMetrics(StepObserver):
         self._began_s = time.perf_counter()
         self._logged_s = -math.inf  # when the last row was written; rank 0's clock counts, which alone writes rows
 
-    def describe_run(self, info: TrackerInfo) -> None:
+    def set_description(self, info: TrackerInfo) -> None:
         """Set the description of this start, for the trackers."""
         self._info = info
 
@@ -104,7 +104,7 @@ class RunMetrics(StepObserver):
         directory = self._context.location.directory
         steps_done = step.number + 1
         if directory is not None:
-            self._enter(directory, step)
+            self._add_to_ledger(directory, step)
         self._progress.step(steps_done, step.num_samples, step.epoch)
         tally = self._state.tally
         if step.is_skipped:
@@ -164,7 +164,7 @@ class RunMetrics(StepObserver):
         else:
             self._num_zero = 0
 
-    def _enter(self, directory: RunDirectory, step: Step) -> None:
+    def _add_to_ledger(self, directory: RunDirectory, step: Step) -> None:
         """Add a step to the ledger. Checksums on a GPU are read after the next step, which needs no wait."""
 
         def build_entry() -> Entry:

@@ -166,8 +166,8 @@ class RunState:
         self.stop_reason = reason
 
     @property
-    def is_first_loop(self) -> bool:
-        """Return whether the script has begun no loop yet."""
+    def is_before_loops(self) -> bool:
+        """Whether the script has not begun a loop yet."""
         return self._num_begun == 0
 
     # --- loops ------------------------------------------------------------------------------------------------
