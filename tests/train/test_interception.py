@@ -21,7 +21,7 @@ from samestep.train.step.steps import Step, StepObserver
 
 SOURCE = Path(samestep.__file__).parent
 NOTIFICATIONS = {name for name in vars(StepObserver) if not name.startswith("_")}
-QUESTIONS = {name for name in vars(Interceptor) if callable(getattr(Interceptor, name)) and name != "is_trial"}
+QUESTIONS = {name for name in vars(Interceptor) if callable(getattr(Interceptor, name))}
 AHEAD = "borrow"  # is also asked when samples are read ahead
 ENDS = {"exchange_failed", "leave"}  # of a run that fails
 
