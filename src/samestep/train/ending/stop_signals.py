@@ -20,7 +20,6 @@ from samestep.world.environment import LEAVE, START_AGAIN, Environment, stop_cod
 # ranks. A scheduler sends SIGKILL some time after the signal at a job's limit.
 SAME_SIGNAL_S = {"python": 0.0, "torchrun": 2.0, "samestep": math.inf, "srun": math.inf}
 
-
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 # Maximum number of consecutive starts that may be stopped by a signal before they have saved anything new, and still
@@ -43,9 +42,8 @@ def count_idle_stops(history: Path) -> int:
     with suppress(OSError):
         rows = read_rows(history)
     again = {describe_stop(number) for number in STOP_SIGNALS if stop_code(number) == START_AGAIN}
-    # first step of the start before each line
+    began = [0, *(row["from_step"] for row in rows)]  # the first step of the start that ended with each line
     count = 0
-    began = [0, *(row["from_step"] for row in rows)]
     for row, step in reversed([*zip(rows, began, strict=False)]):
         if row["reason"] not in again or row["from_step"] != step:
             break

@@ -65,7 +65,7 @@ class Stopping(StepObserver):
 
     @property
     def is_interrupted(self) -> bool:
-        """Return whether a signal ends this start. It does not end a run that is complete or ended by run.stop()."""
+        """Whether a signal ends this start. It does not end a run that is complete or ended by run.stop()."""
         return bool(self.signal) and not self._is_at_end and not self._state.stop_reason
 
     # --- votes ------------------------------------------------------------------------------------------------

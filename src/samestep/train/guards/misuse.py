@@ -48,7 +48,7 @@ class MisuseChecks(StepObserver):
         self._early_hooks = [optimizer.register_step_pre_hook(_refuse_early) for optimizer in self._optimizers]
 
     def watch(self) -> None:
-        """Check the models at the beginning of a loop.
+        """Begin to check updates, at the beginning of a loop. Checks first that the models are the prepared ones.
 
         Raises:
             UsageError: a model is not the one that was prepared.
@@ -63,7 +63,7 @@ class MisuseChecks(StepObserver):
         self._hook = register_optimizer_step_pre_hook(self._check_update)
 
     def close(self) -> None:
-        """The loop has ended."""
+        """End the checks, with the loop."""
         self._step = None
         if self._hook is not None:
             self._hook.remove()
@@ -74,10 +74,10 @@ class MisuseChecks(StepObserver):
     def begin_pass(self, step: Step) -> None:
         if step.num_passes == 0:
             self._check_used()
-        self._read = self.read_schedules()
+        self._read = self._read_schedules()
 
     def exchange(self, step: Step) -> None:
-        for (name, _), was, now in zip(self._schedules, self._read, self.read_schedules(), strict=True):
+        for (name, _), was, now in zip(self._schedules, self._read, self._read_schedules(), strict=True):
             if was != now:
                 raise UsageError(
                     f"{name}.step() inside the micro-batch loop of step {step.number}: each rank calls it as often as "
@@ -90,7 +90,7 @@ class MisuseChecks(StepObserver):
             if self._first_unused is not None and not self._is_updated_otherwise:
                 self._weights = self._sum_weights()
 
-    def read_schedules(self) -> list[int]:
+    def _read_schedules(self) -> list[int]:
         """Return the position of each learning rate schedule."""
         return [getattr(schedule, "last_epoch", 0) for _, schedule in self._schedules]
 

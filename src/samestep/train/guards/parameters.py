@@ -12,7 +12,7 @@ from samestep.train.step.steps import Step, StepObserver
 
 
 class TrainedParameters(StepObserver):
-    """Passes the trained parameters to the gradient pass, again after each change by the script (add_param_group).
+    """Passes the trained parameters to `GradientAverager`, again after each change by the script (add_param_group).
 
     Args:
         held: the optimizers that prepared objects hold.

@@ -173,7 +173,7 @@ class Watchdog(PhaseClock, StepObserver):
             kill_sibling(pid)
 
     def check_further_run(self) -> None:
-        """Perform the check for the run of this watchdog, see the function of this name."""
+        """Check the run of this watchdog, as a part of the function `check_further_run`."""
         group = self._context.group
         if group.world_size == 1 or self.now[0] not in ("updating", "script"):
             return

@@ -384,7 +384,7 @@ class Step:
         return to_device(self._loaded[v].batch, self._context.device, non_blocking=True)
 
     def load_up_to(self, v: int) -> Any:
-        """Load the micro-batches of `held` up to v, in order, and return v. For an interceptor that ends the run."""
+        """Load the micro-batches of `held` up to v. Returns the batch of v. For an interceptor that ends the run."""
         for each in range(self.held.start, v):
             self._load(each)
         return self._load(v)
