@@ -28,13 +28,8 @@ from samestep.snapshot.serialization import digest, digest_of, encode, write_ten
 from samestep.tagged import KIND, view_bytes
 from samestep.tools.tracer import Tracer
 from samestep.train.context import RunContext
-from samestep.train.generators import (
-    KINDS,
-    NUMPY_GENERATOR,
-    PYTHON_GENERATOR,
-    find_things,
-    read_generator,
-)
+from samestep.train.generators import KINDS, NUMPY_GENERATOR, PYTHON_GENERATOR, read_generator
+from samestep.train.script_objects import find_things
 from samestep.train.step.steps import Step
 
 

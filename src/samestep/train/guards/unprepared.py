@@ -17,8 +17,9 @@ from samestep.data.content import find_leaves
 from samestep.hashing import hash_pieces
 from samestep.snapshot.async_copy import locate
 from samestep.tagged import view_bytes
-from samestep.train.generators import KINDS, find_things, look_into, read_generator
+from samestep.train.generators import KINDS, read_generator
 from samestep.train.inputs.loop_data import LoopData
+from samestep.train.script_objects import find_things, look_into
 from samestep.train.state.stateful import find_parts, find_saved, unwrap
 from samestep.train.step.steps import Step, StepObserver
 

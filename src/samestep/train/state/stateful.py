@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.engine.buffers import check_module, spread_buffers
 from samestep.errors import InvalidType, InvalidValue, UsageError
 from samestep.hashing import hash_bytes
-from samestep.train.generators import find_things
+from samestep.train.script_objects import find_things
 
 MAX_PARTS = 2_000  # most parts of prepared objects to look into
 Objects = Mapping[str, Any]
