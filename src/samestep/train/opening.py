@@ -11,7 +11,7 @@ from samestep.train.context import RunContext
 from samestep.train.description import describe_run, describe_script, read_commit
 from samestep.train.determinism import describe_machine, fix_compiler
 from samestep.train.guards import calls
-from samestep.train.guards.unprepared import Unprepared
+from samestep.train.guards.unprepared import UnpreparedStateChecks
 from samestep.train.inputs.loop_data import LoopData
 from samestep.train.inputs.samples import add_samples, check_marks
 from samestep.train.loops.feed import Feed
@@ -135,7 +135,7 @@ def build_observers(
     run_dir = context.location.path
     can_resume = context.rank == 0 and run_dir is not None
     if can_resume and not state.place.is_further and not interceptors.is_trial:
-        observers.append(Unprepared(prepared.objects, data, context.say))
+        observers.append(UnpreparedStateChecks(prepared.objects, data, context.say))
     interceptors.begin_loop(
         LoopParts(
             data,

@@ -14,7 +14,7 @@ from samestep.train.context import RunContext
 from samestep.train.guards import calls
 from samestep.train.guards.misuse import MisuseChecks
 from samestep.train.guards.parameters import TrainedParameters
-from samestep.train.guards.replicas import Replicas
+from samestep.train.guards.replicas import ReplicaChecks
 from samestep.train.state.restoring import Contents
 from samestep.train.state.run_state import RunState
 from samestep.train.state.stateful import describe_models, find_held_optimizers, outline, states
@@ -44,7 +44,7 @@ class Prepared:
     gradients: GradientAverager
     misuse: MisuseChecks
     parameters: TrainedParameters
-    replicas: Replicas
+    replicas: ReplicaChecks
     point: ResumePoint
 
 
@@ -100,7 +100,7 @@ def prepare_objects(
         gradients=gradients,
         misuse=MisuseChecks(objects, modules, gradients, held),
         parameters=TrainedParameters(objects, modules, gradients, held),
-        replicas=Replicas(objects, context.group, config.compare_every),
+        replicas=ReplicaChecks(objects, context.group, config.compare_every),
         point=point,
     )
 

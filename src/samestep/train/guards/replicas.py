@@ -51,7 +51,7 @@ def name_replicated(objects: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
                     yield f"{key} of {names.get(id(param), f'parameter {number}')} in {name}", value
 
 
-class Replicas(StepObserver):
+class ReplicaChecks(StepObserver):
     """Compares the state of `objects` between the ranks. An observer of steps.
 
     Args:

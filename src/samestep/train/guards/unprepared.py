@@ -46,7 +46,7 @@ class _Seen:
     ended: str = ""
 
 
-class Unprepared(StepObserver):
+class UnpreparedStateChecks(StepObserver):
     """Watches the objects to which the script's variables refer, over the first steps of a start.
 
     A look compares the states at the end of a body, where snapshots are taken, and at the beginning of the next pass.
