@@ -42,7 +42,7 @@ class Place:
 
 
 class RunState:
-    """The state of a run, of which snapshots hold a part. Only its methods write it.
+    """The state of a run, of which snapshots hold a part. Only its methods write it, except `tally` and `script`.
 
     Attributes:
         steps_done: steps completed so far, over all restarts.
@@ -53,8 +53,8 @@ class RunState:
         is_in_loop: whether a loop has begun that has not ended.
         num_evaluations: evaluations since the current step or epoch began; each gets a different seed.
         stop_reason: why the script called run.stop() in this loop; "" if it did not.
-        tally: counts and averages of the steps.
-        script: `Run.state`.
+        tally: counts and averages of the steps, which `RunMetrics` adds.
+        script: `Run.state`, which the script fills.
         summary: `Run.summary`, which no snapshot holds.
     """
 
