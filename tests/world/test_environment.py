@@ -120,6 +120,14 @@ def test_master(monkeypatch: pytest.MonkeyPatch) -> None:
             ["SAMESTEP_FRESH=1 python 'my train.py' --lr 1", "SAMESTEP_RESUME=8 p"],
         ),
         ({}, ["python", "-m", "train"], ["SAMESTEP_FRESH=1 python -m train", "SAMESTEP_RESUME=8 python -m train"]),
+        (
+            {"SAMESTEP_RUN_DIR": "runs/my x", "SAMESTEP_RESUME": "9"},
+            ["python", "a.py"],
+            [
+                "SAMESTEP_RUN_DIR='runs/my x' SAMESTEP_RESUME=9 SAMESTEP_FRESH=1 python a.py",
+                "SAMESTEP_RUN_DIR='runs/my x' SAMESTEP_RESUME=8 python a.py",
+            ],
+        ),
         ({}, ["/bin/samestep", "inspect", "runs/x"], ["--fresh", "--resume 8"]),
         ({"SAMESTEP_LAUNCHER": "script"}, ["python"], ["--fresh", "--resume 8"]),
         (

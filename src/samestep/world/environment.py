@@ -110,7 +110,9 @@ def advise(**options: Any) -> str:
         return format_flags(**options)
     if "RANK" in os.environ or "ipykernel" in sys.modules:
         return f"{settings} in the environment"
-    return f"{settings} {shlex.join(sys.orig_argv)}"
+    given = [name for name in to_variables(dict.fromkeys(OPTIONS, "")) if name in os.environ and name not in variables]
+    repeated = [f"{name}={shlex.quote(os.environ[name])}" for name in given]  # they may be part of the command only
+    return " ".join([*repeated, settings, shlex.join(sys.orig_argv)])
 
 
 def read_completion() -> str:
