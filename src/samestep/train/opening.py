@@ -51,14 +51,14 @@ def open_loop(
     services.stopping.begin_loop()
     services.metrics.begin_loop(data.plan, prepared.objects, prepared.gradients)
     observers = build_observers(data, context, state, prepared, services, interceptors)
-    has_steps = not state.place.is_past and not services.stopping.ending
+    has_steps = not state.place.is_past and not services.stopping.is_ending
     feed = Feed(context, data, state, interceptors.borrow, has_steps=has_steps)
     loop = Loop(context, state, prepared, services, feed, observers)
     services.resources.watch(loop.find_failure)
     if not state.place.is_past:
         prepared.misuse.watch()
         services.metrics.start_trackers()
-        announce_loop(loop, context, state, prepared, is_ending=services.stopping.ending)
+        announce_loop(loop, context, state, prepared, is_ending=services.stopping.is_ending)
         services.metrics.start(data.num_epochs)
     return loop
 

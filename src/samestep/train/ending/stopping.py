@@ -26,7 +26,6 @@ class Stopping(StepObserver):
 
     Attributes:
         signal: the signal that stops the run on all ranks; 0 for none.
-        ending: whether no further step begins.
     """
 
     def __init__(
@@ -44,20 +43,22 @@ class Stopping(StepObserver):
         self.signals = signals
         self._grace_s = context.config.grace_s
         self.signal = 0
-        self.ending = False
         self._has_agreed = False
         self._began_s = 0.0
 
     def begin_loop(self) -> None:
         """A loop begins."""
-        self.ending = self._is_at_end or bool(self._state.stop_reason)
         self.signal = 0
         self._has_agreed = False
 
     def ask(self, reason: str) -> None:
         """End the loop, because the script has called run.stop()."""
         self._state.stop(reason)
-        self.ending = True
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether no further step of the loop begins."""
+        return self._is_at_end or bool(self.signal) or bool(self._state.stop_reason)
 
     @property
     def _is_at_end(self) -> bool:
@@ -103,7 +104,6 @@ class Stopping(StepObserver):
             if any(vote.snapshot for vote in votes):
                 self._snapshotter.want()
             self.signal = max(vote.stop for vote in votes)
-            self.ending |= bool(self.signal)
 
     def exchanged(self, step: Step, report: PassReport) -> None:
         self.take_votes(report.votes)
@@ -126,7 +126,6 @@ class Stopping(StepObserver):
     def end_step(self, step: Step) -> None:
         self._warn_of_grace(time.monotonic() - self._began_s)
         self.vote_alone()
-        self.ending |= self._is_at_end
 
     def _warn_of_grace(self, step_s: float) -> None:
         """Warn, once, if the grace period after a signal is too short for a step and a snapshot."""

@@ -98,7 +98,7 @@ class Boundary:
                 step=steps_done,
                 epochs_done=epochs_done,
                 numbered=numbered,
-                ending=stopping.ending,
+                ending=stopping.is_ending,
             )
             self._services.watchdog.leave_saving(steps_done)
         self.end.exit_after_signal()

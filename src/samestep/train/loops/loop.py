@@ -120,7 +120,7 @@ class Loop:
         stopping = self._services.stopping
         self._boundary.begin()
         for number in range(self._plan.epoch_of(state.steps_done), self._plan.first_epoch + num_epochs):
-            if stopping.ending:
+            if stopping.is_ending:
                 break
             self._load_further()
             self._boundary.begin_body("epoch", number)
@@ -156,7 +156,7 @@ class Loop:
     def _run_steps_of_epoch(self, end: int) -> Iterator[Step]:
         if (change := self._feed.find_change()) is not None:  # such as by set_epoch, earlier in the body
             warn(self._context.say, change, start="the data set's")
-        while self._state.steps_done < end and not self._services.stopping.ending:
+        while self._state.steps_done < end and not self._services.stopping.is_ending:
             yield from self._run_step(is_last=self._state.steps_done + 1 == end)
 
     def run_steps(self) -> Generator[Step, None, None]:
@@ -166,7 +166,7 @@ class Loop:
 
     def _run_steps(self) -> Iterator[Step]:
         self._boundary.begin()
-        while not self._services.stopping.ending:
+        while not self._services.stopping.is_ending:
             self._load_further()
             yield from self._run_step(is_last=False)
         self._boundary.finish()
