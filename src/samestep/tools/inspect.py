@@ -88,13 +88,11 @@ def _show_digest(snapshot: Snapshot, *, is_json: bool) -> int:
 def _show_run(
     directory: Path, run: str, record: Mapping[str, Any], which: int | str, *, is_checked: bool, is_json: bool
 ) -> int:
-    wanted = [
-        snapshot
-        for snapshot in Store(directory).snapshots()
-        if which == "latest" or which in (snapshot.name, snapshot.step)
-    ]
+    found = Store(directory).snapshots()
+    wanted = [snapshot for snapshot in found if which == "latest" or which in (snapshot.name, snapshot.step)]
     if which != "latest" and not wanted:
-        raise Error(f"{run} has no snapshot {which}: leave out --snapshot to see what it has")
+        names = ", ".join(str(snapshot.step if snapshot.name is None else snapshot.name) for snapshot in found)
+        raise Error(f"{run} has no snapshot {which}: name one that it has ({names or 'none yet'})")
     snapshots = [_describe(snapshot, run, check=is_checked) for snapshot in wanted]
     status = read_status(directory)
     shown = {
