@@ -141,7 +141,8 @@ def _add_schedule(found: dict[str, Any], name: str, state: Mapping[str, Any]) ->
     for number, part in enumerate(state.get("_schedulers", ())):
         _add_schedule(found, f"{name}[{number}]", part)
     for key, value in state.items():
-        if key not in _POSITION and key != "_schedulers":
+        is_function = isinstance(value, list) and value and all(each is None for each in value)  # of LambdaLR
+        if key not in _POSITION and key != "_schedulers" and not is_function:
             _add(found, f"{name}.{key}", value)
 
 
