@@ -66,7 +66,7 @@ class StopSignals:
         self.heard = 0
         self.is_on = is_on
         self._say = say
-        self._leave = None if environment.error_dir is None else Path(environment.error_dir, LEAVE)
+        self._leave_note = None if environment.error_dir is None else Path(environment.error_dir, LEAVE)
         self._launcher = environment.launcher
         self._same_for_s = SAME_SIGNAL_S[environment.launcher]
         self._heard_at_s = 0.0
@@ -96,7 +96,7 @@ class StopSignals:
             return
         now_s = time.monotonic()
         is_second = self.heard and now_s - self._heard_at_s >= self._same_for_s
-        if is_second or (self._leave is not None and self._leave.exists()):
+        if is_second or (self._leave_note is not None and self._leave_note.exists()):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if self.heard:
@@ -122,7 +122,7 @@ class StopSignals:
         """
         return stop_code(self.heard) if self._launcher == "python" else 0
 
-    def leave(self) -> None:
+    def ignore_further(self) -> None:
         """Ignore further signals, after all ranks have voted to stop.
 
         The launcher, or a scheduler on another node, may deliver the same request later. It must not kill a rank that

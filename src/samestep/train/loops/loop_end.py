@@ -47,7 +47,7 @@ class LoopEnd:
         if self._services.snapshotter.saved_step == steps_done:
             saved = f", saved in {context.location.named}: the same command continues from there"
         context.say(f"stopped by a signal after step {steps_done}{saved}")
-        stopping.signals.leave()
+        stopping.signals.ignore_further()
         self._end("stopped", describe_stop(stopping.signal))
         if self.failure is not None:
             raise self.failure
