@@ -131,7 +131,7 @@ def run_captured(
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends."""
+    """Make the kernel kill this process when the thread that started it ends."""
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
