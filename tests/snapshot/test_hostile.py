@@ -1,7 +1,9 @@
 """A run directory or bucket with hostile content is refused in one sentence, and nothing in it is changed."""
 
+import functools
 import itertools
 import json
+import operator
 import os
 import re
 import shutil
@@ -17,7 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from states import assert_same
 from support.selection import one_in
+from support.tiny import tiny_run
 
+import samestep
 from samestep.errors import Error, RunDirectoryError, explain
 from samestep.files import read_bytes
 from samestep.plan.ledger import Entry
@@ -36,7 +40,9 @@ from samestep.tools.report.run_data import build_intervals
 from samestep.tools.report.run_report import run_report
 from samestep.watch.records import SHARED, read_rows
 
-STATE = {"objects": {"net": {"w": torch.arange(10.0)}}, "position": {"step": 3, "epoch": 1}, "state": {}}
+POSITION: dict[str, Any] = {"step": 3, "epoch": 1, "precision": {}}
+STATE = {"objects": {"net": {"w": torch.arange(10.0)}}, "position": POSITION, "state": {}}
+SAVED: dict[str, Any] = {**STATE, "objects": {}}
 META = {"epoch": 1, "metrics_bytes": 0, "world_size": 1, "numbers": {}, "rewinds": 0}
 NUMBERS = {
     "seed": 3, "batch_size": 8, "micro_batch_size": 2, "data_length": 21, "mode": "epochs", "shuffle": True,
@@ -111,6 +117,25 @@ def test_a_changed_manifest_is_sound_or_refused(place: Path, data: st.DataObject
     finally:
         path.write_bytes(kept)
     assert look(place) == before
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        {"settings": 1},
+        {"lanes_s": ["x"]},
+        {"tally": 1},
+        {"tally": {"epoch": "x"}},
+        {"tally": {"sums": {"loss": 1}}},
+        {"tally": {"sums": {"loss": ["0x1.0p+0"]}}},
+        {"tally": {"sums": {"loss": ["x", "0x1.0p+0"]}}},
+        {"tally": {"sums": {"loss": ["0x1.0p+0", "0x1.0p+9999"]}}},
+        {"tally": {"sums": {"loss": ["0x1.0p+0", "0x0.0p+0"]}}},
+    ],
+)
+def test_notes_that_no_run_writes(place: Path, notes: dict[str, Any]) -> None:
+    path = Store(place / "run").write(STATE, step=4, meta={**META, **notes}) / "manifest.json"
+    assert parse_manifest(path.read_bytes()) == ({}, "manifest.json is damaged")
 
 
 def test_a_manifest_of_another_step_is_not_downloaded(place: Path) -> None:
@@ -250,6 +275,21 @@ def test_tensors_that_overlap_take_no_more_than_their_file(place: Path) -> None:
         {"$": "system"},
         {"objects": {}},
         {"objects": {}, "position": {"step": "x", "epoch": 0}},
+        {**SAVED, "state": []},
+        *(
+            {**SAVED, "position": {**POSITION, **entry}}
+            for entry in (
+                {"precision": {"scale": "x"}},
+                {"order": {"a": 1}},
+                {"order": {"epoch": 1, "start": "x", "indices": [0]}},
+                {"order": {"epoch": 1, "start": 0, "indices": None}},
+                {"lanes": [{"samples": 1, "mark": "", "start": []}]},
+                {"loops": [[1]]},
+                {"loops": [["", 1]]},
+                {"frozen": [1]},
+                {"groups": {"optimizer": 1}},
+            )
+        ),
     ],
 )
 def test_a_structure_holds_only_what_samestep_writes(place: Path, value: Any) -> None:
@@ -270,6 +310,40 @@ def test_a_structure_takes_no_more_than_its_tensors(value: Any) -> None:
     """Strides with gaps, an array that is copied again and again, and one without bytes."""
     with pytest.raises(ValueError, match=r"not what samestep writes|in the state twice|shorter than its shape"):
         decode(value, {"w": torch.arange(10.0), "empty": torch.empty(0, dtype=torch.uint8)})
+
+
+class Numbers:
+    """A stream, in lanes."""
+
+    def lane(self, lane: int, num_lanes: int) -> Iterator[torch.Tensor]:
+        for number in range(lane, 1000, num_lanes):
+            yield torch.full((4,), number / 1000)
+
+
+def train_on_numbers(run_dir: Path, num_steps: int) -> None:
+    tiny_run(run_dir, num_steps=num_steps, data=Numbers())
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("objects", "optimizer"), None, "optimizer does not take its state"),
+        (("objects", "optimizer", "state"), None, "optimizer does not take its state"),
+        (("objects", "optimizer", "param_groups"), 3, "optimizer does not take its state"),
+        (("position", "lanes"), [], "the positions of 0 lanes, and the stream has 4"),
+    ],
+)
+def test_a_state_that_does_not_fit(tmp_path: Path, path: tuple[str, ...], value: Any, message: str) -> None:
+    samestep.spawn(train_on_numbers, 1, (tmp_path, 3))
+    store = Store(tmp_path)
+    snapshot = store.find("latest")
+    assert snapshot is not None
+    state = store.read(snapshot, SavedRun)
+    *holders, last = path
+    functools.reduce(operator.getitem, holders, state)[last] = value
+    store.write(state, step=snapshot.step, meta=snapshot.manifest["meta"])
+    with pytest.raises(RunDirectoryError, match=message):
+        samestep.spawn(train_on_numbers, 1, (tmp_path, 4))
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "../../outside", "\x1b[2J"])

@@ -12,9 +12,9 @@ from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
-from samestep.decoding import Count, Object, convert, decode, parse_json
+from samestep.decoding import Count, Number, Object, convert, decode, parse_json
 from samestep.files import open_regular, read_bytes
 from samestep.hashing import hash_bytes, hash_pieces
 from samestep.version import __version__
@@ -113,12 +113,31 @@ class _File(Struct, forbid_unknown_fields=True):
             raise ValueError("the sizes of the pieces differ from the file's")
 
 
+class _Tally(Struct):
+    num_skipped: Count = 0
+    epoch: Annotated[int, Meta(ge=-1)] = -1
+    sums: dict[str, tuple[str, str]] = {}
+
+    def __post_init__(self) -> None:
+        for total, weight in self.sums.values():
+            try:
+                float.fromhex(total)
+                has_weight = float.fromhex(weight) != 0.0
+            except OverflowError:
+                raise ValueError("a sum is too large") from None
+            if not has_weight:
+                raise ValueError("a sum has no weight")
+
+
 class _Meta(Struct):
     epoch: Count = 0
     metrics_bytes: Count = 0
     world_size: Count = 0
     rewinds: Count = 0
     numbers: Object = {}
+    settings: Object = {}
+    tally: _Tally | UnsetType = UNSET
+    lanes_s: list[Number] = []
     stopped: str = ""
 
 

@@ -215,7 +215,7 @@ class RunDirectory:
     def _judge(self, snapshot: Snapshot) -> str:
         """Return why a snapshot belongs to another run, such as one from a restored backup; "" if it does not."""
         meta = snapshot.manifest["meta"]
-        if not {"metrics_bytes", "numbers"} <= {*meta}:
+        if not {"metrics_bytes", "numbers", "world_size"} <= {*meta}:
             return "its manifest is not that of a run"
         different = find_different(meta["numbers"], self.record.get("numbers", {}))
         return f"it is of another run ({different})" if different else ""

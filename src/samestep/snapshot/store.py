@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from samestep.decoding import Count, Object, convert
+from samestep.decoding import Count, Number, Object, convert
 from samestep.errors import InvalidValue, RunDirectoryError
 from samestep.files import move_directory, open_regular, sync_directory
 from samestep.hashing import hash_bytes
@@ -36,9 +36,37 @@ _ASIDE = ".old-"  # the snapshot that is being replaced
 _BUFFER_BYTES = 1 << 20
 
 
+class _Order(Struct):
+    epoch: Count
+    start: Count
+    indices: Any  # `GivenOrder` checks them
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.indices, "__array__"):
+            raise ValueError("the indices are no array")
+
+
+class _Lane(Struct):
+    samples: Count
+    mark: str
+    start: tuple[Count, Annotated[int, Meta(ge=-1)], Any]
+
+
+class _Scale(Struct):
+    scale: Number = 1.0
+    good_steps: Count = 0
+
+
 class _Position(Struct):
     step: Count
     epoch: Count
+    precision: _Scale
+    order: _Order | None = None
+    lanes: list[_Lane] = []
+    loops: list[Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=2, max_length=3)]] = []
+    frozen: list[str] = []
+    frozen_at_start: list[str] = []
+    groups: dict[str, list[list[str]]] = {}
 
 
 class SavedObjects(Struct):
@@ -51,6 +79,7 @@ class SavedRun(SavedObjects):
     """The type of a run's state, for `Store.read`."""
 
     position: _Position
+    state: Object
 
 
 @dataclass(frozen=True)

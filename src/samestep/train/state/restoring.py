@@ -52,7 +52,7 @@ class RestoredLayout:
         """Freeze what was frozen, unless the script's initial freezing differs: then it was changed on purpose."""
         if saved.get("frozen_at_start") == self._frozen:
             for name, param in self._params().items():
-                param.requires_grad_(name not in saved["frozen"])
+                param.requires_grad_(name not in saved.get("frozen", ()))
 
     def add_groups(self, saved: Mapping[str, Any]) -> None:
         """Add the parameter groups that only the snapshot has. `load` restores their options."""
@@ -175,22 +175,22 @@ def load(objects: Objects, saved: Mapping[str, Any], *, leave: Collection[str] =
         if name in leave:
             continue
         settings: set[str] = set()
-        if isinstance(thing, torch.optim.Optimizer):
-            # torch adds defaults when it loads, but not to the groups.
-            settings = thing.defaults.keys() & thing.param_groups[0].keys()
-            num_groups = len(thing.param_groups)
-            num_saved = len(saved[name].get("param_groups", ()))
-            if num_groups < num_saved:
-                raise RunDirectoryError(
-                    f"{name} has {num_groups} of the {num_saved} groups of parameters in the snapshot: give it all of "
-                    "them before run.prepare, not by add_param_group in the loop; a frozen parameter (requires_grad) "
-                    "is not updated"
-                )
         try:
+            if isinstance(thing, torch.optim.Optimizer):
+                # torch adds defaults when it loads, but not to the groups.
+                settings = thing.defaults.keys() & thing.param_groups[0].keys()
+                num_groups = len(thing.param_groups)
+                num_saved = len(saved[name].get("param_groups", ()))
+                if num_groups < num_saved:
+                    raise RunDirectoryError(
+                        f"{name} has {num_groups} of the {num_saved} groups of parameters in the snapshot: give it all "
+                        "of them before run.prepare, not by add_param_group in the loop; a frozen parameter "
+                        "(requires_grad) is not updated"
+                    )
             unwrap(thing).load_state_dict(saved[name])
         except Error:
             raise
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             why = " ".join(str(error).split())
             why = why if len(why) <= MAX_SHOWN else f"{why[: MAX_SHOWN - 4]} ..."
             raise RunDirectoryError(f"{name} does not take its state from the snapshot: {why}") from error

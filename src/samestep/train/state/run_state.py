@@ -121,7 +121,8 @@ class RunState:
         self._epoch = position["epoch"]
         self._order = position.get("order")
         self._lanes = position.get("lanes", [])
-        self._lanes_s = notes.get("lanes_s", [0.0] * len(self._lanes))
+        lanes_s = notes.get("lanes_s", [])
+        self._lanes_s = lanes_s if len(lanes_s) == len(self._lanes) else [0.0] * len(self._lanes)
         self.steps_done = position["step"]
         self.resumed_step = self.steps_done
         self.stop_reason = notes.get("stopped", "") if is_latest else ""
@@ -138,10 +139,16 @@ class RunState:
 
     def resume_lanes(self, lanes: Lanes, plan: LoopPlan) -> str:
         """Continue to read a stream where the snapshot was taken. Return a warning if that takes long, else ""."""
-        if self.place.is_past or self.place.is_further or not self._lanes:
+        steps_before = self.steps_done - plan.first_step
+        if self.place.is_past or self.place.is_further or not steps_before:
             return ""
+        if len(self._lanes) != lanes.num_lanes:
+            raise RunDirectoryError(
+                f"the snapshot holds the positions of {len(self._lanes)} lanes, and the stream has {lanes.num_lanes}: "
+                "resume from another one"
+            )
         lanes.resume(self._lanes, self._lanes_s)
-        return lanes.describe_catching_up(self.steps_done - plan.first_step)
+        return lanes.describe_catching_up(steps_before)
 
     # --- steps ------------------------------------------------------------------------------------------------
 
