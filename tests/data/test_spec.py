@@ -152,6 +152,6 @@ def test_num_workers_must_be_a_count(num_workers: int) -> None:
 
 def assert_one_sentence(error: Error) -> None:
     text = str(error)
-    assert text.endswith(".")
+    assert not text.endswith(".")
     assert "\n" not in text
     assert not re.search(r"\. [A-Z]", text)

@@ -36,7 +36,7 @@ _ASIDE = ".old-"  # the snapshot that is being replaced
 _BUFFER_BYTES = 1 << 20
 
 
-class _Order(Struct):
+class _SavedOrder(Struct):
     epoch: Count
     start: Count
     indices: Any  # `GivenOrder` checks them
@@ -46,13 +46,13 @@ class _Order(Struct):
             raise ValueError("the indices are no array")
 
 
-class _Lane(Struct):
+class _SavedLane(Struct):
     samples: Count
     mark: str
     start: tuple[Count, Annotated[int, Meta(ge=-1)], Any]
 
 
-class _Scale(Struct):
+class _SavedScale(Struct):
     scale: Number = 1.0
     good_steps: Count = 0
 
@@ -60,9 +60,9 @@ class _Scale(Struct):
 class _Position(Struct):
     step: Count
     epoch: Count
-    precision: _Scale
-    order: _Order | None = None
-    lanes: list[_Lane] = []
+    precision: _SavedScale
+    order: _SavedOrder | None = None
+    lanes: list[_SavedLane] = []
     loops: list[Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=2, max_length=3)]] = []
     frozen: list[str] = []
     frozen_at_start: list[str] = []
