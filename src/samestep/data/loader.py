@@ -417,7 +417,7 @@ class Fetcher:
             if self._many is not None:
                 samples = self._many(indices)
                 if isinstance(samples, list) and len(samples) != len(indices):
-                    raise InvalidValue(f"__getitems__ gave {len(samples)} samples for {len(indices)} indices.")
+                    raise InvalidValue(f"__getitems__ gave {len(samples)} samples for {len(indices)} indices")
             else:
                 dataset = self._dataset
                 for index in indices:

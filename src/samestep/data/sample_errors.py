@@ -94,7 +94,7 @@ def explain(
     where = f"one of the samples {abbreviate(indices)}" if odd is None else f"sample {indices[odd]}"
     info = get_worker_info()
     worker = f", in DataLoader worker {info.id}" if info is not None else ""
-    return f"{what} failed at {where} ({describe_error(error)}{worker})."
+    return f"{what} failed at {where} ({describe_error(error)}{worker})"
 
 
 def _find_uncollatable(collate_fn: ManySamples, samples: Sequence[Any]) -> int | None:

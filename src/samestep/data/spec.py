@@ -81,7 +81,7 @@ def read_data_arguments(
         spec = DataSpec(data, **wanted)
     _check_dataset(spec.dataset, takes_streams)
     if not isinstance(spec.num_workers, int) or spec.num_workers < 0:
-        raise InvalidValue(f"num_workers is {spec.num_workers!r}: give 0 (load in this process) or more.")
+        raise InvalidValue(f"num_workers is {spec.num_workers!r}: give 0 (load in this process) or more")
     return spec
 
 
@@ -131,7 +131,7 @@ def _is_shuffled(loader: DataLoader[Any]) -> bool:
         hint = "remove it, since the run itself divides the samples among the ranks"
     else:
         hint = "pass the data set itself, and sampler=f with f(epoch) -> indices, the same on all ranks"
-    raise InvalidType(f"the DataLoader's sampler is a {name}, which a run does not support: {hint}.")
+    raise InvalidType(f"the DataLoader's sampler is a {name}, which a run does not support: {hint}")
 
 
 def is_stream(dataset: Any) -> bool:
@@ -151,16 +151,16 @@ def _check_dataset(dataset: Any, takes_streams: bool) -> None:
             return
         raise InvalidType(
             f"{name} is a stream without indexing, so the end of an epoch is not known: pass it to "
-            "run.steps(data, num_steps), or pass a map-style data set, with __getitem__ and __len__."
+            "run.steps(data, num_steps), or pass a map-style data set, with __getitem__ and __len__"
         )
     if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")):
         raise InvalidType(
             f"{name} does not support indexing, so no step could be repeated: "
-            "pass a map-style data set, with __getitem__ and __len__."
+            "pass a map-style data set, with __getitem__ and __len__"
         )
     try:
         length = len(dataset)
     except (TypeError, NotImplementedError):
-        raise InvalidType(f"{name} has no len(): pass a map-style data set, with __getitem__ and __len__.") from None
+        raise InvalidType(f"{name} has no len(): pass a map-style data set, with __getitem__ and __len__") from None
     if length == 0:
-        raise InvalidValue(f"the data set ({name}) is empty: a run needs at least one sample.")
+        raise InvalidValue(f"the data set ({name}) is empty: a run needs at least one sample")
