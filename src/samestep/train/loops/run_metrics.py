@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from samestep.console import warn
@@ -27,8 +27,23 @@ from samestep.watch.trackers.protocol import TrackerInfo
 MOST_ZERO = 5  # steps in a row whose loss and gradient may be exactly 0
 
 
+@dataclass(frozen=True)
+class _Subject:
+    """What is recorded in a loop.
+
+    Attributes:
+        objects: what was passed to `run.prepare`, for the learning rates.
+        wrapped: the optimizers that these objects hold.
+    """
+
+    plan: LoopPlan
+    gradients: GradientAverager
+    objects: Objects
+    wrapped: Wrapped
+
+
 class RunMetrics(StepObserver):
-    """Records every finished step, and rows of metrics. Writes the tally of the run's state."""
+    """Records every finished step, and rows of metrics."""
 
     def __init__(self, context: RunContext, state: RunState, progress: Progress, trackers: Trackers) -> None:
         self._context = context
@@ -36,6 +51,7 @@ class RunMetrics(StepObserver):
         self._progress = progress
         self._trackers = trackers
         self._info: TrackerInfo | None = None
+        self._begun: _Subject | None = None
         self._num_samples = 0
         self._rates: dict[str, float] = {}
         self._checksum = GradientChecksum()
@@ -53,12 +69,14 @@ class RunMetrics(StepObserver):
         self._info = info
 
     def begin_loop(self, plan: LoopPlan, objects: Objects, gradients: GradientAverager) -> None:
-        """A loop begins. `objects`: what was passed to `run.prepare`, for the learning rates."""
+        """A loop begins. Arguments as for `_Subject`."""
         self._num_samples = 0
-        self._plan = plan
-        self._objects = objects
-        self._gradients = gradients
-        self._wrapped: Wrapped = find_wrapped(objects)
+        self._begun = _Subject(plan, gradients, objects, find_wrapped(objects))
+
+    @property
+    def _subject(self) -> _Subject:
+        assert self._begun is not None, "no loop has begun"
+        return self._begun
 
     def start_trackers(self) -> None:
         """Start the trackers of a loop that has steps left. On rank 0."""
@@ -82,7 +100,7 @@ class RunMetrics(StepObserver):
     def reduced(self, step: Step) -> None:
         """Read the gradient and the learning rates of the update, which the script's body may change afterwards."""
         if self._context.location.directory is not None:
-            plan = self._gradients.plan
+            plan = self._subject.gradients.plan
             if plan is not self._checksummed:  # other parameters
                 self._checksummed = plan
                 self._checksum = GradientChecksum()
@@ -91,12 +109,12 @@ class RunMetrics(StepObserver):
         self._look_for_zero(step)
         every = self._context.config.log_every
         steps_done = step.number + 1
-        epochs_done = self._plan.epochs_done(steps_done) if every.epochs else None
+        epochs_done = self._subject.plan.epochs_done(steps_done) if every.epochs else None
         now_s = time.monotonic()
         self._is_logged = every.is_due(steps_done, epochs_done) or every.has_passed(now_s - self._logged_s)
         if self._is_logged:
             self._logged_s = now_s
-            self._rates = learning_rates(self._objects, self._wrapped)
+            self._rates = learning_rates(self._subject.objects, self._subject.wrapped)
 
     def end_step(self, step: Step) -> None:
         """Record a finished step."""
@@ -106,22 +124,25 @@ class RunMetrics(StepObserver):
         if directory is not None:
             self._add_to_ledger(directory, step)
         self._progress.step(steps_done, step.num_samples, step.epoch)
-        tally = self._state.tally
         if step.is_skipped:
-            tally.add_skipped()
-            if tally.num_skipped == 1:
-                why = "its gradient is not finite in fp16, so the loss scale was halved"
-                if step.averaged_loss is None:
-                    why = "no micro-batch of it had a step.backward with a weight above 0"
-                sentence = f"step {step.number} makes no update: {why}; such steps are counted as skipped_steps"
-                warn(self._context.say, sentence, start="step")
-        if not self._plan.is_endless:
-            tally.add(step.epoch, step.averages)
+            self._count_skipped(step)
+        if not self._subject.plan.is_endless:
+            self._state.add_averages(step.epoch, step.averages)
         if self._is_logged:
             row = {f"train/{name}": float(value) for name, (value, _) in step.averages.items()}
             loss = {"train/loss": row.pop("train/loss")} if "train/loss" in row else {}
-            skipped = {"train/skipped_steps": tally.num_skipped} if tally.num_skipped else {}
+            num_skipped = self._state.tally.num_skipped
+            skipped = {"train/skipped_steps": num_skipped} if num_skipped else {}
             self.write_row(loss | self._rates | row | skipped, steps_done, epoch=step.epoch)
+
+    def _count_skipped(self, step: Step) -> None:
+        if self._state.count_skipped() > 1:
+            return
+        why = "its gradient is not finite in fp16, so the loss scale was halved"
+        if step.averaged_loss is None:
+            why = "no micro-batch of it had a step.backward with a weight above 0"
+        sentence = f"step {step.number} makes no update: {why}; such steps are counted as skipped_steps"
+        warn(self._context.say, sentence, start="step")
 
     def exchanged(self, step: Step, report: PassReport) -> None:
         """Warn once if a rank has logged values that are not written, since only rank 0 writes rows."""
@@ -160,7 +181,7 @@ class RunMetrics(StepObserver):
                 return
         self._is_zero = None
         if step.averaged_loss == 0.0 and step.has_gradients:
-            self._is_zero = find_zero([param.grad for param in self._gradients.plan.params])
+            self._is_zero = find_zero([param.grad for param in self._subject.gradients.plan.params])
         else:
             self._num_zero = 0
 

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from samestep.data.lanes import LanePosition, Lanes
 from samestep.errors import RunDirectoryError
 from samestep.plan.loop_plan import LoopPlan
@@ -42,7 +44,7 @@ class Place:
 
 
 class RunState:
-    """The state of a run, of which snapshots hold a part. Only its methods write it, except `tally` and `script`.
+    """The state of a run, of which snapshots hold a part. Only its methods write it, and the script `script`.
 
     Attributes:
         steps_done: steps completed so far, over all restarts.
@@ -53,7 +55,7 @@ class RunState:
         is_in_loop: whether a loop has begun that has not ended.
         num_evaluations: evaluations since the current step or epoch began; each gets a different seed.
         stop_reason: why the script called run.stop() in this loop; "" if it did not.
-        tally: counts and averages of the steps, which `RunMetrics` adds.
+        tally: counts and averages of the steps.
         script: `Run.state`, which the script fills.
         summary: `Run.summary`, which no snapshot holds.
     """
@@ -167,6 +169,15 @@ class RunState:
     def end_step(self) -> None:
         """A step is done."""
         self.steps_done += 1
+
+    def count_skipped(self) -> int:
+        """Count a step that makes no update. Return the number of such steps."""
+        self.tally.add_skipped()
+        return self.tally.num_skipped
+
+    def add_averages(self, epoch: int, averages: Mapping[str, tuple[float | Tensor, float]]) -> None:
+        """Add the logged values of a step to those of its epoch. Arguments as for `MetricsTally.add`."""
+        self.tally.add(epoch, averages)
 
     def stop(self, reason: str) -> None:
         """The script has called run.stop()."""
