@@ -138,3 +138,31 @@ def test_a_group_for_tensors_on_gpus_gets_gloo_for_those_in_host_memory() -> Non
         dist.broadcast(torch.ones(1), 0)
     finally:
         dist.destroy_process_group()
+
+
+def test_norms_and_groups_are_those_of_the_total_norm() -> None:
+    """Without `_foreach_norm`: `torch.linalg.vector_norm`, which has other bits on a GPU. Without the function that
+    groups: group in order of occurrence, whose bits differ from torch's if gradients have several dtypes.
+    """
+    generator = torch.Generator().manual_seed(0)
+    dtypes = [torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.float64]
+    grads = [torch.randn(50 + i, generator=generator).to(dtype) for i, dtype in enumerate(dtypes)]
+    groups = torch_internals.group_by_kind(grads)
+    assert sorted(map(sorted, groups)) == [[0, 2], [1, 4], [3]]
+    inner = [norm for group in groups for norm in torch_internals.compute_norms([grads[i] for i in group], 2.0)]
+    assert torch.equal(torch.linalg.vector_norm(torch.stack(inner)), torch.nn.utils.get_total_norm(grads))
+
+
+def test_clipping_looks_at_the_gradients_first() -> None:
+    """Without `_get_total_norm`: replace `torch.nn.utils.clip_grad_norm_`, which misses scripts that import it."""
+    from torch.nn.utils import clip_grad_norm_
+
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for param in params:
+        param.grad = torch.ones(3)
+    seen: list[Any] = []
+    undo = torch_internals.watch_norms(seen.append)
+    clip_grad_norm_(params, 1.0)
+    undo()
+    clip_grad_norm_(params, 1.0)
+    assert [[grad is param.grad for grad, param in zip(grads, params, strict=True)] for grads in seen] == [[True, True]]

@@ -6,7 +6,7 @@ None has a public equivalent that is as fast or does the same. If a torch releas
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from operator import attrgetter
@@ -25,6 +25,45 @@ get_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buff
 # The C++ function that torch.autograd.backward calls. The Python wrapper repeats checks that GradientPass has made;
 # they take 30 us, a tenth of a small model's step.
 run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+
+# Tensors, order -> the norm of each. The kernel with which torch.nn.utils.get_total_norm begins; its bits differ from
+# those of torch.linalg.vector_norm on a GPU.
+compute_norms: Callable[[list[Tensor], float], Sequence[Tensor]] = torch._foreach_norm
+
+
+def group_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Group tensors by device and dtype, as torch.nn.utils.get_total_norm does: the groups' order follows from hashes.
+
+    Returns:
+        Per group, the numbers of its tensors.
+    """
+    if not tensors:
+        return []
+    groups = torch.utils._foreach_utils._group_tensors_by_device_and_dtype([[*tensors]], with_indices=True)
+    return [indices for _, indices in groups.values()]
+
+
+def watch_norms(look: Callable[[Sequence[Tensor]], None]) -> Callable[[], None]:
+    """Call `look` with the gradients of each `torch.nn.utils.clip_grad_norm_`, however the script has imported it.
+
+    Returns:
+        A function that ends this.
+    """
+    module = torch.nn.utils.clip_grad
+    compute = module._get_total_norm
+
+    def look_and_compute(tensors: Any, *args: Any, **options: Any) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+        look(tensors)
+        return compute(tensors, *args, **options)
+
+    def undo() -> None:
+        if module._get_total_norm is look_and_compute:
+            module._get_total_norm = compute
+
+    module._get_total_norm = look_and_compute
+    return undo
+
 
 # The iterator over a DataLoader. `_next_index` returns the indices of the next batch, `_reset` begins another pass.
 LoaderIterator: Any = torch.utils.data.dataloader._BaseDataLoaderIter

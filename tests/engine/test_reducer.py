@@ -49,12 +49,26 @@ def sum_tree(leaves: list[Tensor | None], lo: int, hi: int) -> Tensor | None:
 class Ranks:
     """A reducer on this rank, and a pass over micro-batches."""
 
-    def __init__(self, slots: tuple[int, ...] = (1, 1, 1, 1, 1), *, exact: bool = True, cap_bytes: int = 200) -> None:
+    def __init__(
+        self,
+        slots: tuple[int, ...] = (1, 1, 1, 1, 1),
+        *,
+        exact: bool = True,
+        cap_bytes: int = 200,
+        is_divided: bool = False,
+    ) -> None:
         self.group = open_group(read_environment(), torch.device("cpu"))
         self.params = build_params()
         named = [(f"p{i}", param, slot) for i, (param, slot) in enumerate(zip(self.params, slots, strict=True))]
+        self.owners = [(3 * i + 1) % self.group.world_size for i in ALL] if is_divided else None
         plan = build_reduction_plan(
-            named, self.group, exact=exact, bucket_cap_bytes=cap_bytes, num_slots=max(slots) + 1, num_values=0
+            named,
+            self.group,
+            exact=exact,
+            bucket_cap_bytes=cap_bytes,
+            num_slots=max(slots) + 1,
+            num_values=0,
+            owners=self.owners,
         )
         self.reducer = Reducer(plan, self.group)
         self.num_slots = max(slots) + 1
@@ -85,8 +99,12 @@ class Ranks:
 
 
 def gather(ranks: Ranks, grads: Any) -> Any:
-    """Return `grads`, after a check that all ranks have the same."""
-    first, *others = ranks.group.gather(grads)
+    """Return `grads`, after a check that all ranks, or the owners alone, have the same."""
+    first, *others = everywhere = ranks.group.gather(grads)
+    if ranks.owners is not None:
+        for rank, of_rank in enumerate(everywhere):
+            assert all(of_rank[i] is None for i in ALL if ranks.owners[i] != rank)
+        return [everywhere[ranks.owners[i]][i] for i in ALL]
     assert all(other == first for other in others)
     return first
 
@@ -96,16 +114,16 @@ def use_some(v: int) -> tuple[int, ...]:
     return tuple(i for i in (1, 3) if v != 2) + ((0,) if v % 2 else ()) + ((4,) if v == 1 else ())
 
 
-def reduce_some(n: int, direct_max_bytes: int) -> list[bytes | None]:
+def reduce_some(n: int, direct_max_bytes: int, is_divided: bool) -> list[bytes | None]:
     routes.DIRECT_MAX_BYTES = direct_max_bytes
-    ranks = Ranks()
+    ranks = Ranks(is_divided=is_divided)
     ranks.run(3)  # remains of an earlier pass with another layout have no effect
     return gather(ranks, ranks.run(n, use_some))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("n", one_in(4, [6, 1, 11, 2]))
 def test_sums_of_what_was_used(n: int) -> None:
-    """For every route, with and without idle ranks, and in the parameters' own strides."""
+    """For every route, with and without idle ranks and owners, and in the parameters' own strides."""
     expected: list[bytes | None] = []
     for i in ALL:
         total = sum_tree([draw(i, v) if i in use_some(v) else None for v in range(n)], 0, n)
@@ -115,9 +133,8 @@ def test_sums_of_what_was_used(n: int) -> None:
         like = build_params()[i]
         expected.append(torch.empty_like(like).copy_(total + 0.0).detach().numpy().tobytes())
     for num_ranks in (1, 2, 3, 4):
-        for direct_max_bytes in (0, 1 << 30) if num_ranks > 1 else (0,):
-            found = samestep.spawn(partial(reduce_some, n, direct_max_bytes), num_ranks)
-            assert found == expected, (num_ranks, direct_max_bytes)
+        for how in ((0, False), (1 << 30, False), (0, True)) if num_ranks > 1 else ((0, False),):
+            assert samestep.spawn(partial(reduce_some, n, *how), num_ranks) == expected, (num_ranks, *how)
 
 
 def reduce_two_passes() -> tuple[Any, Any]:
@@ -152,15 +169,15 @@ def test_a_pass_takes_no_memory_that_the_one_before_has_not() -> None:
     assert samestep.spawn(reduce_again_and_again, 2) == (True, 0)
 
 
-def reduce_fast(n: int) -> list[list[float] | None]:
-    ranks = Ranks(exact=False)
+def reduce_fast(n: int, is_divided: bool) -> list[list[float] | None]:
+    ranks = Ranks(exact=False, is_divided=is_divided)
     ranks.run(n, use_some)
     return gather(ranks, [None if p.grad is None else p.grad.double().flatten().tolist() for p in ranks.params])  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_fast_gives_the_same_sums_but_for_rounding(num_ranks: int) -> None:
-    found = samestep.spawn(partial(reduce_fast, 5), num_ranks)
+@pytest.mark.parametrize(("num_ranks", "is_divided"), [(1, False), (2, False), (3, False), (3, True)])
+def test_fast_gives_the_same_sums_but_for_rounding(num_ranks: int, is_divided: bool) -> None:
+    found = samestep.spawn(partial(reduce_fast, 5, is_divided), num_ranks)
     for i in ALL:
         total = sum_tree([draw(i, v).double() if i in use_some(v) else None for v in range(5)], 0, 5)
         assert (found[i] is None) == (total is None)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +23,14 @@ class Bucket:
         indices: numbers of the parameters.
         offsets: where each one's gradient begins in the bucket, in elements.
         num_elements: size of the bucket.
+        owner: the rank that gets the sum; None: all ranks.
     """
 
     indices: Sequence[int]
     params: Sequence[nn.Parameter]
     offsets: Sequence[int]
     num_elements: int
+    owner: int | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,16 +63,19 @@ def choose_cap_bytes(params: Sequence[nn.Parameter], *, one_host: bool) -> int:
     return MOST_BYTES if one_host else min(MOST_BYTES, max(LEAST_BYTES, num_bytes // NUM_BUCKETS))
 
 
-def build_buckets(params: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:
+def build_buckets(params: Sequence[nn.Parameter], cap_bytes: int, owners: Sequence[int] | None = None) -> list[Bucket]:
     """Fill buckets in reverse order of the models' parameters, which is roughly the order of a backward pass.
 
-    The parameters of a bucket have one dtype and device.
+    The parameters of a bucket have one dtype, device and owner.
+
+    Args:
+        owners: per parameter, the rank that gets its sum; None: all ranks get all sums.
     """
     groups: list[list[int]] = []
-    open_groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    open_groups: dict[tuple[Any, ...], list[int]] = {}
+    sizes: dict[tuple[Any, ...], int] = {}
     for i in reversed(range(len(params))):
-        kind = params[i].dtype, params[i].device
+        kind = params[i].dtype, params[i].device, None if owners is None else owners[i]
         num_bytes = params[i].numel() * params[i].element_size()
         if kind not in sizes or sizes[kind] + num_bytes > cap_bytes:
             open_groups[kind] = []
@@ -77,13 +83,16 @@ def build_buckets(params: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket
             sizes[kind] = 0
         open_groups[kind].append(i)
         sizes[kind] += num_bytes
-    return [_build_bucket(indices, [params[i] for i in indices]) for indices in groups]
+    return [
+        _build_bucket(indices, [params[i] for i in indices], None if owners is None else owners[indices[0]])
+        for indices in groups
+    ]
 
 
-def _build_bucket(indices: Sequence[int], params: Sequence[nn.Parameter]) -> Bucket:
+def _build_bucket(indices: Sequence[int], params: Sequence[nn.Parameter], owner: int | None) -> Bucket:
     align = ALIGN_BYTES // params[0].element_size()
     *offsets, num_elements = accumulate((-(-param.numel() // align) * align for param in params), initial=0)
-    return Bucket(indices, params, offsets, num_elements)
+    return Bucket(indices, params, offsets, num_elements, owner)
 
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ class Vote(NamedTuple):
         computed: checksum of this rank's results for a micro-batch that another rank computes, too; 0 for none.
         recomputed: checksum of this rank's results for a micro-batch of another rank; 0 for none.
         logged: a hash of the names in this rank's calls of run.log since the previous exchange; 0 for none.
+        checksum: checksum of this rank's part of the previous gradient, if gradients are divided among ranks; else 0.
     """
 
     stop: int = 0
@@ -32,6 +33,7 @@ class Vote(NamedTuple):
     computed: int = 0
     recomputed: int = 0
     logged: int = 0
+    checksum: int = 0
 
 
 @dataclass
@@ -77,7 +79,7 @@ class ControlFormat:
         self._shape = (layout.max_parts, num_values)
         most = max(len(held) for held in layout.ranges)
         self._padding = [0] * most
-        self._struct = Struct(f"<q???QQI??B6x{most}Q{most * sum(self._widths)}d")
+        self._struct = Struct(f"<q???QQII??B2x{most}Q{most * sum(self._widths)}d")
         self._used_at = self._struct.size
         self._parts_at = -(-(self._used_at + num_params) // 8) * 8
         self.size_bytes = -(-(self._parts_at + 8 * layout.max_parts * num_values) // 64) * 64
@@ -108,8 +110,8 @@ class ControlFormat:
 
     def unpack_from(self, block: memoryview, num_micro_batches: int) -> Control:
         """Read the control block of a rank that has `num_micro_batches`."""
-        *vote, buffers_changed, has_new_names, num_losses = (unpacked := self._struct.unpack_from(block, 0))[:10]
-        numbers = [*unpacked[10:]]
+        *vote, buffers_changed, has_new_names, num_losses = (unpacked := self._struct.unpack_from(block, 0))[:11]
+        numbers = [*unpacked[11:]]
         fingerprints = numbers[:num_micro_batches]
         at = self._most
         tables: list[list[list[float]]] = []

@@ -22,12 +22,17 @@ class Sums:
     Attributes:
         controls: every rank's control block.
         pieces: per bucket, its parameters, their sums, and the memory that holds these in one piece, if there is one.
+            On ranks that do not get a bucket's sums, they are None.
         used: a byte per parameter, see `USED`.
     """
 
     controls: list[Control]
     pieces: Sequence[tuple[Sequence[int], Sequence[Tensor | None], Tensor | None]]
     used: bytes
+
+    def has_gradients(self, plan: ReductionPlan, inverses: Sequence[float]) -> bool:
+        """Return whether a parameter gets a gradient, on this rank or another one. Arguments as for `average`."""
+        return any(marks & USED and inverses[slot] for marks, slot in zip(self.used, plan.slots, strict=True))
 
     def average(self, plan: ReductionPlan, inverses: Sequence[float]) -> Grads:
         """Return `sum * inverse`, computed in the sum; None if no micro-batch of the step used the parameter.
@@ -137,8 +142,10 @@ class Exchange:
         used = self._parts.used
         for each in controls:
             used |= int.from_bytes(each.used)
-        pieces = [
+        pieces: list[tuple[Sequence[int], Sequence[Tensor | None], Tensor | None]] = [
             (bucket.indices, of_bucket.grads, of_bucket.root)
+            if of_bucket.has_sum
+            else (bucket.indices, [None] * len(bucket.indices), None)
             for bucket, of_bucket in zip(self._plan.buckets, memory.buckets, strict=True)
         ]
         return Sums(controls, pieces, used.to_bytes(len(self._plan.params)))

@@ -75,6 +75,9 @@ class ExchangeMemory:
 class BucketMemory:
     """A bucket's memory for one layout: this rank's parts, and the sum.
 
+    Attributes:
+        has_sum: whether this rank gets the sum, which is then in `root` and, per parameter, in `grads`.
+
     Args:
         control_bytes: size of the control block, which is sent with the last bucket; 0 for the others.
         local_sockets: sockets that the last bucket may use.
@@ -96,14 +99,15 @@ class BucketMemory:
     ) -> None:
         self.layout = layout
         self.rank = rank
+        self.has_sum = bucket.owner in (None, rank)
+        self._owner = bucket.owner
         self._host: BucketMemory | None = None
         world_size = layout.world_size
         n = bucket.num_elements
         num_parts = layout.max_parts if exact else 1
         part_bytes = n * bucket.params[0].element_size()
-        is_pinned = device.type == "cpu" and bucket.device.type == "cuda"
-        new: dict[str, Any] = {"dtype": bucket.dtype, "device": device, "pin_memory": is_pinned}
-        self.route = routes.choose_route(layout, part_bytes) if exact and world_size > 1 else "all-reduce"
+        new: dict[str, Any] = {"dtype": bucket.dtype, "device": device, "pin_memory": device.type != bucket.device.type}
+        self.route = routes.choose_route(layout, part_bytes, exact=exact, has_owner=bucket.owner is not None)
         self.blocks: list[memoryview] = []  # the ranks' control blocks, if sent with this bucket
         self._neighbors: LocalSockets | None = None
         self._receives: Sequence[routes.Work] | None = None
@@ -135,6 +139,12 @@ class BucketMemory:
             self.root = slots[layout.root]
             if control_bytes:
                 self.blocks = [memoryview(row.numpy()) for row in self.rows[:, num_parts * part_bytes :]]
+        elif self.route == "owner":
+            self.theirs = torch.zeros(world_size * num_parts if self.has_sum else 0, n, **new)
+            own = slice(rank * num_parts, (rank + 1) * num_parts)
+            self.whole = self.theirs[own] if self.has_sum else torch.zeros(num_parts, n, **new)
+            self.parts = [*self.whole]
+            self.root = self.theirs[layout.root] if self.has_sum else self.parts[0]
         elif self.route == "chunks":
             padded = pad_to_chunks(n, world_size)
             self.whole = torch.zeros(num_parts, padded, **new)
@@ -166,12 +176,13 @@ class BucketMemory:
             self._receives = routes.post_receives(self.rows, self.rank, tag)
 
     def exchange(self, tag: int) -> routes.Route:
-        """Exchange this rank's parts. At the end, `root` holds the sum."""
+        """Exchange this rank's parts. At the end, `root` holds the sum on the ranks that get it."""
         if self._host is not None:
             for mine, copy in zip(self.parts, self._host.parts, strict=True):
                 copy.copy_(mine)
             yield from self._host.exchange(tag)
-            self.root.copy_(self._host.root)
+            if self.has_sum:
+                self.root.copy_(self._host.root)
         elif self.route == "direct":
             receives = self._receives
             self._receives = None
@@ -181,5 +192,11 @@ class BucketMemory:
             yield from routes.run_butterfly(self.root, self.spare, self.rank, self.layout.world_size, tag)
         elif self.route == "chunks":
             yield from routes.run_chunks(self.whole, self.chunks, self.rank, self.layout, tag)
+        elif self.route == "owner":
+            assert self._owner is not None
+            yield from routes.run_to_owner(self.theirs, self.whole, self.rank, self._owner, self.layout, tag)
+        elif self.route == "reduce":
+            assert self._owner is not None
+            yield from routes.run_reduce(self.root, self._owner)
         else:
             yield from routes.run_all_reduce(self.root)

@@ -7,6 +7,7 @@ from torch import nn
 from samestep.engine.buffers import BatchNormStatistics, OtherBuffers
 from samestep.engine.gradient_pass import GradientPass, PassContext
 from samestep.engine.logged_values import LoggedNames
+from samestep.engine.ownership import Ownership
 from samestep.engine.precision import Precision
 from samestep.engine.reducer import Reducer
 from samestep.engine.reduction_plan import ReductionPlan, build_reduction_plan
@@ -22,6 +23,9 @@ class GradientAverager:
         exact: whether to sum along the canonical tree; otherwise use the backend's all-reduce.
         bucket_cap_bytes: the largest size of a bucket of gradients; None: see `choose_cap_bytes`.
         micro_batch_size: samples of a whole micro-batch.
+
+    Attributes:
+        ownership: the rank that gets each parameter's gradient; None: all ranks get all gradients.
     """
 
     def __init__(
@@ -33,12 +37,14 @@ class GradientAverager:
         exact: bool,
         bucket_cap_bytes: int | None,
         micro_batch_size: int,
+        ownership: Ownership | None = None,
     ) -> None:
         statistics = BatchNormStatistics(modules.values())
         buffers = OtherBuffers(modules, statistics)
         self._context = PassContext(modules, group, precision, micro_batch_size, statistics, buffers, LoggedNames())
         self._exact = exact
         self._bucket_cap_bytes = bucket_cap_bytes
+        self.ownership = ownership
         self._reducer = self._build_reducer((), ())
 
     @property
@@ -65,6 +71,7 @@ class GradientAverager:
             num_slots=len(context.modules) + 1,
             num_values=context.statistics.num_values,
             untrained=untrained,
+            owners=None if self.ownership is None else self.ownership.assign([param for _, param, _ in trained]),
         )
         return Reducer(plan, context.group)
 

@@ -22,27 +22,90 @@ _FACTOR = 0x9E3779B97F4A7C15  # 2**64 by the golden ratio: its multiples spread 
 
 
 class GradientChecksum:
-    """Computes checksums of the gradients of some parameters."""
+    """Computes checksums of the gradients of some parameters. One that is absent counts as zeros.
 
-    def __init__(self) -> None:
-        self._ends: dict[tuple[bool, ...], list[int]] = {}
+    Args:
+        params: the parameters.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._ends = [*accumulate(param.nbytes for param in params)]
+        # Windows are widened to whole elements. NumPy does not have all types, so others are read as bytes.
+        self._widths = [4 if param.dtype is torch.float32 else 1 for param in params]
 
     def compute(self, grads: Sequence[Tensor | None], step: int) -> tuple[Callable[[], int], bool]:
-        """Read the pieces of a step. Call it before the gradients change, always for the same parameters.
+        """Read the pieces of a step. Call it before the gradients change.
 
         Returns:
             A function that returns the checksum (CRC-32), and whether it may wait for a GPU.
         """
-        found = [grad for grad in grads if grad is not None]
-        key = tuple([grad is None for grad in grads])
-        if key not in self._ends:
-            self._ends[key] = [*accumulate(grad.nbytes for grad in found)]
-        pieces = _read(found, self._ends[key], step)
-        if not any(grad.is_cuda for grad in found):
+        pieces = self._read(grads, step)
+        if not any(grad is not None and grad.is_cuda for grad in grads):
             checksum = _sum_up(pieces)
             return lambda: checksum, False
         wait = _copy(pieces)
         return lambda: _sum_up(wait()), True
+
+    def combine(self, checksums: Sequence[int], step: int) -> int:
+        """Return the checksum of gradients that are divided among ranks, from those of the ranks' parts.
+
+        CRC-32 is affine: that of the XOR of an odd number of messages of one length is the XOR of theirs. An even
+        number gets a message of zeros in addition.
+        """
+        total = 0
+        for each in checksums:
+            total ^= each
+        if len(checksums) % 2 == 0:
+            total ^= _sum_up(self._read([None] * len(self._ends), step))
+        return total
+
+    def _read(self, grads: Sequence[Tensor | None], step: int) -> Iterator[Tensor]:
+        """Yield the pieces of a step, flat and in memory order. Gradients are dense."""
+        ends = self._ends
+        for start, stop in choose_windows(ends[-1] if ends else 0, step):
+            i = bisect_right(ends, start)
+            while start < stop:
+                grad = grads[i]
+                width = self._widths[i]
+                begin = ends[i - 1] if i else 0
+                first = (start - begin) // width
+                last = -(-(min(stop, ends[i]) - begin) // width)
+                if grad is None:
+                    yield torch.zeros((last - first) * width, dtype=torch.uint8)
+                else:
+                    flat = grad.view(-1) if grad.is_contiguous() else grad.as_strided((grad.numel(),), (1,))
+                    yield (flat if width == 4 else flat.view(torch.uint8))[first:last]
+                start = ends[i]
+                i = i + 1
+
+
+class PartialChecksums:
+    """The checksums of gradients that are divided among ranks. The exchange after each pass combines them."""
+
+    def __init__(self) -> None:
+        self._own: Callable[[], int] | None = None  # of the last pass, unless it is combined
+        self._finish: Callable[[Sequence[int]], None] = lambda _: None
+
+    def add(self, checksum: GradientChecksum, own: Callable[[], int], step: int) -> Callable[[], int]:
+        """Note this rank's checksum of a pass. Return a function that returns the combined one, after `resolve`."""
+        combined: list[int] = []
+
+        def finish(values: Sequence[int]) -> None:
+            combined.append(checksum.combine(values, step))
+
+        self._own = own
+        self._finish = finish
+        return lambda: combined[0]
+
+    def take_own(self) -> int:
+        """Return this rank's checksum of the last pass, for an exchange of all ranks; 0 if it is combined."""
+        return 0 if self._own is None else self._own()
+
+    def resolve(self, values: Sequence[int]) -> None:
+        """Combine the checksums of the last pass. `values`: the results of `take_own` on all ranks."""
+        if self._own is not None:
+            self._own = None
+            self._finish(values)
 
 
 def find_zero(grads: Sequence[Tensor | None]) -> Callable[[], bool]:
@@ -83,22 +146,6 @@ def choose_windows(num_bytes: int, step: int) -> list[tuple[int, int]]:
     distance = num_bytes // NUM_PIECES
     first = (step * _FACTOR % 2**64) * distance >> 64
     return [(first + k * distance, min(first + k * distance + PIECE_BYTES, num_bytes)) for k in range(NUM_PIECES)]
-
-
-def _read(grads: Sequence[Tensor], ends: Sequence[int], step: int) -> Iterator[Tensor]:
-    """Yield pieces of dense gradients, flat and in memory order. `ends`: of the gradients, in bytes."""
-    for start, stop in choose_windows(ends[-1] if ends else 0, step):
-        i = bisect_right(ends, start)
-        while start < stop:
-            grad = grads[i]
-            offset = ends[i] - grads[i].nbytes
-            flat = grad.view(-1) if grad.is_contiguous() else grad.as_strided((grad.numel(),), (1,))
-            if flat.dtype is not torch.float32:
-                flat = flat.view(torch.uint8)  # NumPy does not have all types
-            size = flat.element_size()
-            yield flat[(start - offset) // size : -(-(min(stop, ends[i]) - offset) // size)]
-            start = ends[i]
-            i = i + 1
 
 
 def _sum_up(pieces: Iterable[Tensor]) -> int:

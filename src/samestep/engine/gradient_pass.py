@@ -248,22 +248,23 @@ class GradientPass:
         context = self._context
         plan = self._reducer.plan
         controls = sums.controls
-        grads, means = self._average(sums)
+        grads, means, has_any = self._average(sums)
         for k in range(1, max([control.num_losses for control in controls])):
             # Copies, because the exchange of the next loss uses the same memory.
             before = [None if grad is None else grad.clone() for grad in grads]
             more = self._finish_further(k, controls)
-            grads, more_means = self._average(more)
+            grads, more_means, has_more = self._average(more)
+            has_any |= has_more
             grads = [add(one, other) for one, other in zip(grads, before, strict=True)]
             means += more_means
         self._first.assign(grads)
         has_gradients = bool(means)
-        if means and not self._number and all(param.grad is None for param in plan.params):
+        if means and not self._number and not has_any:
             raise UsageError(
                 f"no trained parameter got a gradient in step {self._step}: compute the loss from the models "
                 "that were passed to run.prepare, and do not detach it from them"
             )
-        if not context.precision.accepts(param.grad for param in plan.params if param.grad is not None):
+        if not self._accepts_gradients():
             has_gradients = False
             for param in plan.params:
                 param.grad = None
@@ -273,11 +274,22 @@ class GradientPass:
                 context.group.broadcast_tensors(context.buffers.finish(), rank)
         return PassResult(math.fsum(means) if means else None, has_gradients)
 
-    def _average(self, sums: Sums) -> tuple[Grads, list[float]]:
-        """Return the averaged gradients, and the average losses of the slots that have any."""
+    def _average(self, sums: Sums) -> tuple[Grads, list[float], bool]:
+        """Return the averaged gradients, the average losses of the slots that have any, and `Sums.has_gradients`."""
+        plan = self._reducer.plan
         totals, means = self._losses.average(sums.controls)
         unit = self._context.micro_batch_size / self._scale
-        return sums.average(self._reducer.plan, [unit / total if total else 0.0 for total in totals]), means
+        inverses = [unit / total if total else 0.0 for total in totals]
+        return sums.average(plan, inverses), means, sums.has_gradients(plan, inverses)
+
+    def _accepts_gradients(self) -> bool:
+        """Return whether an update may use the gradients in `.grad`, the same on all ranks."""
+        context = self._context
+        plan = self._reducer.plan
+        grads = (param.grad for param in plan.params if param.grad is not None)
+        if plan.owners is None:
+            return context.precision.accepts(grads)
+        return context.precision.accepts(grads, lambda is_finite: all(context.group.gather_number(is_finite)))
 
     def _finish_further(self, k: int, controls: Sequence[Control]) -> Sums:
         """Sum the gradients of loss k over all ranks."""

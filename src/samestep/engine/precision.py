@@ -1,7 +1,7 @@
 """Mixed precision: the context of `run.autocast()`, and the loss scale for float16."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -32,8 +32,13 @@ class Precision:
         """Return the context for a forward pass."""
         return nullcontext() if self._dtype is None else torch.autocast(self._device_type, dtype=self._dtype)
 
-    def accepts(self, gradients: Iterable[Tensor]) -> bool:
-        """Return whether an update may use the reduced gradients."""
+    def accepts(self, gradients: Iterable[Tensor], agree: Callable[[bool], bool] = bool) -> bool:
+        """Return whether an update may use the reduced gradients.
+
+        Args:
+            gradients: those that this rank has.
+            agree: returns whether the gradients of all ranks are finite, from whether those of this rank are.
+        """
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,9 +63,10 @@ class ScaledPrecision(Precision):
         self.scale = 2.0**16
         self._good_steps = 0
 
-    def accepts(self, gradients: Iterable[Tensor]) -> bool:
+    def accepts(self, gradients: Iterable[Tensor], agree: Callable[[bool], bool] = bool) -> bool:
         # The largest absolute value, because a sum of squares may overflow. One read-back for all gradients.
-        good = bool(get_total_norm([each for each in gradients if each.numel()], math.inf).isfinite())
+        largest = get_total_norm([each for each in gradients if each.numel()], math.inf)
+        good = agree(bool(largest.isfinite()))
         if good:
             self._good_steps += 1
             if self._good_steps == self.growth_steps:

@@ -22,6 +22,7 @@ class ReductionPlan:
         zeros: a zero of each dtype on each device.
         buckets: in the order in which they are exchanged.
         bucket_of: per parameter, the number of its bucket.
+        owners: per parameter, the rank that gets its sum; None: all ranks get all sums.
         exact: whether to sum along the canonical tree; otherwise use the backend's all-reduce.
         num_slots, num_values: sizes in the control block: slots, and values of BatchNorm's statistics.
     """
@@ -34,6 +35,7 @@ class ReductionPlan:
     zeros: Mapping[tuple[torch.dtype, torch.device], Tensor]
     buckets: Sequence[Bucket]
     bucket_of: Sequence[int]
+    owners: Sequence[int] | None
     exact: bool
     num_slots: int
     num_values: int
@@ -48,18 +50,20 @@ def build_reduction_plan(
     num_slots: int,
     num_values: int,
     untrained: Sequence[nn.Parameter] = (),
+    owners: Sequence[int] | None = None,
 ) -> ReductionPlan:
     """Return the plan for these parameters.
 
     Args:
         trained: (name, parameter, slot) in the models' order.
         bucket_cap_bytes: maximum size of a bucket; None: the result of `choose_cap_bytes`.
+        owners: see `ReductionPlan`.
     """
     params = [param for _, param, _ in trained]
     if bucket_cap_bytes is None:
         one_host = group.world_size == 1 or group.local_sockets is not None
         bucket_cap_bytes = choose_cap_bytes(params, one_host=one_host)
-    buckets = build_buckets(params, bucket_cap_bytes)
+    buckets = build_buckets(params, bucket_cap_bytes, owners)
     numbers = {i: number for number, bucket in enumerate(buckets) for i in bucket.indices}
     kinds = {(param.dtype, param.device) for param in params}
     return ReductionPlan(
@@ -71,6 +75,7 @@ def build_reduction_plan(
         zeros={(dtype, device): torch.zeros((), dtype=dtype, device=device) for dtype, device in kinds},
         buckets=buckets,
         bucket_of=[numbers[i] for i in range(len(params))],
+        owners=owners,
         exact=exact,
         num_slots=num_slots,
         num_values=num_values,

@@ -30,8 +30,19 @@ DIRECT_MAX_BYTES = 4 << 20
 NEIGHBORS_MAX_BYTES = 1 << 20
 
 
-def choose_route(layout: Layout, num_bytes: int) -> str:
-    """Return "direct", "butterfly" or "chunks" for a bucket of `num_bytes`: the same on every rank."""
+def choose_route(layout: Layout, num_bytes: int, *, exact: bool = True, has_owner: bool = False) -> str:
+    """Return how to exchange a bucket, the same on every rank.
+
+    Args:
+        num_bytes: size of the bucket.
+        exact: whether to sum along the canonical tree: "direct", "butterfly", "chunks" or "owner"; otherwise the
+            backend's "all-reduce" or "reduce".
+        has_owner: whether only one rank gets the sum.
+    """
+    if not exact or layout.world_size == 1:
+        return "reduce" if has_owner else "all-reduce"
+    if has_owner:
+        return "owner"
     if num_bytes * layout.max_parts * layout.world_size <= DIRECT_MAX_BYTES:
         return "direct"
     return "butterfly" if layout.butterfly else "chunks"
@@ -39,7 +50,7 @@ def choose_route(layout: Layout, num_bytes: int) -> str:
 
 def _exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int) -> Sequence[Work]:
     """Issue point-to-point messages. `sends`, `receives`: (tensor, peer) pairs."""
-    if sends and sends[0][0].is_cuda:
+    if any(tensor.is_cuda for tensor, _ in (*sends, *receives)):
         ops = [dist.P2POp(dist.irecv, tensor, peer) for tensor, peer in receives]
         ops += [dist.P2POp(dist.isend, tensor, peer) for tensor, peer in sends]
         return dist.batch_isend_irecv(ops)
@@ -88,6 +99,25 @@ def add_parts(slots: Sequence[Tensor] | Tensor, layout: Layout) -> Tensor:
     for dst, src in layout.additions:
         slots[dst].add_(slots[src])
     return slots[layout.root]
+
+
+def run_to_owner(slots: Tensor, parts: Tensor, rank: int, owner: int, layout: Layout, tag: int) -> Route:
+    """Send this rank's parts to the owner, which sums all ranks' parts in `slots`. Other ranks receive nothing.
+
+    Args:
+        slots: [W * max_parts, n], the parts of all ranks; on the owner only.
+        parts: [max_parts, n], this rank's parts; on the owner, its slots.
+    """
+    if rank != owner:
+        sends = [(parts[: len(layout.parts[rank])], owner)] if layout.parts[rank] else []
+        if sends:
+            yield _exchange(sends, [], tag)
+        return
+    rows = slots.view(layout.world_size, layout.max_parts, -1)
+    receives = [(rows[peer, : len(held)], peer) for peer, held in enumerate(layout.parts) if held and peer != rank]
+    if receives:
+        yield _exchange([], receives, tag)
+    add_parts(slots, layout)
 
 
 Span = tuple[int, int]
@@ -148,6 +178,11 @@ def run_chunks(parts: Tensor, chunks: Tensor, rank: int, layout: Layout, tag: in
         [(parts[0, bounds[peer]], peer) for peer in peers],
         tag,
     )
+
+
+def run_reduce(x: Tensor, owner: int) -> Route:
+    """Reduce `x` to its owner with the backend. The bits of the sum depend on the number of ranks."""
+    yield [dist.reduce(x, owner, async_op=True)]
 
 
 def run_all_reduce(x: Tensor) -> Route:
