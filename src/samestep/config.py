@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Reduction = Literal["exact", "fast"]
 CheckCompute = Literal["stop", "warn"]
+Shard = Literal["optimizer"]
 
 PREFIX = "SAMESTEP_"
 MAX_THREADS = 1 << 12
@@ -185,6 +186,12 @@ def _choice(literal: Any) -> Callable[[str, Any], Any]:
     return check
 
 
+def _check_shard(name: str, value: Any) -> Any:
+    if value not in (None, "none", *get_args(Shard)):
+        raise InvalidValue(f"{name} must be optimizer or none, not {value!r}")
+    return None if value == "none" else value
+
+
 def _check_bool(name: str, value: Any) -> Any:
     if not isinstance(value, bool):
         raise InvalidValue(f"{name} must be True or False, not {value!r}")
@@ -319,6 +326,15 @@ class RunConfig:
         Reduction,
         Option(str, "R", "exact: the same bits at any world size; fast: the backend's all-reduce", _choice(Reduction)),
     ] = "exact"
+    shard: Annotated[
+        Shard | None,
+        Option(
+            str,
+            "S",
+            "optimizer: divide the optimizers' state among the ranks; none: every rank holds all of it",
+            _check_shard,
+        ),
+    ] = None
     device: Annotated[
         str | None,
         Option(

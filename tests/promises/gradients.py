@@ -12,7 +12,9 @@ from promises.loops import (
     build_run,
     case,
     learn_classes,
+    list_norms,
     on_long_routes,
+    read_grads,
     score_classes,
     sgd_momentum,
     trace_run,
@@ -84,8 +86,8 @@ def alternate(t: Any) -> None:
 def unused_weights() -> Result:
     def check(t: Any) -> None:
         # As on one device: no gradient, so no update by weight decay or momentum, and no state.
-        assert all(param.grad is None for param in t.model.never.parameters())
-        assert all((param.grad is not None) == t.model.is_even for param in t.model.even.parameters())
+        assert all(grad is None for grad in read_grads(t.run, t.model.never.parameters()))
+        assert all((grad is not None) == t.model.is_even for grad in read_grads(t.run, t.model.even.parameters()))
         assert not any(param in t.optimizer.state for param in t.model.never.parameters())
 
     optimizer = lambda params: torch.optim.AdamW(params, 1e-2, weight_decay=0.3)  # noqa: E731
@@ -128,7 +130,7 @@ def gradients_of_minus_zero() -> Result:
     return trace_run(
         lambda: nn.ParameterDict({"head": nn.Parameter(torch.randn(6, 4)), "zero": nn.Parameter(torch.zeros(3))}),
         optimizer=sgd_momentum, body=body,
-        then=lambda t: [t.trace.add("gradient of zero", t.model["zero"].grad), update(t)],
+        then=lambda t: [t.trace.add("gradient of zero", read_grads(t.run, [t.model["zero"]])[0]), update(t)],
     )  # fmt: skip
 
 
@@ -153,7 +155,7 @@ def gradients_that_a_function_withholds() -> Result:
         lambda: nn.ParameterDict({"shift": nn.Parameter(torch.zeros(6)), "head": nn.Parameter(torch.randn(6, 4))}),
         optimizer=sgd_momentum, at_end=check,
         body=lambda t, x, y: t.step.backward(F.cross_entropy(Shift.apply(x, t.model["shift"]) @ t.model["head"], y)),
-        then=lambda t: [t.trace.add("has a gradient", t.model["shift"].grad is not None), update(t)],
+        then=lambda t: [t.trace.add("has a gradient", read_grads(t.run, [t.model["shift"]])[0] is not None), update(t)],
     )  # fmt: skip
 
 
@@ -187,12 +189,12 @@ def gan() -> Result:
             trace.end_step(step)
             opt_c.step()
             if step.number % 2 == 0:
-                gradients = [param.grad.clone() for param in critic.parameters()]
+                gradients = [grad.clone() for grad in read_grads(run, critic.parameters())]
                 for x, _ in step:
                     step.backward(F.softplus(-critic(generator(torch.randn(len(x), 2)))).mean(), model=generator)
                 opt_g.step()
                 # The second pass is the generator's: the critic's gradient stays what it was.
-                assert all(map(torch.equal, gradients, (param.grad for param in critic.parameters())))
+                assert all(map(torch.equal, gradients, read_grads(run, critic.parameters())))
                 trace.end_step(step)
         generator.eval()
         trace.add("samples", generator(fixed_noise))
@@ -251,13 +253,13 @@ def train_on_several_losses() -> Result:
                 if step.number % 3 < 2:
                     scores = critic(model(x).detach())
                     step.backward({F.softplus(scores).mean(): 2, scores.square().mean(): int(y[0])}, model=critic)
-            trace.add("gradients", [None if p.grad is None else p.grad.norm() for p in model.parameters()])
+            trace.add("gradients", list_norms(run, model.parameters()))
             trace.end_step(step)
             if step.number % 3 < 2:
                 for x, y in step:
                     scores = critic(model(x).detach())
                     step.backward({scores.mean(): 1, model[4](x[:, :1].expand(-1, 8)).mean(): len(y)})
-            trace.add("gradients", [None if p.grad is None else p.grad.norm() for p in model.parameters()])
+            trace.add("gradients", list_norms(run, model.parameters()))
             opt_1.step()
             opt_2.step()
             trace.end_step(step)
@@ -336,7 +338,7 @@ def unfrozen_in_a_steps_body() -> Result:
             for x, y in step:
                 step.backward(F.cross_entropy(model(x) - other(x), y))
             model.requires_grad_(True)
-            trace.add("gradients", [None if p.grad is None else p.grad.norm() for p in other.parameters()])
+            trace.add("gradients", list_norms(run, other.parameters()))
             optimizer.step()
             trace.end_step(step)
     return trace.finish()
@@ -351,7 +353,10 @@ def another_layer_in_the_optimizer() -> Result:
     return trace_run(
         lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 4)),
         optimizer=lambda params: torch.optim.SGD(params[2:], 0.1), before=replace,
-        then=lambda t: [t.trace.add("has gradients", [p.grad is not None for p in t.model.parameters()]), update(t)],
+        then=lambda t: [
+            t.trace.add("has gradients", [grad is not None for grad in read_grads(t.run, t.model.parameters())]),
+            update(t),
+        ],
     )  # fmt: skip
 
 
@@ -401,7 +406,8 @@ def overlapping_views_of_one_gradient() -> Result:
             return x @ (self.a.view(24) + torch.cat([torch.zeros(10), self.b])).view(6, 4)
 
     def check(t: Any) -> None:
-        assert torch.equal(t.model.b.grad, t.model.a.grad.view(24)[10:])
+        a, b = read_grads(t.run, [t.model.a, t.model.b])
+        assert torch.equal(b, a.view(24)[10:])
 
     return train_classes(Sum, after=check)
 
@@ -413,9 +419,10 @@ def gradients_kept_for_the_next_step() -> Result:
 
     def then(t: Any) -> None:
         nonlocal before
+        (grad,) = read_grads(t.run, [t.model.weight])
         if before is not None:
-            t.trace.add("cosine", F.cosine_similarity(before.flatten(), t.model.weight.grad.flatten(), dim=0))
-        before = t.model.weight.grad
+            t.trace.add("cosine", F.cosine_similarity(before.flatten(), grad.flatten(), dim=0))
+        before = grad if t.model.weight.grad is None else t.model.weight.grad
         update(t)
 
     return trace_run(lambda: nn.Linear(6, 4), then=then)
@@ -435,6 +442,7 @@ def sparse_gradients() -> Result:
             return self.head(self.words(tokens).sum(1) + self.words(tokens[:, 0]))
 
     def check(t: Any) -> None:
-        assert t.model.words.weight.grad.layout is torch.strided
+        (grad,) = read_grads(t.run, [t.model.words.weight])
+        assert grad.layout is torch.strided
 
     return train_classes(Words, optimizer=lambda params: torch.optim.Adagrad(params, 0.1), after=check)

@@ -6,11 +6,12 @@ on 1 to 12 ranks, and a short last step that leaves ranks idle and has a ragged 
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from promises.models import BATCH_SIZE, MICRO_BATCH_SIZE, build_pairs
 from support.tiny import Hook, Tiny, nothing, tiny_run, update
@@ -89,6 +90,21 @@ def score_classes(model: Callable[[Tensor], Tensor]) -> Callable[[Any], dict[str
     return score
 
 
+def read_grads(run: samestep.Run, params: Iterable[Tensor]) -> list[Any]:
+    """Return the gradients of parameters, None for one without, on all ranks. With owners, these have them."""
+    found = [param.grad for param in params]
+    if run._prepared is None or run._prepared.divided is None:
+        return found
+    everywhere: list[Any] = [None] * run.world_size
+    dist.all_gather_object(everywhere, found)
+    return [next((grad for grad in of_param if grad is not None), None) for of_param in zip(*everywhere, strict=True)]
+
+
+def list_norms(run: samestep.Run, params: Iterable[Tensor]) -> list[Any]:
+    """Return the norm of each parameter's gradient, None for one without, on all ranks."""
+    return [grad if grad is None else grad.norm() for grad in read_grads(run, params)]
+
+
 def train_classes(
     model: Callable[[], nn.Module], *, forward: Callable[[Tiny, Tensor], Tensor] = lambda t, x: t.model(x),
     before: Hook = nothing, after: Hook = nothing, **arguments: Any,
@@ -106,7 +122,9 @@ def train_classes(
 
     def then(t: Any) -> None:
         t.trace.add("norm", t.run.clip_grad_norm_(t.model.parameters(), 0.5))
-        t.trace.add("without gradient", [name for name, p in t.model.named_parameters() if p.grad is None])
+        names = [name for name, _ in t.model.named_parameters()]
+        grads = read_grads(t.run, t.model.parameters())
+        t.trace.add("without gradient", [name for name, grad in zip(names, grads, strict=True) if grad is None])
         update(t)
         after(t)
 

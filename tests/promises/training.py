@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from promises.loops import Result, adamw, case, learn_classes, score_classes, trace_run, train_classes
+from promises.loops import Result, adamw, case, learn_classes, read_grads, score_classes, trace_run, train_classes
 from promises.models import NUM_SAMPLES, Augmented, Buffers, Norms, Sentences, Tagger, build_pairs, pad
 from support.states import build_state
 from support.tiny import learn, update
@@ -181,9 +181,9 @@ def scores_by_gradients() -> Result:
                 t.model(x).square().mean().backward()
             return {"slope": x.grad.norm(), "of the weights": t.model[0].weight.grad.norm()}
 
-        before = [param.grad.clone() for param in t.model.parameters()]
+        before = [grad.clone() for grad in read_grads(t.run, t.model.parameters())]
         t.trace.add("scores", t.run.evaluate(score, build_pairs(29, seed=1)))
-        assert all(map(torch.equal, before, (param.grad for param in t.model.parameters())))
+        assert all(map(torch.equal, before, read_grads(t.run, t.model.parameters())))
         update(t)
 
     return trace_run(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), then=then)
@@ -257,7 +257,7 @@ def fp16_with_overflows() -> Result:
     skipped = []
 
     def note(t: Any) -> None:
-        missing = [param.grad is None for param in t.model.parameters()]
+        missing = [grad is None for grad in read_grads(t.run, t.model.parameters())]
         assert len(set(missing)) == 1
         skipped.append(missing[0])
 

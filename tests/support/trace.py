@@ -38,7 +38,10 @@ class Trace:
 
     def digest(self) -> str:
         """Return what `samestep inspect --digest` would print for a snapshot of this moment."""
-        return digest(build_state(self._run, {"step": self._run.steps_done, "epoch": 0}))
+        found = [digest(build_state(self._run, {"step": self._run.steps_done, "epoch": 0}))]
+        if self._run._prepared is not None and self._run._prepared.divided is not None:
+            dist.broadcast_object_list(found, 0)  # only rank 0 has the whole state
+        return found[0]
 
     def finish(self) -> list[tuple[str, Any]]:
         """Return the entries, after a check that all ranks have the same."""

@@ -112,6 +112,8 @@ def resume_state(data: LoopData, context: RunContext, state: RunState, prepared:
         services.resources.begin_loop()
     if state.place.is_replayed:
         state.set_script(prepared.contents.restore_again(context.location.read(prepared.point)))
+        if prepared.divided is not None:
+            prepared.divided.drop_others()
 
 
 def build_observers(
@@ -142,7 +144,9 @@ def build_observers(
             prepared.gradients,
             services.watchdog,
             run_dir,
-            lambda position: prepared.contents.build(position | state.list_ends(), state.script),
+            lambda position: prepared.contents.build(
+                position | state.list_ends(), state.script, prepared.collect_others()
+            ),
         )
     )
     return Observers([*observers, *interceptors.installed], interceptors)

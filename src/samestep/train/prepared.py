@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch import nn
 
 from samestep.engine.gradient_averager import GradientAverager
+from samestep.engine.ownership import Ownership
 from samestep.snapshot.resume_point import ResumePoint
 from samestep.snapshot.serialization import encode
 from samestep.snapshot.snapshotter import Snapshotter
@@ -15,6 +16,7 @@ from samestep.train.guards import calls
 from samestep.train.guards.misuse import MisuseChecks
 from samestep.train.guards.parameters import TrainedParameters
 from samestep.train.guards.replicas import ReplicaChecks
+from samestep.train.state.divided_optimizers import DividedOptimizers
 from samestep.train.state.restoring import Contents
 from samestep.train.state.run_state import RunState
 from samestep.train.state.stateful import describe_models, find_held_optimizers, outline, states
@@ -32,6 +34,7 @@ class Prepared:
         overrides: whether the script's settings and data replace those of the run.
         contents: builds and restores the state for a snapshot.
         gradients: computes the gradients of the models.
+        divided: the optimizers, if their state is divided among the ranks.
         misuse, parameters, replicas: observers of the models.
         point: where the run resumed.
     """
@@ -42,10 +45,15 @@ class Prepared:
     overrides: bool
     contents: Contents
     gradients: GradientAverager
+    divided: DividedOptimizers | None
     misuse: MisuseChecks
     parameters: TrainedParameters
     replicas: ReplicaChecks
     point: ResumePoint
+
+    def collect_others(self) -> dict[str, dict[int, Any]]:
+        """Call `DividedOptimizers.collect` if the optimizers' state is divided. On all ranks."""
+        return {} if self.divided is None else self.divided.collect()
 
 
 def prepare_objects(
@@ -78,6 +86,8 @@ def prepare_objects(
     context.group.broadcast_tensors([t for m in modules.values() for t in (*m.parameters(), *m.buffers())])
     if context.location.path is not None:
         encode(states(objects))  # an Error for what cannot be saved comes now, not after the first epoch
+    is_divided = config.shard == "optimizer" and context.world_size > 1
+    ownership = Ownership(context.rank, context.world_size) if is_divided else None
     gradients = GradientAverager(
         modules,
         context.group,
@@ -85,12 +95,17 @@ def prepare_objects(
         exact=config.reduction == "exact",
         bucket_cap_bytes=config.bucket_cap_bytes,
         micro_batch_size=config.micro_batch_size,
+        ownership=ownership,
     )
     held = find_held_optimizers(objects)
+    divided = None if ownership is None else DividedOptimizers(objects, held, ownership, context.group)
     point = context.location.find_resume_point(config.resume, numbers)
     if not point.is_beginning:
         _restore(point, contents, context, state, overrides=overrides)
         snapshotter.resume(point)
+    parameters = TrainedParameters(objects, modules, gradients, held)
+    if divided is not None:
+        divided.drop_others()
     return Prepared(
         objects=objects,
         modules=modules,
@@ -98,9 +113,10 @@ def prepare_objects(
         overrides=overrides,
         contents=contents,
         gradients=gradients,
+        divided=divided,
         misuse=MisuseChecks(objects, modules, gradients, held),
-        parameters=TrainedParameters(objects, modules, gradients, held),
-        replicas=ReplicaChecks(objects, context.group, config.compare_every),
+        parameters=parameters,
+        replicas=ReplicaChecks(objects, context.group, config.compare_every, has_divided_state=is_divided),
         point=point,
     )
 

@@ -8,10 +8,11 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from samestep.config import OPTIONS, CheckCompute, Precision, Reduction
+from samestep.config import OPTIONS, CheckCompute, Precision, Reduction, Shard
 from samestep.console import warn
 from samestep.data.loader import seed_all
 from samestep.data.pools import Pools
+from samestep.engine.gradient_norm import compute_total_norm
 from samestep.engine.precision import build_precision
 from samestep.errors import InvalidValue, UsageError
 from samestep.plan.seeds import derive
@@ -68,6 +69,8 @@ class Run:
         precision: "fp32", "bf16" or "fp16", used by `autocast`; "tf32" is float32 with matrix products and
             convolutions in TF32 on a GPU, and fp32 on the CPU.
         reduction: "exact" (the same bits at any number of ranks) or "fast" (the backend's all-reduce).
+        shard: "optimizer" divides the optimizers' state among the ranks, see docs/parallelism.md. None: every rank
+            holds all of it.
         num_threads: CPU threads per rank. The bits depend on it, so the default is 1 on every machine.
         snapshot_every: interval of snapshots: 10 (steps), "2epochs", "30min" (s, min, h) or None. A snapshot is also
             taken at the end of the run, and when it is stopped.
@@ -126,6 +129,7 @@ class Run:
         seed: int = 0,
         precision: Precision = "fp32",
         reduction: Reduction = "exact",
+        shard: Shard | None = None,
         num_threads: int = 1,
         snapshot_every: int | str | None = "1epochs",
         keep_last: int = 3,
@@ -677,7 +681,15 @@ class Run:
             1.414
         """
         self._refuse_in_step("run.clip_grad_norm_", "the gradient is not complete there; dedent it")
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        ownership = self._check_prepared("run.clip_grad_norm_").gradients.ownership
+        if ownership is None:
+            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        params = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        norm = compute_total_norm(params, norm_type, foreach, self._context.group, ownership)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(f"the norm of the gradients is {norm.item()}, and error_if_nonfinite is set")
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
+        return norm
 
     def _open_loop(self, data: Any, count: int, **arguments: Any) -> Loop:
         """Open the next loop, of `count` epochs or steps. Other arguments as for `open_loop_data`."""

@@ -18,6 +18,7 @@ from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]
 from samestep.console import say, saying_when_slow, warn
 from samestep.errors import KINDS, Error, InvalidType, InvalidValue, PeerFailed, UsageError, name_kind
 from samestep.hashing import hash_pieces
+from samestep.tagged import view_bytes
 from samestep.torch_internals import add_gloo
 from samestep.waiting import wait_until
 from samestep.world import wire
@@ -218,6 +219,18 @@ class Group:
                 if is_staged:
                     for bits, copy in zip(same_kind, sent, strict=True):
                         bits.copy_(copy)
+
+    def send(self, tensors: Sequence[torch.Tensor], target: int) -> None:
+        """Send tensors of any dtypes and devices to one rank, which calls `receive`."""
+        for tensor in tensors:
+            if tensor.numel():
+                dist.send(torch.frombuffer(view_bytes(tensor), dtype=torch.uint8), target)
+
+    def receive(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+        """Overwrite contiguous tensors in host memory with those that a rank sends."""
+        for tensor in tensors:
+            if tensor.numel():
+                dist.recv(torch.frombuffer(view_bytes(tensor), dtype=torch.uint8), source)
 
     def needs_staging(self, device: torch.device) -> bool:
         """Return whether tensors on this device are exchanged through host memory, since the backend is not NCCL."""

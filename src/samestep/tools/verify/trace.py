@@ -90,8 +90,9 @@ class Trace(Tracer):
                 if self._before.get(path, "") not in ("", read_generator(thing))
             ],
         }
+        state = self.loop.build_state({"step": step.number + 1})  # on all ranks, which may hold parts of it
         if self.context.rank == 0:
-            structure, tensors = encode(self.loop.build_state({"step": step.number + 1}))
+            structure, tensors = encode(state)
             hashes = {name: hash_bytes(view_bytes(tensor)) for name, tensor in tensors.items()}
             line |= {"digest": digest_of(structure, hashes), "tensors": {n: h[:16] for n, h in hashes.items()}}
             schedules = [thing for thing in self.objects.values() if isinstance(thing, LRScheduler)]

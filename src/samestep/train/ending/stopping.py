@@ -71,10 +71,10 @@ class Stopping(StepObserver):
 
     # --- votes ------------------------------------------------------------------------------------------------
 
-    def cast_vote(self, *, comparison: bool = False, results: tuple[int, int] = (0, 0), logged: int = 0) -> Vote:
-        """Return this rank's vote. `comparison`, `results` (computed, recomputed), `logged`: see `Vote`."""
+    def cast_vote(self) -> Vote:
+        """Return what this rank votes for."""
         snapshotter = self._snapshotter
-        return Vote(self.signals.heard, snapshotter.is_time(), snapshotter.is_copying, comparison, *results, logged)
+        return Vote(self.signals.heard, snapshotter.is_time(), snapshotter.is_copying)
 
     def take_votes(self, votes: Sequence[Vote]) -> None:
         """Apply the votes of all ranks.

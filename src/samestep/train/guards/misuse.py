@@ -151,6 +151,8 @@ class MisuseChecks(StepObserver):
         """
         if self._empty_steps is None:
             return
+        if self._gradients.plan.owners is not None:  # this rank may own no parameter of the optimizer
+            return
         others = (param for module in self._modules.values() for param in module.parameters())
         if any(param.grad is not None for param in chain(list_params(optimizer), others)):
             self._empty_steps = None

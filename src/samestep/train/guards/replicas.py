@@ -21,13 +21,16 @@ from samestep.world.environment import read_host
 from samestep.world.group import Group
 
 
-def name_replicated(objects: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def name_replicated(objects: Mapping[str, Any], *, has_divided_state: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that must be equal on all ranks after every step: parameters and the optimizers' state.
 
     The same objects always come in the same order, since a message names the first tensor that differs: models that an
     optimizer updates, then other models, such as averages, then the optimizers' state.
 
     Buffers are left out: a script may use one as a counter of its rank.
+
+    Args:
+        has_divided_state: whether each rank has the optimizers' state of other parameters, so that it is left out, too.
     """
     optimizers = name_optimizers(objects)
     places = {
@@ -42,7 +45,7 @@ def name_replicated(objects: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
             if id(param) not in names:  # shared with another model
                 names[id(param)] = f"{name}.{path}"
                 yield f"{name}.{path}", param
-    for name, optimizer in optimizers.items():
+    for name, optimizer in {}.items() if has_divided_state else optimizers.items():
         place = places[name]
         states = sorted(optimizer.state.items(), key=lambda item: place.get(id(item[0]), len(place)))
         for number, (param, state) in enumerate(states):
@@ -56,9 +59,13 @@ class ReplicaChecks(StepObserver):
 
     Args:
         every: interval of comparisons; None: never.
+        has_divided_state: see `name_replicated`.
     """
 
-    def __init__(self, objects: Mapping[str, Any], group: Group, every: Interval | None) -> None:
+    def __init__(
+        self, objects: Mapping[str, Any], group: Group, every: Interval | None, *, has_divided_state: bool
+    ) -> None:
+        self._has_divided_state = has_divided_state
         self._objects = objects
         self._group = group
         self._every = every if group.world_size > 1 else None
@@ -94,7 +101,7 @@ class ReplicaChecks(StepObserver):
         """
         if self._alike_at == step:
             return
-        replicated = dict(name_replicated(self._objects))
+        replicated = dict(name_replicated(self._objects, has_divided_state=self._has_divided_state))
         self._compare(step, replicated, read_back({name: checksum(tensor) for name, tensor in replicated.items()}))
 
     def _compare(self, step: int, replicated: Mapping[str, Tensor], checksums: Mapping[str, int]) -> None:
@@ -128,7 +135,7 @@ class ReplicaChecks(StepObserver):
     ) -> TrainingState:
         """Return the content of a snapshot after `step` steps. `build`, `notes`: see `TrainingState`."""
         is_due = self._every is not None and self._alike_at != step
-        replicated = dict(name_replicated(self._objects))
+        replicated = dict(name_replicated(self._objects, has_divided_state=self._has_divided_state))
         return TrainingState(
             build,
             notes,

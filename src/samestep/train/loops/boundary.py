@@ -66,10 +66,15 @@ class Boundary:
 
     def cast_vote(self) -> Vote:
         """Return this rank's vote, for the exchange of a step."""
-        results = self._on.interceptors.results()
-        logged = self._services.metrics.take_names()
-        comparison = self._prepared.replicas.is_time()
-        return self._services.stopping.cast_vote(comparison=comparison, results=results, logged=logged)
+        computed, recomputed = self._on.interceptors.results()
+        metrics = self._services.metrics
+        return self._services.stopping.cast_vote()._replace(
+            comparison=self._prepared.replicas.is_time(),
+            computed=computed,
+            recomputed=recomputed,
+            logged=metrics.take_names(),
+            checksum=metrics.take_checksum(),
+        )
 
     def end_body(self, step: Step | None, *, epochs_done: int | None, numbered: bool) -> None:
         """Save the snapshots that are due after a body, and end the process if the ranks have voted to stop.
@@ -108,8 +113,10 @@ class Boundary:
         state = self._state
         lanes = self._feed.gather_lanes()
         position = state.build_position(epoch, self._feed.data, lanes)
+        others = self._prepared.collect_others()
+        self._services.metrics.complete_checksums()
         return self._prepared.replicas.build_training_state(
-            lambda: self._prepared.contents.build(position, state.script),
+            lambda: self._prepared.contents.build(position, state.script, others),
             state.build_notes(lanes),
             state.steps_done,
         )

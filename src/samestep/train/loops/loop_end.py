@@ -72,6 +72,7 @@ class LoopEnd:
         self._state.leave_loop()
         self._feed.close()
         services.watchdog.enter("saving", steps_done)
+        services.metrics.complete_checksums()
         services.snapshotter.end(steps_done)
         # On all ranks: if the launcher of one node ended with START_AGAIN, srun would return it for all nodes.
         ends = [(context.rank, self._explain_failure())]

@@ -8,7 +8,7 @@ from typing import Any
 
 from samestep.console import warn
 from samestep.engine.gradient_averager import GradientAverager
-from samestep.engine.gradient_checksum import GradientChecksum, find_zero
+from samestep.engine.gradient_checksum import GradientChecksum, PartialChecksums, find_zero
 from samestep.engine.gradient_pass import PassReport
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.hashing import hash_short
@@ -54,7 +54,8 @@ class RunMetrics(StepObserver):
         self._begun: _Subject | None = None
         self._num_samples = 0
         self._rates: dict[str, float] = {}
-        self._checksum = GradientChecksum()
+        self._checksum = GradientChecksum(())
+        self._partial = PartialChecksums()
         self._checksummed: ReductionPlan | None = None
         self._is_logged = False  # the present step gets a row in metrics.jsonl
         self._names = 0
@@ -99,13 +100,17 @@ class RunMetrics(StepObserver):
 
     def reduced(self, step: Step) -> None:
         """Read the gradient and the learning rates of the update, which the script's body may change afterwards."""
-        if self._context.location.directory is not None:
-            plan = self._subject.gradients.plan
+        plan = self._subject.gradients.plan
+        is_divided = plan.owners is not None and self._context.location.path is not None
+        if is_divided or self._context.location.directory is not None:
             if plan is not self._checksummed:  # other parameters
                 self._checksummed = plan
-                self._checksum = GradientChecksum()
-            grads = [param.grad for param in plan.params]
-            step.checksums.append(self._checksum.compute(grads, step.number))
+                self._checksum = GradientChecksum(plan.params)
+            read, is_late = self._checksum.compute([param.grad for param in plan.params], step.number)
+            if is_divided:
+                step.checksums.append((self._partial.add(self._checksum, read, step.number), True))
+            else:
+                step.checksums.append((read, is_late))
         self._look_for_zero(step)
         every = self._context.config.log_every
         steps_done = step.number + 1
@@ -146,6 +151,7 @@ class RunMetrics(StepObserver):
 
     def exchanged(self, step: Step, report: PassReport) -> None:
         """Warn once if a rank has logged values that are not written, since only rank 0 writes rows."""
+        self._partial.resolve([vote.checksum for vote in report.votes])
         names = [vote.logged for vote in report.votes]
         rank = next((rank for rank, each in enumerate(names) if each not in (0, names[0])), None)
         if rank is not None and self._context.rank == 0 and not self._has_warned_of_names:
@@ -165,6 +171,15 @@ class RunMetrics(StepObserver):
         names = self._names
         self._names = 0
         return names
+
+    def take_checksum(self) -> int:
+        """Return the checksum of this rank's part of the last gradient, if gradients are divided; else 0."""
+        return self._partial.take_own()
+
+    def complete_checksums(self) -> None:
+        """Combine the checksums of the last gradient, before the ledger is written. On all ranks."""
+        if self._subject.gradients.plan.owners is not None:
+            self._partial.resolve(self._context.group.gather_number(self._partial.take_own()))
 
     def _look_for_zero(self, step: Step) -> None:
         """Warn once if loss and gradient are exactly 0 in `MOST_ZERO` steps in a row. Reads a GPU a step later."""

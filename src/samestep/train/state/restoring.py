@@ -12,6 +12,7 @@ from samestep.errors import Error, InvalidType, InvalidValue, RunDirectoryError,
 from samestep.snapshot.location import RunLocation
 from samestep.snapshot.run_record import OVERRIDE, StartOptions, describe_changes
 from samestep.snapshot.store import Store
+from samestep.train.state.divided_optimizers import merge_states
 from samestep.train.state.optimizer_settings import Override, find_changed, read_settings
 from samestep.train.state.stateful import Objects, list_params, name_optimizers, states, unwrap
 from samestep.world.environment import advise
@@ -109,11 +110,17 @@ class Contents:
         self._override: Override | None = None
         self.options = StartOptions(read_settings(objects))
 
-    def build(self, position: Mapping[str, Any], state: Any) -> dict[str, Any]:
-        """Return the state for a snapshot. `state`: `run.state`."""
+    def build(self, position: Mapping[str, Any], state: Any, others: Mapping[str, Mapping[int, Any]]) -> dict[str, Any]:
+        """Return the state for a snapshot.
+
+        Args:
+            state: `run.state`.
+            others: see `DividedOptimizers.collect`.
+        """
         if not isinstance(state, dict):
             raise InvalidType(f"run.state has become a {type(state).__name__}: keep it a dict, run.state[name] = value")
         saved = states(self._objects)
+        merge_states(saved, others)
         if change := self._layout.find_changed_keys(saved):
             warn(self._say, change, start="a model has other keys")
         changes = self._layout.state_dict(is_first_loop="loops" not in position)

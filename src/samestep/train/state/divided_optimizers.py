@@ -1,0 +1,111 @@
+"""Optimizers whose state is divided among the ranks: `Run(shard="optimizer")`.
+
+Each rank gets the gradients of the parameters that it owns. torch's optimizers skip parameters without a gradient, so
+each rank updates its own, and allocates state for these only. After the update, the owners send the parameters to the
+other ranks. Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models", stages 1
+and 2. Unlike there, a rank owns whole tensors, so the division changes no bit, and optimizers that need whole tensors
+(Muon, Shampoo, LARS, Adafactor) work.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from samestep.engine.ownership import Ownership
+from samestep.errors import InvalidValue, UsageError
+from samestep.snapshot.serialization import decode, encode
+from samestep.tagged import find_dtype, name_dtype
+from samestep.torch_internals import watch_norms
+from samestep.train.state.stateful import Objects, list_params, name_optimizers
+from samestep.world.group import Group
+
+STATE = "state"  # the key of the parameters' states in an optimizer's state_dict
+
+
+class DividedOptimizers:
+    """The prepared optimizers of a run whose state is divided among the ranks.
+
+    Args:
+        held: the optimizers that prepared objects hold.
+
+    Raises:
+        InvalidValue: an optimizer cannot be divided.
+    """
+
+    def __init__(self, objects: Objects, held: Sequence[Optimizer], ownership: Ownership, group: Group) -> None:
+        self.ownership = ownership
+        self._optimizers = name_optimizers(objects)
+        self._group = group
+        if any(each not in self._optimizers.values() for each in held):
+            raise InvalidValue(
+                'shard="optimizer" cannot divide an optimizer inside another object of run.prepare: pass the '
+                "optimizer itself, or leave shard out"
+            )
+        for name, optimizer in self._optimizers.items():
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise InvalidValue(
+                    f'{name} is LBFGS, which needs the gradients of all parameters at once: leave out shard="optimizer"'
+                )
+            optimizer.register_step_post_hook(self._send_updated)
+        finalize(self, watch_norms(partial(_refuse_norm, ownership)))
+
+    def _send_updated(self, optimizer: Optimizer, *_: Any) -> None:
+        """After an update on all ranks, copy each parameter from its owner to the other ranks."""
+        params = list_params(optimizer)
+        for owner in range(self._group.world_size):
+            owned = [param.detach() for param in params if self.ownership.find(param) == owner]
+            self._group.broadcast_tensors(owned, owner)
+
+    def drop_others(self) -> None:
+        """Drop the state of parameters that other ranks own, such as after all of it was loaded from a snapshot."""
+        for optimizer in self._optimizers.values():
+            for param in [*optimizer.state]:
+                if not self.ownership.counts(param):
+                    del optimizer.state[param]
+
+    def collect(self) -> dict[str, dict[int, Any]]:
+        """Send the states of this rank's parameters to rank 0. On all ranks.
+
+        Returns:
+            On rank 0: name of an optimizer -> number of a parameter -> state, for the parameters of other ranks.
+        """
+        rank = self._group.rank
+        mine = {} if rank == 0 else {name: self._list_states(each) for name, each in self._optimizers.items()}
+        structure, tensors = encode(mine)
+        described = [[name, name_dtype(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
+        messages = self._group.gather([structure, described])
+        if rank != 0:
+            self._group.send([*tensors.values()], target=0)
+            return {}
+        collected: dict[str, dict[int, Any]] = {name: {} for name in self._optimizers}
+        for source, (of_rank, rows) in enumerate(messages[1:], start=1):
+            received = {name: torch.empty(shape, dtype=find_dtype(dtype)) for name, dtype, shape in rows}
+            self._group.receive([*received.values()], source)
+            for name, states in decode(of_rank, received).items():
+                collected[name] |= states
+        return collected
+
+    def _list_states(self, optimizer: Optimizer) -> dict[int, Any]:
+        numbers = {id(param): number for number, param in enumerate(list_params(optimizer))}
+        return {numbers[id(param)]: state for param, state in optimizer.state.items() if id(param) in numbers}
+
+
+def _refuse_norm(ownership: Ownership, grads: Sequence[Tensor]) -> None:
+    """Refuse to clip the gradients of this rank's parameters by their own norm."""
+    mine = {id(grad) for grad in ownership.list_grads()}
+    if any(id(grad) in mine for grad in grads):
+        raise UsageError(
+            'torch.nn.utils.clip_grad_norm_ with shard="optimizer" sees the gradients of one rank only: call '
+            "run.clip_grad_norm_, with the same arguments"
+        )
+
+
+def merge_states(saved: dict[str, Any], collected: Mapping[str, Mapping[int, Any]]) -> None:
+    """Add the states of other ranks' parameters to the optimizers' state_dicts, in the order of the parameters."""
+    for name, states in collected.items():
+        saved[name] = {**saved[name], STATE: dict(sorted([*saved[name][STATE].items(), *states.items()]))}

@@ -1,0 +1,148 @@
+"""A run whose optimizers are divided among the ranks gives the bits of a run on one rank, also through crashes."""
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from promises import gradients, training  # noqa: F401 - they fill CASES
+from promises.loops import CASES, Result, build_run
+from promises.models import build_pairs
+from promises.test_same_bits import HEAVY, run_alone
+from promises.trial import Outcome, Trial
+from support.selection import one_in
+from support.tiny import tiny_run, update
+from support.trace import assert_same
+
+import samestep
+
+DIVIDED = {"SAMESTEP_SHARD": "optimizer"}
+
+
+@pytest.mark.parametrize(("name", "world_size"), one_in(9, [
+    (name, world_size) for name in CASES for world_size in HEAVY.get(name, (2, 3, 5))
+]))  # fmt: skip
+def test_any_model(name: str, world_size: int) -> None:
+    train = CASES[name]
+    assert_same(samestep.spawn(train, world_size, env=DIVIDED), run_alone(train), f"{world_size} ranks", "1 rank")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    one_in(
+        4,
+        [
+            "kill rank 0 at step 10 in writing tensors",
+            "kill rank 1 at step 7 in update",
+            "kill all ranks at step 10 in pruning",
+            "raise rank 2 at step 12 in reduction",
+            "kill rank 0 at step 10 in before rename",
+        ],
+    ),
+)
+def test_resumed_with_another_division(trial: Trial, undisturbed: Callable[..., Outcome], fault: str) -> None:
+    """On 3 ranks with divided optimizers, then on 2 without, then on 4 with them."""
+    trial.spawn_to_fail(3, fault, keep_last=1, **DIVIDED)
+    trial.note_strike(fault)
+    trial.spawn_to_fail(2, "kill rank 1 at step 13 in forward", keep_last=1)
+    assert trial.spawn(4, keep_last=1, **DIVIDED) == trial.dir
+    assert trial.outcome() == undisturbed()
+
+
+def count_states() -> list[Any]:
+    """Return, of each rank, how many parameters have state, and the bytes of it."""
+    counts: list[Any] = []
+
+    def count(t: Any) -> None:
+        state = t.optimizer.state
+        num_bytes = sum(value.nbytes for of_param in state.values() for value in of_param.values())
+        counts[:] = [len(state), num_bytes]
+
+    tiny_run(None, model=lambda: torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8))),
+             optimizer=torch.optim.AdamW, data=torch.ones(24, 16), after_epoch=count)
+    return counts
+
+
+def gather_states() -> list[Any]:
+    counts = count_states()
+    everywhere: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, counts)
+    return everywhere
+
+
+def test_a_rank_has_the_state_of_its_parameters_only() -> None:
+    (_, whole), *_ = samestep.spawn(gather_states, 2)
+    divided = samestep.spawn(gather_states, 4, env=DIVIDED)
+    assert sum(number for number, _ in divided) == 16
+    assert max(num_bytes for _, num_bytes in divided) <= whole / 4 * 1.1
+
+
+def train_one(optimizer: Callable[..., Any], clip: Callable[..., Any] | None = None) -> None:
+    run = samestep.Run(None, batch_size=4, micro_batch_size=2)
+    model = torch.nn.Linear(3, 3)
+    run.prepare(model=model, optimizer=optimizer(model.parameters()))
+
+
+class Wrapper:
+    """An object with an optimizer inside."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner = torch.optim.SGD(params, 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"), [(torch.optim.LBFGS, "optimizer is LBFGS"), (Wrapper, "inside another object")]
+)
+def test_optimizers_that_cannot_be_divided(optimizer: Callable[..., Any], message: str) -> None:
+    with pytest.raises(samestep.Error, match=message):
+        samestep.spawn(train_one, 2, (optimizer,), env=DIVIDED)
+    samestep.spawn(train_one, 1, (optimizer,), env=DIVIDED)
+
+
+def clip_by_hand() -> None:
+    tiny_run(None, then=lambda t: [torch.nn.utils.clip_grad_norm_(t.model.parameters(), 1.0), update(t)])
+
+
+def test_clipping_by_the_gradients_of_one_rank_is_refused() -> None:
+    with pytest.raises(samestep.UsageError, match=r"call run\.clip_grad_norm_"):
+        samestep.spawn(clip_by_hand, 2, env=DIVIDED)
+    samestep.spawn(clip_by_hand, 2)
+    samestep.spawn(clip_by_hand, 1, env=DIVIDED)
+
+
+def clip(norm_type: float, foreach: bool | None) -> Result:
+    """Return norms for gradients of several dtypes, of which one is absent."""
+    run = build_run()
+    model = torch.nn.ModuleList([torch.nn.Linear(6, 40), torch.nn.Linear(40, 4).double(), torch.nn.Linear(2, 2)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run.prepare(model=model, optimizer=optimizer)
+    norms = []
+    for step in run.steps(build_pairs(), 3):
+        for x, _ in step:
+            step.backward(model[1](model[0](x).double()).square().mean())
+        norms.append(("norm", run.clip_grad_norm_(model.parameters(), 0.01, norm_type, foreach=foreach).item().hex()))
+        optimizer.step()
+    return norms
+
+
+@pytest.mark.parametrize(("norm_type", "foreach"), [(2.0, None), (float("inf"), None), (1.0, False)])
+def test_the_norm_is_that_of_torch(norm_type: float, foreach: bool | None) -> None:
+    train = functools.partial(clip, norm_type, foreach)
+    alone = samestep.spawn(train, 1)
+    for world_size in (2, 3):
+        assert samestep.spawn(train, world_size, env=DIVIDED) == alone
+
+
+def test_nothing_else_is_accepted(tmp_path: Path) -> None:
+    with pytest.raises(samestep.InvalidValue, match="shard must be optimizer or none, not 'model'"):
+        samestep.Run(tmp_path, batch_size=4, shard="model")  # type: ignore[arg-type]
+    assert os.listdir(tmp_path) == []
