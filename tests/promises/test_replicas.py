@@ -163,8 +163,8 @@ def compare_always(fn: Callable[[], Any]) -> None:
 
     names = replicas.name_replicated
 
-    def name_all(objects: Any) -> Any:
-        yield from names(objects)
+    def name_all(objects: Any, **how: Any) -> Any:
+        yield from names(objects, **how)
         for name, thing in objects.items():
             if isinstance(thing, nn.Module):
                 yield from ((f"{name}.{path}", buffer) for path, buffer in thing.named_buffers())
