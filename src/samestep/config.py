@@ -187,9 +187,7 @@ def _choice(literal: Any) -> Callable[[str, Any], Any]:
 
 
 def _check_shard(name: str, value: Any) -> Any:
-    if value not in (None, "none", *get_args(Shard)):
-        raise InvalidValue(f"{name} must be optimizer or none, not {value!r}")
-    return None if value == "none" else value
+    return None if value in (None, "none") else _choice(Literal[Shard, "none"])(name, value)
 
 
 def _check_bool(name: str, value: Any) -> Any:

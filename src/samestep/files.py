@@ -45,9 +45,8 @@ def read_bytes(path: Path, most: int = MOST_BYTES, *, is_given: bool = False) ->
     """
     with open(path, "rb", opener=None if is_given else open_regular) as file:
         data = bytearray()
-        while len(data) <= most and (
-            piece := file.read(PIECE_BYTES)
-        ):  # /proc/sys allocates as much memory as a read requests
+        # In pieces, because /proc/sys allocates as much memory as a read requests.
+        while len(data) <= most and (piece := file.read(PIECE_BYTES)):
             data += piece
     if len(data) > most:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))

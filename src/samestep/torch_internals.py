@@ -43,26 +43,26 @@ def group_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
     return [indices for _, indices in groups.values()]
 
 
+_norm_watchers: list[Callable[[Sequence[Tensor]], None]] = []
+_get_total_norm: Callable[..., Tensor] = torch.nn.utils.clip_grad._get_total_norm
+
+
 def watch_norms(look: Callable[[Sequence[Tensor]], None]) -> Callable[[], None]:
     """Call `look` with the gradients of each `torch.nn.utils.clip_grad_norm_`, however the script has imported it.
 
     Returns:
         A function that ends this.
     """
-    module = torch.nn.utils.clip_grad
-    compute = module._get_total_norm
+    torch.nn.utils.clip_grad._get_total_norm = _look_and_get_total_norm
+    _norm_watchers.append(look)
+    return lambda: _norm_watchers.remove(look)
 
-    def look_and_compute(tensors: Any, *args: Any, **options: Any) -> Tensor:
-        tensors = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+
+def _look_and_get_total_norm(tensors: Any, *args: Any, **options: Any) -> Tensor:
+    tensors = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+    for look in _norm_watchers:
         look(tensors)
-        return compute(tensors, *args, **options)
-
-    def undo() -> None:
-        if module._get_total_norm is look_and_compute:
-            module._get_total_norm = compute
-
-    module._get_total_norm = look_and_compute
-    return undo
+    return _get_total_norm(tensors, *args, **options)
 
 
 # The iterator over a DataLoader. `_next_index` returns the indices of the next batch, `_reset` begins another pass.

@@ -80,7 +80,7 @@ def test_a_rank_has_the_state_of_its_parameters_only() -> None:
     assert max(num_bytes for _, num_bytes in divided) <= whole / 4 * 1.1
 
 
-def train_one(optimizer: Callable[..., Any], clip: Callable[..., Any] | None = None) -> None:
+def train_one(optimizer: Callable[..., Any]) -> None:
     run = samestep.Run(None, batch_size=4, micro_batch_size=2)
     model = torch.nn.Linear(3, 3)
     run.prepare(model=model, optimizer=optimizer(model.parameters()))

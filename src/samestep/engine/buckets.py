@@ -71,11 +71,12 @@ def build_buckets(params: Sequence[nn.Parameter], cap_bytes: int, owners: Sequen
     Args:
         owners: per parameter, the rank that gets its sum; None: all ranks get all sums.
     """
+    owner_of = [None] * len(params) if owners is None else owners
     groups: list[list[int]] = []
     open_groups: dict[tuple[Any, ...], list[int]] = {}
     sizes: dict[tuple[Any, ...], int] = {}
     for i in reversed(range(len(params))):
-        kind = params[i].dtype, params[i].device, None if owners is None else owners[i]
+        kind = params[i].dtype, params[i].device, owner_of[i]
         num_bytes = params[i].numel() * params[i].element_size()
         if kind not in sizes or sizes[kind] + num_bytes > cap_bytes:
             open_groups[kind] = []
@@ -83,10 +84,7 @@ def build_buckets(params: Sequence[nn.Parameter], cap_bytes: int, owners: Sequen
             sizes[kind] = 0
         open_groups[kind].append(i)
         sizes[kind] += num_bytes
-    return [
-        _build_bucket(indices, [params[i] for i in indices], None if owners is None else owners[indices[0]])
-        for indices in groups
-    ]
+    return [_build_bucket(indices, [params[i] for i in indices], owner_of[indices[0]]) for indices in groups]
 
 
 def _build_bucket(indices: Sequence[int], params: Sequence[nn.Parameter], owner: int | None) -> Bucket:

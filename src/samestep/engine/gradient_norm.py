@@ -21,23 +21,26 @@ def compute_total_norm(
     """
     mine = [i for i, param in enumerate(params) if param.grad is not None and ownership.counts(param)]
     norms = dict[int, float]()
-    for places in group_by_kind([params[i] for i in mine]):
-        alike = [mine[place] for place in places]
+    for alike in _group(params, mine):
         grads = [grad for i in alike if (grad := params[i].grad) is not None]
         if foreach is False:
             inner = torch.stack([torch.linalg.vector_norm(grad, norm_type) for grad in grads])
         else:
             inner = torch.stack([*compute_norms(grads, norm_type)])
         norms |= zip(alike, inner.tolist(), strict=True)  # float64 holds all of these numbers
-    gathered = group.gather([[*norms.items()]])
-    found = {int(i): float(norm) for (of_rank,) in gathered for i, norm in of_rank}
+    gathered = group.gather([[i, norm] for i, norm in norms.items()])
+    found: dict[int, float] = dict(pair for of_rank in gathered for pair in of_rank)
     if not found:
         return torch.tensor(0.0)
-    numbers = sorted(found)
-    used = [params[i] for i in numbers]
-    groups = [[numbers[place] for place in places] for places in group_by_kind(used)]
+    device = params[min(found)].device
     rows = [
-        torch.tensor([found[i] for i in alike], dtype=params[alike[0]].dtype, device=used[0].device) for alike in groups
+        torch.tensor([found[i] for i in alike], dtype=params[alike[0]].dtype, device=device)
+        for alike in _group(params, sorted(found))
     ]
     total: Tensor = torch.linalg.vector_norm(torch.cat(rows), norm_type)
     return total
+
+
+def _group(params: Sequence[Tensor], numbers: Sequence[int]) -> list[list[int]]:
+    """Group the numbers of parameters by device and dtype, in torch's order."""
+    return [[numbers[place] for place in places] for places in group_by_kind([params[i] for i in numbers])]

@@ -40,7 +40,3 @@ class Ownership:
     def counts(self, param: Tensor) -> bool:
         """Return whether this rank contributes a parameter to a sum over ranks. All ranks hold one without owner."""
         return (self.find(param) or 0) == self._rank
-
-    def is_mine(self, param: Tensor) -> bool:
-        """Return whether this rank updates a parameter."""
-        return self.find(param) == self._rank

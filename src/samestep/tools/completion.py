@@ -18,8 +18,7 @@ def run_completion(shell: str) -> int:
 
     Keep the output in a file and source that for a faster start of the shell.
     """
-    command = click.Command(
-        "samestep"
-    )  # the script calls the program for completions, so it does not depend on the commands
+    # Without the subcommands: the script calls the program for completions.
+    command = click.Command("samestep")
     print(BEFORE.get(shell, "") + SHELLS[shell](command, {}, "samestep", COMPLETION).source(), end="")
     return 0

@@ -89,7 +89,7 @@ def _show_run(
     directory: Path, run: str, record: Mapping[str, Any], which: int | str, *, is_checked: bool, is_json: bool
 ) -> int:
     found = Store(directory).snapshots()
-    wanted = [snapshot for snapshot in found if which == "latest" or which in (snapshot.name, snapshot.step)]
+    wanted = [snapshot for snapshot in found if snapshot.matches(which)]
     if which != "latest" and not wanted:
         names = ", ".join(str(snapshot.step if snapshot.name is None else snapshot.name) for snapshot in found)
         raise Error(f"{run} has no snapshot {which}: name one that it has ({names or 'none yet'})")

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from samestep.console import warn
 from samestep.engine.control import Vote
@@ -71,10 +72,10 @@ class Stopping(StepObserver):
 
     # --- votes ------------------------------------------------------------------------------------------------
 
-    def cast_vote(self) -> Vote:
-        """Return what this rank votes for."""
+    def cast_vote(self, **more: Any) -> Vote:
+        """Return this rank's vote. `more`: the entries of `Vote` that others give."""
         snapshotter = self._snapshotter
-        return Vote(self.signals.heard, snapshotter.is_time(), snapshotter.is_copying)
+        return Vote(self.signals.heard, snapshotter.is_time(), snapshotter.is_copying, **more)
 
     def take_votes(self, votes: Sequence[Vote]) -> None:
         """Apply the votes of all ranks.

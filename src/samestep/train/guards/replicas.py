@@ -45,7 +45,9 @@ def name_replicated(objects: Mapping[str, Any], *, has_divided_state: bool = Fal
             if id(param) not in names:  # shared with another model
                 names[id(param)] = f"{name}.{path}"
                 yield f"{name}.{path}", param
-    for name, optimizer in {}.items() if has_divided_state else optimizers.items():
+    if has_divided_state:
+        return
+    for name, optimizer in optimizers.items():
         place = places[name]
         states = sorted(optimizer.state.items(), key=lambda item: place.get(id(item[0]), len(place)))
         for number, (param, state) in enumerate(states):
@@ -101,7 +103,7 @@ class ReplicaChecks(StepObserver):
         """
         if self._alike_at == step:
             return
-        replicated = dict(name_replicated(self._objects, has_divided_state=self._has_divided_state))
+        replicated = self._name_replicated()
         self._compare(step, replicated, read_back({name: checksum(tensor) for name, tensor in replicated.items()}))
 
     def _compare(self, step: int, replicated: Mapping[str, Tensor], checksums: Mapping[str, int]) -> None:
@@ -119,6 +121,9 @@ class ReplicaChecks(StepObserver):
         self._alike_s = time.monotonic()
         self._is_wanted = False
 
+    def _name_replicated(self) -> dict[str, Tensor]:
+        return dict(name_replicated(self._objects, has_divided_state=self._has_divided_state))
+
     def _find_proofs(self, replicated: Mapping[str, Tensor]) -> Iterator[str]:
         """Yield the names of tensors that prove a drift if they differ.
 
@@ -135,7 +140,7 @@ class ReplicaChecks(StepObserver):
     ) -> TrainingState:
         """Return the content of a snapshot after `step` steps. `build`, `notes`: see `TrainingState`."""
         is_due = self._every is not None and self._alike_at != step
-        replicated = dict(name_replicated(self._objects, has_divided_state=self._has_divided_state))
+        replicated = self._name_replicated()
         return TrainingState(
             build,
             notes,

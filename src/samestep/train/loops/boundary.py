@@ -68,7 +68,7 @@ class Boundary:
         """Return this rank's vote, for the exchange of a step."""
         computed, recomputed = self._on.interceptors.results()
         metrics = self._services.metrics
-        return self._services.stopping.cast_vote()._replace(
+        return self._services.stopping.cast_vote(
             comparison=self._prepared.replicas.is_time(),
             computed=computed,
             recomputed=recomputed,

@@ -38,7 +38,7 @@ class DividedOptimizers:
     """
 
     def __init__(self, objects: Objects, held: Sequence[Optimizer], ownership: Ownership, group: Group) -> None:
-        self.ownership = ownership
+        self._ownership = ownership
         self._optimizers = name_optimizers(objects)
         self._group = group
         if any(each not in self._optimizers.values() for each in held):
@@ -58,14 +58,14 @@ class DividedOptimizers:
         """After an update on all ranks, copy each parameter from its owner to the other ranks."""
         params = list_params(optimizer)
         for owner in range(self._group.world_size):
-            owned = [param.detach() for param in params if self.ownership.find(param) == owner]
+            owned = [param.detach() for param in params if self._ownership.find(param) == owner]
             self._group.broadcast_tensors(owned, owner)
 
     def drop_others(self) -> None:
         """Drop the state of parameters that other ranks own, such as after all of it was loaded from a snapshot."""
         for optimizer in self._optimizers.values():
             for param in [*optimizer.state]:
-                if not self.ownership.counts(param):
+                if not self._ownership.counts(param):
                     del optimizer.state[param]
 
     def collect(self) -> dict[str, dict[int, Any]]:
