@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import get_worker_info
 
+import samestep
 from samestep import torch_internals
 
 
@@ -166,3 +167,60 @@ def test_clipping_looks_at_the_gradients_first() -> None:
     undo()
     clip_grad_norm_(params, 1.0)
     assert [[grad is param.grad for grad, param in zip(grads, params, strict=True)] for grads in seen] == [[True, True]]
+
+
+def read_units() -> dict[str, Any]:
+    """Shard a model by `fully_shard`, and return what a unit of it shows in a backward pass on 2 ranks."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    dist.init_process_group("gloo")
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    model[1].bias.requires_grad_(False)
+    whole = {name: param.detach().clone() for name, param in model.named_parameters()}
+    torch_internals.shard_modules([model[0], model], DeviceMesh("cpu", range(2)))
+    units = torch_internals.list_units(model)
+    seen: dict[str, Any] = {"paths": [unit.path for unit in units], "had": {}, "sizes": {}, "reduced": {}}
+
+    def watch(unit: torch_internals.ShardedUnit) -> None:
+        def before() -> None:
+            seen["had"][unit.path] = unit.complete_grads(keep=True)
+
+        def reduce(flat: torch.Tensor, _: Any) -> None:
+            chunk = flat.view(2, -1)[dist.get_rank()]
+            parts = unit.split(chunk)
+            seen["sizes"][unit.path] = [None if part is None else [*part.shape] for part in parts]
+            seen["reduced"][unit.path] = [None if part is None else part.tolist() for part in parts]
+
+        unit.intercept(before, reduce)
+
+    for unit in units:
+        watch(unit)
+    model(torch.ones(1, 3)).sum().backward()
+    for unit in units:
+        unit.free_gathered()
+    weight = model[0].weight
+    seen["first row"] = torch_internals.find_first_row(weight)
+    seen["whole"] = torch.equal(torch_internals.gather_whole(weight), whole["0.weight"])
+    like = torch_internals.shard_like(weight, torch_internals.get_local(weight) * 2)
+    seen["like"] = torch.equal(torch_internals.gather_whole(like), whole["0.weight"] * 2)
+    seen["expected"] = whole["1.weight"][0].tolist()
+    dist.destroy_process_group()
+    return seen
+
+
+def test_fully_shard_leaves_the_reduction_to_us() -> None:
+    """Without `FSDPParamGroup.post_backward`: `set_reduce_scatter_unused_params` of torch 2.13 sends zeros for
+    parameters without a gradient; their sign then differs from that of an unsharded run. Without its other private
+    parts: refuse shard="fsdp2" with this release.
+    """
+    seen = samestep.spawn(read_units, 2)
+    assert seen["paths"] == ["", "0"]
+    # The root holds the second layer, whose bias is frozen, and a parameter that has no gradient.
+    assert seen["had"] == {"0": [True, True], "": [True, False, False]}
+    assert seen["sizes"] == {"0": [[3, 3], [3]], "": [[1, 5], None, [2]]}
+    assert seen["reduced"]["0"][1] == seen["expected"][:3]
+    assert str(seen["reduced"][""][2]) == "[-0.0, -0.0]"
+    assert seen["first row"] == 0
+    assert seen["whole"]
+    assert seen["like"]

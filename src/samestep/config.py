@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Reduction = Literal["exact", "fast"]
 CheckCompute = Literal["stop", "warn"]
-Shard = Literal["optimizer"]
+Shard = Literal["optimizer", "fsdp2"]
 
 PREFIX = "SAMESTEP_"
 MAX_THREADS = 1 << 12
@@ -329,7 +329,8 @@ class RunConfig:
         Option(
             str,
             "S",
-            "optimizer: divide the optimizers' state among the ranks; none: every rank holds all of it",
+            "optimizer: divide the optimizers' state among the ranks; fsdp2: also parameters and gradients; none: "
+            "every rank holds all of it",
             _check_shard,
         ),
     ] = None

@@ -193,3 +193,165 @@ def add_gloo() -> None:
     store: Any = dist.PrefixStore("samestep/gloo", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
     gloo = dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size(), dist.default_pg_timeout)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+
+
+# --- fully_shard (FSDP2) ----------------------------------------------------------------------------------------------
+
+
+def get_local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, with its version and memory; any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Return whether a value is a tensor of which each rank holds a part (`DTensor`)."""
+    return hasattr(tensor, "_local_tensor")
+
+
+def gather_whole(tensor: Any) -> Tensor:
+    """Return a sharded tensor as a whole, on all ranks; any other tensor as it is."""
+    whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return whole
+
+
+def find_first_row(tensor: Any) -> int:
+    """Return the index of the first row that this rank holds of a sharded tensor."""
+    num_rows = -(-tensor.shape[0] // tensor.device_mesh.size())
+    return min(num_rows * tensor.device_mesh.get_local_rank(), tensor.shape[0])  # type: ignore[no-any-return]
+
+
+def shard_like(param: Any, local: Tensor) -> Tensor:
+    """Return a tensor that is sharded as `param` is, of which this rank's part is `local`."""
+    from torch.distributed.tensor import DTensor
+
+    sharded: Tensor = DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    return sharded
+
+
+def shard_modules(modules: Sequence[nn.Module], mesh: Any) -> None:
+    """Call `fully_shard` on modules: inner ones first, the model itself last."""
+    from torch.distributed.fsdp import fully_shard
+
+    for module in modules:
+        fully_shard(module, mesh=mesh)
+
+
+class ShardedUnit:
+    """Parameters that `fully_shard` gathers, frees and reduces together.
+
+    Args:
+        module: a module on which `fully_shard` was called.
+        param_group: one of its groups of parameters.
+
+    Attributes:
+        path: the path of the module in the model.
+        places: per parameter, the modules that hold it, with its name there.
+    """
+
+    def __init__(self, path: str, module: Any, param_group: Any) -> None:
+        self.path = path
+        self._module = module
+        self._group = param_group
+        self.places = [
+            [
+                (info.module, info.param_name),
+                *zip(info.shared_modules, info.shared_param_names, strict=True),
+            ]
+            for info in (each._module_info for each in param_group.fsdp_params)
+        ]
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The sharded parameters."""
+        return [each.sharded_param for each in self._group.fsdp_params]
+
+    def free_gathered(self) -> None:
+        """Free the whole parameters, if they are gathered. The next ones are frozen as the sharded ones are now."""
+        self._module.reshard()
+        for each in self._group.fsdp_params:
+            if hasattr(each, "_unsharded_param"):  # created once, by the first gathering
+                each._unsharded_param.requires_grad_(each.sharded_param.requires_grad)
+
+    def intercept(self, before: Callable[[], None], reduce: Callable[[Tensor, Any], None]) -> None:
+        """Replace the reduction of this unit's gradients.
+
+        Args:
+            before: called when a backward pass has computed the unit's gradients.
+            reduce: called with these, flat, as one chunk per rank, and the process group. It must not change `.grad`.
+        """
+        from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+        class Replacement(ReduceScatter):  # type: ignore[misc]
+            def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+                return torch.empty(*size, dtype=dtype, device=device)
+
+            def __call__(
+                self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+            ) -> None:
+                reduce(input_tensor, group)
+
+        self._module.set_custom_reduce_scatter(Replacement())
+        # A sum instead of an average. The factor would be applied before and after the reduction.
+        self._module.set_gradient_divide_factor(1.0)
+        self._module.set_force_sum_reduction_for_comms(True)
+        post_backward = self._group.post_backward
+
+        def complete_and_reduce(*unused: Any) -> None:
+            before()
+            post_backward(*unused)
+
+        self._group.post_backward = complete_and_reduce
+
+    def complete_grads(self, *, keep: bool) -> list[bool]:
+        """Give a gradient of -0.0, which changes no sum, to parameters without one; if not `keep`, to all.
+
+        FSDP2 would reduce only the parameters that have a gradient on this rank.
+
+        Returns:
+            Per parameter, whether it had a gradient that is kept.
+        """
+        had = []
+        for each in self._group.fsdp_params:
+            whole = getattr(each, "_unsharded_param", None)
+            if whole is None or not whole.requires_grad:
+                had.append(False)
+                continue
+            if whole.grad is None:
+                whole.grad = torch.full_like(whole, -0.0)
+                had.append(False)
+                continue
+            if whole.grad.layout is not torch.strided:
+                whole.grad = whole.grad.to_dense()
+            if not keep:
+                whole.grad = torch.full_like(whole.grad, -0.0)
+            had.append(keep)
+        return had
+
+    def split(self, flat: Tensor) -> list[Tensor | None]:
+        """Return the parts of this rank's chunk that belong to each parameter; None for frozen ones."""
+        offset = 0
+        parts: list[Tensor | None] = []
+        for each in self._group.fsdp_params:
+            if not each.sharded_param.requires_grad:
+                parts.append(None)
+                continue
+            parts.append(flat.as_strided(each.sharded_size, each.contiguous_sharded_stride, offset))
+            offset += each.padded_sharded_param_size.numel()
+        return parts
+
+
+def list_units(module: nn.Module) -> list[ShardedUnit]:
+    """Return the units of a model on which `fully_shard` was called, in the order of its modules."""
+    from torch.distributed.fsdp import FSDPModule
+
+    units = []
+    for path, part in module.named_modules():
+        if isinstance(part, FSDPModule):
+            state: Any = part._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one
+            if groups is None:
+                groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+            units += [ShardedUnit(path, part, group) for group in groups]
+    return units

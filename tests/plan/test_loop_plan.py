@@ -4,7 +4,7 @@ import ast
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from samestep.errors import InvalidValue
 from samestep.plan.ledger import combine, fingerprint
 from samestep.plan.loop_plan import STREAM_LENGTH, LoopPlan
 from samestep.plan.order import GivenOrder, Order, build_order
-from samestep.plan.tree import build_layout
+from samestep.plan.tree import Layout, build_layout
 
 SEED = 5
 FAR = 10**6  # later than every step
@@ -240,13 +240,17 @@ def loop_spans(loop: Loop, step: int) -> tuple[tuple[int, int], ...]:
     return plan.micro_batches(step)
 
 
+def share(world_size: int) -> Callable[[int], Layout]:
+    return partial(build_layout, world_size=world_size)
+
+
 @given(loops(), st.integers(1, 6))
 def test_the_ranks_load_each_micro_batch_once(loop: Loop, world_size: int) -> None:
     plan, end = loop.build_plan(), loop.first_step + len(loop.list_steps())
     for step in range(loop.first_step, end):
         plan.open_epochs(step)
-    by_rank = [[*plan.tasks(loop.first_step, end, rank=r, world_size=world_size)] for r in range(world_size)]
-    alone = [*plan.tasks(loop.first_step, end, rank=0, world_size=1)]
+    by_rank = [[*plan.tasks(loop.first_step, end, rank=r, layout=share(world_size))] for r in range(world_size)]
+    alone = [*plan.tasks(loop.first_step, end, rank=0, layout=share(1))]
     assert len({task.seed for task in alone}) == len(alone)
     loaded = [iter(tasks) for tasks in by_rank]
     expected = iter(alone)
@@ -270,7 +274,7 @@ def test_borrowed_micro_batches_come_first(loop: Loop, world_size: int) -> None:
         return [num_micro_batches - 1]
 
     for rank, held in enumerate(build_layout(len(plan.micro_batches(step)), world_size).ranges):
-        tasks = [*plan.tasks(step, step + 1, rank=rank, world_size=world_size, borrow=borrow)]
+        tasks = [*plan.tasks(step, step + 1, rank=rank, layout=share(world_size), borrow=borrow)]
         assert [task.seed for task in tasks] == [
             plan.task(step, v).seed for v in (len(plan.micro_batches(step)) - 1, *held)
         ]

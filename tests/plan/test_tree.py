@@ -105,6 +105,24 @@ def test_butterfly_is_recursive_halving(numbers: tuple[int, int]) -> None:
         assert held == [canonical(0, n)] * world_size
 
 
+@settings(max_examples=300)
+@given(numbers)
+def test_rounds_give_the_canonical_sum(numbers: tuple[int, int]) -> None:
+    n, world_size = numbers
+    layout = build_layout(n, world_size, in_rounds=True)
+    slots: dict[int, Sum] = {rank * layout.max_parts + k: v for rank, held in enumerate(layout.ranges)
+                             for k, v in enumerate(held)} if layout.in_rounds else {0: canonical(0, n)}
+    for dst, src in layout.additions:
+        slots[dst] = add(slots[dst], slots.pop(src))
+    assert slots == {layout.root: canonical(0, n)}
+    assert layout.sort(layout.ranges) == [*range(n)]
+    opened = [[*held, *layout.find_fillers(rank)] for rank, held in enumerate(layout.ranges)]
+    assert len({len(of_rank) for of_rank in opened}) == 1
+    for number, of_round in enumerate(zip(*opened, strict=True)):
+        own = [*range(number * world_size, min(n, (number + 1) * world_size))]
+        assert [*of_round] == own + [n - 1] * (world_size - len(own))
+
+
 @pytest.mark.parametrize("n", [1, 7, 12, 13, 64])
 def test_bits_of_arbitrary_floats(n: int) -> None:
     """Real float32 sums whose order matters, in case the symbols above assume too much."""

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import InvalidValue, UsageError
-from samestep.plan.tree import Layout, merges
+from samestep.plan.tree import Layout
 from samestep.torch_internals import get_buffers, read_version
 
 PASSES_COMPARED = 4  # first passes of a start, in which all buffers on the CPU are compared in full
@@ -161,7 +161,7 @@ class _SameKind:
 
     def begin(self, layout: Layout, rank: int) -> None:
         self._layout = layout
-        self._first = layout.ranges[rank].start
+        self._rank = rank
         self._deltas = []
         self.hold()
 
@@ -217,9 +217,9 @@ class _SameKind:
         n = self._layout.num_micro_batches
         folded = list[Tensor]()
         rows = torch.stack(self._deltas).cpu() if len(self._deltas) > 1 else [delta.cpu() for delta in self._deltas]
-        for v, row in enumerate(rows, start=self._first):
+        for v, row in zip(self._layout.ranges[self._rank], rows, strict=True):
             row[: self.size].mul_(self._scale(n, v, tuple(map(int, row[self.size :].tolist()))))
-            for _ in merges(n, self._first, v):
+            for _ in range(self._layout.count_merges(self._rank, v)):
                 row = folded.pop().add_(row)
             folded.append(row)
         for place, part in zip(out, folded, strict=False):

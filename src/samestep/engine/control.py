@@ -51,6 +51,7 @@ class Control:
         parts: the BatchNorm statistics' parts [max_parts, num_values].
         num_losses: the largest number of losses passed to one step.backward on this rank.
         values, counts: per micro-batch and name, the mean value and the number of calls of step.log.
+        order: a hash of the order in which this rank used the units of sharded models; 0 if none are sharded.
     """
 
     vote: Vote
@@ -64,6 +65,7 @@ class Control:
     num_losses: int = 1
     values: list[list[float]] = field(default_factory=list)
     counts: list[list[float]] = field(default_factory=list)
+    order: int = 0
 
 
 class ControlFormat:
@@ -79,7 +81,7 @@ class ControlFormat:
         self._shape = (layout.max_parts, num_values)
         most = max(len(held) for held in layout.ranges)
         self._padding = [0] * most
-        self._struct = Struct(f"<q???QQII??B2x{most}Q{most * sum(self._widths)}d")
+        self._struct = Struct(f"<q???QQII??B2xQ{most}Q{most * sum(self._widths)}d")
         self._used_at = self._struct.size
         self._parts_at = -(-(self._used_at + num_params) // 8) * 8
         self.size_bytes = -(-(self._parts_at + 8 * layout.max_parts * num_values) // 64) * 64
@@ -100,6 +102,7 @@ class ControlFormat:
             control.buffers_changed,
             control.has_new_names,
             control.num_losses,
+            control.order,
             *control.fingerprints,
             *self._padding[:missing],
             *numbers,
@@ -110,8 +113,8 @@ class ControlFormat:
 
     def unpack_from(self, block: memoryview, num_micro_batches: int) -> Control:
         """Read the control block of a rank that has `num_micro_batches`."""
-        *vote, buffers_changed, has_new_names, num_losses = (unpacked := self._struct.unpack_from(block, 0))[:11]
-        numbers = [*unpacked[11:]]
+        *vote, buffers_changed, has_new_names, num_losses, order = (unpacked := self._struct.unpack_from(block, 0))[:12]
+        numbers = [*unpacked[12:]]
         fingerprints = numbers[:num_micro_batches]
         at = self._most
         tables: list[list[list[float]]] = []
@@ -132,6 +135,7 @@ class ControlFormat:
             num_losses,
             values,
             counts,
+            order,
         )
 
     def _view_parts(self, block: memoryview) -> NDArray[np.float64]:

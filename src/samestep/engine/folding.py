@@ -1,12 +1,13 @@
 """Adds up the gradients of one rank: a tensor per parameter, None for a parameter that was not used."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from samestep.engine.reduction_plan import ReductionPlan
-from samestep.plan.tree import Layout, merges
+from samestep.plan.tree import Layout
 
 # bits of a parameter's byte: a micro-batch of the step used it, a micro-batch did not
 USED = 1
@@ -26,19 +27,13 @@ class RankParts:
         self.held = layout.ranges[rank]
         self.used = 0
         self._exact = plan.exact
-        self._num_params = len(plan.params)
-        self._num_micro_batches = layout.num_micro_batches
+        self._count_merges = partial(layout.count_merges, rank)
         self._parts: list[Grads] = []
-        self._num_last = self._count_merges(self.held.stop - 1) if self.held else 0  # of the last micro-batch
-
-    def _count_merges(self, v: int) -> int:
-        return len(merges(self._num_micro_batches, self.held.start, v))
+        self._num_last = self._count_merges(self.held[-1]) if self.held else 0  # of the last micro-batch
 
     def mark(self, fired: Sequence[int]) -> None:
         """Note which parameters a micro-batch has used: a 1 for each of these, a 0 for each other one."""
-        fired_bits = int.from_bytes(fired)
-        all_bits = int.from_bytes(b"\1" * self._num_params)
-        self.used |= fired_bits * USED | (fired_bits ^ all_bits) * MISSED
+        self.used |= mark(fired)
 
     def fold(self, v: int, grads: Grads) -> None:
         """Add the gradients of micro-batch v, unless it is the last one: the parts that it completes become one."""
@@ -68,6 +63,13 @@ class RankParts:
         for part in reversed(self._parts):
             grads = [add(left, right) for left, right in zip(part, grads, strict=True)]
         return grads
+
+
+def mark(fired: Sequence[int]) -> int:
+    """Return a byte per parameter, as one number, see `USED`. `fired`: 1 for each that a micro-batch has used, or 0."""
+    fired_bits = int.from_bytes(fired)
+    all_bits = int.from_bytes(b"\1" * len(fired))
+    return fired_bits * USED | (fired_bits ^ all_bits) * MISSED
 
 
 def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:

@@ -11,6 +11,7 @@ from samestep.engine.ownership import Ownership
 from samestep.engine.precision import Precision
 from samestep.engine.reducer import Reducer
 from samestep.engine.reduction_plan import ReductionPlan, build_reduction_plan
+from samestep.engine.shards import ShardedModels
 from samestep.world.group import Group
 
 
@@ -23,6 +24,7 @@ class GradientAverager:
         exact: whether to sum along the canonical tree; otherwise use the backend's all-reduce.
         bucket_cap_bytes: the largest size of a bucket of gradients; None: see `choose_cap_bytes`.
         micro_batch_size: samples of a whole micro-batch.
+        models: the models, if their parameters are sharded.
 
     Attributes:
         ownership: the rank that gets each parameter's gradient; None: all ranks get all gradients.
@@ -38,6 +40,7 @@ class GradientAverager:
         bucket_cap_bytes: int | None,
         micro_batch_size: int,
         ownership: Ownership | None = None,
+        models: ShardedModels | None = None,
     ) -> None:
         statistics = BatchNormStatistics(modules.values())
         buffers = OtherBuffers(modules, statistics)
@@ -45,6 +48,7 @@ class GradientAverager:
         self._exact = exact
         self._bucket_cap_bytes = bucket_cap_bytes
         self.ownership = ownership
+        self._models = models
         self._reducer = self._build_reducer((), ())
 
     @property
@@ -72,8 +76,9 @@ class GradientAverager:
             num_values=context.statistics.num_values,
             untrained=untrained,
             owners=None if self.ownership is None else self.ownership.assign([param for _, param, _ in trained]),
+            models=self._models,
         )
-        return Reducer(plan, context.group)
+        return Reducer(plan, context.group, self._models)
 
     def has_new_weights(self) -> bool:
         """Return whether any parameter was written to, or got other memory, since the last pass began."""
@@ -87,6 +92,11 @@ class GradientAverager:
     def undo_buffers(self) -> None:
         """Restore the values of all buffers that `hold_buffers` remembered."""
         self._context.undo_buffers()
+
+    def free_gathered(self) -> None:
+        """Free the parameters that a forward pass without a backward pass has gathered, if parameters are sharded."""
+        if self._models is not None:
+            self._models.free_gathered()
 
     def begin(self, step: int, sizes: Sequence[int], number: int) -> GradientPass:
         """Begin a pass. Arguments as for `GradientPass`."""

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.torch_internals import find_first_row, get_local, is_sharded
+
 NUM_PIECES = 4
 PIECE_BYTES = 4096
 _FACTOR = 0x9E3779B97F4A7C15  # 2**64 by the golden ratio: its multiples spread evenly (Knuth, vol. 3, 6.4)
@@ -72,11 +74,25 @@ class GradientChecksum:
                 last = -(-(min(stop, ends[i]) - begin) // width)
                 if grad is None:
                     yield torch.zeros((last - first) * width, dtype=torch.uint8)
+                elif is_sharded(grad):
+                    yield _read_sharded(grad, first * width, last * width)
                 else:
                     flat = grad.view(-1) if grad.is_contiguous() else grad.as_strided((grad.numel(),), (1,))
                     yield (flat if width == 4 else flat.view(torch.uint8))[first:last]
                 start = ends[i]
                 i = i + 1
+
+
+def _read_sharded(grad: Tensor, start: int, stop: int) -> Tensor:
+    """Return the bytes from `start` to `stop` of a gradient; zeros for those that other ranks hold."""
+    local = get_local(grad).contiguous().view(-1).view(torch.uint8)
+    begin = find_first_row(grad) * (grad.nbytes // len(grad) if len(grad) else 0)
+    piece = torch.zeros(stop - start, dtype=torch.uint8, device=local.device)
+    first = max(start, begin)
+    last = min(stop, begin + local.numel())
+    if first < last:
+        piece[first - start : last - start] = local[first - begin : last - begin]
+    return piece
 
 
 class PartialChecksums:
@@ -113,7 +129,7 @@ def find_zero(grads: Sequence[Tensor | None]) -> Callable[[], bool]:
 
     Call it before the gradients change.
     """
-    pieces = [grad.detach().flatten()[:PIECE_BYTES] for grad in grads if grad is not None]
+    pieces = [get_local(grad).detach().flatten()[:PIECE_BYTES] for grad in grads if grad is not None]
     if not any(piece.is_cuda for piece in pieces):
         is_zero = not any(bool(piece.any()) for piece in pieces)
         return lambda: is_zero

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -14,13 +15,15 @@ from samestep.engine.control import Control, Vote
 from samestep.engine.exchange import Sums
 from samestep.engine.folding import Grads, add
 from samestep.engine.logged_values import LoggedNames, Means
-from samestep.engine.losses import Losses, PassLosses, find_slot
+from samestep.engine.losses import Losses, PassLosses, Term, find_slot
 from samestep.engine.precision import Precision
 from samestep.engine.reducer import Reducer
 from samestep.engine.reduction_pass import FurtherPass
 from samestep.engine.reduction_plan import ReductionPlan
+from samestep.engine.sharded_pass import ShardedPass
 from samestep.errors import InvalidValue, UsageError
 from samestep.plan.tree import build_layout
+from samestep.torch_internals import get_local
 from samestep.world.group import Group
 
 Inspect = Callable[[int, int, Tensor], None]  # gets the numbers of the parameter and of the loss, and the gradient
@@ -97,12 +100,14 @@ class GradientPass:
 
     Attributes:
         held: this rank's micro-batches.
+        fillers: micro-batch to open after them.
     """
 
     def __init__(self, context: PassContext, reducer: Reducer, step: int, sizes: Sequence[int], number: int) -> None:
         rank = context.group.rank
-        layout = build_layout(len(sizes), context.group.world_size)
+        layout = build_layout(len(sizes), context.group.world_size, reducer.plan.shards is not None)
         self.held = layout.ranges[rank]
+        self.fillers = layout.find_fillers(rank)
         self._context = context
         self._reducer = reducer
         self._layout = layout
@@ -128,7 +133,7 @@ class GradientPass:
         self._losses.open(v)
         if self._sizes[v] == 1:
             self._hooks = refuse_lone_sample(self._context.modules, self._step, v, self._context.group.rank)
-        (self._first if v in self.held else self._reducer.inspecting).open(v)
+        (self._first if self._sums(v) else self._reducer.inspecting).open(v)
         self._reducer.hooks.open()
 
     def backward(self, loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> float:
@@ -141,11 +146,31 @@ class GradientPass:
         waited_s = self._first.waited_s
         slot = 0 if model is None else find_slot(context.modules, model)
         terms = self._losses.add(self._v, slot, loss, weight)
+        if isinstance(self._first, ShardedPass):
+            self._backward_sharded(self._first, terms, slot)
+            return 0.0
         # The first loss comes last, because its backward frees the graph and starts the exchange.
         for k, (term, own) in reversed([*enumerate(terms)]):
             if isinstance(own, Tensor) or own:
                 self._run_backward(k, term, own / context.micro_batch_size * self._scale, slot)
         return self._first.waited_s - waited_s
+
+    def _backward_sharded(self, sharded: ShardedPass, terms: Sequence[Term], slot: int) -> None:
+        """Run the backward on every rank, even of a loss that does not count: all ranks take part in the exchange."""
+        if len(terms) > 1:
+            raise UsageError(
+                'step.backward got several losses with weights of their own, which shard="fsdp2" does not support: '
+                'weight and add them, or use shard="optimizer"'
+            )
+        ((term, own),) = terms
+        has_weight = isinstance(own, Tensor) or bool(own)
+        factor = own / self._context.micro_batch_size * self._scale if has_weight else 1.0
+        run = partial(self._reducer.hooks.backward, term, factor, (), sharded.take)
+        sharded.backward(self._v, slot, run, has_weight=has_weight)
+
+    def _sums(self, v: int) -> bool:
+        """Return whether the sums of the pass need micro-batch v of this rank."""
+        return v in self.held or v in self.fillers
 
     def _run_backward(self, k: int, loss: Tensor, factor: float | Tensor, slot: int) -> None:
         reducer = self._reducer
@@ -191,11 +216,10 @@ class GradientPass:
         for hook in self._hooks:
             hook.remove()
         self._hooks = ()
+        (self._first if self._sums(v) else self._reducer.inspecting).close(v)
         if v not in self.held:
-            self._reducer.inspecting.close(v)
             context.undo_buffers()
             return
-        self._first.close(v)
         for further in self._further:
             further.close(v)
         context.statistics.fold()
@@ -233,9 +257,9 @@ class GradientPass:
         sums = self._first.finish(control)
         report = PassReport(
             votes=[control.vote for control in sums.controls],
-            fingerprints=[mark for control in sums.controls for mark in control.fingerprints],
-            logged=context.logged.collect(logged, sums.controls, context.group),
-            weights=[row for control in sums.controls for row in control.weights],
+            fingerprints=self._layout.sort(control.fingerprints for control in sums.controls),
+            logged=context.logged.collect(logged, sums.controls, context.group, self._layout),
+            weights=self._layout.sort(control.weights for control in sums.controls),
         )
         return report, sums
 
@@ -286,8 +310,8 @@ class GradientPass:
         """Return whether an update may use the gradients in `.grad`, the same on all ranks."""
         context = self._context
         plan = self._reducer.plan
-        grads = (param.grad for param in plan.params if param.grad is not None)
-        if plan.owners is None:
+        grads = (get_local(param.grad) for param in plan.params if param.grad is not None)
+        if not plan.is_divided:
             return context.precision.accepts(grads)
         return context.precision.accepts(grads, lambda is_finite: all(context.group.gather_number(is_finite)))
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from samestep.engine.control import Control
+from samestep.plan.tree import Layout
 from samestep.world.group import Group
 
 Means = list[dict[str, tuple[float, float]]]  # per micro-batch: name -> the mean of its logged values, and their number
@@ -30,7 +31,7 @@ class LoggedNames:
         entries = [[values.get(name, (0.0, 0)) for name in self.names] for values in logged]
         return [[mean for mean, _ in row] for row in entries], [[count for _, count in row] for row in entries]
 
-    def collect(self, logged: Means, controls: Sequence[Control], group: Group) -> Means:
+    def collect(self, logged: Means, controls: Sequence[Control], group: Group, layout: Layout) -> Means:
         """Return the logged values of all ranks' micro-batches; nothing if no rank has logged a value yet.
 
         Values under new names need an additional exchange, which adds these names.
@@ -39,11 +40,14 @@ class LoggedNames:
         if not self.names and not has_new:
             return []
         if has_new:
-            collected = [values for of_rank in group.gather(logged) for values in of_rank]
+            collected = layout.sort(group.gather(logged))
             self.names += sorted({name for values in collected for name in values} - {*self.names})
             return collected
         return [
             {name: (value, count) for name, value, count in zip(self.names, values, counts, strict=True) if count}
-            for control in controls
-            for values, counts in zip(control.values, control.counts, strict=True)
+            for values, counts in zip(
+                layout.sort(control.values for control in controls),
+                layout.sort(control.counts for control in controls),
+                strict=True,
+            )
         ]

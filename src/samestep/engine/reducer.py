@@ -11,6 +11,8 @@ from samestep.engine.folding import Grads
 from samestep.engine.reduction_pass import FurtherPass, InspectingPass, ReductionPass
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.engine.script_guards import CheckpointGuard, ParameterGuard
+from samestep.engine.sharded_pass import ShardedPass
+from samestep.engine.shards import ShardedModels
 from samestep.plan.tree import Layout
 from samestep.world.group import Group
 
@@ -30,8 +32,9 @@ class Reducer:
         inspecting: the pass over micro-batches of other ranks.
     """
 
-    def __init__(self, plan: ReductionPlan, group: Group) -> None:
+    def __init__(self, plan: ReductionPlan, group: Group, models: ShardedModels | None = None) -> None:
         self.plan = plan
+        self._models = models
         self.hooks = GradientHooks(plan.names, plan.params)
         self.guard = ParameterGuard(plan.names, plan.params)
         self.checkpoints = CheckpointGuard()
@@ -44,7 +47,7 @@ class Reducer:
         """Remove the hooks from the parameters."""
         self.hooks.remove()
 
-    def begin(self, layout: Layout, *, keep_grads: bool, num_names: int = 0) -> ReductionPass:
+    def begin(self, layout: Layout, *, keep_grads: bool, num_names: int = 0) -> ReductionPass | ShardedPass:
         """Begin a pass over a step's micro-batches.
 
         Args:
@@ -60,6 +63,10 @@ class Reducer:
             param.grad = None
         self.guard.begin()
         self.hooks.attach()
+        if self._models is not None and self.plan.shards is not None:
+            return ShardedPass(
+                self.plan, self.plan.shards, self._models, layout, self._group, self.guard, kept, num_names
+            )
         if num_names != self._num_names:
             self._num_names = num_names
             self._memory.clear()

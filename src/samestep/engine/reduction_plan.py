@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.engine.buckets import Bucket, build_buckets, choose_cap_bytes, dense_strides
+from samestep.engine.shards import ShardedModels, Shards
 from samestep.world.group import Group
 
 
@@ -23,6 +24,7 @@ class ReductionPlan:
         buckets: in the order in which they are exchanged.
         bucket_of: per parameter, the number of its bucket.
         owners: per parameter, the rank that gets its sum; None: all ranks get all sums.
+        shards: the units of the parameters, if these are sharded.
         exact: whether to sum along the canonical tree; otherwise use the backend's all-reduce.
         num_slots, num_values: sizes in the control block: slots, and values of BatchNorm's statistics.
     """
@@ -36,9 +38,15 @@ class ReductionPlan:
     buckets: Sequence[Bucket]
     bucket_of: Sequence[int]
     owners: Sequence[int] | None
+    shards: Shards | None
     exact: bool
     num_slots: int
     num_values: int
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether each rank gets the sums of a part of the parameters only."""
+        return self.owners is not None or self.shards is not None
 
 
 def build_reduction_plan(
@@ -51,6 +59,7 @@ def build_reduction_plan(
     num_values: int,
     untrained: Sequence[nn.Parameter] = (),
     owners: Sequence[int] | None = None,
+    models: ShardedModels | None = None,
 ) -> ReductionPlan:
     """Return the plan for these parameters.
 
@@ -58,12 +67,13 @@ def build_reduction_plan(
         trained: (name, parameter, slot) in the models' order.
         bucket_cap_bytes: maximum size of a bucket; None: the result of `choose_cap_bytes`.
         owners: see `ReductionPlan`.
+        models: the models, if their parameters are sharded.
     """
     params = [param for _, param, _ in trained]
     if bucket_cap_bytes is None:
         one_host = group.world_size == 1 or group.local_sockets is not None
         bucket_cap_bytes = choose_cap_bytes(params, one_host=one_host)
-    buckets = build_buckets(params, bucket_cap_bytes, owners)
+    buckets = build_buckets(params if models is None else [], bucket_cap_bytes, owners)
     numbers = {i: number for number, bucket in enumerate(buckets) for i in bucket.indices}
     kinds = {(param.dtype, param.device) for param in params}
     return ReductionPlan(
@@ -71,11 +81,12 @@ def build_reduction_plan(
         params=params,
         slots=[slot for _, _, slot in trained],
         untrained=untrained,
-        strides=[dense_strides(param) for param in params],
+        strides=[dense_strides(param) for param in params] if models is None else [],
         zeros={(dtype, device): torch.zeros((), dtype=dtype, device=device) for dtype, device in kinds},
         buckets=buckets,
-        bucket_of=[numbers[i] for i in range(len(params))],
+        bucket_of=[numbers[i] for i in range(len(params))] if models is None else [],
         owners=owners,
+        shards=None if models is None else models.find_shards(params),
         exact=exact,
         num_slots=num_slots,
         num_values=num_values,

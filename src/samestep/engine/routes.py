@@ -6,7 +6,7 @@ the same order, from the thread that runs the backward, never from a callback.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -188,6 +188,12 @@ def run_reduce(x: Tensor, owner: int) -> Route:
 def run_all_reduce(x: Tensor) -> Route:
     """All-reduce `x` with the backend. The bits of the sum depend on the number of ranks."""
     yield [dist.all_reduce(x, async_op=True)]
+
+
+def start_all_to_all(rows: Tensor, chunks: Tensor, process_group: Any) -> Work:
+    """Begin to send chunk k of `chunks` to rank k, and to receive that of rank k into `rows[k]`."""
+    work: Work = dist.all_to_all_single(rows.view(-1), chunks, group=process_group, async_op=True)
+    return work
 
 
 class PendingOp:

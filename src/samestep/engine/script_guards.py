@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from samestep.errors import UsageError
-from samestep.torch_internals import read_version
+from samestep.torch_internals import get_local, read_version
 
 
 class ParameterGuard:
@@ -59,16 +59,16 @@ class ParameterGuard:
     def has_new_weights(self) -> bool:
         """Return whether any parameter was written to, or got other memory, since the last pass began."""
         for param, (version, _) in zip(self._params, self._marks, strict=True):
-            if read_version(param) != version:
+            if read_version(get_local(param)) != version:
                 return True
         return self._find_places() != self._places
 
     def _read_marks(self) -> list[tuple[int, bool]]:
-        return [(read_version(param), param.requires_grad) for param in self._params]
+        return [(read_version(get_local(param)), param.requires_grad) for param in self._params]
 
     def _find_places(self) -> list[int]:
         """Return the address of each parameter, because `param.data = ...` does not change its version."""
-        return [param.data_ptr() for param in self._params]
+        return [get_local(param).data_ptr() for param in self._params]
 
 
 def check_gradients(

@@ -12,7 +12,7 @@ from samestep.plan.ledger import combine, fingerprint
 from samestep.plan.order import Indices, Order, build_order
 from samestep.plan.schedule import Span
 from samestep.plan.seeds import derive
-from samestep.plan.tree import build_layout
+from samestep.plan.tree import Layout, build_layout
 
 STREAM_LENGTH = 1 << 62  # the length of a stream, whose end is not known
 
@@ -311,18 +311,19 @@ class LoopPlan:
         stop: int,
         *,
         rank: int,
-        world_size: int,
+        layout: Callable[[int], Layout],
         borrow: Callable[[int, int], Sequence[int]] = lambda step, num_micro_batches: (),
     ) -> Iterator[Task]:
         """Yield the tasks of a rank for steps start..stop-1 of the run, in order.
 
         Args:
+            layout: maps a number of micro-batches to their layout.
             borrow: maps a step and its number of micro-batches to those of other ranks that this rank loads first.
         """
         for step in range(start, stop):
             num_micro_batches = len(self.micro_batches(step))
-            held = build_layout(num_micro_batches, world_size).ranges[rank]
-            for v in (*borrow(step, num_micro_batches), *held):
+            shares = layout(num_micro_batches)
+            for v in (*borrow(step, num_micro_batches), *shares.ranges[rank], *shares.find_fillers(rank)):
                 yield self.task(step, v)
 
     def count_workers(self, most: int, *, rank: int, world_size: int) -> int:

@@ -5,12 +5,16 @@ sum of micro-batches lo..hi-1; its children are `(lo, mid)` and `(mid, hi)` with
 tree depends on n alone. Floating-point addition commutes but does not associate, so two runs that form the
 same nodes get the same bits, however the micro-batches are spread over ranks.
 
-A rank folds its own range into parts (complete subtrees), and the parts of all ranks complete to the root.
+A rank folds its own range into parts (complete subtrees), and the parts of all ranks complete to the root. If the
+parameters are sharded, the ranks work in rounds instead: in round j, rank r computes micro-batch j * world_size + r.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
+T = TypeVar("T")
 Node = tuple[int, int]
 
 
@@ -72,7 +76,8 @@ class Layout:
     Attributes:
         num_micro_batches: n, the number of micro-batches of this step.
         world_size: the number of ranks; above n, some ranks are idle (an empty range, no parts).
-        ranges: per rank, its micro-batches.
+        ranges: per rank, its micro-batches. In rounds, they are not contiguous.
+        in_rounds: whether the ranks work in rounds, in each of which all of them compute a micro-batch.
         parts: per rank, the smallest set of complete subtrees that covers its range, left to right.
         max_parts: the largest number of parts of a rank. Part k of rank r is in slot `r * max_parts + k`.
         additions: `(dst, src)` pairs, executed in this order: `slot[dst] += slot[src]`.
@@ -84,27 +89,56 @@ class Layout:
     num_micro_batches: int
     world_size: int
     ranges: tuple[range, ...]
+    in_rounds: bool
     parts: tuple[tuple[Node, ...], ...]
     max_parts: int
     additions: tuple[tuple[int, int], ...]
     root: int
     butterfly: bool
 
+    def count_merges(self, rank: int, v: int) -> int:
+        """Return how many parts of a rank are complete with its micro-batch v, and become one with it."""
+        return 0 if self.in_rounds else len(merges(self.num_micro_batches, self.ranges[rank].start, v))
+
+    def find_fillers(self, rank: int) -> tuple[int, ...]:
+        """Return the micro-batch that a rank computes in a last round without one of its own; its results are dropped.
+
+        Contiguous ranges have none.
+        """
+        is_short = self.in_rounds and len(self.ranges[rank]) < len(self.ranges[0])
+        return (self.num_micro_batches - 1,) if is_short else ()
+
+    def sort(self, values: Iterable[Sequence[T]]) -> list[T]:
+        """Return values of micro-batches in their order. `values`: per rank, those of its micro-batches."""
+        if not self.in_rounds:
+            return [value for of_rank in values for value in of_rank]
+        of_ranks = [*values]
+        return [of_ranks[v % self.world_size][v // self.world_size] for v in range(self.num_micro_batches)]
+
 
 @lru_cache(maxsize=128)
-def build_layout(n: int, world_size: int) -> Layout:
-    """Return the layout of a step of n micro-batches on `world_size` ranks (n, world_size >= 1)."""
+def build_layout(n: int, world_size: int, in_rounds: bool = False) -> Layout:
+    """Return the layout of a step of n micro-batches on `world_size` ranks (n, world_size >= 1).
+
+    Args:
+        in_rounds: see `Layout`.
+    """
     if n < 1 or world_size < 1:
         raise ValueError(f"{n} micro-batches on {world_size} ranks: both must be at least 1")
-    starts = [split(0, n, rank, world_size) for rank in range(world_size + 1)]
-    ranges = tuple(map(range, starts, starts[1:]))
-    parts = tuple(tuple(_cover(0, n, held.start, held.stop)) for held in ranges)
+    in_rounds = in_rounds and world_size > 1
+    if in_rounds:
+        ranges = tuple(range(rank, n, world_size) for rank in range(world_size))
+        parts: tuple[tuple[Node, ...], ...] = tuple(tuple((v, v + 1) for v in held) for held in ranges)
+    else:
+        starts = [split(0, n, rank, world_size) for rank in range(world_size + 1)]
+        ranges = tuple(map(range, starts, starts[1:]))
+        parts = tuple(tuple(_cover(0, n, held.start, held.stop)) for held in ranges)
     max_parts = max(len(held) for held in parts)
     slots = {node: rank * max_parts + k for rank, held in enumerate(parts) for k, node in enumerate(held)}
     additions: list[tuple[int, int]] = []
     root = _complete(0, n, slots, additions)
     butterfly = all(len(held) == 1 for held in parts) and sorted(additions) == _pairs(world_size)
-    return Layout(n, world_size, ranges, parts, max_parts, tuple(additions), root, butterfly)
+    return Layout(n, world_size, ranges, in_rounds, parts, max_parts, tuple(additions), root, butterfly)
 
 
 def _cover(lo: int, hi: int, start: int, stop: int) -> list[Node]:

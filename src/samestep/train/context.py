@@ -8,6 +8,7 @@ import torch
 
 from samestep.config import RunConfig
 from samestep.engine.precision import Precision
+from samestep.plan.tree import Layout, build_layout
 from samestep.snapshot.location import RunLocation
 from samestep.world.environment import Environment
 from samestep.world.group import Group
@@ -44,3 +45,7 @@ class RunContext:
     @property
     def world_size(self) -> int:
         return self.group.world_size
+
+    def build_layout(self, num_micro_batches: int) -> Layout:
+        """Return how the ranks share the micro-batches of a step or an evaluation."""
+        return build_layout(num_micro_batches, self.world_size, self.config.shard == "fsdp2")

@@ -27,6 +27,7 @@ from samestep.hashing import hash_bytes
 from samestep.snapshot.serialization import digest, digest_of, encode, write_tensors
 from samestep.tagged import KIND, view_bytes
 from samestep.tools.tracer import Tracer
+from samestep.torch_internals import gather_whole
 from samestep.train.context import RunContext
 from samestep.train.generators import KINDS, NUMPY_GENERATOR, PYTHON_GENERATOR, read_generator
 from samestep.train.script_objects import find_things
@@ -69,7 +70,7 @@ class Trace(Tracer):
 
     def reduced(self, step: Step) -> None:
         self._gradients = {
-            name: None if param.grad is None else hash_tensor(param.grad)
+            name: None if param.grad is None else hash_tensor(gather_whole(param.grad))
             for name, param in zip(self.loop.gradients.plan.names, self.loop.gradients.plan.params, strict=True)
         }
 
@@ -111,7 +112,7 @@ class Trace(Tracer):
         differs = False
         changed = set[str]()
         before = {name: hash_batch(value) for name, value in walk_attributes(spec.dataset)}
-        tasks = plan.tasks(step.number, step.number + 1, rank=context.rank, world_size=context.world_size)
+        tasks = plan.tasks(step.number, step.number + 1, rank=context.rank, layout=context.build_layout)
         for task in tasks:
             one, other = (hash_batch(fetcher.load(task).batch) for _ in range(2))
             differs |= one != other

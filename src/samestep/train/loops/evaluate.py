@@ -1,7 +1,7 @@
 """Computes scores over a data set: every sample once, the same bits at any number of ranks."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any, NamedTuple
@@ -18,8 +18,9 @@ from samestep.engine.gradient_averager import GradientAverager
 from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.plan.loop_plan import Task
 from samestep.plan.order import build_order
+from samestep.plan.schedule import Span
 from samestep.plan.seeds import derive
-from samestep.plan.tree import build_layout
+from samestep.plan.tree import Layout
 from samestep.train.context import RunContext
 from samestep.train.ending.stopping import Stopping
 from samestep.train.guards import calls
@@ -89,24 +90,28 @@ class Evaluator:
         steps_done = self._state.steps_done
         self._clock.enter("reducing", steps_done)
         calls.wait_for_call(group, calls.EVALUATE)
-        rows = self._score(score, spec)
+        micro_batch_size = spec.micro_batch_size or self._context.config.micro_batch_size
+        length = len(spec)
+        spans = [(start, min(start + micro_batch_size, length)) for start in range(0, length, micro_batch_size)]
+        layout = self._context.build_layout(len(spans))
+        rows = self._score(score, spec, spans, layout)
         self._clock.enter("reducing", steps_done)
         vote = self._stopping.cast_vote()
         gathered = group.gather((group.seal(rows), vote.stop, vote.copying))
         # A validation can be long: react to a signal before the next step.
         self._stopping.take_votes([Vote(stop, copying=copying) for _, stop, copying in gathered])
         self._clock.enter("script", steps_done)
-        return _merge([row for sealed, *_ in gathered for row in group.unseal(sealed)])
+        return _merge(layout.sort(group.unseal(sealed) for sealed, *_ in gathered))
 
-    def _score(self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec) -> list[Row]:
-        """Return the scores of this rank's micro-batches."""
+    def _score(
+        self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec, spans: Sequence[Span], layout: Layout
+    ) -> list[Row]:
+        """Return the scores of this rank's micro-batches. `spans`: samples of the micro-batches of all ranks."""
         context = self._context
         steps_done = self._state.steps_done
-        length = len(spec)
-        micro_batch_size = spec.micro_batch_size or context.config.micro_batch_size
-        spans = [(start, min(start + micro_batch_size, length)) for start in range(0, length, micro_batch_size)]
-        held = build_layout(len(spans), context.world_size).ranges[context.rank]
-        order = build_order(length, seed=0, epoch=0, shuffle=False)
+        num_own = len(layout.ranges[context.rank])
+        held = [*layout.ranges[context.rank], *layout.find_fillers(context.rank)]
+        order = build_order(len(spec), seed=0, epoch=0, shuffle=False)
         tasks = (Task(order.take(*spans[v]), self._derive("data", v)) for v in held)
         spec = replace(spec, num_workers=min(spec.num_workers, len(held)))
         rows: list[Row] = []
@@ -126,10 +131,11 @@ class Evaluator:
                     rows.append(_read(score(to_device(loaded.batch, context.device)), loaded.num_samples))
                     self._gradients.undo_buffers()
                     self._clock.enter("validating", steps_done)
-            return [_to_numbers(row) for row in rows]
+            return [_to_numbers(row) for row in rows[:num_own]]
         except Error as error:
             raise locate_error(error, context.location.logs, context.rank, "run.evaluate") from error.__cause__
         finally:
+            self._gradients.free_gathered()
             _set("training", modes)
             _set("grad", gradients)
 

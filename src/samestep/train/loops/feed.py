@@ -98,7 +98,7 @@ class Feed:
             self._state.steps_done,
             self._loaded_end,
             rank=context.rank,
-            world_size=context.world_size,
+            layout=context.build_layout,
             borrow=self._borrow,
         )
 

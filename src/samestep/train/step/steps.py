@@ -164,6 +164,7 @@ class Step:
         micro_batch: current micro-batch, from 0, over the micro-batches of all ranks.
         sizes: samples per micro-batch, over all ranks.
         held: numbers of this rank's micro-batches.
+        fillers: micro-batch that this rank computes after its own, so that all ranks compute the same number.
         borrowed: micro-batches of other ranks that this rank computes before its own, to compare the results.
         open: whether the script iterates over the micro-batches.
         has_gradients: whether the last pass left gradients in `.grad`.
@@ -205,6 +206,7 @@ class Step:
         self._is_left = False
         self._is_probe = False
         self.held = range(0)
+        self.fillers: Sequence[int] = ()
         self.borrowed = self._interceptors.borrow(number, len(self.sizes))
         self.micro_batch = 0
         self.num_passes = 0
@@ -316,7 +318,7 @@ class Step:
         """Yield this rank's micro-batches, then set `.grad` to the gradient of the whole batch."""
         self._begin_pass()
         yield from self._rehearse()
-        for v in (*self.borrowed, *self._start()):
+        for v in (*self.borrowed, *self._start(), *self.fillers):
             yield from self.compute(v, self._load(v))
         report, sums = self._exchange()
         yield from self._interceptors.after_exchange(self, report)
@@ -369,6 +371,7 @@ class Step:
     def _start(self) -> range:
         self._pass = self._parts.gradients.begin(self.number, self.sizes, self.num_passes)
         self.held = self._pass.held
+        self.fillers = self._pass.fillers
         self._log = StepLog(len(self.held))
         return self.held
 
@@ -385,7 +388,7 @@ class Step:
 
     def load_up_to(self, v: int) -> Any:
         """Load the micro-batches of `held` up to v. Returns the batch of v. For an interceptor that ends the run."""
-        for each in range(self.held.start, v):
+        for each in self.held[: self.held.index(v)]:
             self._load(each)
         return self._load(v)
 
@@ -425,10 +428,11 @@ class Step:
                 one, this is one short exchange, else three.
         """
         group = self._context.group
-        mine = [values[v] for v in self.held if v in values]
+        mine = [(v, values[v]) for v in self.held if v in values]
         if not any(group.gather_number(len(mine))):
             return []
-        return [value for of_rank in group.gather(mine) for value in of_rank]
+        found = dict(pair for of_rank in group.gather(mine) for pair in of_rank)
+        return [found[v] for v in sorted(found)]
 
     def refuse_inside(self, what: str, instead: str) -> None:
         """Raise Error inside the loop over the micro-batches."""
@@ -512,6 +516,6 @@ class Step:
         for name, given in collected.items():
             value = read_number(name, given, self.sizes[self.micro_batch] if self.open else 1)
             if self.open and self.micro_batch in self.held:
-                self._log.add(self.micro_batch - self.held.start, name, value)
+                self._log.add(self.held.index(self.micro_batch), name, value)
             elif not self.open:
                 self.averages[name] = (value, self.num_samples)
