@@ -19,6 +19,7 @@ from support.trace import Trace
 from torch import Tensor, nn
 
 import samestep
+from samestep.torch_internals import gather_whole
 
 Result = list[tuple[str, Any]]
 CASES: dict[str, Callable[[], Result]] = {}
@@ -92,7 +93,7 @@ def score_classes(model: Callable[[Tensor], Tensor]) -> Callable[[Any], dict[str
 
 def read_grads(run: samestep.Run, params: Iterable[Tensor]) -> list[Any]:
     """Return the gradients of parameters, None for one without, on all ranks. With owners, these have them."""
-    found = [param.grad for param in params]
+    found = [param.grad if param.grad is None else gather_whole(param.grad) for param in params]
     if run._prepared is None or run._prepared.divided is None:
         return found
     everywhere: list[Any] = [None] * run.world_size

@@ -1,4 +1,6 @@
-"""A run whose optimizers are divided among the ranks gives the bits of a run on one rank, also through crashes."""
+"""A run whose optimizers or models are divided among the ranks gives the bits of a run on one rank, also through
+crashes.
+"""
 
 import functools
 import os
@@ -18,8 +20,25 @@ from support.tiny import tiny_run, update
 from support.trace import assert_same
 
 import samestep
+from samestep.torch_internals import get_local
 
 DIVIDED = {"SAMESTEP_SHARD": "optimizer"}
+SHARDED = {"SAMESTEP_SHARD": "fsdp2"}
+NOT_SHARDED = {
+    "gradients_of_minus_zero": "without forward",
+    "gradients_that_a_function_withholds": "without forward",
+    "methods_other_than_forward": "without forward",
+    "gradients_kept_for_the_next_step": "DTensor|unevenly sharded",  # computes with a whole one and a shard
+    "two_models_in_one_pass": "rank . ",  # uses a model in some micro-batches only; gloo ends a rank
+    "micro_batches_without_backward": "step.backward was not called in micro-batch",
+    "gan": "a backward pass ran outside of step.backward",  # has a gradient penalty
+    "scores_by_gradients": "a backward pass ran outside of step.backward",
+    "several_losses": "several losses with weights of their own",
+    "several_losses_on_long_routes": "several losses with weights of their own",
+    "dtypes": "needs one dtype",
+    "dtypes_on_long_routes": "needs one dtype",
+    "direct_between_hosts": "needs one dtype",
+}
 
 
 @pytest.mark.parametrize(("name", "world_size"), one_in(9, [
@@ -28,6 +47,18 @@ DIVIDED = {"SAMESTEP_SHARD": "optimizer"}
 def test_any_model(name: str, world_size: int) -> None:
     train = CASES[name]
     assert_same(samestep.spawn(train, world_size, env=DIVIDED), run_alone(train), f"{world_size} ranks", "1 rank")
+
+
+@pytest.mark.parametrize(("name", "world_size"), one_in(9, [
+    (name, world_size) for name in CASES for world_size in HEAVY.get(name, (2, 3, 5))
+]))  # fmt: skip
+def test_any_model_sharded(name: str, world_size: int) -> None:
+    train = CASES[name]
+    if name in NOT_SHARDED:
+        with pytest.raises((samestep.Error, RuntimeError), match=NOT_SHARDED[name]):
+            samestep.spawn(train, world_size, env=SHARDED)
+        return
+    assert_same(samestep.spawn(train, world_size, env=SHARDED), run_alone(train), f"{world_size} ranks", "1 rank")
 
 
 @pytest.mark.parametrize(
@@ -49,6 +80,30 @@ def test_resumed_with_another_division(trial: Trial, undisturbed: Callable[..., 
     trial.note_strike(fault)
     trial.spawn_to_fail(2, "kill rank 1 at step 13 in forward", keep_last=1)
     assert trial.spawn(4, keep_last=1, **DIVIDED) == trial.dir
+    assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.parametrize(
+    ("fault", "then"),
+    one_in(
+        4,
+        [
+            ("kill rank 0 at step 10 in writing tensors", {}),
+            ("kill rank 1 at step 7 in update", DIVIDED),
+            ("kill all ranks at step 10 in pruning", SHARDED),
+            ("raise rank 2 at step 12 in reduction", {}),
+            ("kill rank 0 at step 10 in before rename", DIVIDED),
+        ],
+    ),
+)
+def test_resumed_with_another_sharding(
+    trial: Trial, undisturbed: Callable[..., Outcome], fault: str, then: dict[str, str]
+) -> None:
+    """On 3 ranks with sharded models, then on 2 in another way, then on 4 sharded again."""
+    trial.spawn_to_fail(3, fault, keep_last=1, **SHARDED)
+    trial.note_strike(fault)
+    trial.spawn_to_fail(2, "kill rank 1 at step 13 in forward", keep_last=1, **then)
+    assert trial.spawn(4, keep_last=1, **SHARDED) == trial.dir
     assert trial.outcome() == undisturbed()
 
 
@@ -80,6 +135,89 @@ def test_a_rank_has_the_state_of_its_parameters_only() -> None:
     assert max(num_bytes for _, num_bytes in divided) <= whole / 4 * 1.1
 
 
+def count_shards() -> list[Any]:
+    """Return, of each rank, the bytes of its parameters and of its optimizer's state."""
+    found: list[Any] = []
+
+    def count(t: Any) -> None:
+        tensors = [value for state in t.optimizer.state.values() for value in state.values()]
+        found[:] = [sum(get_local(each).nbytes for each in some) for some in (t.model.parameters(), tensors)]
+
+    tiny_run(None, model=lambda: torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8))),
+             optimizer=torch.optim.AdamW, data=torch.ones(24, 16), after_epoch=count)
+    everywhere: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, found)
+    return everywhere
+
+
+def test_a_rank_has_its_shards_only() -> None:
+    (params, state), *_ = samestep.spawn(count_shards, 2)
+    for of_rank in samestep.spawn(count_shards, 4, env=SHARDED):
+        assert of_rank[0] == params // 4
+        assert of_rank[1] <= state / 4 * 1.1  # each parameter has a number of steps, too
+
+
+class Swapped(torch.nn.Module):
+    """Two blocks of one shape. Rank 1 runs them in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in [*self.blocks][:: -1 if torch.distributed.is_initialized() and os.environ["RANK"] == "1" else 1]:
+            x = block(x).tanh()
+        return x.sum(1, keepdim=True)
+
+
+class Twice(torch.nn.Module):
+    """A block that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](self.blocks[0](x).tanh()).sum(1, keepdim=True)
+
+
+class Partly(Twice):
+    """A block that does not run."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum(1, keepdim=True).requires_grad_()
+
+
+def train_wrong(model: type[torch.nn.Module], blocks: Any = None) -> None:
+    run = samestep.Run(None, batch_size=8, micro_batch_size=2)
+    built = model()
+    run.prepare(model=built, optimizer=torch.optim.SGD(built.parameters(), 0.1), shard_blocks=blocks)
+    for step in run.steps(torch.ones(32, 4), 2):
+        for x in step:
+            step.backward(built(x).square().mean())
+
+
+@pytest.mark.parametrize(("model", "message"), [
+    (Swapped, "rank 1 has used other parts of the model than rank 0"),
+    (Twice, r"model\.blocks\.0 ran twice in one micro-batch"),
+    (Partly, r"model\.blocks\.0 was not used in micro-batch"),
+])  # fmt: skip
+def test_models_that_cannot_be_sharded(model: type[torch.nn.Module], message: str) -> None:
+    with pytest.raises(samestep.UsageError, match=message):
+        samestep.spawn(train_wrong, 2, (model,), env=SHARDED)
+
+
+def test_a_block_that_is_left_out_may_run_twice() -> None:
+    samestep.spawn(train_wrong, 2, (Twice, []), env=SHARDED)
+
+
+def test_blocks_are_classes_or_names() -> None:
+    with pytest.raises(samestep.InvalidType, match="shard_blocks must hold classes of modules or their names, not 3"):
+        samestep.spawn(train_wrong, 2, (Twice, [3]), env=SHARDED)
+    with pytest.raises(samestep.InvalidValue, match="names Block, but the models consist of Twice, ModuleList, Linear"):
+        samestep.spawn(train_wrong, 2, (Twice, ["Block"]), env=SHARDED)
+
+
 def train_one(optimizer: Callable[..., Any]) -> None:
     run = samestep.Run(None, batch_size=4, micro_batch_size=2)
     model = torch.nn.Linear(3, 3)
@@ -108,6 +246,22 @@ def test_optimizers_that_cannot_be_divided(optimizer: Callable[..., Any], messag
     samestep.spawn(train_one, 1, (optimizer,), env=DIVIDED)
 
 
+@pytest.mark.parametrize(("optimizer", "message"), [
+    (torch.optim.LBFGS, "optimizer is LBFGS, which may need whole tensors"),
+    (functools.partial(torch.optim.AdamW, fused=True), "has fused=True"),
+    (Wrapper, "inside another object"),
+])  # fmt: skip
+def test_optimizers_that_cannot_be_sharded(optimizer: Callable[..., Any], message: str) -> None:
+    with pytest.raises(samestep.InvalidValue, match=message):
+        samestep.spawn(train_one, 2, (optimizer,), env=SHARDED)
+
+
+@pytest.mark.parametrize(("name", "value"), [("REDUCTION", "fast"), ("CHECK_COMPUTE_EVERY", "2")])
+def test_options_that_sharded_models_do_not_have(name: str, value: str) -> None:
+    with pytest.raises(samestep.InvalidValue, match='is not available with shard="fsdp2"'):
+        samestep.spawn(train_one, 2, (torch.optim.Adagrad,), env={**SHARDED, f"SAMESTEP_{name}": value})
+
+
 def clip_by_hand() -> None:
     tiny_run(None, then=lambda t: [torch.nn.utils.clip_grad_norm_(t.model.parameters(), 1.0), update(t)])
 
@@ -115,6 +269,8 @@ def clip_by_hand() -> None:
 def test_clipping_by_the_gradients_of_one_rank_is_refused() -> None:
     with pytest.raises(samestep.UsageError, match=r"call run\.clip_grad_norm_"):
         samestep.spawn(clip_by_hand, 2, env=DIVIDED)
+    with pytest.raises(samestep.UsageError, match="adds norms of shards"):
+        samestep.spawn(clip_by_hand, 2, env=SHARDED)
     samestep.spawn(clip_by_hand, 2)
     samestep.spawn(clip_by_hand, 1, env=DIVIDED)
 
@@ -143,6 +299,6 @@ def test_the_norm_is_that_of_torch(norm_type: float, foreach: bool | None) -> No
 
 
 def test_nothing_else_is_accepted(tmp_path: Path) -> None:
-    with pytest.raises(samestep.InvalidValue, match="shard must be optimizer or none, not 'model'"):
+    with pytest.raises(samestep.InvalidValue, match="shard must be optimizer, fsdp2 or none, not 'model'"):
         samestep.Run(tmp_path, batch_size=4, shard="model")  # type: ignore[arg-type]
     assert os.listdir(tmp_path) == []

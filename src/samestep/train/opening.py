@@ -1,11 +1,13 @@
 """Opens a loop: everything between the check of its arguments and its first step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from samestep.console import format_ranks
 from samestep.data.order_files import keep_shards
 from samestep.data.source import Mark
+from samestep.errors import InvalidValue
 from samestep.plan.schedule import describe_division
 from samestep.train.context import RunContext
 from samestep.train.description import describe_run, describe_script, read_commit
@@ -38,6 +40,8 @@ def open_loop(
     Raises:
         Error: the loop is not the same on all ranks, or not the one that the run has recorded.
     """
+    if data.lanes is not None and context.config.shard == "fsdp2" and context.world_size > 1:
+        raise InvalidValue('shard="fsdp2" does not support data that can only be read in order: use shard="optimizer"')
     agree_on_loop(data, context)
     if state.is_before_loops and not state.resumed_step:
         data.open_epochs(0)  # an error for wrong indices comes before anything is written
@@ -111,7 +115,10 @@ def resume_state(data: LoopData, context: RunContext, state: RunState, prepared:
     if state.place.is_further:
         services.resources.begin_loop()
     if state.place.is_replayed:
-        state.set_script(prepared.contents.restore_again(context.location.read(prepared.point)))
+        saved: Mapping[str, Any] = context.location.read(prepared.point)
+        if prepared.divided is not None:
+            saved = prepared.divided.divide(saved)
+        state.set_script(prepared.contents.restore_again(saved))
         if prepared.divided is not None:
             prepared.divided.drop_others()
 

@@ -1,13 +1,14 @@
 """What `Run.prepare` builds from the script's objects."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from torch import nn
 
 from samestep.engine.gradient_averager import GradientAverager
 from samestep.engine.ownership import Ownership
+from samestep.engine.shards import ShardedModels
 from samestep.snapshot.resume_point import ResumePoint
 from samestep.snapshot.serialization import encode
 from samestep.snapshot.snapshotter import Snapshotter
@@ -19,8 +20,22 @@ from samestep.train.guards.replicas import ReplicaChecks
 from samestep.train.state.divided_optimizers import DividedOptimizers
 from samestep.train.state.restoring import Contents
 from samestep.train.state.run_state import RunState
+from samestep.train.state.sharded_state import Blocks, ShardedState, check_options
 from samestep.train.state.stateful import describe_models, find_held_optimizers, outline, states
 from samestep.train.step.interception import Interceptors
+
+
+class Divided(Protocol):
+    """State of which each rank holds a part."""
+
+    def collect(self) -> Callable[[dict[str, Any]], None]:
+        """Collect what other ranks hold. On all ranks. Returns a function that adds it to the objects' states."""
+
+    def divide(self, contents: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the content of a snapshot as this rank's objects load it."""
+
+    def drop_others(self) -> None:
+        """Drop what other ranks hold, after the objects have loaded it."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +49,7 @@ class Prepared:
         overrides: whether the script's settings and data replace those of the run.
         contents: builds and restores the state for a snapshot.
         gradients: computes the gradients of the models.
-        divided: the optimizers, if their state is divided among the ranks.
+        divided: what is divided among the ranks.
         misuse, parameters, replicas: observers of the models.
         point: where the run resumed.
     """
@@ -45,15 +60,15 @@ class Prepared:
     overrides: bool
     contents: Contents
     gradients: GradientAverager
-    divided: DividedOptimizers | None
+    divided: Divided | None
     misuse: MisuseChecks
     parameters: TrainedParameters
     replicas: ReplicaChecks
     point: ResumePoint
 
-    def collect_others(self) -> dict[str, dict[int, Any]]:
-        """Call `DividedOptimizers.collect` if the optimizers' state is divided. On all ranks."""
-        return {} if self.divided is None else self.divided.collect()
+    def collect_others(self) -> Callable[[dict[str, Any]], None]:
+        """Collect what other ranks hold of the objects' states. On all ranks. Returns a function that adds it."""
+        return (lambda saved: None) if self.divided is None else self.divided.collect()
 
 
 def prepare_objects(
@@ -66,6 +81,7 @@ def prepare_objects(
     *,
     override: bool,
     device_map: Literal["keep"] | None,
+    shard_blocks: Blocks | None,
 ) -> Prepared:
     """Make the models equal on all ranks, and restore everything from the newest snapshot. On all ranks.
 
@@ -88,6 +104,17 @@ def prepare_objects(
         encode(states(objects))  # an Error for what cannot be saved comes now, not after the first epoch
     is_divided = config.shard == "optimizer" and context.world_size > 1
     ownership = Ownership(context.rank, context.world_size) if is_divided else None
+    held = find_held_optimizers(objects)
+    point = context.location.find_resume_point(config.resume, numbers)
+    divided: Divided | None = None
+    models: ShardedModels | None = None
+    if config.shard == "fsdp2" and context.world_size > 1:
+        check_options(config, device_map)
+        if not point.is_beginning:  # while everything is whole
+            _restore(point, contents, context, state, overrides=overrides)
+            snapshotter.resume(point)
+        divided = sharded = ShardedState(objects, modules, held, shard_blocks, context.group)
+        models = sharded.models
     gradients = GradientAverager(
         modules,
         context.group,
@@ -96,11 +123,11 @@ def prepare_objects(
         bucket_cap_bytes=config.bucket_cap_bytes,
         micro_batch_size=config.micro_batch_size,
         ownership=ownership,
+        models=models,
     )
-    held = find_held_optimizers(objects)
-    divided = None if ownership is None else DividedOptimizers(objects, held, ownership, context.group)
-    point = context.location.find_resume_point(config.resume, numbers)
-    if not point.is_beginning:
+    if ownership is not None:
+        divided = DividedOptimizers(objects, held, ownership, context.group)
+    if not point.is_beginning and models is None:
         _restore(point, contents, context, state, overrides=overrides)
         snapshotter.resume(point)
     parameters = TrainedParameters(objects, modules, gradients, held)
@@ -116,7 +143,7 @@ def prepare_objects(
         divided=divided,
         misuse=MisuseChecks(objects, modules, gradients, held),
         parameters=parameters,
-        replicas=ReplicaChecks(objects, context.group, config.compare_every, has_divided_state=is_divided),
+        replicas=ReplicaChecks(objects, context.group, config.compare_every, has_divided_state=divided is not None),
         point=point,
     )
 

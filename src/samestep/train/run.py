@@ -12,7 +12,7 @@ from samestep.config import OPTIONS, CheckCompute, Precision, Reduction, Shard
 from samestep.console import warn
 from samestep.data.loader import seed_all
 from samestep.data.pools import Pools
-from samestep.engine.gradient_norm import compute_total_norm
+from samestep.engine.gradient_norm import clip_with_norm, compute_total_norm
 from samestep.engine.precision import build_precision
 from samestep.errors import InvalidValue, UsageError
 from samestep.plan.seeds import derive
@@ -267,7 +267,12 @@ class Run:
         return self._state.steps_done
 
     def prepare(
-        self, *unnamed: Any, override: bool = False, device_map: Literal["keep"] | None = None, **objects: Any
+        self,
+        *unnamed: Any,
+        override: bool = False,
+        device_map: Literal["keep"] | None = None,
+        shard_blocks: Sequence[type[nn.Module] | str] | None = None,
+        **objects: Any,
     ) -> None:
         """Register everything that has a state, and restore it from the newest snapshot. Call it once.
 
@@ -281,6 +286,8 @@ class Run:
                 data are an error.
             device_map: "keep" leaves every parameter on its device, for models with layers on several devices. None:
                 move all models to the device of the run.
+            shard_blocks: with `shard="fsdp2"`, classes of modules, or their names, whose parameters are gathered one
+                module at a time. None: the modules in each `nn.ModuleList`.
 
         Raises:
             InvalidType, InvalidValue: an object has no state_dict, a model contains SyncBatchNorm, or an optimizer
@@ -315,6 +322,7 @@ class Run:
             self._interceptors,
             override=override,
             device_map=device_map,
+            shard_blocks=shard_blocks,
         )
 
     def epochs(
@@ -595,6 +603,11 @@ class Run:
         """
         self._check_call("run.restore", "call it after the loop")
         prepared = self._check_prepared("run.restore")
+        if prepared.gradients.plan.shards is not None:
+            raise UsageError(
+                'run.restore is not available with shard="fsdp2": start the script again with resume= and the name of '
+                "the snapshot, or read it with samestep export"
+            )
         if self._state.is_in_loop:
             raise UsageError("run.restore in the loop would change what is trained: call it after the loop")
         context = self._context
@@ -681,14 +694,14 @@ class Run:
             1.414
         """
         self._refuse_in_step("run.clip_grad_norm_", "the gradient is not complete there; dedent it")
-        ownership = self._check_prepared("run.clip_grad_norm_").gradients.ownership
-        if ownership is None:
+        gradients = self._check_prepared("run.clip_grad_norm_").gradients
+        if not gradients.plan.is_divided:
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         params = [parameters] if isinstance(parameters, Tensor) else [*parameters]
-        norm = compute_total_norm(params, norm_type, foreach, self._context.group, ownership)
+        norm = compute_total_norm(params, norm_type, foreach, self._context.group, gradients.ownership)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the gradients is {norm.item()}, and error_if_nonfinite is set")
-        nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach)
+        clip_with_norm(params, max_norm, norm, foreach)
         return norm
 
     def _open_loop(self, data: Any, count: int, **arguments: Any) -> Loop:

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.engine.gradient_averager import GradientAverager
 from samestep.errors import UsageError
+from samestep.torch_internals import get_local
 from samestep.train.state.stateful import Objects, find_saved, list_params, name_optimizers
 from samestep.train.step.steps import Step, StepObserver
 from samestep.watch.replica_checksums import checksum, read_back
@@ -110,7 +111,7 @@ class MisuseChecks(StepObserver):
         self._weights = None
         if number is None or not self._optimizers or self._is_updated_otherwise or self._gradients.has_new_weights():
             return
-        left = [param.grad for param in self._gradients.plan.params if param.grad is not None]
+        left = [get_local(param.grad) for param in self._gradients.plan.params if param.grad is not None]
         if not any(bool(grad.any()) for grad in left) or not all(bool(grad.isfinite().all()) for grad in left):
             return
         if self._first_unused is None:
@@ -127,7 +128,7 @@ class MisuseChecks(StepObserver):
 
     def _sum_weights(self) -> list[int]:
         params = self._gradients.plan.params
-        return [*read_back({str(i): checksum(param) for i, param in enumerate(params)}).values()]
+        return [*read_back({str(i): checksum(get_local(param)) for i, param in enumerate(params)}).values()]
 
     def _check_update(self, optimizer: Optimizer, *_: Any) -> None:
         is_known = optimizer in self._optimizers

@@ -14,6 +14,7 @@ from samestep.errors import Error
 from samestep.snapshot.async_copy import is_finite
 from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.snapshotter import Snapshotter
+from samestep.torch_internals import is_sharded
 from samestep.train.state.stateful import list_checked, list_params, list_stable, name_optimizers, unwrap
 from samestep.train.step.steps import Step, StepObserver
 from samestep.watch.replica_checksums import checksum, combine, explain_drift, find_drift, read_back
@@ -42,7 +43,7 @@ def name_replicated(objects: Mapping[str, Any], *, has_divided_state: bool = Fal
     names: dict[int, str] = {}
     for name, model in models:
         for path, param in model.named_parameters():
-            if id(param) not in names:  # shared with another model
+            if id(param) not in names and not is_sharded(param):  # shared with another model
                 names[id(param)] = f"{name}.{path}"
                 yield f"{name}.{path}", param
     if has_divided_state:

@@ -113,10 +113,10 @@ class Boundary:
         state = self._state
         lanes = self._feed.gather_lanes()
         position = state.build_position(epoch, self._feed.data, lanes)
-        others = self._prepared.collect_others()
+        complete = self._prepared.collect_others()
         self._services.metrics.complete_checksums()
         return self._prepared.replicas.build_training_state(
-            lambda: self._prepared.contents.build(position, state.script, others),
+            lambda: self._prepared.contents.build(position, state.script, complete),
             state.build_notes(lanes),
             state.steps_done,
         )

@@ -101,7 +101,7 @@ class RunMetrics(StepObserver):
     def reduced(self, step: Step) -> None:
         """Read the gradient and the learning rates of the update, which the script's body may change afterwards."""
         plan = self._subject.gradients.plan
-        is_divided = plan.owners is not None and self._context.location.path is not None
+        is_divided = plan.is_divided and self._context.location.path is not None
         if is_divided or self._context.location.directory is not None:
             if plan is not self._checksummed:  # other parameters
                 self._checksummed = plan
@@ -178,7 +178,7 @@ class RunMetrics(StepObserver):
 
     def complete_checksums(self) -> None:
         """Combine the checksums of the last gradient, before the ledger is written. On all ranks."""
-        if self._subject.gradients.plan.owners is not None:
+        if self._subject.gradients.plan.is_divided:
             self._partial.resolve(self._context.group.gather_number(self._partial.take_own()))
 
     def _look_for_zero(self, step: Step) -> None:

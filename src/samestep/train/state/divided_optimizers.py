@@ -7,7 +7,7 @@ and 2. Unlike there, a rank owns whole tensors, so the division changes no bit, 
 (Muon, Shampoo, LARS, Adafactor) work.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import finalize
@@ -68,12 +68,19 @@ class DividedOptimizers:
                 if not self._ownership.counts(param):
                     del optimizer.state[param]
 
-    def collect(self) -> dict[str, dict[int, Any]]:
+    def divide(self, contents: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the content of a snapshot as it is: `drop_others` follows."""
+        return contents
+
+    def collect(self) -> Callable[[dict[str, Any]], None]:
         """Send the states of this rank's parameters to rank 0. On all ranks.
 
         Returns:
-            On rank 0: name of an optimizer -> number of a parameter -> state, for the parameters of other ranks.
+            A function that, on rank 0, adds the states of the other ranks' parameters to the objects' states.
         """
+        return partial(_merge_states, collected=self._collect())
+
+    def _collect(self) -> dict[str, dict[int, Any]]:
         rank = self._group.rank
         mine = {} if rank == 0 else {name: self._list_states(each) for name, each in self._optimizers.items()}
         structure, tensors = encode(mine)
@@ -105,7 +112,7 @@ def _refuse_norm(ownership: Ownership, grads: Sequence[Tensor]) -> None:
         )
 
 
-def merge_states(saved: dict[str, Any], collected: Mapping[str, Mapping[int, Any]]) -> None:
+def _merge_states(saved: dict[str, Any], collected: Mapping[str, Mapping[int, Any]]) -> None:
     """Add the states of other ranks' parameters to the optimizers' state_dicts, in the order of the parameters."""
     for name, states in collected.items():
         saved[name] = {**saved[name], STATE: dict(sorted([*saved[name][STATE].items(), *states.items()]))}

@@ -12,7 +12,6 @@ from samestep.errors import Error, InvalidType, InvalidValue, RunDirectoryError,
 from samestep.snapshot.location import RunLocation
 from samestep.snapshot.run_record import OVERRIDE, StartOptions, describe_changes
 from samestep.snapshot.store import Store
-from samestep.train.state.divided_optimizers import merge_states
 from samestep.train.state.optimizer_settings import Override, find_changed, read_settings
 from samestep.train.state.stateful import Objects, list_params, name_optimizers, states, unwrap
 from samestep.world.environment import advise
@@ -31,7 +30,6 @@ class RestoredLayout:
     def __init__(self, objects: Objects, modules: Mapping[str, nn.Module]) -> None:
         self._objects = objects
         self._modules = modules
-        self._names = {id(param): name for name, param in self._params().items()}
         self._frozen, self._groups = self._find_frozen(), self._read_groups()
         self._keys = {name: {*module.state_dict()} for name, module in modules.items()}
         self._has_changed_keys = False
@@ -87,8 +85,9 @@ class RestoredLayout:
         return [name for name, param in self._params().items() if not param.requires_grad]
 
     def _read_groups(self) -> dict[str, list[list[str]]]:
+        names = {id(param): name for name, param in self._params().items()}
         return {
-            name: [[self._names.get(id(param), "") for param in group["params"]] for group in thing.param_groups]
+            name: [[names.get(id(param), "") for param in group["params"]] for group in thing.param_groups]
             for name, thing in name_optimizers(self._objects).items()
         }
 
@@ -110,17 +109,19 @@ class Contents:
         self._override: Override | None = None
         self.options = StartOptions(read_settings(objects))
 
-    def build(self, position: Mapping[str, Any], state: Any, others: Mapping[str, Mapping[int, Any]]) -> dict[str, Any]:
+    def build(
+        self, position: Mapping[str, Any], state: Any, complete: Callable[[dict[str, Any]], None]
+    ) -> dict[str, Any]:
         """Return the state for a snapshot.
 
         Args:
             state: `run.state`.
-            others: see `DividedOptimizers.collect`.
+            complete: adds what other ranks hold to the objects' states.
         """
         if not isinstance(state, dict):
             raise InvalidType(f"run.state has become a {type(state).__name__}: keep it a dict, run.state[name] = value")
         saved = states(self._objects)
-        merge_states(saved, others)
+        complete(saved)
         if change := self._layout.find_changed_keys(saved):
             warn(self._say, change, start="a model has other keys")
         changes = self._layout.state_dict(is_first_loop="loops" not in position)

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.engine.buffers import check_module, spread_buffers
 from samestep.errors import InvalidType, InvalidValue, UsageError
 from samestep.hashing import hash_bytes
+from samestep.torch_internals import get_local
 from samestep.train.script_objects import find_things
 
 MAX_PARTS = 2_000  # most parts of prepared objects to look into
@@ -201,7 +202,7 @@ def states(objects: Objects) -> dict[str, Any]:
 
 
 def list_checked(objects: Objects) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors that training must not make infinite or nan, with names for messages.
+    """Return the tensors that training must not make infinite or nan, with names for messages; this rank's shards.
 
     These are parameters and BatchNorm's statistics. Other buffers, such as masks, may be infinite. An optimizer's state
     may be, too, or hold memory that is never read; what it spoils shows in the parameters after the next update.
@@ -209,7 +210,7 @@ def list_checked(objects: Objects) -> list[tuple[str, torch.Tensor]]:
     found: list[tuple[str, torch.Tensor]] = []
     for name, thing in objects.items():
         if isinstance(thing, nn.Module):
-            found += [(f"{name}.{path}", param) for path, param in unwrap(thing).named_parameters()]
+            found += [(f"{name}.{path}", get_local(param)) for path, param in unwrap(thing).named_parameters()]
             found += [
                 (f"{name}.{path}.{key}", buffer)
                 for path, part in unwrap(thing).named_modules()
@@ -222,8 +223,9 @@ def list_checked(objects: Objects) -> list[tuple[str, torch.Tensor]]:
 def list_stable(objects: Objects) -> list[torch.Tensor]:
     """Return the tensors that change only in or after an update: parameters and the optimizers' state."""
     modules = [unwrap(thing) for thing in objects.values() if isinstance(thing, nn.Module)]
-    params = [param for module in modules for param in module.parameters()]
-    return [*params, *(value for optimizer in name_optimizers(objects).values() for value in _state_tensors(optimizer))]
+    tensors = [param for module in modules for param in module.parameters()]
+    tensors += [value for optimizer in name_optimizers(objects).values() for value in _state_tensors(optimizer)]
+    return [get_local(tensor) for tensor in tensors]
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

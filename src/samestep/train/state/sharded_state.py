@@ -1,0 +1,251 @@
+"""Models, averaged models and optimizers whose tensors are sharded among the ranks: `Run(shard="fsdp2")`.
+
+torch's `fully_shard` (FSDP2) keeps 1/W of each parameter on each rank, and gathers a block of the model when it runs.
+The optimizers then update shards. Zhao et al. 2023, "PyTorch FSDP: experiences on scaling fully sharded data parallel".
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from samestep.config import RunConfig
+from samestep.engine.shards import ShardedModels
+from samestep.errors import InvalidType, InvalidValue, UsageError
+from samestep.torch_internals import gather_whole, is_sharded, list_units, shard_like, shard_modules, watch_norms
+from samestep.train.state.stateful import Objects, list_params, name_optimizers, states, unwrap
+from samestep.world.group import Group
+
+STATE = "state"  # the key of the parameters' states in an optimizer's state_dict
+# They compute each element of a parameter from the same elements of its gradient and state.
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+Blocks = Sequence[type[nn.Module] | str]
+
+
+def check_options(config: RunConfig, device_map: str | None) -> None:
+    """Refuse options that sharded models do not have. Raises InvalidValue."""
+    given = {
+        'reduction="fast"': config.reduction == "fast",
+        "check_compute_every": config.check_compute_every is not None,
+        'device_map="keep"': device_map is not None,
+    }
+    for option, is_given in given.items():
+        if is_given:
+            raise InvalidValue(f'{option} is not available with shard="fsdp2": leave one of them out')
+
+
+class ShardedState:
+    """The prepared objects of a run whose models are sharded.
+
+    Shards the models, and with them the state of their optimizers, which was restored before.
+
+    Args:
+        held: the optimizers that prepared objects hold.
+        blocks: classes of modules, or their names, that are gathered one at a time. None: see `find_blocks`.
+
+    Attributes:
+        models: the models.
+
+    Raises:
+        InvalidValue: a model or an optimizer cannot be sharded.
+        InvalidType: `blocks` holds something else.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        modules: Mapping[str, nn.Module],
+        held: Sequence[Optimizer],
+        blocks: Blocks | None,
+        group: Group,
+    ) -> None:
+        self._objects = objects
+        self._modules = modules
+        optimizers = name_optimizers(objects)
+        if any(each not in optimizers.values() for each in held):
+            raise InvalidValue(
+                'shard="fsdp2" cannot shard an optimizer inside another object of run.prepare: pass the optimizer '
+                "itself, or leave shard out"
+            )
+        for name, optimizer in optimizers.items():
+            _check_optimizer(name, optimizer)
+        whole = [param for module in modules.values() for param in module.parameters()]
+        sharded = _shard(modules, blocks, group)
+        for optimizer in optimizers.values():
+            _replace_params(optimizer, sharded)
+        del whole  # kept until here, because `sharded` is by id
+        self.models = ShardedModels(modules)
+        for optimizer in optimizers.values():
+            optimizer.register_step_post_hook(lambda *_: self.models.free_gathered())
+        finalize(self, watch_norms(_refuse_norm))
+
+    def collect(self) -> Callable[[dict[str, Any]], None]:
+        """Gather all sharded tensors of the objects' states. On all ranks.
+
+        Returns:
+            A function that replaces the states by whole ones.
+        """
+        whole = {name: _gather(state) for name, state in states(self._objects).items()}
+        return lambda saved: saved.update(whole)
+
+    def divide(self, contents: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the content of a snapshot with this rank's shards of the objects' states."""
+        saved = dict(contents["objects"])
+        for name, thing in self._objects.items():
+            if isinstance(thing, nn.Module):
+                now = unwrap(thing).state_dict()
+                saved[name] = {key: _shard_as(now.get(key), value) for key, value in saved[name].items()}
+            elif isinstance(thing, Optimizer):
+                params = dict(enumerate(list_params(thing)))
+                state = {
+                    number: {key: _shard_as(params.get(number), value) for key, value in of_one.items()}
+                    for number, of_one in saved[name][STATE].items()
+                }
+                saved[name] = {**saved[name], STATE: state}
+        return {**contents, "objects": saved}
+
+    def drop_others(self) -> None:
+        """Nothing: `divide` has left out what other ranks hold."""
+
+
+def find_blocks(module: nn.Module, blocks: Blocks | None) -> list[nn.Module]:
+    """Return the modules to gather one at a time, inner ones first, without the model itself.
+
+    Args:
+        blocks: classes of modules, or their names. None: the modules in each `nn.ModuleList` that have a forward.
+    """
+    parts = [part for part in module.modules() if part is not module][::-1]
+    if blocks is None:
+        listed = {id(each) for part in module.modules() if isinstance(part, nn.ModuleList) for each in part}
+        return [part for part in parts if id(part) in listed and _has_forward(part)]
+    return [part for part in parts if any(_is_of(part, each) for each in blocks)]
+
+
+def _is_of(module: nn.Module, block: type[nn.Module] | str) -> bool:
+    return type(module).__name__ == block if isinstance(block, str) else isinstance(module, block)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _check_blocks(modules: Mapping[str, nn.Module], blocks: Blocks) -> None:
+    """Raise InvalidType or InvalidValue if a block is not a class of modules or a name, or no module is of it."""
+    for block in blocks:
+        if not isinstance(block, str) and not (isinstance(block, type) and issubclass(block, nn.Module)):
+            raise InvalidType(f"shard_blocks must hold classes of modules or their names, not {block!r}")
+        parts = [part for module in modules.values() for part in module.modules()]
+        if not any(_is_of(part, block) for part in parts):
+            name = block if isinstance(block, str) else block.__name__
+            kinds = ", ".join(dict.fromkeys(type(part).__name__ for part in parts))
+            raise InvalidValue(f"shard_blocks names {name}, but the models consist of {kinds}: name some of these")
+
+
+def _shard(modules: Mapping[str, nn.Module], blocks: Blocks | None, group: Group) -> dict[int, nn.Parameter]:
+    """Shard models. Returns the sharded parameters by the id of the parameter that each replaces."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    _check_blocks(modules, blocks or ())
+    seen: set[int] = set()
+    places: list[tuple[nn.Module, str, int]] = []
+    for name, module in modules.items():
+        if not _has_forward(module):
+            raise InvalidValue(
+                f'{name} is a {type(module).__name__} without forward, and shard="fsdp2" gathers parameters when a '
+                'module is called: write a module that computes, or use shard="optimizer"'
+            )
+        own = {id(param): path for path, param in module.named_parameters()}
+        if shared := seen & own.keys():
+            raise InvalidValue(
+                f'{name}.{own[min(shared)]} is shared with another model, which shard="fsdp2" does not support: pass '
+                "both as parts of one model"
+            )
+        seen |= own.keys()
+        for path, param in module.named_parameters():
+            if not param.is_contiguous():
+                raise InvalidValue(
+                    f'{name}.{path} is not contiguous, which shard="fsdp2" needs: build it without memory_format'
+                )
+        if len(dtypes := {str(param.dtype) for param in module.parameters() if param.requires_grad}) > 1:
+            raise InvalidValue(
+                f'{name} has trained parameters of {" and ".join(sorted(dtypes))}, and shard="fsdp2" needs one dtype: '
+                'convert them, or use shard="optimizer"'
+            )
+        places += [
+            (part, key, id(param)) for part in module.modules() for key, param in part.named_parameters(recurse=False)
+        ]
+    mesh = DeviceMesh(group.device.type, range(group.world_size))
+    for name, module in modules.items():
+        if list_units(module):
+            raise InvalidValue(
+                f"{name} was given to fully_shard before run.prepare: leave that out, and pass shard_blocks to "
+                "run.prepare"
+            )
+        shard_modules([*find_blocks(module, blocks), module], mesh)
+    return {number: getattr(part, key) for part, key, number in places}
+
+
+def _check_optimizer(name: str, optimizer: Optimizer) -> None:
+    if type(optimizer) not in ELEMENTWISE:
+        raise InvalidValue(
+            f'{name} is {type(optimizer).__name__}, which may need whole tensors, and shard="fsdp2" gives it shards: '
+            'use shard="optimizer", or an optimizer of torch.optim that works element by element'
+        )
+    if any(group.get("fused") for group in optimizer.param_groups):
+        raise InvalidValue(
+            f'{name} has fused=True, whose bits depend on the bounds of the shards: leave it out with shard="fsdp2"'
+        )
+
+
+def _replace_params(optimizer: Optimizer, sharded: Mapping[int, nn.Parameter]) -> None:
+    """Let an optimizer update sharded parameters, with the state that it has for the whole ones."""
+    for param_group in optimizer.param_groups:
+        param_group["params"] = [sharded[id(param)] for param in param_group["params"]]
+    states = [*optimizer.state.items()]
+    optimizer.state.clear()
+    for param, state in states:
+        new = sharded[id(param)]
+        optimizer.state[new] = {key: _shard_as(new, value) for key, value in state.items()}
+
+
+def _shard_as(param: Any, value: Any) -> Any:
+    """Return a tensor with the shape of a sharded one with the same sharding; any other value as it is."""
+    if not is_sharded(param) or not isinstance(value, Tensor) or is_sharded(value) or value.shape != param.shape:
+        return value
+    rank, size = param.device_mesh.get_local_rank(), param.device_mesh.size()
+    chunks = value.chunk(size)
+    local = chunks[rank] if rank < len(chunks) else value[:0]
+    return shard_like(param, local.to(param.device, copy=True))
+
+
+def _gather(value: Any) -> Any:
+    """Return a state in which sharded tensors are whole, in host memory."""
+    if isinstance(value, Mapping):
+        return type(value)((key, _gather(item)) for key, item in value.items())  # type: ignore[call-arg]
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(_gather(item) for item in value)
+    return gather_whole(value).cpu() if is_sharded(value) else value
+
+
+def _refuse_norm(grads: Sequence[Tensor]) -> None:
+    """Refuse to clip sharded gradients by torch's norm, whose bits depend on the number of ranks."""
+    if any(is_sharded(grad) for grad in grads):
+        raise UsageError(
+            'torch.nn.utils.clip_grad_norm_ with shard="fsdp2" adds norms of shards, so its bits depend on the number '
+            "of ranks: call run.clip_grad_norm_, with the same arguments"
+        )
