@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from samestep.engine import routes
-from samestep.engine.control import Control, ControlFormat
+from samestep.engine.control import Control
 from samestep.engine.exchange_memory import ExchangeMemory
 from samestep.engine.folding import MISSED, USED, Grads, RankParts, lay_out
 from samestep.engine.reduction_plan import ReductionPlan
-from samestep.plan.tree import Layout
 from samestep.world.group import Group
 
 
@@ -136,7 +135,10 @@ class Exchange:
             direct = routes.run_direct(memory.control_rows, rank, len(memory.buckets), local_sockets=sockets)
             self._pending.append(routes.PendingOp(direct))
         routes.wait_all(self._pending)
-        controls = _unpack(memory.form, memory.blocks, control, memory.layout, rank)
+        controls = [
+            control if each == rank else memory.form.unpack_from(block, len(held))
+            for each, (block, held) in enumerate(zip(memory.blocks, memory.layout.ranges, strict=True))
+        ]
         used = self._parts.used
         for each in controls:
             used |= int.from_bytes(each.used)
@@ -147,24 +149,6 @@ class Exchange:
             for bucket, of_bucket in zip(self._plan.buckets, memory.buckets, strict=True)
         ]
         return Sums(controls, pieces, used.to_bytes(len(self._plan.params)))
-
-
-def exchange_controls(form: ControlFormat, control: Control, layout: Layout, group: Group) -> list[Control]:
-    """Gather the control blocks of all ranks, without gradients."""
-    rows = torch.zeros(layout.world_size, form.size_bytes, dtype=torch.uint8)
-    blocks = [memoryview(row.numpy()) for row in rows]
-    form.pack_into(blocks[group.rank], control)
-    routes.wait_all([routes.PendingOp(routes.run_direct(rows, group.rank, 0, local_sockets=group.local_sockets))])
-    return _unpack(form, blocks, control, layout, group.rank)
-
-
-def _unpack(
-    form: ControlFormat, blocks: Sequence[memoryview], own: Control, layout: Layout, rank: int
-) -> list[Control]:
-    return [
-        own if each == rank else form.unpack_from(block, len(held))
-        for each, (block, held) in enumerate(zip(blocks, layout.ranges, strict=True))
-    ]
 
 
 def sum_alone(plan: ReductionPlan, parts: RankParts, grads: Grads, control: Control) -> Sums:

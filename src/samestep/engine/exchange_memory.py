@@ -34,8 +34,8 @@ class ExchangeMemory:
         self.form = ControlFormat(layout, plan.num_slots, len(plan.params), plan.num_values, num_names)
         # With GPUs the control block stays in host memory, because only the host reads it.
         staged = {bucket.device: group.needs_staging(bucket.device) for bucket in plan.buckets}
-        last = plan.buckets[-1]
-        carries_control = last.device.type == "cpu" or staged[last.device]
+        last = plan.buckets[-1] if plan.buckets else None
+        carries_control = last is not None and (last.device.type == "cpu" or staged[last.device])
         self.buckets = [
             BucketMemory(
                 bucket,
@@ -49,7 +49,7 @@ class ExchangeMemory:
             )
             for bucket in plan.buckets
         ]
-        self.blocks = self.buckets[-1].blocks
+        self.blocks = self.buckets[-1].blocks if self.buckets else []
         self.control_rows: Tensor | None = None
         if not self.blocks:
             self.control_rows = torch.zeros(layout.world_size, self.form.size_bytes, dtype=torch.uint8)
@@ -59,7 +59,7 @@ class ExchangeMemory:
             for bucket, memory in zip(plan.buckets, self.buckets, strict=True)
             for i, pieces in zip(bucket.indices, memory.part_views, strict=True)
         }
-        self.views = [views[i] for i in range(len(plan.params))]
+        self.views = [views[i] for i in range(len(views))]
 
     @property
     def is_kept(self) -> bool:

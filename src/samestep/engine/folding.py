@@ -33,7 +33,9 @@ class RankParts:
 
     def mark(self, fired: Sequence[int]) -> None:
         """Note which parameters a micro-batch has used: a 1 for each of these, a 0 for each other one."""
-        self.used |= mark(fired)
+        fired_bits = int.from_bytes(fired)
+        all_bits = int.from_bytes(b"\1" * len(fired))
+        self.used |= fired_bits * USED | (fired_bits ^ all_bits) * MISSED
 
     def fold(self, v: int, grads: Grads) -> None:
         """Add the gradients of micro-batch v, unless it is the last one: the parts that it completes become one."""
@@ -63,13 +65,6 @@ class RankParts:
         for part in reversed(self._parts):
             grads = [add(left, right) for left, right in zip(part, grads, strict=True)]
         return grads
-
-
-def mark(fired: Sequence[int]) -> int:
-    """Return a byte per parameter, as one number, see `USED`. `fired`: 1 for each that a micro-batch has used, or 0."""
-    fired_bits = int.from_bytes(fired)
-    all_bits = int.from_bytes(b"\1" * len(fired))
-    return fired_bits * USED | (fired_bits ^ all_bits) * MISSED
 
 
 def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:

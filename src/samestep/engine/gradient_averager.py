@@ -78,7 +78,7 @@ class GradientAverager:
             owners=None if self.ownership is None else self.ownership.assign([param for _, param, _ in trained]),
             models=self._models,
         )
-        return Reducer(plan, context.group, self._models)
+        return Reducer(plan, context.group)
 
     def has_new_weights(self) -> bool:
         """Return whether any parameter was written to, or got other memory, since the last pass began."""

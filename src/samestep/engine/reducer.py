@@ -12,7 +12,6 @@ from samestep.engine.reduction_pass import FurtherPass, InspectingPass, Reductio
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.engine.script_guards import CheckpointGuard, ParameterGuard
 from samestep.engine.sharded_pass import ShardedPass
-from samestep.engine.shards import ShardedModels
 from samestep.plan.tree import Layout
 from samestep.world.group import Group
 
@@ -32,9 +31,8 @@ class Reducer:
         inspecting: the pass over micro-batches of other ranks.
     """
 
-    def __init__(self, plan: ReductionPlan, group: Group, models: ShardedModels | None = None) -> None:
+    def __init__(self, plan: ReductionPlan, group: Group) -> None:
         self.plan = plan
-        self._models = models
         self.hooks = GradientHooks(plan.names, plan.params)
         self.guard = ParameterGuard(plan.names, plan.params)
         self.checkpoints = CheckpointGuard()
@@ -63,14 +61,13 @@ class Reducer:
             param.grad = None
         self.guard.begin()
         self.hooks.attach()
-        if self._models is not None and self.plan.shards is not None:
-            return ShardedPass(
-                self.plan, self.plan.shards, self._models, layout, self._group, self.guard, kept, num_names
-            )
         if num_names != self._num_names:
             self._num_names = num_names
             self._memory.clear()
-        return ReductionPass(self.plan, layout, self._group, self._find_memory(layout), self.guard, kept)
+        memory = self._find_memory(layout)
+        if self.plan.shards is not None and memory is not None:
+            return ShardedPass(self.plan, self.plan.shards, self._group, memory, self.guard, kept)
+        return ReductionPass(self.plan, layout, self._group, memory, self.guard, kept)
 
     def begin_further(self, layout: Layout) -> FurtherPass:
         """Begin the sum of a further loss in the current pass, in whatever micro-batch it occurs first."""

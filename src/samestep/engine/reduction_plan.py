@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.engine.buckets import Bucket, build_buckets, choose_cap_bytes, dense_strides
-from samestep.engine.shards import ShardedModels, Shards
+from samestep.engine.shards import ShardedModels, Shards, find_shards
 from samestep.world.group import Group
 
 
@@ -86,7 +86,7 @@ def build_reduction_plan(
         buckets=buckets,
         bucket_of=[numbers[i] for i in range(len(params))] if models is None else [],
         owners=owners,
-        shards=None if models is None else models.find_shards(params),
+        shards=None if models is None else find_shards(models, params),
         exact=exact,
         num_slots=num_slots,
         num_values=num_values,

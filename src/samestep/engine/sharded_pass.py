@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.engine.control import Control, ControlFormat
-from samestep.engine.exchange import Sums, exchange_controls
-from samestep.engine.folding import Grads, mark
+from samestep.engine.control import Control
+from samestep.engine.exchange import Exchange, Sums
+from samestep.engine.exchange_memory import ExchangeMemory
+from samestep.engine.folding import Grads, RankParts
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.engine.routes import Work, start_all_to_all
 from samestep.engine.script_guards import ParameterGuard
-from samestep.engine.shards import ShardedModels, Shards
+from samestep.engine.shards import Shards
 from samestep.errors import UsageError
 from samestep.hashing import hash_short
-from samestep.plan.tree import Layout, merges
+from samestep.plan.tree import merges
 from samestep.torch_internals import shard_like
 from samestep.world.group import Group
 
@@ -66,9 +67,9 @@ class ShardedPass:
     """Same interface as `ReductionPass`, for sharded parameters. All ranks open the same number of micro-batches.
 
     Args:
+        memory: for the control blocks.
         guard: checks the parameters at the end of each micro-batch.
         kept: what `.grad` held before, of parameters that keep it if this pass has no gradient for them.
-        num_names: number of logged values in the control block.
     """
 
     waited_s = 0.0
@@ -77,24 +78,20 @@ class ShardedPass:
         self,
         plan: ReductionPlan,
         shards: Shards,
-        models: ShardedModels,
-        layout: Layout,
         group: Group,
+        memory: ExchangeMemory,
         guard: ParameterGuard,
         kept: Grads,
-        num_names: int,
     ) -> None:
         self._plan = plan
-        self._shards = shards
-        self._models = models
-        self._layout = layout
-        self._group = group
+        self._numbers = shards.numbers
+        self._models = shards.models
         self._guard = guard
         self._kept = kept
-        self._held = layout.ranges[group.rank]
-        self._form = ControlFormat(layout, plan.num_slots, len(plan.params), plan.num_values, num_names)
-        self._sums = [ChunkSum(layout.num_micro_batches) for _ in shards.units]
-        self._used = 0
+        self._world_size = group.world_size
+        self._parts = RankParts(plan, memory.layout, group.rank)
+        self._exchange = Exchange(plan, memory, group, self._parts)
+        self._sums = [ChunkSum(memory.layout.num_micro_batches) for _ in self._models.units]
         self._order: list[int] = []  # of the units, in all backward passes
         self._transfer: _Transfer | None = None
         self._round = -1
@@ -103,6 +100,7 @@ class ShardedPass:
         self._counts = False  # whether the gradients of the current backward pass are added to the sums
         self._fired = bytearray(len(plan.params))  # 1: the parameter has a gradient
         self._reduced: set[int] = set()  # units
+        self._models.free_gathered()
 
     def open(self, v: int) -> None:
         """Begin the micro-batch of the next round."""
@@ -110,12 +108,11 @@ class ShardedPass:
         self._slots.clear()
         self._fired[:] = bytes(len(self._fired))
         self._reduced.clear()
-        self._models.free_gathered()
 
     def backward(self, v: int, slot: int, run: Callable[[], None], *, has_weight: bool) -> None:
         """Run a backward pass of the loss of one model; slot 0: of all models."""
         self._slots.add(slot)
-        self._counts = has_weight and v in self._held
+        self._counts = has_weight and v in self._parts.held
         self._models.direct(self)
         try:
             run()
@@ -125,27 +122,27 @@ class ShardedPass:
     def complete(self, k: int) -> None:
         """Note which parameters of a unit have a gradient, and complete the others."""
         self._order.append(k)
-        had = self._shards.units[k].complete_grads(keep=self._counts)
-        for i, has_grad in zip(self._shards.numbers[k], had, strict=True):
+        had = self._models.units[k].complete_grads(keep=self._counts)
+        for i, has_grad in zip(self._numbers[k], had, strict=True):
             if has_grad and i is not None:
                 self._fired[i] = 1
 
     def reduce(self, k: int, flat: Tensor, process_group: Any) -> None:
         """Send the other ranks' chunks of a unit's gradients, and fold the chunks received before."""
-        if self._slots.isdisjoint({0, self._shards.slots[k]}):  # a loss of another model
+        if self._slots.isdisjoint({0, self._models.slots[k]}):  # a loss of another model
             return
         if k in self._reduced:
             raise UsageError(
-                f'{self._shards.names[k]} ran twice in one micro-batch, which shard="fsdp2" does not support: leave it '
+                f'{self._models.names[k]} ran twice in one micro-batch, which shard="fsdp2" does not support: leave it '
                 "out of shard_blocks"
             )
         self._reduced.add(k)
-        rows = torch.empty_like(flat).view(self._layout.world_size, -1)
+        rows = torch.empty_like(flat).view(self._world_size, -1)
         work = start_all_to_all(rows, flat, process_group)
         if flat.is_cuda:
             work.wait()  # makes this stream wait, not the host
         self._fold()
-        self._transfer = _Transfer(k, self._round * self._layout.world_size, rows, flat, work)
+        self._transfer = _Transfer(k, self._round * self._world_size, rows, flat, work)
 
     def _fold(self) -> None:
         """Wait for the chunks under way, and add them."""
@@ -168,19 +165,19 @@ class ShardedPass:
         self._fold()
         for param in self._plan.untrained:
             param.grad = None
-        shards = self._shards
-        for k, numbers in enumerate(shards.numbers):
-            is_wanted = not self._slots.isdisjoint({0, shards.slots[k]}) or not self._slots
+        models = self._models
+        for k, numbers in enumerate(self._numbers):
+            is_wanted = not self._slots.isdisjoint({0, models.slots[k]}) or not self._slots
             is_trained = any(i is not None and self._plan.params[i].requires_grad for i in numbers)
             if is_wanted and is_trained and k not in self._reduced:
-                what = f"{shards.names[k]} was not used" if self._slots else "step.backward was not called"
+                what = f"{models.names[k]} was not used" if self._slots else "step.backward was not called"
                 raise UsageError(
                     f'{what} in micro-batch {v}, and with shard="fsdp2" all ranks wait for its gradients: use all of '
                     "the model in every micro-batch, with weight=0 for one that does not count"
                 )
         self._guard.check()
-        if v in self._held:
-            self._used |= mark(self._fired)
+        if v in self._parts.held:
+            self._parts.mark(self._fired)
 
     def finish(self, control: Control) -> Sums:
         """Complete the sums. Returns them with every rank's control block.
@@ -188,25 +185,21 @@ class ShardedPass:
         Raises:
             UsageError: the ranks have used other units, or in another order.
         """
-        marks = self._used.to_bytes(len(self._plan.params))
-        control = replace(control, used=marks, order=hash_short(repr(self._order).encode()))
-        controls = exchange_controls(self._form, control, self._layout, self._group)
-        other = next((rank for rank, each in enumerate(controls) if each.order != controls[0].order), None)
+        sums = self._exchange.finish([], replace(control, order=hash_short(repr(self._order).encode())))
+        orders = [each.order for each in sums.controls]
+        other = next((rank for rank, order in enumerate(orders) if order != orders[0]), None)
         if other is not None:
             raise UsageError(
                 f"rank {other} has used other parts of the model than rank 0, or in another order, so that gathered "
                 'parameters and gradients were mixed up: with shard="fsdp2", use the same parts in every micro-batch'
             )
-        used = 0
-        for each in controls:
-            used |= int.from_bytes(each.used)
         pieces = []
-        for unit, numbers, each_sum in zip(self._shards.units, self._shards.numbers, self._sums, strict=True):
+        for unit, numbers, each_sum in zip(self._models.units, self._numbers, self._sums, strict=True):
             total = each_sum.total
             parts = [None] * len(numbers) if total is None else unit.split(total)
             trained = [(i, part) for i, part in zip(numbers, parts, strict=True) if i is not None]
             pieces.append(([i for i, _ in trained], [part for _, part in trained], total))
-        return Sums(controls, pieces, used.to_bytes(len(self._plan.params)))
+        return replace(sums, pieces=pieces)
 
     def assign(self, grads: Grads) -> None:
         """Leave gradients in `.grad`. A parameter without one keeps what it had before the pass, or None."""

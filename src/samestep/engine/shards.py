@@ -21,28 +21,16 @@ class Receiver(Protocol):
         """Sum the gradients of unit k, which are flat, one chunk per rank."""
 
 
-@dataclass(frozen=True, eq=False)
-class Shards:
-    """The units of a run's models.
-
-    Attributes:
-        units: the units.
-        names: a name of each, for messages.
-        slots: per unit, the number of its model.
-        numbers: per unit, the numbers of its parameters among the trained ones; None for one that is not trained.
-    """
-
-    units: Sequence[ShardedUnit]
-    names: Sequence[str]
-    slots: Sequence[int]
-    numbers: Sequence[Sequence[int | None]]
-
-
 class ShardedModels:
     """The models of a run whose parameters are sharded. Directs the gradients of their units to a receiver.
 
     Args:
         modules: the models by name.
+
+    Attributes:
+        units: their units.
+        names: per unit, a name for messages.
+        slots: per unit, the number of its model.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -52,23 +40,17 @@ class ShardedModels:
             for slot, (name, module) in enumerate(modules.items(), start=1)
             for unit in list_units(module)
         ]
-        self._units = [unit for unit, _, _ in found]
-        self._names = [name for _, name, _ in found]
-        self._slots = [slot for _, _, slot in found]
-        for k, unit in enumerate(self._units):
+        self.units: Sequence[ShardedUnit] = [unit for unit, _, _ in found]
+        self.names = [name for _, name, _ in found]
+        self.slots = [slot for _, _, slot in found]
+        for k, unit in enumerate(self.units):
             unit.intercept(partial(self._complete, k), partial(self._reduce, k))
-
-    def find_shards(self, params: Sequence[nn.Parameter]) -> Shards:
-        """Return the units of the trained parameters `params`."""
-        places = {id(param): i for i, param in enumerate(params)}
-        numbers = [[places.get(id(param)) for param in unit.params] for unit in self._units]
-        return Shards(self._units, self._names, self._slots, numbers)
 
     def free_gathered(self) -> None:
         """Free whole parameters. A forward pass without a backward pass leaves some, and an update would not change
         them.
         """
-        for unit in self._units:
+        for unit in self.units:
             unit.free_gathered()
 
     def direct(self, receiver: Receiver | None) -> None:
@@ -88,3 +70,22 @@ class ShardedModels:
                 'penalty), which shard="fsdp2" does not support: use step.backward alone, or shard="optimizer"'
             )
         return self._receiver
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """The trained parameters of sharded models.
+
+    Attributes:
+        models: the models.
+        numbers: per unit, the numbers of its parameters among the trained ones; None for one that is not trained.
+    """
+
+    models: ShardedModels
+    numbers: Sequence[Sequence[int | None]]
+
+
+def find_shards(models: ShardedModels, params: Sequence[nn.Parameter]) -> Shards:
+    """Return which units hold the trained parameters `params`."""
+    places = {id(param): i for i, param in enumerate(params)}
+    return Shards(models, [[places.get(id(param)) for param in unit.params] for unit in models.units])
