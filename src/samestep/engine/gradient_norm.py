@@ -48,10 +48,9 @@ def compute_total_norm(
 @torch.no_grad()
 def clip_with_norm(params: Sequence[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None) -> None:
     """Same as `torch.nn.utils.clip_grads_with_norm_`, also for sharded gradients."""
-    grads = [get_local(param.grad) for param in params if param.grad is not None]
-    carriers = [torch.empty_like(grad) for grad in grads]
-    for carrier, grad in zip(carriers, grads, strict=True):
-        carrier.grad = grad
+    carriers = [get_local(param).detach() for param in params]
+    for carrier, param in zip(carriers, params, strict=True):
+        carrier.grad = None if param.grad is None else get_local(param.grad)
     torch.nn.utils.clip_grads_with_norm_(carriers, max_norm, total_norm, foreach)
 
 

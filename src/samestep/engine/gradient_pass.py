@@ -133,7 +133,7 @@ class GradientPass:
         self._losses.open(v)
         if self._sizes[v] == 1:
             self._hooks = refuse_lone_sample(self._context.modules, self._step, v, self._context.group.rank)
-        (self._first if self._sums(v) else self._reducer.inspecting).open(v)
+        (self._first if self._is_taken(v) else self._reducer.inspecting).open(v)
         self._reducer.hooks.open()
 
     def backward(self, loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> float:
@@ -168,8 +168,8 @@ class GradientPass:
         run = partial(self._reducer.hooks.backward, term, factor, (), sharded.take)
         sharded.backward(self._v, slot, run, has_weight=has_weight)
 
-    def _sums(self, v: int) -> bool:
-        """Return whether the sums of the pass need micro-batch v of this rank."""
+    def _is_taken(self, v: int) -> bool:
+        """Return whether micro-batch v takes part in the exchange, if only as a filler."""
         return v in self.held or v in self.fillers
 
     def _run_backward(self, k: int, loss: Tensor, factor: float | Tensor, slot: int) -> None:
@@ -216,7 +216,7 @@ class GradientPass:
         for hook in self._hooks:
             hook.remove()
         self._hooks = ()
-        (self._first if self._sums(v) else self._reducer.inspecting).close(v)
+        (self._first if self._is_taken(v) else self._reducer.inspecting).close(v)
         if v not in self.held:
             context.undo_buffers()
             return

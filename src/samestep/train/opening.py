@@ -1,8 +1,7 @@
 """Opens a loop: everything between the check of its arguments and its first step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from samestep.console import format_ranks
 from samestep.data.order_files import keep_shards
@@ -115,12 +114,7 @@ def resume_state(data: LoopData, context: RunContext, state: RunState, prepared:
     if state.place.is_further:
         services.resources.begin_loop()
     if state.place.is_replayed:
-        saved: Mapping[str, Any] = context.location.read(prepared.point)
-        if prepared.divided is not None:
-            saved = prepared.divided.divide(saved)
-        state.set_script(prepared.contents.restore_again(saved))
-        if prepared.divided is not None:
-            prepared.divided.drop_others()
+        state.set_script(prepared.restore_again(context.location.read(prepared.point)))
 
 
 def build_observers(
@@ -152,7 +146,7 @@ def build_observers(
             services.watchdog,
             run_dir,
             lambda position: prepared.contents.build(
-                position | state.list_ends(), state.script, prepared.collect_others()
+                position | state.list_ends(), state.script, prepared.collect_states()
             ),
         )
     )

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from torch import nn
 
 from samestep.engine.gradient_averager import GradientAverager
-from samestep.engine.ownership import Ownership
-from samestep.engine.shards import ShardedModels
 from samestep.snapshot.resume_point import ResumePoint
 from samestep.snapshot.serialization import encode
 from samestep.snapshot.snapshotter import Snapshotter
@@ -28,14 +27,15 @@ from samestep.train.step.interception import Interceptors
 class Divided(Protocol):
     """State of which each rank holds a part."""
 
-    def collect(self) -> Callable[[dict[str, Any]], None]:
-        """Collect what other ranks hold. On all ranks. Returns a function that adds it to the objects' states."""
+    def collect(self) -> Callable[[], dict[str, Any]]:
+        """Collect what other ranks hold. On all ranks.
 
-    def divide(self, contents: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the content of a snapshot as this rank's objects load it."""
+        Returns:
+            A function that returns the objects' states; on rank 0 they are whole.
+        """
 
-    def drop_others(self) -> None:
-        """Drop what other ranks hold, after the objects have loaded it."""
+    def restore(self, contents: Mapping[str, Any], load: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
+        """Restore this rank's part of a snapshot by `load`, and return its result."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,14 @@ class Prepared:
     replicas: ReplicaChecks
     point: ResumePoint
 
-    def collect_others(self) -> Callable[[dict[str, Any]], None]:
-        """Collect what other ranks hold of the objects' states. On all ranks. Returns a function that adds it."""
-        return (lambda saved: None) if self.divided is None else self.divided.collect()
+    def collect_states(self) -> Callable[[], dict[str, Any]]:
+        """Call on all ranks before a snapshot. Returns a function that returns the objects' states, whole on rank 0."""
+        return partial(states, self.objects) if self.divided is None else self.divided.collect()
+
+    def restore_again(self, contents: Mapping[str, Any]) -> dict[str, Any]:
+        """Call `Contents.restore_again`, on all ranks."""
+        load = self.contents.restore_again
+        return load(contents) if self.divided is None else self.divided.restore(contents, load)
 
 
 def prepare_objects(
@@ -102,19 +107,19 @@ def prepare_objects(
     context.group.broadcast_tensors([t for m in modules.values() for t in (*m.parameters(), *m.buffers())])
     if context.location.path is not None:
         encode(states(objects))  # an Error for what cannot be saved comes now, not after the first epoch
-    is_divided = config.shard == "optimizer" and context.world_size > 1
-    ownership = Ownership(context.rank, context.world_size) if is_divided else None
-    held = find_held_optimizers(objects)
     point = context.location.find_resume_point(config.resume, numbers)
-    divided: Divided | None = None
-    models: ShardedModels | None = None
-    if config.shard == "fsdp2" and context.world_size > 1:
+    if not point.is_beginning:  # while everything is whole
+        _restore(point, contents, context, state, overrides=overrides)
+        snapshotter.resume(point)
+    held = find_held_optimizers(objects)
+    shard = config.shard if context.world_size > 1 else None
+    optimizers: DividedOptimizers | None = None
+    sharded: ShardedState | None = None
+    if shard == "optimizer":
+        optimizers = DividedOptimizers(objects, held, context.group)
+    elif shard == "fsdp2":
         check_options(config, device_map)
-        if not point.is_beginning:  # while everything is whole
-            _restore(point, contents, context, state, overrides=overrides)
-            snapshotter.resume(point)
-        divided = sharded = ShardedState(objects, modules, held, shard_blocks, context.group)
-        models = sharded.models
+        sharded = ShardedState(objects, modules, held, shard_blocks, context.group)
     gradients = GradientAverager(
         modules,
         context.group,
@@ -122,17 +127,12 @@ def prepare_objects(
         exact=config.reduction == "exact",
         bucket_cap_bytes=config.bucket_cap_bytes,
         micro_batch_size=config.micro_batch_size,
-        ownership=ownership,
-        models=models,
+        ownership=None if optimizers is None else optimizers.ownership,
+        models=None if sharded is None else sharded.models,
     )
-    if ownership is not None:
-        divided = DividedOptimizers(objects, held, ownership, context.group)
-    if not point.is_beginning and models is None:
-        _restore(point, contents, context, state, overrides=overrides)
-        snapshotter.resume(point)
     parameters = TrainedParameters(objects, modules, gradients, held)
-    if divided is not None:
-        divided.drop_others()
+    if optimizers is not None:  # their parameters have owners now
+        optimizers.drop_others()
     return Prepared(
         objects=objects,
         modules=modules,
@@ -140,10 +140,10 @@ def prepare_objects(
         overrides=overrides,
         contents=contents,
         gradients=gradients,
-        divided=divided,
+        divided=optimizers or sharded,
         misuse=MisuseChecks(objects, modules, gradients, held),
         parameters=parameters,
-        replicas=ReplicaChecks(objects, context.group, config.compare_every, has_divided_state=divided is not None),
+        replicas=ReplicaChecks(objects, context.group, config.compare_every, has_divided_state=shard is not None),
         point=point,
     )
 

@@ -25,7 +25,6 @@ from samestep.files import open_regular, replacing
 from samestep.launch.rank_process import leave
 from samestep.plan.ledger import combine, fingerprint, to_bits
 from samestep.plan.seeds import derive
-from samestep.plan.tree import build_layout
 from samestep.snapshot.async_copy import is_finite
 from samestep.tools.tracer import Tracer
 from samestep.train.context import RunContext
@@ -92,7 +91,7 @@ class Replay(Tracer):
             return
         if v >= len(step.sizes):
             raise Error(f"step {step.number} has {len(step.sizes)} micro-batches, 0 to {len(step.sizes) - 1}, not {v}")
-        step.held = build_layout(len(step.sizes), self.context.world_size).ranges[self.context.rank]
+        step.held = self.context.build_layout(len(step.sizes)).ranges[self.context.rank]
         if v in step.held:
             batch = step.load_up_to(v)
             self._is_alone = True

@@ -113,10 +113,10 @@ class Boundary:
         state = self._state
         lanes = self._feed.gather_lanes()
         position = state.build_position(epoch, self._feed.data, lanes)
-        complete = self._prepared.collect_others()
+        read_states = self._prepared.collect_states()
         self._services.metrics.complete_checksums()
         return self._prepared.replicas.build_training_state(
-            lambda: self._prepared.contents.build(position, state.script, complete),
+            lambda: self._prepared.contents.build(position, state.script, read_states),
             state.build_notes(lanes),
             state.steps_done,
         )

@@ -21,10 +21,8 @@ from samestep.errors import InvalidValue, UsageError
 from samestep.snapshot.serialization import decode, encode
 from samestep.tagged import find_dtype, name_dtype
 from samestep.torch_internals import watch_norms
-from samestep.train.state.stateful import Objects, list_params, name_optimizers
+from samestep.train.state.stateful import STATE, Objects, list_params, name_optimizers, refuse_held, states
 from samestep.world.group import Group
-
-STATE = "state"  # the key of the parameters' states in an optimizer's state_dict
 
 
 class DividedOptimizers:
@@ -33,52 +31,55 @@ class DividedOptimizers:
     Args:
         held: the optimizers that prepared objects hold.
 
+    Attributes:
+        ownership: the owners of the parameters.
+
     Raises:
         InvalidValue: an optimizer cannot be divided.
     """
 
-    def __init__(self, objects: Objects, held: Sequence[Optimizer], ownership: Ownership, group: Group) -> None:
-        self._ownership = ownership
+    def __init__(self, objects: Objects, held: Sequence[Optimizer], group: Group) -> None:
+        self.ownership = Ownership(group.rank, group.world_size)
+        self._objects = objects
         self._optimizers = name_optimizers(objects)
         self._group = group
-        if any(each not in self._optimizers.values() for each in held):
-            raise InvalidValue(
-                'shard="optimizer" cannot divide an optimizer inside another object of run.prepare: pass the '
-                "optimizer itself, or leave shard out"
-            )
+        refuse_held(objects, held, 'shard="optimizer" cannot divide')
         for name, optimizer in self._optimizers.items():
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise InvalidValue(
                     f'{name} is LBFGS, which needs the gradients of all parameters at once: leave out shard="optimizer"'
                 )
             optimizer.register_step_post_hook(self._send_updated)
-        finalize(self, watch_norms(partial(_refuse_norm, ownership)))
+        finalize(self, watch_norms(partial(_refuse_norm, self.ownership)))
 
     def _send_updated(self, optimizer: Optimizer, *_: Any) -> None:
         """After an update on all ranks, copy each parameter from its owner to the other ranks."""
         params = list_params(optimizer)
         for owner in range(self._group.world_size):
-            owned = [param.detach() for param in params if self._ownership.find(param) == owner]
+            owned = [param.detach() for param in params if self.ownership.find(param) == owner]
             self._group.broadcast_tensors(owned, owner)
 
     def drop_others(self) -> None:
         """Drop the state of parameters that other ranks own, such as after all of it was loaded from a snapshot."""
         for optimizer in self._optimizers.values():
             for param in [*optimizer.state]:
-                if not self._ownership.counts(param):
+                if not self.ownership.counts(param):
                     del optimizer.state[param]
 
-    def divide(self, contents: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the content of a snapshot as it is: `drop_others` follows."""
-        return contents
+    def restore(self, contents: Mapping[str, Any], load: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
+        """Restore all of a snapshot by `load`, and drop what other ranks own. Returns the result of `load`."""
+        result = load(contents)
+        self.drop_others()
+        return result
 
-    def collect(self) -> Callable[[dict[str, Any]], None]:
+    def collect(self) -> Callable[[], dict[str, Any]]:
         """Send the states of this rank's parameters to rank 0. On all ranks.
 
         Returns:
-            A function that, on rank 0, adds the states of the other ranks' parameters to the objects' states.
+            A function that returns the objects' states, on rank 0 with those of the other ranks' parameters.
         """
-        return partial(_merge_states, collected=self._collect())
+        collected = self._collect()
+        return lambda: _merge_states(states(self._objects), collected)
 
     def _collect(self) -> dict[str, dict[int, Any]]:
         rank = self._group.rank
@@ -93,8 +94,8 @@ class DividedOptimizers:
         for source, (of_rank, rows) in enumerate(messages[1:], start=1):
             received = {name: torch.empty(shape, dtype=find_dtype(dtype)) for name, dtype, shape in rows}
             self._group.receive([*received.values()], source)
-            for name, states in decode(of_rank, received).items():
-                collected[name] |= states
+            for name, of_params in decode(of_rank, received).items():
+                collected[name] |= of_params
         return collected
 
     def _list_states(self, optimizer: Optimizer) -> dict[int, Any]:
@@ -112,7 +113,8 @@ def _refuse_norm(ownership: Ownership, grads: Sequence[Tensor]) -> None:
         )
 
 
-def _merge_states(saved: dict[str, Any], collected: Mapping[str, Mapping[int, Any]]) -> None:
+def _merge_states(saved: dict[str, Any], collected: Mapping[str, Mapping[int, Any]]) -> dict[str, Any]:
     """Add the states of other ranks' parameters to the optimizers' state_dicts, in the order of the parameters."""
-    for name, states in collected.items():
-        saved[name] = {**saved[name], STATE: dict(sorted([*saved[name][STATE].items(), *states.items()]))}
+    for name, of_params in collected.items():
+        saved[name] = {**saved[name], STATE: dict(sorted([*saved[name][STATE].items(), *of_params.items()]))}
+    return saved

@@ -13,7 +13,7 @@ from samestep.snapshot.location import RunLocation
 from samestep.snapshot.run_record import OVERRIDE, StartOptions, describe_changes
 from samestep.snapshot.store import Store
 from samestep.train.state.optimizer_settings import Override, find_changed, read_settings
-from samestep.train.state.stateful import Objects, list_params, name_optimizers, states, unwrap
+from samestep.train.state.stateful import Objects, list_params, name_optimizers, unwrap
 from samestep.world.environment import advise
 from samestep.world.group import Group
 
@@ -110,18 +110,17 @@ class Contents:
         self.options = StartOptions(read_settings(objects))
 
     def build(
-        self, position: Mapping[str, Any], state: Any, complete: Callable[[dict[str, Any]], None]
+        self, position: Mapping[str, Any], state: Any, read_states: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
         """Return the state for a snapshot.
 
         Args:
             state: `run.state`.
-            complete: adds what other ranks hold to the objects' states.
+            read_states: returns the objects' states.
         """
         if not isinstance(state, dict):
             raise InvalidType(f"run.state has become a {type(state).__name__}: keep it a dict, run.state[name] = value")
-        saved = states(self._objects)
-        complete(saved)
+        saved = read_states()
         if change := self._layout.find_changed_keys(saved):
             warn(self._say, change, start="a model has other keys")
         changes = self._layout.state_dict(is_first_loop="loops" not in position)

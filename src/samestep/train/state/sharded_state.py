@@ -15,11 +15,19 @@ from torch.optim import Optimizer
 from samestep.config import RunConfig
 from samestep.engine.shards import ShardedModels
 from samestep.errors import InvalidType, InvalidValue, UsageError
-from samestep.torch_internals import gather_whole, is_sharded, list_units, shard_like, shard_modules, watch_norms
-from samestep.train.state.stateful import Objects, list_params, name_optimizers, states, unwrap
+from samestep.torch_internals import (
+    find_first_row,
+    gather_whole,
+    get_local,
+    is_sharded,
+    list_units,
+    shard_like,
+    shard_modules,
+    watch_norms,
+)
+from samestep.train.state.stateful import STATE, Objects, list_params, name_optimizers, refuse_held, states, unwrap
 from samestep.world.group import Group
 
-STATE = "state"  # the key of the parameters' states in an optimizer's state_dict
 # They compute each element of a parameter from the same elements of its gradient and state.
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -77,11 +85,7 @@ class ShardedState:
         self._objects = objects
         self._modules = modules
         optimizers = name_optimizers(objects)
-        if any(each not in optimizers.values() for each in held):
-            raise InvalidValue(
-                'shard="fsdp2" cannot shard an optimizer inside another object of run.prepare: pass the optimizer '
-                "itself, or leave shard out"
-            )
+        refuse_held(objects, held, 'shard="fsdp2" cannot shard')
         for name, optimizer in optimizers.items():
             _check_optimizer(name, optimizer)
         whole = [param for module in modules.values() for param in module.parameters()]
@@ -94,16 +98,16 @@ class ShardedState:
             optimizer.register_step_post_hook(lambda *_: self.models.free_gathered())
         finalize(self, watch_norms(_refuse_norm))
 
-    def collect(self) -> Callable[[dict[str, Any]], None]:
-        """Gather all sharded tensors of the objects' states. On all ranks.
-
-        Returns:
-            A function that replaces the states by whole ones.
-        """
+    def collect(self) -> Callable[[], dict[str, Any]]:
+        """Gather the objects' states. On all ranks. Returns a function that returns them."""
         whole = {name: _gather(state) for name, state in states(self._objects).items()}
-        return lambda saved: saved.update(whole)
+        return lambda: whole
 
-    def divide(self, contents: Mapping[str, Any]) -> dict[str, Any]:
+    def restore(self, contents: Mapping[str, Any], load: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
+        """Restore this rank's shards of a snapshot by `load`. Returns the result of `load`."""
+        return load(self._divide(contents))
+
+    def _divide(self, contents: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of a snapshot with this rank's shards of the objects' states."""
         saved = dict(contents["objects"])
         for name, thing in self._objects.items():
@@ -118,9 +122,6 @@ class ShardedState:
                 }
                 saved[name] = {**saved[name], STATE: state}
         return {**contents, "objects": saved}
-
-    def drop_others(self) -> None:
-        """Nothing: `divide` has left out what other ranks hold."""
 
 
 def find_blocks(module: nn.Module, blocks: Blocks | None) -> list[nn.Module]:
@@ -227,10 +228,9 @@ def _shard_as(param: Any, value: Any) -> Any:
     """Return a tensor with the shape of a sharded one with the same sharding; any other value as it is."""
     if not is_sharded(param) or not isinstance(value, Tensor) or is_sharded(value) or value.shape != param.shape:
         return value
-    rank, size = param.device_mesh.get_local_rank(), param.device_mesh.size()
-    chunks = value.chunk(size)
-    local = chunks[rank] if rank < len(chunks) else value[:0]
-    return shard_like(param, local.to(param.device, copy=True))
+    first = find_first_row(param)
+    own = value[first : first + len(get_local(param))]
+    return shard_like(param, own.to(param.device, copy=True))
 
 
 def _gather(value: Any) -> Any:

@@ -20,6 +20,7 @@ from samestep.hashing import hash_bytes
 from samestep.torch_internals import get_local
 from samestep.train.script_objects import find_things
 
+STATE = "state"  # the key of the parameters' states in an optimizer's state_dict
 MAX_PARTS = 2_000  # most parts of prepared objects to look into
 Objects = Mapping[str, Any]
 OldParams = dict[int, ref[nn.Parameter]]
@@ -122,6 +123,14 @@ def find_held_optimizers(objects: Objects) -> list[torch.optim.Optimizer]:
     return [part for part in find_parts(objects, in_schedules=False) if isinstance(part, torch.optim.Optimizer)]
 
 
+def refuse_held(objects: Objects, held: Iterable[torch.optim.Optimizer], what: str) -> None:
+    """Raise InvalidValue if one of the optimizers is not itself an object. `what`: the beginning of the message."""
+    if any(each not in objects.values() for each in held):
+        raise InvalidValue(
+            f"{what} an optimizer inside another object of run.prepare: pass the optimizer itself, or leave shard out"
+        )
+
+
 def find_saved(objects: Objects, parts: Iterable[Any]) -> set[int]:
     """Return the ids of those optimizers and schedulers whose state_dict is called to build the objects' states."""
     asked: set[int] = set()
@@ -202,10 +211,11 @@ def states(objects: Objects) -> dict[str, Any]:
 
 
 def list_checked(objects: Objects) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors that training must not make infinite or nan, with names for messages; this rank's shards.
+    """Return the tensors that training must not make infinite or nan, with names for messages.
 
-    These are parameters and BatchNorm's statistics. Other buffers, such as masks, may be infinite. An optimizer's state
-    may be, too, or hold memory that is never read; what it spoils shows in the parameters after the next update.
+    These are parameters (of a sharded one, this rank's shard) and BatchNorm's statistics. Other buffers, such as masks,
+    may be infinite. An optimizer's state may be, too, or hold memory that is never read; what it spoils shows in the
+    parameters after the next update.
     """
     found: list[tuple[str, torch.Tensor]] = []
     for name, thing in objects.items():

@@ -164,7 +164,6 @@ class Step:
         micro_batch: current micro-batch, from 0, over the micro-batches of all ranks.
         sizes: samples per micro-batch, over all ranks.
         held: numbers of this rank's micro-batches.
-        fillers: micro-batch that this rank computes after its own, so that all ranks compute the same number.
         borrowed: micro-batches of other ranks that this rank computes before its own, to compare the results.
         open: whether the script iterates over the micro-batches.
         has_gradients: whether the last pass left gradients in `.grad`.
@@ -206,7 +205,6 @@ class Step:
         self._is_left = False
         self._is_probe = False
         self.held = range(0)
-        self.fillers: Sequence[int] = ()
         self.borrowed = self._interceptors.borrow(number, len(self.sizes))
         self.micro_batch = 0
         self.num_passes = 0
@@ -318,7 +316,7 @@ class Step:
         """Yield this rank's micro-batches, then set `.grad` to the gradient of the whole batch."""
         self._begin_pass()
         yield from self._rehearse()
-        for v in (*self.borrowed, *self._start(), *self.fillers):
+        for v in (*self.borrowed, *self._start(), *self._find_pass().fillers):
             yield from self.compute(v, self._load(v))
         report, sums = self._exchange()
         yield from self._interceptors.after_exchange(self, report)
@@ -371,7 +369,6 @@ class Step:
     def _start(self) -> range:
         self._pass = self._parts.gradients.begin(self.number, self.sizes, self.num_passes)
         self.held = self._pass.held
-        self.fillers = self._pass.fillers
         self._log = StepLog(len(self.held))
         return self.held
 
