@@ -97,7 +97,7 @@ def test_a_dropped_link(tmp_path: Path, note_stall: NoteStall) -> None:
     heard = r"nothing was heard of rank 1 \(host h2\) for \d+ s, .*: the host or its network is down; rank 0 waits"
     is_hit = bool(re.search(heard, said[0])) and "rank 1 (host h2) is cut off" in said[1]
     note_stall("link dropped", is_hit, ended_s)
-    assert is_hit, said
+    assert is_hit, "\n".join(said)
     assert codes == [1, 1]
 
 

@@ -53,7 +53,9 @@ class Box:
 
 
 @contextmanager
-def heartbeat(rank: int, box: Box | None, world_size: int = 2, **more: Any) -> Iterator[tuple[PhaseClock, list[str]]]:
+def heartbeat(
+    rank: int, box: Box | None, world_size: int = 2, stuck_after_s: int = 3, **more: Any
+) -> Iterator[tuple[PhaseClock, list[str]]]:
     """Build a rank's heartbeat for this thread. Returns its pulse and the lines that it prints."""
     said: list[str] = []
 
@@ -61,7 +63,7 @@ def heartbeat(rank: int, box: Box | None, world_size: int = 2, **more: Any) -> I
         raise AssertionError("no test is to be ended")
 
     pulse = PhaseClock()
-    limits = replace(build_limits(3), stop_s=1e9)
+    limits = replace(build_limits(stuck_after_s), stop_s=1e9)
     facts = RankFacts(rank, world_size, "here", limits, said.append, refuse, refuse, **more)
     entries: Any = box
     beating = Heartbeat(pulse, facts, entries)
@@ -124,6 +126,32 @@ def test_the_lowest_live_rank_reports(tmp_path: Path, system: str, said_of_it: s
         assert [rank["is_silent"] for rank in shown] == [True, False]
     assert list(tmp_path.iterdir()) == []
     assert re.search(said_of_it, said[0]), said
+
+
+def test_the_leader_knows_its_own_state(tmp_path: Path) -> None:
+    """Although the store answers late, so that the newest beat that it has of the leader is old."""
+
+    class Late(Box):
+        def put(self, name: str, text: str) -> None:
+            super().put(name, text)
+            if is_late.is_set():
+                is_held.set()
+                is_over.wait(DEADLINE_S)
+
+    is_late, is_held, is_over = threading.Event(), threading.Event(), threading.Event()
+    box, states = Late(), tmp_path / "ranks.json"
+    with heartbeat(0, box, run_dir=tmp_path, stuck_after_s=3000) as (pulse, _):
+        wait_until(lambda: "beat/0" in box.texts, "rank 0 sends a beat")
+        other = json.loads(box.texts["beat/0"])
+        other["beat"]["rank"] = 1
+        box.texts["beat/1"] = json.dumps(other)
+        wait_until(states.exists, "rank 0 has read both beats")
+        is_late.set()
+        wait_until(is_held.is_set, "the store does not answer")
+        pulse.enter("forward", 4)
+        wait_until(lambda: json.loads(states.read_text())["ranks"][0]["phase"] == "forward", "it shows its own phase")
+        assert json.loads(box.texts["beat/0"])["beat"]["phase"] == "starting"
+        is_over.set()
 
 
 def test_an_old_beat_that_is_written_again_is_not_news() -> None:

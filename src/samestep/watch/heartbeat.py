@@ -109,14 +109,13 @@ class Heartbeat:
         self._system = read_host_id("pid") or facts.host
         self._ident = threading.get_ident()
         self._interval_s = min(INTERVAL_S, facts.limits.floor_s / 4)
-        self._builder = BeatBuilder(
-            clock,
-            facts.rank,
-            facts.host,
-            self._system,
-            interval_s=self._interval_s,
-            began_step=facts.began_step,
-        )
+        # One for each thread: a builder compares a thread's state with the one of its call before.
+        self._sent, self._current = [
+            BeatBuilder(
+                clock, facts.rank, facts.host, self._system, interval_s=self._interval_s, began_step=facts.began_step
+            )
+            for _ in range(2)
+        ]
         self._slow = SlowRanks(facts.limits.floor_s, facts.say)
         self._closed = threading.Event()
         self._published = 0  # bytes
@@ -145,8 +144,7 @@ class Heartbeat:
             thread.join(GRACE_S)
         if (self._facts.rank == 0 or self._published) and self._facts.run_dir is not None and self._facts.may_write():
             if self._timeline is not None and (ranks := self._collect()) is not None:
-                newest = self._builder.build(self._published)  # of rank 0, up to now
-                self._timeline.add([newest, *ranks[1:]], is_last=True)
+                self._timeline.add(ranks, is_last=True)
             with suppress(OSError):
                 (self._facts.run_dir / RANKS).unlink()
 
@@ -180,7 +178,7 @@ class Heartbeat:
         is_all_there = False
         while not self._closed.is_set():
             with suppress(RuntimeError, OSError, ValueError), at_work():
-                self._put(self._entries, self._builder.build(self._published), self._commands)
+                self._put(self._entries, self._sent.build(self._published), self._commands)
                 ranks = range(facts.world_size) if self._leads() else range(min(facts.rank, NUM_LEADERS))
                 texts = self._entries.read([f"beat/{rank}" for rank in ranks])
                 if texts is not None:
@@ -190,7 +188,7 @@ class Heartbeat:
                     self._exchanged_s = time.monotonic()
             self._closed.wait(self._interval_s)
         with suppress(RuntimeError, OSError), at_work():
-            self._put(self._entries, replace(self._builder.build(self._published), phase="ended"), Commands())
+            self._put(self._entries, replace(self._sent.build(self._published), phase="ended"), Commands())
 
     def _put(self, entries: SignedEntries, beat: Beat, commands: Commands) -> None:
         entries.put(f"beat/{beat.rank}", json.dumps(to_builtins(_Message(beat, commands))))
@@ -219,14 +217,21 @@ class Heartbeat:
         )
 
     def _collect(self) -> list[Beat] | None:
-        """Return the state of all ranks; None before the first beat of each."""
+        """Return the state of all ranks; None before the first beat of each.
+
+        This rank's own state is the current one. The beat that it sent last can be old if the store answers late.
+        """
+        own = self._current.build(self._published)
         if self._entries is None:
-            return [self._builder.build(self._published)]
+            return [own]
         now_s = time.monotonic()
         if len(self._beats) < self._facts.world_size:
             return None
         ranks = []
         for rank, (beat, came_s) in sorted(self._beats.items()):
+            if rank == self._facts.rank:
+                ranks.append(own)
+                continue
             is_silent = self._is_silent(rank, now_s)
             is_here = (beat.host, beat.system) == (self._facts.host, self._system)
             process = read_process_state(beat.pid) if is_silent and is_here else ""
