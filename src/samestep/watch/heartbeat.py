@@ -119,7 +119,7 @@ class Heartbeat:
         self._slow = SlowRanks(facts.limits.floor_s, facts.say)
         self._closed = threading.Event()
         self._published = 0  # bytes
-        self._beats: dict[int, tuple[Beat, float]] = {}  # rank -> newest beat, and its time of arrival
+        self._beats: dict[int, tuple[Beat, float]] = {}  # other rank -> newest beat, and its time of arrival
         self._exchanged_s = time.monotonic()
         self._awake_since_s = self._exchanged_s
         self._commands = Commands()
@@ -172,7 +172,7 @@ class Heartbeat:
     # --- all ranks ----------------------------------------------------------------------------------------------------
 
     def _exchange(self) -> None:
-        """Send beats, and read those of lower ranks; the leader reads all."""
+        """Send beats, and read those of lower ranks; the leader reads those of all other ranks."""
         assert self._entries is not None
         facts = self._facts
         is_all_there = False
@@ -180,7 +180,7 @@ class Heartbeat:
             with suppress(RuntimeError, OSError, ValueError), at_work():
                 self._put(self._entries, self._sent.build(self._published), self._commands)
                 ranks = range(facts.world_size) if self._leads() else range(min(facts.rank, NUM_LEADERS))
-                texts = self._entries.read([f"beat/{rank}" for rank in ranks])
+                texts = self._entries.read([f"beat/{rank}" for rank in ranks if rank != facts.rank])
                 if texts is not None:
                     self._process(texts)
                     is_all_there = True
@@ -201,7 +201,7 @@ class Heartbeat:
             known = self._beats.get(beat.rank)
             if known is None or known[0].number < beat.number:  # an older one was written again
                 self._beats[beat.rank] = (beat, now_s)
-                if beat.rank != self._facts.rank and not self._is_silent(beat.rank, now_s):
+                if not self._is_silent(beat.rank, now_s):
                     self._execute(message.commands)
 
     def _is_silent(self, rank: int, now_s: float) -> bool:
@@ -217,26 +217,17 @@ class Heartbeat:
         )
 
     def _collect(self) -> list[Beat] | None:
-        """Return the state of all ranks; None before the first beat of each.
-
-        This rank's own state is the current one. The beat that it sent last can be old if the store answers late.
-        """
-        own = self._current.build(self._published)
-        if self._entries is None:
-            return [own]
-        now_s = time.monotonic()
-        if len(self._beats) < self._facts.world_size:
+        """Return the state of all ranks; None before the first beat of each other rank."""
+        if self._entries is not None and len(self._beats) < self._facts.world_size - 1:
             return None
-        ranks = []
-        for rank, (beat, came_s) in sorted(self._beats.items()):
-            if rank == self._facts.rank:
-                ranks.append(own)
-                continue
+        now_s = time.monotonic()
+        ranks = [self._current.build(self._published)]
+        for rank, (beat, came_s) in self._beats.items():
             is_silent = self._is_silent(rank, now_s)
             is_here = (beat.host, beat.system) == (self._facts.host, self._system)
             process = read_process_state(beat.pid) if is_silent and is_here else ""
             ranks.append(replace(beat, age_s=now_s - came_s, is_silent=is_silent, process=process))
-        return ranks
+        return sorted(ranks, key=lambda beat: beat.rank)
 
     # --- the clock --------------------------------------------------------------------------------------------------
 
