@@ -72,6 +72,16 @@ def test_closures_lambdas_and_keywords() -> None:
     assert samestep.spawn(lambda: os.environ["SAMESTEP_DEVICE"], device="cpu") == "cpu"
 
 
+def test_functions_keep_their_file_and_lines() -> None:
+    """Those that are pickled by value, too, whichever version of cloudpickle is installed."""
+
+    def train() -> list[tuple[str, int]]:
+        codes = [train.__code__, (lambda: None).__code__]
+        return [(code.co_filename, code.co_firstlineno - codes[0].co_firstlineno) for code in codes]
+
+    assert samestep.spawn(train) == [(__file__, 0), (__file__, 1)]
+
+
 def test_later_spawns_are_forked_from_the_process_of_the_first() -> None:
     """That process has imported torch, which takes most of the time."""
     first = samestep.spawn(os.getppid)

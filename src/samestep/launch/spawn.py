@@ -1,11 +1,13 @@
 """`samestep.spawn`: calls a function on several ranks of this machine."""
 
+import io
 import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from types import CodeType
+from typing import Any, ClassVar, TypeVar
 
 import cloudpickle
 
@@ -26,6 +28,32 @@ from samestep.world.workdir import read_private
 T = TypeVar("T")
 
 START_S = 10.0  # after Ctrl-C: for ranks to start whose start has not been reported yet
+
+
+_REDUCERS: Any = cloudpickle.Pickler.dispatch_table  # a ChainMap
+
+
+def _reduce_code(code: CodeType) -> tuple[Any, ...]:
+    return _build_code, (code.co_filename, *_REDUCERS[CodeType](code))
+
+
+def _build_code(file: str, build: Callable[..., CodeType], arguments: tuple[Any, ...]) -> CodeType:
+    return build(*arguments).replace(co_filename=file)
+
+
+class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Keeps the file name of each function, which cloudpickle replaces by "<dynamic-code>" from version 3.1.3 on.
+
+    Tracebacks of a rank need it, and messages that quote a line of the script.
+    """
+
+    dispatch_table: ClassVar[Any] = _REDUCERS.new_child({CodeType: _reduce_code})
+
+
+def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    with io.BytesIO() as file:
+        _CallPickler(file).dump((fn, args, kwargs))
+        return file.getvalue()
 
 
 def spawn(
@@ -67,7 +95,7 @@ def spawn(
     if not isinstance(nprocs, int) or nprocs < 1:
         raise InvalidValue(f"spawn needs nprocs of at least 1, not {nprocs!r}")
     shown = parse_shown(show_ranks, nprocs)
-    call = cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
+    call = _pickle_call(fn, tuple(args), dict(kwargs or {}))
     path = [str(entry) for entry in sys.path]
     server = take_server()
     ranks = Ranks(server, shown)
