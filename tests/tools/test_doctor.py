@@ -398,6 +398,12 @@ def test_links() -> None:
     )
     assert slow.found == "the slowest link is b -> a, 12 MB/s; and b -> c, 12 MB/s; the median is 1 GB/s"
     assert "switch port of b" in slow.advice
+    busy = [link(*pair, {1: 12e6, 2: 4e8}.get(pair[0], 1e9)) for pair in pairs]
+    assert "switch port of b" in only(judge(judge_links, THREE_HOSTS, told(busy)), "warn").advice
+    spread = [link(*pair, 12e6 if pair in {(0, 1), (1, 0), (2, 0)} else 1e9) for pair in pairs]
+    assert "switch port of a" in only(judge(judge_links, THREE_HOSTS, told(spread)), "warn").advice
+    unclear = [link(*pair, 12e6 if pair in {(0, 1), (1, 2), (2, 0)} else 1e9) for pair in pairs]
+    assert "switch port (ethtool" in only(judge(judge_links, THREE_HOSTS, told(unclear)), "warn").advice
     two = only(judge(judge_links, TWO_HOSTS, told([link(0, 1, 1e9), link(1, 0, 12e6)])), "warn")
     assert two.found == "the slowest link is b -> a, 12 MB/s; the median is 1 GB/s"
     assert judge(judge_links, ALONE, told()) == []

@@ -53,6 +53,8 @@ NUM_LINK_PINGS = 10
 # fraction of the median; number of links that are measured again
 SLOW_LINK = 0.5
 MOST_AGAIN = 24
+# Slow links with one cause are about equally slow: the links up to this many times as fast as the slowest one.
+SAME_CAUSE = 2.0
 
 
 @dataclass(frozen=True)
@@ -360,7 +362,12 @@ def judge_links(facts: CheckFacts) -> Iterator[Finding]:
 
 
 def _find_suspect(slow: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the node whose network card or cable explains all slow links; None if there is no such node."""
+    """Return the node whose network card or cable explains the slowest links; None if there is no such node.
+
+    Links that are slow, but much faster than the slowest one, have another cause (a busy host, for example).
+    """
+    slowest = min(link["bytes_per_s"] for link in slow)
+    slow = [link for link in slow if link["bytes_per_s"] <= SAME_CAUSE * slowest]
     senders = {link["from"] for link in slow}
     receivers = {link["to"] for link in slow}
     common = {node for node in senders | receivers if all(node in (link["from"], link["to"]) for link in slow)}
