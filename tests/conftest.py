@@ -20,6 +20,7 @@ from support.assertions import write_rewritten
 from support.commands import WORKER, find_programs
 from support.hosts import Host, open_hosts, why_not
 from support.preloaded import use_for_spawn
+from support.stacks import format_stacks
 from support.strikes import Strike, format_tables, read_strikes
 
 LAUNCHERS = ("SAMESTEP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
@@ -177,6 +178,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the longest tests first, so that they do not run alone at the end."""
     items.sort(key=lambda item: not any(name in item.nodeid for name in LONG))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer() -> Iterator[None]:
+    """Print the stacks of a test's processes when it meets its timeout, before it is interrupted and ends them."""
+    result = yield
+    interrupt = signal.getsignal(signal.SIGALRM)
+
+    def print_stacks(number: int, frame: Any) -> None:
+        print(format_stacks([psutil.Process(), *find_children().values()]), file=sys.stderr, flush=True)
+        interrupt(number, frame)  # type: ignore[operator]
+
+    signal.signal(signal.SIGALRM, print_stacks)
+    return result
 
 
 @pytest.hookimpl(tryfirst=True)
