@@ -1,10 +1,12 @@
 # The main targets are `train` and `test`. Both create a virtual environment in .venv first.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# The versions of all other packages, so that a new release of one cannot break the commands below. `make newest` updates it.
+CONSTRAINTS ?= tests/constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint types test-adapters test-gpu test-lowest soak chaos clean
+.PHONY: train test lint types test-adapters test-gpu test-lowest newest soak chaos clean
 
 train: $(VENV)/installed
 	$(BIN)/samestep train digits --nproc-per-node 2 $(ARGS)
@@ -41,6 +43,11 @@ test-adapters:
 test-lowest:
 	$(MAKE) test VENV=.venv-lowest TORCH="torch==2.11.*"
 
+# Run the tests with the newest packages, in a separate environment, and record their versions.
+newest:
+	$(MAKE) test VENV=.venv-newest CONSTRAINTS=/dev/null
+	.venv-newest/bin/pip freeze --exclude-editable | grep -v "^torch==" >tests/constraints.txt
+
 # Run all cases of all tests, including similar ones: half an hour on 2 cores.
 soak: $(VENV)/installed-dev
 	$(BIN)/pytest -n 3 --dist worksteal
@@ -52,17 +59,17 @@ chaos: $(VENV)/installed-dev
 # pip would compile the packages on one core. Some contain files that do not compile, which pip ignores, too.
 define install
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile "$(TORCH)" --editable "$(1)"
+	$(BIN)/pip install --quiet --no-compile --constraint $(CONSTRAINTS) "$(TORCH)" --editable "$(1)"
 	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 endef
 
-$(VENV)/installed: pyproject.toml
+$(VENV)/installed: pyproject.toml tests/constraints.txt
 	$(call install,.[recipes])
 	touch $@
 
-$(VENV)/installed-dev: pyproject.toml
+$(VENV)/installed-dev: pyproject.toml tests/constraints.txt
 	$(call install,.[dev])
 	touch $(VENV)/installed $@
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-adapters
+	rm -rf $(VENV) .venv-lowest .venv-newest .venv-adapters
