@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,13 @@ def ignore_error_in_body(t: Tiny) -> None:
         except RuntimeError:
             continue
         t.optimizer.step()
+
+
+def ignore_error_between_steps(t: Tiny) -> None:
+    """The error is one that the loop raises, and not the script."""
+    with suppress(samestep.Error):
+        for _ in t.run.steps(Pairs(), 5):
+            pass
 
 
 def skip_micro_batches(t: Tiny) -> None:
@@ -411,6 +419,11 @@ LOOPS: dict[str, Mistake] = {
         do=lambda t: break_steps(t, t.run.steps(Pairs(), 5))),
     "an error in the body that is ignored": in_loop(
         r"the loop over the micro-batches of step 1 was left by break .* an e", do=ignore_error_in_body),
+    "an error between the steps that is ignored": in_loop(
+        r"the loop over the steps was left by break .* an error\) in step 0", do=ignore_error_between_steps),
+    "a loop after an error between the steps that is ignored": in_loop(
+        r"the loop over the steps was left by break .* an error\) in step 0",
+        do=lambda t: [ignore_error_between_steps(t), t.train()]),
     "a step never iterated": in_loop(
         r"the micro-batches of step 0 were not iterated over: its body needs `for batch in s", do=skip_micro_batches),
     "an epoch never iterated": in_loop(

@@ -112,7 +112,7 @@ class Loop:
 
     def run_epochs(self, num_epochs: int) -> Generator[Epoch, None, None]:
         """Yield the epochs from the run's position on."""
-        with self._restoring_signals():
+        with self._noting_errors():
             yield from self._run_epochs(num_epochs)
 
     def _run_epochs(self, num_epochs: int) -> Iterator[Epoch]:
@@ -150,7 +150,7 @@ class Loop:
 
     def run_steps_of_epoch(self, end: int) -> Iterator[Step]:
         """Yield the steps up to step `end`, in an epoch's body."""
-        with self._restoring_signals():
+        with self._noting_errors():
             yield from self._run_steps_of_epoch(end)
 
     def _run_steps_of_epoch(self, end: int) -> Iterator[Step]:
@@ -161,7 +161,7 @@ class Loop:
 
     def run_steps(self) -> Generator[Step, None, None]:
         """Yield the steps from the run's position on."""
-        with self._restoring_signals():
+        with self._noting_errors():
             yield from self._run_steps()
 
     def _run_steps(self) -> Iterator[Step]:
@@ -232,12 +232,12 @@ class Loop:
         return self._left_error or self._boundary.end.failure
 
     @contextmanager
-    def _restoring_signals(self) -> Iterator[None]:
-        """After an error in the loop, Ctrl-C is no request to stop: a notebook, for example, continues without it."""
+    def _noting_errors(self) -> Iterator[None]:
+        """An error that the loop itself raises leaves the loop, too. The script may catch it."""
         try:
             yield
         except Exception:
-            self._release_signals()
+            self._leave("steps", f"step {self._state.steps_done}")
             raise
 
     def _release_signals(self) -> None:
