@@ -321,7 +321,7 @@ class Numbers:
 
 
 def train_on_numbers(run_dir: Path, num_steps: int) -> None:
-    tiny_run(run_dir, num_steps=num_steps, data=Numbers())
+    tiny_run(run_dir, num_steps=num_steps, data=Numbers(), precision="fp16")
 
 
 @pytest.mark.parametrize(
@@ -330,6 +330,7 @@ def train_on_numbers(run_dir: Path, num_steps: int) -> None:
         (("objects", "optimizer"), None, "optimizer does not take its state"),
         (("objects", "optimizer", "state"), None, "optimizer does not take its state"),
         (("objects", "optimizer", "param_groups"), 3, "optimizer does not take its state"),
+        (("position", "precision"), {}, "the snapshot has no 'scale' of a loss scale"),
         (("position", "lanes"), [], "the positions of 0 lanes, and the stream has 4"),
     ],
 )

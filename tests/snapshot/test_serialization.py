@@ -5,6 +5,7 @@ import json
 import os
 import random
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +19,18 @@ from hypothesis.extra import numpy as st_numpy
 from safetensors.torch import load_file
 from states import assert_same
 
+from samestep.decoding import parse_json
 from samestep.errors import InvalidType
-from samestep.snapshot.serialization import decode, digest, digest_of, encode, read_tensors, view_bytes, write_tensors
+from samestep.snapshot.serialization import (
+    MOST_LEVELS,
+    decode,
+    digest,
+    digest_of,
+    encode,
+    read_tensors,
+    view_bytes,
+    write_tensors,
+)
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
@@ -225,6 +236,25 @@ def test_what_cannot_be_held_is_named(value: Any, what: str) -> None:
     assert str(raised.value).startswith("scheduler.lr_lambdas[1]")
     assert what in str(raised.value)
     assert "leave it out" in str(raised.value)
+
+
+def nest(levels: int, wrap: Callable[[Any], Any]) -> Any:
+    value: Any = torch.ones(2)
+    for _ in range(levels):
+        value = wrap(value)
+    return value
+
+
+@pytest.mark.parametrize("wrap", [lambda value: [value], lambda value: {3: value}, lambda value: OrderedDict(a=value)])
+def test_what_is_written_is_not_nested_too_deeply_to_be_read(wrap: Callable[[Any], Any]) -> None:
+    state = {"state": nest(MOST_LEVELS - 1, wrap)}
+    structure, tensors = encode(state)
+    assert_same(decode(parse_json(json.dumps(structure)), tensors), state)
+    circle: list[Any] = []
+    circle.append(circle)
+    for value in (nest(MOST_LEVELS, wrap), circle):
+        with pytest.raises(InvalidType, match=r"^state.* is a value that contains itself, or is nested deeper than 3"):
+            encode({"state": value})
 
 
 BASE = {"a": torch.tensor([1.0, -0.0]), "b": [1, 2.0, None, True], 3: (1,), "s": {1, 2}, "n": np.zeros(2)}

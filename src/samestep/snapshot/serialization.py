@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from samestep.decoding import Count, convert, parse_json
+from samestep.decoding import MOST_DEPTH, Count, convert, parse_json
 from samestep.errors import InvalidType
 from samestep.files import MOST_BYTES, open_regular
 from samestep.hashing import hash_bytes
@@ -56,6 +56,7 @@ _CODES = {
 }
 _NAMES = {code: name for name, code in _CODES.items()}
 _AS_REAL = ("complex32", "complex128")  # safetensors lacks them: stored as pairs of reals
+MOST_LEVELS = MOST_DEPTH // 3 - 1  # of nested values: a level is at most 3 levels of JSON, which has to be readable
 
 
 class _TensorEntry(Struct):
@@ -75,7 +76,7 @@ def encode(state: Any) -> tuple[Any, dict[str, "Tensor"]]:
 
     Raises:
         InvalidType: the state contains anything other than tensors, NumPy arrays, numbers, strings, bytes, lists,
-            tuples, dicts and sets.
+            tuples, dicts and sets, or is nested deeper than `MOST_LEVELS`.
     """
     encoder = _Encoder()
     return encoder.encode(state), encoder.tensors
@@ -195,6 +196,11 @@ class _Encoder(Encoder):
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[tuple[Any, ...], str] = {}
+
+    def encode(self, value: Any, path: Place = ()) -> Any:
+        if len(path) > MOST_LEVELS:
+            raise _refusal(path[:3], f"a value that contains itself, or is nested deeper than {MOST_LEVELS} levels")
+        return super().encode(value, path)
 
     def encode_other(self, value: Any, path: Place) -> Any:
         import torch

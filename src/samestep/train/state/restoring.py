@@ -171,7 +171,12 @@ class Contents:
         load(self._objects, contents["objects"], leave=self._override.moved if self._override is not None else ())
         if self._override is not None:
             self._override.apply()
-        self._precision.load_state_dict(contents["position"]["precision"])
+        try:
+            self._precision.load_state_dict(contents["position"]["precision"])
+        except KeyError as error:
+            raise RunDirectoryError(
+                f"the snapshot has no {error} of a loss scale, so no fp16 run has written it: resume from another one"
+            ) from None
         self._layout.load_state_dict(contents["position"])
         return contents["state"]  # type: ignore[no-any-return]
 
