@@ -14,7 +14,7 @@ from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.guards import calls
 from samestep.train.guards.misuse import MisuseChecks
-from samestep.train.guards.parameters import TrainedParameters
+from samestep.train.guards.trained_parameters import TrainedParameters
 from samestep.train.guards.replicas import ReplicaChecks
 from samestep.train.state.divided_optimizers import DividedOptimizers
 from samestep.train.state.restoring import Contents

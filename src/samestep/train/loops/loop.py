@@ -22,7 +22,7 @@ class Epoch:
     Attributes:
         number: number of the epoch, from 0, over the whole run.
         num_steps: number of optimizer steps in the complete epoch. With a sampler, it may differ between epochs.
-        done: whether the script has iterated over its steps.
+        is_done: whether the script has iterated over its steps.
 
     Example::
 
@@ -50,14 +50,14 @@ class Epoch:
         self._end = end
         self._tally = tally
         self._is_begun = False
-        self.done = False
+        self.is_done = False
 
     def __iter__(self) -> Iterator[Step]:
         if self._is_begun:
             raise UsageError(f"the steps of epoch {self.number} can be iterated over once: take the next epoch")
         self._is_begun = True
         yield from self._loop.run_steps_of_epoch(self._end)
-        self.done = True
+        self.is_done = True
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -134,7 +134,7 @@ class Loop:
                 self._leave("epochs", f"epoch {number}")
                 raise
             self.check_not_left()
-            if not epoch.done:
+            if not epoch.is_done:
                 raise UsageError(
                     f"the steps of epoch {number} were not iterated over: its body needs `for step in epoch`; to end "
                     "early, call run.stop() and continue the loop"
@@ -188,7 +188,7 @@ class Loop:
             self._leave("steps", f"step {number}")
             raise
         step.check_not_left()
-        if step.open or not step.num_passes:
+        if step.is_open or not step.num_passes:
             raise UsageError(
                 f"the micro-batches of step {number} were not iterated over: its body needs `for batch in step`; to "
                 "end early, call run.stop() and continue the loop"

@@ -165,7 +165,7 @@ class Step:
         sizes: samples per micro-batch, over all ranks.
         held: numbers of this rank's micro-batches.
         borrowed: micro-batches of other ranks that this rank computes before its own, to compare the results.
-        open: whether the script iterates over the micro-batches.
+        is_open: whether the script iterates over the micro-batches.
         has_gradients: whether the last pass left gradients in `.grad`.
         is_skipped: whether no pass left a gradient: no micro-batch had a weight above 0, or the gradient overflowed in
             fp16.
@@ -211,7 +211,7 @@ class Step:
         self.averaged_loss: float | None = None
         self.averages: dict[str, tuple[Value, float]] = {}
         self.checksums: list[tuple[Callable[[], int], bool]] = []
-        self.open = False
+        self.is_open = False
         self.has_gradients = False
         self.is_skipped = True
 
@@ -306,9 +306,9 @@ class Step:
 
     def _check_is_over(self, what: str) -> None:
         self.check_not_left()
-        if self.open or not self.num_passes:
+        if self.is_open or not self.num_passes:
             raise UsageError(
-                f"{what} of step {self.number} was read {'inside' if self.open else 'before'} the micro-batch loop: "
+                f"{what} of step {self.number} was read {'inside' if self.is_open else 'before'} the micro-batch loop: "
                 "read it after the loop, when the values of all ranks have arrived"
             )
 
@@ -356,10 +356,10 @@ class Step:
         self.check_not_left()
         if self.is_over:
             raise UsageError(f"step {self.number} is over, since step {self._parts.state.steps_done} has begun")
-        if self.open:
+        if self.is_open:
             raise UsageError(f"step {self.number} is iterated over inside its own loop: use one loop after the other")
         self._on.begin_pass(self)
-        self.open = True
+        self.is_open = True
 
     def _rehearse(self) -> Iterator[Any]:
         self._is_probe = True
@@ -413,7 +413,7 @@ class Step:
 
     def _end_pass(self) -> None:
         self.num_passes += 1
-        self.open = False
+        self.is_open = False
         self._pass = None
         self._on.reduced(self)
 
@@ -433,7 +433,7 @@ class Step:
 
     def refuse_inside(self, what: str, instead: str) -> None:
         """Raise Error inside the loop over the micro-batches."""
-        if self.open:
+        if self.is_open:
             self.check_not_left()
             raise UsageError(f"{what} inside the micro-batch loop of step {self.number}: {instead}")
 
@@ -501,7 +501,7 @@ class Step:
         Example: see `Step.metrics`.
         """
         is_past = self.is_over or self._parts.state.steps_done > self.number
-        if is_past or not (self.open or self.num_passes):
+        if is_past or not (self.is_open or self.num_passes):
             raise UsageError(
                 f"step.log of step {self.number} was called outside of its body: call it in or after its micro-batch "
                 "loop, or run.log elsewhere"
@@ -511,8 +511,8 @@ class Step:
         if self._is_probe:
             return
         for name, given in collected.items():
-            value = read_number(name, given, self.sizes[self.micro_batch] if self.open else 1)
-            if self.open and self.micro_batch in self.held:
+            value = read_number(name, given, self.sizes[self.micro_batch] if self.is_open else 1)
+            if self.is_open and self.micro_batch in self.held:
                 self._log.add(self.held.index(self.micro_batch), name, value)
-            elif not self.open:
+            elif not self.is_open:
                 self.averages[name] = (value, self.num_samples)
