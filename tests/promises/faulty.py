@@ -197,7 +197,7 @@ class Faults:
         serialization.hash_bytes = reach_and_hash
 
     def watch_saving(self) -> None:
-        """Makes rank 0 reach the moments IN_SAVING, at which no line of a script runs.
+        """Makes a rank reach those of the moments IN_SAVING that it has, at which no line of a script runs.
 
         Most of them come during later steps. The step of a fault is that of the snapshot.
         """
@@ -211,9 +211,9 @@ class Faults:
                 if is_renamed:  # the first event after the rename
                     is_renamed = False
                     self.reach("after rename", named[True])
-                if "/.tmp-step-" in file and file.endswith("tensors.safetensors"):
+                if "/.tmp-step-" in file and re.search(r"/tensors(-\d+)?\.safetensors$", file):
                     self._watch_hashing(Path(file).parent)
-                if "/.tmp-step-" in file and file.endswith("state.json"):
+                if "/.tmp-step-" in file and file.endswith(("state.json", ".partial")):  # or a receipt of a rank
                     self.reach("writing tensors", read_step(Path(file).parent))  # only the tensors are complete
                 if "/.tmp-step-" in file and file.endswith("manifest.json"):
                     self.reach("writing manifest", read_step(Path(file).parent))
@@ -241,7 +241,9 @@ class Faults:
 def read_step(snapshot: Path) -> int:
     """The step of a snapshot that is about to get its name, from that name or its manifest."""
     _, is_numbered, number = snapshot.name.partition("step-")
-    return int(number) if is_numbered else json.loads((snapshot / "manifest.json").read_text())["step"]
+    return (
+        int(number.partition(".")[0]) if is_numbered else json.loads((snapshot / "manifest.json").read_text())["step"]
+    )
 
 
 def spoil(how: str, run_dir: Path) -> None:
@@ -351,7 +353,7 @@ def train(
     defaults = {"batch_size": BATCH_SIZE, "micro_batch_size": MICRO_BATCH_SIZE, "log_every": 2, "seed": 5}
     # Tiny buckets, so that some gradients are sent while others are still computed.
     run = faults.run = samestep.Run(run_dir, **defaults | arguments, device="cpu", bucket_cap_mb=0.0005)  # type: ignore[arg-type]
-    if run.rank == 0:
+    if run.rank == 0 or "SAMESTEP_SHARD" in os.environ:
         faults.watch_saving()
     if faults.are_in("staging"):
         faults.watch_copying()

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from states import make_state
+from states import make_state, write_divided
 
 from samestep.snapshot.store import Store
 
@@ -53,9 +53,10 @@ def clean_and_write(store: Store) -> None:
 
 
 # The snapshots before, the work, and the marks that the newest sound snapshot may have afterwards.
-SCENARIOS: dict[str, tuple[Callable[[Store], None], Callable[[Store], None], set[int]]] = {
+SCENARIOS: dict[str, tuple[Callable[[Store], object], Callable[[Store], object], set[int]]] = {
     "first": (lambda store: None, lambda store: write(store, 1, step=1), {1}),
     "next": (make_one, lambda store: write(store, 2, step=2, num_values=LARGE), {1, 2}),
+    "divided": (make_one, lambda store: write_divided(store, 2, step=2, num_values=LARGE), {1, 2}),
     "replace": (make_one, lambda store: write(store, 2, step=1), {1, 2}),
     "replace named": (make_named, lambda store: write(store, 2, step=2, name="best"), {1, 2}),
     "prune": (make_three, lambda store: store.prune(1), {3}),

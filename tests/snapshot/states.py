@@ -2,10 +2,16 @@
 
 import struct
 from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from samestep.snapshot.parts import OtherParts
+from samestep.snapshot.serialization import encode
+from samestep.snapshot.store import Store
 
 
 def make_state(mark: float, num_values: int = 1000) -> dict[str, Any]:
@@ -16,6 +22,39 @@ def make_state(mark: float, num_values: int = 1000) -> dict[str, Any]:
         "position": {"step": 1, "epoch": 0},
         "state": {"best": mark},
     }
+
+
+def write_divided(store: Store, mark: float, step: int, num_ranks: int = 3, num_values: int = 1000) -> Path:
+    """Write a snapshot of which each rank writes its rows of the tensors, one rank after the other."""
+    structure, tensors = encode(make_state(mark, num_values))
+    place = store.begin_parts(step, None)
+    others = OtherParts(num_ranks)
+
+    def deliver_others() -> None:
+        for rank in range(1, num_ranks):
+            try:
+                store.deliver(place, rank, take_rows(tensors, rank, num_ranks))
+            except OSError as error:
+                others.limit_wait(f"rank {rank} could not write it ({error})")
+
+    return store.write_encoded(
+        structure,
+        take_rows(tensors, 0, num_ranks),
+        step=step,
+        name=None,
+        meta={"mark": mark},
+        confirm=deliver_others,
+        place=place,
+        others=others,
+    )
+
+
+def take_rows(tensors: Mapping[str, torch.Tensor], rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
+    """Return the rows of a rank, as FSDP2 divides them. Other tensors are rank 0's."""
+    if rank == 0:
+        return {name: tensor.chunk(num_ranks)[0] if tensor.ndim else tensor for name, tensor in tensors.items()}
+    chunks = {name: tensor.chunk(num_ranks)[rank:][:1] for name, tensor in tensors.items() if tensor.ndim}
+    return {name: chunk[0] for name, chunk in chunks.items() if chunk}
 
 
 def assert_same(found: Any, expected: Any) -> None:

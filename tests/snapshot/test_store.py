@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from states import assert_same, make_state
 
 from samestep.errors import InvalidType, InvalidValue, RunDirectoryError
+from samestep.snapshot.manifest import FORMAT
 from samestep.snapshot.serialization import digest
 from samestep.snapshot.store import Store
 
@@ -211,12 +212,12 @@ def rewrite_manifest(store: Store, step: int, **changes: Any) -> None:
 def test_a_newer_format_is_skipped(store: Store) -> None:
     for step in (1, 2):
         store.write(make_state(step), step=step, meta={})
-    rewrite_manifest(store, 2, format=2)
+    rewrite_manifest(store, 2, format=FORMAT + 1)
     warnings: list[str] = []
     found = store.find("latest", warn=warnings.append)
     assert found is not None
     assert found.step == 1
-    assert "manifest.json has format 2 of a newer samestep" in warnings[0]
+    assert "manifest.json has format 3 of a newer samestep" in warnings[0]
 
 
 def test_a_directory_under_another_step_is_skipped(store: Store) -> None:

@@ -38,7 +38,7 @@ def check(store: Store, scenario: str) -> float | None:
     """
     for snapshot in store.snapshots():
         assert snapshot.problem is None, snapshot
-        check_exact(store.read(snapshot), snapshot.manifest["meta"]["mark"], snapshot.manifest["digest"])
+        check_exact(store.read(snapshot), snapshot.manifest["meta"]["mark"], store.read_digest(snapshot))
     before = find_newest(store)
     store.clean()
     assert not list(store.path.glob(".*"))

@@ -25,6 +25,7 @@ class TrainingState:
         replicated: tensors that are the same on all ranks, by name.
         compare: compares the checksums of these tensors over the ranks, and raises Error if they differ; None if no
             comparison is due.
+        is_mine: as in `encode`, if the ranks divide the state. `build` then returns what this rank holds.
     """
 
     build: Callable[[], dict[str, Any]]
@@ -33,6 +34,7 @@ class TrainingState:
     stable: Sequence[Tensor]
     replicated: Sequence[tuple[str, Tensor]]
     compare: Callable[[Mapping[str, int]], None] | None
+    is_mine: Callable[[Tensor], bool] | None = None
 
 
 def check_tensors(wanted: Iterable[str], own: Collection[str], rank: int) -> None:
@@ -85,14 +87,20 @@ class Inspection:
         """Return whether all tensors of this rank are finite. Call it after looking at all of them."""
         return not self._not_finite
 
-    def conclude(self) -> None:
+    def find_infinite(self) -> str:
+        """Return the label of a tensor of this rank that is not finite; "" if all are finite."""
+        return next((label for label in self._labels.values() if label in self._not_finite), "")
+
+    def conclude(self, label: str) -> None:
         """Compare the ranks. All ranks call this, after looking at all tensors.
+
+        Args:
+            label: of a tensor that is not finite, from `find_infinite`.
 
         Raises:
             InvalidValue: a tensor is not finite, or not the same on all ranks.
         """
-        if not self.is_sound():
-            label = next(label for label in self._labels.values() if label in self._not_finite)
+        if label:
             raise InvalidValue(
                 f"{label} is not finite after step {self._step}: this state is not saved, and the previous snapshot "
                 "is kept; check the learning rate, clipping and precision"

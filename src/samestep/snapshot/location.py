@@ -5,7 +5,7 @@ run_location.md says how further ones fit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,10 +15,13 @@ from samestep.config import RunConfig
 from samestep.errors import Error, RunDirectoryError
 from samestep.launch.output_recorder import start_log
 from samestep.snapshot.inspection import TrainingState
+from samestep.snapshot.manifest import find_damage
+from samestep.snapshot.parts import OtherParts
 from samestep.snapshot.resume_point import Holding, ResumePoint, choose
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import StartOptions
-from samestep.snapshot.store import Elsewhere, SavedRun, Snapshot, Store
+from samestep.snapshot.serialization import SavedState
+from samestep.snapshot.store import SNAPSHOTS, Elsewhere, SavedRun, Snapshot, Store
 from samestep.watch.records import LOGS
 from samestep.world.group import Group
 
@@ -34,6 +37,7 @@ class SnapshotOrder:
         structure, tensors: the encoded state.
         meta: see `RunDirectory.mark`.
         is_last: whether the loop ends here.
+        places: of a divided state: the directories of the snapshots, see `Store.begin_parts`.
     """
 
     step: int
@@ -42,6 +46,7 @@ class SnapshotOrder:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
     is_last: bool = False
+    places: Sequence[str] = ()
 
 
 class RunLocation:
@@ -51,7 +56,7 @@ class RunLocation:
 
         point = location.find_resume_point(resume, numbers)
         if not point.is_beginning:
-            state = location.read(point)                      # each rank
+            state = location.open(point)                      # each rank
         location.begin(point, numbers, machine, config, options)
         for each snapshot:
             order = location.align(order, state)
@@ -75,6 +80,14 @@ class RunLocation:
         self.named = named
         self.path = None if named is None else named.absolute()  # the script may change the working directory
         self.shown = shown or str(named)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether each rank writes the part of the state that it holds. If not, a writer needs all of it."""
+        return False
+
+    def limit_wait(self, reason: str, patience_s: float = 0.0) -> None:
+        """Let `write` fail if other ranks do not write their parts. As `OtherParts.limit_wait`."""
 
     @property
     def directory(self) -> RunDirectory | None:
@@ -112,8 +125,8 @@ class RunLocation:
         """
         return ResumePoint()
 
-    def read(self, point: ResumePoint) -> dict[str, Any]:
-        """Read the state at a point that is not the beginning, on this rank. Raises Error."""
+    def open(self, point: ResumePoint) -> SavedState:
+        """Open the state at a point that is not the beginning, on this rank. Raises Error."""
         raise NotImplementedError
 
     def find(self, which: int | str) -> Snapshot | None:
@@ -199,6 +212,8 @@ class LocalLocation(RunLocation):
     ) -> None:
         super().__init__(group, say, named)
         self._writers = writers
+        self._is_divided = config.shard is not None and group.world_size > 1 and len(writers) == 1
+        self._others: OtherParts | None = None  # of the last order, on rank 0
         self._keep = config.keep_last
         self._named = named
         self._path = named.absolute()
@@ -214,6 +229,14 @@ class LocalLocation(RunLocation):
         except Error:
             self.close()
             raise
+
+    @property
+    def is_divided(self) -> bool:
+        return self._is_divided
+
+    def limit_wait(self, reason: str, patience_s: float = 0.0) -> None:
+        if self._others is not None:
+            self._others.limit_wait(reason, patience_s)
 
     @property
     def directory(self) -> RunDirectory | None:
@@ -267,16 +290,30 @@ class LocalLocation(RunLocation):
             return [*(directory.record.get("rewinds", []) if elsewhere is None else elsewhere.rewinds)]
 
         rewinds = max(self._each_directory(check), key=len)
-        plain = self._each_directory(lambda directory: directory.look(resume, rewinds, elsewhere).to_plain())
-        return self._agree([Holding.from_plain(each) for each in plain], rewinds)
+        checks_parts = len(self._writers) > 1 or self._group.world_size == 1
+        while True:
+            plain = self._each_directory(
+                lambda directory: directory.look(resume, rewinds, elsewhere, checks_parts=checks_parts).to_plain()
+            )
+            point = self._agree([Holding.from_plain(each) for each in plain], rewinds)
+            found = point.snapshot
+            if checks_parts or found is None or not found.is_divided:
+                return point
+            # Each rank checks as many bytes: rank 0 alone would need the time to read the state of all ranks.
+            path = self._path / SNAPSHOTS / found.path.name
+            own = find_damage(path, found.manifest, self._group.rank, self._group.world_size)
+            problem = next((each for each in self._group.gather(own) if each), None)
+            if problem is None:
+                return point
+            self._each_directory(lambda directory: directory.store.refuse(found, problem))  # noqa: B023
 
     def _agree(self, held: Sequence[Holding], rewinds: Sequence[int]) -> ResumePoint:
         """Return the point, once each writer holds its files. Arguments as for `choose`."""
         return choose(held, rewinds)[1]
 
-    def read(self, point: ResumePoint) -> dict[str, Any]:
+    def open(self, point: ResumePoint) -> SavedState:
         assert point.snapshot is not None
-        return Store(self._path).read(point.snapshot, SavedRun)
+        return Store(self._path).open(point.snapshot, SavedRun)
 
     def find(self, which: int | str, elsewhere: Elsewhere | None = None) -> Snapshot | None:
         return Store(self._path, self._named).find(which, warn=self._say, elsewhere=elsewhere)
@@ -300,14 +337,41 @@ class LocalLocation(RunLocation):
 
     # --- under way --------------------------------------------------------------------------------------------
 
+    def align(self, order: SnapshotOrder, state: TrainingState) -> SnapshotOrder:
+        if not self._is_divided:
+            return order
+        problem: OSError | None = None
+        places: list[tuple[str | None, str]] = []
+        if self._directory is not None:
+            try:
+                store = self._directory.store
+                store.clean()  # what ranks have left of failed attempts; none of them writes now
+                places = [(name, store.begin_parts(order.step, name)) for name in order.names]
+            except OSError as error:
+                problem = error
+        places = self._group.broadcast(places)
+        if problem is not None:
+            raise problem
+        self._others = None if self._directory is None else OtherParts(self._group.world_size)
+        return replace(order, names=[name for name, _ in places], places=[place for _, place in places])
+
     def write(self, order: SnapshotOrder, tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> float:
         if self._directory is None:
+            for place in order.places:
+                Store(self._path).deliver(place, self._group.rank, tensors, confirm)
             confirm()
             return 0.0
         took_s = 0.0
-        for name in order.names:
+        for name, place in zip(order.names, order.places or [""] * len(order.names), strict=True):
             took_s = self._directory.save(
-                order.structure, tensors, step=order.step, name=name, meta=order.meta, confirm=confirm
+                order.structure,
+                tensors,
+                step=order.step,
+                name=name,
+                meta=order.meta,
+                confirm=confirm,
+                place=place,
+                others=self._others,
             )
         try:
             self._directory.prune(self._keep)

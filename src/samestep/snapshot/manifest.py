@@ -5,10 +5,10 @@ import os
 import platform
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from itertools import accumulate, repeat
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +19,7 @@ from samestep.files import open_regular, read_bytes
 from samestep.hashing import hash_bytes, hash_pieces
 from samestep.version import __version__
 
-FORMAT = 1
+FORMAT = 2  # of snapshots whose tensors are in one file per rank; all others have format 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
 FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\.(json|safetensors)")  # in the manifest's directory
@@ -33,13 +33,13 @@ Pieces = list[tuple[int, str]]
 
 
 def build_manifest(
-    *, step: int, name: str | None, digest: str, files: Mapping[str, Pieces], meta: Mapping[str, Any]
+    *, step: int, name: str | None, digest: str | None, files: Mapping[str, Pieces], meta: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the manifest of a snapshot whose other files are complete."""
+    """Return the manifest of a snapshot whose other files are complete. `digest`: None if it was not computed."""
     import torch
 
     written = {
-        "format": FORMAT,
+        "format": FORMAT if len(list_tensor_files(files)) > 1 else 1,
         "step": step,
         "name": name,
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -53,6 +53,11 @@ def build_manifest(
     }
     manifest: dict[str, Any] = parse_json(json.dumps(written, allow_nan=False))  # as a reader parses it
     return seal(manifest)
+
+
+def list_tensor_files(files: Iterable[str]) -> list[str]:
+    """Return the names of the files with tensors, in the order of the ranks that wrote them."""
+    return sorted(file for file in files if file.endswith(".safetensors"))
 
 
 def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,11 +147,11 @@ class _Meta(Struct):
 
 
 class _Manifest(Struct, forbid_unknown_fields=True):
-    format: Literal[1]
+    format: Literal[1, 2]
     step: Count
     name: Annotated[str, Meta(pattern=rf"\A{NAME.pattern}\Z")] | None
     time: Annotated[datetime, Meta(tz=True)]
-    digest: _Hash
+    digest: _Hash | None
     versions: dict[str, str]
     files: dict[_FileName, _File]
     meta: _Meta
@@ -154,37 +159,49 @@ class _Manifest(Struct, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if STATE not in self.files:
             raise ValueError(f"there is no {STATE}")
+        if self.digest is None and self.format == 1:
+            raise ValueError("there is no digest")
 
 
-def find_damage(directory: Path, manifest: Mapping[str, Any]) -> str | None:
-    """Read every byte of all files. Return a description of damage according to the manifest's checksums, or None."""
+def find_damage(directory: Path, manifest: Mapping[str, Any], rank: int = 0, num_ranks: int = 1) -> str | None:
+    """Read every byte of all files. Return a description of damage according to the manifest's checksums, or None.
+
+    Args:
+        rank, num_ranks: divide the pieces. Each of `num_ranks` callers reads about the same number of bytes.
+    """
+    total = sum(file["size"] for file in manifest["files"].values())
+    before = 0
     with ThreadPoolExecutor(_NUM_READERS) as pool:  # hashing takes the time, and releases the GIL
         for file, expected in manifest["files"].items():
-            lengths = [length for length, _ in expected["pieces"]]
-            checksums = [each for _, each in expected["pieces"]]
-            starts = [0, *accumulate(lengths)]
+            starts = [0, *accumulate(length for length, _ in expected["pieces"])]
+            own = [k for k, start in enumerate(starts[:-1]) if (before + start) * num_ranks // max(total, 1) == rank]
+            before += expected["size"]
+            if not own:
+                continue
             try:
                 with open(directory / file, "rb", buffering=0, opener=open_regular) as opened:
-                    found = [*pool.map(hash_range, repeat(opened.fileno()), starts, lengths)]
+                    number = opened.fileno()
+                    found = [*pool.map(lambda k: hash_range(number, starts[k], starts[k + 1] - starts[k]), own)]  # noqa: B023
             except OSError as error:
                 return f"{file} cannot be read ({error.strerror})"
-            for k, (checksum, right) in enumerate(zip(found, checksums, strict=True)):
-                if checksum != right:
+            for k, checksum in zip(own, found, strict=True):
+                if checksum != expected["pieces"][k][1]:
                     return f"{file} is damaged (somewhere in bytes {starts[k]} to {starts[k + 1]})"
     return None
 
 
 def hash_range(file: int, start: int, length: int) -> str:
     """Return the sha256 of a range of bytes of a file, which may end within the range. Any thread may call it."""
+    return hash_pieces(read_range(file, start, length))
 
-    def read() -> Iterator[bytes]:
-        at = start
-        end = start + length
-        while data := os.pread(file, min(end - at, _BUFFER_BYTES), at):
-            yield data
-            at += len(data)
 
-    return hash_pieces(read())
+def read_range(file: int, start: int, length: int) -> Iterator[bytes]:
+    """Yield a range of bytes of a file, which may end within the range, in pieces."""
+    at = start
+    end = start + length
+    while data := os.pread(file, min(end - at, _BUFFER_BYTES), at):
+        yield data
+        at += len(data)
 
 
 def find_wrong_size(files: Mapping[str, Any], sizes: Mapping[str, int]) -> str | None:

@@ -9,19 +9,23 @@ from samestep.config import is_url
 from samestep.console import say
 from samestep.errors import Error, explain
 from samestep.snapshot.run_record import read_record
+from samestep.snapshot.serialization import SavedState
 from samestep.snapshot.store import SNAPSHOTS, SavedObjects, Snapshot, Store
 from samestep.watch.records import RECORD
 from samestep.world.workdir import WorkDir
 
 
 @contextmanager
-def open_run(run: str, *, which: int | str | None = None, is_whole: bool = False) -> Iterator[Path]:
+def open_run(
+    run: str, *, which: int | str | None = None, is_whole: bool = False, has_digests: bool = False
+) -> Iterator[Path]:
     """Yield a run's directory for a tool to read; for a URL, a copy that is removed at the end of the block.
 
     Args:
         which: for a URL, the only snapshot to download, as for `Store.find`. None: all of them, but with empty files of
             the same sizes for tensors and states.
         is_whole: whether to download those files, too.
+        has_digests: whether to download them for the snapshots whose digest has to be computed.
 
     Raises:
         Error: the directory or the URL cannot be read, or there is no undamaged snapshot that matches.
@@ -44,7 +48,7 @@ def open_run(run: str, *, which: int | str | None = None, is_whole: bool = False
         remote.download(remote.list_files(), home.path)
         store = Store(home.path)
         if which is None:
-            remote.copy_snapshots(store.path, is_whole=is_whole)
+            remote.copy_snapshots(store.path, is_whole=is_whole, has_digests=has_digests)
         else:
             rewinds = read_run(home.path, remote.url).get("rewinds", [])
             store.find(which, warn=say, elsewhere=remote.find_elsewhere(rewinds))
@@ -76,6 +80,12 @@ def find_snapshot(store: Store, called: str, which: int | str) -> Snapshot:
 
 def read_snapshot(run: Path, called: str, which: int | str) -> tuple[Snapshot, dict[str, Any]]:
     """Find a snapshot of a run for a tool, and read its state. Arguments as for `find_snapshot`."""
+    snapshot, saved = open_snapshot(run, called, which)
+    return snapshot, saved.fill(saved.contents)
+
+
+def open_snapshot(run: Path, called: str, which: int | str) -> tuple[Snapshot, SavedState]:
+    """Find a snapshot of a run for a tool that reads some of its tensors. Arguments as for `find_snapshot`."""
     store = Store(run)
     snapshot = find_snapshot(store, called, which)
-    return snapshot, store.read(snapshot, SavedObjects)
+    return snapshot, store.open(snapshot, SavedObjects)

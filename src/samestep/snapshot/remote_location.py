@@ -21,6 +21,7 @@ from samestep.snapshot.object_store import ObjectStore, find_copy, place_of
 from samestep.snapshot.resume_point import ResumePoint
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import StartOptions, parse_run_record
+from samestep.snapshot.serialization import SavedState
 from samestep.snapshot.store import Elsewhere, Snapshot, Unreachable
 from samestep.watch.records import RECORD, SHARED
 from samestep.world.environment import advise, read_host
@@ -56,6 +57,13 @@ class RemoteLocation(RunLocation):
         self._rewinds: Sequence[int] = ()
 
     @property
+    def is_divided(self) -> bool:
+        return self._copies.is_divided
+
+    def limit_wait(self, reason: str, patience_s: float = 0.0) -> None:
+        self._copies.limit_wait(reason, patience_s)
+
+    @property
     def directory(self) -> RunDirectory | None:
         return self._copies.directory
 
@@ -77,8 +85,8 @@ class RemoteLocation(RunLocation):
         self._rewinds = point.rewinds
         return point
 
-    def read(self, point: ResumePoint) -> dict[str, Any]:
-        return self._copies.read(point)
+    def open(self, point: ResumePoint) -> SavedState:
+        return self._copies.open(point)
 
     def find(self, which: int | str) -> Snapshot | None:
         elsewhere = None if self._remote is None else self._remote.find_elsewhere(self._rewinds)

@@ -21,6 +21,7 @@ from samestep.plan.ledger import Entry
 from samestep.snapshot.append_log import AppendLog, format_row
 from samestep.snapshot.ledger_file import count_records
 from samestep.snapshot.lock import Lock, detach, refuse_links
+from samestep.snapshot.parts import OtherParts
 from samestep.snapshot.resume_point import Holding, ResumePoint
 from samestep.snapshot.run_record import StartOptions, build_record, find_different, read_record
 from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Elsewhere, Snapshot, Store, Unreachable
@@ -175,7 +176,14 @@ class RunDirectory:
 
     # --- start ------------------------------------------------------------------------------------------------
 
-    def look(self, resume: str | int | None, rewinds: Sequence[int], elsewhere: Elsewhere | None = None) -> Holding:
+    def look(
+        self,
+        resume: str | int | None,
+        rewinds: Sequence[int],
+        elsewhere: Elsewhere | None = None,
+        *,
+        checks_parts: bool = True,
+    ) -> Holding:
         """Look for the snapshot to resume from, and check it. A snapshot that is elsewhere is copied here.
 
         Removes incomplete snapshots, and abandons those that the run has left in another copy.
@@ -183,6 +191,7 @@ class RunDirectory:
         Args:
             resume: as in `RunConfig`.
             rewinds: the steps to which the run has gone back, also while this copy took no part.
+            checks_parts: as in `Store.find`.
 
         Raises:
             RunDirectoryError: there are snapshots and `resume` is None; raised by `elsewhere`, since another copy may
@@ -195,7 +204,9 @@ class RunDirectory:
         if resume is not None:
             self.store.abandon([each for each in self.store.snapshots() if each.was_left(rewinds)])
             try:
-                found = self.store.find(resume, warn=self._warn, judge=self._judge, elsewhere=elsewhere)
+                found = self.store.find(
+                    resume, warn=self._warn, judge=self._judge, elsewhere=elsewhere, checks_parts=checks_parts
+                )
             except Unreachable:
                 raise
             except Error as error:
@@ -460,8 +471,13 @@ class RunDirectory:
         name: str | None,
         meta: Mapping[str, Any],
         confirm: Callable[[], None],
+        place: str = "",
+        others: OtherParts | None = None,
     ) -> float:
         """Write a snapshot of an encoded state. May be called in any thread, by one at a time.
+
+        Args:
+            place, others: as in `Store.write_encoded`.
 
         Returns:
             The duration in seconds, without that of `confirm`.
@@ -481,7 +497,9 @@ class RunDirectory:
             began_s += time.monotonic() - waits_s
             self._check_begun()
 
-        self.store.write_encoded(structure, tensors, step=step, name=name, meta=meta, confirm=confirm_all)
+        self.store.write_encoded(
+            structure, tensors, step=step, name=name, meta=meta, confirm=confirm_all, place=place, others=others
+        )
         return time.monotonic() - began_s
 
     def prune(self, keep: int) -> None:

@@ -12,7 +12,8 @@ import math
 import os
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
@@ -24,8 +25,8 @@ from numpy.typing import NDArray
 from samestep.decoding import MOST_DEPTH, Count, convert, parse_json
 from samestep.errors import InvalidType
 from samestep.files import MOST_BYTES, open_regular
-from samestep.hashing import hash_bytes
-from samestep.snapshot.manifest import Pieces
+from samestep.hashing import hash_bytes, hash_pieces
+from samestep.snapshot.manifest import Pieces, read_range
 from samestep.tagged import ARRAY_KINDS, KIND, Decoder, Encoder, Place, decode_array, find_dtype, name_dtype, view_bytes
 from samestep.world.forking import at_rest, at_work
 
@@ -69,22 +70,40 @@ class _TensorEntry(Struct):
             raise ValueError(f"there is no dtype {self.dtype}")
 
 
-def encode(state: Any) -> tuple[Any, dict[str, "Tensor"]]:
+def encode(state: Any, is_mine: "Callable[[Tensor], bool] | None" = None) -> tuple[Any, dict[str, "Tensor"]]:
     """Return the structure of a state as JSON, and its tensors by the names used there. Copies nothing.
 
     Tensors that share memory, shape and strides, such as tied weights, get one name.
+
+    Args:
+        is_mine: whether this rank stores a tensor, of a state that the ranks divide. Of a sharded tensor
+            (`torch_internals.is_sharded`), a rank stores its rows. A tensor that only other ranks hold is one on the
+            meta device here.
 
     Raises:
         InvalidType: the state contains anything other than tensors, NumPy arrays, numbers, strings, bytes, lists,
             tuples, dicts and sets, or is nested deeper than `MOST_LEVELS`.
     """
-    encoder = _Encoder()
+    encoder = _Encoder(is_mine)
     return encoder.encode(state), encoder.tensors
 
 
 def decode(structure: Any, tensors: Mapping[str, "Tensor"]) -> Any:
     """Return the state from the result of `encode`. Tensors with the same name become one tensor."""
-    return _Decoder(tensors).decode(structure)
+    return _Decoder(tensors.__getitem__, tensors.__getitem__).decode(structure)
+
+
+def list_tensors(structure: Any) -> dict[str, list[int] | None]:
+    """Return the names of the tensors in an encoded state, with their shapes; None for an array."""
+    if isinstance(structure, list):
+        return {name: shape for item in structure for name, shape in list_tensors(item).items()}
+    if not isinstance(structure, dict):
+        return {}
+    if structure.get(KIND) == "array":
+        return {structure["name"]: None}
+    if structure.get(KIND) == "tensor":
+        return {structure["name"]: _find_stored_shape(structure)}
+    return list_tensors([*structure.values()])
 
 
 def digest(state: Any) -> str:
@@ -162,9 +181,99 @@ def read_tensors(path: Path) -> dict[str, "Tensor"]:
         OSError: the file cannot be read.
         ValueError, EOFError: the file is not a safetensors file.
     """
-    import torch
+    saved = SavedTensors([path])
+    return {name: saved.read(name) for name in saved.parts}
 
-    tensors = {}
+
+@dataclass(frozen=True)
+class TensorPart:
+    """A tensor, or some of its rows, in a safetensors file. `start`: the first byte in the file."""
+
+    path: Path
+    dtype: str
+    shape: Sequence[int]
+    start: int
+    num_bytes: int
+
+
+class SavedTensors:
+    """The tensors in safetensors files, which are read when they are needed.
+
+    A tensor that is in several files has its first rows in the first of them, and so on.
+
+    Attributes:
+        parts: the parts of each tensor.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError, EOFError: a file is not a safetensors file, or the parts of a tensor do not fit together.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.parts: dict[str, list[TensorPart]] = {}
+        for path in paths:
+            for name, part in _read_header(path).items():
+                parts = self.parts.setdefault(name, [])
+                parts.append(part)
+                kinds = {(each.dtype, *each.shape[1:]) for each in parts}
+                if len(parts) > 1 and (len(kinds) > 1 or not part.shape):
+                    raise ValueError(f"{path.name} has a part of {name} that does not fit the others")
+
+    def find_shape(self, name: str) -> list[int]:
+        """Return the shape of a tensor, from all its parts."""
+        parts = self.parts[name]
+        rows = [sum(part.shape[0] for part in parts)] if parts[0].shape else []
+        return [*rows, *parts[0].shape[1:]]
+
+    def outline(self, name: str) -> "Tensor":
+        """Return a tensor on the meta device with the dtype and shape of a tensor in the files."""
+        import torch
+
+        return torch.empty(self.find_shape(name), dtype=find_dtype(self.parts[name][0].dtype), device="meta")
+
+    def read(self, name: str, first: int = 0, num_rows: int | None = None) -> "Tensor":
+        """Read a tensor, or `num_rows` of its rows from row `first` on. Reads no other bytes."""
+        import torch
+
+        shape = self.find_shape(name)
+        num_rows = (shape[0] if shape else 1) if num_rows is None else num_rows
+        tensor = torch.empty([num_rows, *shape[1:]] if shape else [], dtype=find_dtype(self.parts[name][0].dtype))
+        data = view_bytes(tensor)
+        row_bytes = len(data) // num_rows if num_rows else 0
+        skip, at = first * row_bytes, 0
+        for part in self.parts[name]:
+            count = min(part.num_bytes - skip, len(data) - at)
+            if count > 0:
+                with open(part.path, "rb", buffering=0, opener=open_regular) as file:
+                    _read_into(file, part.start + skip, data[at : at + count], name)
+                at += count
+            skip = max(skip - part.num_bytes, 0)
+        if at != len(data):
+            raise ValueError(f"{name} has fewer than {first + num_rows} rows")
+        return tensor
+
+    def hash(self, name: str) -> str:
+        """Return the sha256 of a tensor's bytes, of which a few are in memory at a time."""
+
+        def read_all() -> Iterator[bytes]:
+            for part in self.parts[name]:
+                with open(part.path, "rb", buffering=0, opener=open_regular) as file:
+                    yield from read_range(file.fileno(), part.start, part.num_bytes)
+
+        return hash_pieces(read_all())
+
+
+def _read_into(file: Any, start: int, data: memoryview, name: str) -> None:
+    file.seek(start)
+    while data:
+        if not (count := file.readinto(data)):
+            raise EOFError(f"{file.name} ends within {name}")
+        data = data[count:]
+
+
+def _read_header(path: Path) -> dict[str, TensorPart]:
+    """Return the tensors in a safetensors file. Together they are not larger than the file."""
+    found = {}
     with open(path, "rb", opener=open_regular) as file:
         size = os.fstat(file.fileno()).st_size
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
@@ -183,19 +292,63 @@ def read_tensors(path: Path) -> dict[str, "Tensor"]:
                 raise ValueError(f"{path.name} has entries that overlap")
             if end > size - 8 - length:
                 raise EOFError(f"{path} ends within {name}")
-            file.seek(8 + length + start)
-            tensor = torch.empty(entry.shape, dtype=dtype)
-            data = view_bytes(tensor)
-            if file.readinto(data) != len(data):
-                raise EOFError(f"{path} ends within {name}")
-            tensors[name] = tensor
-    return tensors
+            found[name] = TensorPart(path, _NAMES[entry.dtype], entry.shape, 8 + length + start, end - start)
+    return found
+
+
+class SavedState:
+    """The state in a snapshot, of which a reader takes the tensors that it needs.
+
+    Args:
+        structure, tensors: of the snapshot.
+
+    Attributes:
+        contents: the state. Its tensors are placeholders on the meta device.
+
+    Raises:
+        ValueError: the structure does not fit the tensors.
+    """
+
+    def __init__(self, structure: Any, tensors: SavedTensors) -> None:
+        self._tensors = tensors
+        decoder = _Decoder(tensors.outline, tensors.read)
+        self.contents: dict[str, Any] = decoder.decode(structure)
+        self._names = {id(tensor): name for name, tensor in decoder.made.items()}  # `made` keeps the ids valid
+        self._decoder = decoder
+
+    def read_rows(self, placeholder: "Tensor", first: int, num_rows: int) -> "Tensor":
+        """Read some rows of a tensor. Raises OSError, EOFError or ValueError."""
+        return self._tensors.read(self._names[id(placeholder)], first, num_rows)
+
+    def fill(self, value: Any) -> Any:
+        """Return a part of the contents with its tensors, in host memory. Errors as for `read_rows`.
+
+        Tensors that were one in the state are one again.
+        """
+        return self._fill(value, {})
+
+    def _fill(self, value: Any, made: dict[str, "Tensor"]) -> Any:
+        if isinstance(value, Mapping) and not isinstance(value, Counter):
+            filled = type(value)((key, self._fill(item, made)) for key, item in value.items())  # type: ignore[call-arg]
+            if (versions := getattr(value, "_metadata", None)) is not None:
+                filled._metadata = versions  # type: ignore[attr-defined]  # noqa: SLF001
+            return filled
+        if type(value) in (list, tuple):
+            return type(value)(self._fill(item, made) for item in value)
+        name = self._names.get(id(value))
+        if name is None:
+            return value
+        if name not in made:
+            made[name] = _restore_tensor(self._tensors.read(name), self._decoder.entries[name])
+        return made[name]
 
 
 class _Encoder(Encoder):
-    def __init__(self) -> None:
+    def __init__(self, is_mine: "Callable[[Tensor], bool] | None" = None) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self._is_mine = is_mine
         self._names: dict[tuple[Any, ...], str] = {}
+        self._taken: set[str] = {"__metadata__"}  # reserved by safetensors
 
     def encode(self, value: Any, path: Place = ()) -> Any:
         if len(path) > MOST_LEVELS:
@@ -205,9 +358,13 @@ class _Encoder(Encoder):
     def encode_other(self, value: Any, path: Place) -> Any:
         import torch
 
+        from samestep.torch_internals import is_sharded
+
         kind = type(value)
         if kind in (torch.Tensor, torch.nn.Parameter):
-            return self._encode_tensor(value.detach(), path)
+            return self._encode_tensor(value, path)
+        if self._is_mine is not None and is_sharded(value):
+            return self._encode_shard(value, path)
         if kind is torch.Size:
             return self.encode(tuple(value), path)
         if isinstance(value, dict):
@@ -240,15 +397,38 @@ class _Encoder(Encoder):
     def _encode_tensor(self, tensor: "Tensor", path: Place) -> Any:
         import torch
 
+        whole, tensor = tensor, tensor.detach()
         dtype = name_dtype(tensor.dtype)
+        if tensor.is_meta and self._is_mine is not None:  # other ranks store it
+            return self._describe(tensor, path, (id(whole),), None)
         if tensor.layout != torch.strided or tensor.is_meta or dtype not in (*_CODES, *_AS_REAL):
             raise _refusal(path, f"a tensor of {tensor.layout} layout and {tensor.dtype} on {tensor.device}")
+        memory = tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+        key = *memory, tensor.is_conj(), tensor.is_neg(), dtype, tuple(tensor.shape), tensor.stride()
+        return self._describe(tensor, path, key, tensor if self._stores(whole) else None)
+
+    def _encode_shard(self, tensor: "Tensor", path: Place) -> Any:
+        """Encode a sharded tensor: the structure has its whole shape, and the rank stores its rows."""
+        import torch
+
+        from samestep.torch_internals import get_local
+
+        local = get_local(tensor).detach()
+        key = local.untyped_storage().data_ptr(), local.storage_offset(), tuple(tensor.shape), name_dtype(tensor.dtype)
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        is_stored = self._stores(tensor) and (local.numel() > 0 or tensor.numel() == 0)
+        return self._describe(whole, path, key, local if is_stored else None)
+
+    def _describe(self, tensor: "Tensor", path: Place, key: tuple[Any, ...], stored: "Tensor | None") -> Any:
+        """Return a tensor as JSON. `key`: the same for tensors that get one name; `stored`: what this rank stores."""
+        import torch
+
+        dtype = name_dtype(tensor.dtype)
         shape = list(tensor.shape)
         strides = tensor.stride()
-        memory = tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset()
-        key = *memory, tensor.is_conj(), tensor.is_neg(), dtype, tuple(shape), strides
         if key not in self._names:
-            stored = torch.view_as_real(tensor.resolve_conj()) if dtype in _AS_REAL else tensor
+            if stored is not None and dtype in _AS_REAL:
+                stored = torch.view_as_real(stored.resolve_conj())
             self._names[key] = self._add(stored, path)
         encoded = {KIND: "tensor", "name": self._names[key], "dtype": dtype, "shape": shape}
         if strides != torch.empty(shape, device="meta").stride() and is_dense(tensor):
@@ -263,23 +443,39 @@ class _Encoder(Encoder):
         encoded = {"dtype": array.dtype.str, "shape": list(array.shape)}
         if isinstance(array, np.generic):
             return {KIND: "scalar", "hex": array.tobytes().hex(), **encoded}
-        data = np.frombuffer(array.tobytes(), np.uint8).copy()
-        return {KIND: "array", "name": self._add(torch.from_numpy(data), path), **encoded}
+        data = torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy())
+        return {KIND: "array", "name": self._add(data if self._stores(data) else None, path), **encoded}
 
-    def _add(self, tensor: "Tensor", path: Place) -> str:
+    def _stores(self, tensor: "Tensor") -> bool:
+        return self._is_mine is None or self._is_mine(tensor)
+
+    def _add(self, tensor: "Tensor | None", path: Place) -> str:
         name = wanted = "/".join(map(str, path))
         count = 1
-        while name in self.tensors or name == "__metadata__":  # reserved by safetensors
+        while name in self._taken:
             name = f"{wanted}~{count}"
             count = count + 1
-        self.tensors[name] = tensor
+        self._taken.add(name)
+        if tensor is not None:
+            self.tensors[name] = tensor
         return name
 
 
 class _Decoder(Decoder):
-    def __init__(self, tensors: Mapping[str, "Tensor"]) -> None:
-        self._tensors = tensors
-        self._made: dict[str, Tensor] = {}
+    """Decodes a state.
+
+    Args:
+        get_tensor, get_array: return the tensor with a name, and the bytes of an array.
+
+    Attributes:
+        made, entries: the tensors in the state by name, and what the structure says of them.
+    """
+
+    def __init__(self, get_tensor: "Callable[[str], Tensor]", get_array: "Callable[[str], Tensor]") -> None:
+        self._get_tensor = get_tensor
+        self._get_array = get_array
+        self.made: dict[str, Tensor] = {}
+        self.entries: dict[str, Mapping[str, Any]] = {}
         self._arrays = set[str]()
 
     def decode_other(self, kind: Any, value: Mapping[str, Any]) -> Any:
@@ -294,14 +490,15 @@ class _Decoder(Decoder):
                 return state_dict
             case "tensor":
                 name = value["name"]
-                if name not in self._made:
-                    self._made[name] = _restore_tensor(self._tensors[name], value)
-                return self._made[name]
+                if name not in self.made:
+                    self.made[name] = _restore_tensor(self._get_tensor(name), value)
+                    self.entries[name] = value
+                return self.made[name]
             case "array":
                 if value["name"] in self._arrays:  # each would be a copy
                     raise ValueError(f"{value['name']} is in the state twice")
                 self._arrays.add(value["name"])
-                return decode_array(self._tensors[value["name"]].numpy().tobytes(), value).copy()
+                return decode_array(self._get_array(value["name"]).numpy().tobytes(), value).copy()
             case "scalar":
                 return decode_array(bytes.fromhex(value["hex"]), value)[()]
             case "complex":
@@ -316,13 +513,20 @@ class _Decoder(Decoder):
 def _restore_tensor(stored: "Tensor", value: Mapping[str, Any]) -> "Tensor":
     import torch
 
+    if list(stored.shape) != _find_stored_shape(value):
+        raise ValueError(f"a tensor of shape {value['shape']} with other bytes is not what samestep writes")
     tensor = torch.view_as_complex(stored) if value["dtype"] in _AS_REAL else stored
     if "strides" not in value:
         return tensor
     pairs = zip(value["shape"], value["strides"], strict=True)
     if tensor.numel() and 1 + sum((length - 1) * stride for length, stride in pairs) > tensor.numel():
         raise ValueError(f"a tensor with strides {value['strides']} is not what samestep writes")
-    return torch.empty_strided(value["shape"], value["strides"], dtype=tensor.dtype).copy_(tensor)
+    return torch.empty_strided(value["shape"], value["strides"], dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _find_stored_shape(value: Mapping[str, Any]) -> list[int]:
+    """Return the shape in a file of a tensor in the structure."""
+    return [*value["shape"], 2] if value["dtype"] in _AS_REAL else [*value["shape"]]
 
 
 def _canonical(value: Any, hashes: Mapping[str, str]) -> Any:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from samestep.errors import Error, InvalidValue
 from samestep.snapshot.async_copy import Copy, Refused, Staging, Watch, Writer, is_watchable, locate
 from samestep.snapshot.inspection import Inspection, TrainingState
 from samestep.snapshot.location import RunLocation, SnapshotOrder
+from samestep.snapshot.parts import PATIENCE_S
 from samestep.snapshot.resume_point import ResumePoint
 from samestep.snapshot.serialization import encode
 
@@ -35,6 +36,7 @@ class Snapshotter:
         config: `snapshot_every`.
         location: the location of the run.
         say: prints a message on rank 0.
+        gather: as `Group.gather`.
 
     Attributes:
         saved_step: the step of the newest numbered snapshot, complete or being written; None if there is none.
@@ -43,10 +45,21 @@ class Snapshotter:
         unsaved: step and reason, if the last snapshot could not be written; else None. On ranks that write.
     """
 
-    def __init__(self, config: RunConfig, location: RunLocation, world_size: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        location: RunLocation,
+        world_size: int,
+        say: Callable[[str], None],
+        gather: Callable[[Any], list[Any]],
+    ) -> None:
         self._config = config
         self._location = location
         self._world_size = world_size
+        # The ranks agree on what they write if each writes a part. Else each rank knows what rank 0 writes.
+        self._gather = gather if location.is_divided else lambda value: [value]
+        self._failure = ""  # why this rank could not write its part of the last snapshot
+        self._is_lost = False  # whether the last numbered snapshot could not be written
         self._say = say
         self.saved_step: int | None = None
         self.save_s = 0.0
@@ -128,7 +141,10 @@ class Snapshotter:
         Raises:
             Error: the state is not finite, or not the same on all ranks, or another process has taken the run over.
         """
-        self._collect()
+        if not self._location.is_divided:
+            self._collect()
+        elif ending:
+            self.wait_until_written()
         every = self._config.snapshot_every
         is_new = numbered and self.saved_step != step
         due = is_new and every is not None and (ending or self._is_wanted or every.is_due(step, epochs_done))
@@ -157,10 +173,13 @@ class Snapshotter:
     def _build_order(self, state: TrainingState, step: int, names: list[str | None]) -> SnapshotOrder:
         nothing = SnapshotOrder(step, is_last=self._is_ending)
         directory = self._location.directory
-        if directory is None:
+        if directory is None and not self._location.is_divided:
             return nothing
         contents = state.build()
-        structure, tensors = encode(contents)
+        if directory is None:
+            _, tensors = encode({"objects": contents["objects"]}, state.is_mine)
+            return replace(nothing, tensors=tensors)
+        structure, tensors = encode(contents, state.is_mine)
         try:
             meta = directory.mark(epoch=contents["position"]["epoch"], world_size=self._world_size, notes=state.notes)
         except OSError as error:
@@ -212,15 +231,16 @@ class Snapshotter:
         copy = self._pending.writer.copy
         inspection = self._pending.inspection
         copy.join()
-        if copy.torn:
-            writer.decide(False)
-            self._unstable |= {*copy.torn}
-            self._take_again(self._pending.order)
-            return
         try:
             if copy.has_failed:
                 inspection.look_again()
-            inspection.conclude()
+            reports = self._gather([bool(copy.torn), inspection.find_infinite()])
+            if any(is_torn for is_torn, _ in reports):
+                writer.decide(False)
+                self._unstable |= {*copy.torn}
+                self._take_again(self._pending.order)
+                return
+            inspection.conclude(next((label for _, label in reports if label), ""))
         except Error:  # after another exception, the check of this rank decides
             writer.decide(False)
             raise
@@ -229,12 +249,30 @@ class Snapshotter:
     def wait_until_written(self) -> None:
         """Wait until all snapshots are written. All ranks call this. Errors as for `join_copy`."""
         self.join_copy()
+        if self._location.is_divided:
+            self._share_failures()
         if self._pending is not None:
             self._pending.writer.wait_until_written()
         self._collect()
+        if any(self._gather(self._is_lost)):
+            self.saved_step = None
+        self._is_lost = False
+
+    def _share_failures(self) -> None:
+        """Wait until the other ranks' parts are written, and let rank 0 not wait for one that failed."""
+        if self._location.directory is None:
+            if self._pending is not None:
+                self._pending.writer.wait_until_written()
+            self._collect()
+        failures = self._gather(self._failure)
+        self._failure = ""
+        for rank, failure in enumerate(failures):
+            if failure and rank:
+                self._location.limit_wait(f"rank {rank} could not write it ({failure})")
 
     def _start_writer(self, order: SnapshotOrder, inspection: Inspection, state: TrainingState) -> None:
         targets: dict[str, Tensor] = {}
+        due = order
         try:
             if not self._is_ending:  # no step follows the last snapshot, so it needs no copy
                 targets = self._staging.take(order.tensors)
@@ -246,7 +284,7 @@ class Snapshotter:
         stable = {locate(tensor) for tensor in state.stable} - self._unstable
         copy = Copy(order.tensors | others, targets, stable=stable, look=inspection.look)
         write = partial(self._write, order, order.tensors if self._is_ending else targets)
-        self._pending = _Pending(order, inspection, Writer(copy, write, inspection.is_sound))
+        self._pending = _Pending(due, inspection, Writer(copy, write, inspection.is_sound))
 
     def _write(self, order: SnapshotOrder, tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> None:
         """Write all snapshots of an order. May be called in any thread."""
@@ -266,7 +304,7 @@ class Snapshotter:
 
     def _collect(self) -> None:
         """Report the result of a writer that has ended."""
-        if self._pending is None or not self._pending.writer.has_ended:
+        if self._pending is None or not (self._pending.writer.has_ended and self._pending.writer.is_decided):
             return
         pending = self._pending
         self._pending = None
@@ -277,8 +315,11 @@ class Snapshotter:
             self._report(pending.order.step, pending.order.names, failure)
 
     def _report(self, step: int, names: Sequence[str | None], error: Exception) -> None:
+        self._failure = str(error) or type(error).__name__
         if None in names:
-            self.saved_step = None
+            self._is_lost = True
+            if not self._location.is_divided:  # else the ranks agree in `wait_until_written`
+                self.saved_step = None
         if self._location.directory is not None:
             self.unsaved = step, self._location.directory.explain_failure(step, error)
             self._location.warn(self.unsaved[1] + ("" if self._is_ending else ", and the run continues"))
@@ -303,6 +344,7 @@ class Snapshotter:
     def _wait_alone(self) -> None:
         """Complete the pending snapshots without collectives, because the other ranks may be gone."""
         if self._pending is not None:
+            self._location.limit_wait("its rank has ended", PATIENCE_S)
             with suppress(Error):
                 self._pending.writer.wait_until_written()
                 self._collect()

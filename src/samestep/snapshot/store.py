@@ -3,11 +3,12 @@
 import json
 import os
 import re
+import secrets
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,8 +19,19 @@ from samestep.decoding import Count, Number, Object, convert
 from samestep.errors import InvalidValue, RunDirectoryError
 from samestep.files import move_directory, open_regular, sync_directory
 from samestep.hashing import hash_bytes
-from samestep.snapshot.manifest import MANIFEST, NAME, STATE, Pieces, build_manifest, find_damage, read_manifest, seal
-from samestep.snapshot.serialization import decode, digest_of, encode, read_tensors, write_tensors
+from samestep.snapshot.manifest import (
+    MANIFEST,
+    NAME,
+    STATE,
+    Pieces,
+    build_manifest,
+    find_damage,
+    list_tensor_files,
+    read_manifest,
+    seal,
+)
+from samestep.snapshot.parts import OtherParts, deliver_part, merge_parts, name_part, write_part
+from samestep.snapshot.serialization import SavedState, SavedTensors, digest_of, encode, list_tensors
 from samestep.world.environment import advise
 from samestep.world.forking import at_rest
 
@@ -33,7 +45,6 @@ TENSORS = "tensors.safetensors"
 _NUMBERED = re.compile(r"step-(\d{8,})")
 _WRITING = ".tmp-"  # incomplete, or about to be removed
 _ASIDE = ".old-"  # the snapshot that is being replaced
-_BUFFER_BYTES = 1 << 20
 
 
 class _SavedOrder(Struct):
@@ -137,7 +148,14 @@ class Snapshot:
     def identity(self) -> str:
         """The same for snapshots of the same name and content in two copies of the run; "" without a manifest."""
         content = [self.manifest.get(key) for key in ("digest", "step", "meta")]
+        if content[0] is None:
+            content[0] = self.manifest.get("files")
         return json.dumps([self.label, *content], sort_keys=True) if self.manifest else ""
+
+    @property
+    def is_divided(self) -> bool:
+        """Return whether each rank has written a file of its own."""
+        return len(list_tensor_files(self.manifest.get("files", {}))) > 1
 
     def is_same(self, other: "Snapshot") -> bool:
         """Return whether a snapshot in another copy of the run has the same name and content."""
@@ -195,6 +213,7 @@ class Store:
         self.path = Path(run_dir) / SNAPSHOTS
         self._named = Path(named or run_dir) / SNAPSHOTS
         self._damaged: set[Path] = set()  # found by `find`: right sizes, wrong checksums
+        self._refused: dict[Path, str] = {}  # see `refuse`
 
     # --- read -------------------------------------------------------------------------------------------------
 
@@ -223,6 +242,7 @@ class Store:
         warn: Callable[[str], None] = warnings.warn,
         judge: Callable[[Snapshot], str] = lambda _: "",
         elsewhere: Elsewhere | None = None,
+        checks_parts: bool = True,
     ) -> Snapshot | None:
         """Find the snapshot to read, and check every byte of it. Copy it here if it is elsewhere.
 
@@ -231,6 +251,7 @@ class Store:
             warn: called with a message for each damaged snapshot that is skipped.
             judge: returns a further problem of a snapshot whose manifest is valid; "" for none.
             elsewhere: replaces snapshots here of the same name and step that differ.
+            checks_parts: False to leave a divided snapshot to the caller, who checks it and may `refuse` it.
 
         Returns:
             The newest undamaged snapshot that matches; None if `which` is "latest" and there are no snapshots.
@@ -247,11 +268,14 @@ class Store:
         for snapshot in reversed(wanted):
             if elsewhere is not None and snapshot is there.get(snapshot.label):
                 place = f"{elsewhere.where}/{SNAPSHOTS}/{snapshot.path.name}"
-                problem = snapshot.problem or judge(snapshot) or self._copy(snapshot, elsewhere) or ""
+                problem = snapshot.problem or judge(snapshot) or self._refused.get(self.path / snapshot.label, "")
+                problem = problem or self._copy(snapshot, elsewhere) or ""
                 copy = self._read(snapshot.label, self.path / snapshot.label)
             else:
                 place = str(snapshot.path.relative_to(self.path.parent))
-                problem = snapshot.problem or judge(snapshot) or find_damage(snapshot.path, snapshot.manifest) or ""
+                problem = snapshot.problem or judge(snapshot) or self._refused.get(snapshot.path, "")
+                if not problem and (checks_parts or elsewhere is not None or not snapshot.is_divided):
+                    problem = find_damage(snapshot.path, snapshot.manifest) or ""
                 copy = snapshot
             if not problem:
                 return copy
@@ -265,6 +289,10 @@ class Store:
             advice = f"restore one from a backup, or start with {advise(fresh=True)}"
             raise RunDirectoryError(f"no snapshot in {where} can be used ({problem}): {advice}")
         raise self._explain_missing(which, found, problem, where)
+
+    def refuse(self, snapshot: Snapshot, problem: str) -> None:
+        """Let `find` skip a snapshot that it has returned, because of a problem with it."""
+        self._refused[snapshot.path] = problem
 
     def check_present(self, which: int | str) -> None:
         """Raise the error of `find` if no snapshot here matches. Reads manifests only."""
@@ -299,18 +327,39 @@ class Store:
         Raises:
             RunDirectoryError: the snapshot has been damaged since.
         """
+        with self._reading(snapshot) as (path, manifest):
+            saved = _open_state(path, manifest, kind)
+            state: dict[str, Any] = saved.fill(saved.contents)
+        return state
+
+    def open(self, snapshot: Snapshot, kind: Any = Object) -> SavedState:
+        """Return the state in a snapshot that `find` returned, to read some of its tensors. As `read`."""
+        with self._reading(snapshot) as (path, manifest):
+            return _open_state(path, manifest, kind)
+
+    def read_digest(self, snapshot: Snapshot) -> str:
+        """Return the digest of the state in a snapshot that `find` returned, see `serialization.digest`.
+
+        The manifest has it, unless the ranks have divided tensors. Then every byte is read, a few at a time.
+
+        Raises:
+            RunDirectoryError: as for `read`.
+        """
+        with self._reading(snapshot) as (path, manifest):
+            if manifest["digest"] is not None:
+                return str(manifest["digest"])
+            structure, tensors = _open_files(path, manifest)
+            return digest_of(structure, {name: tensors.hash(name) for name in list_tensors(structure)})
+
+    @contextmanager
+    def _reading(self, snapshot: Snapshot) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Yield the directory of a snapshot, and its manifest. Raises RunDirectoryError, also if the block fails."""
         path = self.path / snapshot.path.name
         manifest, problem = read_manifest(path)
         if problem is not None:
             raise RunDirectoryError(f"the snapshot {self._named / path.name} can no longer be used: {problem}")
-        tensors = {}
         try:
-            for file in manifest["files"]:
-                if file.endswith(".safetensors"):
-                    tensors.update(read_tensors(path / file))
-            with open(path / STATE, "rb", opener=open_regular) as opened:
-                state: dict[str, Any] = decode(json.load(opened), tensors)  # noqa: TID251 of any size; `convert` checks it
-            convert(state, kind)
+            yield path, manifest
         except OSError:
             raise
         except Exception as error:  # the checksums are right, but samestep did not write this content
@@ -318,7 +367,6 @@ class Store:
             raise RunDirectoryError(
                 f"the snapshot {self._named / path.name} holds no state that can be read ({why})"
             ) from None
-        return state
 
     # --- write ------------------------------------------------------------------------------------------------
 
@@ -347,19 +395,29 @@ class Store:
         name: str | None,
         meta: Mapping[str, Any],
         confirm: Callable[[], None] = lambda: None,
+        place: str = "",
+        others: OtherParts | None = None,
     ) -> Path:
-        """Like `write`, for the result of `encode`. Calls `confirm`, which may raise, before it writes the manifest."""
-        if name is not None and not NAME.fullmatch(name):
-            raise InvalidValue(f"a snapshot cannot be named {name!r}: use letters, digits and underscores, as in best")
-        target = self.path / (name or f"step-{step:08d}")
-        directory = self.path / f"{_WRITING}{target.name}"
+        """Like `write`, for the result of `encode`. Calls `confirm`, which may raise, before it writes the manifest.
+
+        Args:
+            place, others: of a state of which `tensors` are the part of rank 0: the result of `begin_parts`, and the
+                other ranks' parts.
+        """
+        target = self._name_target(step, name)
+        directory = self.path / (place or f"{_WRITING}{target.name}")
         try:
-            self._create(directory)
-            with open(directory / TENSORS, "xb", _BUFFER_BYTES, opener=open_regular) as file:
-                pieces, hashes = write_tensors(file, tensors)
-            files = {TENSORS: pieces, STATE: _write_json(directory / STATE, structure)}
+            if others is None:
+                self._create(directory)
+            part = write_part(directory, TENSORS if others is None else name_part(0), tensors)
+            state = _write_json(directory / STATE, structure)
             confirm()
-            digest = digest_of(structure, hashes)
+            if others is None:
+                files = {TENSORS: part.pieces}
+                digest: str | None = digest_of(structure, {key: each for key, (_, each) in part.tensors.items()})
+            else:
+                files, digest = merge_parts(structure, {0: part, **others.wait(directory)})
+            files[STATE] = state
             manifest = build_manifest(step=step, name=name, digest=digest, files=files, meta=meta)
             _write_json(directory / MANIFEST, manifest)
             self._put(directory, target)
@@ -367,6 +425,25 @@ class Store:
             shutil.rmtree(directory, ignore_errors=True)
             raise
         return target
+
+    def begin_parts(self, step: int, name: str | None) -> str:
+        """Create the directory in which the ranks write a divided snapshot. Return its name. Raises OSError."""
+        # A new name each time: a rank of an earlier start may still write to its directory.
+        directory = self.path / f"{_WRITING}{self._name_target(step, name).name}.{secrets.token_hex(4)}"
+        self._create(directory)
+        return directory.name
+
+    def deliver(
+        self, place: str, rank: int, tensors: Mapping[str, "Tensor"], confirm: Callable[[], None] = lambda: None
+    ) -> None:
+        """Write the part of a rank other than 0. `place`: see `begin_parts`; else as for `deliver_part`."""
+        deliver_part(self.path / place, rank, tensors, confirm)
+
+    def _name_target(self, step: int, name: str | None) -> Path:
+        """Return the directory of a snapshot. Raises InvalidValue."""
+        if name is not None and not NAME.fullmatch(name):
+            raise InvalidValue(f"a snapshot cannot be named {name!r}: use letters, digits and underscores, as in best")
+        return self.path / (name or f"step-{step:08d}")
 
     @property
     def inbox(self) -> Path:
@@ -449,6 +526,19 @@ class Store:
         shutil.rmtree(doomed, ignore_errors=True)
         move_directory(path, doomed)
         _delete(doomed)
+
+
+def _open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[Any, SavedTensors]:
+    """Return the structure of the state in a snapshot's directory, and its tensors."""
+    tensors = SavedTensors([path / file for file in list_tensor_files(manifest["files"])])
+    with open(path / STATE, "rb", opener=open_regular) as opened:
+        return json.load(opened), tensors  # noqa: TID251 of any size; `convert` checks the state
+
+
+def _open_state(path: Path, manifest: Mapping[str, Any], kind: Any) -> SavedState:
+    saved = SavedState(*_open_files(path, manifest))
+    convert(saved.contents, kind)
+    return saved
 
 
 def _delete(path: Path) -> None:

@@ -207,7 +207,7 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
 
 
 def _read_comparison(one: str, other: str) -> Comparison:
-    with open_run(one) as first, open_run(other) as second:
+    with open_run(one, has_digests=True) as first, open_run(other, has_digests=True) as second:
         records = [read_run(first, one), read_run(second, other)]
         logged = [read_rows(first / METRICS), read_rows(second / METRICS)]
         described = [describe_run(first, logged[0]), describe_run(second, logged[1])]
@@ -215,7 +215,16 @@ def _read_comparison(one: str, other: str) -> Comparison:
         if not num_steps:
             raise Error(f"{one if not described[0]['steps'] else other} has no step yet: there is nothing to compare")
         step, what = find_first_difference(first, second, (f"in {one}", f"in {other}"))
-        digests = [{each.step: each.manifest["digest"] for each in find_sound(run)} for run in (first, second)]
+        # A snapshot that ranks have written together has no digest until all of it is read.
+        found = [{each.step: each for each in find_sound(run)} for run in (first, second)]
+        common = found[0].keys() & found[1].keys()
+        digests = [
+            {step: Store(run).read_digest(each) for step, each in snapshots.items() if step in common}
+            for run, snapshots in zip((first, second), found, strict=True)
+        ]
+        for each, snapshots in zip(described, digests, strict=True):
+            if each["digest"] is None:
+                each["digest"] = snapshots.get(each["snapshot"])
     saved = digests[0].keys() & digests[1].keys()
     return Comparison(
         names=(one, other),

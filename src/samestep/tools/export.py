@@ -14,7 +14,7 @@ from samestep.command_line import PATH, Command
 from samestep.console import escape
 from samestep.errors import Error
 from samestep.files import open_regular, replacing
-from samestep.snapshot.reading import open_run, read_run, read_snapshot
+from samestep.snapshot.reading import open_run, open_snapshot, read_run
 from samestep.tools.inspect import WHICH
 
 if TYPE_CHECKING:
@@ -46,29 +46,31 @@ def run_export(run: str, file: Path, which: int | str, wanted: str | None, force
         raise Error(f"{file} ends in none of {', '.join(SUFFIXES)}: name a file that does")
     with open_run(run, which=which) as directory:
         read_run(directory, run)
-        snapshot, contents = read_snapshot(directory, run, which)
-    objects = contents["objects"]
-    name = wanted or _choose(objects)
-    if name not in objects:
-        raise Error(f"the snapshot holds no {name}: it holds {', '.join(objects)}; name one of them by --object")
-    files = {name: file}
-    if wanted is None:
-        averages = [other for other, state in objects.items() if other != name and _is_average(state)]
-        files |= {average: _name_file(file, average) for average in averages}
-    existing = [file for file in files.values() if file.exists()]
-    if existing and not force:
-        raise Error(f"{existing[0]} exists already: name another file, or replace it with --force")
-    run_name = os.fsencode(run).decode(errors="replace")
-    for name, file in files.items():
-        tensors, others = _take_tensors(objects[name])
-        if not tensors:
-            raise Error(f"{name} has no tensors by name: it is not a model; the snapshot holds {', '.join(objects)}")
-        kept = {} if file.suffix == ".safetensors" else {key: v for key, v in others.items() if _is_loadable(v)}
-        num_bytes = _write(file, tensors | kept, {"run": run_name, "step": str(snapshot.step), "object": name})
-        left_out = ", ".join(others.keys() - kept.keys())
-        without = f", without {left_out}, which the format does not hold" if left_out else ""
-        written = f"{len(tensors)} tensors of {name} after step {snapshot.step}, {num_bytes:,} bytes{without}"
-        print(escape(f"{file}: {written}"))
+        snapshot, saved = open_snapshot(directory, run, which)
+        objects = saved.contents["objects"]
+        name = wanted or _choose(objects)
+        if name not in objects:
+            raise Error(f"the snapshot holds no {name}: it holds {', '.join(objects)}; name one of them by --object")
+        files = {name: file}
+        if wanted is None:
+            averages = [other for other, state in objects.items() if other != name and _is_average(state)]
+            files |= {average: _name_file(file, average) for average in averages}
+        existing = [file for file in files.values() if file.exists()]
+        if existing and not force:
+            raise Error(f"{existing[0]} exists already: name another file, or replace it with --force")
+        run_name = os.fsencode(run).decode(errors="replace")
+        for name, file in files.items():
+            tensors, others = _take_tensors(saved.fill(objects[name]))
+            if not tensors:
+                raise Error(
+                    f"{name} has no tensors by name: it is not a model; the snapshot holds {', '.join(objects)}"
+                )
+            kept = {} if file.suffix == ".safetensors" else {key: v for key, v in others.items() if _is_loadable(v)}
+            num_bytes = _write(file, tensors | kept, {"run": run_name, "step": str(snapshot.step), "object": name})
+            left_out = ", ".join(others.keys() - kept.keys())
+            without = f", without {left_out}, which the format does not hold" if left_out else ""
+            written = f"{len(tensors)} tensors of {name} after step {snapshot.step}, {num_bytes:,} bytes{without}"
+            print(escape(f"{file}: {written}"))
     return 0
 
 

@@ -52,7 +52,8 @@ def run_inspect(
     with open_run(run, which=which if digest else None, is_whole=check) as directory:
         record = read_run(directory, run)
         if digest:
-            return _show_digest(find_snapshot(Store(directory), run, which), is_json=is_json)
+            store = Store(directory)
+            return _show_digest(store, find_snapshot(store, run, which), is_json=is_json)
         if samples:
             from samestep.tools.audit import show_samples
 
@@ -76,8 +77,8 @@ def run_diff(run: str, other: str, is_json: bool) -> int:
     return compare_runs(run, other, is_json=is_json)
 
 
-def _show_digest(snapshot: Snapshot, *, is_json: bool) -> int:
-    digest = snapshot.manifest["digest"]
+def _show_digest(store: Store, snapshot: Snapshot, *, is_json: bool) -> int:
+    digest = store.read_digest(snapshot)
     if is_json:
         print(json.dumps({"step": snapshot.step, "name": snapshot.name, "digest": digest}))
     else:

@@ -114,7 +114,7 @@ def resume_state(data: LoopData, context: RunContext, state: RunState, prepared:
     if state.place.is_further:
         services.resources.begin_loop()
     if state.place.is_replayed:
-        state.set_script(prepared.restore_again(context.location.read(prepared.point)))
+        state.set_script(prepared.restore_again(context.location.open(prepared.point)))
 
 
 def build_observers(

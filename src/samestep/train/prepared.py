@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from samestep.engine.gradient_averager import GradientAverager
 from samestep.snapshot.resume_point import ResumePoint
-from samestep.snapshot.serialization import encode
+from samestep.snapshot.serialization import SavedState, encode
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.guards import calls
@@ -34,8 +34,19 @@ class Divided(Protocol):
             A function that returns the objects' states; on rank 0 they are whole.
         """
 
-    def restore(self, contents: Mapping[str, Any], load: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
-        """Restore this rank's part of a snapshot by `load`, and return its result."""
+    def outline(self) -> Callable[[], dict[str, Any]]:
+        """Exchange what is needed to describe the state. On all ranks.
+
+        Returns:
+            A function that returns the objects' states, with tensors on the meta device for those that only other ranks
+            hold.
+        """
+
+    def is_mine(self, tensor: Tensor) -> bool:
+        """Return whether this rank stores a tensor of these states, or its rows of it."""
+
+    def read(self, saved: SavedState) -> dict[str, Any]:
+        """Return the content of a snapshot with this rank's part of the objects' states. Reads no other tensors."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +81,9 @@ class Prepared:
         """Call on all ranks before a snapshot. Returns a function that returns the objects' states, whole on rank 0."""
         return partial(states, self.objects) if self.divided is None else self.divided.collect()
 
-    def restore_again(self, contents: Mapping[str, Any]) -> dict[str, Any]:
-        """Call `Contents.restore_again`, on all ranks."""
-        load = self.contents.restore_again
-        return load(contents) if self.divided is None else self.divided.restore(contents, load)
+    def restore_again(self, saved: SavedState) -> dict[str, Any]:
+        """Call `Contents.restore_again`."""
+        return self.contents.restore_again(_read(saved, self.divided))
 
 
 def prepare_objects(
@@ -108,9 +118,9 @@ def prepare_objects(
     if context.location.path is not None:
         encode(states(objects))  # an Error for what cannot be saved comes now, not after the first epoch
     point = context.location.find_resume_point(config.resume, numbers)
-    if not point.is_beginning:  # while everything is whole
-        _restore(point, contents, context, state, overrides=overrides)
-        snapshotter.resume(point)
+    saved = None if point.is_beginning else context.location.open(point)
+    if saved is not None:
+        contents.fit(saved.contents)
     held = find_held_optimizers(objects)
     shard = config.shard if context.world_size > 1 else None
     optimizers: DividedOptimizers | None = None
@@ -120,6 +130,13 @@ def prepare_objects(
     elif shard == "fsdp2":
         check_options(config, device_map)
         sharded = ShardedState(objects, modules, held, shard_blocks, context.group)
+    divided = optimizers or sharded
+    if saved is not None:
+        read = _read(saved, divided)
+        meta = point.meta or {}
+        contents.restore(read, meta.get("settings", {}), overrides=overrides)
+        state.load_state_dict(read["position"], read["state"], meta, is_latest=config.resume == "latest")
+        snapshotter.resume(point)
     gradients = GradientAverager(
         modules,
         context.group,
@@ -140,7 +157,7 @@ def prepare_objects(
         overrides=overrides,
         contents=contents,
         gradients=gradients,
-        divided=optimizers or sharded,
+        divided=divided,
         misuse=MisuseChecks(objects, modules, gradients, held),
         parameters=parameters,
         replicas=ReplicaChecks(objects, context.group, config.compare_every, has_divided_state=shard is not None),
@@ -148,8 +165,7 @@ def prepare_objects(
     )
 
 
-def _restore(point: ResumePoint, contents: Contents, context: RunContext, state: RunState, *, overrides: bool) -> None:
-    saved = context.location.read(point)
-    meta = point.meta or {}
-    contents.restore(saved, meta.get("settings", {}), overrides=overrides)
-    state.load_state_dict(saved["position"], saved["state"], meta, is_latest=context.config.resume == "latest")
+def _read(saved: SavedState, divided: Divided | None) -> dict[str, Any]:
+    """Return the content of a snapshot, with the tensors that this rank needs."""
+    contents: dict[str, Any] = saved.fill(saved.contents) if divided is None else divided.read(saved)
+    return contents

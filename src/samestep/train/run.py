@@ -209,7 +209,7 @@ class Run:
         context = self._context
         state = self._state
         built = Trackers(build_trackers(trackers), self._say)
-        snapshotter = Snapshotter(context.config, context.location, self.world_size, self._say)
+        snapshotter = Snapshotter(context.config, context.location, self.world_size, self._say, context.group.gather)
         signals = StopSignals(context.environment, self._say, is_on=self.dir is not None)
         watchdog = Watchdog(context, snapshotter, state)
         return Services(

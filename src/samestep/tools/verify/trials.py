@@ -138,7 +138,8 @@ class Trials:
             variables[HOOK] = json.dumps(["samestep.tools.verify.experiments", {"dir": str(place), "fixed": fixed}])
         began_s = time.monotonic()
         code = self._start(self.target.to_full_command(world_size), variables, place)
-        final = Store(run_dir).find("latest", warn=lambda _: None) if run_dir.exists() else None
+        store = Store(run_dir)
+        final = store.find("latest", warn=lambda _: None) if run_dir.exists() else None
         return TrialOutcome(
             world_size=world_size,
             hash_seed=hash_seed,
@@ -148,7 +149,7 @@ class Trials:
             seconds=time.monotonic() - began_s,
             output=read_tail(place / "output"),
             trace=read_traces(place),
-            final=None if final is None else final.manifest["digest"],
+            final=None if final is None else store.read_digest(final),
             logged={
                 (row["step"], name): value
                 for row in read_rows(run_dir / METRICS)

@@ -137,9 +137,13 @@ class ReplicaChecks(StepObserver):
                 yield name
 
     def build_training_state(
-        self, build: Callable[[], dict[str, Any]], notes: Mapping[str, Any], step: int
+        self,
+        build: Callable[[], dict[str, Any]],
+        notes: Mapping[str, Any],
+        step: int,
+        is_mine: Callable[[Tensor], bool] | None,
     ) -> TrainingState:
-        """Return the content of a snapshot after `step` steps. `build`, `notes`: see `TrainingState`."""
+        """Return the content of a snapshot after `step` steps. `build`, `notes`, `is_mine`: see `TrainingState`."""
         is_due = self._every is not None and self._alike_at != step
         replicated = self._name_replicated()
         return TrainingState(
@@ -149,4 +153,5 @@ class ReplicaChecks(StepObserver):
             stable=list_stable(self._objects),
             replicated=[*replicated.items()],
             compare=partial(self._compare, step, replicated) if is_due else None,
+            is_mine=is_mine,
         )

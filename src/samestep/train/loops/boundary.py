@@ -113,12 +113,14 @@ class Boundary:
         state = self._state
         lanes = self._feed.gather_lanes()
         position = state.build_position(epoch, self._feed.data, lanes)
-        read_states = self._prepared.collect_states()
+        divided = self._prepared.divided if self._context.location.is_divided else None
+        read_states = self._prepared.collect_states() if divided is None else divided.outline()
         self._services.metrics.complete_checksums()
         return self._prepared.replicas.build_training_state(
             lambda: self._prepared.contents.build(position, state.script, read_states),
             state.build_notes(lanes),
             state.steps_done,
+            None if divided is None else divided.is_mine,
         )
 
     def finish(self) -> None:

@@ -13,12 +13,13 @@ from typing import Any
 from weakref import finalize
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.engine.ownership import Ownership
 from samestep.errors import InvalidValue, UsageError
-from samestep.snapshot.serialization import decode, encode
+from samestep.snapshot.async_copy import locate
+from samestep.snapshot.serialization import SavedState, decode, encode, list_tensors
 from samestep.tagged import find_dtype, name_dtype
 from samestep.torch_internals import watch_norms
 from samestep.train.state.stateful import STATE, Objects, list_params, name_optimizers, refuse_held, states
@@ -43,6 +44,7 @@ class DividedOptimizers:
         self._objects = objects
         self._optimizers = name_optimizers(objects)
         self._group = group
+        self._stored: dict[tuple[int, torch.Size], int] = {}  # tensor -> the rank that stores it
         refuse_held(objects, held, 'shard="optimizer" cannot divide')
         for name, optimizer in self._optimizers.items():
             if isinstance(optimizer, torch.optim.LBFGS):
@@ -66,11 +68,61 @@ class DividedOptimizers:
                 if not self.ownership.counts(param):
                     del optimizer.state[param]
 
-    def restore(self, contents: Mapping[str, Any], load: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
-        """Restore all of a snapshot by `load`, and drop what other ranks own. Returns the result of `load`."""
-        result = load(contents)
-        self.drop_others()
-        return result
+    def outline(self) -> Callable[[], dict[str, Any]]:
+        """Describe the states of this rank's parameters to the other ranks. On all ranks.
+
+        Returns:
+            A function that returns the objects' states, with tensors on the meta device for those of other ranks.
+
+        Raises:
+            InvalidValue: an optimizer keeps NumPy arrays for its parameters.
+        """
+        rank = self._group.rank
+        mine = {name: self._list_states(each) for name, each in self._optimizers.items()}
+        structure, tensors = encode(mine)
+        if array := next((name for name, shape in list_tensors(structure).items() if shape is None), None):
+            raise InvalidValue(f'{array} is a numpy array, which shard="optimizer" cannot divide: make it a tensor')
+        described = [[name, name_dtype(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
+        collected: dict[str, dict[int, Any]] = {name: {} for name in self._optimizers}
+        for source, (of_rank, rows) in enumerate(self._group.gather([structure, described])):
+            if source != rank:
+                outlines = {
+                    name: torch.empty(shape, dtype=find_dtype(dtype), device="meta") for name, dtype, shape in rows
+                }
+                for name, of_params in decode(of_rank, outlines).items():
+                    collected[name] |= of_params
+        # A parameter is in the snapshot of its owner. They are equal on all ranks.
+        params = [param for each in self._optimizers.values() for param in list_params(each)]
+        self._stored = {(locate(param), param.shape): self.ownership.find(param) or 0 for param in params}
+        for of_state in mine.values():
+            self._stored |= {(locate(tensor), tensor.shape): rank for tensor in _list_tensors(of_state)}
+        return lambda: _merge_states(states(self._objects), collected)
+
+    def is_mine(self, tensor: Tensor) -> bool:
+        """Return whether this rank stores a tensor of the states that `outline` has described."""
+        return self._stored.get((locate(tensor), tensor.shape), 0) == self._group.rank
+
+    def read(self, saved: SavedState) -> dict[str, Any]:
+        """Return the content of a snapshot without the state of other ranks' parameters."""
+        objects = dict(saved.contents["objects"])
+        params = {name: dict(enumerate(list_params(each))) for name, each in self._optimizers.items()}
+        self.ownership.assign(
+            [
+                param
+                for name, of_one in params.items()
+                for number, param in of_one.items()
+                if isinstance(param, nn.Parameter) and (param.requires_grad or number in objects[name][STATE])
+            ]
+        )
+        for name, of_one in params.items():
+            of_params = objects[name][STATE].items()
+            state = {number: each for number, each in of_params if self._counts(of_one.get(number))}
+            objects[name] = {**objects[name], STATE: state}
+        filled: dict[str, Any] = saved.fill({**saved.contents, "objects": objects})
+        return filled
+
+    def _counts(self, param: Tensor | None) -> bool:
+        return param is None or self.ownership.counts(param)
 
     def collect(self) -> Callable[[], dict[str, Any]]:
         """Send the states of this rank's parameters to rank 0. On all ranks.
@@ -101,6 +153,14 @@ class DividedOptimizers:
     def _list_states(self, optimizer: Optimizer) -> dict[int, Any]:
         numbers = {id(param): number for number, param in enumerate(list_params(optimizer))}
         return {numbers[id(param)]: state for param, state in optimizer.state.items() if id(param) in numbers}
+
+
+def _list_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in the states of parameters."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [tensor for part in parts for tensor in _list_tensors(part)]
 
 
 def _refuse_norm(ownership: Ownership, grads: Sequence[Tensor]) -> None:

@@ -130,27 +130,38 @@ class Contents:
             "state": state,
         }
 
+    def fit(self, contents: Mapping[str, Any]) -> None:
+        """Add the parameter groups that only the snapshot has, before the state is divided among the ranks.
+
+        Raises:
+            RunDirectoryError: the snapshot holds objects with other names.
+        """
+        objects = self._objects
+        saved = contents["objects"]
+        if objects.keys() != saved.keys():
+            raise RunDirectoryError(
+                f"the snapshot holds {', '.join(saved)}, and run.prepare got {', '.join(objects)}: pass the same names"
+            )
+        self._layout.add_groups(contents["position"])
+
     def restore(self, contents: Mapping[str, Any], begun_with: Mapping[str, Any], *, overrides: bool) -> None:
         """Restore all objects, and compare the script's settings of optimizers and schedulers with the run's.
+
+        Called after `fit`.
 
         Args:
             begun_with: the settings that the run used when the snapshot was written.
             overrides: whether the script's settings replace them.
 
         Raises:
-            RunDirectoryError: the names differ, or a state does not fit its object.
+            RunDirectoryError: a state does not fit its object.
         """
         objects = self._objects
         saved = contents["objects"]
         asked = self.options.in_force
-        if objects.keys() != saved.keys():
-            raise RunDirectoryError(
-                f"the snapshot holds {', '.join(saved)}, and run.prepare got {', '.join(objects)}: pass the same names"
-            )
         changed = find_changed(begun_with, asked)
         how = describe_changes({name: begun_with[name] for name in changed}, {name: asked[name] for name in changed})
         self._override = Override(objects, saved, changed) if changed and overrides else None
-        self._layout.add_groups(contents["position"])
         self.restore_again(contents)
         if self._override is not None:
             self.options = StartOptions(asked, overridden=OVERRIDE + how)
@@ -259,7 +270,8 @@ def restore_models(
         found = location.find(which)
         if found is None:
             raise RunDirectoryError(f"there is no snapshot in {location.shown} yet")
-        saved = store.read(found)["objects"]
+        snapshot = store.open(found)
+        saved = snapshot.fill({name: snapshot.contents["objects"][name] for name in modules})
         load(modules, saved)
         return {name: {k: v for k, v in saved[name].items() if not isinstance(v, Tensor)} for name in modules}
 

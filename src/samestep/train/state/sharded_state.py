@@ -5,6 +5,8 @@ The optimizers then update shards. Zhao et al. 2023, "PyTorch FSDP: experiences 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from functools import partial
 from typing import Any
 from weakref import finalize
 
@@ -15,6 +17,7 @@ from torch.optim import Optimizer
 from samestep.config import RunConfig
 from samestep.engine.shards import ShardedModels
 from samestep.errors import InvalidType, InvalidValue, UsageError
+from samestep.snapshot.serialization import SavedState
 from samestep.torch_internals import (
     find_first_row,
     gather_whole,
@@ -60,7 +63,7 @@ def check_options(config: RunConfig, device_map: str | None) -> None:
 class ShardedState:
     """The prepared objects of a run whose models are sharded.
 
-    Shards the models, and with them the state of their optimizers, which was restored before.
+    Shards the models, and with them the state of their optimizers.
 
     Args:
         held: the optimizers that prepared objects hold.
@@ -84,6 +87,7 @@ class ShardedState:
     ) -> None:
         self._objects = objects
         self._modules = modules
+        self._rank = group.rank
         optimizers = name_optimizers(objects)
         refuse_held(objects, held, 'shard="fsdp2" cannot shard')
         for name, optimizer in optimizers.items():
@@ -103,25 +107,33 @@ class ShardedState:
         whole = {name: _gather(state) for name, state in states(self._objects).items()}
         return lambda: whole
 
-    def restore(self, contents: Mapping[str, Any], load: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
-        """Restore this rank's shards of a snapshot by `load`. Returns the result of `load`."""
-        return load(self._divide(contents))
+    def outline(self) -> Callable[[], dict[str, Any]]:
+        """Return a function that returns the objects' states, with sharded tensors."""
+        return partial(states, self._objects)
 
-    def _divide(self, contents: Mapping[str, Any]) -> dict[str, Any]:
+    def is_mine(self, tensor: Tensor) -> bool:
+        """Return whether this rank stores a tensor, or its rows of it."""
+        return is_sharded(tensor) or self._rank == 0
+
+    def read(self, saved: SavedState) -> dict[str, Any]:
         """Return the content of a snapshot with this rank's shards of the objects' states."""
-        saved = dict(contents["objects"])
+        contents = dict(saved.contents)
+        objects = dict(contents.pop("objects"))
         for name, thing in self._objects.items():
             if isinstance(thing, nn.Module):
                 now = unwrap(thing).state_dict()
-                saved[name] = {key: _shard_as(now.get(key), value) for key, value in saved[name].items()}
+                objects[name] = copy(objects[name])  # with the versions of the modules
+                for key, value in objects[name].items():
+                    objects[name][key] = _read_as(now.get(key), value, saved)
             elif isinstance(thing, Optimizer):
                 params = dict(enumerate(list_params(thing)))
                 state = {
-                    number: {key: _shard_as(params.get(number), value) for key, value in of_one.items()}
-                    for number, of_one in saved[name][STATE].items()
+                    number: {key: _read_as(params.get(number), value, saved) for key, value in of_one.items()}
+                    for number, of_one in objects[name][STATE].items()
                 }
-                saved[name] = {**saved[name], STATE: state}
-        return {**contents, "objects": saved}
+                objects[name] = {**objects[name], STATE: state}
+        filled: dict[str, Any] = saved.fill({"objects": objects, **contents})
+        return filled
 
 
 def find_blocks(module: nn.Module, blocks: Blocks | None) -> list[nn.Module]:
@@ -231,6 +243,14 @@ def _shard_as(param: Any, value: Any) -> Any:
     first = find_first_row(param)
     own = value[first : first + len(get_local(param))]
     return shard_like(param, own.to(param.device, copy=True))
+
+
+def _read_as(param: Any, value: Any, saved: SavedState) -> Any:
+    """Return a tensor of a snapshot with the sharding of a tensor of its shape; any other value as it is."""
+    if not is_sharded(param) or not isinstance(value, Tensor) or value.shape != param.shape:
+        return value
+    own = saved.read_rows(value, find_first_row(param), len(get_local(param)))
+    return shard_like(param, own.to(param.device))
 
 
 def _gather(value: Any) -> Any:

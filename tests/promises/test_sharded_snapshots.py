@@ -1,0 +1,225 @@
+"""Each rank of a sharded run writes a file of its own, and reads what it needs of the files of any number of ranks."""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from promises.trial import Outcome, Trial, resume_is_from
+from support.runs import ask
+from support.selection import one_in
+from support.tiny import Tiny, tiny_run
+
+import samestep
+from samestep.snapshot.parts import name_part
+from samestep.snapshot.store import Store
+
+DIVIDED = {"SAMESTEP_SHARD": "optimizer"}
+SHARDED = {"SAMESTEP_SHARD": "fsdp2"}
+MODES: dict[str, dict[str, str]] = {"none": {}, "optimizer": DIVIDED, "fsdp2": SHARDED}
+MB = 1 << 20
+
+
+# --- bytes --------------------------------------------------------------------------------------------------------
+
+
+def read_counter() -> int:
+    """The bytes that this process has read from files so far."""
+    line, *_ = Path("/proc/self/io").read_text().splitlines()
+    return int(line.removeprefix("rchar: "))
+
+
+def count_read(run_dir: Path) -> list[int]:
+    """Start or resume a run with 4 MB of parameters and 8 MB of optimizer state. Returns the bytes that each rank read
+    in `run.prepare`.
+    """
+    import torch.distributed.fsdp
+
+    run = samestep.Run(run_dir, batch_size=8, micro_batch_size=2, snapshot_every=1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    before = read_counter()
+    run.prepare(model=model, optimizer=optimizer)
+    num_read = read_counter() - before
+    for step in run.steps(torch.ones(64, 512), run.steps_done + 1):
+        for x in step:
+            step.backward(model(x).square().mean())
+        optimizer.step()
+    counts: list[Any] = [None] * run.world_size
+    if run.world_size > 1:
+        torch.distributed.all_gather_object(counts, num_read)
+    return counts if run.world_size > 1 else [num_read]
+
+
+@pytest.fixture(scope="module")
+def sharded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("written") / "run"
+    samestep.spawn(count_read, 3, (run_dir,), env=SHARDED)
+    return run_dir
+
+
+def test_each_rank_writes_what_it_holds(sharded_run: Path) -> None:
+    path = sharded_run / "snapshots" / "step-00000001"
+    sizes = [(path / name_part(rank)).stat().st_size for rank in range(3)]
+    assert sum(sizes) == pytest.approx(12 * MB, rel=0.01)
+    assert max(sizes) < 4.1 * MB
+
+
+@pytest.mark.parametrize(
+    ("mode", "world_size", "needed_mb"), [("fsdp2", 4, 3), ("fsdp2", 2, 6), ("optimizer", 4, 4 + 2), ("none", 2, 12)]
+)
+def test_each_rank_reads_what_it_needs(
+    mode: str, world_size: int, needed_mb: int, sharded_run: Path, tmp_path: Path
+) -> None:
+    """Besides, the ranks together check every byte once."""
+    shutil.copytree(sharded_run, tmp_path / "run")
+    counts = samestep.spawn(count_read, world_size, (tmp_path / "run",), env=MODES[mode])
+    checked_mb = 12 / world_size
+    for count in counts:
+        assert needed_mb * MB <= count <= (needed_mb + checked_mb + 1.5) * MB
+    assert sum(counts) >= (needed_mb * world_size + 12) * MB
+
+
+# --- faults -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "fault", "then"),
+    one_in(
+        3,
+        [
+            (SHARDED, "kill rank 2 at step 10 in writing tensors", {}),
+            (SHARDED, "kill rank 1 at step 10 in hashing", DIVIDED),
+            (SHARDED, "kill rank 1 at step 10 in staging", SHARDED),
+            (SHARDED, "kill rank 0 at step 10 in writing manifest", SHARDED),
+            (DIVIDED, "kill rank 1 at step 10 in writing tensors", SHARDED),
+            (DIVIDED, "kill rank 2 at step 10 in hashing", {}),
+        ],
+    ),
+)
+def test_killed_while_a_part_is_written(
+    trial: Trial, undisturbed: Callable[..., Outcome], first: dict[str, str], fault: str, then: dict[str, str]
+) -> None:
+    trial.spawn_to_fail(3, fault, keep_last=1, **first)
+    trial.note_strike(fault)
+    trial.spawn(2, keep_last=1, **then)
+    assert trial.outcome() == undisturbed()
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 4
+    path.write_bytes(data)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "flipped": flip,
+    "torn": lambda path: os.truncate(path, path.stat().st_size - 64),
+    "missing": lambda path: path.unlink(),
+    "foreign": lambda path: shutil.copy(path.parents[1] / "step-00000008" / path.name, path),
+}
+
+
+@pytest.mark.parametrize(
+    ("damage", "rank", "mode", "then"),
+    one_in(
+        4,
+        [
+            (damage, rank, mode, then)
+            for rank, damage in enumerate(DAMAGE)
+            for mode in ("optimizer", "fsdp2")
+            for then in MODES
+        ],
+    ),
+)
+def test_a_damaged_part_is_not_used(
+    trial: Trial,
+    undisturbed: Callable[..., Outcome],
+    capfd: pytest.CaptureFixture[str],
+    damage: str,
+    rank: int,
+    mode: str,
+    then: str,
+) -> None:
+    trial.spawn(4, max_steps=12, snapshot_every=4, keep_last=9, **MODES[mode])
+    DAMAGE[damage](trial.dir / "snapshots" / "step-00000012" / name_part(rank))
+    capfd.readouterr()
+    trial.spawn(3, snapshot_every=4, **MODES[then])
+    printed = capfd.readouterr().out
+    assert resume_is_from(printed) == 10  # the best
+    assert f"snapshots/step-00000012: {name_part(rank)}" in printed
+    assert trial.outcome() == undisturbed()
+
+
+def train_on_full_disk(run_dir: Path, rank: int, step: int) -> None:
+    """Train, on a disk that is full when one rank writes the snapshot of one step."""
+    deliver = Store.deliver
+    is_full = True
+
+    def deliver_or_fail(store: Store, place: str, own: int, *args: Any) -> None:
+        nonlocal is_full
+        if is_full and own == rank and f"step-{step:08d}" in place:
+            is_full = False
+            raise OSError(errno.ENOSPC, "No space left on device")
+        deliver(store, place, own, *args)
+
+    Store.deliver = deliver_or_fail  # type: ignore[method-assign]
+    tiny_run(run_dir, num_steps=8, snapshot_every=2, keep_last=9, model=lambda: torch.nn.Linear(4, 1))
+
+
+@pytest.mark.parametrize(("step", "saved"), [(4, [2, 6, 8]), (8, [2, 4, 6])])
+def test_the_disk_of_one_rank_is_full(
+    step: int, saved: list[int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The run continues, rank 0 reports it, and nothing is left of the snapshot."""
+    why = f"{name_part(2)} is missing: rank 2 could not write it ([Errno 28] No space left on device)"
+    with nullcontext() if step < 8 else pytest.raises(samestep.Error, match=r"could not be written .* fix this"):
+        samestep.spawn(train_on_full_disk, 3, (tmp_path, 2, step), env=DIVIDED)
+    assert f"the snapshot of step {step} could not be written ({why})" in capfd.readouterr().out
+    assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == saved
+    assert sorted(os.listdir(tmp_path / "snapshots")) == [f"step-{each:08d}" for each in saved]
+
+
+def spoil_one_rank(tiny: Tiny) -> None:
+    """Let the shard of rank 1 become nan."""
+    if tiny.step.number == 3 and tiny.run.rank == 1:
+        tiny.model.weight.to_local().fill_(float("nan"))
+
+
+def train_and_spoil(run_dir: Path) -> None:
+    def then(tiny: Tiny) -> None:
+        tiny.optimizer.step()
+        with torch.no_grad():
+            spoil_one_rank(tiny)
+
+    tiny_run(run_dir, num_steps=8, snapshot_every=2, model=lambda: torch.nn.Linear(4, 4), then=then)
+
+
+def test_a_rank_whose_shard_is_not_finite(tmp_path: Path) -> None:
+    with pytest.raises(
+        samestep.InvalidValue, match=r"model.weight is not finite after step 4"
+    ):
+        samestep.spawn(train_and_spoil, 2, (tmp_path,), env=SHARDED)
+    assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == [2]
+
+
+# --- tools --------------------------------------------------------------------------------------------------------
+
+
+def test_tools_read_the_files_of_all_ranks(tmp_path: Path) -> None:
+    for name, (mode, world_size) in {"a": ("none", 1), "b": ("fsdp2", 3), "c": ("optimizer", 2)}.items():
+        samestep.spawn(tiny_run, world_size, (tmp_path / name,), {"num_steps": 8, "snapshot_every": 4}, env=MODES[mode])
+    digests = {ask("inspect", tmp_path / name, "--digest") for name in "abc"}
+    assert len(digests) == 1
+    ask("inspect", tmp_path / "b", "--check")
+    for name in "abc":
+        ask("export", tmp_path / name, tmp_path / f"{name}.safetensors")
+    weights = [(tmp_path / f"{name}.safetensors").read_bytes() for name in "abc"]
+    assert [each[-20:] for each in weights] == [weights[0][-20:]] * 3  # the header names the run
+    for name in "bc":
+        ask("diff", tmp_path / "a", tmp_path / name)

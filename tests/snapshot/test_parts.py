@@ -1,0 +1,193 @@
+"""Snapshots of which each rank writes its part: every promise of the others holds for each file."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from states import assert_same, make_state, take_rows, write_divided
+from test_store import DAMAGE, flip, remount, small_disk  # noqa: F401 - a fixture
+
+from samestep.errors import InvalidValue
+from samestep.snapshot.manifest import find_damage
+from samestep.snapshot.parts import OtherParts, name_part
+from samestep.snapshot.serialization import digest, encode
+from samestep.snapshot.store import Snapshot, Store
+
+PARTS = [name_part(rank) for rank in range(3)]
+FILES = ["manifest.json", "state.json", *PARTS]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path)
+
+
+def find(store: Store, warnings: list[str] | None = None) -> Snapshot:
+    found = store.find("latest", warn=pytest.fail if warnings is None else warnings.append)
+    assert found is not None
+    return found
+
+
+def test_each_rank_writes_a_file(store: Store) -> None:
+    path = write_divided(store, 0.5, step=7)
+    assert sorted(os.listdir(path)) == sorted(FILES)
+    assert os.listdir(store.path) == ["step-00000007"]
+    found = find(store)
+    assert found.is_divided
+    assert (found.manifest["format"], found.manifest["digest"]) == (2, None)
+    assert_same(store.read(found), make_state(0.5))
+    assert store.read_digest(found) == digest(make_state(0.5))
+    sizes = [(path / part).stat().st_size for part in PARTS]
+    assert max(sizes) < 4000 / 3 + 300
+
+
+def test_a_digest_of_whole_tensors_is_in_the_manifest(store: Store) -> None:
+    structure, tensors = encode({"objects": {"a": torch.ones(3), "b": torch.zeros(2)}})
+    place = store.begin_parts(1, None)
+    store.deliver(place, 1, {"objects/b": tensors.pop("objects/b")})
+    store.write_encoded(structure, tensors, step=1, name=None, meta={}, place=place, others=OtherParts(2))
+    assert find(store).manifest["digest"] == digest({"objects": {"a": torch.ones(3), "b": torch.zeros(2)}})
+
+
+@settings(max_examples=60, deadline=None)
+@given(num_rows=st.integers(0, 12), num_ranks=st.integers(2, 5), data=st.data())
+def test_any_rows_are_read(num_rows: int, num_ranks: int, data: st.DataObject, tmp_path_factory: Any) -> None:
+    tensor = torch.arange(num_rows * 3, dtype=torch.float64).view(num_rows, 3)
+    store = Store(tmp_path_factory.mktemp("rows"))
+    structure, tensors = encode({"objects": tensor})
+    place = store.begin_parts(1, None)
+    for rank in range(1, num_ranks):
+        store.deliver(place, rank, take_rows(tensors, rank, num_ranks))
+    own = take_rows(tensors, 0, num_ranks)
+    store.write_encoded(structure, own, step=1, name=None, meta={}, place=place, others=OtherParts(num_ranks))
+    first = data.draw(st.integers(0, num_rows))
+    count = data.draw(st.integers(0, num_rows - first))
+    saved = store.open(find(store))
+    assert saved.contents["objects"].is_meta
+    assert_same(saved.read_rows(saved.contents["objects"], first, count), tensor[first : first + count])
+    assert_same(saved.fill(saved.contents["objects"]), tensor)
+
+
+# --- damage -------------------------------------------------------------------------------------------------------
+
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "of another snapshot": lambda path: shutil.copy(path.parents[1] / "step-00000001" / path.name, path),
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", DAMAGE | FOREIGN)
+def test_a_snapshot_with_a_damaged_part_is_skipped(damage: str, file: str, store: Store) -> None:
+    for step in (1, 2):
+        write_divided(store, step, step=step)
+    (DAMAGE | FOREIGN)[damage](store.path / "step-00000002" / file)
+    warnings: list[str] = []
+    found = find(store, warnings)
+    assert found.step == 1
+    assert_same(store.read(found), make_state(1))
+    [warning] = warnings
+    assert f"step-00000002: {file}" in warning
+    store.prune(1)
+    assert find(store, warnings).step == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(num_ranks=st.integers(1, 5), place=st.floats(0, 1, exclude_max=True), file=st.sampled_from(FILES[1:]))
+def test_the_ranks_together_check_every_byte(num_ranks: int, place: float, file: str, tmp_path_factory: Any) -> None:
+    store = Store(tmp_path_factory.mktemp("check"))
+    path = write_divided(store, 1, step=1)
+    manifest = find(store).manifest
+    flip(path / file, int(place * (path / file).stat().st_size))
+    found = [find_damage(path, manifest, rank, num_ranks) for rank in range(num_ranks)]
+    [problem] = filter(None, found)
+    assert problem.startswith(f"{file} is damaged")
+
+
+def test_a_refused_snapshot_is_skipped(store: Store) -> None:
+    """As after a check by all ranks, which `find` leaves to the caller."""
+    for step in (1, 2):
+        write_divided(store, step, step=step)
+    flip(store.path / "step-00000002" / PARTS[1], -1)
+    warnings: list[str] = []
+    found = store.find("latest", warn=warnings.append, checks_parts=False)
+    assert found is not None
+    assert (found.step, warnings) == (2, [])
+    store.refuse(found, f"{PARTS[1]} is damaged")
+    found = store.find("latest", warn=warnings.append, checks_parts=False)
+    assert found is not None
+    assert found.step == 1
+    assert PARTS[1] in warnings[0]
+
+
+# --- parts that do not come ---------------------------------------------------------------------------------------
+
+
+def write_without(store: Store, missing: int, reason: str) -> None:
+    """Write a snapshot of 3 ranks, of which one writes nothing."""
+    structure, tensors = encode(make_state(2))
+    place = store.begin_parts(2, None)
+    for rank in {1, 2} - {missing}:
+        store.deliver(place, rank, take_rows(tensors, rank, 3))
+    others = OtherParts(3)
+    others.limit_wait(reason, patience_s=0.05)
+    own = take_rows(tensors, 0, 3)
+    store.write_encoded(structure, own, step=2, name=None, meta={}, place=place, others=others)
+
+
+@pytest.mark.parametrize("missing", [1, 2])
+def test_a_part_that_is_missing(missing: int, store: Store) -> None:
+    write_divided(store, 1, step=1)
+    with pytest.raises(OSError, match=rf"tensors-0000{missing}.safetensors is missing: rank {missing} has ended"):
+        write_without(store, missing, f"rank {missing} has ended")
+    assert os.listdir(store.path) == ["step-00000001"]
+    assert find(store).step == 1
+
+
+def test_a_part_that_lacks_rows(store: Store) -> None:
+    """Such as when the ranks have built different models."""
+    structure, tensors = encode(make_state(2))
+    place = store.begin_parts(2, None)
+    others = OtherParts(2)
+    store.deliver(place, 1, take_rows(tensors, 2, 3))
+    with pytest.raises(InvalidValue, match=r"not written all of the state: objects/model/weight has the shape \[666\]"):
+        store.write_encoded(structure, take_rows(tensors, 0, 3), step=2, name=None, meta={}, place=place, others=others)
+    assert os.listdir(store.path) == []
+
+
+def test_a_rank_that_is_refused_leaves_nothing(store: Store) -> None:
+    _, tensors = encode(make_state(2))
+    place = store.begin_parts(2, None)
+
+    def refuse() -> None:
+        raise RuntimeError("refused")
+
+    with pytest.raises(RuntimeError, match="refused"):
+        store.deliver(place, 1, tensors, refuse)
+    assert os.listdir(store.path / place) == []
+    store.clean()
+    assert os.listdir(store.path) == []
+
+
+def test_a_full_disk_leaves_the_older_snapshot(small_disk: Path) -> None:  # noqa: F811
+    """The disk is full at every point of the write, of every rank: it grows page by page until the snapshot fits."""
+    store = Store(small_disk)
+    write_divided(store, 1, step=1, num_values=9_000)
+    files = set[str]()
+    for size_kb in range(56, 400, 4):
+        remount(small_disk, f"size={size_kb}k")
+        try:
+            write_divided(store, 2, step=2, num_values=9_000)
+        except OSError as error:
+            files.add(str(error).partition(" ")[0])
+            assert os.listdir(store.path) == ["step-00000001"]
+            assert_same(store.read(find(store)), make_state(1, 9_000))
+            continue
+        break
+    assert_same(store.read(find(store)), make_state(2, 9_000))
+    assert {*PARTS[1:]} <= files
