@@ -178,7 +178,8 @@ def read_units() -> dict[str, Any]:
     model.register_parameter("unused", nn.Parameter(torch.ones(3)))
     model[1].bias.requires_grad_(False)
     whole = {name: param.detach().clone() for name, param in model.named_parameters()}
-    torch_internals.shard_modules([model[0], model], DeviceMesh("cpu", range(2)))
+    for part in (model[0], model):
+        torch_internals.shard_module(part, DeviceMesh("cpu", range(2)))
     units = torch_internals.list_units(model)
     seen: dict[str, Any] = {"paths": [unit.path for unit in units], "had": {}, "sizes": {}, "reduced": {}}
 

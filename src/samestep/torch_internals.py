@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Tensor -> how often its storage was written through it, `.data` excepted. There is no public accessor.
 read_version: Callable[[Tensor], int] = attrgetter("_version")
@@ -93,6 +94,17 @@ def count_storage_uses(storage: int) -> int:
     return torch._C._storage_Use_Count(storage)
 
 
+def get_memory(tensor: Tensor) -> torch.UntypedStorage:
+    """The tensor's storage, also of a class that refuses functions. Always the same object for a storage."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage()
+
+
+def count_memory_uses(memory: torch.UntypedStorage) -> int:
+    """How many tensors use a storage that `get_memory` returned, while the caller has it."""
+    return count_storage_uses(_get_storage_pointer(memory)) - 1
+
+
 @contextmanager
 def as_worker(worker: int | None, num_workers: int, dataset: Any) -> Iterator[None]:
     """Let `torch.utils.data.get_worker_info` report this worker of so many inside the block; None: no worker."""
@@ -106,6 +118,40 @@ def as_worker(worker: int | None, num_workers: int, dataset: Any) -> Iterator[No
         yield
     finally:
         torch.utils.data._utils.worker._worker_info = before
+
+
+@contextmanager
+def watch_operations(
+    before: Callable[[str, list[Tensor]], None], after: Callable[[str, list[Tensor], Any], None]
+) -> Iterator[None]:
+    """Call functions before and after each of torch's operations inside the block, also those that C++ code calls.
+
+    Args:
+        before: called with the operation's name, such as "aten::add_", and its tensors.
+        after: called with the name, the tensors and the result.
+    """
+
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            tensors = _find_tensors([*args, *kwargs.values()])
+            before(func._schema.name, tensors)
+            result = func(*args, **kwargs)
+            after(func._schema.name, tensors, result)
+            return result
+
+    with Watch():  # type: ignore[no-untyped-call]
+        yield
+
+
+def _find_tensors(values: Sequence[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _find_tensors(value)
+    return found
 
 
 # --- an iterator over a DataLoader with workers ---------------------------------------------------------------------
@@ -230,12 +276,11 @@ def shard_like(param: Any, local: Tensor) -> Tensor:
     return sharded
 
 
-def shard_modules(modules: Sequence[nn.Module], mesh: Any) -> None:
-    """Call `fully_shard` on modules: inner ones first, the model itself last."""
+def shard_module(module: nn.Module, mesh: Any) -> None:
+    """Call `fully_shard` on a module, after those inside it."""
     from torch.distributed.fsdp import fully_shard
 
-    for module in modules:
-        fully_shard(module, mesh=mesh)
+    fully_shard(module, mesh=mesh)
 
 
 class ShardedUnit:

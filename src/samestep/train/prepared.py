@@ -11,6 +11,7 @@ from samestep.engine.gradient_averager import GradientAverager
 from samestep.snapshot.resume_point import ResumePoint
 from samestep.snapshot.serialization import SavedState, encode
 from samestep.snapshot.snapshotter import Snapshotter
+from samestep.torch_internals import is_sharded
 from samestep.train.context import RunContext
 from samestep.train.guards import calls
 from samestep.train.guards.misuse import MisuseChecks
@@ -19,7 +20,8 @@ from samestep.train.guards.replicas import ReplicaChecks
 from samestep.train.state.divided_optimizers import DividedOptimizers
 from samestep.train.state.restoring import Contents
 from samestep.train.state.run_state import RunState
-from samestep.train.state.sharded_state import Blocks, ShardedState, check_options
+from samestep.train.state.sharded_init import ShardedInit, is_partial, move
+from samestep.train.state.sharded_state import Blocks, ShardedState, check_options, has_parts
 from samestep.train.state.stateful import describe_models, find_held_optimizers, outline, states
 from samestep.train.step.interception import Interceptors
 
@@ -97,39 +99,42 @@ def prepare_objects(
     override: bool,
     device_map: Literal["keep"] | None,
     shard_blocks: Blocks | None,
+    sharded_init: ShardedInit,
 ) -> Prepared:
     """Make the models equal on all ranks, and restore everything from the newest snapshot. On all ranks.
 
-    Arguments and errors as for `Run.prepare`. `modules`: see `Prepared`.
+    Arguments and errors as for `Run.prepare`. `modules`: see `Prepared`. `sharded_init`: has built the models, or parts
+    of them.
     """
     config = context.config
+    shard = config.shard if context.world_size > 1 else None
     numbers = config.identity() | {"models": describe_models(modules)}
     overrides = override or config.override
     contents = Contents(objects, modules, context.precision, context.say)
     context.group.check_process_group()
     calls.wait_for_call(context.group, calls.PREPARE)
     described = outline(objects, modules) | {**contents.options.in_force}
-    context.group.agree(config.shared() | {"override": overrides} | described)
+    context.group.agree(config.shared() | {"override": overrides} | described | sharded_init.describe(modules))
     if device_map is None:
         for module in modules.values():
-            module.to(context.device)
+            move(module, context.device)
     interceptors.prepare(objects, modules)
-    context.group.broadcast_tensors([t for m in modules.values() for t in (*m.parameters(), *m.buffers())])
-    if context.location.path is not None:
-        encode(states(objects))  # an Error for what cannot be saved comes now, not after the first epoch
+    tensors = [tensor for module in modules.values() for tensor in (*module.parameters(), *module.buffers())]
+    context.group.broadcast_tensors([each for each in tensors if not (is_partial(each) or is_sharded(each))])
+    if context.location.path is not None:  # an Error for what cannot be saved comes now, not after the first epoch
+        encode(states({name: thing for name, thing in objects.items() if not has_parts(thing)}))
     point = context.location.find_resume_point(config.resume, numbers)
     saved = None if point.is_beginning else context.location.open(point)
     if saved is not None:
         contents.fit(saved.contents)
     held = find_held_optimizers(objects)
-    shard = config.shard if context.world_size > 1 else None
     optimizers: DividedOptimizers | None = None
     sharded: ShardedState | None = None
     if shard == "optimizer":
         optimizers = DividedOptimizers(objects, held, context.group)
     elif shard == "fsdp2":
         check_options(config, device_map)
-        sharded = ShardedState(objects, modules, held, shard_blocks, context.group)
+        sharded = ShardedState(objects, modules, held, shard_blocks, context.group, sharded_init)
     divided = optimizers or sharded
     if saved is not None:
         read = _read(saved, divided)

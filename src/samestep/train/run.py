@@ -1,7 +1,7 @@
 """One training run: composes the ranks, the data, the gradient, snapshots and metrics into the API of a script."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -38,6 +38,7 @@ from samestep.train.opening import open_loop
 from samestep.train.prepared import Prepared, prepare_objects
 from samestep.train.state.restoring import restore_models
 from samestep.train.state.run_state import RunState
+from samestep.train.state.sharded_init import ShardedInit
 from samestep.train.state.stateful import check_objects, find_params
 from samestep.train.step.interception import Interceptors, find_requests, read_request
 from samestep.train.step.step_log import collect_values
@@ -192,6 +193,7 @@ class Run:
         self._old_params = find_params()
         self._prepared: Prepared | None = None
         self._loop: Loop | None = None
+        self._sharded_init = ShardedInit(group)
         self._is_recalled = False  # by `restore`, before the first loop
         seed_all(derive(self.seed, "init"))
 
@@ -266,6 +268,38 @@ class Run:
         """
         return self._state.steps_done
 
+    def sharded_init(self) -> AbstractContextManager[None]:
+        """Context manager in which the script builds a model that is too large for one rank, with `shard="fsdp2"`.
+
+        Inside it, each rank keeps 1/W of each parameter as soon as the parameter is initialized, and gathers it again
+        while an operation uses it. The values are those of an unsharded model. All ranks run the same code inside it.
+        Between the block and `prepare`, which shards the model, the parameters can be given to an optimizer, but not
+        read. Without `shard="fsdp2"`, and on one rank, it does nothing.
+
+        Returns:
+            The context manager.
+
+        Raises:
+            UsageError: called after `prepare`, or (later) a parameter is used between the block and `prepare`.
+
+        Example::
+
+            >>> import samestep, torch
+            >>> run = samestep.Run(None, batch_size=8, shard="fsdp2")
+            >>> with run.sharded_init():
+            ...     model = torch.nn.Linear(3, 1)
+            ...     model.apply(lambda part: torch.nn.init.normal_(part.weight, std=0.02))
+            ...
+            Linear(in_features=3, out_features=1, bias=True)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> run.prepare(model=model, optimizer=optimizer)
+        """
+        if self._prepared is not None:
+            raise UsageError("run.sharded_init was called after run.prepare: build all models before it")
+        if self._context.config.shard != "fsdp2" or self.world_size == 1:
+            return nullcontext()
+        return self._sharded_init.building()
+
     def prepare(
         self,
         *unnamed: Any,
@@ -323,6 +357,7 @@ class Run:
             override=override,
             device_map=device_map,
             shard_blocks=shard_blocks,
+            sharded_init=self._sharded_init,
         )
 
     def epochs(

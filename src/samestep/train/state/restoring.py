@@ -31,7 +31,7 @@ class RestoredLayout:
         self._objects = objects
         self._modules = modules
         self._frozen, self._groups = self._find_frozen(), self._read_groups()
-        self._keys = {name: {*module.state_dict()} for name, module in modules.items()}
+        self._keys = {name: {*module.state_dict(keep_vars=True)} for name, module in modules.items()}
         self._has_changed_keys = False
 
     def state_dict(self, *, is_first_loop: bool) -> dict[str, Any]:

@@ -25,9 +25,10 @@ from samestep.torch_internals import (
     is_sharded,
     list_units,
     shard_like,
-    shard_modules,
+    shard_module,
     watch_norms,
 )
+from samestep.train.state.sharded_init import ShardedInit, is_partial
 from samestep.train.state.stateful import STATE, Objects, list_params, name_optimizers, refuse_held, states, unwrap
 from samestep.world.group import Group
 
@@ -46,6 +47,12 @@ ELEMENTWISE = (
     torch.optim.ASGD,
 )
 Blocks = Sequence[type[nn.Module] | str]
+
+
+def has_parts(thing: Any) -> bool:
+    """Return whether an object is a model of which each rank has a part, before or after it was sharded."""
+    params = thing.parameters() if isinstance(thing, nn.Module) else ()
+    return any(is_partial(param) or is_sharded(param) for param in params)
 
 
 def check_options(config: RunConfig, device_map: str | None) -> None:
@@ -68,6 +75,7 @@ class ShardedState:
     Args:
         held: the optimizers that prepared objects hold.
         blocks: classes of modules, or their names, that are gathered one at a time. None: see `find_blocks`.
+        init: what has divided parameters while the script built them.
 
     Attributes:
         models: the models.
@@ -84,6 +92,7 @@ class ShardedState:
         held: Sequence[Optimizer],
         blocks: Blocks | None,
         group: Group,
+        init: ShardedInit,
     ) -> None:
         self._objects = objects
         self._modules = modules
@@ -93,7 +102,7 @@ class ShardedState:
         for name, optimizer in optimizers.items():
             _check_optimizer(name, optimizer)
         whole = [param for module in modules.values() for param in module.parameters()]
-        sharded = _shard(modules, blocks, group)
+        sharded = _shard(modules, blocks, group, init)
         for optimizer in optimizers.values():
             _replace_params(optimizer, sharded)
         del whole  # kept until here, because `sharded` is by id
@@ -169,7 +178,9 @@ def _check_blocks(modules: Mapping[str, nn.Module], blocks: Blocks) -> None:
             raise InvalidValue(f"shard_blocks names {name}, but the models consist of {kinds}: name some of these")
 
 
-def _shard(modules: Mapping[str, nn.Module], blocks: Blocks | None, group: Group) -> dict[int, nn.Parameter]:
+def _shard(
+    modules: Mapping[str, nn.Module], blocks: Blocks | None, group: Group, init: ShardedInit
+) -> dict[int, nn.Parameter]:
     """Shard models. Returns the sharded parameters by the id of the parameter that each replaces."""
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -209,7 +220,9 @@ def _shard(modules: Mapping[str, nn.Module], blocks: Blocks | None, group: Group
                 f"{name} was given to fully_shard before run.prepare: leave that out, and pass shard_blocks to "
                 "run.prepare"
             )
-        shard_modules([*find_blocks(module, blocks), module], mesh)
+        for part in [*find_blocks(module, blocks), module]:
+            with init.whole(part.parameters()):
+                shard_module(part, mesh)
     return {number: getattr(part, key) for part, key, number in places}
 
 
