@@ -1,14 +1,17 @@
 """A model that is sharded while the script builds it has the bits of one that is not, and is never whole on a rank."""
 
 import copy
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from promises.models import Transformer
+from safetensors.torch import save_file
 from support.selection import one_in
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -16,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import samestep
 from samestep.torch_internals import gather_whole
+from samestep.train.state import weights
 from samestep.train.state.sharded_init import PartialParameter
 
 SHARDED = {"SAMESTEP_SHARD": "fsdp2"}
@@ -233,3 +237,77 @@ def draw_differently() -> None:
 def test_other_draws_on_a_rank_are_noticed() -> None:
     with pytest.raises(samestep.InvalidValue, match=r"the initial value of model is .* on rank 1"):
         samestep.spawn(draw_differently, 2, env=SHARDED)
+
+
+def load(path: Path, build: Callable[[], nn.Module], arguments: dict[str, Any]) -> list[Any]:
+    """Return the weights after `run.load_weights`, and the bytes that each rank has read."""
+    read: list[int] = []
+    before = weights.Saved.read
+
+    def count(self: weights.Saved, first: int, last: int) -> Tensor:
+        rows = self.rows
+
+        class Counted:
+            def __getitem__(self, key: Any) -> Tensor:
+                some: Tensor = rows[key]
+                read.append(some.nbytes)
+                return some
+
+        return before(weights.Saved(Counted(), self.shape), first, last)
+
+    weights.Saved.read = count  # type: ignore[method-assign]
+    run = samestep.Run(None, batch_size=8, micro_batch_size=1)
+    with run.sharded_init():
+        model = build()
+        if arguments.pop("inside"):
+            run.load_weights(model, path, **arguments)
+    if read == []:
+        run.load_weights(model, path, **arguments)
+    run.prepare(model=Twice(model))
+    values = {name: gather_whole(value) for name, value in model.state_dict().items()}
+    return [values, run._context.group.gather(sum(read))]
+
+
+@pytest.mark.parametrize(("world_size", "inside"), one_in(2, [(3, True), (3, False), (1, True)]))
+def test_each_rank_reads_its_rows_of_several_files(tmp_path: Path, world_size: int, inside: bool) -> None:
+    whole = {f"model.{name}": value for name, value in Transformer().state_dict().items() if name != "head.weight"}
+    names = [*whole]
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, some in files.items():
+        save_file({name: whole[name] for name in some}, tmp_path / file)
+    index = {name: file for file, some in files.items() for name in some}
+    (tmp_path / weights.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    arguments = {"rename": "model.{}".format, "inside": inside}
+    values, num_bytes = samestep.spawn(load, world_size, (tmp_path, Transformer, arguments), env=SHARDED)
+    assert values["head.weight"].equal(whole["model.tokens.weight"])
+    assert all(values[name.removeprefix("model.")].equal(value) for name, value in whole.items())
+    total = sum(value.nbytes for value in whole.values())
+    for of_rank in num_bytes:
+        assert of_rank <= total / world_size * 1.3  # whole rows
+
+
+def load_here(path: Path, model: nn.Module, **arguments: Any) -> nn.Module:
+    samestep.Run(None, batch_size=8).load_weights(model, path, **arguments)
+    return model
+
+
+def test_weights_are_checked(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"weight": torch.ones(2, 3), "more": torch.ones(1)}, file)
+    for model, message in (
+        (nn.Linear(3, 2), "lacks bias of the model: pass rename="),
+        (nn.Linear(3, 2, bias=False), "has more, which the model lacks"),
+    ):
+        with pytest.raises(samestep.InvalidValue, match=message):
+            load_here(tmp_path, model)
+    with pytest.raises(samestep.InvalidValue, match=r"weight has the shape \(2, 4\), and weight in .* has \(2, 3\)"):
+        load_here(file, nn.Linear(4, 2), strict=False)
+    assert load_here(file, nn.Linear(3, 2).bfloat16(), strict=False).weight.tolist() == [[1.0] * 3] * 2
+    file.write_bytes(b"nothing")
+    for path in (file, tmp_path / "none", tmp_path):
+        with pytest.raises(samestep.InvalidValue, match="holds no weights that can be read"):
+            load_here(path, nn.Linear(3, 2))
+    file.unlink()
+    (tmp_path / weights.INDEX).write_text('{"weight_map": {"weight": "../model.safetensors"}}')
+    with pytest.raises(samestep.InvalidValue, match="which is not beside it"):
+        load_here(tmp_path, nn.Linear(3, 2))

@@ -265,6 +265,34 @@ class ShardedInit:
         }
         return {f"the initial value of {name}": hash_bytes(repr(of_one).encode()) for name, of_one in marks.items()}
 
+    def holds(self, param: nn.Parameter) -> bool:
+        """Return whether a parameter is divided, or will be, and has its memory for itself."""
+        storage = get_memory(param)
+        is_held = storage in self._parts or storage in self._whole
+        num_bytes = self._parts[storage].num_bytes if storage in self._parts else storage.nbytes()
+        return is_held and param.is_contiguous() and param.numel() * param.element_size() == num_bytes
+
+    def set_part(self, param: nn.Parameter, read: Callable[[int, int], Tensor], mark: str) -> None:
+        """Set this rank's part of a parameter.
+
+        Args:
+            read: returns the elements between two numbers.
+            mark: names the values, the same on all ranks.
+        """
+        storage = get_memory(param)
+        if storage in self._whole:
+            self._divide([storage])
+        if storage not in self._parts:  # NumPy has it, too
+            param.data.copy_(read(0, param.numel()).view_as(param))
+            return
+        part = self._parts[storage]
+        num_elements = len(part.own) // param.element_size()
+        first = min(self._group.rank * num_elements, param.numel())
+        with self._working():
+            own = read(first, min(first + num_elements, param.numel())).to(param.dtype)
+            part.own.view(param.dtype)[: len(own)] = own
+        part.mark = mark
+
     @contextmanager
     def whole(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
         """Make parameters whole, on the device of this rank, for a block that replaces them.
