@@ -312,6 +312,22 @@ class ShardedUnit:
         """The sharded parameters."""
         return [each.sharded_param for each in self._group.fsdp_params]
 
+    def find_unusual(self, world_size: int) -> str | None:
+        """Name an argument of `fully_shard` with which gradients are not whole sums of all ranks in their dtype."""
+        from torch.distributed.fsdp import OffloadPolicy
+        from torch.distributed.tensor import Shard
+
+        policy = self._group.mp_policy
+        params: list[Any] = self.params
+        if any(param.device_mesh.ndim != 1 or param.device_mesh.size() != world_size for param in params):
+            return "mesh"
+        if any(param.placements != (Shard(0),) for param in params):
+            return "shard_placement_fn"
+        dtypes = {None, *(param.dtype for param in params if param.requires_grad)}
+        if not {policy.param_dtype, policy.reduce_dtype, policy.output_dtype} <= dtypes or len(dtypes) > 2:
+            return "mp_policy"
+        return None if type(self._group.offload_policy) is OffloadPolicy else "offload_policy"
+
     def free_gathered(self) -> None:
         """Free the whole parameters, if they are gathered. The next ones are frozen as the sharded ones are now."""
         self._module.reshard()

@@ -21,7 +21,7 @@ from samestep.train.state.divided_optimizers import DividedOptimizers
 from samestep.train.state.restoring import Contents
 from samestep.train.state.run_state import RunState
 from samestep.train.state.sharded_init import ShardedInit, is_partial, move
-from samestep.train.state.sharded_state import Blocks, ShardedState, check_options, has_parts
+from samestep.train.state.sharded_state import Blocks, ShardedState, check_options, check_own_calls, has_parts
 from samestep.train.state.stateful import describe_models, find_held_optimizers, outline, states
 from samestep.train.step.interception import Interceptors
 
@@ -108,6 +108,7 @@ def prepare_objects(
     """
     config = context.config
     shard = config.shard if context.world_size > 1 else None
+    check_own_calls(modules, shard)
     numbers = config.identity() | {"models": describe_models(modules)}
     overrides = override or config.override
     contents = Contents(objects, modules, context.precision, context.say)

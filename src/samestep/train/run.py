@@ -96,7 +96,7 @@ class Run:
     Attributes:
         dir: run directory or working copy; None without a directory.
         device, rank, local_rank, world_size: as in torch.distributed.
-        batch_size, micro_batch_size, seed: the values in use.
+        batch_size, micro_batch_size, seed, shard: the values in use.
 
     Raises:
         InvalidValue: a value of an option is not allowed, or the numbers do not fit together.
@@ -160,6 +160,7 @@ class Run:
         self.batch_size = settings.batch_size
         self.micro_batch_size = settings.micro_batch_size
         self.seed = settings.seed
+        self.shard = settings.shard
         self.device = choose_device(environment, settings.device, settings.backend)
         fix_kernels(settings.num_threads, settings.deterministic)
         if settings.precision == "tf32" and self.device.type == "cuda":

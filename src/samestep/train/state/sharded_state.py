@@ -55,6 +55,20 @@ def has_parts(thing: Any) -> bool:
     return any(is_partial(param) or is_sharded(param) for param in params)
 
 
+def check_own_calls(modules: Mapping[str, nn.Module], shard: str | None) -> None:
+    """Refuse models that the script has given to `fully_shard` in a run of another mode. Raises InvalidValue.
+
+    Args:
+        shard: the mode; None on one rank.
+    """
+    for name, module in modules.items():
+        if shard != "fsdp2" and any(is_sharded(param) for param in module.parameters()):
+            raise InvalidValue(
+                f'{name} was given to fully_shard, which needs shard="fsdp2" and several ranks: call it only if '
+                "run.world_size > 1, or leave it to run.prepare(shard_blocks=...), which does that"
+            )
+
+
 def check_options(config: RunConfig, device_map: str | None) -> None:
     """Refuse options that sharded models do not have. Raises InvalidValue."""
     given = {
@@ -216,14 +230,28 @@ def _shard(
     mesh = DeviceMesh(group.device.type, range(group.world_size))
     for name, module in modules.items():
         if list_units(module):
-            raise InvalidValue(
-                f"{name} was given to fully_shard before run.prepare: leave that out, and pass shard_blocks to "
-                "run.prepare"
-            )
+            _check_own(name, module, group)
+            continue
         for part in [*find_blocks(module, blocks), module]:
             with init.whole(part.parameters()):
                 shard_module(part, mesh)
     return {number: getattr(part, key) for part, key, number in places}
+
+
+def _check_own(name: str, module: nn.Module, group: Group) -> None:
+    """Raise InvalidValue if a model that the script has given to `fully_shard` cannot have exact gradients."""
+    if any(not is_sharded(param) for param in module.parameters()):
+        raise InvalidValue(
+            f"{name} has parameters that fully_shard did not get: call fully_shard on the model itself, too, after its "
+            "blocks"
+        )
+    for unit in list_units(module):
+        if argument := unit.find_unusual(group.world_size):
+            raise InvalidValue(
+                f"{'.'.join(filter(None, (name, unit.path)))} was given to fully_shard with {argument}=, which changes "
+                "the gradients or where they are: leave it out (for lower precision, use run.autocast(), which has the "
+                "same bits without shard)"
+            )
 
 
 def _check_optimizer(name: str, optimizer: Optimizer) -> None:
