@@ -257,6 +257,13 @@ def test_optimizers_that_cannot_be_sharded(optimizer: Callable[..., Any], messag
         samestep.spawn(train_one, 2, (optimizer,), env=SHARDED)
 
 
+def test_a_run_that_began_with_a_fused_optimizer_cannot_be_sharded(tmp_path: Path) -> None:
+    fused = functools.partial(torch.optim.Adam, fused=True)
+    samestep.spawn(tiny_run, 1, (tmp_path,), {"num_steps": 1, "optimizer": fused})
+    with pytest.raises(samestep.InvalidValue, match=r"has fused=True, .* continues with shard=.optimizer."):
+        samestep.spawn(tiny_run, 2, (tmp_path,), {"num_steps": 2, "optimizer": torch.optim.Adam}, env=SHARDED)
+
+
 @pytest.mark.parametrize(("name", "value"), [("REDUCTION", "fast"), ("CHECK_COMPUTE_EVERY", "2")])
 def test_options_that_sharded_models_do_not_have(name: str, value: str) -> None:
     with pytest.raises(samestep.InvalidValue, match='is not available with shard="fsdp2"'):

@@ -178,7 +178,7 @@ def test_one_digest_in_all_modes(number: int, tmp_path: Path) -> None:
         if kill_at is None:
             samestep.spawn(train, world_size, (*arguments, tmp_path / "modes"), env=env)
             continue
-        with pytest.raises(RuntimeError, match="SIGKILL|by peer"):
+        with pytest.raises(RuntimeError, match=r"SIGKILL|by peer"):
             samestep.spawn(train, world_size, (*arguments, tmp_path / "modes", kill_at), env=env)
     assert digest(tmp_path / "modes") == digest(tmp_path / "alone")
     for file in ("metrics.jsonl", "ledger.bin"):

@@ -141,6 +141,8 @@ def prepare_objects(
         read = _read(saved, divided)
         meta = point.meta or {}
         contents.restore(read, meta.get("settings", {}), overrides=overrides)
+        if sharded is not None:  # their settings are those of the run now
+            sharded.check_optimizers()
         state.load_state_dict(read["position"], read["state"], meta, is_latest=config.resume == "latest")
         snapshotter.resume(point)
     gradients = GradientAverager(

@@ -113,8 +113,7 @@ class ShardedState:
         self._rank = group.rank
         optimizers = name_optimizers(objects)
         refuse_held(objects, held, 'shard="fsdp2" cannot shard')
-        for name, optimizer in optimizers.items():
-            _check_optimizer(name, optimizer)
+        self.check_optimizers()
         whole = [param for module in modules.values() for param in module.parameters()]
         sharded = _shard(modules, blocks, group, init)
         for optimizer in optimizers.values():
@@ -129,6 +128,11 @@ class ShardedState:
         """Gather the objects' states. On all ranks. Returns a function that returns them."""
         whole = {name: _gather(state) for name, state in states(self._objects).items()}
         return lambda: whole
+
+    def check_optimizers(self) -> None:
+        """Raise InvalidValue if an optimizer, with the settings that it has now, cannot be sharded."""
+        for name, optimizer in name_optimizers(self._objects).items():
+            _check_optimizer(name, optimizer)
 
     def outline(self) -> Callable[[], dict[str, Any]]:
         """Return a function that returns the objects' states, with sharded tensors."""
@@ -262,7 +266,8 @@ def _check_optimizer(name: str, optimizer: Optimizer) -> None:
         )
     if any(group.get("fused") for group in optimizer.param_groups):
         raise InvalidValue(
-            f'{name} has fused=True, whose bits depend on the bounds of the shards: leave it out with shard="fsdp2"'
+            f'{name} has fused=True, whose bits depend on the bounds of the shards: leave it out with shard="fsdp2"; a '
+            'run that began with it continues with shard="optimizer"'
         )
 
 
