@@ -525,7 +525,7 @@ def test_exported_weights_load_without_samestep(run_dir: Path, tmp_path: Path) -
 
 
 def test_the_same_bits_on_any_ranks_and_after_a_stop(tokens: Path, tmp_path: Path) -> None:
-    """On one rank, and on two ranks that are replaced by three after step 2."""
+    """On one rank, on two ranks that are replaced by three after step 2, and sharded in two ways."""
     arguments = [
         "--data",
         str(tokens),
@@ -539,13 +539,24 @@ def test_the_same_bits_on_any_ranks_and_after_a_stop(tokens: Path, tmp_path: Pat
         "--run-dir",
     ]
     found = []
-    for name, starts in (("one", {1: "4"}), ("more", {2: "2", 3: "4"})):
+    for name, starts in (
+        ("one", [(1, "4", "none")]),
+        ("more", [(2, "2", "none"), (3, "4", "none")]),
+        ("sharded", [(3, "2", "fsdp2"), (2, "4", "optimizer")]),
+    ):
         run_dir = tmp_path / name
-        for world_size, last in starts.items():
-            samestep.spawn(gpt.main, world_size, ([*arguments, str(run_dir)],), env={"SAMESTEP_MAX_STEPS": last})
+        for world_size, last, shard in starts:
+            env = {"SAMESTEP_MAX_STEPS": last, "SAMESTEP_SHARD": shard}
+            samestep.spawn(gpt.main, world_size, ([*arguments, str(run_dir)],), env=env)
         files = [(run_dir / name).read_bytes() for name in ("metrics.jsonl", "ledger.bin")]
         found.append((digest(run_dir), digest(run_dir, "best"), *files))
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_sharded_run_does_not_export(tokens: Path, tmp_path: Path) -> None:
+    arguments = ["--data", str(tokens), *SMALL, "--run-dir", str(tmp_path / "run"), "--export-to", str(tmp_path / "x")]
+    with pytest.raises(samestep.InvalidValue, match="--export-to is not available with --shard fsdp2"):
+        samestep.spawn(gpt.main, 1, (arguments,), env={"SAMESTEP_SHARD": "fsdp2"})
 
 
 @pytest.mark.soak

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.runs import ask, check, digest, read_rows, run_command, samestep_command
+from support.selection import one_in
 
 from samestep.errors import Error
 from samestep.recipes.models import resnet
@@ -59,13 +60,17 @@ def train(photos: Path, name: str, world_size: int, *flags: str) -> Path:
     return run_dir
 
 
-def test_the_same_run_at_any_world_size_and_after_a_resume(photos: Path) -> None:
-    expected = train(photos, "alone", 1)
-    stopped = train(photos, "resumed", 3, "--max-steps", "4")
+@pytest.mark.parametrize(
+    ("before", "after"), one_in(3, [("fsdp2", "optimizer"), ("none", "fsdp2"), ("none", "none")])
+)
+def test_the_same_run_at_any_world_size_and_after_a_resume(photos: Path, before: str, after: str) -> None:
+    names = [f"{name}-{before}-{after}" for name in ("alone", "resumed")]
+    expected = train(photos, names[0], 1)
+    stopped = train(photos, names[1], 3, "--max-steps", "4", "--shard", before)
     (photos / CORRUPT[0]).rename(photos / "repaired")  # a resumed run does not check again
     shutil.copy(photos / "dark" / "04.png", photos / CORRUPT[0])
     try:
-        train(photos, "resumed", 2, "--num-workers", "1")
+        train(photos, names[1], 2, "--num-workers", "1", "--shard", after)
     finally:
         (photos / "repaired").rename(photos / CORRUPT[0])
     assert digest(stopped) == digest(expected)
@@ -92,7 +97,7 @@ print("learned" if scores.isfinite().all() and scores.shape == (2, 2) else score
 
 def check_export(run_dir: Path) -> str:
     """Load the exported best weights with a copy of the model's file. Returns the output of that script."""
-    directory = run_dir.parent / "elsewhere"
+    directory = run_dir.parent / f"elsewhere-{run_dir.name}"
     directory.mkdir()
     ask("export", run_dir, directory / "model.pt", "--snapshot", "best")
     shutil.copy(MODELS / "resnet.py", directory)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.commands import Popen, run
 from support.runs import ask, check, digest, read_rows, samestep_command
+from support.selection import one_in
 from support.waiting import DEADLINE_S
 
 import samestep
@@ -396,17 +397,21 @@ def test_one_pair_is_shown_once(tmp_path: Path) -> None:
     assert check(done).stdout.count("  wanted: ") == 1
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), one_in(3, [("fsdp2", "optimizer"), ("none", "fsdp2"), ("none", "none")])
+)
 def test_it_is_the_same_after_a_kill_of_one_of_three_ranks_and_a_resume_on_two(
-    trained: tuple[Path, str], pairs_file: Path, tmp_path: Path
+    trained: tuple[Path, str], pairs_file: Path, tmp_path: Path, before: str, after: str
 ) -> None:
     expected, _ = trained
     run_dir = tmp_path / "run"
     arguments = [f"--data={pairs_file}", f"--run-dir={run_dir}", *TINY]
     with pytest.raises(RuntimeError, match="SIGKILL"):
-        samestep.spawn(train, 3, (arguments, 11), env={"SAMESTEP_SNAPSHOT_EVERY": "3"})
+        samestep.spawn(train, 3, (arguments, 11), env={"SAMESTEP_SNAPSHOT_EVERY": "3", "SAMESTEP_SHARD": before})
     assert Store(run_dir).snapshots()
     written_at = (run_dir / "tokenizers/source.json").stat().st_mtime_ns
-    samestep.spawn(train, 2, ([*arguments, "--num-workers=1"],), env={"SAMESTEP_SNAPSHOT_EVERY": "10epochs"})
+    env = {"SAMESTEP_SNAPSHOT_EVERY": "10epochs", "SAMESTEP_SHARD": after}
+    samestep.spawn(train, 2, ([*arguments, "--num-workers=1"],), env=env)
     assert (run_dir / "tokenizers/source.json").stat().st_mtime_ns == written_at
     assert digest(run_dir) == digest(expected)
     assert digest(run_dir, "best") == digest(expected, "best")

@@ -25,7 +25,7 @@ import samestep
 from samestep.files import open_regular
 from samestep.hashing import hash_bytes
 from samestep.recipes import check_numbers, run_main
-from samestep.recipes.models.resnet import ARCHITECTURES, build_resnet
+from samestep.recipes.models.resnet import ARCHITECTURES, Bottleneck, ResidualBlock, build_resnet
 
 try:
     from PIL import Image
@@ -311,7 +311,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     size = args.image_size or (8 if args.data is None else 64)
     classes, train_entries, val_entries = split or split_data(folder, args.held_out)
 
-    model = build_resnet(args.model, len(classes))
+    with run.sharded_init():
+        model = build_resnet(args.model, len(classes))
     decayed = [weight for weight in model.parameters() if weight.ndim > 1]
     others = [weight for weight in model.parameters() if weight.ndim <= 1]  # biases and BatchNorm
     groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -320,7 +321,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warm_up_then_cosine(step, args.epochs * steps_per_epoch, steps_per_epoch)
     )
-    run.prepare(model=model, optimizer=optimizer, scheduler=scheduler)
+    block = Bottleneck if ARCHITECTURES[args.model].is_bottleneck else ResidualBlock
+    run.prepare(model=model, optimizer=optimizer, scheduler=scheduler, shard_blocks=[block])
     if args.skip_corrupt:
         train_entries, val_entries = drop_corrupt(run, folder, train_entries, val_entries, num_workers=args.num_workers)
     has_flips = args.data is not None and not args.no_flip

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samestep
@@ -144,6 +145,14 @@ def choose_model(args: argparse.Namespace) -> dict[str, Any]:
     return sizes | {"dropout": args.dropout, "max_length": args.max_length}
 
 
+def build_models(vocabulary: Vocabulary, decay: float) -> tuple[Seq2Seq, AveragedModel | None]:
+    """Return the model, and an exponential moving average of it if `decay` is above 0."""
+    model = vocabulary.build_model()
+    if not decay:
+        return model, None
+    return model, AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     metrics = build_metrics(args.target)
@@ -173,19 +182,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     vocabulary = Vocabulary(
         BytePairTokenizer(data.tokenizers[0]), BytePairTokenizer(data.tokenizers[1]), choose_model(args)
     )
-    model = scored = vocabulary.build_model()
+    with run.sharded_init():
+        model, ema = build_models(vocabulary, args.ema)
+    scored: Any = model if ema is None else ema.module
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.9, 0.98), eps=1e-9)
     num_steps = args.epochs * math.ceil(len(data.train) / run.batch_size)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: scale_learning_rate(args.schedule, step, num_steps, args.warm_up)
     )
     prepared: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    prepared["vocabulary"] = vocabulary
-    if args.ema:
-        average = get_ema_multi_avg_fn(args.ema)  # type: ignore[no-untyped-call]
-        prepared["ema"] = ema = AveragedModel(model, multi_avg_fn=average)
-        scored = ema.module  # type: ignore[assignment]
-    run.prepare(**prepared)
+    prepared |= {"vocabulary": vocabulary} | ({} if ema is None else {"ema": ema})
+    # Translations have different lengths, and with shard="fsdp2" all ranks gather parameters equally often. So the
+    # model is one block, which is also gathered for its method `translate`.
+    run.prepare(**prepared, shard_blocks=[Seq2Seq])
+    register_fsdp_forward_method(scored, "translate")
     if "best" in run.state:  # the run was resumed
         run.summary["validation"] = f"best BLEU {run.state['best']:.1f}"
 
@@ -223,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             run.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
-            if args.ema:
+            if ema is not None:
                 ema.update_parameters(model)
         if (epoch.number + 1) % args.validate_every == 0 or epoch.number + 1 == args.epochs:
             validate(epoch.number)
