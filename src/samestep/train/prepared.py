@@ -15,8 +15,8 @@ from samestep.torch_internals import is_sharded
 from samestep.train.context import RunContext
 from samestep.train.guards import calls
 from samestep.train.guards.misuse import MisuseChecks
-from samestep.train.guards.trained_parameters import TrainedParameters
 from samestep.train.guards.replicas import ReplicaChecks
+from samestep.train.guards.trained_parameters import TrainedParameters
 from samestep.train.state.divided_optimizers import DividedOptimizers
 from samestep.train.state.restoring import Contents
 from samestep.train.state.run_state import RunState
