@@ -167,7 +167,7 @@ class ShardedInit:
         self._built[param.untyped_storage()] = None
 
     def _take_module(self, module: nn.Module, name: str, part: nn.Module | None) -> None:
-        """Note the parameters of a module that was copied, which none was told about."""
+        """Note the parameters of a module that was copied, which calls no hook."""
         for param in [] if part is None else part.parameters():
             if param.untyped_storage() in self._whole or param.untyped_storage() in self._parts:
                 self._note(param)
