@@ -131,7 +131,7 @@ def watch_operations(
         after: called with the name, the tensors and the result.
     """
 
-    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             tensors = _find_tensors([*args, *kwargs.values()])
@@ -140,7 +140,7 @@ def watch_operations(
             after(func._schema.name, tensors, result)
             return result
 
-    with Watch():  # type: ignore[no-untyped-call]
+    with OperationWatch():  # type: ignore[no-untyped-call]
         yield
 
 

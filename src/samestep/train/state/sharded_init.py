@@ -71,6 +71,14 @@ ALIGNMENT = 16  # bytes of the largest element
 class PartialParameter(nn.Parameter):
     """The class of a parameter of which this rank keeps a part, outside of the block that built it."""
 
+    def begin(self: nn.Parameter) -> None:
+        """Make a parameter one of this class."""
+        self.__class__ = PartialParameter
+
+    def end(self: nn.Parameter) -> None:
+        """Make it an ordinary one."""
+        self.__class__ = nn.Parameter
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PartialParameter(shape={tuple(self.shape)}, dtype={self.dtype})"
 
@@ -121,7 +129,7 @@ class ShardedInit:
     def building(self) -> Iterator[None]:
         """Divide the parameters that are created inside the block."""
         for param in self._list_params():
-            param.__class__ = nn.Parameter
+            PartialParameter.end(param)
         try:
             with ExitStack() as stack:
                 stack.callback(register_module_parameter_registration_hook(self._take_param).remove)
@@ -151,7 +159,7 @@ class ShardedInit:
         self._whole.clear()
         for storage, params in holders.items():
             for param in params if storage in self._parts else ():
-                param.__class__ = PartialParameter
+                PartialParameter.begin(param)
 
     # --- in the block -----------------------------------------------------------------------------------------------
 
@@ -302,7 +310,7 @@ class ShardedInit:
         held = [param for param in params if is_partial(param)]
         storages = {get_memory(param): None for param in held}
         for param in held:
-            param.__class__ = nn.Parameter
+            PartialParameter.end(param)
         for storage in storages:
             self._make_whole(storage)
             del self._whole[storage]
@@ -311,7 +319,7 @@ class ShardedInit:
         yield
         for param in held:
             param.untyped_storage().resize_(0)
-            param.__class__ = PartialParameter
+            PartialParameter.begin(param)
 
 
 def is_partial(thing: Any) -> bool:

@@ -24,7 +24,7 @@ INDEX = f"{SINGLE}.index.json"
 MAX_NAMES = 3  # in messages
 
 
-class _Index(Struct):
+class _WeightIndex(Struct):
     weight_map: dict[str, str]
 
 
@@ -80,7 +80,7 @@ def find_files(path: Path) -> list[Path]:
         path = path / SINGLE if (path / SINGLE).exists() else path / INDEX
     if path.suffix != ".json":
         return [path]
-    names = dict.fromkeys(decode(read_bytes(path, is_given=True), _Index).weight_map.values())
+    names = dict.fromkeys(decode(read_bytes(path, is_given=True), _WeightIndex).weight_map.values())
     for name in names:
         if Path(name).name != name:
             raise ValueError(f"the index names the file {name}, which is not beside it")
