@@ -18,7 +18,7 @@ from samestep.train.guards.misuse import MisuseChecks
 from samestep.train.guards.replicas import ReplicaChecks
 from samestep.train.guards.trained_parameters import TrainedParameters
 from samestep.train.state.divided_optimizers import DividedOptimizers
-from samestep.train.state.restoring import Contents
+from samestep.train.state.restoring import SnapshotContents
 from samestep.train.state.run_state import RunState
 from samestep.train.state.sharded_init import ShardedInit, is_partial, move
 from samestep.train.state.sharded_state import Blocks, ShardedState, check_options, check_own_calls, has_parts
@@ -71,7 +71,7 @@ class Prepared:
     modules: Mapping[str, nn.Module]
     numbers: Mapping[str, Any]
     overrides: bool
-    contents: Contents
+    contents: SnapshotContents
     gradients: GradientAverager
     divided: Divided | None
     misuse: MisuseChecks
@@ -84,7 +84,7 @@ class Prepared:
         return partial(states, self.objects) if self.divided is None else self.divided.collect()
 
     def restore_again(self, saved: SavedState) -> dict[str, Any]:
-        """Call `Contents.restore_again`."""
+        """Call `SnapshotContents.restore_again`."""
         return self.contents.restore_again(_read(saved, self.divided))
 
 
@@ -111,7 +111,7 @@ def prepare_objects(
     check_own_calls(modules, shard)
     numbers = config.identity() | {"models": describe_models(modules)}
     overrides = override or config.override
-    contents = Contents(objects, modules, context.precision, context.say)
+    contents = SnapshotContents(objects, modules, context.precision, context.say)
     context.group.check_process_group()
     calls.wait_for_call(context.group, calls.PREPARE)
     described = outline(objects, modules) | {**contents.options.in_force}

@@ -20,7 +20,7 @@ from samestep.world.group import Group
 MAX_SHOWN = 600
 
 
-class RestoredLayout:
+class LoopChanges:
     """What a script can change in its loop besides values, and does not repeat after a resume.
 
     Which parameters are frozen (`requires_grad`) and added parameter groups are restored. A change of the keys of a
@@ -92,7 +92,7 @@ class RestoredLayout:
         }
 
 
-class Contents:
+class SnapshotContents:
     """Builds the state for a snapshot, and restores it.
 
     Attributes:
@@ -105,7 +105,7 @@ class Contents:
         self._objects = objects
         self._precision = precision
         self._say = say
-        self._layout = RestoredLayout(objects, modules)
+        self._changes = LoopChanges(objects, modules)
         self._override: Override | None = None
         self.options = StartOptions(read_settings(objects))
 
@@ -121,9 +121,9 @@ class Contents:
         if not isinstance(state, dict):
             raise InvalidType(f"run.state has become a {type(state).__name__}: keep it a dict, run.state[name] = value")
         saved = read_states()
-        if change := self._layout.find_changed_keys(saved):
+        if change := self._changes.find_changed_keys(saved):
             warn(self._say, change, start="a model has other keys")
-        changes = self._layout.state_dict(is_first_loop="loops" not in position)
+        changes = self._changes.state_dict(is_first_loop="loops" not in position)
         return {
             "objects": saved,
             "position": {**position, "precision": self._precision.state_dict(), **changes},
@@ -142,7 +142,7 @@ class Contents:
             raise RunDirectoryError(
                 f"the snapshot holds {', '.join(saved)}, and run.prepare got {', '.join(objects)}: pass the same names"
             )
-        self._layout.add_groups(contents["position"])
+        self._changes.add_groups(contents["position"])
 
     def restore(self, contents: Mapping[str, Any], begun_with: Mapping[str, Any], *, overrides: bool) -> None:
         """Restore all objects, and compare the script's settings of optimizers and schedulers with the run's.
@@ -188,7 +188,7 @@ class Contents:
             raise RunDirectoryError(
                 f"the snapshot has no {error} of a loss scale, so no fp16 run has written it: resume from another one"
             ) from None
-        self._layout.load_state_dict(contents["position"])
+        self._changes.load_state_dict(contents["position"])
         return contents["state"]  # type: ignore[no-any-return]
 
 
