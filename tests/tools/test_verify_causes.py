@@ -7,6 +7,7 @@ import re
 import subprocess
 import traceback
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
     def run(
         num_steps: int = 3, num_kills: int = 0, gradients: bool = False, kill_seed: int = 3, hashes: bool = False,
-        **faults: str,
+        shard: str | None = None, **faults: str,
     ) -> tuple[int, str]:  # fmt: skip
         if hashes:
             monkeypatch.setattr(Trials, "_start", start_with_hash_seed)
@@ -67,7 +68,7 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         script.write_text(plant(**faults))
         options = {
             "steps": num_steps, "world_sizes": "1,3", "kills": num_kills, "kill_seed": kill_seed,
-            "gradients": gradients, "keep_runs": str(tmp_path / "runs"),
+            "gradients": gradients, "keep_runs": str(tmp_path / "runs"), "shard": shard,
         }  # fmt: skip
         code = run_verify.callback(Target("script", str(script)), options)
         return code, capsys.readouterr().out
@@ -280,6 +281,81 @@ def test_what_no_snapshot_holds_is_found_by_the_interruption(verify: Any, in_ste
     assert re.search(words, printed), printed
 
 
+MODES = "none,optimizer,fsdp2"
+NORM = "norm = sum(float(g.square().sum()) for g in grads) ** 0.5; [g.mul_(0.1 / norm) for g in grads]"
+GRADS = "grads = [getattr(p.grad, '_local_tensor', p.grad) for p in model.parameters() if p.grad is not None]; "
+SGD = "torch.optim.AdamW(model.parameters(), 0.02) -> torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)"
+AVERAGE = (
+    "import samestep.engine.sharded_pass as p; "
+    "p.ChunkSum.total = property(lambda self: self._parts[0] / 3)"
+)
+MINUS_ZERO = "h = (self.idle * 0.0).sum(); h.register_hook(lambda g: -torch.ones_like(g)); x = x + h"
+ZEROS = (
+    "import samestep.torch_internals as t; real = t.ShardedUnit.split; "
+    "t.ShardedUnit.split = lambda self, flat: [x if x is None else torch.zeros_like(x) + x for x in real(self, flat)]"
+)
+
+
+@pytest.mark.parametrize(
+    ("shard", "faults", "words"),
+    one_in(4, [
+        # A norm over local shards, or over the gradients of a rank's own parameters.
+        ("fsdp2", {"swap": f"optimizer.step() -> {GRADS}{NORM}; optimizer.step()"},
+         ["on 3 ranks with shard=fsdp2 and on 1 rank", "first: model.layers.0.weight, of ",
+          "the same gradients give a different model.layers.0.weight", "use run.clip_grad_norm_"]),
+        ("optimizer", {"swap": f"optimizer.step() -> {GRADS}{NORM}; optimizer.step()"},
+         ["on 3 ranks with shard=optimizer and on 1 rank",
+          "the same gradients give a different model.layers.0.weight"]),
+        # An average in place of the sum.
+        ("fsdp2", {"top": AVERAGE},
+         ["first: model.layers.0.weight", "the same losses give a different gradient of model.layers.0.weight",
+          "such as a mean in place of a sum"]),
+        # A fused optimizer.
+        ("fsdp2", {"before": "optimizer.param_groups[0].update(fused=True, foreach=False)"},
+         ["first: optimizer.state.0.exp_avg_sq, ", " ulp ", "optimizer has fused=True"]),
+        # A buffer of +0.0, to which gradients of -0.0 are added.
+        ("fsdp2", {"top": ZEROS, "swap": SGD, "in_model": "self.idle = nn.Parameter(torch.ones(4))",
+                     "in_forward": MINUS_ZERO},
+         ["first: optimizer.state.0.momentum_buffer, the only tensor that differs: 4 of 4 elements differ, "
+          "in the sign of zeros only (element 0: -0 and 0)",
+          "the same losses give a different gradient of model.idle", "+0.0 in place of the neutral -0.0"]),
+        # Initial values that depend on the number of ranks.
+        ("fsdp2", {"before": "[m.reset_parameters() for m in model.modules() if hasattr(m, 'reset_parameters')]"},
+         ["model.layers.0.weight differs before the first step: set initial values before run.prepare"]),
+        (None, {"swap": "model = Model() -> torch.manual_seed(run.world_size); model = Model()"},
+         ["likely: the script reads its rank or the number of ranks", "run.world_size in planted.py"]),
+    ]),
+)  # fmt: skip
+def test_a_fault_of_a_sharded_run_is_found_and_named(
+    verify: Any, shard: str | None, faults: dict[str, str], words: list[str]
+) -> None:
+    code, printed = verify(num_steps=2, shard=shard, **faults)
+    assert code == 1, printed
+    for expected in words:
+        assert expected in printed, f"{expected!r} is not in\n{printed}"
+
+
+def test_the_modes_of_a_sound_script_are_the_same(verify: Any) -> None:
+    """Each resume is on another number of ranks or in another mode than the start before it."""
+    code, printed = verify(num_steps=9, num_kills=2, shard=MODES)
+    assert code == 0, printed
+    rows = [re.split(r"\s{2,}", line.strip()) for line in printed.splitlines()]
+    trained = [row[1] for row in rows if row[0] == "train"]
+    assert trained == ["1 rank", "3 ranks", "3 ranks, optimizer", "3 ranks, fsdp2"]
+    places = [row[1] for row in rows if row[0].startswith("killed") or row[0] == "resumed"]
+    assert len(places) == 3
+    assert all(one != other for one, other in pairwise(places))
+    assert printed.endswith("everything is the same\n")
+
+
+def test_a_mode_that_the_run_refuses_is_not_a_defect(verify: Any) -> None:
+    swap = "AdamW(model.parameters(), 0.02) -> Adafactor(model.parameters())"
+    code, printed = verify(num_steps=2, shard=MODES, swap=swap)
+    assert code == 0, printed
+    assert "shard=fsdp2 is refused: optimizer is Adafactor, which may need whole tensors" in printed
+    assert printed.endswith("all other runs are the same\n")
+
+
 PAD = """
 def pad(samples):
     width = max(len(words) for words in samples)
@@ -354,7 +430,7 @@ def test_averages_that_cannot_be_checked_are_reported(verify: Any) -> None:
         (1.0, 1.0000001192092896, "1 of 3 elements differ, by up to 1 ulp (element 1: 1 and 1.00000012)"),
         (-0.5, -0.50000006, "by up to 1 ulp"),
         (1e-45, -1e-45, "by up to 2 ulp (element 1: 1.40129846e-45 and -1.40129846e-45)"),
-        (0.0, -0.0, "1 of 3 elements differ, by up to 0 ulp (element 1: 0 and -0)"),
+        (0.0, -0.0, "1 of 3 elements differ, in the sign of zeros only (element 1: 0 and -0)"),
         (2.0, 2.0, "it is the same in two further runs"),
     ],
 )

@@ -10,6 +10,7 @@ from samestep.tools.verify.experiments import (
     find_rank,
     find_rank_of_drift,
     is_hash_seed,
+    is_of_shard,
     read_twice,
 )
 from samestep.tools.verify.traces import Difference, Traced, name_tensor
@@ -26,16 +27,16 @@ def explain(
 
     Args:
         one: the reference run.
-        other: the run that differs: on the same number of ranks, on another number, or resumed.
+        other: the run that differs: on the same number of ranks, on another number, with another shard, or resumed.
         run_again: runs the script again, on as many ranks as the reference, up to the difference.
         run_other: as `run_again`, on as many ranks as the run that differs.
     """
-    is_other_size = one.settings["world_size"] != other.settings["world_size"]
+    is_other = any(one.settings[name] != other.settings[name] for name in ("world_size", "shard"))
     causes = _find_settings(one, other)
     if difference.what == "samples":
         causes.append("the steps use different samples: the sampler must depend on the epoch alone, not on the rank")
     moved = ", ".join(dict.fromkeys([*one.moved, *other.moved]))
-    if not is_resumed and not is_other_size:
+    if not is_resumed and not is_other:
         return causes + _explain_unrepeatable(difference, moved, run_again)
     if moved and not is_resumed:
         causes.append(_explain_generators(moved))
@@ -50,7 +51,7 @@ def explain(
             f"the script keeps from step to step{which} is in no snapshot; pass it to run.prepare, or use run.state"
         )
         return causes
-    return causes + ([] if causes else _explain_ranks(one, difference, run_again, run_other))
+    return causes + ([] if causes else _explain_ranks(one, other, difference, run_again, run_other))
 
 
 def _explain_generators(moved: str) -> str:
@@ -118,6 +119,11 @@ def _explain_unrepeatable(difference: Difference, moved: str, run_again: RunAgai
         return [_explain_generators(moved)]
     if difference.what == "draws":
         return [_explain_draws(difference)]
+    if difference.what == "initial":
+        return [
+            f"{name_tensor(difference.name)} differs before the first step: build it after samestep.Run(...), which "
+            "seeds the generators, or with a fixed seed"
+        ]
     if difference.what == "input":
         return [
             f"the data set, or collate_fn, returned different values for the same samples ({difference.name} of step "
@@ -131,7 +137,9 @@ def _explain_unrepeatable(difference: Difference, moved: str, run_again: RunAgai
     ]
 
 
-def _explain_ranks(one: Traced, difference: Difference, run_again: RunAgain, run_other: RunAgain) -> list[str]:
+def _explain_ranks(
+    one: Traced, other: Traced, difference: Difference, run_again: RunAgain, run_other: RunAgain
+) -> list[str]:
     if difference.what == "state" and difference.tensor in one.settings["buffers"]:
         return [
             f"{name_tensor(difference.tensor or '')} is a buffer that depends on the number of ranks: its value "
@@ -139,6 +147,13 @@ def _explain_ranks(one: Traced, difference: Difference, run_again: RunAgain, run
         ]
     if places := find_rank(run_again, run_other):
         return [_describe_reads(places)]
+    if other.settings["shard"] is not None and is_of_shard(one, difference.step, run_other):
+        return [_explain_shard(other, difference)]
+    if difference.what == "initial":
+        return [
+            f"{name_tensor(difference.name)} differs before the first step: its initial value must not depend on the "
+            "rank or the number of ranks"
+        ]
     where = {
         "losses": f"the same inputs of {difference.name} give a different loss",
         "gradient": f"the same losses give a different gradient of {difference.name}",
@@ -149,6 +164,32 @@ def _explain_ranks(one: Traced, difference: Difference, run_again: RunAgain, run
         f"{where}: state is kept from one micro-batch to the next (an attribute, a global variable, a generator), "
         "and each rank computes different micro-batches"
     ]
+
+
+def _explain_shard(other: Traced, difference: Difference) -> str:
+    """Describe what a difference that does not exist without `shard` can come from."""
+    name = name_tensor(difference.name)
+    fused = ", ".join(other.settings["fused"])
+    if difference.what == "initial":
+        why = (
+            f"{name} differs before the first step: set initial values before run.prepare, because values that are "
+            "drawn for the parts of a tensor depend on its division"
+        )
+    elif difference.what == "losses":
+        why = f"the same inputs of {name} give a different loss: the forward pass computes from a part of a tensor"
+    elif difference.what == "gradient":
+        why = (
+            f"the same losses give a different gradient of {name}: something changes the sums over the ranks, such as "
+            "a mean in place of a sum, or +0.0 in place of the neutral -0.0"
+        )
+    elif difference.what == "state" and fused and other.settings["shard"] == "fsdp2":
+        why = f"{fused} has fused=True, whose kernel rounds the last elements of a part differently: leave it out"
+    else:
+        why = (
+            f"the same gradients give a different {name}: the update computes from the parts of tensors that a rank "
+            "holds, such as a norm of its gradients; for clipping, use run.clip_grad_norm_"
+        )
+    return f"it is the same without shard={other.settings['shard']}, and {why}"
 
 
 def _describe_reads(places: str) -> str:
@@ -199,8 +240,9 @@ def measure_difference(one: Path, other: Path, name: str) -> str:
         return "it is the same in two further runs"
     ulps = (_order(words[0]) - _order(words[1])).abs()
     place = int(torch.where(differs, ulps, -1).argmax())
+    by = f"by up to {int(ulps[place])} ulp" if ulps[place] else "in the sign of zeros only"
     return (
-        f"{int(differs.sum())} of {len(ulps)} elements differ, by up to {int(ulps[place])} ulp (element {place}: "
+        f"{int(differs.sum())} of {len(ulps)} elements differ, {by} (element {place}: "
         f"{flat_a[place].item():.9g} and {flat_b[place].item():.9g})"
     )
 

@@ -2,15 +2,15 @@
 
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
-from samestep.config import OPTIONS, Option, format_flags, name_flag
+from samestep.config import Option, Shard, format_flags, name_flag
 from samestep.console import format_count, format_ranks, print_result, show_activity
 from samestep.errors import Error
 from samestep.files import replace_file
@@ -25,13 +25,14 @@ from samestep.tools.verify.causes import explain, explain_drift, measure_differe
 from samestep.tools.verify.gradients import check_gradients, check_schedules
 from samestep.tools.verify.plain import PlainOptions, run_plain
 from samestep.tools.verify.traces import Difference, find_difference, name_tensor
-from samestep.tools.verify.trials import LEAST_DEADLINE_S, TrialOutcome, Trials, make_empty
+from samestep.tools.verify.trials import LEAST_DEADLINE_S, TrialOutcome, Trials, is_mode, make_empty
 from samestep.world.workdir import WorkDir
 
 OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device", "backend")
 FLAGS: dict[str, Option] = {
     "steps": Option(int, "N", "steps of each run; default: 20"),
     "world_sizes": Option(str, "N,N", "numbers of ranks, each compared with the first; default: 1,2,3,4"),
+    "shard": Option(str, "S,S", "values of shard to compare, on each number of ranks: none, optimizer, fsdp2"),
     "kills": Option(int, "K", "number of kills in the interrupted run; default: 2"),
     "kill_seed": Option(int, "N", "seed for the random moments of the kills; default: random"),
     "gradients": Option(
@@ -53,7 +54,9 @@ RECIPES = "samestep.recipes."
 KILLED = 128 + 9
 MAX_EVENTS = 12  # file accesses during a snapshot, after one of which a rank is killed
 ROW = "  {:<24} {:<10} {:>7}  {:<44} {}"
-COLOURS = {"same": "green", "skipped": "yellow", "the reference": "yellow"}
+ROW_OF_MODES = ROW.replace("{:<10}", "{:<20}")
+COLOURS = {"same": "green", "skipped": "yellow", "the reference": "yellow", "refused": "yellow"}
+Place = tuple[int, str | None]  # a number of ranks, and the value of `shard`; None: that of the script
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class VerifyOptions:
 
     steps: int = 20
     world_sizes: str = "1,2,3,4"
+    shard: str | None = None
     kills: int = 2
     kill_seed: int | None = None
     gradients: bool = False
@@ -72,9 +76,10 @@ class VerifyOptions:
 def run_verify(target: Target, values: Mapping[str, Any]) -> int:
     """Trains for a few steps on several numbers of ranks, and compares the runs.
 
+    With --shard, also compares the ways to divide the state of a run among the ranks.
     Then trains once more, kills ranks at random moments, including during a save, and resumes on a different number of
-    ranks each time. Compares the state after every step, the losses and the samples. Prints the first difference and
-    its likely cause. Writes nothing to the run directory named by the script.
+    ranks (and with another shard) each time. Compares the state after every step, the losses and the samples. Prints
+    the first difference and its likely cause. Writes nothing to the run directory named by the script.
     Exit code: 0 if all runs are the same; 1 if they differ or if no kill happened; 2 if the script does not train.
 
     --plain takes a script that does not use samestep (DDP, Accelerate, Trainer, Lightning). It runs the script on 1 and
@@ -123,9 +128,12 @@ def build_badge(is_plain: bool, is_passed: bool) -> str:
 
 def _run_exact(target: Target, values: Mapping[str, Any]) -> int:
     """Verify a script that uses samestep. Also returns 1 if no kill occurred before the end of its run."""
-    options = VerifyOptions(**{name: value for name, value in values.items() if name not in OPTIONS})
-    overrides = {name: value for name, value in values.items() if name in OPTIONS}
+    options = VerifyOptions(**{name: value for name, value in values.items() if name not in OF_RUN})
+    overrides = {name: value for name, value in values.items() if name in OF_RUN}
     world_sizes = parse_sizes("--world-sizes", options.world_sizes)
+    modes = [None] if options.shard is None else _parse_modes(options.shard)
+    if len(modes) > 1 and world_sizes == [1]:
+        raise Error("--shard compares runs on several ranks, and --world-sizes has 1 only: add 2")
     if options.steps < 1 or options.kills < 0:
         raise Error("verify needs at least one step, and at least 0 kills")
     kept = None if options.keep_runs is None else make_empty(Path(options.keep_runs))
@@ -133,16 +141,29 @@ def _run_exact(target: Target, values: Mapping[str, Any]) -> int:
         every = max(1, options.steps // (2 * (options.kills + 1)))
         home = (kept or temporary.path).resolve()
         trials = Trials(target, overrides, home, options.steps, every, (temporary.lock.fileno(),))
-        return _Verification(trials, options, world_sizes).run()
+        return _Verification(trials, options, world_sizes, modes).run()
+
+
+def _parse_modes(text: str) -> list[str | None]:
+    known = ("none", *get_args(Shard))
+    modes = [part.strip() for part in text.split(",")]
+    if wrong := [mode for mode in modes if mode not in known]:
+        raise Error(f"--shard takes some of {', '.join(known)}, with commas between them, not {wrong[0]!r}")
+    return [*dict.fromkeys(modes)]
 
 
 class _Verification:
     """Runs and compares, prints a row per run, and collects the explanations for the end."""
 
-    def __init__(self, trials: Trials, options: VerifyOptions, world_sizes: Sequence[int]) -> None:
+    def __init__(
+        self, trials: Trials, options: VerifyOptions, world_sizes: Sequence[int], modes: Sequence[str | None]
+    ) -> None:
         self._trials = trials
         self._options = options
         self._world_sizes = world_sizes
+        self._modes = modes
+        self._row = ROW if modes == [None] else ROW_OF_MODES
+        self._refused: set[str | None] = set()  # values of shard
         self._lines: list[str] = []
         self._is_same = True
         self._num_kills = 0  # that occurred
@@ -150,7 +171,7 @@ class _Verification:
 
     def run(self) -> int:
         print(f"samestep verify {' '.join(self._trials.target.to_command()[1])}", flush=True)
-        print(ROW.format("run", "ranks", "steps", "result", "time"), flush=True)
+        print(self._row.format("run", "ranks", "steps", "result", "time"), flush=True)
         self._compare_all()
         print("".join(f"{line}\n" for line in self._lines), end="")
         wanted = self._options.kills
@@ -165,12 +186,13 @@ class _Verification:
             return 1
         if self._num_kills < wanted:
             print(f"{self._num_kills} of {wanted} kills occurred before the end of the run: for all, use more --steps")
-        print("everything is the same")
+        print("all other runs are the same" if self._refused else "everything is the same")
         return 0
 
     def _compare_all(self) -> None:
         first, *others = self._world_sizes
-        self._reference = self._run_reference(first)
+        place = (first, self._modes[0])
+        self._reference = self._run_reference(place)
         trace = self._reference.trace
         most = trace.settings["num_micro_batches"]
         allowed = [size for size in (first, *others) if size <= most]
@@ -180,22 +202,25 @@ class _Verification:
         if self._options.gradients:
             self._check_averages(max(allowed))
         # Equal runs must not depend on Python's hash seed either: plain python uses a new one at each start.
-        if self._run_and_compare("again", first, hash_seed="1") != "same":
+        if self._run_and_compare("again", place, hash_seed="1") != "same":
             return  # a difference between two equal runs would appear in all comparisons
         for size in others:
-            if size in allowed:
-                self._run_and_compare("train", size)
-            else:
+            if size not in allowed:
                 why = f"skipped: a step has {most} micro-batch{'es' if most > 1 else ''} only"
                 self._print_row("train", format_ranks(size), "", why)
+        places = [(size, mode) for mode in self._modes for size in allowed if size > 1 or mode == self._modes[0]]
+        for other in places[1:]:
+            if other[1] not in self._refused:
+                self._run_and_compare("train", other)
         if self._is_same and self._options.kills:
-            self._interrupt(allowed)
+            self._interrupt([each for each in places if each[1] not in self._refused])
 
     # --- the runs ---------------------------------------------------------------------------------------------
 
-    def _run_reference(self, size: int) -> TrialOutcome:
+    def _run_reference(self, place: Place) -> TrialOutcome:
+        size, mode = place
         show_activity(f"train on {format_ranks(size)} ...")
-        outcome = self._trials.run(size)
+        outcome = self._trials.run(size, shard=mode)
         name = self._trials.target.name.removeprefix(RECIPES)
         if outcome.code or not outcome.trace.steps:
             show_activity("")
@@ -217,10 +242,11 @@ class _Verification:
         self._print_run("train", outcome, "the reference")
         return outcome
 
-    def _run_and_compare(self, name: str, size: int, **how: Any) -> str:
+    def _run_and_compare(self, name: str, place: Place, **how: Any) -> str:
         """Run, compare with the reference, and print the row. Returns the result: "same", or what differs."""
+        size, mode = place
         show_activity(f"{name} on {format_ranks(size)} ...")
-        outcome = self._trials.run(size, **how)
+        outcome = self._trials.run(size, shard=mode, **how)
         is_killed = "kill" in how and outcome.code == KILLED
         self._num_kills += is_killed
         result = self._judge(outcome, is_cut=is_killed)
@@ -239,16 +265,15 @@ class _Verification:
         one = self._reference.logged
         other = outcome.logged
         keys = [key for key in one if key in other and one[key] != other[key] and key[1] not in self._free]
-        if outcome.world_size == self._reference.world_size:
+        if outcome.where == self._reference.where:
             self._free |= {name for _, name in keys}
             return
-        ranks = [format_ranks(run.world_size) for run in (self._reference, outcome)]
         for step, name in {name: (step, name) for step, name in reversed(keys)}.values():
             self._free.add(name)
             self._lines.append(
-                f"{name}, logged after {format_count(step, 'step')}, is {one[step, name]} on {ranks[0]} and "
-                f"{other[step, name]} on {ranks[1]}: training does not depend on it; a mean over micro-batches "
-                "belongs in step.log, which averages over the batch"
+                f"{name}, logged after {format_count(step, 'step')}, is {one[step, name]} on "
+                f"{self._reference.where} and {other[step, name]} on {outcome.where}: training does not depend on it; "
+                "a mean over micro-batches belongs in step.log, which averages over the batch"
             )
 
     def _check_averages(self, size: int) -> None:
@@ -262,29 +287,29 @@ class _Verification:
         self._lines += [*faults, *found.notes, *([found.failure] if found.failure else [])]
         self._is_same &= result == "same"
 
-    def _interrupt(self, sizes: Sequence[int]) -> None:
-        """Kill one run several times, and resume it on a different number of ranks each time."""
+    def _interrupt(self, places: Sequence[Place]) -> None:
+        """Kill one run several times, and resume it on a different number of ranks, and in another mode, each time."""
         chance = random.Random(self._options.kill_seed)
         num_steps = len(self._reference.trace.steps)
         num_kills = self._options.kills
         run_dir = self._trials.home / "interrupted"
-        size = 0
+        place: Place = (0, None)
         for number in range(num_kills):
-            size = _choose_other(chance, sizes, size)
+            place = _choose_other(chance, places, place)
             # Each kill in a separate range of steps; the first after the first snapshot, the last before the end.
             low = number * num_steps // num_kills
             high = max((number + 1) * num_steps // num_kills - 2, 0)
             step = chance.randint(min(max(low, self._trials.snapshot_every + 1), high), high)
-            rank = chance.randrange(size)
+            rank = chance.randrange(place[0])
             after_s = chance.random() * self._reference.trace.step_s
             name = f"killed rank {rank}"
             kill = {"step": step, "rank": rank, "after_s": after_s}
             if number == 0:
                 name = "killed in a save"
                 kill = {"step": step, "rank": 0, "events": chance.randint(1, MAX_EVENTS)}
-            if self._run_and_compare(name, size, run_dir=run_dir, kill=kill) != "same":
+            if self._run_and_compare(name, place, run_dir=run_dir, kill=kill) != "same":
                 return
-        self._run_and_compare("resumed", _choose_other(chance, sizes, size), run_dir=run_dir)
+        self._run_and_compare("resumed", _choose_other(chance, places, place), run_dir=run_dir)
 
     # --- the verdict ------------------------------------------------------------------------------------------
 
@@ -292,17 +317,21 @@ class _Verification:
         """Compare with the reference, and explain a difference. Returns the entry for the table."""
         reference = self._reference
         trace = outcome.trace
-        where = f"on {format_ranks(outcome.world_size)}"
+        where = f"on {outcome.where}"
         if (difference := find_difference(reference.trace, trace)) is not None:
             self._is_same = False
             self._explain(outcome, difference)
             return f"differs from step {difference.step}"
         if is_cut:
             return "same"
+        if (refusal := outcome.refusal) is not None:
+            self._refused.add(outcome.shard)
+            self._lines.append(f"shard={outcome.shard} is refused: {refusal}")
+            return "refused"
         if outcome.code:
             result = f"exit code {outcome.code}"
             self._lines += [f"{where} it ends with {result}:", outcome.last_words]
-            self._lines += explain_drift(outcome, partial(self._trials.run, outcome.world_size))
+            self._lines += explain_drift(outcome, self._repeat(outcome))
             self._is_same = False
             return result
         # A run that is resumed after its last step has no further one.
@@ -322,9 +351,9 @@ class _Verification:
     def _explain(self, outcome: TrialOutcome, difference: Difference) -> None:
         reference = self._reference
         resumed = ", resumed" if outcome.is_resumed else ""
-        whose = f"in two runs on {format_ranks(reference.world_size)}"
-        if outcome.world_size != reference.world_size:
-            whose = f"on {format_ranks(outcome.world_size)} and on {format_ranks(reference.world_size)}"
+        whose = f"in two runs on {reference.where}"
+        if outcome.where != reference.where:
+            whose = f"on {outcome.where} and on {reference.where}"
         self._lines.append(f"step {difference.step} is not the same {whose}{resumed}")
         if difference.tensor is not None:
             count = difference.num_tensors
@@ -335,7 +364,7 @@ class _Verification:
             name = name_tensor(difference.name) or "the loss"
             self._lines.append(f"  first: {name}, {difference.values[0]} and {difference.values[1]}")
         run_again, run_other = (
-            partial(self._trials.run, run.world_size, num_steps=difference.step + 1) for run in (reference, outcome)
+            partial(self._repeat(run), num_steps=difference.step + 1) for run in (reference, outcome)
         )
         causes = explain(
             reference.trace,
@@ -347,15 +376,16 @@ class _Verification:
         )
         self._lines += [f"  likely: {cause}" for cause in causes]
 
+    def _repeat(self, outcome: TrialOutcome) -> Callable[..., TrialOutcome]:
+        return partial(self._trials.run, outcome.world_size, shard=outcome.shard)
+
     def _measure(self, outcome: TrialOutcome, step: int, name: str) -> str:
         """Repeat both runs up to that step, from where each began, and compare the tensors."""
         places = []
         for run in (self._reference, outcome):
-            again = self._trials.run(
-                run.world_size, run_dir=run.begun_from, num_steps=step + 1, hash_seed=run.hash_seed, dump=step
-            )
+            again = self._repeat(run)(run_dir=run.begun_from, num_steps=step + 1, hash_seed=run.hash_seed, dump=step)
             if not (again.place / "dump.safetensors").exists():
-                return f"another run on {format_ranks(run.world_size)} did not reach that step"
+                return f"another run on {run.where} did not reach that step"
             places.append(again.place)
         return measure_difference(places[0], places[1], name)
 
@@ -364,12 +394,15 @@ class _Verification:
     def _print_run(self, name: str, outcome: TrialOutcome, result: str) -> None:
         steps = outcome.trace.steps
         shown = f"{min(steps)}-{max(steps)}" if steps else "none"
-        self._print_row(name, format_ranks(outcome.world_size), shown, result, f"{outcome.seconds:.1f} s")
+        ranks = format_ranks(outcome.world_size) + (f", {outcome.shard}" if is_mode(outcome.shard) else "")
+        self._print_row(name, ranks, shown, result, f"{outcome.seconds:.1f} s")
 
     def _print_row(self, name: str, ranks: str, steps: str, result: str, time: str = "") -> None:
         colour = next((colour for text, colour in COLOURS.items() if result.startswith(text)), "red")
-        print_result(ROW.format(name, ranks, steps, result, time).rstrip(), result, colour)
+        print_result(self._row.format(name, ranks, steps, result, time).rstrip(), result, colour)
 
 
-def _choose_other(chance: random.Random, sizes: Sequence[int], size: int) -> int:
-    return chance.choice([other for other in sizes if other != size] or list(sizes))
+def _choose_other(chance: random.Random, places: Sequence[Place], place: Place) -> Place:
+    """Return one with another number of ranks and another mode, if there is one."""
+    both = [other for other in places if other[0] != place[0] and other[1] != place[1]]
+    return chance.choice(both or [other for other in places if other != place] or [*places])

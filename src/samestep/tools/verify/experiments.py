@@ -17,7 +17,7 @@ from typing import Any
 
 from samestep.decoding import parse_json
 from samestep.files import open_regular, read_text
-from samestep.tools.verify.traces import find_difference
+from samestep.tools.verify.traces import Traced, find_difference
 from samestep.tools.verify.trials import TrialOutcome
 from samestep.world.environment import intercept_reads
 
@@ -59,6 +59,16 @@ def find_rank(run_again: RunAgain, run_other: RunAgain) -> str | None:
     other = run_other(fixed=RANK)
     places = _read_places(other)
     return places if places and _are_same(run_again(fixed=RANK), other) else None
+
+
+def is_of_shard(reference: Traced, last_step: int, run_other: RunAgain) -> bool:
+    """Return whether the run that differs is the same as the reference up to `last_step` if nothing is divided.
+
+    Args:
+        run_other: runs the script where it differs.
+    """
+    undivided = run_other(shard="none").trace
+    return last_step in undivided.steps and find_difference(reference, undivided) is None
 
 
 def find_rank_of_drift(run_other: RunAgain, has_drifted: Callable[[TrialOutcome], bool]) -> str | None:

@@ -30,7 +30,7 @@ class Averages:
 
 def check_gradients(trials: Trials, size: int) -> Averages:
     """Run the first steps on one rank in float64, and the first step on `size` ranks, and compare."""
-    overrides = {"precision": "fp32"}
+    overrides = {"precision": "fp32", "shard": "none"}  # `--shard` compares the others with it
     double = trials.run(1, num_steps=2, overrides=overrides, interceptor=REFERENCE, dtype="float64")
     single = trials.run(size, num_steps=1, overrides=overrides, interceptor=REFERENCE, dtype="float32")
     found = Averages(double.seconds + single.seconds)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.data.attributes import walk_attributes
@@ -94,8 +95,8 @@ class Trace(Tracer):
         state = self.loop.build_state({"step": step.number + 1})  # on all ranks, which may hold parts of it
         if self.context.rank == 0:
             structure, tensors = encode(state)
-            hashes = {name: hash_bytes(view_bytes(tensor)) for name, tensor in tensors.items()}
-            line |= {"digest": digest_of(structure, hashes), "tensors": {n: h[:16] for n, h in hashes.items()}}
+            hashes = hash_tensors(tensors)
+            line |= {"digest": digest_of(structure, hashes), "tensors": shorten(hashes)}
             schedules = [thing for thing in self.objects.values() if isinstance(thing, LRScheduler)]
             line |= {"values": dict(flatten(structure)), "schedules": [each.last_epoch for each in schedules]}
             if self.options.get("dump") == step.number:
@@ -121,6 +122,7 @@ class Trace(Tracer):
 
     def _write_begin(self, first_step: int) -> None:
         settings = self.context.config
+        state = self.loop.build_state({"step": first_step})  # on all ranks, which may hold parts of it
         buffers = [
             f"objects/{name}/{path}" for name, module in self.modules.items() for path, _ in module.named_buffers()
         ]
@@ -135,6 +137,13 @@ class Trace(Tracer):
                 "reduction": settings.reduction,
                 "schedules": [name for name, thing in self.objects.items() if isinstance(thing, LRScheduler)],
                 "buffers": buffers,
+                "shard": settings.shard if self.context.world_size > 1 else None,
+                "fused": [
+                    name
+                    for name, thing in self.objects.items()
+                    if isinstance(thing, Optimizer) and any(group.get("fused") for group in thing.param_groups)
+                ],
+                "tensors": shorten(hash_tensors(encode(state)[1])) if self.context.rank == 0 else {},
             }
         )
 
@@ -161,6 +170,16 @@ class Trace(Tracer):
                     os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(on_event)
+
+
+def hash_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return a hash of the elements of each tensor."""
+    return {name: hash_bytes(view_bytes(tensor)) for name, tensor in tensors.items()}
+
+
+def shorten(hashes: Mapping[str, str]) -> dict[str, str]:
+    """Return the first 16 hexadecimal digits of each hash."""
+    return {name: each[:16] for name, each in hashes.items()}
 
 
 def hash_tensor(tensor: Tensor) -> str:

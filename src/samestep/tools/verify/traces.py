@@ -1,6 +1,6 @@
 """Reads the traces of a run's ranks, and finds the first difference between two runs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -42,6 +42,7 @@ def read_traces(directory: Path) -> Traced:
     settings: Line = {}
     steps: dict[int, Line] = {}
     notes: dict[int, dict[tuple[int, int], Line]] = {}
+    gradients: dict[int, dict[str, str | None]] = {}
     threads: set[int] = set()
     moved: dict[str, None] = {}
     for path in sorted(directory.glob("rank-*.jsonl")):
@@ -53,8 +54,11 @@ def read_traces(directory: Path) -> Traced:
             moved |= dict.fromkeys(line["moved"])
             for note in line["micro_batches"]:
                 notes.setdefault(line["step"], {})[note["pass"], note["v"]] = note
+            known = gradients.setdefault(line["step"], {})  # a rank may have those of its own parameters only
+            known |= {name: known.get(name) or each for name, each in line["gradients"].items()}
             if "digest" in line:
                 steps[line["step"]] = line
+    steps = {step: line | {"gradients": gradients[step]} for step, line in steps.items()}
     return Traced(settings, dict(sorted(steps.items())), notes, frozenset(threads), tuple(moved))
 
 
@@ -63,8 +67,8 @@ class Difference:
     """The first difference between two runs.
 
     Attributes:
-        what: "samples", "input", "losses" or "draws" (of a micro-batch), "gradient", "state" (a tensor), "value" (a
-            plain value of the state) or "loss" (of the step).
+        what: "initial" (a tensor before the first step), "samples", "input", "losses" or "draws" (of a micro-batch),
+            "gradient", "state" (a tensor), "value" (a plain value of the state) or "loss" (of the step).
         name: name of the parameter, tensor, value or micro-batch.
         tensor: the first tensor of the state that differs at the end of that step, if any does.
         num_tensors: number of tensors that differ.
@@ -88,18 +92,27 @@ def find_difference(one: Traced, other: Traced) -> Difference | None:
         a = one.steps[step]
         b = other.steps[step]
         if (a["digest"], a["loss"]) != (b["digest"], b["loss"]):
-            return _locate(step, a, b, one.micro_batches[step], other.micro_batches[step])
+            before = [run.settings["tensors"] if run.settings["begin"] == step else {} for run in (one, other)]
+            return _locate(step, a, b, before, one.micro_batches[step], other.micro_batches[step])
     return None
 
 
 def _locate(
-    step: int, a: Line, b: Line, notes: Mapping[tuple[int, int], Line], others: Mapping[tuple[int, int], Line]
+    step: int,
+    a: Line,
+    b: Line,
+    before: Sequence[Mapping[str, str]],
+    notes: Mapping[tuple[int, int], Line],
+    others: Mapping[tuple[int, int], Line],
 ) -> Difference:
     tensors = [name for name in a["tensors"] if a["tensors"][name] != b["tensors"].get(name)]
     tensors.sort(key=lambda name: "/state/" in name)  # those of models before those of optimizers
     tensors += [name for name in b["tensors"] if name not in a["tensors"]]
     first = tensors[0] if tensors else None
     count = len(tensors)
+    for name, value in before[0].items():
+        if before[1].get(name, value) != value:
+            return Difference(step, "initial", name, first, count)
     for key in sorted(notes.keys() & others.keys()):
         for what in ("samples", "input", "losses", "draws"):
             found = notes[key].get(what), others[key].get(what)

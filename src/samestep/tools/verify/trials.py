@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.config import NO_INTERCEPTORS, Overrides, to_variables
+from samestep.console import format_ranks
 from samestep.errors import Error
 from samestep.files import copy_file, open_regular, read_tail
 from samestep.launch.target import Target
@@ -31,6 +32,7 @@ class TrialOutcome:
 
     Attributes:
         world_size: number of ranks.
+        shard: the value of the option `shard`; None: that of the script.
         hash_seed: PYTHONHASHSEED, unless it is set for this process.
         place: the directory with its traces.
         begun_from: a copy of the run's directory as this start found it; None: a new run.
@@ -43,6 +45,7 @@ class TrialOutcome:
     """
 
     world_size: int
+    shard: str | None
     hash_seed: str
     place: Path
     begun_from: Path | None
@@ -55,6 +58,17 @@ class TrialOutcome:
     logged: Mapping[tuple[int, str], Any]
 
     @property
+    def where(self) -> str:
+        """The ranks of this start in words, such as "2 ranks with shard=fsdp2"."""
+        return format_ranks(self.world_size) + (f" with shard={self.shard}" if is_mode(self.shard) else "")
+
+    @property
+    def refusal(self) -> str | None:
+        """The sentence in which samestep refuses to train with `shard`; None if it does not."""
+        said = [sentence for sentence in find_errors(self.output) if f'shard="{self.shard}"' in sentence]
+        return said[-1] if is_mode(self.shard) and self.code == Error.exit_code and said else None
+
+    @property
     def is_resumed(self) -> bool:
         """Whether it continued an earlier start."""
         return self.begun_from is not None
@@ -63,6 +77,11 @@ class TrialOutcome:
     def last_words(self) -> str:
         """The error at the end; without one, the end of the output."""
         return "\n".join(find_errors(self.output) or self.output.rstrip().splitlines()[-SHOWN_LINES:])
+
+
+def is_mode(shard: str | None) -> bool:
+    """Return whether a value of `shard` divides something among the ranks."""
+    return shard not in (None, "none")
 
 
 def make_empty(directory: Path) -> Path:
@@ -99,6 +118,7 @@ class Trials:
         self,
         world_size: int,
         *,
+        shard: str | None = None,
         run_dir: Path | None = None,
         num_steps: int | None = None,
         overrides: Mapping[str, Any] | None = None,
@@ -110,6 +130,7 @@ class Trials:
         """Start the script and wait for its end.
 
         Args:
+            shard: the option of `Run`; None: as the script has it. One rank has nothing to divide.
             run_dir: the directory of an earlier start; None: a new one.
             num_steps: steps of the whole run.
             overrides: further options of `Run`.
@@ -131,6 +152,7 @@ class Trials:
             "compare_every": 1,
             **NO_INTERCEPTORS,
             "log_every": 1,
+            **({} if shard is None else {"shard": shard}),
             **(overrides or {}),
         }
         variables = build_trace(interceptor, place, to_variables(options), hash_seed=hash_seed, **trace)
@@ -142,6 +164,7 @@ class Trials:
         final = store.find("latest", warn=lambda _: None) if run_dir.exists() else None
         return TrialOutcome(
             world_size=world_size,
+            shard=shard if world_size > 1 else None,
             hash_seed=hash_seed,
             place=place,
             begun_from=begun_from,
