@@ -80,6 +80,15 @@ def print_result(text: str, word: str, colour: str) -> None:
     print(text, flush=True)
 
 
+def format_bytes(count: float) -> str:
+    """Format a size of a message or of memory, in powers of 1024, such as "256 MB"."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if count >= 10 or count == int(count) else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TB"
+
+
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table: with rich on a terminal, otherwise as plain columns. Escapes control characters."""
     if sys.stdout.isatty():

@@ -13,6 +13,7 @@ import pytest
 from support.ports import reserve_port
 from support.runs import check, run_command, samestep_command
 
+from samestep.console import format_bytes
 from samestep.errors import Error
 from samestep.tools.doctor.collectives import OPERATIONS, judge_collectives, judge_links, plan_rounds
 from samestep.tools.doctor.data_loading import judge_data_loading, measure_rank
@@ -24,7 +25,6 @@ from samestep.tools.doctor.facts import (
     DoctorOptions,
     Finding,
     Participants,
-    format_bytes,
     format_s,
     judge_answers,
     run_judge,

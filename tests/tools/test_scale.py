@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -116,7 +117,7 @@ def test_a_plan_keeps_the_budget(home: Path, capsys: pytest.CaptureFixture[str])
     said = capsys.readouterr().out.splitlines()
     ranks = f"{cheapest} rank{'s' if cheapest > 1 else ''}"
     assert said[-1].startswith(f"use batch_size 32 and micro_batch_size 8 on {ranks}, which takes ")
-    assert [row.split()[0] for row in said[2:-1]] == ["32", "64", "128", "256", "512", "1024"]
+    assert [row.split()[0] for row in said[2:8]] == ["32", "64", "128", "256", "512", "1024"]
     assert main(["plan", file, "--samples", "32000", "--rank-hours", "100"]) == 0
     fastest = min(hours, key=lambda w: hours[w])
     assert f"micro_batch_size 8 on {fastest} rank" in capsys.readouterr().out.splitlines()[-1]
@@ -129,6 +130,28 @@ def test_a_plan_keeps_the_budget(home: Path, capsys: pytest.CaptureFixture[str])
     assert [row["batch_size"] for row in found["choices"]] == [32 << k for k in range(6)]
     assert main(["plan", file, "--samples", "32000", "--time", "1"]) == 0
     assert capsys.readouterr().out.endswith(" rank-hours, within 1 hour\n")
+
+
+def test_a_plan_shows_the_memory_of_a_rank(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model without blocks, and SGD without state."""
+    file = str(home / "scale.json")
+    params = 4 * (16 * 64 + 64 + 64 + 1)
+    sizes = json.loads(Path(file).read_text())["strong"]["sizes"][0]["facts"]["memory"]
+    assert [row[0] for row in sizes] == [4 * 16 * 64, 4 * 64, 4 * 64, 4]
+    assert main(["plan", file, "--samples", "32000", "--time", "1", "--json"]) == 0
+    memory = {(row["world_size"], row["shard"]): row for row in json.loads(capsys.readouterr().out)["memory"]}
+    assert {world_size for world_size, _ in memory} == {1, 2, 4, 8, 16, 32, 64}
+    for shard in ("none", "optimizer"):
+        assert memory[2, shard]["total"] == 2 * params
+    part = 4 * (16 * 32 + 32 + 64 + 1)  # one row cannot be divided
+    assert memory[2, "fsdp2"] == {
+        "world_size": 2, "shard": "fsdp2", "parameters": part, "gradients": part, "optimizer_state": 0,
+        "gathered_block": 2 * params, "total": 2 * part + 2 * params,
+    }  # fmt: skip
+    assert main(["plan", file, "--samples", "32000", "--time", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"\n  2 +fsdp2 +2.4 KB +2.4 KB +0 B +9.0 KB +14 KB\n", shown), shown
+    assert "their division is computed; without activations" in shown
 
 
 def test_a_plan_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

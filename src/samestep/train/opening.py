@@ -19,6 +19,7 @@ from samestep.train.loops.feed import Feed
 from samestep.train.loops.loop import Loop
 from samestep.train.loops.services import Services
 from samestep.train.prepared import Prepared
+from samestep.train.state.param_sizes import measure_sizes
 from samestep.train.state.run_state import RunState
 from samestep.train.step.interception import Interceptors, LoopParts
 from samestep.train.step.steps import Observers, StepObserver
@@ -148,6 +149,7 @@ def build_observers(
             lambda position: prepared.contents.build(
                 position | state.list_ends(), state.script, prepared.collect_states()
             ),
+            lambda: measure_sizes(prepared.objects, prepared.modules, prepared.shard_blocks),
         )
     )
     return Observers([*observers, *interceptors.installed], interceptors)

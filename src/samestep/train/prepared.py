@@ -65,6 +65,7 @@ class Prepared:
         divided: what is divided among the ranks.
         misuse, parameters, replicas: observers of the models.
         point: where the run resumed.
+        shard_blocks: as for `Run.prepare`.
     """
 
     objects: Mapping[str, Any]
@@ -78,6 +79,7 @@ class Prepared:
     parameters: TrainedParameters
     replicas: ReplicaChecks
     point: ResumePoint
+    shard_blocks: Blocks | None
 
     def collect_states(self) -> Callable[[], dict[str, Any]]:
         """Call on all ranks before a snapshot. Returns a function that returns the objects' states, whole on rank 0."""
@@ -170,6 +172,7 @@ def prepare_objects(
         parameters=parameters,
         replicas=ReplicaChecks(objects, context.group, config.compare_every, has_divided_state=shard is not None),
         point=point,
+        shard_blocks=shard_blocks,
     )
 
 

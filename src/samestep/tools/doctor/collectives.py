@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.console import describe_size
+from samestep.console import describe_size, format_bytes
 from samestep.errors import Error
 from samestep.tools.doctor.facts import (
     CheckFacts,
@@ -25,7 +25,6 @@ from samestep.tools.doctor.facts import (
     Finding,
     Participants,
     failure,
-    format_bytes,
     format_s,
     warning,
     well,

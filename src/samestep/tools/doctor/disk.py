@@ -9,10 +9,10 @@ from tempfile import TemporaryFile
 from typing import IO, Any
 
 from samestep.config import is_url
-from samestep.console import describe_size
+from samestep.console import describe_size, format_bytes
 from samestep.errors import Error
 from samestep.snapshot.writers import find_writers
-from samestep.tools.doctor.facts import CheckFacts, Context, Finding, failure, format_bytes, format_s, warning, well
+from samestep.tools.doctor.facts import CheckFacts, Context, Finding, failure, format_s, warning, well
 
 DEFAULT = "runs"
 CHUNK_BYTES = 4 << 20

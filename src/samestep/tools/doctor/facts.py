@@ -218,15 +218,6 @@ def run_judge(name: str, judge: Judge, facts: CheckFacts) -> list[Finding]:
     return problems or findings
 
 
-def format_bytes(count: float) -> str:
-    """Format a size of a message or of memory, in powers of 1024, such as "256 MB"."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if count >= 10 or count == int(count) else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TB"
-
-
 def format_s(seconds: float) -> str:
     """Format a duration, such as "21 us", "3.4 ms" or "1.2 s"."""
     if seconds < 1e-3:

@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from samestep.console import format_bytes
 from samestep.files import read_text
 from samestep.tools.doctor.facts import (
     CheckFacts,
     Context,
     Finding,
     failure,
-    format_bytes,
     warning,
     well,
 )

@@ -32,7 +32,7 @@ class Size:
     """The measurements at one number of ranks.
 
     Attributes:
-        facts: rank 0's line about the run and its links.
+        facts: rank 0's lines about the run and its links, and about its tensors, if it is alone.
         blocks_s: seconds per step of the slowest rank, for each block of steps of each start.
         phases_s: phase -> seconds per step, the mean over ranks and starts. "exchange" is the time that the rank with
             the shortest wait spends in the exchange, and "waiting" the additional time of the others.
@@ -134,10 +134,11 @@ class Starts:
             output = read_tail(place / "output").rstrip()
             words = (find_errors(output) or output.splitlines() or ["it printed nothing"])[-1]
             raise Error(f"{where} cannot be measured, it ends with exit code {code}: {words}")
-        size.facts = ranks[0][0]
+        size.facts = ranks[0][0] | next((line for line in ranks[0] if "memory" in line), {})
         if (found := size.facts["world_size"]) != size.world_size:
             raise Error(f"{where} starts {found} ranks itself: pass the script that each rank runs")
-        add_steps(size, [rank[self.num_warm_up :] for rank in ranks], where)  # from the end of the last one
+        steps = [[line for line in rank if "at_s" in line] for rank in ranks]
+        add_steps(size, [lines[self.num_warm_up - 1 :] for lines in steps], where)  # from the end of the last one
 
 
 def add_steps(size: Size, ranks: Sequence[Sequence[Line]], where: str) -> None:

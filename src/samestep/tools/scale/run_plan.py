@@ -14,6 +14,7 @@ from samestep.console import format_count, format_ranks, print_table
 from samestep.decoding import parse_json
 from samestep.errors import Error
 from samestep.files import read_bytes
+from samestep.tools.scale.memory_table import NOTE, build_memory, list_memory, read_sizes
 from samestep.tools.scale.tables import build_predictions, build_rows, format_time
 
 NUM_BATCH_SIZES = 6
@@ -51,6 +52,7 @@ def run_plan(
     Uses the measurements in FILEs, which are outputs of samestep scale --json, one for each micro-batch size.
     Recommends the smallest batch size that fits, because a larger one changes the training. Exit code: 1 if nothing
     fits.
+    Also prints the memory that a rank needs for each value of shard.
     """
     if (hours is None) == (rank_hours is None):
         raise Error("the budget is --time or --rank-hours: give one of them")
@@ -69,9 +71,15 @@ def run_plan(
 
     best = [min((c for c in found if c.batch_size == size), key=rank) for size in sorted({c.batch_size for c in found})]
     chosen = next((each for each in best if cost(each) <= limit), None)
+    sizes = next(filter(None, map(read_sizes, results)), [])
+    memory = list_memory(sizes, sorted({each.world_size for each in found})) if sizes else []
     if is_json:
         rows = [{**asdict(each), "rank_hours": each.rank_hours, "fits": cost(each) <= limit} for each in best]
-        print(json.dumps({"choices": rows, "chosen": None if chosen is None else best.index(chosen)}, indent=1))
+        print(
+            json.dumps(
+                {"choices": rows, "chosen": None if chosen is None else best.index(chosen), "memory": memory}, indent=1
+            )
+        )
         return 1 if chosen is None else 0
     print_table(
         f"{samples:,.0f} samples",
@@ -89,6 +97,9 @@ def run_plan(
             for each in best
         ],
     )
+    if memory:
+        print_table("memory per rank", *build_memory(memory))
+        print(NOTE)
     within = format_count(limit, "hour" if rank_hours is None else "rank-hour")
     if chosen is None:
         least = min(best, key=cost)
@@ -120,6 +131,7 @@ def read_scale(path: Path, *, is_given: bool = False) -> Mapping[str, Any]:
         for kind in {"strong", "weak"} & {*result}:
             build_rows(result[kind]["sizes"])
             build_predictions(result[kind].get("predictions", []))
+        read_sizes(result)
         result["script"], result["recommendation"]
     except (KeyError, TypeError, IndexError, ValueError, AttributeError, ArithmeticError):
         raise Error(f"{path} is damaged: write it again with samestep scale --json") from None

@@ -1,20 +1,23 @@
 """The interceptor of `samestep scale`: times the phases of the steps, and the links between the ranks."""
 
 from collections.abc import Mapping
+from dataclasses import astuple
 from typing import Any
 
 from samestep.tools.phase_timing import PhaseTiming
 from samestep.tools.scale.link_probe import measure_links
 from samestep.train.context import RunContext
 from samestep.train.step.interception import LoopParts
+from samestep.train.step.steps import Step
 
 
 class ScaleTiming(PhaseTiming):
-    """Writes a line about the run and its links first."""
+    """Writes a line about the run and its links first, and one about the tensors after the first step of one rank."""
 
     def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
         super().__init__(context, options)
         self._has_begun = False
+        self._has_measured = False
 
     def begin_loop(self, loop: LoopParts) -> None:
         super().begin_loop(loop)
@@ -37,3 +40,9 @@ class ScaleTiming(PhaseTiming):
                 "links": measure_links(group) if group.world_size > 1 else None,
             }
         )
+
+    def end_body(self, step: Step) -> None:
+        super().end_body(step)
+        if not self._has_measured and self.context.world_size == 1:
+            self._has_measured = True
+            self.write({"memory": [astuple(each) for each in self.loop.measure_sizes()]})

@@ -15,6 +15,7 @@ from samestep.decoding import parse_json
 from samestep.engine.gradient_averager import GradientAverager
 from samestep.engine.gradient_pass import Inspect, PassReport
 from samestep.errors import Error, InvalidValue
+from samestep.plan.memory import ParamSize
 from samestep.train.context import RunContext
 from samestep.train.inputs.loop_data import LoopData
 from samestep.train.step.steps import Step, StepObserver
@@ -34,6 +35,7 @@ class LoopParts:
         clock: the phases of this rank, and the seconds spent in each.
         run_dir: the run's directory; None without one.
         build_state: position -> the state for a snapshot.
+        measure_sizes: returns the sizes of the parameters and of their optimizers' state.
     """
 
     data: LoopData
@@ -41,6 +43,7 @@ class LoopParts:
     clock: PhaseClock
     run_dir: Path | None
     build_state: Callable[[dict[str, Any]], dict[str, Any]]
+    measure_sizes: Callable[[], list[ParamSize]]
 
 
 class Interceptor(StepObserver):

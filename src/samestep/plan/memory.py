@@ -1,0 +1,126 @@
+"""Computes the memory that a rank needs for the state of a run, for each value of `shard`.
+
+The state is what a rank holds from step to step, with the gradients: parameters, gradients, the optimizers' state. With
+"fsdp2", parameters are also gathered while they are used. Not included: activations, messages, buffers of models, the
+partial sums of a step with several micro-batches, and copies for snapshots.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from samestep.plan.owners import choose_owners
+
+OUTSIDE = 0  # the block of parameters that are in no block
+
+
+@dataclass(frozen=True)
+class ParamSize:
+    """The sizes of one parameter, undivided.
+
+    Attributes:
+        num_bytes: of its values.
+        num_rows: length of its first dimension, along which "fsdp2" divides it; 1 for a scalar.
+        gradient_bytes: of its gradient; 0 if it is not trained.
+        state_bytes: of the tensors of its shape in the optimizer's state.
+        small_bytes: of other tensors in the optimizer's state, such as a number of steps, which are not
+            divided by "fsdp2".
+        block: number of the block that is gathered with it; OUTSIDE: none.
+    """
+
+    num_bytes: int
+    num_rows: int
+    gradient_bytes: int
+    state_bytes: int
+    small_bytes: int = 0
+    block: int = OUTSIDE
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes that the rank which holds most needs.
+
+    Attributes:
+        gathered_block: the whole parameters that are outside of blocks, and the whole parameters and gradients of the
+            largest block. 0 if nothing is gathered.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    gathered_block: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of all."""
+        return self.parameters + self.gradients + self.optimizer_state + self.gathered_block
+
+
+def compute_memory(sizes: Sequence[ParamSize], shard: str | None, world_size: int) -> RankMemory:
+    """Return the memory of the rank that holds most.
+
+    Args:
+        sizes: the parameters of all models. Those that are trained have the order of the run.
+        shard: None, "optimizer" or "fsdp2". One rank divides nothing.
+
+    Example::
+
+        >>> sizes = [ParamSize(400, 10, 400, 800, block=1), ParamSize(120, 3, 120, 240, block=2)]
+        >>> compute_memory(sizes, None, 4).total
+        2080
+        >>> compute_memory(sizes, "optimizer", 4)
+        RankMemory(parameters=520, gradients=520, optimizer_state=800, gathered_block=0)
+        >>> compute_memory(sizes, "fsdp2", 4)
+        RankMemory(parameters=160, gradients=160, optimizer_state=320, gathered_block=800)
+    """
+    parameters = sum(each.num_bytes for each in sizes)
+    gradients = sum(each.gradient_bytes for each in sizes)
+    if shard == "fsdp2" and world_size > 1:
+        return RankMemory(
+            sum(_divide(each.num_bytes, each.num_rows, world_size) for each in sizes),
+            sum(_divide(each.gradient_bytes, each.num_rows, world_size) for each in sizes),
+            sum(_divide(each.state_bytes, each.num_rows, world_size) + each.small_bytes for each in sizes),
+            _find_gathered(sizes),
+        )
+    states = [each.state_bytes + each.small_bytes for each in sizes]
+    if shard == "optimizer" and world_size > 1:
+        trained = [i for i, each in enumerate(sizes) if each.gradient_bytes]
+        owned = [0] * world_size
+        owners = choose_owners([sizes[i].num_bytes for i in trained], world_size, {})
+        for i, owner in zip(trained, owners, strict=True):
+            owned[owner] += states[i]
+        return RankMemory(parameters, gradients, max(owned))
+    return RankMemory(parameters, gradients, sum(states))
+
+
+def find_fitting(
+    sizes: Sequence[ParamSize], room_bytes: int, shards: Sequence[str], most_ranks: int
+) -> tuple[str, int] | None:
+    """Return the first of `shards`, on as few ranks as possible, with which the state fits; None if there is none.
+
+    Example::
+
+        >>> sizes = [ParamSize(400, 10, 400, 800, block=1), ParamSize(120, 3, 120, 240, block=2)]
+        >>> find_fitting(sizes, 1500, ["optimizer", "fsdp2"], 8)
+        ('fsdp2', 4)
+    """
+    for world_size in range(2, most_ranks + 1):
+        for shard in shards:
+            if compute_memory(sizes, shard, world_size).total <= room_bytes:
+                return shard, world_size
+    return None
+
+
+def _divide(num_bytes: int, num_rows: int, world_size: int) -> int:
+    """Return the bytes of the first rank's rows."""
+    return num_bytes // max(num_rows, 1) * -(-num_rows // world_size)
+
+
+def _find_gathered(sizes: Sequence[ParamSize]) -> int:
+    blocks: dict[int, int] = defaultdict(int)
+    outside = [each for each in sizes if each.block == OUTSIDE]
+    for each in sizes:
+        if each.block != OUTSIDE:
+            blocks[each.block] += each.num_bytes + each.gradient_bytes
+    last = sum(each.gradient_bytes for each in outside)
+    return sum(each.num_bytes for each in outside) + max([last, *blocks.values()])
