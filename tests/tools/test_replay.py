@@ -102,6 +102,20 @@ def test_a_step_after_a_snapshot(home: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("shard", ["optimizer", "fsdp2"])
+def test_a_step_of_a_sharded_run(tmp_path: Path, shard: str) -> None:
+    """On one rank, and on several with whole tensors, although the script asks for a shard."""
+    script = SCRIPT.replace("keep_last=2)", f"keep_last=2, shard={shard!r})")
+    assert script != SCRIPT
+    (tmp_path / "train.py").write_text(script)
+    check(samestep_command("launch", "--nproc-per-node", 2, "train.py", *ARGUMENTS, cwd=tmp_path))
+    for words, first in ((("--step", 10), 8), (("--step", 2, "--nproc-per-node", 3), 0)):
+        out = replay(tmp_path, *words, "train.py")
+        assert f"the bits of steps {first} to {words[1]} agree with the run's ledger: samples, loss and gradient" in out
+        assert "4.weight" in out, "the norms of all parameters"
+    assert "micro-batch 3 of 4: 4 samples" in replay(tmp_path, "--step", 10, "--micro-batch", 3, "train.py")
+
+
 def test_a_recorded_command_needs_consent(home: Path) -> None:
     """Anyone who can write the run's directory chooses its arguments."""
     for words in ((), ("train.py",)):

@@ -237,6 +237,7 @@ class _Replay:
         options = {name: numbers[name] for name in names if name in numbers}
         options |= {name: self._values[name] for name in OF_RUN if name in self._values}
         options |= {
+            "shard": "none",  # every rank sees whole tensors, and the bits do not depend on it
             "run_dir": run_dir,
             "resume": first if (run_dir / SNAPSHOTS).exists() else "latest",
             "fresh": False,
