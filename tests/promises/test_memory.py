@@ -1,5 +1,10 @@
 """The memory that a rank uses is what `samestep plan` computes."""
 
+import ctypes
+import re
+import resource
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,9 +46,71 @@ def measure() -> list[Any]:
 def test_the_formulas_are_those_of_a_run(shard: str) -> None:
     ranks = samestep.spawn(measure, 3, env={"SAMESTEP_SHARD": shard})
     sizes = ranks[0][3]
+    assert all(of_rank[3] == sizes for of_rank in ranks), "also where a rank has no state of a parameter"
     assert sum(size.num_bytes for size in sizes) == 4 * (40 + 2 * 56 + 24 + 2)
     expected = compute_memory(sizes, None if shard == "none" else shard, 3)
     assert max(params for params, *_ in ranks) == expected.parameters
     assert max(state for *_, state, _ in ranks) == expected.optimizer_state
     if shard != "optimizer":  # which drops the gradients of other owners after the step's exchange
         assert max(grads for _, grads, *_ in ranks) == expected.gradients
+
+
+M_MMAP_THRESHOLD = -3  # of mallopt
+ROOM = 3.7  # of the bytes of the parameters; without a shard, 4 times these bytes are needed
+
+
+def train_large(limit: str) -> int:
+    """Train a model of 128 MiB on a rank that may allocate `ROOM` times as much.
+
+    glibc would keep freed blocks of up to 32 MiB, which the limit counts.
+    """
+    import_module("torch._dynamo")  # modules take memory, too
+    import_module("torch.distributed.fsdp")
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
+    run = samestep.Run(None, batch_size=8, micro_batch_size=4)
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    used = int(status[{"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}[limit]].split()[0]) * 1024
+    most = used + int(ROOM * (128 << 20))
+    resource.setrlimit(getattr(resource, limit), (most, most))
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    run.prepare(model=model, optimizer=optimizer, shard_blocks=[nn.Linear])
+    for step in run.steps(torch.ones(16, 2048), 2):
+        for x in step:
+            step.backward(model(x).square().mean())
+        optimizer.step()
+    return run.steps_done
+
+
+def test_a_model_that_fits_only_in_parts() -> None:
+    with pytest.raises(samestep.Error) as caught:
+        samestep.spawn(train_large, 2, ("RLIMIT_DATA",))
+    assert re.fullmatch(
+        r"rank . has run out of memory: parameters, gradients and the optimizers' state need 512 MB on each rank with "
+        r'shard=None, and there are 4\d\d MB for them \(RLIMIT_DATA\): use shard="optimizer" on 2 ranks or more, which '
+        r"needs 384 MB besides activations",
+        str(caught.value),
+    ), caught.value
+    assert samestep.spawn(train_large, 2, ("RLIMIT_DATA",), env={"SAMESTEP_SHARD": "fsdp2"}) == 2
+
+
+def fail(error: Exception) -> None:
+    def raise_error(_: Any) -> None:
+        raise error
+
+    tiny_run(None, after_epoch=raise_error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        MemoryError("Unable to allocate 2.00 GiB for an array"),
+        RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+    ],
+)
+def test_each_error_of_an_allocation_is_known(error: Exception) -> None:
+    with pytest.raises(samestep.Error, match="so activations and messages need too much: use a smaller micro_batch_si"):
+        samestep.spawn(fail, 1, (error,))
+    with pytest.raises(RuntimeError, match="out of paper"):
+        samestep.spawn(fail, 1, (RuntimeError("out of paper"),))

@@ -34,10 +34,10 @@ from samestep.tools.doctor.host_resources import (
     judge_memory,
     judge_versions,
     read_driver,
-    read_memory_room,
 )
 from samestep.tools.doctor.network import Echo, judge_network, ping
 from samestep.tools.doctor.run_doctor import run_doctor
+from samestep.world.memory_room import read_memory_room
 
 DOCTORED = Path(__file__).with_name("doctored.py")
 ALONE = Participants(("a",), (0,))

@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from samestep.decoding import decode
-from samestep.errors import Error, PeerFailed, Stuck, WorkerDied
+from samestep.errors import Error, PeerFailed, Stuck, WorkerDied, is_out_of_memory
 from samestep.files import replace_file
 from samestep.world.workdir import make_private, read_private
 
@@ -142,8 +142,9 @@ def is_secondary(error: BaseException) -> bool:
     """Return whether this rank has only lost another one.
 
     That is so if the first exception of the chain is a PeerFailed, one of torch's errors of communication, or a plain
-    RuntimeError or a ConnectionError raised inside the packages that communicate with other ranks. Messages are not
-    examined. If all failures of a launch look like this, the launcher reports the earliest.
+    RuntimeError or a ConnectionError raised inside the packages that communicate with other ranks, unless it could not
+    allocate memory. Other messages are not examined. If all failures of a launch look like this, the launcher reports
+    the earliest.
     """
     root = error
     seen = {id(root)}
@@ -152,6 +153,8 @@ def is_secondary(error: BaseException) -> bool:
         seen.add(id(root))
     if isinstance(root, PeerFailed) or type(root).__module__.startswith("torch.distributed"):
         return True  # torch.distributed.DistError and its subclasses
+    if is_out_of_memory(root):
+        return False
     if type(root) is not RuntimeError and not isinstance(root, ConnectionError):
         return False
     innermost = root.__traceback__

@@ -14,7 +14,7 @@ from samestep.data.loader import seed_all
 from samestep.data.pools import Pools
 from samestep.engine.gradient_norm import clip_with_norm, compute_total_norm
 from samestep.engine.precision import build_precision
-from samestep.errors import InvalidValue, UsageError
+from samestep.errors import InvalidValue, UsageError, add_explainer
 from samestep.plan.seeds import derive
 from samestep.redaction import hide_secrets
 from samestep.snapshot.open_location import open_location
@@ -27,6 +27,7 @@ from samestep.train.ending.stop_signals import StopSignals
 from samestep.train.ending.stopping import Stopping
 from samestep.train.generators import call_on_rank_0
 from samestep.train.guards import calls
+from samestep.train.guards.out_of_memory import MemoryExplainer
 from samestep.train.guards.watchdog import Watchdog, check_further_run
 from samestep.train.inputs.loop_data import open_loop_data
 from samestep.train.inputs.sampler_orders import Sampler
@@ -386,6 +387,18 @@ class Run:
             raise InvalidValue(f'device_map must be "keep" or None, not {device_map!r}')
         modules = check_objects(objects, self._old_params)
         self._old_params = {}
+        context = self._context
+        self._explainer = MemoryExplainer(
+            objects,
+            modules,
+            shard_blocks,
+            context.config,
+            context.device,
+            rank=context.rank,
+            world_size=context.world_size,
+            num_local=context.environment.local_world_size,
+        )
+        add_explainer(self._explainer)
         self._prepared = prepare_objects(
             objects,
             modules,

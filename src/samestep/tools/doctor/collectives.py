@@ -29,8 +29,8 @@ from samestep.tools.doctor.facts import (
     warning,
     well,
 )
-from samestep.tools.doctor.host_resources import read_memory_room
 from samestep.world.group import Group, choose_device, close_group, open_group
+from samestep.world.memory_room import read_memory_room
 
 TIMEOUT_S = 10.0
 FIRST_BYTES = 1 << 10

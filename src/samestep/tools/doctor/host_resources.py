@@ -20,12 +20,11 @@ from samestep.tools.doctor.facts import (
     well,
 )
 from samestep.version import __version__
+from samestep.world.memory_room import read_memory_room
 from samestep.world.version_check import explain_torch
 
 MUST_AGREE = ("python", "torch", "CUDA", "NCCL", "samestep")  # a driver serves several CUDA versions
 LEAST_SHM_BYTES = 512 << 20
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 # --- versions -----------------------------------------------------------------------------------------------------
@@ -76,26 +75,6 @@ def judge_versions(facts: CheckFacts) -> Iterator[Finding]:
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
-
-
-def read_memory_room(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
-    """Return the bytes that can still be allocated, on this machine and in its control groups."""
-    import psutil
-
-    rooms = [int(psutil.virtual_memory().available)]
-    names = [(group / "memory.max", group / "memory.current") for group in _find_groups(root, own)]
-    names.append((root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes"))  # version 1
-    for most, used in names:
-        if (limit := _read(most)).isdecimal() and (usage := _read(used)).isdecimal():
-            rooms.append(int(limit) - int(usage))
-    return max(0, min(rooms))
-
-
-def _find_groups(root: Path, own: Path) -> list[Path]:
-    """Return the directories of this process's control groups (version 2), the innermost first."""
-    paths = [line.partition("::")[2] for line in _read(own).splitlines() if "::" in line]
-    inner = root / (paths[0].lstrip("/") if paths else "")
-    return [group for group in (inner, *inner.parents) if group == root or root in group.parents]
 
 
 def _read(file: Path) -> str:
