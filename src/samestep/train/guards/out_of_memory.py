@@ -68,13 +68,16 @@ class MemoryExplainer:
         needed_bytes = compute_memory(sizes, config.shard, self._world_size).total
         mode = f'shard="{config.shard}" on {format_ranks(self._world_size)}' if config.shard else "shard=None"
         found = (
-            f"rank {self._rank} has run out of memory: {WHAT} need {format_bytes(needed_bytes)} on each rank with "
+            f"{WHAT} need {format_bytes(needed_bytes)} on each rank with "
             f"{mode}, and there are {format_bytes(self._room_bytes)} for them ({self._limit})"
         )
         if needed_bytes <= self._room_bytes:
             is_shardable = config.shard != "fsdp2" and "fsdp2" in self._list_shards()
             other = ', or shard="fsdp2"' if is_shardable else ""
-            return Error(f"{found}, so activations and messages need too much: use a smaller micro_batch_size{other}")
+            return Error(
+                f"rank {self._rank} has run out of memory: {found}, so activations and messages need too much: use a "
+                f"smaller micro_batch_size{other}"
+            )
         most = config.batch_size // config.micro_batch_size
         fitting = find_fitting(sizes, self._room_bytes, self._list_shards(), most)
         if fitting is None:
@@ -85,7 +88,7 @@ class MemoryExplainer:
                 f'use shard="{fitting[0]}" on {format_ranks(fitting[1])} or more, which needs '
                 f"{format_bytes(bytes_then)} besides activations"
             )
-        return Error(f"{found}: {advice}")
+        return Error(f"rank {self._rank} has run out of memory: {found}: {advice}")
 
     def _list_shards(self) -> list[str]:
         """Return the values of `shard` that the optimizers support."""
