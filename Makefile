@@ -6,7 +6,7 @@ CONSTRAINTS ?= tests/constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint types test-adapters test-gpu test-lowest newest soak chaos clean
+.PHONY: train test lint types docs peers test-adapters test-gpu test-lowest newest soak chaos clean
 
 train: $(VENV)/installed
 	$(BIN)/samestep train digits --nproc-per-node 2 $(ARGS)
@@ -18,13 +18,23 @@ test: $(VENV)/installed-dev
 	$(BIN)/pytest -n 5 --dist worksteal -m "not soak"  # on 2 cores 4 leave a sixth of their time idle
 
 lint: $(VENV)/installed-dev
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks website
 	$(BIN)/ruff format --quiet --check src
 	$(BIN)/lint-imports --no-cache
 
 types: $(VENV)/installed-dev
 	$(BIN)/mypy
 	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
+
+# Build the documentation site in website/build/public.
+docs: $(VENV)/installed-docs
+	$(BIN)/python website/build.py
+
+# Compare five trainers under the same faults, in a separate environment: make peers ARGS="--write" updates docs/peers.md.
+peers:
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet "$(TORCH)" --editable . accelerate lightning transformers
+	.venv-peers/bin/python benchmarks/peers/compare.py $(ARGS)
 
 # Run the tests that need a GPU. One is enough: ranks share it.
 test-gpu: $(VENV)/installed-dev
@@ -71,5 +81,9 @@ $(VENV)/installed-dev: pyproject.toml tests/constraints.txt
 	$(call install,.[dev])
 	touch $(VENV)/installed $@
 
+$(VENV)/installed-docs: $(VENV)/installed
+	$(BIN)/pip install --quiet --editable ".[docs]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-newest .venv-adapters
+	rm -rf $(VENV) .venv-lowest .venv-newest .venv-adapters .venv-peers website/build

@@ -26,7 +26,7 @@ USED = (ROOT, ROOT / "docs", ROOT / "docs" / "recipes")  # whose pages are about
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TIMEOUT_S = 120
 DOCS = ROOT / "docs"
-SHORTENED = ("README.md", "run-directories.md", "report.md")  # runs of 320 steps: they end after FEW_STEPS
+SHORTENED = ("README.md", "run-directories.md", "report.md", "start.md")  # runs of 320 steps: they end after FEW_STEPS
 FEW_STEPS = 70  # more than an epoch of 64
 LONG = ("coming-from.md", "ray.md")  # the recipes' pages, too: the tests of recipes and adapters run the same code
 
