@@ -32,6 +32,7 @@ GENERATED = {
     "docs/decisions/size.md": build_size,
 }
 FENCE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
+REFERENCE = re.compile(r"^\[([^\]]+)\]: (?!\w+:)(\S+)$", re.MULTILINE)  # [name]: target
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:)([^)#\s]*)(#[^)\s]*)?\)")
 
 
@@ -46,18 +47,27 @@ def convert_links(text: str, path: str) -> str:
     """The text of a page with links that lead to the same files on the site. A link to source code becomes its text."""
     here = posixpath.dirname(str(name_on_site(path)))
 
-    def convert(link: re.Match[str]) -> str:
-        mark, words, target, anchor = link.groups(default="")
-        if not target:
-            return link[0]
+    def find(target: str) -> str | None:
         file = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
         if not (ROOT / file).exists():
             raise SystemExit(f"{path} links to {target}, which does not exist.")
         name = name_on_site(file)
-        return f"{mark}[{words}]({posixpath.relpath(name, here or '.')}{anchor})" if name else words
+        return posixpath.relpath(name, here or ".") if name else None
+
+    def convert(link: re.Match[str]) -> str:
+        mark, words, target, anchor = link.groups(default="")
+        if not target:
+            return link[0]
+        found = find(target)
+        return f"{mark}[{words}]({found}{anchor})" if found else words
+
+    def convert_reference(link: re.Match[str]) -> str:
+        return f"[{link[1]}]: {find(link[2])}"
 
     parts = FENCE.split(text)
-    return "".join(part if part.startswith("```") else LINK.sub(convert, part) for part in parts)
+    return "".join(
+        part if part.startswith("```") else REFERENCE.sub(convert_reference, LINK.sub(convert, part)) for part in parts
+    )
 
 
 def collect_pages(pages: Path) -> None:
