@@ -1,0 +1,36 @@
+"""Accelerate, as in its example for checkpoints by step: `save_state`, `load_state` and `skip_first_batches`."""
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration, set_seed
+from task import DIRECTORY, LR, NUM_EPOCHS, PER_PROCESS, SAVE_EVERY_STEPS, Numbers, build_model, finish_run, finish_step
+from torch.utils.data import DataLoader
+
+project = ProjectConfiguration(project_dir=DIRECTORY, automatic_checkpoint_naming=True)
+accelerator = Accelerator(cpu=True, project_config=project)
+set_seed(0)
+model = build_model()
+optimizer = torch.optim.Adam(model.parameters(), lr=LR)
+loader = DataLoader(Numbers(), batch_size=PER_PROCESS, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+steps_done = 0
+saved = sorted((DIRECTORY / "checkpoints").glob("checkpoint_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+if saved:
+    accelerator.load_state(str(saved[-1]))
+    project.iteration = int(saved[-1].name.rpartition("_")[2]) + 1
+    steps_done = project.iteration * SAVE_EVERY_STEPS
+for epoch in range(steps_done // len(loader), NUM_EPOCHS):
+    loader.set_epoch(epoch)
+    skipped = steps_done % len(loader)
+    rest = accelerator.skip_first_batches(loader, skipped) if skipped else loader
+    for source, targets, indices in rest:
+        optimizer.zero_grad()
+        accelerator.backward(F.mse_loss(model(source), targets))
+        optimizer.step()
+        steps_done += 1
+        if steps_done % SAVE_EVERY_STEPS == 0:
+            accelerator.save_state()
+        finish_step(steps_done, indices)
+finish_run(accelerator.unwrap_model(model))
+accelerator.end_training()

@@ -1,0 +1,59 @@
+"""Lightning: a checkpoint every 10 steps, and `ckpt_path="last"`."""
+
+import logging
+
+import lightning
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from task import (
+    DIRECTORY,
+    LR,
+    NUM_EPOCHS,
+    PER_PROCESS,
+    SAVE_EVERY_STEPS,
+    WORLD_SIZE,
+    Numbers,
+    build_model,
+    finish_run,
+    finish_step,
+)
+from torch.utils.data import DataLoader
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Module(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build_model()
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        source, targets, _ = batch
+        return F.mse_loss(self.model(source), targets)
+
+    def on_train_batch_end(self, outputs: object, batch: list[torch.Tensor], batch_idx: int) -> None:
+        finish_step(self.trainer.global_step, batch[2])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=LR)
+
+
+lightning.seed_everything(0, verbose=False)
+checkpoints = ModelCheckpoint(
+    DIRECTORY / "checkpoints", save_last=True, save_top_k=-1, every_n_train_steps=SAVE_EVERY_STEPS
+)
+trainer = lightning.Trainer(
+    accelerator="cpu",
+    devices=WORLD_SIZE,
+    strategy="ddp",
+    max_epochs=NUM_EPOCHS,
+    callbacks=[checkpoints],
+    logger=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+module = Module()
+loader = DataLoader(Numbers(), batch_size=PER_PROCESS, shuffle=True)
+trainer.fit(module, loader, ckpt_path="last" if list((DIRECTORY / "checkpoints").glob("*.ckpt")) else None)
+finish_run(module.model)
