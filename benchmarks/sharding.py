@@ -1,12 +1,13 @@
 """What `shard` costs: memory, steps, snapshots and bytes between hosts, against stock FSDP2 and DDP.
 
 The transformer of reduction.py, one micro-batch per rank, AdamW, gloo ranks of 1 thread. samestep without `shard`, with
-"optimizer" and with "fsdp2"; torch's `fully_shard` and DDP in loops written by hand. Steps run in the same processes, in
-turns. Peak memory is measured in processes of their own, in two ways, above what a process holds before it builds its
-model: the high-water mark of resident memory (RSS), and the same with every block of at least 64 KiB in a mapping of its
-own, which is unmapped when the block is freed: the bytes of live tensors. A snapshot is written and waited for; a load is
-the time from a built model to one that can train, on another number of ranks, against torch.distributed.checkpoint
-(DCP). `--hosts` puts the ranks on two hosts with a shaped link, and counts the bytes that each host sends. Needs root.
+"optimizer" and with "fsdp2", the first and the last also with gradients rounded to bf16; torch's `fully_shard` and DDP
+in loops written by hand. Steps run in the same processes, in turns. Peak memory is measured in processes of their own,
+above what a process holds before it builds its model, in two ways: the high-water mark of resident memory (RSS), and
+the same with a mapping for each block of at least 64 KiB, which ends when the block is freed: the bytes of live
+tensors. A snapshot is written and waited for; a load is the time from nothing to a model that can train, on another
+number of ranks, against torch.distributed.checkpoint (DCP). `--hosts` puts the ranks on two hosts with a shaped link,
+and counts the bytes that each host sends. That needs root.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ import samestep
 
 NONE, OPTIMIZER, FSDP2 = "samestep", "samestep, optimizer", "samestep, fsdp2"
 STOCK, DDP = "FSDP2 by hand", "DDP by hand"
-SHARDS: dict[str, Any] = {NONE: None, OPTIMIZER: "optimizer", FSDP2: "fsdp2"}
+ROUNDED, ROUNDED_FSDP2 = "samestep, bf16", "samestep, fsdp2, bf16"
+SHARDS: dict[str, Any] = {NONE: None, OPTIMIZER: "optimizer", FSDP2: "fsdp2", ROUNDED: None, ROUNDED_FSDP2: "fsdp2"}
 WAYS = [*SHARDS, STOCK, DDP]
+SAVING = [NONE, OPTIMIZER, FSDP2, STOCK]
 MAX_RATIO = 1.1  # of fsdp2 to stock FSDP2: memory and time
 SAMPLES_PER_RANK = 4
 QUICK_SHAPE = Shape(num_layers=1, width=64, num_heads=2, sequence=16)
@@ -74,6 +77,7 @@ def open_run(way: str, num_micro_batches: int, directory: Path | None = None, **
         batch_size=SAMPLES_PER_RANK * num_micro_batches,
         micro_batch_size=SAMPLES_PER_RANK,
         shard=SHARDS[way],
+        exchange_dtype="bf16" if way in (ROUNDED, ROUNDED_FSDP2) else None,
         snapshot_every=10**9,
         device="cpu",
         **options,
@@ -278,9 +282,8 @@ def _get_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 def measure_snapshots(shape: Shape, world_sizes: list[int], num_rounds: int) -> dict[str, list[float]]:
     """Write on each number of ranks, and load on the next one. Returns seconds by what is done."""
     found: dict[str, list[float]] = {}
-    ways = [*SHARDS, STOCK]
     for number in range(num_rounds):
-        for way in ways if number % 2 else ways[::-1]:
+        for way in SAVING if number % 2 else SAVING[::-1]:
             for writers, readers in zip(world_sizes, [*world_sizes[1:], world_sizes[0]], strict=True):
                 with tempfile.TemporaryDirectory() as directory:
                     write_s = spawn(partial(write_snapshot, shape, way, directory), writers)

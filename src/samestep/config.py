@@ -22,6 +22,7 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Reduction = Literal["exact", "fast"]
 CheckCompute = Literal["stop", "warn"]
 Shard = Literal["optimizer", "fsdp2"]
+ExchangeDtype = Literal["bf16"]
 
 PREFIX = "SAMESTEP_"
 MAX_THREADS = 1 << 12
@@ -190,6 +191,12 @@ def _check_shard(name: str, value: Any) -> Any:
     return None if value in (None, "none") else _choice(Literal[Shard, "none"])(name, value)
 
 
+def _check_exchange_dtype(name: str, value: Any) -> Any:
+    if value not in (None, "none", "bf16"):
+        raise InvalidValue(f"{name} must be bf16 or none, not {value!r}")
+    return None if value == "none" else value
+
+
 def _check_bool(name: str, value: Any) -> Any:
     if not isinstance(value, bool):
         raise InvalidValue(f"{name} must be True or False, not {value!r}")
@@ -332,6 +339,17 @@ class RunConfig:
             "optimizer: divide the optimizers' state among the ranks; fsdp2: also parameters and gradients; none: "
             "every rank holds all of it",
             _check_shard,
+        ),
+    ] = None
+    exchange_dtype: Annotated[
+        ExchangeDtype | None,
+        Option(
+            str,
+            "T",
+            "bf16: round gradients and their partial sums to bfloat16, which halves the bytes of their exchange; none: "
+            "exchange them as they are",
+            _check_exchange_dtype,
+            is_identity=True,
         ),
     ] = None
     device: Annotated[

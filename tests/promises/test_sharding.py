@@ -108,6 +108,34 @@ def test_resumed_with_another_sharding(
     assert trial.outcome() == undisturbed()
 
 
+ROUNDED = {"SAMESTEP_EXCHANGE_DTYPE": "bf16"}
+
+
+@pytest.mark.parametrize(("name", "shard", "world_size"), one_in(24, [
+    (name, shard, world_size)
+    for name in CASES
+    for shard in ("none", "optimizer", "fsdp2")
+    for world_size in HEAVY.get(name, (2, 3, 5))
+    if shard != "fsdp2" or name not in NOT_SHARDED
+]))  # fmt: skip
+def test_rounded_gradients(name: str, shard: str, world_size: int) -> None:
+    train = CASES[name]
+    alone = samestep.spawn(train, 1, env=ROUNDED)
+    assert_same(samestep.spawn(train, world_size, env=ROUNDED | {"SAMESTEP_SHARD": shard}), alone, "ranks", "1 rank")
+
+
+def get_weights() -> torch.Tensor:
+    weights: list[torch.Tensor] = []
+    tiny_run(None, after_epoch=lambda t: weights.append(t.model.weight.detach().clone()))
+    return weights[-1]
+
+
+def test_rounding_changes_the_bits_and_little_else() -> None:
+    exact, rounded = (samestep.spawn(get_weights, 2, env=env) for env in ({}, ROUNDED))
+    assert not torch.equal(exact, rounded)
+    torch.testing.assert_close(exact, rounded, rtol=2**-6, atol=2**-8)
+
+
 def count_states() -> list[Any]:
     """Return, of each rank, how many parameters have state, and the bytes of it."""
     counts: list[Any] = []

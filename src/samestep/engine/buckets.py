@@ -24,17 +24,15 @@ class Bucket:
         offsets: where each one's gradient begins in the bucket, in elements.
         num_elements: size of the bucket.
         owner: the rank that gets the sum; None: all ranks.
+        dtype: of the parts that are exchanged.
     """
 
     indices: Sequence[int]
     params: Sequence[nn.Parameter]
     offsets: Sequence[int]
     num_elements: int
-    owner: int | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.params[0].dtype
+    owner: int | None
+    dtype: torch.dtype
 
     @property
     def device(self) -> torch.device:
@@ -63,13 +61,19 @@ def choose_cap_bytes(params: Sequence[nn.Parameter], *, one_host: bool) -> int:
     return MOST_BYTES if one_host else min(MOST_BYTES, max(LEAST_BYTES, num_bytes // NUM_BUCKETS))
 
 
-def build_buckets(params: Sequence[nn.Parameter], cap_bytes: int, owners: Sequence[int] | None = None) -> list[Bucket]:
+def build_buckets(
+    params: Sequence[nn.Parameter],
+    cap_bytes: int,
+    owners: Sequence[int] | None = None,
+    dtypes: Sequence[torch.dtype] | None = None,
+) -> list[Bucket]:
     """Fill buckets in reverse order of the models' parameters, which is roughly the order of a backward pass.
 
     The parameters of a bucket have one dtype, device and owner.
 
     Args:
         owners: per parameter, the rank that gets its sum; None: all ranks get all sums.
+        dtypes: per parameter, the dtype in which its gradient is exchanged; None: its own.
     """
     owner_of = [None] * len(params) if owners is None else owners
     groups: list[list[int]] = []
@@ -84,13 +88,23 @@ def build_buckets(params: Sequence[nn.Parameter], cap_bytes: int, owners: Sequen
             sizes[kind] = 0
         open_groups[kind].append(i)
         sizes[kind] += num_bytes
-    return [_build_bucket(indices, [params[i] for i in indices], owner_of[indices[0]]) for indices in groups]
+    return [
+        _build_bucket(
+            indices,
+            [params[i] for i in indices],
+            owner_of[indices[0]],
+            params[indices[0]].dtype if dtypes is None else dtypes[indices[0]],
+        )
+        for indices in groups
+    ]
 
 
-def _build_bucket(indices: Sequence[int], params: Sequence[nn.Parameter], owner: int | None) -> Bucket:
+def _build_bucket(
+    indices: Sequence[int], params: Sequence[nn.Parameter], owner: int | None, dtype: torch.dtype
+) -> Bucket:
     align = ALIGN_BYTES // params[0].element_size()
     *offsets, num_elements = accumulate((-(-param.numel() // align) * align for param in params), initial=0)
-    return Bucket(indices, params, offsets, num_elements, owner)
+    return Bucket(indices, params, offsets, num_elements, owner, dtype)
 
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:

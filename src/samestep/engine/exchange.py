@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from samestep.engine import routes
+from samestep.engine.buckets import Bucket
 from samestep.engine.control import Control
-from samestep.engine.exchange_memory import ExchangeMemory
+from samestep.engine.exchange_memory import BucketMemory, ExchangeMemory
 from samestep.engine.folding import MISSED, USED, Grads, RankParts, lay_out
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.world.group import Group
@@ -143,12 +144,21 @@ class Exchange:
         for each in controls:
             used |= int.from_bytes(each.used)
         pieces: list[tuple[Sequence[int], Sequence[Tensor | None], Tensor | None]] = [
-            (bucket.indices, of_bucket.grads, of_bucket.root)
+            (bucket.indices, *_read_sum(bucket, of_bucket))
             if of_bucket.has_sum
             else (bucket.indices, [None] * len(bucket.indices), None)
             for bucket, of_bucket in zip(self._plan.buckets, memory.buckets, strict=True)
         ]
         return Sums(controls, pieces, used.to_bytes(len(self._plan.params)))
+
+
+def _read_sum(bucket: Bucket, memory: BucketMemory) -> tuple[Sequence[Tensor], Tensor]:
+    """Return the sums of a bucket in the dtype of its parameters, one by one and in one piece."""
+    dtype = bucket.params[0].dtype
+    if bucket.dtype == dtype:
+        return memory.grads, memory.root
+    flat = memory.root.to(dtype)
+    return bucket.views(flat), flat
 
 
 def sum_alone(plan: ReductionPlan, parts: RankParts, grads: Grads, control: Control) -> Sums:
@@ -158,4 +168,6 @@ def sum_alone(plan: ReductionPlan, parts: RankParts, grads: Grads, control: Cont
         grad if grad is None or grad.stride() == strides else lay_out(grad, strides)
         for grad, strides in zip(parts.complete(grads), plan.strides, strict=True)
     ]
+    if plan.exchange_dtype is not None:
+        sums = [None if each is None else each.to(param.dtype) for each, param in zip(sums, plan.params, strict=True)]
     return Sums([control], [(range(len(sums)), sums, None)], parts.used.to_bytes(len(plan.params)))

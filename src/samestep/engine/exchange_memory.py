@@ -105,7 +105,7 @@ class BucketMemory:
         world_size = layout.world_size
         n = bucket.num_elements
         num_parts = layout.max_parts if exact else 1
-        part_bytes = n * bucket.params[0].element_size()
+        part_bytes = n * bucket.dtype.itemsize
         new: dict[str, Any] = {"dtype": bucket.dtype, "device": device, "pin_memory": device.type != bucket.device.type}
         self.route = routes.choose_route(layout, part_bytes, exact=exact, has_owner=bucket.owner is not None)
         self.blocks: list[memoryview] = []  # the ranks' control blocks, if sent with this bucket

@@ -27,6 +27,7 @@ class RankParts:
         self.held = layout.ranges[rank]
         self.used = 0
         self._exact = plan.exact
+        self._narrow = plan.narrow if plan.exchange_dtype is not None else None
         self._count_merges = partial(layout.count_merges, rank)
         self._parts: list[Grads] = []
         self._num_last = self._count_merges(self.held[-1]) if self.held else 0  # of the last micro-batch
@@ -39,12 +40,15 @@ class RankParts:
 
     def fold(self, v: int, grads: Grads) -> None:
         """Add the gradients of micro-batch v, unless it is the last one: the parts that it completes become one."""
+        grads = self._narrow_all(grads)
         for _ in range(self._count_merges(v)):
             grads = [add(left, right) for left, right in zip(self._parts.pop(), grads, strict=True)]
         self._parts.append(grads)
 
     def pack(self, i: int, grad: Tensor | None, views: Sequence[Tensor]) -> Tensor:
         """Copy the parts of parameter i to `views`, and add `grad`, of the last micro-batch. Returns the last view."""
+        if self._narrow is not None and grad is not None:
+            grad = self._narrow(grad)
         # If the order does not matter, all parts are merged.
         num_stay = len(self._parts) - self._num_last if self._exact else 0
         for part, view in zip(self._parts[:num_stay], views, strict=False):
@@ -62,9 +66,14 @@ class RankParts:
 
     def complete(self, grads: Grads) -> Grads:
         """Return the sum of all parts and `grads`, of the last micro-batch, if there is no other rank."""
+        grads = self._narrow_all(grads)
         for part in reversed(self._parts):
             grads = [add(left, right) for left, right in zip(part, grads, strict=True)]
         return grads
+
+    def _narrow_all(self, grads: Grads) -> Grads:
+        narrow = self._narrow
+        return grads if narrow is None else [None if grad is None else narrow(grad) for grad in grads]
 
 
 def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:

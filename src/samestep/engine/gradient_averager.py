@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 
 from samestep.engine.buffers import BatchNormStatistics, OtherBuffers
@@ -25,6 +26,7 @@ class GradientAverager:
         bucket_cap_bytes: the largest size of a bucket of gradients; None: see `choose_cap_bytes`.
         micro_batch_size: samples of a whole micro-batch.
         models: the models, if their parameters are sharded.
+        exchange_dtype: see `ReductionPlan`.
 
     Attributes:
         ownership: the rank that gets each parameter's gradient; None: all ranks get all gradients.
@@ -41,6 +43,7 @@ class GradientAverager:
         micro_batch_size: int,
         ownership: Ownership | None = None,
         models: ShardedModels | None = None,
+        exchange_dtype: torch.dtype | None = None,
     ) -> None:
         statistics = BatchNormStatistics(modules.values())
         buffers = OtherBuffers(modules, statistics)
@@ -49,6 +52,7 @@ class GradientAverager:
         self._bucket_cap_bytes = bucket_cap_bytes
         self.ownership = ownership
         self._models = models
+        self._exchange_dtype = exchange_dtype
         self._reducer = self._build_reducer((), ())
 
     @property
@@ -77,6 +81,7 @@ class GradientAverager:
             untrained=untrained,
             owners=None if self.ownership is None else self.ownership.assign([param for _, param, _ in trained]),
             models=self._models,
+            exchange_dtype=self._exchange_dtype,
         )
         return Reducer(plan, context.group)
 

@@ -76,8 +76,10 @@ class ReductionPass:
         if sender is not None:
             # Packed now, while it is in the cache, so that its memory is reused for the next gradient. `.data`,
             # because views of one bucket would share a version.
-            grad = sender.pack(i, grad).data
-            self._plan.params[i].grad = grad
+            packed = sender.pack(i, grad)
+            if packed.dtype == grad.dtype:  # else it was rounded, and `.grad` cannot hold it
+                grad = packed.data
+                self._plan.params[i].grad = grad
         elif (storage := get_storage(grad)) in self._storages:
             grad = grad.clone()  # one tensor for two parameters, or views that may overlap
             self._plan.params[i].grad = grad
@@ -99,6 +101,8 @@ class ReductionPass:
         self._parts.mark(self._fired)
         if v == self._parts.held.stop - 1:
             self._guard.check()  # `finish` folds it, bucket by bucket, while sending
+            if self._exchange is not None and self._plan.exchange_dtype is not None:
+                _drop(self._plan.params)  # all are packed
             return
         grads = [param.grad for param in self._plan.params]
         _drop(self._plan.params)

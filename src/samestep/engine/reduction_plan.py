@@ -26,6 +26,8 @@ class ReductionPlan:
         owners: per parameter, the rank that gets its sum; None: all ranks get all sums.
         shards: the units of the parameters, if these are sharded.
         exact: whether to sum along the canonical tree; otherwise use the backend's all-reduce.
+        exchange_dtype: the dtype to which gradients of float32 and their partial sums are rounded, so that they are
+            exchanged in it; None: they are not.
         num_slots, num_values: sizes in the control block: slots, and values of BatchNorm's statistics.
     """
 
@@ -40,8 +42,13 @@ class ReductionPlan:
     owners: Sequence[int] | None
     shards: Shards | None
     exact: bool
+    exchange_dtype: torch.dtype | None
     num_slots: int
     num_values: int
+
+    def narrow(self, grad: Tensor) -> Tensor:
+        """Return a gradient in the dtype in which it is exchanged."""
+        return grad.to(choose_dtype(grad, self.exchange_dtype))
 
     @property
     def is_divided(self) -> bool:
@@ -60,20 +67,22 @@ def build_reduction_plan(
     untrained: Sequence[nn.Parameter] = (),
     owners: Sequence[int] | None = None,
     models: ShardedModels | None = None,
+    exchange_dtype: torch.dtype | None = None,
 ) -> ReductionPlan:
     """Return the plan for these parameters.
 
     Args:
         trained: (name, parameter, slot) in the models' order.
         bucket_cap_bytes: maximum size of a bucket; None: the result of `choose_cap_bytes`.
-        owners: see `ReductionPlan`.
+        owners, exchange_dtype: see `ReductionPlan`.
         models: the models, if their parameters are sharded.
     """
     params = [param for _, param, _ in trained]
     if bucket_cap_bytes is None:
         one_host = group.world_size == 1 or group.local_sockets is not None
         bucket_cap_bytes = choose_cap_bytes(params, one_host=one_host)
-    buckets = build_buckets(params if models is None else [], bucket_cap_bytes, owners)
+    dtypes = [choose_dtype(param, exchange_dtype) for param in params]
+    buckets = build_buckets(params if models is None else [], bucket_cap_bytes, owners, dtypes)
     numbers = {i: number for number, bucket in enumerate(buckets) for i in bucket.indices}
     kinds = {(param.dtype, param.device) for param in params}
     return ReductionPlan(
@@ -88,6 +97,12 @@ def build_reduction_plan(
         owners=owners,
         shards=None if models is None else find_shards(models, params),
         exact=exact,
+        exchange_dtype=exchange_dtype,
         num_slots=num_slots,
         num_values=num_values,
     )
+
+
+def choose_dtype(tensor: Tensor, exchange_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a tensor's gradient is exchanged. `exchange_dtype`: see `ReductionPlan`."""
+    return exchange_dtype if exchange_dtype is not None and tensor.dtype == torch.float32 else tensor.dtype

@@ -8,6 +8,7 @@ the same order, from the thread that runs the backward, never from a callback.
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -192,7 +193,8 @@ def run_all_reduce(x: Tensor) -> Route:
 
 def start_all_to_all(rows: Tensor, chunks: Tensor, process_group: Any) -> Work:
     """Begin to send chunk k of `chunks` to rank k, and to receive that of rank k into `rows[k]`."""
-    work: Work = dist.all_to_all_single(rows.view(-1), chunks, group=process_group, async_op=True)
+    received, sent = (each.view(-1).view(torch.uint8) for each in (rows, chunks))  # not all backends know all dtypes
+    work: Work = dist.all_to_all_single(received, sent, group=process_group, async_op=True)
     return work
 
 

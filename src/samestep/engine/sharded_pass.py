@@ -92,6 +92,7 @@ class ShardedPass:
         self._parts = RankParts(plan, memory.layout, group.rank)
         self._exchange = Exchange(plan, memory, group, self._parts)
         self._sums = [ChunkSum(memory.layout.num_micro_batches) for _ in self._models.units]
+        self._dtypes: dict[int, torch.dtype] = {}  # of the gradients, per unit
         self._order: list[int] = []  # of the units, in all backward passes
         self._transfer: _Transfer | None = None
         self._round = -1
@@ -137,6 +138,8 @@ class ShardedPass:
                 "out of shard_blocks"
             )
         self._reduced.add(k)
+        self._dtypes[k] = flat.dtype
+        flat = self._plan.narrow(flat)
         rows = torch.empty_like(flat).view(self._world_size, -1)
         work = start_all_to_all(rows, flat, process_group)
         if flat.is_cuda:
@@ -194,8 +197,10 @@ class ShardedPass:
                 'parameters and gradients were mixed up: with shard="fsdp2", use the same parts in every micro-batch'
             )
         pieces = []
-        for unit, numbers, each_sum in zip(self._models.units, self._numbers, self._sums, strict=True):
+        for k, (unit, numbers, each_sum) in enumerate(zip(self._models.units, self._numbers, self._sums, strict=True)):
             total = each_sum.total
+            if total is not None:
+                total = total.to(self._dtypes[k])
             parts = [None] * len(numbers) if total is None else unit.split(total)
             trained = [(i, part) for i, part in zip(numbers, parts, strict=True) if i is not None]
             pieces.append(([i for i, _ in trained], [part for _, part in trained], total))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from samestep.engine.gradient_averager import GradientAverager
@@ -154,6 +155,7 @@ def prepare_objects(
         exact=config.reduction == "exact",
         bucket_cap_bytes=config.bucket_cap_bytes,
         micro_batch_size=config.micro_batch_size,
+        exchange_dtype=torch.bfloat16 if config.exchange_dtype == "bf16" else None,
         ownership=None if optimizers is None else optimizers.ownership,
         models=None if sharded is None else sharded.models,
     )

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from samestep.config import OPTIONS, CheckCompute, Precision, Reduction, Shard
+from samestep.config import OPTIONS, CheckCompute, ExchangeDtype, Precision, Reduction, Shard
 from samestep.console import warn
 from samestep.data.loader import seed_all
 from samestep.data.pools import Pools
@@ -74,6 +74,8 @@ class Run:
         reduction: "exact" (the same bits at any number of ranks) or "fast" (the backend's all-reduce).
         shard: "optimizer" divides the optimizers' state among the ranks, see docs/parallelism.md. None: every rank
             holds all of it.
+        exchange_dtype: "bf16" rounds float32 gradients and their partial sums to bfloat16, at any number of ranks. This
+            halves the bytes of their exchange, see docs/parallelism.md. None: exchange them as they are.
         num_threads: CPU threads per rank. The bits depend on it, so the default is 1 on every machine.
         snapshot_every: interval of snapshots: 10 (steps), "2epochs", "30min" (s, min, h) or None. A snapshot is also
             taken at the end of the run, and when it is stopped.
@@ -133,6 +135,7 @@ class Run:
         precision: Precision = "fp32",
         reduction: Reduction = "exact",
         shard: Shard | None = None,
+        exchange_dtype: ExchangeDtype | None = None,
         num_threads: int = 1,
         snapshot_every: int | str | None = "1epochs",
         keep_last: int = 3,
