@@ -233,8 +233,8 @@ class _Replay:
     def _compute(self, run_dir: Path, output: Path, first: int) -> list[dict[str, Any]]:
         """Run the script. Returns the lines of its traces."""
         numbers = self._record.get("numbers", {})
-        names = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision")
-        options = {name: numbers[name] for name in names if name in numbers}
+        names = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "exchange_dtype")
+        options = {name: numbers[name] for name in names if numbers.get(name) is not None}
         options |= {name: self._values[name] for name in OF_RUN if name in self._values}
         options |= {
             "shard": "none",  # every rank sees whole tensors, and the bits do not depend on it
