@@ -88,7 +88,7 @@ def test_at_every_moment(trial: Trial, undisturbed: Undisturbed, capfd: pytest.C
             assert ("could not be removed" if moment == "pruning" else "could not be written") in capfd.readouterr().out
         else:
             error = trial.spawn_to_fail(3, fault, **arguments)
-            assert {"raise": "a fault", "exhaust": "allocate", "exit": "exit code 3"}.get(action, "SIGKILL") in str(
+            assert {"raise": "a fault", "exhaust": "out of memory", "exit": "exit code 3"}.get(action, "SIGKILL") in str(
                 error
             )
     trial.note_strike(fault)
@@ -131,7 +131,7 @@ def test_in_a_worker(trial: Trial, undisturbed: Undisturbed, action: str) -> Non
             assert trial.spawn(2, fault, num_workers=1) == trial.dir
         else:
             error = trial.spawn_to_fail(2, fault, num_workers=1)
-            said = {"raise": "a fault", "exhaust": "allocate"}.get(action, "DataLoader worker|Connection|closed")
+            said = {"raise": "a fault", "exhaust": "out of memory"}.get(action, "DataLoader worker|Connection|closed")
             heard = f"{error!r} {error.__cause__!r}"
             assert any(words in heard for words in said.split("|")), heard
     trial.note_strike(fault, f"{action} its process")
