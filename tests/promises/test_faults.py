@@ -88,9 +88,8 @@ def test_at_every_moment(trial: Trial, undisturbed: Undisturbed, capfd: pytest.C
             assert ("could not be removed" if moment == "pruning" else "could not be written") in capfd.readouterr().out
         else:
             error = trial.spawn_to_fail(3, fault, **arguments)
-            assert {"raise": "a fault", "exhaust": "out of memory", "exit": "exit code 3"}.get(action, "SIGKILL") in str(
-                error
-            )
+            ends = {"raise": "a fault", "exhaust": "out of memory", "exit": "exit code 3"}
+            assert ends.get(action, "SIGKILL") in str(error)
     trial.note_strike(fault)
     saved = trial.snapshots
     if parsed.rank is None and action in ("raise", "exit", "exhaust"):
