@@ -14,7 +14,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +33,7 @@ from common import (
     print_table,
 )
 from reduction import DDP, EXACT, FAST, Sequences, Shape, Transformer, compute_loss, run_ddp, run_samestep
-from two_hosts import INTERFACE, open_two_hosts, shape_link, start_on
+from two_hosts import measure_on, open_two_hosts, shape_link
 
 from samestep.engine import routes
 
@@ -108,14 +107,7 @@ def measure_link(mbit: int | None, args: argparse.Namespace) -> Times:
         words += ["--rounds", str(args.rounds), "--buckets", *map(str, args.buckets)]
         words += ["--quick"] if args.quick else []
         commands = [[*words, "--rank", str(rank)] for rank in (0, 1)]
-        with open(Path(folder) / "said", "w+") as said:
-            with start_on(hosts, commands, said, {"GLOO_SOCKET_IFNAME": INTERFACE}) as ranks:
-                while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-                    time.sleep(0.1)
-            said.seek(0)
-            if not found.exists():
-                sys.exit(f"the ranks failed:\n{said.read()}")
-        times: Times = json.loads(found.read_text())
+        times: Times = measure_on(hosts, commands, found)
         return times
 
 

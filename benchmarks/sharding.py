@@ -47,7 +47,7 @@ from reduction import Block, Sequences, Shape, Transformer, compute_loss, run_dd
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
-from two_hosts import INTERFACE, open_two_hosts, shape_link, start_on
+from two_hosts import INTERFACE, measure_on, open_two_hosts, shape_link
 
 import samestep
 
@@ -59,7 +59,9 @@ WAYS = [*SHARDS, STOCK, DDP]
 SAVING = [NONE, OPTIMIZER, FSDP2, STOCK]
 MAX_RATIO = 1.1  # of fsdp2 to stock FSDP2: memory and time
 SAMPLES_PER_RANK = 4
-QUICK_SHAPE = Shape(num_layers=1, width=64, num_heads=2, sequence=16)
+SIZES = ("num_layers", "width", "num_heads", "sequence")  # of `Shape`
+FULL_SHAPE = [getattr(Shape(), name) for name in SIZES]
+QUICK_SHAPE = [1, 64, 2, 16]
 MAPPED_BYTES = 64 << 10
 M_MMAP_THRESHOLD = -3  # of mallopt
 NUM_MICRO_BATCHES = 4  # of the runs with snapshots
@@ -315,17 +317,10 @@ def measure_hosts(world_size: int, mbit: int | None, args: argparse.Namespace) -
         path = Path(folder) / "times.json"
         words = [sys.executable, __file__, "--times", str(path), "--address", hosts[0].address]
         words += ["--world-size", str(world_size), "--rounds", str(args.rounds), "--steps", str(args.steps)]
-        words += ["--quick"] if args.quick else []
+        words += ["--shape", *map(str, args.shape)]
         commands = [[*words, "--rank", str(rank)] for rank in range(world_size)]
         homes = [hosts[rank * 2 // world_size] for rank in range(world_size)]
-        with open(Path(folder) / "said", "w+") as said:
-            with start_on(homes, commands, said, {"GLOO_SOCKET_IFNAME": INTERFACE}) as ranks:
-                while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-                    time.sleep(0.1)
-            said.seek(0)
-            if not path.exists():
-                sys.exit(f"the ranks failed:\n{said.read()}")
-        found: dict[str, Times] = json.loads(path.read_text())
+        found: dict[str, Times] = measure_on(homes, commands, path)
         return found
 
 
@@ -364,6 +359,8 @@ def print_steps(title: str, found: dict[str, Times]) -> None:
 def main() -> None:
     parser = build_parser(__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
+    sizes = ("LAYERS", "WIDTH", "HEADS", "SEQUENCE")
+    parser.add_argument("--shape", type=int, nargs=4, metavar=sizes, help="of the model")
     parser.add_argument("--parts", nargs="+", default=["memory", "steps", "snapshots"], help="what to measure")
     parser.add_argument("--hosts", action="store_true", help="measure the steps on two hosts instead")
     parser.add_argument("--mbit", type=int, nargs="+", default=[1000, 100], help="rates of their link; 0: unshaped")
@@ -374,7 +371,8 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--world-size", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    shape = QUICK_SHAPE if args.quick else Shape()
+    args.shape = args.shape or (QUICK_SHAPE if args.quick else FULL_SHAPE)
+    shape = Shape(**dict(zip(SIZES, args.shape, strict=True)))
     if args.rank is not None:
         run_on_host(args, shape)
         return

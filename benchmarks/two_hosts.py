@@ -1,12 +1,15 @@
 """Two hosts on this machine, those of the tests, for the benchmarks that need a network between ranks. Needs root."""
 
+import json
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -60,3 +63,18 @@ def start_on(
             if process.poll() is None:  # else its number may be another one's by now
                 kill_tree(process.pid)
             process.wait()
+
+
+def measure_on(hosts: list[Host], commands: list[list[str]], found: Path) -> Any:
+    """Runs a command on each host until all have ended, or one has failed. Returns what one has written as JSON.
+
+    Ends this program with their output if there is no such file.
+    """
+    with tempfile.TemporaryFile("w+") as said:
+        with start_on(hosts, commands, said, {"GLOO_SOCKET_IFNAME": INTERFACE}) as ranks:
+            while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+                time.sleep(0.1)
+        said.seek(0)
+        if not found.exists():
+            sys.exit(f"the ranks failed:\n{said.read()}")
+    return json.loads(found.read_text())
