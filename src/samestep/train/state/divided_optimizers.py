@@ -79,17 +79,13 @@ class DividedOptimizers:
         """
         rank = self._group.rank
         mine = {name: self._list_states(each) for name, each in self._optimizers.items()}
-        structure, tensors = encode(mine)
-        if array := next((name for name, shape in list_tensors(structure).items() if shape is None), None):
-            raise InvalidValue(f'{array} is a numpy array, which shard="optimizer" cannot divide: make it a tensor')
-        described = [[name, name_dtype(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
+        _, outlines = self._exchange_outlines(mine)
         collected: dict[str, dict[int, Any]] = {name: {} for name in self._optimizers}
-        for source, (of_rank, rows) in enumerate(self._group.gather([structure, described])):
+        for source, (structure, tensors) in enumerate(outlines):
+            if array := next((name for name, shape in list_tensors(structure).items() if shape is None), None):
+                raise InvalidValue(f'{array} is a numpy array, which shard="optimizer" cannot divide: make it a tensor')
             if source != rank:
-                outlines = {
-                    name: torch.empty(shape, dtype=find_dtype(dtype), device="meta") for name, dtype, shape in rows
-                }
-                for name, of_params in decode(of_rank, outlines).items():
+                for name, of_params in decode(structure, tensors).items():
                     collected[name] |= of_params
         # A parameter is in the snapshot of its owner. They are equal on all ranks.
         params = [param for each in self._optimizers.values() for param in list_params(each)]
@@ -136,19 +132,33 @@ class DividedOptimizers:
     def _collect(self) -> dict[str, dict[int, Any]]:
         rank = self._group.rank
         mine = {} if rank == 0 else {name: self._list_states(each) for name, each in self._optimizers.items()}
-        structure, tensors = encode(mine)
-        described = [[name, name_dtype(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
-        messages = self._group.gather([structure, described])
+        tensors, outlines = self._exchange_outlines(mine)
         if rank != 0:
-            self._group.send([*tensors.values()], target=0)
+            self._group.send(tensors, target=0)
             return {}
         collected: dict[str, dict[int, Any]] = {name: {} for name in self._optimizers}
-        for source, (of_rank, rows) in enumerate(messages[1:], start=1):
-            received = {name: torch.empty(shape, dtype=find_dtype(dtype)) for name, dtype, shape in rows}
+        for source, (structure, outlined) in enumerate(outlines[1:], start=1):
+            received = {name: torch.empty_like(tensor, device="cpu") for name, tensor in outlined.items()}
             self._group.receive([*received.values()], source)
-            for name, of_params in decode(of_rank, received).items():
+            for name, of_params in decode(structure, received).items():
                 collected[name] |= of_params
         return collected
+
+    def _exchange_outlines(self, mine: Mapping[str, Any]) -> tuple[list[Tensor], list[tuple[Any, dict[str, Tensor]]]]:
+        """Describe states of this rank to the other ranks. On all ranks.
+
+        Returns:
+            The tensors in `mine`, and for each rank what `encode` returns, with tensors on the meta device.
+        """
+        structure, tensors = encode(mine)
+        described = [[name, name_dtype(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
+        return [*tensors.values()], [
+            (
+                of_rank,
+                {name: torch.empty(shape, dtype=find_dtype(dtype), device="meta") for name, dtype, shape in rows},
+            )
+            for of_rank, rows in self._group.gather([structure, described])
+        ]
 
     def _list_states(self, optimizer: Optimizer) -> dict[int, Any]:
         numbers = {id(param): number for number, param in enumerate(list_params(optimizer))}
