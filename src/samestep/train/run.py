@@ -198,6 +198,7 @@ class Run:
         self._interceptors = Interceptors(context, [*find_requests(settings), *requests])
         self._old_params = find_params()
         self._prepared: Prepared | None = None
+        self._explainer: MemoryExplainer | None = None
         self._loop: Loop | None = None
         self._sharded_init = ShardedInit(group)
         self._is_recalled = False  # by `restore`, before the first loop
@@ -390,17 +391,7 @@ class Run:
             raise InvalidValue(f'device_map must be "keep" or None, not {device_map!r}')
         modules = check_objects(objects, self._old_params)
         self._old_params = {}
-        context = self._context
-        self._explainer = MemoryExplainer(
-            objects,
-            modules,
-            shard_blocks,
-            context.config,
-            context.device,
-            rank=context.rank,
-            world_size=context.world_size,
-            num_local=context.environment.local_world_size,
-        )
+        self._explainer = MemoryExplainer(objects, modules, shard_blocks, self._context)
         add_explainer(self._explainer)
         self._prepared = prepare_objects(
             objects,

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from samestep.config import RunConfig
 from samestep.console import format_bytes, format_ranks
 from samestep.errors import Error, is_out_of_memory
 from samestep.plan.memory import compute_memory, find_fitting
+from samestep.train.context import RunContext
 from samestep.train.state.param_sizes import measure_sizes
 from samestep.train.state.sharded_state import ELEMENTWISE, Blocks
 from samestep.train.state.stateful import Objects, name_optimizers
@@ -24,7 +24,6 @@ class MemoryExplainer:
     Created before the run allocates anything else than the models.
 
     Args:
-        num_local: number of ranks on this host.
         blocks: as `shard_blocks` of `Run.prepare`.
     """
 
@@ -33,25 +32,20 @@ class MemoryExplainer:
         objects: Objects,
         modules: Mapping[str, nn.Module],
         blocks: Blocks | None,
-        config: RunConfig,
-        device: torch.device,
-        *,
-        rank: int,
-        world_size: int,
-        num_local: int,
+        context: RunContext,
     ) -> None:
         self._objects = objects
         self._modules = modules
         self._blocks = blocks
-        self._config = config
-        self._device = device
-        self._rank = rank
-        self._world_size = world_size
+        self._config = context.config
+        self._rank = context.rank
+        self._world_size = context.world_size
+        device = context.device
         if device.type == "cuda":
             self._room_bytes = torch.cuda.get_device_properties(device).total_memory
             self._limit = "memory of the GPU"
             return
-        room_bytes, self._limit = find_own_room(num_local)
+        room_bytes, self._limit = find_own_room(context.environment.local_world_size)
         params = {id(param): param.nbytes for module in modules.values() for param in module.parameters()}
         self._room_bytes = room_bytes + sum(params.values())
 
