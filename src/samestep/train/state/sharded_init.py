@@ -1,7 +1,7 @@
 """Builds a model of which each rank keeps its part only: `Run.sharded_init`.
 
 The script's code runs as it does without sharding: on real tensors, in its order, with its random draws. So the values
-are those of an unsharded model, which cannot be said of a model on the meta device whose parts are initialized later.
+are those of an unsharded model. A model on the meta device, whose parts are initialized later, would have other values.
 But a parameter is whole only while its module creates its parameters, or while an operation uses it. Then each rank
 keeps a part of its memory, and frees the rest. An operation on a parameter that is not whole gathers it, unless it
 overwrites all of it, as `normal_` does. So a second initialization, such as `model.apply(...)`, works, too.
