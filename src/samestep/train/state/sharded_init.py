@@ -251,7 +251,7 @@ class ShardedInit:
             storage.resize_(part.num_bytes)
             if is_read:
                 content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                content.copy_(self._group.gather_parts(part.own)[: part.num_bytes])
+                self._group.gather_parts(part.own, content)
 
     @contextmanager
     def _working(self) -> Iterator[None]:
