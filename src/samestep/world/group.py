@@ -220,23 +220,13 @@ class Group:
                     for bits, copy in zip(same_kind, sent, strict=True):
                         bits.copy_(copy)
 
-    def gather_parts(self, part: torch.Tensor, out: torch.Tensor) -> None:
-        """Fill `out` with the parts of all ranks, in rank order. All are bytes.
-
-        Each rank has as many; those behind the end of `out` are dropped. They are received in `out` itself: gloo's
-        thread may hold other memory for a moment after it has returned.
-        """
+    def gather_parts(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of all ranks, of which each has as many, in rank order, on every rank."""
         is_staged = self.needs_staging(part.device)
         sent = part.cpu() if is_staged else part
-        whole = torch.empty_like(out, device="cpu") if is_staged else out
-        places = [whole[rank * len(part) :][: len(part)] for rank in range(self.world_size)]
-        received = [place if len(place) == len(part) else torch.empty_like(sent) for place in places]
-        dist.all_gather(received, sent)
-        for place, one in zip(places, received, strict=True):
-            if one is not place:
-                place.copy_(one[: len(place)])
-        if is_staged:
-            out.copy_(whole)
+        parts = sent.new_empty(self.world_size, len(sent))
+        dist.all_gather([*parts], sent)
+        return parts.view(-1).to(part.device)
 
     def send(self, tensors: Sequence[torch.Tensor], target: int) -> None:
         """Send tensors of any dtypes and devices to one rank, which calls `receive`."""

@@ -251,7 +251,9 @@ class ShardedInit:
             storage.resize_(part.num_bytes)
             if is_read:
                 content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                self._group.gather_parts(part.own, content)
+                gathered = self._group.gather_parts(part.own)
+                content.copy_(gathered[: part.num_bytes])
+                gathered.untyped_storage().resize_(0)  # gloo's thread may refer to it for a moment longer
 
     @contextmanager
     def _working(self) -> Iterator[None]:
