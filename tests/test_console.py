@@ -3,11 +3,7 @@
 import subprocess
 import sys
 
-import pytest
-from support.commands import run
-from support.waiting import wait_until
-
-from samestep.console import saying_when_slow
+from support.commands import Popen, run
 
 INTERRUPTED = """
 import signal
@@ -18,14 +14,25 @@ print_error("x" * 5_000_000)
 signal.setitimer(signal.ITIMER_REAL, 0)
 """
 
+BLOCKS = """
+import sys
+from samestep.console import saying_when_slow
+with saying_when_slow("starting 3 ranks", 60):
+    pass
+with saying_when_slow("starting 2 ranks", 0.01):
+    sys.stdin.read()
+"""
+
 
 def test_a_long_text_on_an_unbuffered_stderr_is_printed_despite_signals() -> None:
     done = run([sys.executable, "-u", "-c", INTERRUPTED], stderr=subprocess.PIPE, text=True, check=True)
     assert len(done.stderr) == 5_000_001
 
 
-def test_only_a_slow_block_is_announced(capfd: pytest.CaptureFixture[str]) -> None:
-    with saying_when_slow("starting 3 ranks", 60):
-        pass
-    with saying_when_slow("starting 2 ranks", 0.01):
-        wait_until(lambda: capfd.readouterr().err == "samestep: starting 2 ranks\n", "it is announced")
+def test_only_a_slow_block_is_announced() -> None:
+    with Popen([sys.executable, "-c", BLOCKS], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdin
+        assert process.stderr
+        assert process.stderr.readline() == "samestep: starting 2 ranks\n"
+        process.stdin.close()
+        assert process.stderr.read() == ""

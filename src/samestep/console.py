@@ -24,8 +24,9 @@ def escape(text: str) -> str:
 
 
 def say(sentence: str) -> None:
-    """Print one line on standard error."""
-    print(f"samestep: {escape(sentence)}".replace("\n", "\\n"), file=sys.stderr, flush=True)
+    """Print one line on standard error, in one write: ranks that share an unbuffered file do not mix their lines."""
+    line = f"samestep: {escape(sentence)}".replace("\n", "\\n")
+    print(f"{line}\n", end="", file=sys.stderr, flush=True)
 
 
 def warn(say: Callable[[str], None], sentence: str, *, start: str) -> None:
