@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-MOST_DEPTH = 100  # of nested JSON: far below Python's limit of recursion
+MAX_DEPTH = 100  # of nested JSON: far below Python's limit of recursion
 
 # Types of the entries of Structs. Numbers never stand for true and false.
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -44,7 +44,7 @@ def convert(value: Any, kind: type[T]) -> T:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Parse JSON strictly: numbers are finite, and nesting is at most `MOST_DEPTH` deep.
+    """Parse JSON strictly: numbers are finite, and nesting is at most `MAX_DEPTH` deep.
 
     Raises:
         ValueError: the text is something else.
@@ -54,7 +54,7 @@ def parse_json(text: bytes | str) -> Any:
     except RecursionError:
         raise ValueError("the JSON is nested too deeply") from None
     level = [value]
-    for _ in range(MOST_DEPTH):
+    for _ in range(MAX_DEPTH):
         level = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
         level = [*chain.from_iterable(level)]
         if not level:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-MOST_BYTES = 64 << 20  # of a file that is parsed whole
+MAX_BYTES = 64 << 20  # of a file that is parsed whole
 PIECE_BYTES = 1 << 16
 
 
@@ -37,7 +37,7 @@ def open_regular(path: "os.PathLike[str] | str", flags: int) -> int:
     return file
 
 
-def read_bytes(path: Path, most: int = MOST_BYTES, *, is_given: bool = False) -> bytes:
+def read_bytes(path: Path, most: int = MAX_BYTES, *, is_given: bool = False) -> bytes:
     """Return the content of a regular file of at most `most` bytes. Raises OSError.
 
     Args:
@@ -53,7 +53,7 @@ def read_bytes(path: Path, most: int = MOST_BYTES, *, is_given: bool = False) ->
     return bytes(data)
 
 
-def read_text(path: Path, most: int = MOST_BYTES, *, is_given: bool = False) -> str:
+def read_text(path: Path, most: int = MAX_BYTES, *, is_given: bool = False) -> str:
     """`read_bytes`, as text. Bytes that are no UTF-8 become U+FFFD."""
     return read_bytes(path, most, is_given=is_given).decode(errors="replace")
 

@@ -22,7 +22,7 @@ from states import assert_same
 from samestep.decoding import parse_json
 from samestep.errors import InvalidType
 from samestep.snapshot.serialization import (
-    MOST_LEVELS,
+    MAX_LEVELS,
     decode,
     digest,
     digest_of,
@@ -247,12 +247,12 @@ def nest(levels: int, wrap: Callable[[Any], Any]) -> Any:
 
 @pytest.mark.parametrize("wrap", [lambda value: [value], lambda value: {3: value}, lambda value: OrderedDict(a=value)])
 def test_what_is_written_is_not_nested_too_deeply_to_be_read(wrap: Callable[[Any], Any]) -> None:
-    state = {"state": nest(MOST_LEVELS - 1, wrap)}
+    state = {"state": nest(MAX_LEVELS - 1, wrap)}
     structure, tensors = encode(state)
     assert_same(decode(parse_json(json.dumps(structure)), tensors), state)
     circle: list[Any] = []
     circle.append(circle)
-    for value in (nest(MOST_LEVELS, wrap), circle):
+    for value in (nest(MAX_LEVELS, wrap), circle):
         with pytest.raises(InvalidType, match=r"^state.* is a value that contains itself, or is nested deeper than 3"):
             encode({"state": value})
 

@@ -16,7 +16,7 @@ from samestep.decoding import Count, decode
 from samestep.errors import InvalidType, InvalidValue
 from samestep.hashing import hash_pieces
 
-MOST_NAMED = 3  # shards in a message
+MAX_NAMED = 3  # shards in a message
 BLOCK = 4096  # bytes that are hashed at the start, in the middle and at the end of a shard's file
 
 # The mark of a shard's file: the time at which it was written, in nanoseconds, and a hash of three of its blocks.
@@ -207,4 +207,4 @@ def explain_change(before: Sequence[Shard], now: Sequence[Shard]) -> str:
 
 
 def _list(named: Sequence[str]) -> str:
-    return ", ".join(named[:MOST_NAMED]) + (f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else "")
+    return ", ".join(named[:MAX_NAMED]) + (f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else "")

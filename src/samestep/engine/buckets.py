@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 # of a bucket
 LEAST_BYTES = 1 << 20
-MOST_BYTES = 25 << 20
+MAX_BYTES = 25 << 20
 NUM_BUCKETS = 16  # approximately, between hosts
 ALIGN_BYTES = 64  # of each gradient in a bucket: with less, kernels may use other code paths and give other bits
 
@@ -58,7 +58,7 @@ def choose_cap_bytes(params: Sequence[nn.Parameter], *, one_host: bool) -> int:
     the last bucket, so it should be a small share of all gradients.
     """
     num_bytes = sum(param.numel() * param.element_size() for param in params)
-    return MOST_BYTES if one_host else min(MOST_BYTES, max(LEAST_BYTES, num_bytes // NUM_BUCKETS))
+    return MAX_BYTES if one_host else min(MAX_BYTES, max(LEAST_BYTES, num_bytes // NUM_BUCKETS))
 
 
 def build_buckets(

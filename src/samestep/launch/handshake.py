@@ -23,7 +23,7 @@ from samestep.world.workdir import PREFIX, make_private, read_private
 
 SECRET_BYTES = 32
 MIN_SECRET = 16  # characters
-MOST_SECRET_BYTES = 1 << 16
+MAX_SECRET_BYTES = 1 << 16
 _NONCE = re.compile(r"[0-9a-f]{32}")
 
 
@@ -44,7 +44,7 @@ def read_secret(file: str | None) -> str:
         source = f"--rdzv-secret {file}"
         try:
             mode = Path(file).stat().st_mode
-            secret = read_bytes(Path(file), MOST_SECRET_BYTES, is_given=True).decode().strip()
+            secret = read_bytes(Path(file), MAX_SECRET_BYTES, is_given=True).decode().strip()
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "it is not text"
             raise Error(f"{source} cannot be read ({reason}): name a file that holds the secret") from None

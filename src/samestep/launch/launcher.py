@@ -14,7 +14,7 @@ from samestep.config import Overrides, is_url, whole
 from samestep.console import format_ranks, print_error, say, saying_when_slow
 from samestep.errors import Error, RunDirectoryError
 from samestep.launch.forkserver import ForkServer, is_preloaded
-from samestep.launch.local_ranks import MOST_LOCAL_RANKS, Ranks, parse_shown
+from samestep.launch.local_ranks import MAX_LOCAL_RANKS, Ranks, parse_shown
 from samestep.launch.target import Target
 from samestep.world.environment import (
     FINISHED,
@@ -27,7 +27,7 @@ from samestep.world.environment import (
 if TYPE_CHECKING:
     from samestep.launch.rendezvous_client import End, Nodes
 
-MOST_RANKS = 1 << 16  # on several nodes, whose number of ranks is not known yet
+MAX_RANKS = 1 << 16  # on several nodes, whose number of ranks is not known yet
 SLOW_S = 2.0  # an import of torch that takes longer is announced
 
 
@@ -93,7 +93,7 @@ def parse_num_ranks(text: str) -> int | None:
         num_ranks = int(text)
     except ValueError:
         raise Error(f"--nproc-per-node takes a number, gpu, cpu or auto, not {text!r}") from None
-    return int(whole(1, MOST_LOCAL_RANKS)("--nproc-per-node", num_ranks))
+    return int(whole(1, MAX_LOCAL_RANKS)("--nproc-per-node", num_ranks))
 
 
 def _open_server(overrides: Overrides, num_ranks: str) -> ForkServer:
@@ -156,7 +156,7 @@ def run_launch(
         from samestep.launch.supervisor import Launch, run_local, run_node
 
         count = known or _count_ranks(num_ranks, overrides.get("device"))
-        with closing(Ranks(server, parse_shown(show_ranks, count if nodes is None else MOST_RANKS))) as ranks:
+        with closing(Ranks(server, parse_shown(show_ranks, count if nodes is None else MAX_RANKS))) as ranks:
             launch = Launch(target, count, overrides, signals.received, max_restarts)
             end = run_local(ranks, launch) if nodes is None else run_node(ranks, launch, nodes)
             return _conclude(ranks, signals.received, end)

@@ -35,7 +35,7 @@ from samestep.world.environment import (
 from samestep.world.workdir import WorkDir, make_private
 
 HOST = "127.0.0.1"
-MOST_LOCAL_RANKS = 1 << 12  # more than any machine runs, so a larger number is a typing error
+MAX_LOCAL_RANKS = 1 << 12  # more than any machine runs, so a larger number is a typing error
 POLL_S = 0.1
 FOLLOW_S = 0.5  # after the first failure: time for other ranks to fail, with the same error or because they lost it
 LEAVE_S = 1.0  # for the other ranks to end after SIGTERM

@@ -25,7 +25,7 @@ from samestep.config import PREFIX, Overrides, name_flag, to_variables
 from samestep.decoding import convert
 from samestep.errors import Error
 from samestep.launch.handshake import is_proven, make_nonce, prove, share_secret
-from samestep.launch.local_ranks import MOST_LOCAL_RANKS
+from samestep.launch.local_ranks import MAX_LOCAL_RANKS
 from samestep.launch.messages import LauncherLink
 from samestep.launch.target import Target
 from samestep.version import __version__
@@ -220,7 +220,7 @@ PROGRAM = "program"  # in the settings
 def parse_hello(fields: Mapping[str, Any]) -> Hello:
     """Check and convert the fields that a node has sent. Raises ValueError if no launcher of samestep sends them."""
     hello = convert(fields, Hello)
-    if not 1 <= hello.num_ranks <= MOST_LOCAL_RANKS or not hello.host.isprintable():
+    if not 1 <= hello.num_ranks <= MAX_LOCAL_RANKS or not hello.host.isprintable():
         raise ValueError("not a hello")
     return hello
 

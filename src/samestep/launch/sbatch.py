@@ -25,7 +25,7 @@ from samestep.world.environment import SECRET, START_AGAIN, child_variables
 READ_S = 0.2  # interval at which the output is read
 # interval of queries to Slurm; grows while nothing changes
 ASK_S = 0.5
-MOST_ASK_S = 10.0
+MAX_ASK_S = 10.0
 FIRST_PORT = 15000
 NUM_PORTS = 17000
 
@@ -182,7 +182,7 @@ class Follower:
     def run(self) -> int:
         """Show the output and state of the job. Returns its exit code at the end."""
         wait_s = ASK_S
-        asked_s = -MOST_ASK_S
+        asked_s = -MAX_ASK_S
         is_over = False  # must be observed twice, because a job that is being requeued is briefly reported as failed
         while True:
             self._copy_output()
@@ -190,7 +190,7 @@ class Follower:
                 tasks = self._ask()
                 asked_s = time.monotonic()
                 is_changed = self._say_changes(tasks)
-                wait_s = ASK_S if is_changed else min(wait_s * 1.2, MOST_ASK_S)
+                wait_s = ASK_S if is_changed else min(wait_s * 1.2, MAX_ASK_S)
                 now_over = all(task["JobState"] in ENDS for task in tasks)
                 if is_over and now_over:
                     self._copy_output()
@@ -210,7 +210,7 @@ class Follower:
                 raise Error(
                     f"Slurm has dropped job {self._number}, and how it ended: see its output in {self._files}, or sacct"
                 )
-            time.sleep(MOST_ASK_S)  # the controller is down or busy
+            time.sleep(MAX_ASK_S)  # the controller is down or busy
 
     def _say_changes(self, tasks: Sequence[dict[str, str]]) -> bool:
         is_changed = False

@@ -13,8 +13,8 @@ from samestep.plan.tree import build_layout
 
 Span = tuple[int, int]
 
-MOST_SAMPLES = 1 << 40  # of a step; larger values are typing errors
-MOST_MICRO_BATCHES = 1 << 20  # of a step; the plan of more would fill the memory
+MAX_SAMPLES = 1 << 40  # of a step; larger values are typing errors
+MAX_MICRO_BATCHES = 1 << 20  # of a step; the plan of more would fill the memory
 LEAST_SAMPLES = 64  # of a default micro-batch; fewer slow small models down (docs/decisions/micro_batches.md)
 
 
@@ -118,8 +118,8 @@ def check_numbers(
         ("world_size", world_size),
     ):
         check_positive(name, value)
-    if batch_size > MOST_SAMPLES:
-        raise InvalidValue(f"batch_size must be at most {MOST_SAMPLES}, not {batch_size}")
+    if batch_size > MAX_SAMPLES:
+        raise InvalidValue(f"batch_size must be at most {MAX_SAMPLES}, not {batch_size}")
     if batch_size % micro_batch_size:
         below = batch_size - batch_size % micro_batch_size
         sizes = [size for size in (below, below + micro_batch_size) if size]
@@ -130,10 +130,10 @@ def check_numbers(
             f"use a batch_size of {_either(sizes)}, or a micro_batch_size of {_either(sorted(divisors))}"
         )
     num_micro_batches = batch_size // micro_batch_size
-    if num_micro_batches > MOST_MICRO_BATCHES:
+    if num_micro_batches > MAX_MICRO_BATCHES:
         raise InvalidValue(
             f"batch_size {batch_size} is {num_micro_batches} micro-batches of {micro_batch_size}, more than the "
-            f"{MOST_MICRO_BATCHES} of the largest step: use a smaller batch_size, or a larger micro_batch_size"
+            f"{MAX_MICRO_BATCHES} of the largest step: use a smaller batch_size, or a larger micro_batch_size"
         )
     if world_size > num_micro_batches:
         ranks = "1 rank" if num_micro_batches == 1 else f"1 to {num_micro_batches} ranks"

@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from samestep.data.order_files import ORDERS
 from samestep.errors import Error, RunDirectoryError, needing
-from samestep.files import MOST_BYTES, read_bytes, replace_file
+from samestep.files import MAX_BYTES, read_bytes, replace_file
 from samestep.snapshot.lock import build_token, explain_takeover
 from samestep.snapshot.manifest import FILE, MANIFEST, NAME, find_wrong_size, parse_manifest
 from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Elsewhere, Snapshot, Unreachable
@@ -172,7 +172,7 @@ class ObjectStore:
         return sizes
 
     def _read_manifest(self, place: str, sizes: Mapping[str, int]) -> Snapshot:
-        text = self._fs.cat_file(self._at_place(place, MANIFEST)) if sizes[MANIFEST] <= MOST_BYTES else b""
+        text = self._fs.cat_file(self._at_place(place, MANIFEST)) if sizes[MANIFEST] <= MAX_BYTES else b""
         manifest, problem = parse_manifest(text)
         match = _PLACE.fullmatch(place)
         name, step = (match[1], int(match[2])) if match else (place, None)

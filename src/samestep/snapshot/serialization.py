@@ -22,9 +22,9 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from samestep.decoding import MOST_DEPTH, Count, convert, parse_json
+from samestep.decoding import MAX_DEPTH, Count, convert, parse_json
 from samestep.errors import InvalidType
-from samestep.files import MOST_BYTES, open_regular
+from samestep.files import MAX_BYTES, open_regular
 from samestep.hashing import hash_bytes, hash_pieces
 from samestep.snapshot.manifest import Pieces, read_range
 from samestep.tagged import ARRAY_KINDS, KIND, Decoder, Encoder, Place, decode_array, find_dtype, name_dtype, view_bytes
@@ -57,7 +57,7 @@ _CODES = {
 }
 _NAMES = {code: name for name, code in _CODES.items()}
 _AS_REAL = ("complex32", "complex128")  # safetensors lacks them: stored as pairs of reals
-MOST_LEVELS = MOST_DEPTH // 3 - 1  # of nested values: a level is at most 3 levels of JSON, which has to be readable
+MAX_LEVELS = MAX_DEPTH // 3 - 1  # of nested values: a level is at most 3 levels of JSON, which has to be readable
 
 
 class _TensorEntry(Struct):
@@ -82,7 +82,7 @@ def encode(state: Any, is_mine: "Callable[[Tensor], bool] | None" = None) -> tup
 
     Raises:
         InvalidType: the state contains anything other than tensors, NumPy arrays, numbers, strings, bytes, lists,
-            tuples, dicts and sets, or is nested deeper than `MOST_LEVELS`.
+            tuples, dicts and sets, or is nested deeper than `MAX_LEVELS`.
     """
     encoder = _Encoder(is_mine)
     return encoder.encode(state), encoder.tensors
@@ -277,7 +277,7 @@ def _read_header(path: Path) -> dict[str, TensorPart]:
     with open(path, "rb", opener=open_regular) as file:
         size = os.fstat(file.fileno()).st_size
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
-        if length > min(size - 8, MOST_BYTES):
+        if length > min(size - 8, MAX_BYTES):
             raise ValueError(f"{path.name} has a header of {length} bytes")
         header = convert(parse_json(file.read(length)), dict[str, Any])
         header.pop("__metadata__", None)
@@ -351,8 +351,8 @@ class _Encoder(Encoder):
         self._taken: set[str] = {"__metadata__"}  # reserved by safetensors
 
     def encode(self, value: Any, path: Place = ()) -> Any:
-        if len(path) > MOST_LEVELS:
-            raise _refusal(path[:3], f"a value that contains itself, or is nested deeper than {MOST_LEVELS} levels")
+        if len(path) > MAX_LEVELS:
+            raise _refusal(path[:3], f"a value that contains itself, or is nested deeper than {MAX_LEVELS} levels")
         return super().encode(value, path)
 
     def encode_other(self, value: Any, path: Place) -> Any:

@@ -12,8 +12,8 @@ from samestep.errors import InvalidValue, needing
 from samestep.plan.order import WINDOW_SHARDS
 from samestep.sources.shard_files import Kept, Places, list_files, name_files
 
-MOST_OPEN = 64  # files
-MOST_ROWS = 1 << 40  # of a row group
+MAX_OPEN = 64  # files
+MAX_ROWS = 1 << 40  # of a row group
 
 
 class Parquet:
@@ -61,13 +61,13 @@ class Parquet:
             for group in range(opened.metadata.num_row_groups):
                 about = opened.metadata.row_group(group)
                 self._groups.append((number, group))
-                if not 0 <= about.num_rows < MOST_ROWS:
+                if not 0 <= about.num_rows < MAX_ROWS:
                     raise InvalidValue(f"the shard {file} says that it has {about.num_rows} rows: restore it")
                 counts.append(about.num_rows)
                 self.shards.append(Shard(f"{name}:{group}", about.num_rows, about.total_byte_size))
         self.shard_files = [self._files[number] for number, _ in self._groups]
         self._places = Places(counts)
-        self._open_file = Kept(self._open_number, MOST_OPEN)
+        self._open_file = Kept(self._open_number, MAX_OPEN)
         self._read_group = Kept(self._decode_group, WINDOW_SHARDS)
 
     def __len__(self) -> int:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from samestep.data.source import Shard
 from samestep.errors import InvalidValue
 
-MOST_OPEN = 64  # files of one source in one process
+MAX_OPEN = 64  # files of one source in one process
 
 
 def list_files(files: str | Path | Iterable[str | Path], suffix: str) -> list[Path]:
@@ -133,7 +133,7 @@ class Blobs:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
-        self._open = Kept(self._open_file, MOST_OPEN)
+        self._open = Kept(self._open_file, MAX_OPEN)
 
     def _open_file(self, file: int) -> Any:
         return open(self._files[file], "rb", buffering=0)

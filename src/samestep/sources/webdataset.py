@@ -20,8 +20,8 @@ CACHED_SHARDS = 64  # tars whose indices are kept
 INDEX = ".index.npz"
 FORMAT = 1
 KEY = "__key__"
-MOST_BYTES_OF_NAME = 1000  # each name takes as much memory as the longest
-MOST_INDEX_BYTES_PER_FILE = 8 * 4 + 2 * MOST_BYTES_OF_NAME
+MAX_BYTES_OF_NAME = 1000  # each name takes as much memory as the longest
+MAX_INDEX_BYTES_PER_FILE = 8 * 4 + 2 * MAX_BYTES_OF_NAME
 ARRAYS = {
     "keys": "S",
     "extensions": "S",
@@ -120,7 +120,7 @@ def _load_index(at: Path, num_bytes: int, names: Sequence[str]) -> Index:
     with open(at, "rb", opener=open_regular) as file:
         with zipfile.ZipFile(file) as members:
             num_index_bytes = sum(member.file_size for member in members.infolist())
-        if num_index_bytes > MOST_INDEX_BYTES_PER_FILE * (num_bytes // 512):
+        if num_index_bytes > MAX_INDEX_BYTES_PER_FILE * (num_bytes // 512):
             raise ValueError("it is larger than that of any such tar")
         file.seek(0)
         with np.load(file, allow_pickle=False) as loaded:
@@ -172,7 +172,7 @@ def _build_index(tar: Path, num_bytes: int) -> Index:
                     continue
                 if member.size < 0 or member.offset_data + member.size > num_bytes:
                     raise tarfile.ReadError(f"{member.name} is cut off")
-                if not is_inside(directory.lstrip("/")) or len(os.fsencode(member.name)) > MOST_BYTES_OF_NAME:
+                if not is_inside(directory.lstrip("/")) or len(os.fsencode(member.name)) > MAX_BYTES_OF_NAME:
                     raise tarfile.ReadError(f"{member.name[:100]} is no name of a sample")
                 if extension == KEY:
                     raise tarfile.ReadError(f"{member.name} would replace the key of the sample")

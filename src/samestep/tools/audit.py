@@ -20,8 +20,8 @@ from samestep.snapshot.ledger_file import count_records, read_records
 from samestep.watch.records import LEDGER, RECORD, STATUS, read_or_empty
 
 _NUM_SHOWN = 10
-_MOST_PROBLEMS = 1000  # an audit stops after these
-_MOST_SEARCHED = 1_000_000  # steps that are searched for the samples of a record
+_MAX_PROBLEMS = 1000  # an audit stops after these
+_MAX_SEARCHED = 1_000_000  # steps that are searched for the samples of a record
 
 
 def _build_plan(run: Path, numbers: Mapping[str, Any], num_steps: int) -> LoopPlan:
@@ -114,7 +114,7 @@ class _Audit:
 
     @cached_property
     def _steps_by_fingerprint(self) -> dict[int, int]:
-        steps = range(self._plan.first_step, min(self._num_steps, self._plan.first_step + _MOST_SEARCHED))
+        steps = range(self._plan.first_step, min(self._num_steps, self._plan.first_step + _MAX_SEARCHED))
         return {self._plan.plan_step(step).fingerprint: step for step in reversed(steps)}
 
     def _use(self, step: int, epoch: int, samples: Indices) -> None:
@@ -175,7 +175,7 @@ def audit_samples(
     audits = [_Audit(plan, min(end, num_steps)) for plan, end in zip(plans, ends, strict=True)]
     for step, entry in enumerate(read_records(path)):
         audit = audits[bisect_right(ends[:-1], step)]
-        if len(audit.problems) > _MOST_PROBLEMS:
+        if len(audit.problems) > _MAX_PROBLEMS:
             audit.problems.append(f"steps {step} to {num_steps - 1}: they were not checked")
             break
         used = audit.add(step, entry)

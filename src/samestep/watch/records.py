@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, defstruct
 
 from samestep.decoding import Argument, Count, Number, Object, Size, convert, decode, parse_json
 from samestep.files import open_regular, read_bytes
-from samestep.plan.schedule import MOST_MICRO_BATCHES
+from samestep.plan.schedule import MAX_MICRO_BATCHES
 from samestep.watch.stall_diagnosis import Beat
 from samestep.world.environment import FAILURE, read_host
 
@@ -32,8 +32,8 @@ STACKS_WANTED = "stacks-wanted"  # in the newest directory of LOGS: requests the
 RESTART_S = 5.0  # for a launcher to restart a failed run
 STALE_S = 30.0  # a run without news for this long counts as dead
 
-MOST_ROWS_BYTES = 64 << 20
-MOST_RANKS = 1 << 16  # in a row of the timeline
+MAX_ROWS_BYTES = 64 << 20
+MAX_RANKS = 1 << 16  # in a row of the timeline
 
 
 class _Script(Struct):
@@ -50,8 +50,8 @@ class _Numbers(Struct, kw_only=True):
     precision: Argument = ""
 
     def __post_init__(self) -> None:
-        if self.batch_size // self.micro_batch_size > MOST_MICRO_BATCHES:
-            raise ValueError(f"a step has more than {MOST_MICRO_BATCHES} micro-batches")
+        if self.batch_size // self.micro_batch_size > MAX_MICRO_BATCHES:
+            raise ValueError(f"a step has more than {MAX_MICRO_BATCHES} micro-batches")
 
 
 class _Loop(_Numbers, kw_only=True):
@@ -102,7 +102,7 @@ class _Service(Struct):
 
 class _Interval(Struct):
     time_s: Number
-    steps: Annotated[list[Count], Meta(max_length=MOST_RANKS)]
+    steps: Annotated[list[Count], Meta(max_length=MAX_RANKS)]
     spent_s: dict[str, list[Number]]
     first_step: Count = 0
     memory_mb: list[Number] = []
@@ -190,7 +190,7 @@ def list_logs(run_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name))
 
 
-def read_rows(path: Path, most_bytes: int = MOST_ROWS_BYTES) -> list[dict[str, Any]]:
+def read_rows(path: Path, most_bytes: int = MAX_ROWS_BYTES) -> list[dict[str, Any]]:
     """Return the last readable lines of `RESTARTS`, `METRICS` or `TIMELINE`; [] without a file. Raises OSError."""
     try:
         with open(path, "rb", opener=open_regular) as file:

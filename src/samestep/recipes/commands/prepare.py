@@ -13,7 +13,7 @@ from samestep.command_line import PATH, Command
 from samestep.console import describe_size, escape, say
 from samestep.errors import Error, needing
 from samestep.files import creating_directory
-from samestep.recipes.corpora.text_tokenizer import BYTES, MOST_TEXTS, Tokenizer, read_tokenizer, train_bpe
+from samestep.recipes.corpora.text_tokenizer import BYTES, MAX_TEXTS, Tokenizer, read_tokenizer, train_bpe
 from samestep.recipes.corpora.token_file import list_standard_library, read_pieces, write_corpus
 from samestep.sources.token_windows import Tokens
 from samestep.tools.traced_script import exiting_on_sigterm
@@ -145,7 +145,7 @@ def _encode(documents: Documents, tokenizer: Tokenizer, progress: "ReadingProgre
 
 def _encode_document(document: Iterable[bytes], tokenizer: Tokenizer, progress: "ReadingProgress") -> Iterator[Tokens]:
     pieces = progress.count(document)
-    while texts := list(islice(pieces, MOST_TEXTS)):
+    while texts := list(islice(pieces, MAX_TEXTS)):
         yield from tokenizer.encode(texts)
 
 

@@ -15,7 +15,7 @@ from samestep.hashing import hash_bytes
 
 END = "<|endoftext|>"  # the token at the end of each document
 NUM_BYTES = 256
-MOST_TEXTS = 64  # encoded in one call, on all cores
+MAX_TEXTS = 64  # encoded in one call, on all cores
 
 
 @dataclass(frozen=True)

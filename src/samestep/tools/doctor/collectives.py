@@ -38,10 +38,10 @@ LAST_BYTES = 256 << 20
 GROWTH = 8
 # per operation: elapsed, and expected after the next size
 BUDGET_S = 0.8
-MOST_S = 2.0
+MAX_S = 2.0
 # per size
 SAMPLE_S = 0.05
-MOST_REPEATS = 50
+MAX_REPEATS = 50
 EXACT_SIZES = (1, 1000, 65537)  # elements per rank
 LINK_BYTES = 64 << 20
 LINK_CHUNK_BYTES = 256 << 10
@@ -51,7 +51,7 @@ PING_SIZE = 256  # numbers
 NUM_LINK_PINGS = 10
 # fraction of the median; number of links that are measured again
 SLOW_LINK = 0.5
-MOST_AGAIN = 24
+MAX_AGAIN = 24
 # Slow links with one cause are about equally slow: the links up to this many times as fast as the slowest one.
 SAME_CAUSE = 2.0
 
@@ -170,7 +170,7 @@ def _measure_operation(context: Context, group: Group, operation: Operation, las
         output = torch.zeros(share * num_ranks, device=group.device)
         first_s = _time(group, operation, output, given, 1)
         slowest_s, _ = _agree(group, first_s, 0.0)
-        repeats = int(min(MOST_REPEATS, max(2, SAMPLE_S / slowest_s)))
+        repeats = int(min(MAX_REPEATS, max(2, SAMPLE_S / slowest_s)))
         took_s = _time(group, operation, output, given, repeats) / repeats
         time_s, elapsed_s = _agree(group, took_s, time.monotonic() - began_s)
         num_bytes = share * num_ranks * 4
@@ -178,7 +178,7 @@ def _measure_operation(context: Context, group: Group, operation: Operation, las
             {"bytes": num_bytes, "time_s": time_s, "bus_bytes_per_s": num_bytes / time_s * operation.factor(num_ranks)}
         )
         # The next size takes three runs, with a time proportional to the size.
-        if elapsed_s > BUDGET_S or elapsed_s + 3 * GROWTH * time_s > MOST_S:
+        if elapsed_s > BUDGET_S or elapsed_s + 3 * GROWTH * time_s > MAX_S:
             break
         size *= GROWTH
     return rows
@@ -234,7 +234,7 @@ def measure_links(context: Context, group: Group) -> list[dict[str, Any]]:
     ]
     links = _gather_links(group, [_measure_link(context, group, *pair) for pair in pairs])
     again = []
-    for slow in find_slow([*links.values()])[:MOST_AGAIN]:
+    for slow in find_slow([*links.values()])[:MAX_AGAIN]:
         group.barrier()
         again.append(_measure_link(context, group, slow["from"], slow["to"]))
     for pair, better in _gather_links(group, again).items():

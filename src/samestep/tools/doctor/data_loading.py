@@ -20,14 +20,14 @@ from samestep.world.workdir import WorkDir
 INTERCEPTOR = "samestep.tools.phase_timing:PhaseTiming"
 WARM_UP = 3  # steps: it compiles, opens files, starts workers
 MEASURED_S = 3.0
-MOST_STEPS = 1000
+MAX_STEPS = 1000
 LIMIT_S = 60.0  # for the first steps of the script
 LEAVE_S = 5.0
 POLL_S = 0.1
 MODEL = ("forward", "backward", "reducing", "updating")
 # fraction of a step, with workers and without
-MOST_WAITING = 0.1
-MOST_LOADING = 0.2
+MAX_WAITING = 0.1
+MAX_LOADING = 0.2
 SHOWN_LINES = 3
 
 
@@ -41,7 +41,7 @@ def look_at_data_loading(context: Context) -> dict[str, Any] | None:
     with exiting_on_sigterm(), WorkDir("doctor-") as home:
         overrides = {
             "run_dir": str(home.path / "run"),
-            "max_steps": MOST_STEPS,
+            "max_steps": MAX_STEPS,
             "snapshot_every": "never",
             "resume": "never",
             "compare_every": "never",
@@ -129,7 +129,7 @@ def judge_data_loading(facts: CheckFacts) -> Iterator[Finding]:
         "num_workers": num_workers,
     }
     share = f"{waiting:.0%} of a step goes to waiting for data"
-    if waiting <= (MOST_WAITING if num_workers else MOST_LOADING):
+    if waiting <= (MAX_WAITING if num_workers else MAX_LOADING):
         yield well(
             f"the data loader keeps up with the model, which uses {used_per_s:,.0f} samples/s: {share}", measured
         )

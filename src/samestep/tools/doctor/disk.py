@@ -16,7 +16,7 @@ from samestep.tools.doctor.facts import CheckFacts, Context, Finding, failure, f
 
 DEFAULT = "runs"
 CHUNK_BYTES = 4 << 20
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 # duration of the measurements
 WRITE_S = 1.0
 FSYNC_S = 0.5
@@ -77,7 +77,7 @@ def _measure(place: Path, *, is_timed: bool) -> dict[str, Any]:
 def measure_speed(file: IO[bytes], free_bytes: int) -> dict[str, float]:
     """Time writing and syncing a file without a buffer, then syncing small appends."""
     chunk = os.urandom(min(CHUNK_BYTES, max(4096, free_bytes // 16)))
-    most = min(MOST_BYTES, free_bytes // 4)
+    most = min(MAX_BYTES, free_bytes // 4)
     began_s = time.perf_counter()
     written = 0
     while written < most and time.perf_counter() - began_s < WRITE_S:

@@ -33,7 +33,7 @@ from samestep.train.determinism import describe_machine
 from samestep.train.step.steps import Step
 
 PACKAGE = Path(__file__).parents[2]
-MOST_NORMS = 1000  # parameters in the result
+MAX_NORMS = 1000  # parameters in the result
 
 
 class Replay(Tracer):
@@ -139,7 +139,7 @@ class Replay(Tracer):
         norms = {name: float(grad.detach().double().norm()) for name, grad in grads if grad is not None}
         ordered = sorted(norms, key=lambda name: (norms[name] <= sys.float_info.max, -norms[name]))
         total = float(np.linalg.norm([*norms.values()])) if norms else 0.0
-        return {"norm": total, "norms": {name: norms[name] for name in ordered[:MOST_NORMS]}}
+        return {"norm": total, "norms": {name: norms[name] for name in ordered[:MAX_NORMS]}}
 
     def _save(self, file: Path, batch: Any) -> None:
         names = self.loop.gradients.plan.names

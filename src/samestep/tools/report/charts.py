@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from samestep.console import escape, format_ranks
 from samestep.tools.report.decimation import Floats, colour, decimate, merge_rows, shorten
-from samestep.tools.report.run_data import MOST_STEPS, Intervals, Points, RunData
+from samestep.tools.report.run_data import MAX_STEPS, Intervals, Points, RunData
 
 # After Okabe and Ito, who chose colours that colour-blind people can tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")
@@ -29,10 +29,10 @@ HEIGHT = 220
 LEFT = 60
 BOTTOM = 24
 WIDER = 3.0  # per curve that covers another
-MOST_BANDS = 100
+MAX_BANDS = 100
 # of a heat map
-MOST_COLUMNS = 400
-MOST_CELLS = 100_000
+MAX_COLUMNS = 400
+MAX_CELLS = 100_000
 LEAST_SPAN = 0.25  # of the colours of a heat map, relative to the smallest value
 # of the means of two ranks: relative, and in standard errors
 LEAST_DIFFERENCE = 0.05
@@ -153,8 +153,8 @@ def find_bands(runs: Sequence[RunData]) -> list[Band]:
     if len(runs) > 1 or (timeline := runs[0].timeline) is None or len({*timeline.world_sizes}) < 2:
         return []
     sizes = timeline.world_sizes
-    rows = [0, *(row for row in range(1, len(sizes)) if sizes[row] != sizes[row - 1])][:MOST_BANDS]
-    edges = [0.0, *timeline.edges[rows[1:]].tolist(), float(MOST_STEPS)]
+    rows = [0, *(row for row in range(1, len(sizes)) if sizes[row] != sizes[row - 1])][:MAX_BANDS]
+    edges = [0.0, *timeline.edges[rows[1:]].tolist(), float(MAX_STEPS)]
     pairs = zip(pairwise(edges), rows, strict=True)
     return [Band(first, last, format_ranks(sizes[row])) for (first, last), row in pairs]
 
@@ -298,7 +298,7 @@ def build_heat_map(timeline: Intervals | None) -> HeatMap | None:
     if timeline is None or not timeline.num_steps.any():
         return None
     num_rows, num_ranks = timeline.busy_s.shape
-    starts = merge_rows(num_rows, max(1, min(MOST_COLUMNS, MOST_CELLS // num_ranks)))
+    starts = merge_rows(num_rows, max(1, min(MAX_COLUMNS, MAX_CELLS // num_ranks)))
     busy_s = np.add.reduceat(timeline.busy_s, starts)
     num_steps = np.add.reduceat(timeline.num_steps, starts)
     with np.errstate(all="ignore"):

@@ -33,12 +33,12 @@ from samestep.watch.stall_diagnosis import BUSY
 from samestep.world.environment import FAILURE
 
 NOT_TRAINING = ("starting", "validating", "left", "ended")
-MOST_LINE_BYTES = 1 << 20  # a longer line ends the metrics: nothing writes such a line
-MOST_STEPS = 1 << 53  # whole numbers that a float holds
+MAX_LINE_BYTES = 1 << 20  # a longer line ends the metrics: nothing writes such a line
+MAX_STEPS = 1 << 53  # whole numbers that a float holds
 NUM_LINES = 30  # of a failed rank's log
 NUM_LOGS = 8  # logs of one start
 TAIL_BYTES = 1 << 16
-MOST_CELLS = 1 << 24  # rows of a timeline times ranks; a year on 1,000 ranks has 1 << 23
+MAX_CELLS = 1 << 24  # rows of a timeline times ranks; a year on 1,000 ranks has 1 << 23
 
 Floats = NDArray[np.float64]
 
@@ -139,13 +139,13 @@ def read_metrics(path: Path) -> dict[str, Points]:
     """Read all rows of a file of metrics of any size. Rows that are damaged and values of other kinds are skipped."""
     found: dict[str, tuple[array[float], array[float]]] = {}
     with suppress(OSError), open(path, "rb", opener=open_regular) as file:
-        while len(line := file.readline(MOST_LINE_BYTES)) < MOST_LINE_BYTES and line:
+        while len(line := file.readline(MAX_LINE_BYTES)) < MAX_LINE_BYTES and line:
             try:
                 row = json.loads(line)  # noqa: TID251 parse_json takes three times as long
             except (ValueError, RecursionError):
                 continue
             step = row.get("step") if type(row) is dict else None
-            if type(step) is not int or not 0 <= step < MOST_STEPS:
+            if type(step) is not int or not 0 <= step < MAX_STEPS:
                 continue
             for name, value in row.items():
                 if name not in PLACE and (type(value) is float or type(value) is int or value is None):
@@ -177,7 +177,7 @@ def build_intervals(rows: Sequence[Mapping[str, Any]]) -> Intervals | None:
     """
     rows = [each for row in rows for each in _split_first(row)]
     num_ranks = max((len(row["steps"]) for row in rows), default=0)
-    if num_ranks * len(rows) > MOST_CELLS:  # nothing writes so many, and each takes 16 bytes
+    if num_ranks * len(rows) > MAX_CELLS:  # nothing writes so many, and each takes 16 bytes
         return None
     builder = _IntervalsBuilder(num_ranks)
     for row in rows:

@@ -21,7 +21,7 @@ from samestep.watch.records import RECORD
 # in a run's directory, if the user puts them there
 SCALE = "scale.json"
 ATTACHED = ("verify.txt", "doctor.json")
-MOST_ATTACHED_BYTES = 1 << 20
+MAX_ATTACHED_BYTES = 1 << 20
 
 
 @click.command("report", cls=Command)
@@ -109,9 +109,9 @@ def read_attachment(path: Path, *, is_given: bool = False) -> str:
         Error: it cannot be read, or is too large.
     """
     try:
-        text = read_bytes(path, MOST_ATTACHED_BYTES, is_given=is_given)
+        text = read_bytes(path, MAX_ATTACHED_BYTES, is_given=is_given)
     except OSError as error:
         if error.errno == errno.EFBIG:
-            raise Error(f"{path} has more than {MOST_ATTACHED_BYTES:,} bytes: attach a smaller text") from None
+            raise Error(f"{path} has more than {MAX_ATTACHED_BYTES:,} bytes: attach a smaller text") from None
         raise Error(f"{path} cannot be read ({error.strerror}): name a text file with --attach") from None
     return text.decode(errors="replace")

@@ -19,7 +19,7 @@ from samestep.tools.scale.tables import build_predictions, build_rows, format_ti
 
 NUM_BATCH_SIZES = 6
 HOUR_S = 3600.0
-MOST_SCALE_BYTES = 1 << 20
+MAX_SCALE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def describe_choice(choice: Choice) -> str:
 def read_scale(path: Path, *, is_given: bool = False) -> Mapping[str, Any]:
     """Read a file of `samestep scale --json`. `is_given` as in `read_bytes`. Raises Error if the file is not one."""
     try:
-        result = parse_json(read_bytes(path, MOST_SCALE_BYTES, is_given=is_given))
+        result = parse_json(read_bytes(path, MAX_SCALE_BYTES, is_given=is_given))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
         raise Error(f"{path} cannot be read ({reason}): name the output of samestep scale --json") from None

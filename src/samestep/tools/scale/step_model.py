@@ -23,7 +23,7 @@ Times = NDArray[np.float64]  # per rank, in seconds
 # of the ranks' speeds: over all ranks; per simulation
 NUM_DRAWS = 4096
 LEAST_DRAWS = 4
-MOST_DRAWS = 128
+MAX_DRAWS = 128
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class StepModel:
         layout = build_layout(num_micro_batches, world_size)
         shares = np.array([len(held) for held in layout.ranges], np.float64)
         rest_s = self.rest_s[world_size > 1]
-        num_draws = max(LEAST_DRAWS, min(MOST_DRAWS, NUM_DRAWS // world_size)) if self.jitter else 1
+        num_draws = max(LEAST_DRAWS, min(MAX_DRAWS, NUM_DRAWS // world_size)) if self.jitter else 1
         draws = np.random.default_rng(0).standard_normal((num_draws, world_size)) if self.jitter else np.zeros((1, 1))
         speeds = 1 + self.jitter * (draws - draws.mean())
         if world_size == 1:

@@ -38,8 +38,8 @@ from samestep.world.workdir import WorkDir
 
 RECORDER = "samestep.tools.verify.plain_recorder"
 # of an entry of the working directory that is copied for a trial
-MOST_FILES = 10_000
-MOST_BYTES = 1 << 30
+MAX_FILES = 10_000
+MAX_BYTES = 1 << 30
 ROW = "  {:<11} {:<13} {}"
 COLOURS = {OK: "green", UNSEEN: "yellow", MISTAKE: "red"}
 
@@ -331,6 +331,6 @@ def _is_small(path: Path) -> bool:
         num_files += len(names) + 1
         with suppress(OSError):
             num_bytes += sum(os.stat(os.path.join(directory, name)).st_size for name in names)
-        if num_files > MOST_FILES or num_bytes > MOST_BYTES:
+        if num_files > MAX_FILES or num_bytes > MAX_BYTES:
             return False
-    return num_bytes <= MOST_BYTES
+    return num_bytes <= MAX_BYTES

@@ -46,7 +46,7 @@ from samestep.waiting import wait_until
 from samestep.world.environment import read_rank
 
 NUM_VECTORS = 4
-MOST_ELEMENTS = 1 << 14  # of a tensor, evenly spread, that are projected
+MAX_ELEMENTS = 1 << 14  # of a tensor, evenly spread, that are projected
 LEAVE_S = 10.0  # for the other ranks to complete the last step
 # files: the step of the last save; a rank that has made its last step
 SAVED = "saved"
@@ -77,7 +77,7 @@ class Projection:
     def project(self, place: int, tensor: Tensor) -> Tensor:
         """Project the tensor at a place of a list. Returns NUM_VECTORS numbers in float64, on the CPU."""
         flat = tensor.detach().flatten()
-        flat = flat[:: math.ceil(len(flat) / MOST_ELEMENTS) or 1].to("cpu", torch.float64)
+        flat = flat[:: math.ceil(len(flat) / MAX_ELEMENTS) or 1].to("cpu", torch.float64)
         key = place, len(flat)
         if key not in self._vectors:
             generator = torch.Generator().manual_seed(place)

@@ -24,7 +24,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 # Maximum number of consecutive starts that may be stopped by a signal before they have saved anything new, and still
 # request another start. One or two happen on a busy cluster; more mean that the time limit is too short.
-MOST_IDLE_STOPS = 3
+MAX_IDLE_STOPS = 3
 
 
 def describe_stop(signum: int) -> str:

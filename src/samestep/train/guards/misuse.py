@@ -17,7 +17,7 @@ from samestep.train.state.stateful import Objects, find_saved, list_params, name
 from samestep.train.step.steps import Step, StepObserver
 from samestep.watch.replica_checksums import checksum, read_back
 
-MOST_EMPTY = 4  # updates without a gradient, from the start on, that may be on purpose
+MAX_EMPTY = 4  # updates without a gradient, from the start on, that may be on purpose
 Signature = list[tuple[str, int, Any]]
 
 
@@ -148,7 +148,7 @@ class MisuseChecks(StepObserver):
         """Check that an update finds gradients. A script may drop those of a few steps, which skips their updates.
 
         Raises:
-            UsageError: there were none in the first `MOST_EMPTY` steps of this start.
+            UsageError: there were none in the first `MAX_EMPTY` steps of this start.
         """
         if self._empty_steps is None:
             return
@@ -159,10 +159,10 @@ class MisuseChecks(StepObserver):
             self._empty_steps = None
             return
         self._empty_steps.add(step.number)
-        if len(self._empty_steps) == MOST_EMPTY:
+        if len(self._empty_steps) == MAX_EMPTY:
             raise UsageError(
                 f"optimizer.step() finds no gradient in step {min(self._empty_steps)}: zero_grad() after the "
-                f"micro-batch loop drops the gradients of the loop, as in all {MOST_EMPTY} steps so far; remove it"
+                f"micro-batch loop drops the gradients of the loop, as in all {MAX_EMPTY} steps so far; remove it"
             )
 
     def _find_ours(self, optimizer: Optimizer) -> str | None:

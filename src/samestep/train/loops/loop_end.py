@@ -8,7 +8,7 @@ from typing import Any
 from samestep.errors import Error
 from samestep.files import replace_file
 from samestep.train.context import RunContext
-from samestep.train.ending.stop_signals import MOST_IDLE_STOPS, count_idle_stops, describe_stop
+from samestep.train.ending.stop_signals import MAX_IDLE_STOPS, count_idle_stops, describe_stop
 from samestep.train.guards.misuse import MisuseChecks
 from samestep.train.loops.feed import Feed
 from samestep.train.loops.services import Services
@@ -106,7 +106,7 @@ class LoopEnd:
         if (snapshotter.saved_step or 0) > self._state.resumed_step:
             return ""
         count = count_idle_stops(run_dir / RESTARTS) + 1
-        if count < MOST_IDLE_STOPS:
+        if count < MAX_IDLE_STOPS:
             return ""
         cure = "give each more time (with submit: a longer --time)"
         if self._context.config.snapshot_every is None:

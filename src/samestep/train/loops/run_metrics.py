@@ -24,7 +24,7 @@ from samestep.watch.stall_diagnosis import describe_spent, share_spent
 from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import TrackerInfo
 
-MOST_ZERO = 5  # steps in a row whose loss and gradient may be exactly 0
+MAX_ZERO = 5  # steps in a row whose loss and gradient may be exactly 0
 
 
 @dataclass(frozen=True)
@@ -182,14 +182,14 @@ class RunMetrics(StepObserver):
             self._partial.resolve(self._context.group.gather_number(self._partial.take_own()))
 
     def _look_for_zero(self, step: Step) -> None:
-        """Warn once if loss and gradient are exactly 0 in `MOST_ZERO` steps in a row. Reads a GPU a step later."""
-        if self._context.rank != 0 or self._num_zero == MOST_ZERO:
+        """Warn once if loss and gradient are exactly 0 in `MAX_ZERO` steps in a row. Reads a GPU a step later."""
+        if self._context.rank != 0 or self._num_zero == MAX_ZERO:
             return
         if self._is_zero is not None:
             self._num_zero = self._num_zero + 1 if self._is_zero() else 0
-            if self._num_zero == MOST_ZERO:
+            if self._num_zero == MAX_ZERO:
                 sentence = (
-                    f"loss and gradient were exactly 0 in the {MOST_ZERO} steps before step {step.number}, so that "
+                    f"loss and gradient were exactly 0 in the {MAX_ZERO} steps before step {step.number}, so that "
                     "nothing is learned: look for a mask or a weight that is 0 everywhere, or for dead units"
                 )
                 warn(self._context.say, sentence, start="loss and gradient were exactly 0")
