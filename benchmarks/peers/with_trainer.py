@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from task import (
     DIRECTORY,
@@ -59,3 +60,5 @@ trainer.train(
     resume_from_checkpoint=get_last_checkpoint(arguments.output_dir) if list(DIRECTORY.glob("checkpoints/*")) else None
 )
 finish_run(model.model)
+if dist.is_initialized():  # else the threads of gloo may abort the process at its end
+    dist.destroy_process_group()
