@@ -1,9 +1,10 @@
 """Hugging Face Trainer: a checkpoint every 10 steps, and `resume_from_checkpoint`."""
 
+import os
+import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from task import (
     DIRECTORY,
@@ -60,5 +61,5 @@ trainer.train(
     resume_from_checkpoint=get_last_checkpoint(arguments.output_dir) if list(DIRECTORY.glob("checkpoints/*")) else None
 )
 finish_run(model.model)
-if dist.is_initialized():  # else the threads of gloo may abort the process at its end
-    dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # threads of gloo that still run abort the end of the interpreter in some starts
