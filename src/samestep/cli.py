@@ -10,7 +10,7 @@ from click.shell_completion import CompletionItem, shell_complete
 
 from samestep.command_line import run, suggest
 from samestep.console import escape
-from samestep.errors import Error, explain
+from samestep.errors import Error, describe, explain
 from samestep.version import __version__
 from samestep.world.environment import COMPLETION, check_surroundings, drop_output, fix_hash_seed, read_completion
 
@@ -114,9 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         drop_output()
         code = 128 + signal.SIGPIPE
     except (Error, OSError, ModuleNotFoundError) as error:
-        if (sentence := explain(error)) is None:
+        if (known := explain(error)) is None:
             raise
-        print(f"samestep: error: {escape(sentence)}", file=sys.stderr)
+        print(f"samestep: error: {escape(describe(known))}", file=sys.stderr)
         if isinstance(error, OSError):
             drop_output()
         code = Error.exit_code

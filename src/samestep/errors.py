@@ -1,10 +1,11 @@
 """The exceptions of samestep."""
 
+import copyreg
 import errno
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 
@@ -20,6 +21,8 @@ class Error(Exception):
     Args:
         message: the sentence.
         rank: the rank that prints the error. None if every rank raises the same error; then rank 0 prints it.
+        code: the kind of mistake, such as "SS108", which docs/errors.md explains. A program that the error ends prints
+            it after the sentence. "" in an error of a script.
 
     Example::
 
@@ -32,10 +35,15 @@ class Error(Exception):
     """
 
     exit_code = 2
+    code = ""  # of a subclass with one meaning
 
-    def __init__(self, message: str, *, rank: int | None = None) -> None:
+    def __init__(self, message: str, *, rank: int | None = None, code: str = "") -> None:
         super().__init__(message)
         self.rank = rank
+        self.code = code or type(self).code
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a subclass may have other arguments
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class InvalidValue(Error, ValueError):
@@ -83,6 +91,8 @@ class MissingPackage(Error, ImportError):
         >>> issubclass(samestep.MissingPackage, ImportError)
         True
     """
+
+    code = "SS106"
 
 
 class RunDirectoryError(Error):
@@ -147,6 +157,16 @@ class WorkerDied(RuntimeError):
 KINDS: dict[str, type[Error]] = {kind.__name__: kind for kind in Error.__subclasses__()} | {"Error": Error}
 
 
+def add_code(sentence: str, code: str) -> str:
+    """Return the sentence of an error that ends a program, with its code: "<sentence> [SS108]"."""
+    return f"{sentence} [{code}]" if code else sentence
+
+
+def describe(error: Error) -> str:
+    """Return what a program prints that an error ends."""
+    return add_code(str(error), error.code)
+
+
 def name_kind(error: Error) -> str:
     """Return the name in `KINDS` of an error's class or base class, so that another process can raise the same kind."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind in KINDS.values())
@@ -190,13 +210,14 @@ def recognize(error: BaseException) -> Error | WorkerDied | None:
     return None
 
 
-def explain(error: Error | OSError | ModuleNotFoundError) -> str | None:
-    """Return the message of an `Error`, a system error or a missing module of samestep, else None."""
+def explain(error: Error | OSError | ModuleNotFoundError) -> Error | None:
+    """Return an `Error` itself, or one that explains a system error or a missing module of samestep; else None."""
     if isinstance(error, Error):
-        return str(error)
+        return error
     if isinstance(error, ModuleNotFoundError):
         is_own = (error.name or "").startswith("samestep.")
-        return f"this needs {error.name}, which is not installed: install samestep again" if is_own else None
+        sentence = f"this needs {error.name}, which is not installed: install samestep again"
+        return MissingPackage(sentence) if is_own else None
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     refused = (
         errno.ENAMETOOLONG,
@@ -208,7 +229,8 @@ def explain(error: Error | OSError | ModuleNotFoundError) -> str | None:
         errno.ELOOP,
     )
     if error.filename is not None and error.errno in (*refused, *full):
-        return f"{error.filename} cannot be used ({error.strerror}): name another"
+        return Error(f"{error.filename} cannot be used ({error.strerror}): name another", code="SS112")
     if error.filename is None and error.errno in (*full, errno.EIO):
-        return f"the output cannot be written ({error.strerror}): make room, or send it elsewhere"
+        sentence = f"the output cannot be written ({error.strerror}): make room, or send it elsewhere"
+        return Error(sentence, code="SS113")
     return None

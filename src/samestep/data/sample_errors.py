@@ -20,6 +20,7 @@ class WorkerFailure(NamedTuple):
 
     kind: str
     message: str
+    code: str
     cause: Exception | None
     worker_traceback: str
 
@@ -28,12 +29,12 @@ def pack(error: Error) -> WorkerFailure:
     """Convert an Error in a worker for sending."""
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else None
     text = "".join(traceback.format_exception(cause or error))
-    return WorkerFailure(name_kind(error), str(error), cause if _is_picklable(cause) else None, text)
+    return WorkerFailure(name_kind(error), str(error), error.code, cause if _is_picklable(cause) else None, text)
 
 
 def unpack(failure: WorkerFailure) -> Error:
     """Restore the Error, with its cause and the worker's traceback."""
-    error = KINDS[failure.kind](failure.message)
+    error = KINDS[failure.kind](failure.message, code=failure.code)
     error.__cause__ = failure.cause or RuntimeError("in a DataLoader worker")
     error.__cause__.add_note(f"In the DataLoader worker:\n{failure.worker_traceback}")
     return error
@@ -46,7 +47,7 @@ def locate_error(error: Error, logs: Path | None, rank: int, place: str) -> Erro
     """
     where = write_traceback(error, logs, rank)
     kind = KINDS[name_kind(error)]  # a script's own subclass may take other arguments
-    return kind(f"{str(error).rstrip('.')}, on rank {rank} in {place}{where}", rank=rank)
+    return kind(f"{str(error).rstrip('.')}, on rank {rank} in {place}{where}", rank=rank, code=error.code)
 
 
 def write_traceback(error: Error, logs: Path | None, rank: int) -> str:

@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from samestep.decoding import decode
-from samestep.errors import Error, PeerFailed, Stuck, WorkerDied, is_out_of_memory
+from samestep.errors import Error, PeerFailed, Stuck, WorkerDied, add_code, is_out_of_memory
 from samestep.files import replace_file
 from samestep.world.workdir import make_private, read_private
 
@@ -37,6 +37,7 @@ class RankFailure(Struct, frozen=True):
         traceback: the traceback of an exception.
         log: the end of the rank's output, if the terminal has not shown it.
         call: the line of the script that raised the exception, or called what raised it: 'train.py:12 (run.log(x=1))'.
+        error_code: the code of a samestep.Error.
     """
 
     rank: int
@@ -48,8 +49,13 @@ class RankFailure(Struct, frozen=True):
     traceback: str = ""
     log: str = ""
     call: str = ""
+    error_code: str = ""
 
     def __str__(self) -> str:
+        return add_code(self._sentence, self.error_code)
+
+    @property
+    def _sentence(self) -> str:
         if self.kind == "stuck":
             return self.message
         verb = {"exit": "exited with ", "exception": "raised ", "error": "raised "}.get(self.kind, "")
@@ -58,7 +64,7 @@ class RankFailure(Struct, frozen=True):
     @property
     def reason(self) -> str:
         """The failure in one short line."""
-        return " ".join(str(self).split())[:MAX_REASON]
+        return add_code(" ".join(self._sentence.split())[:MAX_REASON], self.error_code)
 
     @property
     def exit_code(self) -> int:
@@ -91,7 +97,15 @@ def write_failure(rank: int, directory: str, error: BaseException, code: int) ->
         message = f"{type(error).__name__}: {error}"
         traceback_text = format_error(error)
     failure = RankFailure(
-        rank, time.time(), code, is_secondary(error), kind, message, traceback_text, call=find_call(error)
+        rank,
+        time.time(),
+        code,
+        is_secondary(error),
+        kind,
+        message,
+        traceback_text,
+        call=find_call(error),
+        error_code=error.code if isinstance(error, Error) else "",
     )
     path = Path(directory) / f"{rank}.json"
     try:

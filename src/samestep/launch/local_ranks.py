@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from samestep.config import PREFIX, Overrides, to_variables
 from samestep.console import print_error
-from samestep.errors import Error, InvalidValue
+from samestep.errors import Error, InvalidValue, add_code
 from samestep.files import open_regular, read_tail, replace_file
 from samestep.launch.failure import RankFailure, describe_death, find_first, read_failure
 from samestep.launch.forkserver import ForkServer
@@ -275,7 +275,7 @@ class Ranks:
         """Print a failure; the reason comes last, and once. `then`: what follows, if the launch does not end."""
         lines: list[str] = []
         if failure.kind == "error":
-            lines.append(f"samestep: error: {failure.message}")
+            lines.append(f"samestep: error: {add_code(failure.message, failure.error_code)}")
         elif failure.kind != "exit" or failure.rank not in self.shown:  # a shown rank that exits has printed its reason
             if failure.log and not failure.traceback:
                 where = self.find_log(failure.rank)

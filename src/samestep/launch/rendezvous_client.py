@@ -348,4 +348,4 @@ def _join(link: LauncherLink, nodes: Nodes, hello: Hello) -> None:
     link.send("hello", **asdict(hello))
     answer = receive("welcome", "refused")
     if answer["kind"] == "refused":
-        raise Error(answer["reason"])
+        raise Error(answer["reason"], code=answer.get("code", ""))

@@ -24,7 +24,7 @@ from msgspec.structs import asdict
 
 from samestep.console import say
 from samestep.decoding import convert
-from samestep.errors import Error
+from samestep.errors import Error, add_code
 from samestep.launch.failure import RankFailure, find_first
 from samestep.launch.handshake import is_proven, make_nonce, prove
 from samestep.launch.local_ranks import open_store
@@ -217,13 +217,14 @@ class RendezvousServer(threading.Thread):
         num_ranks = sum(other.num_ranks for other in there)
         run = f"the run at {self._nodes.endpoint}"
         reason = find_difference(hello, there)
+        code = "SS510" if reason is None else "SS504"
         if reason is None and len(there) == self._nodes.most:
             reason = f"{run} has its {self._nodes.most} nodes: raise --nnodes, or use another port"
         if reason is None and num_ranks + hello.num_ranks > self._room:
             room = f"{self._room} ranks, one per micro-batch of a step"
             reason = f"{run} can use {room}, and has {num_ranks}: start fewer here"
         if reason is not None:
-            pending.link.send("refused", reason=reason)
+            pending.link.send("refused", reason=reason, code=code)
             say(f"{hello.name} was refused: {reason}")
             raise ValueError("refused")
         warning = find_other_arguments(hello, there[0]) if there else None
@@ -249,7 +250,7 @@ class RendezvousServer(threading.Thread):
         if there == self._nodes.most or (there >= self._nodes.least and is_due):
             self._begin()
         elif there < self._nodes.least and now_s > self._wait_s:
-            self._end(End(message=self._describe_missing(), code=Error.exit_code))
+            self._end(End(message=add_code(self._describe_missing(), "SS507"), code=Error.exit_code))
 
     def _describe_missing(self) -> str:
         hellos = [member.hello for member in self._members]

@@ -51,6 +51,8 @@ Entry = tuple[Path, int]  # file and class
 class CorruptImage(samestep.Error):
     """A file cannot be decoded as an image."""
 
+    code = "SS701"
+
 
 def find_images(folder: Path) -> tuple[list[str], list[Entry]]:
     """Return the classes, which are the names of the subfolders, and all images in the order of their paths."""

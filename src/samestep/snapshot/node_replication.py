@@ -57,7 +57,7 @@ class ReplicatedLocation(LocalLocation):
         except OSError as error:
             raise explain_unwritable(f"the run directory {self._named} on {read_host()}", error) from None
         except Error as error:
-            raise KINDS[name_kind(error)](f"on {read_host()}: {error}") from None
+            raise KINDS[name_kind(error)](f"on {read_host()}: {error}", code=error.code) from None
 
     def warn(self, sentence: str) -> None:
         """Print a message about this node's files: on a node without rank 0, here and later on rank 0."""

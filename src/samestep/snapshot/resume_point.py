@@ -49,6 +49,7 @@ class Holding:
         newest_step: the step of the newest snapshot, damaged or not; 0 if there is none.
         named: the named snapshots, judged by sizes.
         num_recorded: number of steps in the ledger.
+        code: of the error of which `problem` is the sentence.
     """
 
     found: Snapshot | None
@@ -56,6 +57,7 @@ class Holding:
     newest_step: int
     named: Sequence[Snapshot]
     num_recorded: int
+    code: str = ""
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "Holding":
@@ -92,8 +94,8 @@ def choose(held: Sequence[Holding], rewinds: Sequence[int]) -> tuple[int, Resume
     found = held[source].found
     num_recorded = max(each.num_recorded for each in held)
     if found is None:
-        if problem := next((each.problem for each in held if each.problem), ""):
-            raise RunDirectoryError(problem)
+        if (failed := next((each for each in held if each.problem), None)) is not None:
+            raise RunDirectoryError(failed.problem, code=failed.code)
         return source, ResumePoint(rewinds=rewinds, num_recorded=num_recorded)
     if any(each.newest_step > found.step for each in held):
         rewinds = [*rewinds, found.step]

@@ -200,7 +200,7 @@ class RunDirectory:
         self.store.clean()
         there = elsewhere.snapshots if elsewhere is not None else ()
         found = None
-        problem = ""
+        problem = code = ""
         if resume is not None:
             self.store.abandon([each for each in self.store.snapshots() if each.was_left(rewinds)])
             try:
@@ -210,7 +210,7 @@ class RunDirectory:
             except Unreachable:
                 raise
             except Error as error:
-                problem = str(error)
+                problem, code = str(error), error.code
         here = self.store.snapshots()
         if resume is None and (here or there):
             ways = f"{advise(resume='latest')}, or {advise(fresh=True)}"
@@ -221,6 +221,7 @@ class RunDirectory:
             newest_step=max((each.step for each in (*here, *there)), default=0),
             named=[each for each in here if each.problem is None and each.name is not None],
             num_recorded=count_records(self.path / LEDGER),
+            code=code,
         )
 
     def _judge(self, snapshot: Snapshot) -> str:

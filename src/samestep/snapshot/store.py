@@ -179,6 +179,8 @@ class Snapshot:
 class Unreachable(RunDirectoryError):
     """A request to a place elsewhere failed. `reason`: its message."""
 
+    code = "SS416"
+
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(f"the run directory {where} cannot be reached ({reason}): fix that, or name another one")
         self.reason = reason
@@ -310,7 +312,7 @@ class Store:
             others = f"there is {', '.join(sound)}"
         what = f"of step {which}" if isinstance(which, int) else f"named {which}"
         fault = f"the snapshot {what} cannot be used ({problem})" if problem else f"there is no snapshot {what}"
-        return RunDirectoryError(f"{fault} in {where}: {others}")
+        return RunDirectoryError(f"{fault} in {where}: {others}", code="SS410" if problem else "SS411")
 
     def _copy(self, snapshot: Snapshot, elsewhere: Elsewhere) -> str | None:
         """Copy a snapshot to this store. Return a problem with it, as `adopt` does."""

@@ -195,8 +195,9 @@ class Group:
         if failure is not None:
             raise failure
         for rank, (kind, value) in zip(on, outcomes, strict=True):
-            if kind in KINDS:
-                raise KINDS[kind](value)
+            if kind == "error":
+                name, sentence, code = value
+                raise KINDS[name](sentence, code=code)
             if kind == "failure":
                 raise PeerFailed(f"rank {rank} failed: {value}")
         return [value for _, value in outcomes]
@@ -302,7 +303,7 @@ def _try(fn: Callable[[], Any]) -> tuple[BaseException | None, bytes]:
     try:
         return None, wire.encode(("value", fn()))
     except Error as error:
-        return None, wire.encode((name_kind(error), str(error)))
+        return None, wire.encode(("error", (name_kind(error), str(error), error.code)))
     except BaseException as error:
         return error, wire.encode(("failure", f"{type(error).__name__}: {error}"))
 

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from samestep.console import escape
 from samestep.data.pools import Pools
-from samestep.errors import Error, PeerFailed, WorkerDied, recognize
+from samestep.errors import Error, PeerFailed, WorkerDied, describe, recognize
 from samestep.files import replace_file
 from samestep.launch.failure import is_secondary, read_failure, write_failure
 from samestep.launch.rank_process import leave
@@ -197,7 +197,7 @@ def _say_once(error: Error, rank: int) -> None:
         is_sayer = rank == (error.rank or 0) or (error.rank is None and not is_left_by_rank_0(SAY_AFTER_S))
     if is_sayer:
         # Not sys.stderr: torch.distributed's hook buffers sys.stderr around this one, and SystemExit loses the buffer.
-        print(f"samestep: error: {escape(str(error))}", file=sys.__stderr__, flush=True)
+        print(f"samestep: error: {escape(describe(error))}", file=sys.__stderr__, flush=True)
 
 
 def find_failure(error_dir: str | None, rank: int) -> str:

@@ -75,11 +75,11 @@ class LoopEnd:
         services.metrics.complete_checksums()
         services.snapshotter.end(steps_done)
         # On all ranks: if the launcher of one node ended with START_AGAIN, srun would return it for all nodes.
-        ends = [(context.rank, self._explain_failure())]
+        ends = [(context.rank, *self._explain_failure())]
         ends = context.group.gather(ends[0]) if services.stopping.signal else ends
-        rank, failure = next((end for end in ends if end[1]), (0, ""))
+        rank, failure, code = next((end for end in ends if end[1]), (0, "", ""))
         if failure:
-            self.failure = Error(failure, rank=rank)
+            self.failure = Error(failure, rank=rank, code=code)
             status = "failed"
             reason = failure
         services.watchdog.enter("script", steps_done)
@@ -93,27 +93,28 @@ class LoopEnd:
         if self.failure is None:
             services.resources.end_loop()
 
-    def _explain_failure(self) -> str:
-        """Describe a failure at the run's end, on ranks that record it; "" if there was none."""
+    def _explain_failure(self) -> tuple[str, str]:
+        """Describe a failure at the run's end, on ranks that record it, with its code; "" if there was none."""
         stopping = self._services.stopping
         snapshotter = self._services.snapshotter
         if snapshotter.unsaved is not None and snapshotter.unsaved[0] == self._state.steps_done:
-            return f"{snapshotter.unsaved[1]}; fix this, and start the same command again"
+            return f"{snapshotter.unsaved[1]}; fix this, and start the same command again", "SS417"
         is_again = stopping.is_interrupted and stop_code(stopping.signal) == START_AGAIN
         run_dir = self._context.location.path
         if not is_again or self._context.rank != 0 or run_dir is None:
-            return ""
+            return "", ""
         if (snapshotter.saved_step or 0) > self._state.resumed_step:
-            return ""
+            return "", ""
         count = count_idle_stops(run_dir / RESTARTS) + 1
         if count < MAX_IDLE_STOPS:
-            return ""
+            return "", ""
         cure = "give each more time (with submit: a longer --time)"
         if self._context.config.snapshot_every is None:
             cure = "let it save (--snapshot-every), or give it time for all of its steps"
         return (
             f"{count} starts in a row were stopped before they had saved more than step {self._state.resumed_step}: "
-            f"{cure}, and start the same command again"
+            f"{cure}, and start the same command again",
+            "SS418",
         )
 
 
