@@ -82,7 +82,8 @@ class GradientHooks:
                 if self._is_open:
                     raise UsageError(
                         "loss.backward() was called inside the micro-batch loop: call step.backward(loss), which "
-                        "weights the loss and sums over ranks; for an input's gradient, torch.autograd.grad(loss, x)"
+                        "weights the loss and sums over ranks; for an input's gradient, torch.autograd.grad(loss, x)",
+                        code="SS201",
                     )
                 return
             if grad is None:  # an autograd.Function returned none, or a hook removed it: same as unused

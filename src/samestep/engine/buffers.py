@@ -38,7 +38,8 @@ def check_module(name: str, module: nn.Module) -> None:
         if isinstance(part, nn.SyncBatchNorm):
             raise InvalidValue(
                 f"{name}.{path} is a SyncBatchNorm, whose statistics depend on the number of ranks: use BatchNorm; "
-                "it normalizes over one micro-batch, and its running statistics are those of a single device"
+                "it normalizes over one micro-batch, and its running statistics are those of a single device",
+                code="SS601",
             )
 
 
@@ -69,6 +70,7 @@ def refuse_lone_sample(modules: Mapping[str, nn.Module], step: int, v: int, rank
                     f"value per channel (shape {tuple(shape)}): choose a larger micro_batch_size that leaves no "
                     "remainder of 1, or drop_last=True",
                     rank=rank,
+                    code="SS210",
                 )
 
         return check
@@ -308,7 +310,8 @@ class OtherBuffers:
         path, name, _ = min(named[0] ^ named[1])
         raise UsageError(
             f"buffer {path}.{name} was added or removed inside the micro-batch loop, on this rank only: register it in "
-            "the module's __init__, as a tensor"
+            "the module's __init__, as a tensor",
+            code="SS208",
         )
 
     @staticmethod
@@ -387,7 +390,9 @@ class OtherBuffers:
         buffers, name = self._places[k]
         tensor = self._tensors[k]
         if tensor.shape != self._start[k].shape:
-            raise UsageError(f"buffer {name} changed its shape during a step to {tuple(tensor.shape)}: keep its shape")
+            raise UsageError(
+                f"buffer {name} changed its shape during a step to {tuple(tensor.shape)}: keep its shape", code="SS208"
+            )
         tensor.data.copy_(self._start[k])
         buffers[name] = tensor
         self._versions[k] = read_version(tensor)

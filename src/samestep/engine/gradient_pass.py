@@ -160,7 +160,8 @@ class GradientPass:
         if len(terms) > 1:
             raise UsageError(
                 'step.backward got several losses with weights of their own, which shard="fsdp2" does not support: '
-                'weight and add them, or use shard="optimizer"'
+                'weight and add them, or use shard="optimizer"',
+                code="SS608",
             )
         ((term, own),) = terms
         has_weight = isinstance(own, Tensor) or bool(own)
@@ -178,7 +179,8 @@ class GradientPass:
         if slot and not inputs:  # for autograd, an empty list means all parameters
             raise InvalidValue(
                 f"step.backward(model=...) in step {self._step} got a model without trained parameters: "
-                "pass its optimizer to run.prepare, and set requires_grad of its parameters"
+                "pass its optimizer to run.prepare, and set requires_grad of its parameters",
+                code="SS203",
             )
         if slot or k:
             reducer.checkpoints.check(loss, (self._number, slot, k))
@@ -286,7 +288,8 @@ class GradientPass:
         if means and not self._number and not has_any:
             raise UsageError(
                 f"no trained parameter got a gradient in step {self._step}: compute the loss from the models "
-                "that were passed to run.prepare, and do not detach it from them"
+                "that were passed to run.prepare, and do not detach it from them",
+                code="SS205",
             )
         if not self._accepts_gradients():
             has_gradients = False
@@ -330,5 +333,7 @@ def list_params(modules: Mapping[str, nn.Module], plan: ReductionPlan, slot: int
     pairs = zip(plan.params, plan.slots, strict=True)
     params = [(param, home) for param, home in pairs if id(param) in held and param.requires_grad]
     if any(home != slot for _, home in params):
-        raise InvalidValue("step.backward(model=...) got a model that shares parameters with another: add the losses")
+        raise InvalidValue(
+            "step.backward(model=...) got a model that shares parameters with another: add the losses", code="SS203"
+        )
     return tuple(param for param, _ in params)

@@ -52,11 +52,13 @@ class PassLosses:
             raise UsageError(
                 f"step.backward was called twice for one model in micro-batch {v} of step {self._step}: add the "
                 "losses and call it once (or, if their weights differ, step.backward({loss: weight, ...})), or name "
-                "the model of each, step.backward(loss, model=...)"
+                "the model of each, step.backward(loss, model=...)",
+                code="SS202",
             )
         if isinstance(loss, Mapping) and (weight is not None or not loss):
             raise InvalidValue(
-                "step.backward takes several losses as {loss: weight, ...}: at least one, and without weight="
+                "step.backward takes several losses as {loss: weight, ...}: at least one, and without weight=",
+                code="SS203",
             )
         pairs = [*loss.items()] if isinstance(loss, Mapping) else [(loss, weight)]
         checked = [self._check_term(v, term, self._sizes[v] if own is None else own) for term, own in pairs]
@@ -70,7 +72,8 @@ class PassLosses:
             if isinstance(loss, Tensor) and loss.numel() > 1:
                 hint = "take its mean"
             raise InvalidValue(
-                f"step.backward needs a scalar loss that depends on the model, not {describe_value(loss)}: {hint}"
+                f"step.backward needs a scalar loss that depends on the model, not {describe_value(loss)}: {hint}",
+                code="SS203",
             )
         if not isinstance(weight, Tensor) or weight.device.type == "cpu":
             weight = self._check_weight(v, weight)
@@ -84,7 +87,8 @@ class PassLosses:
         if number != 0 and not MIN_WEIGHT <= number <= MAX_WEIGHT:
             raise InvalidValue(
                 f"step.backward got weight {weight} in micro-batch {v} of step {self._step}: a weight is 0, or a "
-                f"number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+                f"number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}",
+                code="SS203",
             )
         return number
 
@@ -145,7 +149,8 @@ class PassLosses:
                 if is_missing and not is_first_missing and any(not other[slot][1] for _, other in rows):
                     raise UsageError(
                         f"step.backward got fewer losses in micro-batch {v} of step {self._step} than in others: pass "
-                        "all of them each time, with weight 0 for one that does not count"
+                        "all of them each time, with weight 0 for one that does not count",
+                        code="SS202",
                     )
 
     def _refuse_losses(self, controls: Sequence[Control]) -> NoReturn:
@@ -156,9 +161,12 @@ class PassLosses:
                     if not math.isfinite(loss):
                         raise InvalidValue(
                             f"the loss of step {self._step} is {loss} in micro-batch {v} (rank {rank}): nothing of "
-                            "this step is saved; check that batch, the learning rate and the precision"
+                            "this step is saved; check that batch, the learning rate and the precision",
+                            code="SS206",
                         )
-        raise InvalidValue(f"the losses of step {self._step} are too large to be added up: scale the loss down")
+        raise InvalidValue(
+            f"the losses of step {self._step} are too large to be added up: scale the loss down", code="SS206"
+        )
 
 
 def describe_value(value: object) -> str:
@@ -173,4 +181,6 @@ def find_slot(modules: Mapping[str, nn.Module], model: nn.Module) -> int:
     for slot, module in enumerate(modules.values(), start=1):
         if module is model or getattr(model, "_orig_mod", None) is module:
             return slot
-    raise InvalidValue("step.backward(model=...) got a model that was not passed to run.prepare: pass it there, too")
+    raise InvalidValue(
+        "step.backward(model=...) got a model that was not passed to run.prepare: pass it there, too", code="SS203"
+    )

@@ -88,5 +88,5 @@ class ScaledPrecision(Precision):
 def build_precision(name: str, device: torch.device) -> Precision:
     """Return the precision `name`. Raises Error if it is unknown."""
     if name not in PRECISIONS:
-        raise InvalidValue(f"precision must be fp32, tf32, bf16 or fp16, not {name!r}")
+        raise InvalidValue(f"precision must be fp32, tf32, bf16 or fp16, not {name!r}", code="SS101")
     return ScaledPrecision(device) if name == "fp16" else Precision(name, device)

@@ -69,7 +69,8 @@ class ReductionPass:
         if self._fired[i]:
             raise UsageError(
                 f"{self._plan.names[i]} got two gradients in one micro-batch (reentrant activation checkpointing?): "
-                "use torch.utils.checkpoint with use_reentrant=False"
+                "use torch.utils.checkpoint with use_reentrant=False",
+                code="SS209",
             )
         self._fired[i] = 1
         sender = self._sender

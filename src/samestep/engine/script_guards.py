@@ -32,7 +32,8 @@ class ParameterGuard:
         for name, param, kind in zip(self._names, self._params, self._kinds, strict=True):
             if (param.shape, param.dtype) != kind:
                 raise UsageError(
-                    f"{name} was converted or given another shape in the loop: change the model before run.prepare"
+                    f"{name} was converted or given another shape in the loop: change the model before run.prepare",
+                    code="SS208",
                 )
 
     def check(self) -> None:
@@ -48,12 +49,14 @@ class ParameterGuard:
                     f"{name} was changed inside the micro-batch loop (by the model's forward, as nn.Embedding(max_norm="
                     "...) does, or by assigning .data?), so that the gradient depends on the rank: change "
                     "weights after the loop; if it is a data-dependent initialization (ActNorm), run one forward pass "
-                    "after run.prepare, before the loop"
+                    "after run.prepare, before the loop",
+                    code="SS208",
                 )
             if before[1] != now[1]:
                 raise UsageError(
                     f"requires_grad of {name} was changed inside the micro-batch loop, so that the gradient depends on "
-                    "the rank: change it before or after the loop"
+                    "the rank: change it before or after the loop",
+                    code="SS208",
                 )
 
     def has_new_weights(self) -> bool:
@@ -89,11 +92,13 @@ def check_gradients(
         if params[i].grad is None:
             raise UsageError(
                 f"the gradient of {names[i]} is None at the end of micro-batch {v}: remove zero_grad(), which is not "
-                "needed"
+                "needed",
+                code="SS207",
             )
         raise UsageError(
             f"the gradient of {names[i]} was changed in micro-batch {v} (by zero_grad, clipping, or a hook "
-            "registered after run.prepare?), while it is only a partial sum: change it after the micro-batch loop"
+            "registered after run.prepare?), while it is only a partial sum: change it after the micro-batch loop",
+            code="SS207",
         )
 
 
@@ -119,7 +124,8 @@ class CheckpointGuard:
         if has_reentrant_checkpoint(loss):
             raise UsageError(
                 "step.backward(model=...), or of several losses, with reentrant activation checkpointing, which hides "
-                "parameters from it: use torch.utils.checkpoint with use_reentrant=False"
+                "parameters from it: use torch.utils.checkpoint with use_reentrant=False",
+                code="SS209",
             )
 
 

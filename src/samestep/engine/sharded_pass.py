@@ -135,7 +135,8 @@ class ShardedPass:
         if k in self._reduced:
             raise UsageError(
                 f'{self._models.names[k]} ran twice in one micro-batch, which shard="fsdp2" does not support: leave it '
-                "out of shard_blocks"
+                "out of shard_blocks",
+                code="SS609",
             )
         self._reduced.add(k)
         self._dtypes[k] = flat.dtype
@@ -176,7 +177,8 @@ class ShardedPass:
                 what = f"{models.names[k]} was not used" if self._slots else "step.backward was not called"
                 raise UsageError(
                     f'{what} in micro-batch {v}, and with shard="fsdp2" all ranks wait for its gradients: use all of '
-                    "the model in every micro-batch, with weight=0 for one that does not count"
+                    "the model in every micro-batch, with weight=0 for one that does not count",
+                    code="SS609",
                 )
         self._guard.check()
         if v in self._parts.held:
@@ -194,7 +196,8 @@ class ShardedPass:
         if other is not None:
             raise UsageError(
                 f"rank {other} has used other parts of the model than rank 0, or in another order, so that gathered "
-                'parameters and gradients were mixed up: with shard="fsdp2", use the same parts in every micro-batch'
+                'parameters and gradients were mixed up: with shard="fsdp2", use the same parts in every micro-batch',
+                code="SS609",
             )
         pieces = []
         for k, (unit, numbers, each_sum) in enumerate(zip(self._models.units, self._numbers, self._sums, strict=True)):

@@ -67,7 +67,8 @@ class ShardedModels:
         if self._receiver is None:
             raise UsageError(
                 "a backward pass ran outside of step.backward (loss.backward(), or torch.autograd.grad for a gradient "
-                'penalty), which shard="fsdp2" does not support: use step.backward alone, or shard="optimizer"'
+                'penalty), which shard="fsdp2" does not support: use step.backward alone, or shard="optimizer"',
+                code="SS609",
             )
         return self._receiver
 
