@@ -103,18 +103,24 @@ class GivenOrder:
             found = np.empty((0, 0))
         if found.ndim != 1:
             raise InvalidValue(
-                f"the sampler's indices are not one-dimensional in epoch {epoch}: give one whole number per sample"
+                f"the sampler's indices are not one-dimensional in epoch {epoch}: give one whole number per sample",
+                code="SS307",
             )
         if not found.size:
-            raise InvalidValue(f"the sampler gave no indices for epoch {epoch}: each epoch needs at least 1 sample")
+            raise InvalidValue(
+                f"the sampler gave no indices for epoch {epoch}: each epoch needs at least 1 sample", code="SS307"
+            )
         if found.dtype.kind not in "iu":
-            raise InvalidValue(f"the sampler's indices are {found.dtype.name} in epoch {epoch}: give whole numbers")
+            raise InvalidValue(
+                f"the sampler's indices are {found.dtype.name} in epoch {epoch}: give whole numbers", code="SS307"
+            )
         wrong = np.flatnonzero((found < 0) | (found >= num_samples))
         if wrong.size:
             at = int(wrong[0])
             raise InvalidValue(
                 f"the sampler gave index {found[at]} at position {at} of epoch {epoch}: "
-                f"the data set's samples are 0 to {num_samples - 1}"
+                f"the data set's samples are 0 to {num_samples - 1}",
+                code="SS307",
             )
         self.indices: Indices = np.array(found, dtype=np.int64)
 

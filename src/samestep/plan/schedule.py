@@ -41,7 +41,8 @@ class Schedule:
         if self.drop_last and self.length < self.batch_size:
             raise InvalidValue(
                 f"drop_last leaves no step of {_samples(self.length)} with batch_size {self.batch_size}: "
-                f"lower batch_size to at most {self.length}, or remove drop_last"
+                f"lower batch_size to at most {self.length}, or remove drop_last",
+                code="SS108",
             )
 
     @property
@@ -119,7 +120,7 @@ def check_numbers(
     ):
         check_positive(name, value)
     if batch_size > MAX_SAMPLES:
-        raise InvalidValue(f"batch_size must be at most {MAX_SAMPLES}, not {batch_size}")
+        raise InvalidValue(f"batch_size must be at most {MAX_SAMPLES}, not {batch_size}", code="SS108")
     if batch_size % micro_batch_size:
         below = batch_size - batch_size % micro_batch_size
         sizes = [size for size in (below, below + micro_batch_size) if size]
@@ -127,13 +128,15 @@ def check_numbers(
         divisors = sorted(_divisors(batch_size), key=lambda size: (abs(size - micro_batch_size), size))[:4]
         raise InvalidValue(
             f"batch_size {batch_size} is not a multiple of micro_batch_size {micro_batch_size}: "
-            f"use a batch_size of {_either(sizes)}, or a micro_batch_size of {_either(sorted(divisors))}"
+            f"use a batch_size of {_either(sizes)}, or a micro_batch_size of {_either(sorted(divisors))}",
+            code="SS108",
         )
     num_micro_batches = batch_size // micro_batch_size
     if num_micro_batches > MAX_MICRO_BATCHES:
         raise InvalidValue(
             f"batch_size {batch_size} is {num_micro_batches} micro-batches of {micro_batch_size}, more than the "
-            f"{MAX_MICRO_BATCHES} of the largest step: use a smaller batch_size, or a larger micro_batch_size"
+            f"{MAX_MICRO_BATCHES} of the largest step: use a smaller batch_size, or a larger micro_batch_size",
+            code="SS108",
         )
     if world_size > num_micro_batches:
         ranks = "1 rank" if num_micro_batches == 1 else f"1 to {num_micro_batches} ranks"
@@ -144,7 +147,8 @@ def check_numbers(
             remedy = f"{advise(**given)} (in the script, {remedy})"
         raise InvalidValue(
             f"{world_size} ranks cannot share a step of {micro_batches} (batch_size {batch_size}, micro_batch_size "
-            f"{micro_batch_size}): start {ranks}, or give {remedy}"
+            f"{micro_batch_size}): start {ranks}, or give {remedy}",
+            code="SS109",
         )
 
 
@@ -204,12 +208,12 @@ def _cut(start: int, stop: int, size: int) -> tuple[Span, ...]:
 def check_positive(name: str, value: object) -> None:
     """Raise InvalidValue, with the number's name, if a value is not a whole number above 0."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise InvalidValue(f"{name} must be a whole number above 0, found {value!r}")
+        raise InvalidValue(f"{name} must be a whole number above 0, found {value!r}", code="SS101")
 
 
 def _check_length(length: object) -> None:
     if isinstance(length, Integral) and length == 0:
-        raise InvalidValue("the data set is empty: a run needs at least 1 sample")
+        raise InvalidValue("the data set is empty: a run needs at least 1 sample", code="SS303")
     check_positive("the length of the data set", length)
 
 
