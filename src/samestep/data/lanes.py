@@ -99,7 +99,8 @@ class _Lane:
             except Exception as error:
                 raise Error(
                     f"the stream failed in lane {self._lane} of {self._num_lanes}, at its sample "
-                    f"{self.num_samples + len(samples)} ({describe_error(error)})"
+                    f"{self.num_samples + len(samples)} ({describe_error(error)})",
+                    code="SS301",
                 ) from error
         self.num_samples = self.num_samples + count
         self.last = samples[-1]
@@ -118,7 +119,8 @@ class _Lane:
             raise InvalidValue(
                 f"lane {self._lane} of {self._num_lanes} of the stream ({type(self._dataset).__name__}) gave no "
                 f"sample: each micro-batch of a step has a lane, so give it at least {self._num_lanes} shards, or use "
-                "fewer and larger micro-batches"
+                "fewer and larger micro-batches",
+                code="SS313",
             ) from None
 
     def _begin_pass(self, state: Any) -> None:
@@ -138,7 +140,8 @@ class _Lane:
             name = type(self._dataset).__name__
             raise InvalidType(
                 f"{name} cannot be copied for each of the {self._num_lanes} lanes ({type(error).__name__}: {error}): "
-                "give it a method lane(lane, num_lanes) that returns the samples of one"
+                "give it a method lane(lane, num_lanes) that returns the samples of one",
+                code="SS314",
             ) from None
 
     def read_start(self) -> LaneStart:
@@ -152,7 +155,8 @@ class _Lane:
             raise InvalidType(
                 f"the state_dict of lane {self._lane} of {self._num_lanes} of the stream "
                 f"({type(self._dataset).__name__}) cannot be copied ({type(error).__name__}: {error}): return numbers, "
-                "strings, lists, dicts and tensors"
+                "strings, lists, dicts and tensors",
+                code="SS314",
             ) from error
         return LaneStart(self.num_samples, self._num_passes, state)
 
@@ -259,7 +263,8 @@ class Lanes:
                     f"sample {reader.num_samples - 1} of lane {lane} of {self.num_lanes} of the stream "
                     f"({type(self.dataset).__name__}) is not the same as before the restart: let its samples depend on "
                     "the lane, the number of lanes and the seeded generators alone, and let state_dict hold all else, "
-                    "such as a shuffle buffer"
+                    "such as a shuffle buffer",
+                    code="SS314",
                 )
         self._seed_for(lane, start // self._size)
 

@@ -417,7 +417,9 @@ class Fetcher:
             if self._many is not None:
                 samples = self._many(indices)
                 if isinstance(samples, list) and len(samples) != len(indices):
-                    raise InvalidValue(f"__getitems__ gave {len(samples)} samples for {len(indices)} indices")
+                    raise InvalidValue(
+                        f"__getitems__ gave {len(samples)} samples for {len(indices)} indices", code="SS301"
+                    )
             else:
                 dataset = self._dataset
                 for index in indices:
@@ -430,7 +432,7 @@ class Fetcher:
         except Error:
             raise
         except Exception as error:
-            raise Error(explain(error, indices, samples, self._collate_fn, self._many)) from error
+            raise Error(explain(error, indices, samples, self._collate_fn, self._many), code="SS301") from error
         return Loaded(batch, len(indices), fingerprint(task.indices), position)
 
     def _load_batch(self, task: Task, read: Callable[[NDArray[np.int64]], Any]) -> Loaded:
@@ -441,7 +443,7 @@ class Fetcher:
         except Exception as error:
             indices: list[int] = task.indices.tolist()
             sentence = explain(error, indices, [], self._collate_fn, lambda some: read(np.array(some)))
-            raise Error(sentence) from error
+            raise Error(sentence, code="SS301") from error
 
     def _read_columns(self, indices: NDArray[np.int64]) -> list[Tensor] | None:
         """Return the collated samples of a TensorDataset, with one index operation per tensor and no object per sample.

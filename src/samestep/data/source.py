@@ -105,9 +105,13 @@ def read_shards(dataset: Any) -> tuple[tuple[Shard, ...], NDArray[np.int64], str
     sizes = np.array(columns, "<i8")
     if (total := int(sizes[0].sum())) != len(dataset):
         name = type(dataset).__name__
-        raise InvalidValue(f"the shards of {name} have {total} samples, and its len() is {len(dataset)}: correct one")
+        raise InvalidValue(
+            f"the shards of {name} have {total} samples, and its len() is {len(dataset)}: correct one", code="SS309"
+        )
     if len({*names}) < len(names):
-        raise InvalidValue(f"two shards of {type(dataset).__name__} have the same name: give each a name of its own")
+        raise InvalidValue(
+            f"two shards of {type(dataset).__name__} have the same name: give each a name of its own", code="SS309"
+        )
     mark = hash_pieces(["\0".join(names).encode(), sizes.tobytes()])[:16]
     return tuple(shards), sizes[0], mark
 
@@ -132,12 +136,15 @@ def mark_shards(dataset: Any, before: Sequence[Mark]) -> list[Mark]:
     if not is_list:
         raise InvalidType(
             f"{type(dataset).__name__}.shard_files must be a list with the path of each shard's file, "
-            f"not {given!r:.100}"
+            f"not {given!r:.100}",
+            code="SS309",
         )
     if files and len(files) != len(dataset.shards):
         name = type(dataset).__name__
         count = len(dataset.shards)
-        raise InvalidValue(f"{name} has {count} shards and {len(files)} shard_files: give the file of each shard")
+        raise InvalidValue(
+            f"{name} has {count} shards and {len(files)} shard_files: give the file of each shard", code="SS309"
+        )
     known = dict(zip(files, before, strict=False))
     marks = dict[str, Mark]()
     for file in dict.fromkeys(files):
@@ -145,7 +152,7 @@ def mark_shards(dataset: Any, before: Sequence[Mark]) -> list[Mark]:
             marks[file] = _mark_file(file, known.get(file))
         except (OSError, ValueError) as error:  # ValueError: the name holds a NUL character
             why = getattr(error, "strerror", None) or error
-            raise InvalidValue(f"the shard {file} cannot be read ({why}): restore it") from None
+            raise InvalidValue(f"the shard {file} cannot be read ({why}): restore it", code="SS310") from None
     return [marks[file] for file in files]
 
 

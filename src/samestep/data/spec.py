@@ -81,7 +81,7 @@ def read_data_arguments(
         spec = DataSpec(data, **wanted)
     _check_dataset(spec.dataset, takes_streams)
     if not isinstance(spec.num_workers, int) or spec.num_workers < 0:
-        raise InvalidValue(f"num_workers is {spec.num_workers!r}: give 0 (load in this process) or more")
+        raise InvalidValue(f"num_workers is {spec.num_workers!r}: give 0 (load in this process) or more", code="SS101")
     return spec
 
 
@@ -89,19 +89,22 @@ def _understand_loader(loader: DataLoader[Any], sizes: Sequence[int], takes_stre
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise InvalidType(
             f"{type(loader).__name__} defines its own iteration, which would not follow the run's order: "
-            "pass its data set, with collate_fn= and num_workers= as arguments"
+            "pass its data set, with collate_fn= and num_workers= as arguments",
+            code="SS304",
         )
     _check_dataset(loader.dataset, takes_streams)
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise InvalidValue(
             "the DataLoader has its own batch_sampler, or batch_size=None, but the run chooses the samples "
-            "of a batch: pass the data set itself, and sampler=f with f(epoch) -> indices"
+            "of a batch: pass the data set itself, and sampler=f with f(epoch) -> indices",
+            code="SS304",
         )
     if sizes and loader.batch_size not in sizes:
         raise InvalidValue(
             f"the DataLoader's batch_size is {loader.batch_size}, and the run's is {sizes[-1]}, in micro-batches of "
             f"{sizes[0]}: create a DataLoader with one of these two, or pass the data set itself, with num_workers= "
-            "and collate_fn= as arguments"
+            "and collate_fn= as arguments",
+            code="SS304",
         )
     return DataSpec(
         dataset=loader.dataset,
@@ -131,7 +134,7 @@ def _is_shuffled(loader: DataLoader[Any]) -> bool:
         hint = "remove it, since the run itself divides the samples among the ranks"
     else:
         hint = "pass the data set itself, and sampler=f with f(epoch) -> indices, the same on all ranks"
-    raise InvalidType(f"the DataLoader's sampler is a {name}, which a run does not support: {hint}")
+    raise InvalidType(f"the DataLoader's sampler is a {name}, which a run does not support: {hint}", code="SS304")
 
 
 def is_stream(dataset: Any) -> bool:
@@ -151,16 +154,20 @@ def _check_dataset(dataset: Any, takes_streams: bool) -> None:
             return
         raise InvalidType(
             f"{name} is a stream without indexing, so the end of an epoch is not known: pass it to "
-            "run.steps(data, num_steps), or pass a map-style data set, with __getitem__ and __len__"
+            "run.steps(data, num_steps), or pass a map-style data set, with __getitem__ and __len__",
+            code="SS302",
         )
     if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")):
         raise InvalidType(
             f"{name} does not support indexing, so no step could be repeated: "
-            "pass a map-style data set, with __getitem__ and __len__"
+            "pass a map-style data set, with __getitem__ and __len__",
+            code="SS302",
         )
     try:
         length = len(dataset)
     except (TypeError, NotImplementedError):
-        raise InvalidType(f"{name} has no len(): pass a map-style data set, with __getitem__ and __len__") from None
+        raise InvalidType(
+            f"{name} has no len(): pass a map-style data set, with __getitem__ and __len__", code="SS302"
+        ) from None
     if length == 0:
-        raise InvalidValue(f"the data set ({name}) is empty: a run needs at least one sample")
+        raise InvalidValue(f"the data set ({name}) is empty: a run needs at least one sample", code="SS303")
