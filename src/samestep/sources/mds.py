@@ -115,9 +115,13 @@ class MDS(SampleFiles):
                 [*zip(entry.column_names, entry.column_encodings, entry.column_sizes, strict=True)] for entry in entries
             ]
         except OSError as error:
-            raise InvalidValue(f"{root} is no directory of MDS shards ({error.strerror}: index.json)") from None
+            raise InvalidValue(
+                f"{root} is no directory of MDS shards ({error.strerror}: index.json)", code="SS311"
+            ) from None
         except ValueError as error:
-            raise InvalidValue(f"{root / 'index.json'} is no index of MDS shards ({error}): restore it") from None
+            raise InvalidValue(
+                f"{root / 'index.json'} is no index of MDS shards ({error}): restore it", code="SS310"
+            ) from None
         self._files = [root / entry.raw_data.basename for entry in entries]
         self._num_bytes = [entry.raw_data.bytes for entry in entries]
         self._counts = [entry.samples for entry in entries]
@@ -125,7 +129,9 @@ class MDS(SampleFiles):
             _check_shard(entry, file, num_bytes)
         for name, encoding, _ in {column for columns in self._columns for column in columns}:
             if _find_decoder(encoding) is None:
-                raise InvalidValue(f"column {name} of {root} has the encoding {encoding}, which is not supported")
+                raise InvalidValue(
+                    f"column {name} of {root} has the encoding {encoding}, which is not supported", code="SS311"
+                )
         rows = zip(self._files, self._counts, self._num_bytes, strict=True)
         super().__init__([Shard(file.name, *sizes) for file, *sizes in rows], self._files, transform)
         self._read_offsets = Kept(self._read_offsets_of, CACHED_SHARDS)
@@ -135,7 +141,9 @@ class MDS(SampleFiles):
         num_bytes = self._num_bytes[shard]
         header = np.frombuffer(self._blobs.read(shard, 0, 4 * (count + 2)), "<u4")
         if header[0] != count or header[-1] > num_bytes or (np.diff(header[1:].astype(np.int64)) < 0).any():
-            raise InvalidValue(f"the shard {self._files[shard]} is damaged: its offsets are not of {count} samples")
+            raise InvalidValue(
+                f"the shard {self._files[shard]} is damaged: its offsets are not of {count} samples", code="SS310"
+            )
         return header[1:]
 
     def _read(self, shard: int, row: int) -> dict[str, Any]:
@@ -157,20 +165,26 @@ class MDS(SampleFiles):
                 at = at + size
         except Exception as error:  # of any kind, as the decoders are of other libraries
             what = f"{where}: {type(error).__name__}: {error}"
-            raise InvalidValue(f"sample {row} of shard {self._files[shard]} is damaged ({what}): restore it") from None
+            raise InvalidValue(
+                f"sample {row} of shard {self._files[shard]} is damaged ({what}): restore it", code="SS310"
+            ) from None
         return sample
 
 
 def _check_shard(entry: _ShardEntry, file: Path, num_bytes: int) -> None:
     if entry.format != "mds" or entry.version != 2:
         what = f"format {entry.format}, version {entry.version}"
-        raise InvalidValue(f"the shard {file} has {what}: samestep reads mds, version 2")
+        raise InvalidValue(f"the shard {file} has {what}: samestep reads mds, version 2", code="SS311")
     packed = entry.compression
     check_is_file(file, f"decompress it ({packed})" if packed else "restore it, and index.json with it")
     if (found := file.stat().st_size) != num_bytes:
-        raise InvalidValue(f"the shard {file} has {found} bytes, and index.json says {num_bytes}: restore it")
+        raise InvalidValue(
+            f"the shard {file} has {found} bytes, and index.json says {num_bytes}: restore it", code="SS310"
+        )
     if 4 * (entry.samples + 2) > num_bytes:
-        raise InvalidValue(f"the shard {file} is too short for {entry.samples} samples of index.json: restore both")
+        raise InvalidValue(
+            f"the shard {file} is too short for {entry.samples} samples of index.json: restore both", code="SS310"
+        )
 
 
 @lru_cache(maxsize=256)

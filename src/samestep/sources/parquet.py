@@ -57,12 +57,16 @@ class Parquet:
             opened = _open(file)
             known = opened.schema_arrow.names
             if missing := [column for column in self._columns or () if column not in known]:
-                raise InvalidValue(f"{file} has no column {missing[0]}: its columns are {', '.join(known)}")
+                raise InvalidValue(
+                    f"{file} has no column {missing[0]}: its columns are {', '.join(known)}", code="SS311"
+                )
             for group in range(opened.metadata.num_row_groups):
                 about = opened.metadata.row_group(group)
                 self._groups.append((number, group))
                 if not 0 <= about.num_rows < MAX_ROWS:
-                    raise InvalidValue(f"the shard {file} says that it has {about.num_rows} rows: restore it")
+                    raise InvalidValue(
+                        f"the shard {file} says that it has {about.num_rows} rows: restore it", code="SS310"
+                    )
                 counts.append(about.num_rows)
                 self.shards.append(Shard(f"{name}:{group}", about.num_rows, about.total_byte_size))
         self.shard_files = [self._files[number] for number, _ in self._groups]
@@ -83,7 +87,9 @@ class Parquet:
         batch: dict[str, Any] = {}
         for name, first in groups[0][0].items():
             if any(isinstance(group.get(name), np.ndarray) != isinstance(first, np.ndarray) for group, _ in groups):
-                raise InvalidValue(f"column {name} is of numbers in some of the files only: write them with one schema")
+                raise InvalidValue(
+                    f"column {name} is of numbers in some of the files only: write them with one schema", code="SS311"
+                )
             if isinstance(first, np.ndarray):
                 column = np.empty((len(indices), *first.shape[1:]), first.dtype)
                 for group, at in groups:
@@ -109,9 +115,11 @@ class Parquet:
         except (pyarrow.ArrowException, OSError) as error:
             why = " ".join(str(error).split())
             where = f"row group {group} of the shard {self._files[number]}"
-            raise InvalidValue(f"{where} is damaged ({why}): restore it") from None
+            raise InvalidValue(f"{where} is damaged ({why}): restore it", code="SS310") from None
         if table.num_rows != (expected := self.shards[shard].num_samples):
-            raise InvalidValue(f"the shard {self._files[number]} has {table.num_rows} rows, not {expected}: restore it")
+            raise InvalidValue(
+                f"the shard {self._files[number]} has {table.num_rows} rows, not {expected}: restore it", code="SS310"
+            )
         return {name: _convert(table.column(name), name, self._files[number]) for name in table.column_names}
 
 
@@ -123,7 +131,9 @@ def _open(file: Path) -> Any:
         return parquet.ParquetFile(file)
     except (pyarrow.ArrowException, OSError) as error:
         why = " ".join(str(error).split())
-        raise InvalidValue(f"the shard {file} is truncated, or no Parquet file ({why}): restore it") from None
+        raise InvalidValue(
+            f"the shard {file} is truncated, or no Parquet file ({why}): restore it", code="SS310"
+        ) from None
 
 
 def _convert(column: Any, name: str, file: Path) -> Any:
@@ -140,7 +150,9 @@ def _convert(column: Any, name: str, file: Path) -> Any:
     if not is_number:
         return column
     if column.null_count or values.null_count:
-        raise InvalidValue(f"column {name} of the shard {file} lacks numbers: add them, or leave it out by columns=")
+        raise InvalidValue(
+            f"column {name} of the shard {file} lacks numbers: add them, or leave it out by columns=", code="SS311"
+        )
     array: NDArray[Any] = values.to_numpy(zero_copy_only=False)
     return array if size is None else array.reshape(-1, size)
 

@@ -27,7 +27,9 @@ def list_files(files: str | Path | Iterable[str | Path], suffix: str) -> list[Pa
     else:
         found = [Path(file) for file in files]
     if not found:
-        raise InvalidValue(f"there are no {suffix} files in {files}: name the files, or a directory that has some")
+        raise InvalidValue(
+            f"there are no {suffix} files in {files}: name the files, or a directory that has some", code="SS311"
+        )
     for file in found:
         check_is_file(file, "restore it, or leave it out of the source")
     return found
@@ -39,7 +41,7 @@ def check_is_file(file: Path, advice: str) -> None:
         what = "no regular file" if os.path.lexists(file) else "missing"
         if file.is_dir():
             what = "a directory"
-        raise InvalidValue(f"the shard {file} is {what}: {advice}")
+        raise InvalidValue(f"the shard {file} is {what}: {advice}", code="SS310")
 
 
 def is_inside(path: str) -> bool:
@@ -144,7 +146,11 @@ class Blobs:
             # pread does not use the file's offset, which forked processes share
             data = os.pread(self._open(file).fileno(), size, start)
         except OSError as error:
-            raise InvalidValue(f"the shard {self._files[file]} cannot be read ({error.strerror}): restore it") from None
+            raise InvalidValue(
+                f"the shard {self._files[file]} cannot be read ({error.strerror}): restore it", code="SS310"
+            ) from None
         if len(data) < size:
-            raise InvalidValue(f"the shard {self._files[file]} is truncated at byte {start + len(data)}: restore it")
+            raise InvalidValue(
+                f"the shard {self._files[file]} is truncated at byte {start + len(data)}: restore it", code="SS310"
+            )
         return data

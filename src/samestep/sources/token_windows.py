@@ -83,7 +83,8 @@ class TokenWindows:
         if read.max() >= self._vocabulary_size:
             raise InvalidValue(
                 f"the token file holds token {read.max()}, and its vocabulary has {self._vocabulary_size}: it is "
-                "damaged, or was changed; prepare it again"
+                "damaged, or was changed; prepare it again",
+                code="SS310",
             )
         return read.astype(np.int64)
 
@@ -136,8 +137,10 @@ def open_tokens(
             raise ValueError(f"it holds {tokens.shape} {tokens.dtype}, not a row of whole numbers")
     except Exception as error:  # NumPy raises OSError, ValueError, EOFError, OverflowError, SyntaxError and others
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise InvalidValue(f"the token file {path} cannot be read ({why}): restore it") from None
+        raise InvalidValue(f"the token file {path} cannot be read ({why}): restore it", code="SS310") from None
     if context < 1 or len(tokens) <= context:
-        raise InvalidValue(f"{path} has {len(tokens)} tokens, too few for a sequence of {context} and one more")
+        raise InvalidValue(
+            f"{path} has {len(tokens)} tokens, too few for a sequence of {context} and one more", code="SS303"
+        )
     largest = np.iinfo(tokens.dtype).max + 1 if vocabulary_size is None else vocabulary_size
     return TokenWindows(tokens, context, 0, len(tokens), largest)

@@ -89,7 +89,8 @@ class WebDataset(SampleFiles):
         key = index["keys"][row].decode(errors="replace")
         if not is_inside(key):
             raise InvalidValue(
-                f"the index {self._index_files[shard]} has a sample {key}: remove it, and it is built again"
+                f"the index {self._index_files[shard]} has a sample {key}: remove it, and it is built again",
+                code="SS310",
             )
         sample: dict[str, Any] = {KEY: key}
         for k in range(index["firsts"][row], index["firsts"][row + 1]):
@@ -111,7 +112,9 @@ def _count_samples(tar: Path, at: Path) -> int:
         with replacing(at, by_many=True) as partial, open(partial, "xb") as file:  # several ranks may write it
             np.savez(file, mark=np.array(mark), **index)  # type: ignore[arg-type]
     except OSError as error:
-        raise InvalidValue(f"the index of {tar} cannot be written to {at} ({error.strerror}): set index_dir=") from None
+        raise InvalidValue(
+            f"the index of {tar} cannot be written to {at} ({error.strerror}): set index_dir=", code="SS113"
+        ) from None
     return len(index["firsts"]) - 1
 
 
@@ -147,7 +150,9 @@ def _read_index(at: Path, num_bytes: int) -> Index:
         if not is_sound:
             raise ValueError("it is not of this tar")
     except Exception as error:  # NumPy and zipfile raise errors of many kinds
-        raise InvalidValue(f"the index {at} cannot be read ({error}): remove it, and it is built again") from None
+        raise InvalidValue(
+            f"the index {at} cannot be read ({error}): remove it, and it is built again", code="SS310"
+        ) from None
     return index
 
 
@@ -185,7 +190,9 @@ def _build_index(tar: Path, num_bytes: int) -> Index:
                 kinds.append(extensions.setdefault(extension.encode(), len(extensions)))
                 opened.members = []  # type: ignore[attr-defined]  # tarfile keeps an object per file
     except Exception as error:  # of tarfile, and RecursionError, UnicodeError, ...
-        raise InvalidValue(f"the shard {tar} is truncated, compressed or no tar file ({error}): restore it") from None
+        raise InvalidValue(
+            f"the shard {tar} is truncated, compressed or no tar file ({error}): restore it", code="SS310"
+        ) from None
     return {
         "keys": np.array(keys, dtype="S"),
         "extensions": np.array([*extensions], dtype="S"),
