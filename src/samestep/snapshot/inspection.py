@@ -46,7 +46,8 @@ def check_tensors(wanted: Iterable[str], own: Collection[str], rank: int) -> Non
     if missing := next((name for name in wanted if name not in own), None):
         raise InvalidValue(
             f"{missing} is in the state of rank 0, and not in that of rank {rank}: make the objects for run.prepare "
-            "the same on all ranks"
+            "the same on all ranks",
+            code="SS504",
         )
 
 
@@ -103,7 +104,8 @@ class Inspection:
         if label:
             raise InvalidValue(
                 f"{label} is not finite after step {self._step}: this state is not saved, and the previous snapshot "
-                "is kept; check the learning rate, clipping and precision"
+                "is kept; check the learning rate, clipping and precision",
+                code="SS206",
             )
         if self._compare is not None and self._names:
             names = [name for name in reversed(self._names.values()) if name in self._checksums]

@@ -397,4 +397,6 @@ class LocalLocation(RunLocation):
 
 def explain_unwritable(place: str, error: OSError) -> RunDirectoryError:
     """Return the error for a place, such as "the run directory runs/a", that cannot be written."""
-    return RunDirectoryError(f"{place} cannot be written ({error.strerror or error}): make room, or name another one")
+    return RunDirectoryError(
+        f"{place} cannot be written ({error.strerror or error}): make room, or name another one", code="SS401"
+    )

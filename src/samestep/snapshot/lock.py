@@ -65,7 +65,8 @@ class Lock:
                     os.close(self._descriptor)
                     raise RunDirectoryError(
                         f"the run in {self._named} is locked by {holder}: stop it, or start beside it with "
-                        f"{advise(fresh=True)}"
+                        f"{advise(fresh=True)}",
+                        code="SS402",
                     ) from None
             if self._is_current():
                 break
@@ -122,7 +123,8 @@ def refuse_links(run_dir: Path, names: Sequence[str]) -> None:
         if path.is_symlink():
             raise RunDirectoryError(
                 f"{path} is a symbolic link, and nothing is written through it: make {run_dir} itself the link, or "
-                "name another run directory"
+                "name another run directory",
+                code="SS401",
             )
 
 
@@ -137,7 +139,8 @@ def explain_takeover(place: object, token: bytes) -> RunDirectoryError:
     """Return the error for a writer of `place` that finds the token of another process there."""
     holder = _name_holder(token)
     return RunDirectoryError(
-        f"the run in {place} was taken over by {holder}: this process ends, and leaves the files as they are"
+        f"the run in {place} was taken over by {holder}: this process ends, and leaves the files as they are",
+        code="SS402",
     )
 
 

@@ -155,7 +155,7 @@ class ReplicatedLocation(LocalLocation):
                     problem = _put_file(directory, name, part) if snapshot is None else directory.store.adopt(snapshot)
                     if problem:
                         where = f"the copy of {directory.path / name} from another node"
-                        raise RunDirectoryError(f"{where} is damaged ({problem}): start again")
+                        raise RunDirectoryError(f"{where} is damaged ({problem}): start again", code="SS410")
             finally:
                 if is_target:
                     shutil.rmtree(directory.store.inbox, ignore_errors=True)

@@ -74,13 +74,13 @@ class ObjectStore:
         self.url = url.rstrip("/")
         self._token = ""
         if not re.split("::|://", url, maxsplit=1)[1].strip("/"):
-            raise RunDirectoryError(f"the run directory {url} names no place: give a path after it")
+            raise RunDirectoryError(f"the run directory {url} names no place: give a path after it", code="SS416")
         with needing(f"the run directory {url} needs fsspec", "'samestep[remote]'"):
             from fsspec.core import url_to_fs
         try:
             self._fs, root = url_to_fs(self.url)
         except (ImportError, ValueError) as error:  # fsspec says what to install
-            raise RunDirectoryError(f"the run directory {url} cannot be used: {error}") from None
+            raise RunDirectoryError(f"the run directory {url} cannot be used: {error}", code="SS416") from None
         except Exception as error:
             raise Unreachable(url, _describe(error)) from None
         self._root = str(root).rstrip("/")

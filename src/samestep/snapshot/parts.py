@@ -167,7 +167,8 @@ def merge_parts(structure: Any, parts: Mapping[int, Part]) -> tuple[dict[str, Pi
             found = f"has the shape {shapes[name]} in all of them" if name in shapes else "is in none of them"
             raise InvalidValue(
                 f"the ranks have not written all of the state: {name} {found}: make the objects for run.prepare the "
-                "same on all ranks"
+                "same on all ranks",
+                code="SS504",
             )
     files = {name_part(rank): parts[rank].pieces for rank in sorted(parts)}
     return files, None if is_split else digest_of(structure, hashes)

@@ -39,7 +39,7 @@ def open_run(
             if error.filename is None and explain(error) is not None:  # from writing the output
                 raise
             where = f"{error.filename or run} cannot be read ({error.strerror})"
-            raise Error(f"{where}: fix that, or name another one") from None
+            raise Error(f"{where}: fix that, or name another one", code="SS416") from None
         return
     from samestep.snapshot.object_store import ObjectStore
 
@@ -58,12 +58,13 @@ def open_run(
 def read_run(run: Path, called: str) -> dict[str, Any]:
     """Read a run's `run.json` for a tool. `called`: the run as the user gave it. Raises Error."""
     if not run.is_dir():
-        raise Error(f"there is no directory {called}: name a run's directory")
+        raise Error(f"there is no directory {called}: name a run's directory", code="SS415")
     try:
         return read_record(run, called)
     except FileNotFoundError:
         raise Error(
-            f"{called} is no run's directory, it has no {RECORD}: name the directory that holds {SNAPSHOTS}/"
+            f"{called} is no run's directory, it has no {RECORD}: name the directory that holds {SNAPSHOTS}/",
+            code="SS415",
         ) from None
 
 
@@ -74,7 +75,7 @@ def find_snapshot(store: Store, called: str, which: int | str) -> Snapshot:
     """
     snapshot = store.find(which, warn=say)
     if snapshot is None:
-        raise Error(f"{called} has no snapshot yet")
+        raise Error(f"{called} has no snapshot yet", code="SS411")
     return snapshot
 
 

@@ -192,7 +192,9 @@ class RemoteRun:
             rewinds = max(rewinds, record.get("rewinds", []), key=len)
         elsewhere = self._store.find_elsewhere(rewinds, download_files)
         if text is None and elsewhere.snapshots:
-            raise RunDirectoryError(f"{self.url} holds snapshots but no {RECORD}: name another run directory")
+            raise RunDirectoryError(
+                f"{self.url} holds snapshots but no {RECORD}: name another run directory", code="SS407"
+            )
         return elsewhere
 
     def find_elsewhere(self, rewinds: Sequence[int]) -> Elsewhere:

@@ -96,13 +96,15 @@ class RunDirectory:
             if (self.path / RECORD).exists():
                 self.read_record()
             elif self._is_used(self._lock):
-                raise RunDirectoryError(f"{named} holds files of a run but no {RECORD}: name another run directory")
+                raise RunDirectoryError(
+                    f"{named} holds files of a run but no {RECORD}: name another run directory", code="SS407"
+                )
         except (Error, OSError) as error:
             self.close()
             if isinstance(error, Error):
                 raise
             raise RunDirectoryError(
-                f"the run directory {named} cannot be written ({_reason(error)}): name another one"
+                f"the run directory {named} cannot be written ({_reason(error)}): name another one", code="SS401"
             ) from None
         _open[self._key] = self
 
@@ -136,7 +138,8 @@ class RunDirectory:
         if different := find_different(self.record.get("numbers", {}), numbers):
             raise RunDirectoryError(
                 f"{self.named} holds another run ({different}): use its numbers, another run directory, "
-                f"or start beside it with {advise(fresh=True)}"
+                f"or start beside it with {advise(fresh=True)}",
+                code="SS405",
             )
 
     def write_loops(self, loops: Sequence[Mapping[str, Any]]) -> None:
@@ -164,7 +167,8 @@ class RunDirectory:
     def _get_lock(self) -> Lock:
         if self._lock is None:
             raise UsageError(
-                f"the run in {self.named} was ended by a later samestep.Run of this process in the same directory"
+                f"the run in {self.named} was ended by a later samestep.Run of this process in the same directory",
+                code="SS222",
             )
         return self._lock
 
@@ -214,7 +218,9 @@ class RunDirectory:
         here = self.store.snapshots()
         if resume is None and (here or there):
             ways = f"{advise(resume='latest')}, or {advise(fresh=True)}"
-            raise RunDirectoryError(f"{self.named} already has snapshots and resume is never: start with {ways}")
+            raise RunDirectoryError(
+                f"{self.named} already has snapshots and resume is never: start with {ways}", code="SS406"
+            )
         return Holding(
             found=found,
             problem=problem,
@@ -396,7 +402,7 @@ class RunDirectory:
         """
         if (change := self._describe_change()) and (self.path / RECORD).exists():
             self.check_still_ours()  # a process that has taken the run over replaces its logs
-            raise RunDirectoryError(f"{change}; the same command continues from the newest snapshot")
+            raise RunDirectoryError(f"{change}; the same command continues from the newest snapshot", code="SS402")
 
     def _describe_change(self) -> str:
         found = zip((METRICS, LEDGER), self._logs or (), strict=False)

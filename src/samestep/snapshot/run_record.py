@@ -57,7 +57,9 @@ def read_record(run_dir: Path, called: object, remedy: str = "repair it") -> dic
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise RunDirectoryError(f"{called}/{RECORD} cannot be read ({error.strerror}): repair it") from None
+        raise RunDirectoryError(
+            f"{called}/{RECORD} cannot be read ({error.strerror}): repair it", code="SS408"
+        ) from None
     return parse_run_record(text, called, remedy)
 
 
@@ -66,10 +68,11 @@ def parse_run_record(text: bytes, called: object, remedy: str = "repair it") -> 
     try:
         record = parse_record(RECORD, text)
     except ValueError as error:
-        raise RunDirectoryError(f"{called}/{RECORD} cannot be read as JSON ({error}): {remedy}") from None
+        raise RunDirectoryError(f"{called}/{RECORD} cannot be read as JSON ({error}): {remedy}", code="SS408") from None
     if record.get("format") != FORMAT:
         raise RunDirectoryError(
-            f"{called}/{RECORD} has format {record.get('format')}, this samestep reads {FORMAT}: update samestep"
+            f"{called}/{RECORD} has format {record.get('format')}, this samestep reads {FORMAT}: update samestep",
+            code="SS409",
         )
     return record
 

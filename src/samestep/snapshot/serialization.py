@@ -558,5 +558,6 @@ def _refusal(path: Place, what: str) -> InvalidType:
     where = "".join(f".{part}" if isinstance(part, str) else f"[{part!r}]" for part in path).lstrip(".")
     return InvalidType(
         f"{where or 'the state'} is {what}, which a snapshot cannot hold: leave it out of the state_dict, or make it "
-        "of tensors, numpy arrays, numbers, strings, bytes, lists, tuples, dicts and sets"
+        "of tensors, numpy arrays, numbers, strings, bytes, lists, tuples, dicts and sets",
+        code="SS414",
     )

@@ -89,7 +89,9 @@ class Snapshotter:
         """
         is_valid = isinstance(name, str) and name.isascii() and name.isidentifier() and len(name) <= 64
         if not is_valid or name in ("latest", "never"):
-            raise InvalidValue(f"a snapshot's name is letters, digits and underscores, such as best, not {name!r}")
+            raise InvalidValue(
+                f"a snapshot's name is letters, digits and underscores, such as best, not {name!r}", code="SS101"
+            )
         if name not in self._asked:
             self._asked.append(name)
         if name not in self._names_due and not is_taken:

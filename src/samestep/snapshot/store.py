@@ -289,7 +289,7 @@ class Store:
             if not found:
                 return None
             advice = f"restore one from a backup, or start with {advise(fresh=True)}"
-            raise RunDirectoryError(f"no snapshot in {where} can be used ({problem}): {advice}")
+            raise RunDirectoryError(f"no snapshot in {where} can be used ({problem}): {advice}", code="SS410")
         raise self._explain_missing(which, found, problem, where)
 
     def refuse(self, snapshot: Snapshot, problem: str) -> None:
@@ -359,7 +359,9 @@ class Store:
         path = self.path / snapshot.path.name
         manifest, problem = read_manifest(path)
         if problem is not None:
-            raise RunDirectoryError(f"the snapshot {self._named / path.name} can no longer be used: {problem}")
+            raise RunDirectoryError(
+                f"the snapshot {self._named / path.name} can no longer be used: {problem}", code="SS410"
+            )
         try:
             yield path, manifest
         except OSError:
@@ -367,7 +369,7 @@ class Store:
         except Exception as error:  # the checksums are right, but samestep did not write this content
             why = f"{type(error).__name__}: {error}"
             raise RunDirectoryError(
-                f"the snapshot {self._named / path.name} holds no state that can be read ({why})"
+                f"the snapshot {self._named / path.name} holds no state that can be read ({why})", code="SS410"
             ) from None
 
     # --- write ------------------------------------------------------------------------------------------------
@@ -444,7 +446,9 @@ class Store:
     def _name_target(self, step: int, name: str | None) -> Path:
         """Return the directory of a snapshot. Raises InvalidValue."""
         if name is not None and not NAME.fullmatch(name):
-            raise InvalidValue(f"a snapshot cannot be named {name!r}: use letters, digits and underscores, as in best")
+            raise InvalidValue(
+                f"a snapshot cannot be named {name!r}: use letters, digits and underscores, as in best", code="SS101"
+            )
         return self.path / (name or f"step-{step:08d}")
 
     @property

@@ -71,7 +71,9 @@ def choose_fresh(group: Group, path: Path, writers: Sequence[int]) -> Path:
         try:
             return chosen.exists() and any(chosen.iterdir())
         except OSError as error:
-            raise RunDirectoryError(f"{chosen} cannot be read ({error.strerror}): name another directory") from None
+            raise RunDirectoryError(
+                f"{chosen} cannot be read ({error.strerror}): name another directory", code="SS401"
+            ) from None
 
     beside = path if path.name else path.absolute()  # "." has no name
     for number in count(1):
