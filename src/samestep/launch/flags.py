@@ -74,18 +74,22 @@ def translate_torchrun(values: dict[str, Any]) -> None:
     backend = values.pop("rdzv_backend", "c10d")
     if backend not in ("c10d", "static"):
         raise Error(
-            f"launch has no --rdzv-backend {backend}: one of the nodes is the rendezvous, as with c10d; leave it out"
+            f"launch has no --rdzv-backend {backend}: one of the nodes is the rendezvous, as with c10d; leave it out",
+            code="SS103",
         )
     host = values.pop("master_addr", None)
     port = values.pop("master_port", None)
     nnodes = values.get("nnodes", "1")
     if values.pop("standalone", False):
         if nnodes not in ("1", "1:1"):
-            raise Error(f"--standalone is for one node, and --nnodes is {nnodes}: leave one of them out")
+            raise Error(f"--standalone is for one node, and --nnodes is {nnodes}: leave one of them out", code="SS104")
         values.pop("rdzv_endpoint", None)
     elif nnodes not in ("1", "1:1") and (host or port):
         if host is None or "rdzv_endpoint" in values:
-            raise Error("the rendezvous is --rdzv-endpoint HOST:PORT, or --master-addr and --master-port: give one")
+            raise Error(
+                "the rendezvous is --rdzv-endpoint HOST:PORT, or --master-addr and --master-port: give one",
+                code="SS104",
+            )
         host = f"[{host}]" if ":" in host else host
         values["rdzv_endpoint"] = host if port is None else f"{host}:{port}"
 
@@ -113,5 +117,5 @@ def parse_sizes(option: str, text: str) -> list[int]:
     """Parse numbers of ranks, such as "1,2,4". Raises Error, with the option's name, if they are not."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdecimal() and int(part) for part in parts):
-        raise Error(f"{option} takes numbers of ranks such as 1,2,4, not {text!r}")
+        raise Error(f"{option} takes numbers of ranks such as 1,2,4, not {text!r}", code="SS101")
     return [*dict.fromkeys(map(int, parts))]

@@ -47,13 +47,16 @@ def read_secret(file: str | None) -> str:
             secret = read_bytes(Path(file), MAX_SECRET_BYTES, is_given=True).decode().strip()
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "it is not text"
-            raise Error(f"{source} cannot be read ({reason}): name a file that holds the secret") from None
+            raise Error(
+                f"{source} cannot be read ({reason}): name a file that holds the secret", code="SS508"
+            ) from None
         if stat.S_IMODE(mode) & 0o077:
-            raise Error(f"{source} can be read by other users: chmod 600 {file}")
+            raise Error(f"{source} can be read by other users: chmod 600 {file}", code="SS508")
     if (file is not None or secret) and len(secret) < MIN_SECRET:
         raise Error(
             f"{source} has {len(secret)} characters: use at least {MIN_SECRET} random ones, such as `openssl rand "
-            "-hex 32` prints"
+            "-hex 32` prints",
+            code="SS508",
         )
     return secret
 
@@ -80,9 +83,11 @@ def share_secret() -> str:
         secret = read_private(file).decode()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise Error(f"the secret of this user's launchers, {file}, cannot be made ({reason}): set {SECRET}") from None
+        raise Error(
+            f"the secret of this user's launchers, {file}, cannot be made ({reason}): set {SECRET}", code="SS508"
+        ) from None
     if len(secret) < MIN_SECRET:
-        raise Error(f"{file} is damaged: remove it")
+        raise Error(f"{file} is damaged: remove it", code="SS508")
     return secret
 
 

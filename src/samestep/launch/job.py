@@ -66,23 +66,26 @@ def build_job(target: Target, values: Mapping[str, Any]) -> Job:
         if name in values:
             raise Error(
                 f"--{name} would apply to each start of the job, which would lose the work of the previous one: name "
-                "another --run-dir instead"
+                "another --run-dir instead",
+                code="SS104",
             )
     for name in ("job_name", "partition", "account", "sbatch"):
         given = values.get(name, ())
         for text in [given] if isinstance(given, str) else given:
             if not text.isprintable():
-                raise Error(f"{name_flag(name)} takes one line of text, not {text!r}")
+                raise Error(f"{name_flag(name)} takes one line of text, not {text!r}", code="SS101")
     if not re.fullmatch(r"(\d+(-\d+(:[1-9]\d*)?)?,?)+(%[1-9]\d*)?", values.get("array", "0")):
-        raise Error(f"--array takes numbers and ranges, such as 0-3,7%2, not {values['array']!r}")
+        raise Error(f"--array takes numbers and ranges, such as 0-3,7%2, not {values['array']!r}", code="SS101")
     if "array" in values and "run_dir" not in values:
-        raise Error("--array needs --run-dir DIR: each of its runs gets a directory there")
+        raise Error("--array needs --run-dir DIR: each of its runs gets a directory there", code="SS104")
     num_gpus = values.get("gpus_per_node", 0)
     num_ranks = values.get("nproc_per_node", num_gpus or 1)
     limit_s = parse_time(values["time"]) if "time" in values else None
     grace_s = values.get("grace_s", GRACE_S if limit_s is None else min(GRACE_S, max(limit_s // 4, 1)))
     if limit_s is not None and grace_s >= limit_s:
-        raise Error(f"--grace-s {grace_s} is as long as --time {values['time']}: the run would stop as it starts")
+        raise Error(
+            f"--grace-s {grace_s} is as long as --time {values['time']}: the run would stop as it starts", code="SS104"
+        )
     if limit_s is not None and limit_s - grace_s < LEAST_S:
         say(
             f"--time {values['time']} leaves {limit_s - grace_s} s before the signal to stop, which Slurm can send up "
@@ -111,7 +114,9 @@ def parse_time(text: str) -> int | None:
         return None
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
-        raise Error(f"--time takes minutes, h:m:s or days-h:m:s, such as 90, 2:00:00 or 1-12, not {text!r}")
+        raise Error(
+            f"--time takes minutes, h:m:s or days-h:m:s, such as 90, 2:00:00 or 1-12, not {text!r}", code="SS101"
+        )
     days, *parts = match.groups()
     first, *rest = [int(part) for part in parts if part is not None]
     if days is None and len(rest) < 2:
@@ -119,5 +124,5 @@ def parse_time(text: str) -> int | None:
     else:
         total_s = int(days or 0) * 86400 + sum(n * unit for n, unit in zip((first, *rest), (3600, 60, 1), strict=False))
     if not total_s:
-        raise Error(f"--time {text} leaves no time to train")
+        raise Error(f"--time {text} leaves no time to train", code="SS101")
     return total_s

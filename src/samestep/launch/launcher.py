@@ -63,24 +63,29 @@ def check_target(target: Target) -> None:
     if target.kind == "script":
         path = Path(target.name)
         if path.is_dir():
-            raise Error(f"{target.name} is a directory, not a script")
+            raise Error(f"{target.name} is a directory, not a script", code="SS110")
         if not path.is_file():
-            raise Error(f"there is no script {target.name} (in {Path.cwd()})")
+            raise Error(f"there is no script {target.name} (in {Path.cwd()})", code="SS110")
         if not os.access(path, os.R_OK):
-            raise Error(f"{target.name} cannot be read (Permission denied): let this user read it, or name another")
+            raise Error(
+                f"{target.name} cannot be read (Permission denied): let this user read it, or name another",
+                code="SS110",
+            )
     elif target.kind == "module":
         from importlib.machinery import PathFinder
 
         package = target.name.partition(".")[0]
         found = PathFinder.find_spec(package, [os.getcwd(), *sys.path])
         if found is None and package not in sys.stdlib_module_names:
-            raise Error(f"there is no module {package} here or among the installed ones")
+            raise Error(f"there is no module {package} here or among the installed ones", code="SS110")
 
 
 def check_run_dir(run_dir: str | None) -> None:
     """Raise RunDirectoryError, before anything is started, if a file has the name of the run directory."""
     if run_dir is not None and not is_url(run_dir) and Path(run_dir).exists() and not Path(run_dir).is_dir():
-        raise RunDirectoryError(f"the run directory {run_dir} cannot be written (it is a file): name another one")
+        raise RunDirectoryError(
+            f"the run directory {run_dir} cannot be written (it is a file): name another one", code="SS401"
+        )
 
 
 def parse_num_ranks(text: str) -> int | None:
@@ -92,7 +97,7 @@ def parse_num_ranks(text: str) -> int | None:
     try:
         num_ranks = int(text)
     except ValueError:
-        raise Error(f"--nproc-per-node takes a number, gpu, cpu or auto, not {text!r}") from None
+        raise Error(f"--nproc-per-node takes a number, gpu, cpu or auto, not {text!r}", code="SS101") from None
     return int(whole(1, MAX_LOCAL_RANKS)("--nproc-per-node", num_ranks))
 
 
@@ -120,7 +125,10 @@ def _count_ranks(text: str, device: str | None) -> int:
 
     num_gpus = torch.cuda.device_count()
     if text == "gpu" and num_gpus == 0:
-        raise Error("--nproc-per-node gpu: torch sees no GPU here; give a number of ranks, or cpu for one per core")
+        raise Error(
+            "--nproc-per-node gpu: torch sees no GPU here; give a number of ranks, or cpu for one per core",
+            code="SS111",
+        )
     return 1 if text == "auto" and device == "cpu" else max(num_gpus, 1)
 
 

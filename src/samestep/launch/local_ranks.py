@@ -113,10 +113,12 @@ def parse_shown(text: str, num_ranks: int) -> frozenset[int]:
         return frozenset(range(num_ranks))
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdecimal() for part in parts):
-        raise InvalidValue(f"--show-ranks takes all, or ranks such as 0,2, not {text!r}")
+        raise InvalidValue(f"--show-ranks takes all, or ranks such as 0,2, not {text!r}", code="SS101")
     shown = frozenset(int(part) for part in parts)
     if max(shown) >= num_ranks:
-        raise InvalidValue(f"--show-ranks names rank {max(shown)}, but the ranks are 0 to {num_ranks - 1}")
+        raise InvalidValue(
+            f"--show-ranks names rank {max(shown)}, but the ranks are 0 to {num_ranks - 1}", code="SS101"
+        )
     return shown
 
 
@@ -158,7 +160,7 @@ class Ranks:
             try:
                 make_private(self.directory)
             except PermissionError as error:
-                raise Error(str(error)) from None
+                raise Error(str(error), code="SS513") from None
             for path in self.directory.iterdir():
                 if path.name in (STOPPED, FINISHED, LEAVE) or path.suffix in (".json", ".log"):
                     path.unlink()
@@ -202,7 +204,8 @@ class Ranks:
             if not self.started:
                 raise Error(
                     "the process that starts the ranks has died or was killed (out of memory?): look into the system's "
-                    "log, and start again"
+                    "log, and start again",
+                    code="SS513",
                 ) from None
             self._give_up("was killed with the process that starts the ranks (out of memory?)")
             return

@@ -136,7 +136,7 @@ def load_main(kind: str, name: str, arguments: list[str]) -> tuple[types.CodeTyp
         loader = spec and spec.loader
         found = loader.get_code(spec.name) if spec is not None and hasattr(loader, "get_code") else None
         if spec is None or found is None:
-            raise Error(f"there is no module {name} that can be run")
+            raise Error(f"there is no module {name} that can be run", code="SS110")
         code = found
         main.__dict__.update(__file__=spec.origin, __loader__=loader, __cached__=spec.cached, __builtins__=builtins)
         main.__spec__ = spec

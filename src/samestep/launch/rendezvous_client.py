@@ -98,35 +98,40 @@ def parse_nodes(
     if nnodes is None and endpoint is not None:
         raise Error(
             f"--rdzv-endpoint {endpoint} is where several machines meet, and --nnodes is not given: add --nnodes N, "
-            "the number of machines, or leave --rdzv-endpoint out"
+            "the number of machines, or leave --rdzv-endpoint out",
+            code="SS104",
         )
     nnodes = nnodes or "1"
     first, _, last = nnodes.partition(":")
     if not first.isdecimal() or not (last or first).isdecimal() or not 1 <= int(first) <= int(last or first):
-        raise Error(f"--nnodes takes a number, or MIN:MAX such as 1:4, not {nnodes!r}")
+        raise Error(f"--nnodes takes a number, or MIN:MAX such as 1:4, not {nnodes!r}", code="SS101")
     least = int(first)
     most = int(last or first)
     if node_rank is not None and not 0 <= node_rank < most:
-        raise Error(f"--node-rank is {node_rank}, but the {most} nodes are 0 to {most - 1}")
+        raise Error(f"--node-rank is {node_rank}, but the {most} nodes are 0 to {most - 1}", code="SS101")
     if most == 1:
         return None
     if endpoint is None:
         raise Error(
             f"--nnodes {nnodes} needs --rdzv-endpoint HOST:PORT, the same on all nodes: the name or address of one of "
-            "them, and a free port there"
+            "them, and a free port there",
+            code="SS104",
         )
     host, port = parse_endpoint(endpoint)
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise Error(f"--rdzv-endpoint {endpoint}: no address of {host} is known here ({error.strerror})") from None
+        raise Error(
+            f"--rdzv-endpoint {endpoint}: no address of {host} is known here ({error.strerror})", code="SS507"
+        ) from None
     if not secret and _names_loopback(host):
         secret = share_secret()
     if not secret:
         raise Error(
             f"other machines can reach --rdzv-endpoint {endpoint}, and there is no secret to tell them from this run's "
             f"nodes: set {SECRET} to the same text on all nodes (`openssl rand -hex 32` prints one), or name a file "
-            "that holds it with --rdzv-secret"
+            "that holds it with --rdzv-secret",
+            code="SS508",
         )
     return Nodes(least, most, node_rank, host, port, run_id, timeout_s, secret, last_call_s)
 
@@ -145,7 +150,8 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     port = int(match[3] or DEFAULT_PORT) if match else 0
     if match is None or not 0 < port < 65536:
         raise Error(
-            f"--rdzv-endpoint takes HOST:PORT or [IPv6 ADDRESS]:PORT, with a port from 1 to 65535, not {text!r}"
+            f"--rdzv-endpoint takes HOST:PORT or [IPv6 ADDRESS]:PORT, with a port from 1 to 65535, not {text!r}",
+            code="SS101",
         )
     return match[1] or match[2], port
 
@@ -309,13 +315,15 @@ def connect(nodes: Nodes, hello: Hello, is_cancelled: Callable[[], bool]) -> Lau
         except ValueError:
             raise Error(
                 f"the port of --rdzv-endpoint {nodes.endpoint} is in use by a program that is no samestep launcher: "
-                "choose another one, on all nodes"
+                "choose another one, on all nodes",
+                code="SS509",
             ) from None
         except OSError as error:
             if time.monotonic() > deadline_s:
                 raise Error(
                     f"no answer from {nodes.endpoint} within {nodes.timeout_s:.0f} s ({error.strerror or error}): "
-                    "start the launcher on that machine too, and check that no firewall closes the port"
+                    "start the launcher on that machine too, and check that no firewall closes the port",
+                    code="SS507",
                 ) from None
             time.sleep(RETRY_S)
     return None
@@ -342,7 +350,8 @@ def _join(link: LauncherLink, nodes: Nodes, hello: Hello) -> None:
     if not is_proven(answer, nodes.secret, "hub", challenge, nonce):
         raise Error(
             f"the launcher at {nodes.endpoint} does not have this node's secret: give all nodes the same {SECRET}, or "
-            "the same file with --rdzv-secret"
+            "the same file with --rdzv-secret",
+            code="SS508",
         )
     link.trust()
     link.send("hello", **asdict(hello))

@@ -389,4 +389,4 @@ def open_listener(address: str, port: int) -> socket.socket:
             if error.errno == errno.EADDRINUSE:
                 raise
             reason = error.strerror or str(error)  # IPv6 can be turned off
-    raise Error(f"port {port} cannot be opened here ({reason}): choose one above 1023")
+    raise Error(f"port {port} cannot be opened here ({reason}): choose one above 1023", code="SS509")

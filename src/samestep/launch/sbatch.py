@@ -78,7 +78,8 @@ def render(job: Job) -> str:
         if not str(value).isprintable():
             raise Error(
                 f"--{name} of the batch script would be {str(value)!r}: use names without control characters for the "
-                "script and its directories"
+                "script and its directories",
+                code="SS101",
             )
     lines = [f"#SBATCH --{name}={_quote(str(value))}" for name, value in directives.items()]
     lines += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in options.get("sbatch", ()))]
@@ -123,7 +124,9 @@ def submit_to_slurm(job: Job) -> int:
     directory = find_directory(job)
     for path in (directory, *directory.glob("*.out")):
         if path.is_symlink():
-            raise Error(f"{path} is a link, and Slurm would write the output of the job through it: remove it")
+            raise Error(
+                f"{path} is a link, and Slurm would write the output of the job through it: remove it", code="SS401"
+            )
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     try:
@@ -160,12 +163,13 @@ def _sbatch(options: Sequence[str], script: str) -> subprocess.CompletedProcess[
     except OSError as error:
         raise Error(
             f"sbatch cannot be started ({error.strerror}): submit from a machine of the cluster, or print the batch "
-            "script with --dry-run"
+            "script with --dry-run",
+            code="SS107",
         ) from None
     if done.returncode:
         lines = [line.strip().removeprefix("sbatch: ") for line in done.stderr.splitlines() if line.strip()]
         words = "; ".join(line.removeprefix("error: ") for line in lines)
-        raise Error(f"sbatch refused the job: {words or f'exit code {done.returncode}'}")
+        raise Error(f"sbatch refused the job: {words or f'exit code {done.returncode}'}", code="SS512")
     return done
 
 
@@ -208,7 +212,8 @@ class Follower:
                 return [dict(re.findall(r"(\w+)=(\S*)", line)) for line in done.stdout.splitlines() if line.strip()]
             if "Invalid job id" in done.stderr:
                 raise Error(
-                    f"Slurm has dropped job {self._number}, and how it ended: see its output in {self._files}, or sacct"
+                    f"Slurm has dropped job {self._number}, and how it ended: see its output in {self._files}, or sacct",
+                    code="SS512",
                 )
             time.sleep(MAX_ASK_S)  # the controller is down or busy
 

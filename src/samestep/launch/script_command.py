@@ -56,7 +56,10 @@ class ScriptCommand(Command):
         words = left[:num_words]
         left = left[num_words:]
         if len(words) < num_words or (words and not left and not self._default):
-            raise Error(f"{self.name} needs {self._words} and a script or a recipe; see samestep {self.name} --help")
+            raise Error(
+                f"{self.name} needs {self._words} and a script or a recipe; see samestep {self.name} --help",
+                code="SS103",
+            )
         target, more = self.find_target(ctx, left)
         ctx.obj = (*words, target, values | more)
         return []
@@ -83,7 +86,7 @@ class ScriptCommand(Command):
         """Return the target, and the values of the options. Raises Error if there is no target."""
         values, left = self.take(ctx, args)
         if not left and not self._default:
-            raise Error(f"{self.name} needs a script or a recipe; see samestep {self.name} --help")
+            raise Error(f"{self.name} needs a script or a recipe; see samestep {self.name} --help", code="SS103")
         if not left or left[0] not in find_recipes() or Path(left[0]).is_file():
             return self.build_target(left) if left else self._default, values
         values, (recipe, *left) = self.take(ctx, args, is_mixed=True)
@@ -93,7 +96,7 @@ class ScriptCommand(Command):
         """Return the target: a script or -m MODULE, and its arguments. Raises Error if it is neither."""
         kind, words = ("module", words[1:]) if words[:1] == ["-m"] else ("script", words)
         if not words:
-            raise Error(f"{self.name} needs a {kind} to start; see samestep {self.name} --help")
+            raise Error(f"{self.name} needs a {kind} to start; see samestep {self.name} --help", code="SS103")
         if words[0].startswith("-"):
             raise self.reject_option(words[0])
         return Target(kind, words[0], words[1:])
@@ -104,8 +107,8 @@ class ScriptCommand(Command):
         known = {flag for param in self.params for flag in param.opts}
         instead = INSTEAD.get(name_option(option).strip("-").replace("-", "_"), "")
         if instead and {*re.findall(r"--[\w-]+", instead)} <= known:
-            return Error(f"{self.name} has no {option}: {instead}")
-        return Error(f"{self.name} has no option {option}{suggest(name_option(option), known)}")
+            return Error(f"{self.name} has no {option}: {instead}", code="SS103")
+        return Error(f"{self.name} has no option {option}{suggest(name_option(option), known)}", code="SS103")
 
     def build_recipe_target(self, recipe: str, arguments: list[str], values: Mapping[str, Any]) -> Target:
         """Return the target that runs a recipe.
@@ -118,7 +121,7 @@ class ScriptCommand(Command):
         for token in arguments:
             name, is_set, _ = token.lstrip("-").replace("-", "_").partition("=")
             if (token.startswith("--") or is_set) and (ours := others.get(name.rpartition(".")[2])):
-                raise Error(f"{command} has no option {token.partition('=')[0]}: here it is {ours}")
+                raise Error(f"{command} has no option {token.partition('=')[0]}: here it is {ours}", code="SS103")
         options = [*self._mix_options(recipe), click.Argument(["counts"], nargs=-1)]
         Command(command, params=options).make_context(command, [*arguments])
         if "batch_size" in values:  # the recipe derives other numbers from it

@@ -93,7 +93,7 @@ def spawn(
         2
     """
     if not isinstance(nprocs, int) or nprocs < 1:
-        raise InvalidValue(f"spawn needs nprocs of at least 1, not {nprocs!r}")
+        raise InvalidValue(f"spawn needs nprocs of at least 1, not {nprocs!r}", code="SS101")
     shown = parse_shown(show_ranks, nprocs)
     call = _pickle_call(fn, tuple(args), dict(kwargs or {}))
     path = [str(entry) for entry in sys.path]
@@ -123,7 +123,7 @@ def _read_value(directory: Path) -> Any:
     except FileNotFoundError:
         return None  # rank 0 called sys.exit()
     except PermissionError as error:
-        raise Error(str(error)) from None
+        raise Error(str(error), code="SS513") from None
 
 
 def _wait(ranks: Ranks) -> None:

@@ -72,15 +72,15 @@ def parse_hosts(text: str) -> list[Host]:
     for part in text.split(","):
         match = _HOST.fullmatch(part)
         if match is None:
-            raise Error(f"--hosts takes names such as a,b,c:4 or [fd00::1]:4, not {text!r}")
+            raise Error(f"--hosts takes names such as a,b,c:4 or [fd00::1]:4, not {text!r}", code="SS101")
         user, bracketed, plain, num_ranks = match.groups()
         if num_ranks is not None and int(num_ranks) < 1:
-            raise Error(f"--hosts {text}: a host has at least 1 rank, not {num_ranks}")
+            raise Error(f"--hosts {text}: a host has at least 1 rank, not {num_ranks}", code="SS101")
         hosts.append(Host(user + (bracketed or plain), num_ranks))
     names = [host.name for host in hosts]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise Error(f"--hosts names {twice} twice: name it once, with the number of its ranks, {twice}:2")
+        raise Error(f"--hosts names {twice} twice: name it once, with the number of its ranks, {twice}:2", code="SS101")
     return hosts
 
 
@@ -213,7 +213,7 @@ def run_hosts(
     if endpoint is not None:
         parse_endpoint(endpoint)
     if shutil.which(SSH[0]) is None:
-        raise Error("--hosts needs ssh, and there is none here: install the OpenSSH client")
+        raise Error("--hosts needs ssh, and there is none here: install the OpenSSH client", code="SS107")
     variables = read_passed() | {SECRET: make_secret()}  # sent over stdin, so no process list shows the secret
     with LauncherSignals() as signals, Sessions(hosts, Path.cwd(), variables) as sessions:
         if not _wait_for_answers(sessions, signals.received):
@@ -237,9 +237,11 @@ def _wait_for_answers(sessions: Sessions, received: Sequence[int]) -> bool:
             return False
         for session in sessions.all:
             if session.problem or (session.has_ended and session.place is None):
-                raise Error(_explain(session))
+                raise Error(_explain(session), code="SS511")
             if session.place is None and time.monotonic() > deadline_s:
-                raise Error(f"host {session.host.name} has not answered within {ANSWER_S:.0f} s: check its load")
+                raise Error(
+                    f"host {session.host.name} has not answered within {ANSWER_S:.0f} s: check its load", code="SS511"
+                )
     return True
 
 
@@ -265,12 +267,13 @@ def _choose_endpoint(sessions: Sequence[Session]) -> str:
     places = [session.place for session in sessions if session.place is not None]
     address, port = places[0]
     if not all(each for each, _ in places):
-        raise Error("ssh does not report the addresses of the hosts: give --rdzv-endpoint HOST:PORT")
+        raise Error("ssh does not report the addresses of the hosts: give --rdzv-endpoint HOST:PORT", code="SS511")
     is_local = [is_loopback(each) for each, _ in places]
     if is_local[0] and not all(is_local):
         raise Error(
             f"all hosts connect to the first, and {sessions[0].host.name} is a name of this machine that the others "
-            "cannot resolve: give the name that they use, or --rdzv-endpoint HOST:PORT"
+            "cannot resolve: give the name that they use, or --rdzv-endpoint HOST:PORT",
+            code="SS511",
         )
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 

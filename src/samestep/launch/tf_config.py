@@ -32,7 +32,9 @@ def begin(_: Any) -> None:
         own = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
         workers = exchange.exchange("tf_config", own, TIMEOUT_S)
         if missing := [rank for rank in range(environment.world_size) if rank not in workers]:
-            raise Error(f"rank {missing[0]} did not give its address for TF_CONFIG within {TIMEOUT_S:.0f} s")
+            raise Error(
+                f"rank {missing[0]} did not give its address for TF_CONFIG within {TIMEOUT_S:.0f} s", code="SS507"
+            )
         exchange.exchange("tf_config/read", True, TIMEOUT_S)
     task = {"type": "worker", "index": environment.rank}
     cluster = {"worker": [workers[rank] for rank in range(environment.world_size)]}
