@@ -94,7 +94,7 @@ def read_overrides(variables: Mapping[str, str] | None = None) -> Overrides:
     known = {PREFIX + name.upper(): name for name in OPTIONS}
     for name in sorted(set(variables).difference(known, _INTERNAL)):
         if name.startswith(PREFIX) and (near := get_close_matches(name, known, 1, 0.9)):
-            raise InvalidValue(f"there is no variable {name}; did you mean {near[0]}?")
+            raise InvalidValue(f"there is no variable {name}; did you mean {near[0]}?", code="SS105")
     return {name: OPTIONS[name].parse(each, variables[each]) for each, name in known.items() if each in variables}
 
 
@@ -168,7 +168,8 @@ def check_interface() -> None:
 
         if name not in (there := psutil.net_if_addrs()):
             raise InvalidValue(
-                f"GLOO_SOCKET_IFNAME is {name}, but this machine has {', '.join(there)}: unset it, or name one"
+                f"GLOO_SOCKET_IFNAME is {name}, but this machine has {', '.join(there)}: unset it, or name one",
+                code="SS506",
             )
 
 
@@ -211,7 +212,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         try:
             return int(text)
         except ValueError:
-            raise InvalidValue(f"{name} must be a whole number, not {text!r}") from None
+            raise InvalidValue(f"{name} must be a whole number, not {text!r}", code="SS101") from None
 
     rank = number("RANK", 0)
     world_size = number("WORLD_SIZE", 1)
@@ -219,16 +220,18 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     if not launched and ("RANK" in variables or world_size > 1):
         there, missing = ("RANK", "WORLD_SIZE") if "RANK" in variables else ("WORLD_SIZE", "RANK")
         raise InvalidValue(
-            f"{there} is set and {missing} is not: start the ranks with samestep launch or torchrun, or unset it"
+            f"{there} is set and {missing} is not: start the ranks with samestep launch or torchrun, or unset it",
+            code="SS506",
         )
     if not 0 <= rank < world_size:
-        raise InvalidValue(f"RANK is {rank} and WORLD_SIZE {world_size}: ranks are 0 to WORLD_SIZE - 1")
+        raise InvalidValue(f"RANK is {rank} and WORLD_SIZE {world_size}: ranks are 0 to WORLD_SIZE - 1", code="SS506")
     missing_address = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
     if world_size > 1 and missing_address:
         raise InvalidValue(
             f"WORLD_SIZE is {world_size} and {missing_address[0]} is not set: start the ranks with samestep launch or "
             "torchrun, or set both to the address of rank 0",
-            rank=rank,  # this rank cannot connect to the others to agree on one that reports
+            rank=rank,
+            code="SS506",  # this rank cannot connect to the others to agree on one that reports
         )
     local_rank = number("LOCAL_RANK", rank)
     local_world_size = number("LOCAL_WORLD_SIZE", world_size)
@@ -266,7 +269,8 @@ def _set_rank() -> None:
             if os.environ.get(names.world_size, "1") not in ("", "0", "1"):
                 raise InvalidValue(
                     f"{names.world_size} is {os.environ[names.world_size]}, and {names.local_rank} is not set: start "
-                    "the ranks with samestep launch or torchrun, or unset it"
+                    "the ranks with samestep launch or torchrun, or unset it",
+                    code="SS506",
                 )
 
 
@@ -287,7 +291,9 @@ def _read_restart(variables: Mapping[str, str]) -> Restart | None:
     try:
         return decode(variables[name], Restart)
     except ValueError:
-        raise InvalidValue(f"{name} is {variables[name]!r}: unset it, since only samestep launch sets it") from None
+        raise InvalidValue(
+            f"{name} is {variables[name]!r}: unset it, since only samestep launch sets it", code="SS105"
+        ) from None
 
 
 def ready_standard_files() -> None:
@@ -327,7 +333,7 @@ def check_surroundings() -> None:
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise Error("the working directory has been removed: change to one that exists") from None
+        raise Error("the working directory has been removed: change to one that exists", code="SS112") from None
 
 
 def fix_hash_seed() -> None:

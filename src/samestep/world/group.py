@@ -63,21 +63,25 @@ def choose_device(environment: Environment, wanted: str | None, backend: str | N
     if kind == "cpu":
         return torch.device("cpu")
     if num_gpus == 0:
-        raise InvalidValue(f"device {wanted} was asked for, but torch finds no GPU: leave the option out, or give cpu")
+        raise InvalidValue(
+            f"device {wanted} was asked for, but torch finds no GPU: leave the option out, or give cpu", code="SS111"
+        )
     if index and environment.local_world_size > 1 and backend != "gloo":
         raise InvalidValue(
-            f"device {wanted} is one GPU, and {environment.local_world_size} ranks run on this host: give cuda"
+            f"device {wanted} is one GPU, and {environment.local_world_size} ranks run on this host: give cuda",
+            code="SS111",
         )
     if index and int(index) >= num_gpus:
         raise InvalidValue(
-            f"device {wanted} does not exist: torch finds {num_gpus} GPUs, cuda:0 to cuda:{num_gpus - 1}"
+            f"device {wanted} does not exist: torch finds {num_gpus} GPUs, cuda:0 to cuda:{num_gpus - 1}", code="SS111"
         )
     if index or (environment.launcher == "srun" and num_gpus == 1):  # Slurm may show each task only its own GPU.
         return torch.device("cuda", int(index or 0))
     if environment.local_rank >= num_gpus and backend != "gloo":
         raise InvalidValue(
             f"{environment.local_world_size} ranks on a machine with {num_gpus} GPUs: "
-            f"start at most {num_gpus} ranks here, or give --device cpu, or --backend gloo to let ranks share GPUs"
+            f"start at most {num_gpus} ranks here, or give --device cpu, or --backend gloo to let ranks share GPUs",
+            code="SS111",
         )
     return torch.device("cuda", environment.local_rank % num_gpus)
 
@@ -132,7 +136,9 @@ class Group:
             return wire.seal(value, self._key)
         except Exception as error:
             what = type(value).__name__
-            raise InvalidType(f"rank {self.rank} cannot send a {what} to the other ranks: {error}") from None
+            raise InvalidType(
+                f"rank {self.rank} cannot send a {what} to the other ranks: {error}", code="SS102"
+            ) from None
 
     def unseal(self, sealed: Any) -> Any:
         """Return the value that a rank has sealed. Raises Error if it was not a rank of this launch."""
@@ -161,7 +167,8 @@ class Group:
                 if value != first.get(name):
                     raise InvalidValue(
                         f"{name} is {first.get(name)!r} on rank 0 and {value!r} on rank {rank}: make it the same on "
-                        "all ranks"
+                        "all ranks",
+                        code="SS504",
                     )
 
     def broadcast(self, value: T, source: int = 0) -> T:
@@ -288,7 +295,8 @@ class Group:
             raise UsageError(
                 f"a process group of {dist.get_world_size()} ranks was created after samestep.Run, which has "
                 f"{self.world_size}: create the process group first, or leave it out and start the ranks with samestep "
-                "launch"
+                "launch",
+                code="SS506",
             )
 
     def close(self) -> None:
@@ -332,6 +340,7 @@ def find_ranks() -> Environment:
             f"this process is rank {rank} of {world_size} in its process group, and RANK is {environment.rank} and "
             f"WORLD_SIZE {environment.world_size}: create the process group with the launcher's ranks, or unset both",
             rank=rank,
+            code="SS506",
         )
     hosts = Group(rank, world_size, torch.device("cpu")).gather(read_host_id("net") or read_host())
     local_ranks = [each for each, host in enumerate(hosts) if host == hosts[rank]]
@@ -431,13 +440,16 @@ def _join(backend: str, timeout: timedelta, environment: Environment) -> None:
             dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error):
-            raise Error(f"port {port} is in use here: set MASTER_PORT to a free one, the same for all ranks") from None
+            raise Error(
+                f"port {port} is in use here: set MASTER_PORT to a free one, the same for all ranks", code="SS509"
+            ) from None
         if environment.launcher != "srun":
             raise
         problem = f"not all {world_size} tasks" if rank == 0 else "the first task did not answer: not all tasks"
         raise Error(
             f"{problem} of this Slurm step joined at {host}:{port} within {JOIN_S:.0f} s: start this script in every "
-            "task of the step, and check that no firewall closes the port between the nodes"
+            "task of the step, and check that no firewall closes the port between the nodes",
+            code="SS507",
         ) from None
 
 

@@ -73,7 +73,8 @@ def build_variables(variables: Mapping[str, str], names: Names) -> dict[str, str
             f"{names.world_size} is {variables[names.world_size]}, on several machines, and MASTER_ADDR and "
             "MASTER_PORT are not both set: set them to the host of rank 0 and a free port there, with mpirun "
             "-x MASTER_ADDR=HOST -x MASTER_PORT=29400 (MPICH: -genv MASTER_ADDR HOST), or start "
-            "the ranks with samestep launch"
+            "the ranks with samestep launch",
+            code="SS506",
         )
     address = address or HOST
     job = variables.get(names.job) or str(find_starter(names.rank))

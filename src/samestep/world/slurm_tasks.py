@@ -31,14 +31,17 @@ def build_variables(step: Mapping[str, str]) -> dict[str, str]:
     def number(name: str) -> int:
         text = step.get(name, "")
         if not text.isdecimal():
-            raise InvalidValue(f"this is a task of a Slurm step, and {name} is {text!r}: start the ranks by srun")
+            raise InvalidValue(
+                f"this is a task of a Slurm step, and {name} is {text!r}: start the ranks by srun", code="SS506"
+            )
         return int(text)
 
     sizes = expand_sizes(step.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = number("SLURM_NODEID")
     if node >= len(sizes):
         raise InvalidValue(
-            f"SLURM_NODEID is {node} and SLURM_STEP_TASKS_PER_NODE {len(sizes)} nodes: start the ranks by srun"
+            f"SLURM_NODEID is {node} and SLURM_STEP_TASKS_PER_NODE {len(sizes)} nodes: start the ranks by srun",
+            code="SS506",
         )
     place = {
         "RANK": number("SLURM_PROCID"),
@@ -68,7 +71,9 @@ def expand_sizes(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise InvalidValue(f"SLURM_STEP_TASKS_PER_NODE is {text!r}, not such as 2(x3),1: start the ranks by srun")
+            raise InvalidValue(
+                f"SLURM_STEP_TASKS_PER_NODE is {text!r}, not such as 2(x3),1: start the ranks by srun", code="SS506"
+            )
         sizes += [int(match[1])] * int(match[2] or 1)
     return sizes
 
@@ -98,4 +103,7 @@ def _run_scontrol(*words: str) -> str:
             return done.stdout
         reason = " ".join(done.stderr.split())
     command = f"scontrol {' '.join(words)}"
-    raise Error(f"{command} does not give the address of rank 0 ({reason}): set MASTER_ADDR to the first node's name")
+    raise Error(
+        f"{command} does not give the address of rank 0 ({reason}): set MASTER_ADDR to the first node's name",
+        code="SS512",
+    )

@@ -66,7 +66,8 @@ def check_alike(software: Sequence[Mapping[str, Any]]) -> None:
             what = f"runs another {odd['file']}" if name == "script" else f"has another {name}"
             raise Error(
                 f"rank {others[0]} on {odd['host']} {what} than rank {first} on {usual['host']} "
-                f"({odd[name]}, not {usual[name]}): make them the same on all ranks"
+                f"({odd[name]}, not {usual[name]}): make them the same on all ranks",
+                code="SS504",
             )
 
 

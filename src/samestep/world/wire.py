@@ -45,7 +45,8 @@ def decode(data: bytes | memoryview) -> Any:
         return reader.decode(json.loads(text))  # noqa: TID251 messages of ranks
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError, struct.error):
         raise Error(
-            "a rank has received bytes that are no message of samestep: look for another program on the ranks' ports"
+            "a rank has received bytes that are no message of samestep: look for another program on the ranks' ports",
+            code="SS513",
         ) from None
 
 
@@ -104,7 +105,9 @@ def unseal(sealed: bytes, key: bytes) -> Any:
     mac = sealed[:MAC_BYTES]
     data = sealed[MAC_BYTES:]
     if not hmac.compare_digest(mac, _sign(data, key)):
-        raise Error("an object came from a rank that does not have the key of this launch: it is not unpickled")
+        raise Error(
+            "an object came from a rank that does not have the key of this launch: it is not unpickled", code="SS513"
+        )
     return pickle.loads(data)
 
 
