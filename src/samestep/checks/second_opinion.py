@@ -88,15 +88,19 @@ class SecondOpinion(Interceptor):
         if loop.data.lanes is not None:
             raise InvalidValue(
                 f"{name} lets ranks compute micro-batches of one another, but only one rank reads a lane of an "
-                "IterableDataset: leave it out, or use a data set with indices"
+                "IterableDataset: leave it out, or use a data set with indices",
+                code="SS612",
             )
         if not context.config.deterministic:
-            raise InvalidValue(f"{name} compares bits, which deterministic=False does not keep: leave one of them out")
+            raise InvalidValue(
+                f"{name} compares bits, which deterministic=False does not keep: leave one of them out", code="SS612"
+            )
         machines = context.group.gather(describe_machine(context.config, context.device))
         if (other := next((rank for rank, machine in enumerate(machines) if machine != machines[0]), None)) is not None:
             raise InvalidValue(
                 f"{name} compares bits, but rank {other} computes on {machines[other]['device']} and rank 0 on "
-                f"{machines[0]['device']}: leave it out, or use machines of one kind"
+                f"{machines[0]['device']}: leave it out, or use machines of one kind",
+                code="SS612",
             )
 
     def _warn_once(self, sentence: str) -> None:
@@ -191,7 +195,8 @@ class SecondOpinion(Interceptor):
         advice = f"{agreed}, so later snapshots may contain wrong results"
         if self.context.config.check_compute == "stop":
             raise Error(
-                f"{sentence}; nothing of this step is saved, but {advice}: resume from an earlier one (--resume)"
+                f"{sentence}; nothing of this step is saved, but {advice}: resume from an earlier one (--resume)",
+                code="SS503",
             )
         self.context.say(f"{sentence}; the run continues with it; {advice}")
         self._results = {}

@@ -50,20 +50,21 @@ def _check_room(
         raise InvalidValue(
             f"the run in {run_dir} began with batch_size {batch_size} and micro_batch_size {micro_batch_size}, on "
             f"which its bits depend, so it can have at most {most} rank{'s' if most > 1 else ''}, not {world_size}: "
-            f"continue it on {most}, or begin a run beside it that {world_size} ranks can share, with {more}"
+            f"continue it on {most}, or begin a run beside it that {world_size} ranks can share, with {more}",
+            code="SS109",
         )
 
 
 def check_script_config(config: Any) -> None:
     """Raise InvalidType if `config` has the wrong type."""
     if config is not None and not isinstance(config, Mapping):
-        raise InvalidType(f"config must be a dict such as vars(args), not a {type(config).__name__}")
+        raise InvalidType(f"config must be a dict such as vars(args), not a {type(config).__name__}", code="SS102")
 
 
 def check_count(what: str, count: Any) -> None:
     """Raise Error if `run.epochs` or `run.steps` got no valid number of epochs or steps."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise InvalidValue(f"run.{what} needs a number of {what} of at least 1, not {count!r}")
+        raise InvalidValue(f"run.{what} needs a number of {what} of at least 1, not {count!r}", code="SS101")
 
 
 def _check_one_directory(said: str, given: Any) -> None:
@@ -72,5 +73,6 @@ def _check_one_directory(said: str, given: Any) -> None:
     if before != str(given):
         raise UsageError(
             f"this script creates a run in {before} and one in {given}, but --run-dir (or SAMESTEP_RUN_DIR) sets "
-            f"{said} for both: leave it out, so that each run uses the directory in the script"
+            f"{said} for both: leave it out, so that each run uses the directory in the script",
+            code="SS222",
         )

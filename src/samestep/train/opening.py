@@ -41,7 +41,9 @@ def open_loop(
         Error: the loop is not the same on all ranks, or not the one that the run has recorded.
     """
     if data.lanes is not None and context.config.shard == "fsdp2" and context.world_size > 1:
-        raise InvalidValue('shard="fsdp2" does not support data that can only be read in order: use shard="optimizer"')
+        raise InvalidValue(
+            'shard="fsdp2" does not support data that can only be read in order: use shard="optimizer"', code="SS608"
+        )
     agree_on_loop(data, context)
     if state.is_before_loops and not state.resumed_step:
         data.open_epochs(0)  # an error for wrong indices comes before anything is written

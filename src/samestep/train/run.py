@@ -302,7 +302,7 @@ class Run:
             >>> run.prepare(model=model, optimizer=optimizer)
         """
         if self._prepared is not None:
-            raise UsageError("run.sharded_init was called after run.prepare: build all models before it")
+            raise UsageError("run.sharded_init was called after run.prepare: build all models before it", code="SS221")
         if self._context.config.shard != "fsdp2" or self.world_size == 1:
             return nullcontext()
         return self._sharded_init.building()
@@ -341,7 +341,7 @@ class Run:
             ...     run.load_weights(model, "linear.safetensors")
         """
         if self._prepared is not None:
-            raise UsageError("run.load_weights was called after run.prepare: load weights before it")
+            raise UsageError("run.load_weights was called after run.prepare: load weights before it", code="SS221")
         load_weights(model, Path(path), rename, self._sharded_init, strict=strict)
 
     def prepare(
@@ -382,13 +382,15 @@ class Run:
             >>> run.prepare(model=model, optimizer=optimizer)
         """
         if unnamed:
-            raise UsageError("run.prepare takes everything by name, run.prepare(model=model, ...), and returns nothing")
+            raise UsageError(
+                "run.prepare takes everything by name, run.prepare(model=model, ...), and returns nothing", code="SS221"
+            )
         if not objects:
-            raise UsageError("run.prepare got no objects: call run.prepare(model=..., optimizer=...)")
+            raise UsageError("run.prepare got no objects: call run.prepare(model=..., optimizer=...)", code="SS221")
         if self._prepared is not None:
-            raise UsageError("run.prepare was called twice: pass all objects in one call")
+            raise UsageError("run.prepare was called twice: pass all objects in one call", code="SS221")
         if device_map not in (None, "keep"):
-            raise InvalidValue(f'device_map must be "keep" or None, not {device_map!r}')
+            raise InvalidValue(f'device_map must be "keep" or None, not {device_map!r}', code="SS101")
         modules = check_objects(objects, self._old_params)
         self._old_params = {}
         self._explainer = MemoryExplainer(objects, modules, shard_blocks, self._context)
@@ -687,10 +689,13 @@ class Run:
         if prepared.gradients.plan.shards is not None:
             raise UsageError(
                 'run.restore is not available with shard="fsdp2": start the script again with resume= and the name of '
-                "the snapshot, or read it with samestep export"
+                "the snapshot, or read it with samestep export",
+                code="SS608",
             )
         if self._state.is_in_loop:
-            raise UsageError("run.restore in the loop would change what is trained: call it after the loop")
+            raise UsageError(
+                "run.restore in the loop would change what is trained: call it after the loop", code="SS221"
+            )
         context = self._context
         calls.wait_for_call(context.group, calls.RESTORE)
         self._services.snapshotter.wait_until_written()
@@ -792,7 +797,8 @@ class Run:
         prepared = self._check_prepared("the loop")
         if self._is_recalled:
             raise UsageError(
-                "run.restore was called before the loop, which would train other weights: call it after it"
+                "run.restore was called before the loop, which would train other weights: call it after it",
+                code="SS221",
             )
         opened = open_loop_data(
             data,
@@ -817,7 +823,9 @@ class Run:
 
     def _check_prepared(self, what: str) -> Prepared:
         if self._prepared is None:
-            raise UsageError(f"call run.prepare(model=..., optimizer=...) before {what}: it makes all ranks alike")
+            raise UsageError(
+                f"call run.prepare(model=..., optimizer=...) before {what}: it makes all ranks alike", code="SS221"
+            )
         return self._prepared
 
     def _check_left(self) -> None:

@@ -92,7 +92,8 @@ class Stopping(StepObserver):
         if True in copying and False in copying:
             raise UsageError(
                 f"rank {copying.index(True)} takes a snapshot of step {self._state.steps_done}, and rank "
-                f"{copying.index(False)} does not: call run.snapshot on every rank; one of them writes it"
+                f"{copying.index(False)} does not: call run.snapshot on every rank; one of them writes it",
+                code="SS501",
             )
         before = self._watchdog.now[0]
         is_copying = self._snapshotter.is_copying
@@ -192,4 +193,5 @@ class Stopping(StepObserver):
             f"rank {rank} ended its loop after step {step} by run.stop(), and rank {other} did not: call it on every "
             "rank, based on values that all ranks share (step.loss, step.metrics, epoch.metrics; not loss.item())",
             rank=self._context.rank,
+            code="SS501",
         )

@@ -49,7 +49,8 @@ def wait_for_call(group: Group, call: int, names: Sequence[str] = ()) -> list[in
         other = next(other for other, each in enumerate(asked) if each != asked[rank])
         raise UsageError(
             f"rank {rank} asked for a snapshot at the end of this epoch, and rank {other} did not ask for the same: "
-            "call run.snapshot on every rank; one of them writes it"
+            "call run.snapshot on every rank; one of them writes it",
+            code="SS501",
         )
     return calls
 
@@ -83,7 +84,7 @@ def _check_in_call(marks: Sequence[int], own: int) -> None:
     known = {call + (_hash([]) << 8) for call in (EPOCH_END, EPOCH_END_AFTER_STOP, *NAMES)}
     for rank, mark in enumerate(marks):
         if mark not in known:
-            raise UsageError(explain_in_loop(own, rank))
+            raise UsageError(explain_in_loop(own, rank), code="SS501")
 
 
 def _check_same(calls: Sequence[int], ranks: Sequence[int]) -> None:
@@ -102,7 +103,7 @@ def _check_same(calls: Sequence[int], ranks: Sequence[int]) -> None:
         else "make the same calls in the same order on every rank, and check what ranks can see differently, such as "
         "whether a file exists, in the function that run.once calls"
     )
-    raise UsageError(f"rank {rank} has called {name}, and rank {other} {does}: {advice}")
+    raise UsageError(f"rank {rank} has called {name}, and rank {other} {does}: {advice}", code="SS501")
 
 
 def _hash(names: Sequence[str]) -> int:

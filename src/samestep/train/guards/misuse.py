@@ -56,9 +56,13 @@ class MisuseChecks(StepObserver):
         """
         for (path, *there), (now_path, *here) in zip(self._signature, self._sign(), strict=False):
             if path != now_path or there != here:
-                raise UsageError(f"{now_path} was replaced or converted after run.prepare: change the model before it")
+                raise UsageError(
+                    f"{now_path} was replaced or converted after run.prepare: change the model before it", code="SS216"
+                )
         if len(self._signature) != len(self._sign()):
-            raise UsageError("a model got or lost parameters after run.prepare: change the model before it")
+            raise UsageError(
+                "a model got or lost parameters after run.prepare: change the model before it", code="SS216"
+            )
         for hook in self._early_hooks:
             hook.remove()
         self._hook = register_optimizer_step_pre_hook(self._check_update)
@@ -82,7 +86,8 @@ class MisuseChecks(StepObserver):
             if was != now:
                 raise UsageError(
                     f"{name}.step() inside the micro-batch loop of step {step.number}: each rank calls it as often as "
-                    "it has micro-batches; dedent it by one level"
+                    "it has micro-batches; dedent it by one level",
+                    code="SS211",
                 )
 
     def reduced(self, step: Step) -> None:
@@ -123,7 +128,8 @@ class MisuseChecks(StepObserver):
                 f"the gradients of step {self._first_unused} were not used by an optimizer.step() before the next "
                 f"step, nor those of step {number}: call it after the inner loop of every step; to accumulate more "
                 "samples per update, raise batch_size, since each step sums all of its micro-batches; to skip an "
-                "update, call optimizer.zero_grad() after the inner loop"
+                "update, call optimizer.zero_grad() after the inner loop",
+                code="SS212",
             )
 
     def _sum_weights(self) -> list[int]:
@@ -141,7 +147,8 @@ class MisuseChecks(StepObserver):
         if name is not None:
             raise UsageError(
                 f"an optimizer ({type(optimizer).__name__}) that was not passed to run.prepare updates {name}: pass "
-                "it, so that its state is part of the snapshots"
+                "it, so that its state is part of the snapshots",
+                code="SS215",
             )
 
     def _check_gradients(self, step: Step, optimizer: Optimizer) -> None:
@@ -162,7 +169,8 @@ class MisuseChecks(StepObserver):
         if len(self._empty_steps) == MAX_EMPTY:
             raise UsageError(
                 f"optimizer.step() finds no gradient in step {min(self._empty_steps)}: zero_grad() after the "
-                f"micro-batch loop drops the gradients of the loop, as in all {MAX_EMPTY} steps so far; remove it"
+                f"micro-batch loop drops the gradients of the loop, as in all {MAX_EMPTY} steps so far; remove it",
+                code="SS213",
             )
 
     def _find_ours(self, optimizer: Optimizer) -> str | None:
@@ -188,5 +196,6 @@ def _refuse_early(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str,
     if has_closure or any(param.grad is not None for param in list_params(optimizer)):
         raise UsageError(
             "optimizer.step() was called before the loop of the run: each rank trains alone there, on the whole data "
-            "set, and nothing is saved; iterate over run.epochs(...) or run.steps(...)"
+            "set, and nothing is saved; iterate over run.epochs(...) or run.steps(...)",
+            code="SS214",
         )

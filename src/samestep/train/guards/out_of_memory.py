@@ -70,7 +70,8 @@ class MemoryExplainer:
             other = ', or shard="fsdp2"' if is_shardable else ""
             return Error(
                 f"rank {self._rank} has run out of memory: {found}, so activations and messages need too much: use a "
-                f"smaller micro_batch_size{other}"
+                f"smaller micro_batch_size{other}",
+                code="SS604",
             )
         most = config.batch_size // config.micro_batch_size
         fitting = find_fitting(sizes, self._room_bytes, self._list_shards(), most)
@@ -82,7 +83,7 @@ class MemoryExplainer:
                 f'use shard="{fitting[0]}" on {format_ranks(fitting[1])} or more, which needs '
                 f"{format_bytes(bytes_then)} besides activations"
             )
-        return Error(f"rank {self._rank} has run out of memory: {found}: {advice}")
+        return Error(f"rank {self._rank} has run out of memory: {found}: {advice}", code="SS604")
 
     def _list_shards(self) -> list[str]:
         """Return the values of `shard` that the optimizers support."""

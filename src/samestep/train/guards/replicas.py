@@ -115,7 +115,7 @@ class ReplicaChecks(StepObserver):
             proofs = set[str].intersection(*({*names} for *_, names in replies))
             drift = find_drift([{name: replica[name] for name in replica if name in proofs} for replica in replicas])
             if drift is not None:
-                raise Error(explain_drift(drift, [host for host, *_ in replies], step, self._alike_at))
+                raise Error(explain_drift(drift, [host for host, *_ in replies], step, self._alike_at), code="SS502")
             self._ignored |= {name for name, value in checksums.items() if any(r.get(name) != value for r in replicas)}
         self._settled = {name: ref(tensor) for name, tensor in replicated.items()}
         self._alike_at = step

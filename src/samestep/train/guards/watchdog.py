@@ -145,7 +145,7 @@ class Watchdog(PhaseClock, StepObserver):
             for beat in read_beats(entries, group.world_size) if entries is not None else ():
                 is_ahead = beat.phase == "reducing" and beat.num_seen >= num_done  # in an exchange that comes later
                 if is_ahead and beat.number > earlier.setdefault(beat.rank, beat.number):  # one beat may mix two phases
-                    raise UsageError(explain_in_loop(group.rank, beat.rank))
+                    raise UsageError(explain_in_loop(group.rank, beat.rank), code="SS501")
 
         return check
 

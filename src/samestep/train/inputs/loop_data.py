@@ -101,19 +101,22 @@ def open_loop_data(
     """
     for name in ("shuffle", "drop_last", "pin_memory"):
         if not isinstance(arguments.get(name), bool | None):
-            raise InvalidValue(f"{name} must be True or False, not {arguments[name]!r}")
+            raise InvalidValue(f"{name} must be True or False, not {arguments[name]!r}", code="SS101")
     if sampler is not None and not callable(sampler):
         kind = type(sampler).__name__
         raise InvalidType(
-            f"sampler must be a function, sampler(epoch) -> sample indices, equal on all ranks, not a {kind}"
+            f"sampler must be a function, sampler(epoch) -> sample indices, equal on all ranks, not a {kind}",
+            code="SS102",
         )
     if sampler is not None and arguments.get("shuffle"):
-        raise InvalidValue("sampler and shuffle=True were both given: the sampler decides the order, leave shuffle out")
+        raise InvalidValue(
+            "sampler and shuffle=True were both given: the sampler decides the order, leave shuffle out", code="SS104"
+        )
     spec = read_data_arguments(data, sizes=(micro_batch_size, batch_size), takes_streams=endless, **arguments)
     lanes = None
     if is_stream(spec.dataset):
         if sampler is not None or arguments.get("shuffle"):
-            raise InvalidValue("a stream decides its order itself: leave sampler and shuffle out")
+            raise InvalidValue("a stream decides its order itself: leave sampler and shuffle out", code="SS104")
         schedule = EndlessSchedule(STREAM_LENGTH, batch_size, micro_batch_size)
         lanes = Lanes(spec.dataset, schedule, seed, start[0])
         spec = replace(spec, dataset=lanes, shuffle=False)

@@ -66,7 +66,8 @@ class SamplerOrders:
         if not self._is_proven and not np.array_equal(order.indices, self._call_once(epoch).indices):
             raise InvalidValue(
                 f"sampler({epoch}) gave other indices when it was called again: let them depend on the epoch, on "
-                "what run.prepare restores, on run.state and on the global generators, which the run seeds"
+                "what run.prepare restores, on run.state and on the global generators, which the run seeds",
+                code="SS308",
             )
         self._is_proven = True
         return order
@@ -76,7 +77,9 @@ class SamplerOrders:
         try:
             given = self._sampler(epoch)
             if not isinstance(given, Iterable):
-                raise InvalidType(f"sampler({epoch}) gave {given!r}: return the epoch's sample indices, such as a list")
+                raise InvalidType(
+                    f"sampler({epoch}) gave {given!r}: return the epoch's sample indices, such as a list", code="SS307"
+                )
             return GivenOrder(given, self._num_samples, epoch)  # a generator runs only here
         except Exception as error:
             error.add_note(f"raised in sampler({epoch})")

@@ -41,7 +41,9 @@ def check_shards(data: LoopData, run_dir: Path, recorded: str | None) -> None:
     if recorded is None or recorded == data.shards_hash:
         return
     if changed := find_changed_shards(run_dir, recorded, data.shards):
-        raise RunDirectoryError(f"{OTHER_SHARDS}: {changed}; restore them, or start with {advise(fresh=True)}")
+        raise RunDirectoryError(
+            f"{OTHER_SHARDS}: {changed}; restore them, or start with {advise(fresh=True)}", code="SS306"
+        )
 
 
 def check_marks(data: LoopData, run_dir: Path, *, overrides: bool) -> list[Mark]:
@@ -54,7 +56,8 @@ def check_marks(data: LoopData, run_dir: Path, *, overrides: bool) -> list[Mark]
     if changed and not overrides:
         raise RunDirectoryError(
             f"{OTHER_SHARDS}: {changed}; restore them; to continue with the new content, pass override=True to "
-            f"run.prepare, or start with {advise(override=True)}"
+            f"run.prepare, or start with {advise(override=True)}",
+            code="SS306",
         )
     return marks
 
@@ -115,11 +118,13 @@ def compare_ranks(own: list[str], spec: DataSpec, seed: int, group: Group, machi
         if dtypes := _find_dtypes(expected, found):
             raise InvalidValue(
                 f"sample {index} of the data set is {dtypes[0]} on rank 0 and {dtypes[1]} on rank {rank}: give it the "
-                "same dtype on all ranks"
+                "same dtype on all ranks",
+                code="SS305",
             )
         raise InvalidValue(
             f"sample {index} of the data set differs between rank 0 and rank {rank}: build the same data set on all "
-            "ranks, after samestep.Run(...), which seeds the generators; the run divides it among the ranks"
+            "ranks, after samestep.Run(...), which seeds the generators; the run divides it among the ranks",
+            code="SS305",
         )
 
 
@@ -139,7 +144,8 @@ def check_lanes(spec: DataSpec, lanes: Lanes, seed: int) -> None:
         raise InvalidValue(
             f"several of the {lanes.num_lanes} lanes of {type(lanes.dataset).__name__} begin with the same samples: "
             "let __iter__ divide the data by torch.utils.data.get_worker_info(), or give it a method "
-            "lane(lane, num_lanes)"
+            "lane(lane, num_lanes)",
+            code="SS313",
         )
 
 
@@ -194,7 +200,8 @@ def check_samples(
             cure = "give it the same dtype"
         raise RunDirectoryError(
             f"the data set is not the one that the run began with (sample {index} {how}): {cure}; to continue with "
-            f"this one, pass override=True to run.prepare, or start with {advise(override=True)}"
+            f"this one, pass override=True to run.prepare, or start with {advise(override=True)}",
+            code="SS306",
         )
     return now
 

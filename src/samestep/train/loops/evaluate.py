@@ -70,11 +70,13 @@ class Evaluator:
         self._state.count_evaluation()
         size = 1 if micro_batch_size is None else micro_batch_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise InvalidValue(f"micro_batch_size must be a whole number above 0, not {micro_batch_size!r}")
+            raise InvalidValue(
+                f"micro_batch_size must be a whole number above 0, not {micro_batch_size!r}", code="SS101"
+            )
         spec = read_data_arguments(data, **arguments)
         spec = replace(spec, shuffle=False, micro_batch_size=micro_batch_size or spec.micro_batch_size)
         if not callable(score):
-            raise InvalidType(f"run.evaluate needs a function score(batch) -> dict, not {score!r}")
+            raise InvalidType(f"run.evaluate needs a function score(batch) -> dict, not {score!r}", code="SS102")
         try:
             return self._evaluate(score, spec)
         finally:
@@ -150,7 +152,9 @@ def _set(attribute: str, values: Mapping[Any, Any]) -> None:
 def _read(scores: Mapping[str, Any], num_samples: int) -> Row:
     """Check a micro-batch's scores, without a device synchronization."""
     if not isinstance(scores, Mapping):
-        raise InvalidType(f"the score function returned a {type(scores).__name__}: return a dict of name -> value")
+        raise InvalidType(
+            f"the score function returned a {type(scores).__name__}: return a dict of name -> value", code="SS223"
+        )
     row: Row = {}
     for name, value in scores.items():
         if isinstance(value, PerMicroBatch):
@@ -159,7 +163,8 @@ def _read(scores: Mapping[str, Any], num_samples: int) -> Row:
         if isinstance(value, list):
             if len(value) != num_samples:
                 raise InvalidValue(
-                    f"score {name!r} has {len(value)} entries for {num_samples} samples: give one per sample"
+                    f"score {name!r} has {len(value)} entries for {num_samples} samples: give one per sample",
+                    code="SS223",
                 )
             row[name] = value
             continue
@@ -168,7 +173,8 @@ def _read(scores: Mapping[str, Any], num_samples: int) -> Row:
             if not isinstance(number, Real) and not (isinstance(number, Tensor) and number.numel() == 1):
                 raise InvalidType(
                     f"score {name!r} is neither a number, nor (number, weight), nor a list with one entry per sample, "
-                    f"but {type(number).__name__}: average it, or turn it into a list"
+                    f"but {type(number).__name__}: average it, or turn it into a list",
+                    code="SS223",
                 )
         row[name] = (mean, weight)
     return row
@@ -179,7 +185,9 @@ def _to_numbers(row: Row) -> Row:
     numbers = {name: v if isinstance(v, list) else (float(v[0]), float(v[1])) for name, v in row.items()}
     for name, value in numbers.items():
         if isinstance(value, tuple) and not 0 <= value[1] < math.inf:
-            raise InvalidValue(f"score {name!r} has weight {value[1]}: a weight is a finite number of at least 0")
+            raise InvalidValue(
+                f"score {name!r} has weight {value[1]}: a weight is a finite number of at least 0", code="SS223"
+            )
     return numbers
 
 
@@ -191,7 +199,8 @@ def _merge(rows: list[Row]) -> dict[str, Any]:
         if len({kind.get(name) for kind in kinds}) > 1:
             raise InvalidValue(
                 f"score {name!r} is not the same kind of value in all micro-batches, or is missing in some: return it "
-                "each time, with weight 0 if it does not count"
+                "each time, with weight 0 if it does not count",
+                code="SS223",
             )
         values = [row[name] for row in rows]
         if isinstance(values[0], list):
@@ -199,5 +208,7 @@ def _merge(rows: list[Row]) -> dict[str, Any]:
             continue
         merged[name], total = average(values)
         if total == 0:
-            raise InvalidValue(f"the total weight of score {name!r} is 0: no sample of the data set counts")
+            raise InvalidValue(
+                f"the total weight of score {name!r} is 0: no sample of the data set counts", code="SS223"
+            )
     return merged

@@ -115,7 +115,8 @@ class Feed:
         for epoch, indices in self.data.orders.take_new().items():
             if len(set(context.group.gather(fingerprint(indices)))) > 1:
                 raise InvalidValue(
-                    f"sampler({epoch}) gave other indices on other ranks: seed it from the epoch, not the rank"
+                    f"sampler({epoch}) gave other indices on other ranks: seed it from the epoch, not the rank",
+                    code="SS308",
                 )
             directory = context.location.path
             if directory is None:

@@ -54,7 +54,9 @@ class Epoch:
 
     def __iter__(self) -> Iterator[Step]:
         if self._is_begun:
-            raise UsageError(f"the steps of epoch {self.number} can be iterated over once: take the next epoch")
+            raise UsageError(
+                f"the steps of epoch {self.number} can be iterated over once: take the next epoch", code="SS218"
+            )
         self._is_begun = True
         yield from self._loop.run_steps_of_epoch(self._end)
         self.is_done = True
@@ -71,7 +73,8 @@ class Epoch:
         if self._tally.epoch != self.number:
             raise UsageError(
                 f"epoch.metrics of epoch {self.number} was read before its first step was done, or in another epoch: "
-                "read it in the epoch's body, after the loop over its steps"
+                "read it in the epoch's body, after the loop over its steps",
+                code="SS219",
             )
         return self._tally.averages()
 
@@ -137,7 +140,8 @@ class Loop:
             if not epoch.is_done:
                 raise UsageError(
                     f"the steps of epoch {number} were not iterated over: its body needs `for step in epoch`; to end "
-                    "early, call run.stop() and continue the loop"
+                    "early, call run.stop() and continue the loop",
+                    code="SS218",
                 )
             stopping.vote_alone()
             is_whole = state.steps_done == end
@@ -191,7 +195,8 @@ class Loop:
         if step.is_open or not step.num_passes:
             raise UsageError(
                 f"the micro-batches of step {number} were not iterated over: its body needs `for batch in step`; to "
-                "end early, call run.stop() and continue the loop"
+                "end early, call run.stop() and continue the loop",
+                code="SS218",
             )
         self._state.end_step()
         self._on.end_step(step)
@@ -223,7 +228,8 @@ class Loop:
         if self._state.is_in_loop:
             raise UsageError(
                 "this run is inside another loop: call run.epochs() or run.steps() after that loop, not inside it "
-                "or before it has begun"
+                "or before it has begun",
+                code="SS220",
             )
         return self._state.steps_done, self._plan.next_epoch(self._state.steps_done)
 
@@ -250,5 +256,6 @@ class Loop:
         if self._state.is_in_loop and self._left_error is None:
             self._left_error = UsageError(
                 f"the loop over the {loop} was left by break (or return, or an error) in {where}, so that what came "
-                "after the last snapshot is lost: to end early, call run.stop() and continue the loop"
+                "after the last snapshot is lost: to end early, call run.stop() and continue the loop",
+                code="SS217",
             )

@@ -49,7 +49,8 @@ class DividedOptimizers:
         for name, optimizer in self._optimizers.items():
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise InvalidValue(
-                    f'{name} is LBFGS, which needs the gradients of all parameters at once: leave out shard="optimizer"'
+                    f'{name} is LBFGS, which needs the gradients of all parameters at once: leave out shard="optimizer"',
+                    code="SS606",
                 )
             optimizer.register_step_post_hook(self._send_updated)
         finalize(self, watch_norms(partial(_refuse_norm, self.ownership)))
@@ -83,7 +84,9 @@ class DividedOptimizers:
         collected: dict[str, dict[int, Any]] = {name: {} for name in self._optimizers}
         for source, (structure, tensors) in enumerate(outlines):
             if array := next((name for name, shape in list_tensors(structure).items() if shape is None), None):
-                raise InvalidValue(f'{array} is a numpy array, which shard="optimizer" cannot divide: make it a tensor')
+                raise InvalidValue(
+                    f'{array} is a numpy array, which shard="optimizer" cannot divide: make it a tensor', code="SS606"
+                )
             if source != rank:
                 for name, of_params in decode(structure, tensors).items():
                     collected[name] |= of_params
@@ -179,7 +182,8 @@ def _refuse_norm(ownership: Ownership, grads: Sequence[Tensor]) -> None:
     if any(id(grad) in mine for grad in grads):
         raise UsageError(
             'torch.nn.utils.clip_grad_norm_ with shard="optimizer" sees the gradients of one rank only: call '
-            "run.clip_grad_norm_, with the same arguments"
+            "run.clip_grad_norm_, with the same arguments",
+            code="SS610",
         )
 
 

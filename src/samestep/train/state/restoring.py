@@ -119,7 +119,9 @@ class SnapshotContents:
             read_states: returns the objects' states.
         """
         if not isinstance(state, dict):
-            raise InvalidType(f"run.state has become a {type(state).__name__}: keep it a dict, run.state[name] = value")
+            raise InvalidType(
+                f"run.state has become a {type(state).__name__}: keep it a dict, run.state[name] = value", code="SS102"
+            )
         saved = read_states()
         if change := self._changes.find_changed_keys(saved):
             warn(self._say, change, start="a model has other keys")
@@ -140,7 +142,8 @@ class SnapshotContents:
         saved = contents["objects"]
         if objects.keys() != saved.keys():
             raise RunDirectoryError(
-                f"the snapshot holds {', '.join(saved)}, and run.prepare got {', '.join(objects)}: pass the same names"
+                f"the snapshot holds {', '.join(saved)}, and run.prepare got {', '.join(objects)}: pass the same names",
+                code="SS412",
             )
         self._changes.add_groups(contents["position"])
 
@@ -186,7 +189,8 @@ class SnapshotContents:
             self._precision.load_state_dict(contents["position"]["precision"])
         except KeyError as error:
             raise RunDirectoryError(
-                f"the snapshot has no {error} of a loss scale, so no fp16 run has written it: resume from another one"
+                f"the snapshot has no {error} of a loss scale, so no fp16 run has written it: resume from another one",
+                code="SS412",
             ) from None
         self._changes.load_state_dict(contents["position"])
         return contents["state"]  # type: ignore[no-any-return]
@@ -208,7 +212,8 @@ def load(objects: Objects, saved: Mapping[str, Any], *, leave: Collection[str] =
                     raise RunDirectoryError(
                         f"{name} has {num_groups} of the {num_saved} groups of parameters in the snapshot: give it all "
                         "of them before run.prepare, not by add_param_group in the loop; a frozen parameter "
-                        "(requires_grad) is not updated"
+                        "(requires_grad) is not updated",
+                        code="SS412",
                     )
             unwrap(thing).load_state_dict(saved[name])
         except Error:
@@ -216,7 +221,7 @@ def load(objects: Objects, saved: Mapping[str, Any], *, leave: Collection[str] =
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             why = " ".join(str(error).split())
             why = why if len(why) <= MAX_SHOWN else f"{why[: MAX_SHOWN - 4]} ..."
-            raise RunDirectoryError(f"{name} does not take its state from the snapshot: {why}") from error
+            raise RunDirectoryError(f"{name} does not take its state from the snapshot: {why}", code="SS412") from error
         if isinstance(thing, torch.optim.Optimizer):
             _restore_dtypes(thing, saved[name])
             # torch loads the state of another kind of optimizer without an error, and would fail in the next update.
@@ -225,7 +230,8 @@ def load(objects: Objects, saved: Mapping[str, Any], *, leave: Collection[str] =
                 raise RunDirectoryError(
                     f"{name} is a {type(thing).__name__}, but its state in the snapshot has no {missing[0]}: pass the "
                     f"kind of optimizer that the run began with; if {missing[0]} is a new setting of this class, add "
-                    "it to the param_groups in the class's __setstate__"
+                    "it to the param_groups in the class's __setstate__",
+                    code="SS412",
                 )
 
 
@@ -255,11 +261,14 @@ def restore_models(
         Error: as in `Run.restore`.
     """
     if location.path is None:
-        raise UsageError("run.restore needs snapshots, and this run has no directory: name one in samestep.Run(...)")
+        raise UsageError(
+            "run.restore needs snapshots, and this run has no directory: name one in samestep.Run(...)", code="SS221"
+        )
     for name in names:
         if name not in known:
             raise InvalidValue(
-                f"run.restore got {name!r}, but the models of run.prepare are {', '.join(known)}: name those"
+                f"run.restore got {name!r}, but the models of run.prepare are {', '.join(known)}: name those",
+                code="SS101",
             )
     modules = {name: known[name] for name in names or known}
     store = Store(location.path, location.named)
@@ -269,7 +278,7 @@ def restore_models(
             return None
         found = location.find(which)
         if found is None:
-            raise RunDirectoryError(f"there is no snapshot in {location.shown} yet")
+            raise RunDirectoryError(f"there is no snapshot in {location.shown} yet", code="SS411")
         snapshot = store.open(found)
         saved = snapshot.fill({name: snapshot.contents["objects"][name] for name in modules})
         load(modules, saved)

@@ -147,7 +147,8 @@ class RunState:
         if len(self._lanes) != lanes.num_lanes:
             raise RunDirectoryError(
                 f"the snapshot holds the positions of {len(self._lanes)} lanes, and the stream has {lanes.num_lanes}: "
-                "resume from another one"
+                "resume from another one",
+                code="SS412",
             )
         lanes.resume(self._lanes, self._lanes_s)
         return lanes.describe_catching_up(steps_before)
@@ -247,7 +248,8 @@ class RunState:
             if different := find_different(loops[place.number - 1], numbers):
                 raise RunDirectoryError(
                     f"loop {place.number + 1} of the run in {directory.named} was a different one ({different}): "
-                    f"restore its values, or resume from step {data.plan.first_step} or earlier"
+                    f"restore its values, or resume from step {data.plan.first_step} or earlier",
+                    code="SS413",
                 )
         elif place.number:
             loops = [*loops, numbers]

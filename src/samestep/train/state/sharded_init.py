@@ -90,7 +90,8 @@ class PartialParameter(nn.Parameter):
             raise UsageError(
                 f"a parameter that run.sharded_init has divided was used ({name}), and this rank has a part of it: "
                 "initialize and copy models inside of the with block, leave moves to the device to run.prepare, and "
-                "then take parameters from model.parameters()"
+                "then take parameters from model.parameters()",
+                code="SS611",
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 

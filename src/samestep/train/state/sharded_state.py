@@ -65,7 +65,8 @@ def check_own_calls(modules: Mapping[str, nn.Module], shard: str | None) -> None
         if shard != "fsdp2" and any(is_sharded(param) for param in module.parameters()):
             raise InvalidValue(
                 f'{name} was given to fully_shard, which needs shard="fsdp2" and several ranks: call it only if '
-                "run.world_size > 1, or leave it to run.prepare(shard_blocks=...), which does that"
+                "run.world_size > 1, or leave it to run.prepare(shard_blocks=...), which does that",
+                code="SS607",
             )
 
 
@@ -78,7 +79,7 @@ def check_options(config: RunConfig, device_map: str | None) -> None:
     }
     for option, is_given in given.items():
         if is_given:
-            raise InvalidValue(f'{option} is not available with shard="fsdp2": leave one of them out')
+            raise InvalidValue(f'{option} is not available with shard="fsdp2": leave one of them out', code="SS608")
 
 
 class ShardedState:
@@ -188,12 +189,14 @@ def _check_blocks(modules: Mapping[str, nn.Module], blocks: Blocks) -> None:
     """Raise InvalidType or InvalidValue if a block is not a class of modules or a name, or no module is of it."""
     for block in blocks:
         if not isinstance(block, str) and not (isinstance(block, type) and issubclass(block, nn.Module)):
-            raise InvalidType(f"shard_blocks must hold classes of modules or their names, not {block!r}")
+            raise InvalidType(f"shard_blocks must hold classes of modules or their names, not {block!r}", code="SS102")
         parts = [part for module in modules.values() for part in module.modules()]
         if not any(_is_of(part, block) for part in parts):
             name = block if isinstance(block, str) else block.__name__
             kinds = ", ".join(dict.fromkeys(type(part).__name__ for part in parts))
-            raise InvalidValue(f"shard_blocks names {name}, but the models consist of {kinds}: name some of these")
+            raise InvalidValue(
+                f"shard_blocks names {name}, but the models consist of {kinds}: name some of these", code="SS101"
+            )
 
 
 def _shard(
@@ -209,24 +212,28 @@ def _shard(
         if not _has_forward(module):
             raise InvalidValue(
                 f'{name} is a {type(module).__name__} without forward, and shard="fsdp2" gathers parameters when a '
-                'module is called: write a module that computes, or use shard="optimizer"'
+                'module is called: write a module that computes, or use shard="optimizer"',
+                code="SS607",
             )
         own = {id(param): path for path, param in module.named_parameters()}
         if shared := seen & own.keys():
             raise InvalidValue(
                 f'{name}.{own[min(shared)]} is shared with another model, which shard="fsdp2" does not support: pass '
-                "both as parts of one model"
+                "both as parts of one model",
+                code="SS607",
             )
         seen |= own.keys()
         for path, param in module.named_parameters():
             if not param.is_contiguous():
                 raise InvalidValue(
-                    f'{name}.{path} is not contiguous, which shard="fsdp2" needs: build it without memory_format'
+                    f'{name}.{path} is not contiguous, which shard="fsdp2" needs: build it without memory_format',
+                    code="SS607",
                 )
         if len(dtypes := {str(param.dtype) for param in module.parameters() if param.requires_grad}) > 1:
             raise InvalidValue(
                 f'{name} has trained parameters of {" and ".join(sorted(dtypes))}, and shard="fsdp2" needs one dtype: '
-                'convert them, or use shard="optimizer"'
+                'convert them, or use shard="optimizer"',
+                code="SS607",
             )
         places += [
             (part, key, id(param)) for part in module.modules() for key, param in part.named_parameters(recurse=False)
@@ -247,14 +254,16 @@ def _check_own(name: str, module: nn.Module, group: Group) -> None:
     if any(not is_sharded(param) for param in module.parameters()):
         raise InvalidValue(
             f"{name} has parameters that fully_shard did not get: call fully_shard on the model itself, too, after its "
-            "blocks"
+            "blocks",
+            code="SS607",
         )
     for unit in list_units(module):
         if argument := unit.find_unusual(group.world_size):
             raise InvalidValue(
                 f"{'.'.join(filter(None, (name, unit.path)))} was given to fully_shard with {argument}=, which changes "
                 "the gradients or where they are: leave it out (for lower precision, use run.autocast(), which has the "
-                "same bits without shard)"
+                "same bits without shard)",
+                code="SS607",
             )
 
 
@@ -262,12 +271,14 @@ def _check_optimizer(name: str, optimizer: Optimizer) -> None:
     if type(optimizer) not in ELEMENTWISE:
         raise InvalidValue(
             f'{name} is {type(optimizer).__name__}, which may need whole tensors, and shard="fsdp2" gives it shards: '
-            'use shard="optimizer", or an optimizer of torch.optim that works element by element'
+            'use shard="optimizer", or an optimizer of torch.optim that works element by element',
+            code="SS606",
         )
     if any(group.get("fused") for group in optimizer.param_groups):
         raise InvalidValue(
             f'{name} has fused=True, whose bits depend on the bounds of the shards: leave it out with shard="fsdp2"; a '
-            'run that began with it continues with shard="optimizer"'
+            'run that began with it continues with shard="optimizer"',
+            code="SS606",
         )
 
 
@@ -313,5 +324,6 @@ def _refuse_norm(grads: Sequence[Tensor]) -> None:
     if any(is_sharded(grad) for grad in grads):
         raise UsageError(
             'torch.nn.utils.clip_grad_norm_ with shard="fsdp2" adds norms of shards, so its bits depend on the number '
-            "of ranks: call run.clip_grad_norm_, with the same arguments"
+            "of ranks: call run.clip_grad_norm_, with the same arguments",
+            code="SS610",
         )

@@ -43,29 +43,36 @@ def check_objects(objects: Objects, old_params: OldParams) -> dict[str, nn.Modul
     for name, thing in objects.items():
         if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
             raise InvalidType(
-                f"run.prepare got {name}, a {type(thing).__name__} without state_dict and load_state_dict"
+                f"run.prepare got {name}, a {type(thing).__name__} without state_dict and load_state_dict", code="SS601"
             )
         if isinstance(thing, DistributedDataParallel | DataParallel):
             raise InvalidType(
-                f"{name} is wrapped in {type(thing).__name__}: pass the bare model, samestep reduces gradients"
+                f"{name} is wrapped in {type(thing).__name__}: pass the bare model, samestep reduces gradients",
+                code="SS601",
             )
         if isinstance(thing, GradScaler):
             raise InvalidType(
-                f"{name} is a GradScaler: leave it out, samestep.Run(precision='fp16') scales the loss itself"
+                f"{name} is a GradScaler: leave it out, samestep.Run(precision='fp16') scales the loss itself",
+                code="SS601",
             )
         if isinstance(thing, torch.optim.SparseAdam):
-            raise InvalidValue(f"{name} is SparseAdam, and samestep makes sparse gradients dense: use Adam or AdamW")
+            raise InvalidValue(
+                f"{name} is SparseAdam, and samestep makes sparse gradients dense: use Adam or AdamW", code="SS601"
+            )
         if not isinstance(thing, nn.Module):
             continue
         check_module(name, thing)
         for path, tensor in [*thing.named_parameters(), *thing.named_buffers()]:
             if is_lazy(tensor):
-                raise UsageError(f"{name}.{path} has no shape yet: run a batch through the model before run.prepare")
+                raise UsageError(
+                    f"{name}.{path} has no shape yet: run a batch through the model before run.prepare", code="SS601"
+                )
         spread_buffers(thing)
         if any(id(param) in old_params and old_params[id(param)]() is param for param in thing.parameters()):
             raise UsageError(
                 f"{name} was built before samestep.Run(...), so its initial weights do not follow from the run's seed: "
-                "build it after the Run"
+                "build it after the Run",
+                code="SS602",
             )
         modules[name] = unwrap(thing)
     known = {id(param) for module in modules.values() for param in module.parameters()}
@@ -73,7 +80,8 @@ def check_objects(objects: Objects, old_params: OldParams) -> dict[str, nn.Modul
         if any(id(param) not in known for param in list_params(optimizer)):
             raise InvalidValue(
                 f"{name} holds parameters of a model that was not passed: pass it too, run.prepare(model=...); put a "
-                "parameter of no model into one, such as nn.ParameterList([parameter])"
+                "parameter of no model into one, such as nn.ParameterList([parameter])",
+                code="SS603",
             )
     return modules
 
@@ -127,7 +135,8 @@ def refuse_held(objects: Objects, held: Iterable[torch.optim.Optimizer], what: s
     """Raise InvalidValue if one of the optimizers is not itself an object. `what`: the beginning of the message."""
     if any(each not in objects.values() for each in held):
         raise InvalidValue(
-            f"{what} an optimizer inside another object of run.prepare: pass the optimizer itself, or leave shard out"
+            f"{what} an optimizer inside another object of run.prepare: pass the optimizer itself, or leave shard out",
+            code="SS606",
         )
 
 

@@ -57,7 +57,8 @@ def load_weights(
             why = " ".join(str(error).split())
             raise InvalidValue(
                 f"{path} holds no weights that can be read ({why}): name a .safetensors file, or a directory with "
-                f"{SINGLE} or {INDEX}"
+                f"{SINGLE} or {INDEX}",
+                code="SS605",
             ) from None
         wanted = {
             name: (rename(name) if rename else name, value)
@@ -105,13 +106,15 @@ def _check(wanted: dict[str, tuple[str, Tensor]], saved: dict[str, Saved], path:
             )
             raise InvalidValue(
                 f"{path} {what.format(shown)}: pass rename=, which returns the name in the file for a name in the "
-                "model, or strict=False to load what there is"
+                "model, or strict=False to load what there is",
+                code="SS605",
             )
     for name, (source, value) in wanted.items():
         if source in saved and saved[source].shape != tuple(value.shape):
             raise InvalidValue(
                 f"{name} has the shape {tuple(value.shape)}, and {source} in {path} has {saved[source].shape}: build "
-                "the model with the sizes of the file"
+                "the model with the sizes of the file",
+                code="SS605",
             )
 
 

@@ -174,7 +174,7 @@ class Interceptors:
     def __init__(self, context: RunContext, requests: Sequence["Request"]) -> None:
         names = [request.name for request in requests]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise Error(f"the interceptor {twice} was requested twice for one run: request it once")
+            raise Error(f"the interceptor {twice} was requested twice for one run: request it once", code="SS105")
         self.installed = [request.kind(context, request.options) for request in requests]
 
     @property
@@ -269,7 +269,8 @@ def read_request(text: str | None) -> list[Request]:
         return [Request(name, load_interceptor(name), options)]
     except (ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
         raise InvalidValue(
-            f"{TRACE} names no interceptor ({error}): samestep's own commands set it, unset it everywhere else"
+            f"{TRACE} names no interceptor ({error}): samestep's own commands set it, unset it everywhere else",
+            code="SS105",
         ) from None
 
 

@@ -43,7 +43,7 @@ class StepLog:
 def collect_values(what: str, values: Mapping[str, Any] | None, named: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a call such as `step.log({"a": 1}, b=2)`. Raises InvalidType if `values` is not a dict."""
     if values is not None and not isinstance(values, Mapping):
-        raise InvalidType(f"{what} takes a dict of name -> value or keyword arguments, not {values!r}")
+        raise InvalidType(f"{what} takes a dict of name -> value or keyword arguments, not {values!r}", code="SS102")
     return {**(values or {}), **named}
 
 
@@ -55,7 +55,9 @@ def read_number(name: str, given: object, num_samples: int = 1) -> Value:
     if isinstance(given, Tensor) and given.shape == (num_samples,) and num_samples > 1:
         given = given.detach().double().mean()
     if not (given.numel() == 1 if isinstance(given, Tensor) else isinstance(given, Real)):
-        raise InvalidType(f"step.log needs a number as {name}, not {describe_value(given)}: take its mean")
+        raise InvalidType(
+            f"step.log needs a number as {name}, not {describe_value(given)}: take its mean", code="SS102"
+        )
     if isinstance(given, Tensor):
         given = given.detach()
         return float(given) if given.device.type == "cpu" else given.double().reshape(())

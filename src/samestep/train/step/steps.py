@@ -309,7 +309,8 @@ class Step:
         if self.is_open or not self.num_passes:
             raise UsageError(
                 f"{what} of step {self.number} was read {'inside' if self.is_open else 'before'} the micro-batch loop: "
-                "read it after the loop, when the values of all ranks have arrived"
+                "read it after the loop, when the values of all ranks have arrived",
+                code="SS219",
             )
 
     def __iter__(self) -> Iterator[Any]:
@@ -344,7 +345,8 @@ class Step:
         if self._pass is None:
             raise UsageError(
                 "step.backward was called outside the micro-batch loop: call it inside `for batch in step` (list(step) "
-                "ends the loop); for another pass, loop over the step again"
+                "ends the loop); for another pass, loop over the step again",
+                code="SS202",
             )
         return self._pass
 
@@ -355,9 +357,13 @@ class Step:
     def _begin_pass(self) -> None:
         self.check_not_left()
         if self.is_over:
-            raise UsageError(f"step {self.number} is over, since step {self._parts.state.steps_done} has begun")
+            raise UsageError(
+                f"step {self.number} is over, since step {self._parts.state.steps_done} has begun", code="SS218"
+            )
         if self.is_open:
-            raise UsageError(f"step {self.number} is iterated over inside its own loop: use one loop after the other")
+            raise UsageError(
+                f"step {self.number} is iterated over inside its own loop: use one loop after the other", code="SS218"
+            )
         self._on.begin_pass(self)
         self.is_open = True
 
@@ -435,14 +441,15 @@ class Step:
         """Raise Error inside the loop over the micro-batches."""
         if self.is_open:
             self.check_not_left()
-            raise UsageError(f"{what} inside the micro-batch loop of step {self.number}: {instead}")
+            raise UsageError(f"{what} inside the micro-batch loop of step {self.number}: {instead}", code="SS211")
 
     def check_not_left(self) -> None:
         """Raise Error if the script left the loop over the micro-batches before its end."""
         if self._is_left:
             raise UsageError(
                 f"the loop over the micro-batches of step {self.number} was left by break (or return, or an error), so "
-                "its gradient is not complete: let it run to its end; to end early, call run.stop()"
+                "its gradient is not complete: let it run to its end; to end early, call run.stop()",
+                code="SS217",
             )
 
     def backward(self, loss: Losses, *, weight: float | Tensor | None = None, model: nn.Module | None = None) -> None:
@@ -504,7 +511,8 @@ class Step:
         if is_past or not (self.is_open or self.num_passes):
             raise UsageError(
                 f"step.log of step {self.number} was called outside of its body: call it in or after its micro-batch "
-                "loop, or run.log elsewhere"
+                "loop, or run.log elsewhere",
+                code="SS219",
             )
         collected = collect_values("step.log", values, named)
         self._on.log(self, collected)

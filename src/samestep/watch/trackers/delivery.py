@@ -101,7 +101,7 @@ class _Delivery:
         except Exception as error:
             if isinstance(error, TypeError | ImportError) and not self._info.resumed_step:
                 advice = f"correct its arguments or its installation, or train without it: {advise(trackers='none')}"
-                raise Error(f"tracker {self.name} cannot start ({_describe(error)}): {advice}") from error
+                raise Error(f"tracker {self.name} cannot start ({_describe(error)}): {advice}", code="SS807") from error
             self._failure = _describe(error)
         self._thread.start()
 

@@ -22,5 +22,7 @@ def build_trackers(given: Sequence[Tracker | str]) -> list[Tracker]:
 def _build(name: str) -> Tracker:
     tracker: Tracker = find_trackers()[name].load()()
     if not is_tracker(tracker):
-        raise InvalidType(f"the entry point of the tracker {name} builds {tracker!r}, not a tracker: repair it")
+        raise InvalidType(
+            f"the entry point of the tracker {name} builds {tracker!r}, not a tracker: repair it", code="SS807"
+        )
     return tracker

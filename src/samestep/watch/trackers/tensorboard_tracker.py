@@ -31,7 +31,9 @@ class TensorBoard:
 
     def start(self, info: TrackerInfo) -> None:
         if self.dir is None and info.dir is None:
-            raise InvalidValue("TensorBoard has nowhere to write: the run has no directory; give TensorBoard(dir=...)")
+            raise InvalidValue(
+                "TensorBoard has nowhere to write: the run has no directory; give TensorBoard(dir=...)", code="SS807"
+            )
         with needing("TensorBoard is missing", "'samestep[tensorboard]'"):
             from torch.utils.tensorboard import SummaryWriter
         # The reader then drops the steps that a killed run has logged after its last snapshot.

@@ -56,7 +56,9 @@ class WandB:
         except UsageError as error:
             if info.resumed_step:
                 raise
-            raise Error(f"W&B cannot start ({error}): run wandb login, or set WANDB_MODE=offline") from error
+            raise Error(
+                f"W&B cannot start ({error}): run wandb login, or set WANDB_MODE=offline", code="SS807"
+            ) from error
         if self._run.id != run_id:  # an `id` among the arguments, or a sweep's
             keep_id(info.dir, "wandb", self._run.id)
         self._last = LastRow(info.dir and info.dir / "wandb", self._run.id, is_new=is_rewound)
