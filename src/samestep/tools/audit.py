@@ -39,7 +39,7 @@ def _build_plan(run: Path, numbers: Mapping[str, Any], num_steps: int) -> LoopPl
             find_order=lru_cache(maxsize=2)(partial(_read_order, run)),
         )
     except KeyError as error:
-        raise Error(f"{path} lacks {error}: the run has not started its first step yet") from None
+        raise Error(f"{path} lacks {error}: the run has not started its first step yet", code="SS708") from None
 
 
 def _read_shard_sizes(run: Path, shards_hash: str) -> list[int]:
@@ -48,7 +48,7 @@ def _read_shard_sizes(run: Path, shards_hash: str) -> list[int]:
     except (OSError, ValueError) as error:
         path = run / shards_file(shards_hash)
         raise Error(
-            f"the shards of the data set cannot be read from {path} ({error}): restore it from a backup"
+            f"the shards of the data set cannot be read from {path} ({error}): restore it from a backup", code="SS408"
         ) from None
 
 
@@ -58,7 +58,8 @@ def _read_order(run: Path, epoch: int) -> GivenOrder:
     except (OSError, ValueError, EOFError) as error:
         path = run / order_file(epoch)
         raise Error(
-            f"the sampler's order of epoch {epoch} cannot be read from {path} ({error}): restore it from a backup"
+            f"the sampler's order of epoch {epoch} cannot be read from {path} ({error}): restore it from a backup",
+            code="SS408",
         ) from None
 
 

@@ -81,12 +81,14 @@ def run_bisect(good: str, bad: str, target: Target, values: Mapping[str, Any]) -
     Exit code: 0 if the commit was found; 2 if the two ends do not differ, or cannot be run.
     """
     if target.kind != "script":
-        raise Error(f"bisect runs a script in a git repository, and {target.name} is not one: name its file")
+        raise Error(
+            f"bisect runs a script in a git repository, and {target.name} is not one: name its file", code="SS707"
+        )
     check_target(target)
     if values.get("steps", NUM_STEPS) < 1 or values.get("nproc_per_node", 1) < 1:
-        raise Error("--steps and --nproc-per-node are counted from 1")
+        raise Error("--steps and --nproc-per-node are counted from 1", code="SS101")
     if not 0 <= values.get("tolerance", 0) < math.inf or ("tolerance" in values and "metric" not in values):
-        raise Error("--tolerance is a number from 0 on, and goes with --metric: bits are equal or not")
+        raise Error("--tolerance is a number from 0 on, and goes with --metric: bits are equal or not", code="SS101")
     repository = _Repository(Path(target.name).resolve())
     commits = repository.list_commits(good, bad)
     if repository.try_git("status", "--porcelain", "--untracked-files=no"):
@@ -128,7 +130,10 @@ class _Repository:
         self._root = script.parent
         top = self.try_git("rev-parse", "--show-toplevel")
         if not top:
-            raise Error(f"{script} is in no git repository that can be read: git says {' '.join(self._complaint)!r}")
+            raise Error(
+                f"{script} is in no git repository that can be read: git says {' '.join(self._complaint)!r}",
+                code="SS707",
+            )
         self._root = Path(top)
         self.script = script.relative_to(self._root)
 
@@ -138,14 +143,14 @@ class _Repository:
         try:
             done = run_captured(["git", *options, *words], variables=self._variables)
         except FileNotFoundError:
-            raise Error("bisect needs git, which is not installed: install it") from None
+            raise Error("bisect needs git, which is not installed: install it", code="SS107") from None
         self._complaint = done.stderr.strip().splitlines()[-1:]
         return done.stdout.strip() if done.returncode == 0 else None
 
     def git(self, *words: str, directory: Path | None = None) -> str:
         """Return the output of a git command. Raises Error if it fails."""
         if (found := self.try_git(*words, directory=directory)) is None:
-            raise Error(f"git {words[0]} failed: {' '.join(self._complaint)}")
+            raise Error(f"git {words[0]} failed: {' '.join(self._complaint)}", code="SS707")
         return found
 
     def list_commits(self, good: str, bad: str) -> list[str]:
@@ -153,17 +158,20 @@ class _Repository:
         first = self._find_commit(good)
         last = self._find_commit(bad)
         if first == last:
-            raise Error(f"{good} and {bad} are the same commit: name two of them")
+            raise Error(f"{good} and {bad} are the same commit: name two of them", code="SS707")
         if self.try_git("merge-base", "--is-ancestor", last, first) is not None:
             raise Error(
                 f"{bad} is an ancestor of {good}: name the earlier commit first, {bad} {good}; it does not matter "
-                "whether the change is for the better or for the worse"
+                "whether the change is for the better or for the worse",
+                code="SS707",
             )
         if self.try_git("merge-base", "--is-ancestor", first, last) is None:
-            raise Error(f"{good} is not an ancestor of {bad}: name a commit before it, such as their merge base")
+            raise Error(
+                f"{good} is not an ancestor of {bad}: name a commit before it, such as their merge base", code="SS707"
+            )
         for name, commit in ((good, first), (bad, last)):
             if self.try_git("cat-file", "-e", f"{commit}:{self.script.as_posix()}") is None:
-                raise Error(f"{name} does not have the script {self.script}: name a commit that has it")
+                raise Error(f"{name} does not have the script {self.script}: name a commit that has it", code="SS707")
         return [first, *self.git("rev-list", "--first-parent", "--reverse", f"{first}..{last}").split()]
 
     def _find_commit(self, name: str) -> str:
@@ -171,13 +179,13 @@ class _Repository:
         if (Path(name) / RECORD).is_file():
             about = read_or_empty(Path(name) / RECORD).get("git") or {}
             if "commit" not in about:
-                raise Error(f"the run {name} has recorded no commit: name the commit")
+                raise Error(f"the run {name} has recorded no commit: name the commit", code="SS707")
             if about.get("is_dirty"):
                 say(f"{name} was started with uncommitted changes, which are ignored")
             name = about["commit"]
         commit = self.try_git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
         if not commit:
-            raise Error(f"{name} is neither a commit of the repository {self._root} nor a run directory")
+            raise Error(f"{name} is neither a commit of the repository {self._root} nor a run directory", code="SS707")
         return commit.splitlines()[-1]
 
     def describe_commit(self, commit: str) -> str:
@@ -244,11 +252,14 @@ class _Search:
                 where = self._repository.describe_commit(self._commits[end])
                 raise Error(
                     f"the script fails at {where}: {outcome.failure}; files that git does not track are missing in the "
-                    "temporary work tree, so name data by absolute paths"
+                    "temporary work tree, so name data by absolute paths",
+                    code="SS711",
                 )
         if not outcome.differs_in:
             what = "metric is the same" if "metric" in self._values else "bits are the same"
-            raise Error(f"the {what} at both commits after {steps} steps: give more --steps, or other commits")
+            raise Error(
+                f"the {what} at both commits after {steps} steps: give more --steps, or other commits", code="SS707"
+            )
         while left := [k for k in range(low + 1, high) if k not in skipped]:
             k = min(left, key=lambda k: abs(2 * k - low - high))
             found = self._try(k)

@@ -213,7 +213,10 @@ def _read_comparison(one: str, other: str) -> Comparison:
         described = [describe_run(first, logged[0]), describe_run(second, logged[1])]
         num_steps = min(each["steps"] for each in described)
         if not num_steps:
-            raise Error(f"{one if not described[0]['steps'] else other} has no step yet: there is nothing to compare")
+            raise Error(
+                f"{one if not described[0]['steps'] else other} has no step yet: there is nothing to compare",
+                code="SS708",
+            )
         step, what = find_first_difference(first, second, (f"in {one}", f"in {other}"))
         # A snapshot that ranks have written together has no digest until all of it is read.
         found = [{each.step: each for each in find_sound(run)} for run in (first, second)]

@@ -43,27 +43,31 @@ def run_export(run: str, file: Path, which: int | str, wanted: str | None, force
     run.prepare is written to model.ema.safetensors.
     """
     if file.suffix not in SUFFIXES:
-        raise Error(f"{file} ends in none of {', '.join(SUFFIXES)}: name a file that does")
+        raise Error(f"{file} ends in none of {', '.join(SUFFIXES)}: name a file that does", code="SS101")
     with open_run(run, which=which) as directory:
         read_run(directory, run)
         snapshot, saved = open_snapshot(directory, run, which)
         objects = saved.contents["objects"]
         name = wanted or _choose(objects)
         if name not in objects:
-            raise Error(f"the snapshot holds no {name}: it holds {', '.join(objects)}; name one of them by --object")
+            raise Error(
+                f"the snapshot holds no {name}: it holds {', '.join(objects)}; name one of them by --object",
+                code="SS705",
+            )
         files = {name: file}
         if wanted is None:
             averages = [other for other, state in objects.items() if other != name and _is_average(state)]
             files |= {average: _name_file(file, average) for average in averages}
         existing = [file for file in files.values() if file.exists()]
         if existing and not force:
-            raise Error(f"{existing[0]} exists already: name another file, or replace it with --force")
+            raise Error(f"{existing[0]} exists already: name another file, or replace it with --force", code="SS113")
         run_name = os.fsencode(run).decode(errors="replace")
         for name, file in files.items():
             tensors, others = _take_tensors(saved.fill(objects[name]))
             if not tensors:
                 raise Error(
-                    f"{name} has no tensors by name: it is not a model; the snapshot holds {', '.join(objects)}"
+                    f"{name} has no tensors by name: it is not a model; the snapshot holds {', '.join(objects)}",
+                    code="SS705",
                 )
             kept = {} if file.suffix == ".safetensors" else {key: v for key, v in others.items() if _is_loadable(v)}
             num_bytes = _write(file, tensors | kept, {"run": run_name, "step": str(snapshot.step), "object": name})
@@ -87,7 +91,7 @@ def _choose(objects: Mapping[str, Any]) -> str:
     models = [name for name, state in objects.items() if isinstance(state, dict) and hasattr(state, "_metadata")]
     models = [name for name in models if not _is_average(objects[name])] or models
     if len(models) != 1:
-        raise Error(f"the snapshot holds {', '.join(objects)}: name the model by --object")
+        raise Error(f"the snapshot holds {', '.join(objects)}: name the model by --object", code="SS705")
     return models[0]
 
 
@@ -147,4 +151,4 @@ def _write(file: Path, entries: Mapping[str, Any], metadata: Mapping[str, str]) 
                     torch.save(dict(entries), opened)
         return file.stat().st_size
     except (OSError, ValueError, SafetensorError) as error:  # ValueError: a name that is no UTF-8
-        raise Error(f"{file} cannot be written ({error}): name another file") from None
+        raise Error(f"{file} cannot be written ({error}): name another file", code="SS113") from None

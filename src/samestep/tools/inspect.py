@@ -44,7 +44,7 @@ def run_inspect(
     code 1 if they differ).
     """
     if digest and samples:
-        raise Error("--digest and --samples were both given: leave out one of them")
+        raise Error("--digest and --samples were both given: leave out one of them", code="SS104")
     if other is not None:
         return compare_runs(run, other, is_json=is_json)
     if found := find_runs(Path(run)):
@@ -61,7 +61,7 @@ def run_inspect(
                 return show_samples(directory, record, which=which, is_json=is_json)
             except (MemoryError, OverflowError, ValueError) as error:
                 why = f"{type(error).__name__}: {error}"
-                raise Error(f"{run}/run.json has impossible numbers ({why}): repair it") from None
+                raise Error(f"{run}/run.json has impossible numbers ({why}): repair it", code="SS408") from None
         return _show_run(directory, run, record, which, is_checked=check, is_json=is_json)
 
 
@@ -93,7 +93,7 @@ def _show_run(
     wanted = [snapshot for snapshot in found if snapshot.matches(which)]
     if which != "latest" and not wanted:
         names = ", ".join(str(snapshot.step if snapshot.name is None else snapshot.name) for snapshot in found)
-        raise Error(f"{run} has no snapshot {which}: name one that it has ({names or 'none yet'})")
+        raise Error(f"{run} has no snapshot {which}: name one that it has ({names or 'none yet'})", code="SS411")
     snapshots = [_describe(snapshot, run, check=is_checked) for snapshot in wanted]
     status = read_status(directory)
     shown = {

@@ -75,7 +75,7 @@ class TrainCommand(ScriptCommand):
         if recipe := find_recipe(left):
             left.remove(recipe)
         elif left and not left[0].startswith("-"):
-            raise Error(f"there is no recipe {left[0]}{suggest(left[0], find_recipes())}")
+            raise Error(f"there is no recipe {left[0]}{suggest(left[0], find_recipes())}", code="SS103")
         return self.build_recipe_target(recipe or DEFAULT_RECIPE, left, values), values
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -160,9 +160,9 @@ def _start_on_hosts(target: Target, values: dict[str, Any]) -> int:
     endpoint = values.pop("rdzv_endpoint", None)
     for name in ("nnodes", "node_rank"):
         if name in values:
-            raise Error(f"--hosts sets the number of nodes: leave out {name_flag(name)}")
+            raise Error(f"--hosts sets the number of nodes: leave out {name_flag(name)}", code="SS104")
     if "rdzv_secret" in values:
-        raise Error("--hosts creates a secret for each launch: leave out --rdzv-secret")
+        raise Error("--hosts creates a secret for each launch: leave out --rdzv-secret", code="SS104")
     check_target(target)
     flags = [name_flag(name) + ("" if value is True else f"={value}") for name, value in values.items()]
     command, program = target.to_command()

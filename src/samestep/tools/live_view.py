@@ -100,13 +100,14 @@ def find_directory(run: str, local_dir: str | None) -> Path:
     remote = ObjectStore(run)
     holder, number = remote.read_lock()
     if not number:
-        raise Error(f"there is no run at {run}: name a run's URL or directory")
+        raise Error(f"there is no run at {run}: name a run's URL or directory", code="SS415")
     copy = find_copy(remote.url, number, local_dir)
     if copy.is_dir() and (f" on {read_host()} since " in holder or (copy / RANKS).exists()):
         return copy
     raise Error(
         f"the state of the ranks of {run} is in its working copy, and {copy} is not that of {holder}: watch it on that "
-        "machine, with the run's --local-dir if it has one"
+        "machine, with the run's --local-dir if it has one",
+        code="SS706",
     )
 
 

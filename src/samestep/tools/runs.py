@@ -24,12 +24,12 @@ def run_runs(directory: str, sort: str, reverse: bool, is_json: bool) -> int:
     """
     found = find_runs(Path(directory))
     if not found:
-        raise Error(f"there are no runs in {directory}: name a directory that holds run directories")
+        raise Error(f"there are no runs in {directory}: name a directory that holds run directories", code="SS415")
     runs = describe_runs(found)
     keys = [_find_key(run, sort) for run in runs]
     if all(key is None for key in keys):
         metrics = sorted({name for run in runs for name in run["metrics"]})
-        raise Error(f"no run has {sort}: sort by {', '.join([*FIELDS, *metrics])}")
+        raise Error(f"no run has {sort}: sort by {', '.join([*FIELDS, *metrics])}", code="SS101")
     known = [(key, number) for number, key in enumerate(keys) if key is not None]
     order = [number for _, number in sorted(known, reverse=reverse)]
     order += [number for number, key in enumerate(keys) if key is None]

@@ -46,7 +46,9 @@ class DoctorCommand(ScriptCommand):
             raise self.reject_option(left[0])
         starting = {name: values.pop(name) for name in START_FLAGS if name in values}
         if values.get("device") == "cpu" and starting.get("nproc_per_node") == "gpu":
-            raise Error("--nproc-per-node gpu and --device cpu contradict each other: leave one of them out")
+            raise Error(
+                "--nproc-per-node gpu and --device cpu contradict each other: leave one of them out", code="SS104"
+            )
         ctx.obj = DoctorOptions(script=tuple(left[1:]), **values), starting
         return []
 
@@ -73,7 +75,7 @@ def run_doctor(options: DoctorOptions, starting: dict[str, Any]) -> int:
     if environment.launcher != "python":
         if starting:
             given = to_flags(starting)[0]
-            raise Error(f"{given} was given, but a launcher has started the ranks already: leave it out")
+            raise Error(f"{given} was given, but a launcher has started the ranks already: leave it out", code="SS104")
         from samestep.tools.doctor.examination import examine
 
         return examine(environment, options)

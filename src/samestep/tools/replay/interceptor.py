@@ -90,7 +90,10 @@ class Replay(Tracer):
         if step.number != self._step or v is None:
             return
         if v >= len(step.sizes):
-            raise Error(f"step {step.number} has {len(step.sizes)} micro-batches, 0 to {len(step.sizes) - 1}, not {v}")
+            raise Error(
+                f"step {step.number} has {len(step.sizes)} micro-batches, 0 to {len(step.sizes) - 1}, not {v}",
+                code="SS709",
+            )
         step.held = self.context.build_layout(len(step.sizes)).ranges[self.context.rank]
         if v in step.held:
             batch = step.load_up_to(v)
@@ -158,7 +161,9 @@ class Replay(Tracer):
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError while it handles a full disk
             reasons = [getattr(each, "strerror", None) for each in (error, error.__context__)]
             why = next(filter(None, reasons), str(error).splitlines()[0])
-            raise Error(f"--save {file} cannot be written ({why}): free space, or name another file") from None
+            raise Error(
+                f"--save {file} cannot be written ({why}): free space, or name another file", code="SS113"
+            ) from None
 
 
 class _NonFinite:

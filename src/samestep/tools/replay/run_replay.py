@@ -73,25 +73,28 @@ def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
     """
     check_target(target)
     if (step := values.get("step")) is None or step < 0:
-        raise Error("replay needs the step: --step S, counted from 0")
+        raise Error("replay needs the step: --step S, counted from 0", code="SS103")
     if values.get("micro_batch", 0) < 0 or values.get("nproc_per_node", 1) < 1:
-        raise Error("--micro-batch is counted from 0, and --nproc-per-node from 1")
+        raise Error("--micro-batch is counted from 0, and --nproc-per-node from 1", code="SS101")
     if values.get("save") is not None and "micro_batch" not in values:
-        raise Error("--save writes one micro-batch: name it by --micro-batch")
+        raise Error("--save writes one micro-batch: name it by --micro-batch", code="SS104")
     if (save := values.get("save")) is not None:
         file = Path(save).resolve()
         if (file.exists() and not file.is_file()) or not file.parent.is_dir():
             raise Error(
-                f"--save {save} is not a file, or its directory does not exist: name a file in an existing directory"
+                f"--save {save} is not a file, or its directory does not exist: name a file in an existing directory",
+                code="SS113",
             )
         if file.is_relative_to(Path(run).resolve()):
-            raise Error(f"--save {save} is in the run's directory, which is only read: name a file elsewhere")
+            raise Error(
+                f"--save {save} is in the run's directory, which is only read: name a file elsewhere", code="SS113"
+            )
     if values.get("pdb") and not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise Error("--pdb needs a terminal: start it in one, without redirections")
+        raise Error("--pdb needs a terminal: start it in one, without redirections", code="SS104")
     if values.get("pdb") and values.get("nproc_per_node", 1) > 1:
-        raise Error("--pdb debugs one rank, which computes the same bits: leave out --nproc-per-node")
+        raise Error("--pdb debugs one rank, which computes the same bits: leave out --nproc-per-node", code="SS104")
     if values.get("pdb") and values.get("json"):
-        raise Error("--json prints one JSON object, and --pdb a dialogue: leave out one of them")
+        raise Error("--json prints one JSON object, and --pdb a dialogue: leave out one of them", code="SS104")
     # The scratch directory is locked by the ranks, too: it is removed when a later command finds that all have ended.
     with exiting_on_sigterm(), WorkDir("replay-") as scratch, open_run(run, is_whole=True) as directory:
         return _Replay(run, directory, target, values, scratch).run()
@@ -116,19 +119,24 @@ class _Replay:
         is_done = read_or_empty(self._directory / STATUS).get("status") == "done"  # else one more step may have failed
         if self._step > num_steps or (self._step == num_steps and is_done):
             which = f"steps 0 to {num_steps - 1}" if num_steps else "no steps"
-            raise Error(f"the ledger of {self._called} has {which}: there is no step {self._step} to replay")
+            raise Error(
+                f"the ledger of {self._called} has {which}: there is no step {self._step} to replay", code="SS709"
+            )
         numbers = self._record.get("numbers", {})
         most = numbers.get("batch_size", 1) // numbers.get("micro_batch_size", 1)
         if self._num_ranks > max(most, 1):
             raise Error(
                 f"--nproc-per-node {self._num_ranks} is more than the {most} micro-batches of a step of "
-                f"{self._called}: give at most {most}"
+                f"{self._called}: give at most {most}",
+                code="SS109",
             )
         recorded = next(read_records(self._directory / LEDGER, first=self._step), None)
         num_samples = numbers.get("batch_size", 1) if recorded is None else recorded.num_samples
         num = math.ceil(num_samples / numbers.get("micro_batch_size", 1))
         if num_samples and (self._micro_batch or 0) >= num:
-            raise Error(f"step {self._step} has {num} micro-batches, 0 to {num - 1}, not {self._micro_batch}")
+            raise Error(
+                f"step {self._step} has {num} micro-batches, 0 to {num - 1}, not {self._micro_batch}", code="SS709"
+            )
         self._target = self._complete(self._target)
         snapshot = _choose(Store(self._directory), self._step, self._record.get("rewinds", []))
         first = 0 if snapshot is None else snapshot.step
@@ -185,7 +193,8 @@ class _Replay:
             return replace(target, arguments=arguments)
         raise Error(
             f"{self._called}/{RECORD} records the command {command}: give the script with its arguments, or "
-            "--as-recorded to start that"
+            "--as-recorded to start that",
+            code="SS710",
         )
 
     def _find_script(self, file: str, sha256: object) -> Target:
@@ -197,7 +206,9 @@ class _Replay:
         if recipe.is_file() and str(sha256).startswith(hash_file(recipe)):
             return Target("recipe", f"samestep.recipes.{path.stem}")
         where = f"its script, {escape(file)}, is not in the working directory" if file else "it records no script"
-        raise Error(f"replay needs the script of {self._called}, and {where}: give its path after the options")
+        raise Error(
+            f"replay needs the script of {self._called}, and {where}: give its path after the options", code="SS710"
+        )
 
     def _say_begin(self, snapshot: Snapshot | None, first: int) -> None:
         where = "the beginning" if snapshot is None else f"the snapshot of step {first}"
@@ -281,18 +292,20 @@ class _Replay:
         """Return the error of a replay that did not reach the step."""
         name = self._target.name.removeprefix("samestep.recipes.")
         if not output.exists():
-            return Error(f"{name} ended before step {self._step} was replayed")
+            return Error(f"{name} ended before step {self._step} was replayed", code="SS710")
         text = read_tail(output).replace(str(self._scratch.path / "run"), self._called)
         lines = text.rstrip().splitlines()
         errors = find_errors(text)
         if errors and (other := _OTHER_RUN.fullmatch(errors[-1])):
-            return Error(f"{name} is not the script of {self._called}, or has different arguments ({other[1]})")
+            return Error(
+                f"{name} is not the script of {self._called}, or has different arguments ({other[1]})", code="SS710"
+            )
         if errors:
             place = re.search(r"in micro-batch (\d+)", errors[-1])
             hint = f"; --micro-batch {place[1]} describes it" if place and self._micro_batch is None else ""
-            return Error(f"step {self._step} cannot be replayed: {errors[-1]}{hint}")
+            return Error(f"step {self._step} cannot be replayed: {errors[-1]}{hint}", code="SS710")
         print("\n".join(lines[-SHOWN_LINES:]), file=sys.stderr)
-        return Error(f"{name} ended before step {self._step} was replayed: see its output above")
+        return Error(f"{name} ended before step {self._step} was replayed: see its output above", code="SS710")
 
 
 def _choose(store: Store, step: int, rewinds: Sequence[int]) -> Snapshot | None:

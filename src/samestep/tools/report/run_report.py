@@ -43,9 +43,13 @@ def run_report(runs: Sequence[str], output: Path, attach: Sequence[Path], scale:
     drawn into the same charts. RUN is a run's directory or URL, or a directory of runs.
     """
     if output.is_symlink() or (output.exists() and not output.is_file()):
-        raise Error(f"{output} is {'a link' if output.is_symlink() else 'not a file'}: name a file with -o")
+        raise Error(
+            f"{output} is {'a link' if output.is_symlink() else 'not a file'}: name a file with -o", code="SS113"
+        )
     if output.suffix != ".html" and any((parent / RECORD).exists() for parent in output.absolute().parents):
-        raise Error(f"{output} is in a run's directory, where only .html is written: name another file with -o")
+        raise Error(
+            f"{output} is in a run's directory, where only .html is written: name another file with -o", code="SS113"
+        )
     attachments = {path.name: read_attachment(path, is_given=True) for path in attach}
     named = [*dict.fromkeys(run for name in runs for run in [*map(str, find_runs(Path(name)))] or [name])]
     found: list[RunData] = []
@@ -64,7 +68,9 @@ def run_report(runs: Sequence[str], output: Path, attach: Sequence[Path], scale:
     try:
         replace_file(output, page)
     except OSError as error:
-        raise Error(f"{output} could not be written ({error.strerror}): name another file with -o") from None
+        raise Error(
+            f"{output} could not be written ({error.strerror}): name another file with -o", code="SS113"
+        ) from None
     show_activity("")
     print(escape(f"{output}: {len(found)} {'run' if len(found) == 1 else 'runs'}, {len(page) / 1e6:.1f} MB"))
     return 0
@@ -112,6 +118,8 @@ def read_attachment(path: Path, *, is_given: bool = False) -> str:
         text = read_bytes(path, MAX_ATTACHED_BYTES, is_given=is_given)
     except OSError as error:
         if error.errno == errno.EFBIG:
-            raise Error(f"{path} has more than {MAX_ATTACHED_BYTES:,} bytes: attach a smaller text") from None
-        raise Error(f"{path} cannot be read ({error.strerror}): name a text file with --attach") from None
+            raise Error(
+                f"{path} has more than {MAX_ATTACHED_BYTES:,} bytes: attach a smaller text", code="SS112"
+            ) from None
+        raise Error(f"{path} cannot be read ({error.strerror}): name a text file with --attach", code="SS112") from None
     return text.decode(errors="replace")

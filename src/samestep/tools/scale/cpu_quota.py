@@ -41,7 +41,8 @@ def open_quota(cores: float, num_ranks: int) -> Iterator[dict[str, Any]]:
     except OSError as error:
         raise Error(
             f"--cpu-quota needs a control group, and {group} cannot be created ({error.strerror}): leave it out, or "
-            "run as root or in a group that is delegated to you (systemd-run --user --scope -p Delegate=yes)"
+            "run as root or in a group that is delegated to you (systemd-run --user --scope -p Delegate=yes)",
+            code="SS107",
         ) from None
     try:
         # All ranks together would otherwise have the weight of one process beside the others of a busy machine.
@@ -88,7 +89,10 @@ def find_parent(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> Path:
                 return group
         if group == root:
             break
-    raise Error(f"--cpu-quota needs control groups with CPU quotas, and {root} has none for this process: leave it out")
+    raise Error(
+        f"--cpu-quota needs control groups with CPU quotas, and {root} has none for this process: leave it out",
+        code="SS107",
+    )
 
 
 def begin(options: Mapping[str, Any]) -> None:

@@ -133,10 +133,10 @@ class Starts:
         if code or not all(ranks):
             output = read_tail(place / "output").rstrip()
             words = (find_errors(output) or output.splitlines() or ["it printed nothing"])[-1]
-            raise Error(f"{where} cannot be measured, it ends with exit code {code}: {words}")
+            raise Error(f"{where} cannot be measured, it ends with exit code {code}: {words}", code="SS711")
         size.facts = ranks[0][0] | next((line for line in ranks[0] if "memory" in line), {})
         if (found := size.facts["world_size"]) != size.world_size:
-            raise Error(f"{where} starts {found} ranks itself: pass the script that each rank runs")
+            raise Error(f"{where} starts {found} ranks itself: pass the script that each rank runs", code="SS712")
         steps = [[line for line in rank if "at_s" in line] for rank in ranks]
         add_steps(size, [lines[self.num_warm_up - 1 :] for lines in steps], where)  # from the end of the last one
 
@@ -148,7 +148,10 @@ def add_steps(size: Size, ranks: Sequence[Sequence[Line]], where: str) -> None:
     """
     num = min(map(len, ranks)) - 1
     if num < LEAST_BLOCKS:
-        raise Error(f"{where} trains for {max(num, 0)} steps after the warm-up: more are needed, or a lower --warm-up")
+        raise Error(
+            f"{where} trains for {max(num, 0)} steps after the warm-up: more are needed, or a lower --warm-up",
+            code="SS712",
+        )
     size.num_steps = min(size.num_steps, num)
     differences = [[subtract(before, after) for before, after in pairwise(rank[: num + 1])] for rank in ranks]
     num_blocks = min(NUM_BLOCKS, num)

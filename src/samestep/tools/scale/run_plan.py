@@ -55,10 +55,10 @@ def run_plan(
     Also prints the memory that a rank needs for each value of shard.
     """
     if (hours is None) == (rank_hours is None):
-        raise Error("the budget is --time or --rank-hours: give one of them")
+        raise Error("the budget is --time or --rank-hours: give one of them", code="SS104")
     limit = (rank_hours if hours is None else hours) or 0.0
     if not (1 <= samples < math.inf and 0 < limit < math.inf and most_ranks >= 1):
-        raise Error("--samples, --most-ranks and the hours must be numbers above 0")
+        raise Error("--samples, --most-ranks and the hours must be numbers above 0", code="SS101")
     results = [read_scale(file, is_given=True) for file in files]
     found = [each for result in results for each in list_choices(result, int(samples), most_ranks)]
 
@@ -124,9 +124,11 @@ def read_scale(path: Path, *, is_given: bool = False) -> Mapping[str, Any]:
         result = parse_json(read_bytes(path, MAX_SCALE_BYTES, is_given=is_given))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
-        raise Error(f"{path} cannot be read ({reason}): name the output of samestep scale --json") from None
+        raise Error(
+            f"{path} cannot be read ({reason}): name the output of samestep scale --json", code="SS112"
+        ) from None
     if not isinstance(result, dict) or result.get("format") != 1 or not {"strong", "weak"} & {*result}:
-        raise Error(f"{path} is not the output of samestep scale --json: name such a file")
+        raise Error(f"{path} is not the output of samestep scale --json: name such a file", code="SS713")
     try:
         for kind in {"strong", "weak"} & {*result}:
             build_rows(result[kind]["sizes"])
@@ -134,7 +136,7 @@ def read_scale(path: Path, *, is_given: bool = False) -> Mapping[str, Any]:
         read_sizes(result)
         result["script"], result["recommendation"]
     except (KeyError, TypeError, IndexError, ValueError, AttributeError, ArithmeticError):
-        raise Error(f"{path} is damaged: write it again with samestep scale --json") from None
+        raise Error(f"{path} is damaged: write it again with samestep scale --json", code="SS713") from None
     return result
 
 
@@ -143,14 +145,16 @@ def list_choices(result: Mapping[str, Any], num_samples: int, most_ranks: int) -
     from samestep.tools.scale.step_model import StepModel
 
     if "model" not in result:
-        raise Error(f"{result['script']} has no model: run samestep scale with 2 among --world-sizes")
+        raise Error(f"{result['script']} has no model: run samestep scale with 2 among --world-sizes", code="SS713")
     try:
         model = StepModel.from_json(result["model"])
         first = (result.get("strong") or result["weak"])["sizes"][0]
         base_size = int(first["batch_size"])
         micro_batch_size = int(first["facts"]["micro_batch_size"])
     except (KeyError, TypeError, IndexError, ValueError):
-        raise Error(f"the model of {result['script']} is damaged: write it again with samestep scale --json") from None
+        raise Error(
+            f"the model of {result['script']} is damaged: write it again with samestep scale --json", code="SS713"
+        ) from None
     for batch_size in (base_size << k for k in range(NUM_BATCH_SIZES)):
         num = batch_size // micro_batch_size
         world_size = 1

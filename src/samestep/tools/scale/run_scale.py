@@ -120,26 +120,31 @@ def check_options(values: Mapping[str, Any]) -> list[int]:
     """Return the numbers of ranks. Raises Error if an option is invalid."""
     sizes = sorted(parse_sizes("--world-sizes", values.get("world_sizes", "1,2,4")))
     if sizes[0] != 1 or len(sizes) < 2:
-        raise Error("--world-sizes needs 1, to which all is compared, and at least one other number, such as 1,2,4")
+        raise Error(
+            "--world-sizes needs 1, to which all is compared, and at least one other number, such as 1,2,4",
+            code="SS101",
+        )
     if not 0 < values.get("least_gain", 5.0) < 100:
-        raise Error(f"--least-gain is a percentage between 0 and 100, not {values['least_gain']:g}")
+        raise Error(f"--least-gain is a percentage between 0 and 100, not {values['least_gain']:g}", code="SS101")
     if not LEAST_CORES <= values.get("cpu_quota", 1.0) < math.inf:
-        raise Error(f"--cpu-quota takes at least {LEAST_CORES} cores, not {values['cpu_quota']:g}")
+        raise Error(f"--cpu-quota takes at least {LEAST_CORES} cores, not {values['cpu_quota']:g}", code="SS101")
     if values.get("slurm") and "for_steps" not in values:
-        raise Error("--slurm compares times to finish: give the length of the run, --for-steps N")
+        raise Error("--slurm compares times to finish: give the length of the run, --for-steps N", code="SS104")
     if ("link_mbit" in values or "doctor" in values) != ("ranks_per_node" in values and "predict" in values):
-        raise Error("--predict for several nodes needs --ranks-per-node N, and --link-mbit MBIT or --doctor FILE")
+        raise Error(
+            "--predict for several nodes needs --ranks-per-node N, and --link-mbit MBIT or --doctor FILE", code="SS104"
+        )
     if not 0 < values.get("link_mbit", 1.0) < math.inf or not 0 <= values.get("link_us", 0.0) < math.inf:
-        raise Error("--link-mbit is a number above 0, and --link-us is at least 0")
+        raise Error("--link-mbit is a number above 0, and --link-us is at least 0", code="SS101")
     if "doctor" in values and ("link_mbit" in values or "link_us" in values):
-        raise Error("--doctor names a file with the links: leave out --link-mbit and --link-us")
+        raise Error("--doctor names a file with the links: leave out --link-mbit and --link-us", code="SS104")
     wrong = [name for name in _OF_SLURM if name in values and not values.get("slurm")]
     if wrong:
-        raise Error(f"{name_flag(wrong[0])} needs --slurm: add it, or leave {name_flag(wrong[0])} out")
+        raise Error(f"{name_flag(wrong[0])} needs --slurm: add it, or leave {name_flag(wrong[0])} out", code="SS104")
     if "for_steps" in values and values.get("weak") and not values.get("strong"):
-        raise Error("--for-steps compares steps of the same size: add --strong")
+        raise Error("--for-steps compares steps of the same size: add --strong", code="SS104")
     if "predict" in values and 2 not in sizes:
-        raise Error("--predict needs a measurement on 2 ranks: add 2 to --world-sizes")
+        raise Error("--predict needs a measurement on 2 ranks: add 2 to --world-sizes", code="SS104")
     return sizes
 
 
@@ -172,7 +177,8 @@ def measure(starts: Starts, sizes: Sequence[int], kinds: Sequence[str], repeats:
                     if sizes[1] > num:
                         raise Error(
                             f"the micro-batches of a step are work for {format_ranks(num)} only, so no sizes can be "
-                            f"compared: give a smaller --micro-batch-size than {micro}, or --weak without --strong"
+                            f"compared: give a smaller --micro-batch-size than {micro}, or --weak without --strong",
+                            code="SS109",
                         )
                     skipped.add(size)
                     continue
@@ -232,11 +238,11 @@ def estimate_queue_s(target: Target, values: Mapping[str, Any], size: int) -> fl
         lines = estimate_start(script)
     except Error as error:
         where = f"{format_ranks(size)} on {format_count(shape['nodes'], 'node')}"
-        raise Error(f"--slurm has no queue time of {where}: {error}") from None
+        raise Error(f"--slurm has no queue time of {where}: {error}", code="SS512") from None
     found = re.search(r"to start at (\S+)", " ".join(lines))
     if found is None:
         words = " ".join(lines) or "it said nothing"
-        raise Error(f"sbatch --test-only gives no start for {format_ranks(size)}: {words}")
+        raise Error(f"sbatch --test-only gives no start for {format_ranks(size)}: {words}", code="SS512")
     return max(0.0, (datetime.fromisoformat(found[1]) - datetime.now()).total_seconds())
 
 
@@ -255,9 +261,13 @@ def find_remote(values: Mapping[str, Any]) -> tuple[float, float] | None:
         links = [link for each in findings if each["check"] == "links" for link in each["measured"] or []]
         return max(float(link["latency_s"]) for link in links), 1 / min(float(link["bytes_per_s"]) for link in links)
     except OSError as error:
-        raise Error(f"--doctor {file} cannot be read ({error.strerror}): name a file of samestep doctor") from None
+        raise Error(
+            f"--doctor {file} cannot be read ({error.strerror}): name a file of samestep doctor", code="SS112"
+        ) from None
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
-        raise Error(f"--doctor {file} has no links: write it by samestep doctor --json on two nodes or more") from None
+        raise Error(
+            f"--doctor {file} has no links: write it by samestep doctor --json on two nodes or more", code="SS713"
+        ) from None
 
 
 def add_predictions(
@@ -276,7 +286,7 @@ def add_predictions(
     rows = {row["world_size"]: row for row in result[kind]["sizes"]}
     if 2 not in rows or rows[2]["facts"]["reduction"] != "exact":
         if others:
-            raise Error("--predict needs a measurement on 2 ranks with reduction='exact': leave it out")
+            raise Error("--predict needs a measurement on 2 ranks with reduction='exact': leave it out", code="SS104")
         return
     from samestep.tools.scale.step_model import LinkSpeed, count_micro_batches, fit_model
 

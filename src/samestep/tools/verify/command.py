@@ -95,12 +95,15 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
     is_plain = own.pop("plain", False)
     badge = own.pop("badge", None)
     if badge is not None and not (badge.endswith(".svg") and Path(badge).parent.is_dir()):
-        raise Error(f"--badge takes an .svg file in an existing directory, not {badge}")
+        raise Error(f"--badge takes an .svg file in an existing directory, not {badge}", code="SS113")
     of_plain = {field.name for field in fields(PlainOptions)}
     shared = of_plain & {field.name for field in fields(VerifyOptions)}
     wrong = [name for name in own if (name not in of_plain if is_plain else name in of_plain - shared)]
     if wrong:
-        raise Error(f"{name_flag(wrong[0])} {'cannot be used with' if is_plain else 'needs'} --plain: leave it out")
+        raise Error(
+            f"{name_flag(wrong[0])} {'cannot be used with' if is_plain else 'needs'} --plain: leave it out",
+            code="SS104",
+        )
     if is_plain:
         options = PlainOptions(**own)
         sizes = parse_sizes("--world-sizes", options.world_sizes)
@@ -133,9 +136,9 @@ def _run_exact(target: Target, values: Mapping[str, Any]) -> int:
     world_sizes = parse_sizes("--world-sizes", options.world_sizes)
     modes = [None] if options.shard is None else _parse_modes(options.shard)
     if len(modes) > 1 and world_sizes == [1]:
-        raise Error("--shard compares runs on several ranks, and --world-sizes has 1 only: add 2")
+        raise Error("--shard compares runs on several ranks, and --world-sizes has 1 only: add 2", code="SS104")
     if options.steps < 1 or options.kills < 0:
-        raise Error("verify needs at least one step, and at least 0 kills")
+        raise Error("verify needs at least one step, and at least 0 kills", code="SS101")
     kept = None if options.keep_runs is None else make_empty(Path(options.keep_runs))
     with exiting_on_sigterm(), WorkDir("verify-") as temporary:
         every = max(1, options.steps // (2 * (options.kills + 1)))
@@ -148,7 +151,9 @@ def _parse_modes(text: str) -> list[str | None]:
     known = ("none", *get_args(Shard))
     modes = [part.strip() for part in text.split(",")]
     if wrong := [mode for mode in modes if mode not in known]:
-        raise Error(f"--shard takes some of {', '.join(known)}, with commas between them, not {wrong[0]!r}")
+        raise Error(
+            f"--shard takes some of {', '.join(known)}, with commas between them, not {wrong[0]!r}", code="SS101"
+        )
     return [*dict.fromkeys(modes)]
 
 
@@ -228,16 +233,18 @@ class _Verification:
             if outcome.code:
                 raise Error(
                     f"{name} ends with exit code {outcome.code} on {format_ranks(size)}, before anything can be "
-                    "compared: see its output above"
+                    "compared: see its output above",
+                    code="SS711",
                 )
             raise Error(
                 f"{name} ended without a step of samestep.Run (on {format_ranks(size)}): verify needs a script that "
-                "trains with run.epochs or run.steps, or --plain for a script without samestep"
+                "trains with run.epochs or run.steps, or --plain for a script without samestep",
+                code="SS712",
             )
         if (found := outcome.trace.settings["world_size"]) != size:
-            raise Error(f"{name} starts {found} ranks itself: pass the script that each rank runs")
+            raise Error(f"{name} starts {found} ranks itself: pass the script that each rank runs", code="SS712")
         if outcome.trace.settings["begin"]:
-            raise Error(f"{name} did not begin at step 0: it must leave the run's directory to samestep")
+            raise Error(f"{name} did not begin at step 0: it must leave the run's directory to samestep", code="SS712")
         self._trials.deadline_s = max(LEAST_DEADLINE_S, 10 * outcome.seconds)
         self._print_run("train", outcome, "the reference")
         return outcome

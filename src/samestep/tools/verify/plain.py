@@ -96,18 +96,31 @@ def run_plain(target: Target, options: PlainOptions, world_sizes: Sequence[int])
         Error: the script fails on the first number of ranks, or makes no step there.
     """
     if options.steps < 1 or options.resume_after < 0:
-        raise Error("verify --plain needs at least one step, and --resume-after of at least 0 steps (0: no restart)")
+        raise Error(
+            "verify --plain needs at least one step, and --resume-after of at least 0 steps (0: no restart)",
+            code="SS101",
+        )
     try:
         words = shlex.split(options.launcher)
         shlex.split(options.resume_args)
     except ValueError as error:
-        raise Error(f"--launcher or --resume-args has an open quote or a trailing backslash: {error}") from error
+        raise Error(
+            f"--launcher or --resume-args has an open quote or a trailing backslash: {error}", code="SS101"
+        ) from error
     if words and "{n}" not in options.launcher:
-        raise Error("--launcher has no {n} for the number of ranks: write 'torchrun --nproc-per-node {n}', for example")
+        raise Error(
+            "--launcher has no {n} for the number of ranks: write 'torchrun --nproc-per-node {n}', for example",
+            code="SS101",
+        )
     if target.kind == "recipe":
-        raise Error(f"--plain is for scripts without samestep, and {target.name} is a recipe: leave --plain out")
+        raise Error(
+            f"--plain is for scripts without samestep, and {target.name} is a recipe: leave --plain out", code="SS104"
+        )
     if words and shutil.which(words[0]) is None:
-        raise Error(f"--launcher starts with {words[0]}, which is not a program on the PATH: install it, or correct it")
+        raise Error(
+            f"--launcher starts with {words[0]}, which is not a program on the PATH: install it, or correct it",
+            code="SS107",
+        )
     left_out = _parse_entries("--leave-out", options.leave_out)
     linked = _parse_entries("--link", options.link)
     with exiting_on_sigterm(), WorkDir("verify-") as temporary:
@@ -143,12 +156,14 @@ def _compare(trials: "_PlainTrials", options: PlainOptions, world_sizes: Sequenc
             raise Error(
                 f"{trials.name} {describe_end(code)} on {format_ranks(size)} after "
                 f"{len(ranks[0].updates) if ranks else 0} steps of a torch optimizer, before anything can be compared: "
-                f"its last lines are: {output}"
+                f"its last lines are: {output}",
+                code="SS711",
             )
         if ranks and ranks[0].updates[0, 0]["before"]["num_states"]:
             raise Error(
                 f"{trials.name} resumes from files of an earlier run: start in a directory without them, or name the "
-                "directories that it writes with --leave-out"
+                "directories that it writes with --leave-out",
+                code="SS712",
             )
         runs[size] = ranks
         if code and not any(rank.is_cut for rank in ranks):
@@ -266,7 +281,8 @@ def _parse_entries(option: str, text: str) -> set[str]:
     if wrong:
         raise Error(
             f"{option} names {', '.join(wrong)}, which is not in the working directory: name files and "
-            "directories that are directly in it"
+            "directories that are directly in it",
+            code="SS101",
         )
     return {path.name for path in given.values()}
 
@@ -314,7 +330,8 @@ def _check_is_copied(target: Target, entries: _Entries) -> None:
     if inside is not None and (why := entries.left_out.get(inside.parts[0])) is not None:
         raise Error(
             f"the trials would not find {target.name}, because {inside.parts[0]} is left out ({why}): leave out only "
-            "what the script can do without, or start verify in the directory of the script"
+            "what the script can do without, or start verify in the directory of the script",
+            code="SS104",
         )
 
 

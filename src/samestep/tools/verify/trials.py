@@ -87,11 +87,13 @@ def is_mode(shard: str | None) -> bool:
 def make_empty(directory: Path) -> Path:
     """Create a directory. Raises Error if it cannot be created, or is not empty."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise Error(f"--keep-runs {directory} exists and is not empty: name a new or an empty directory")
+        raise Error(f"--keep-runs {directory} exists and is not empty: name a new or an empty directory", code="SS113")
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Error(f"--keep-runs {directory} cannot be created ({error.strerror}): name another directory") from None
+        raise Error(
+            f"--keep-runs {directory} cannot be created ({error.strerror}): name another directory", code="SS113"
+        ) from None
     return directory
 
 
