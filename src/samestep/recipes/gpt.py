@@ -166,7 +166,8 @@ def read_hugging_face(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor
         if isinstance(error, FileNotFoundError):
             why = f"there is no {error.filename}"
         raise samestep.InvalidValue(
-            f"{directory} holds no model saved by Hugging Face that can be read ({why}): name one or a run of gpt"
+            f"{directory} holds no model saved by Hugging Face that can be read ({why}): name one or a run of gpt",
+            code="SS703",
         ) from None
 
 
@@ -208,12 +209,15 @@ def build_model(args: argparse.Namespace, corpus: TokenCorpus) -> GPT2:
     except samestep.Error:
         raise
     except (ValueError, TypeError, AttributeError) as error:
-        raise samestep.Error(f"{args.init_from} holds another model than GPT-2 ({error}): name a GPT-2") from None
+        raise samestep.Error(
+            f"{args.init_from} holds another model than GPT-2 ({error}): name a GPT-2", code="SS703"
+        ) from None
     check_vocabulary(model.config.vocabulary_size, definition, corpus, args.init_from)
     if (args.context or 0) > model.config.context:
         raise samestep.Error(
             f"--context is {args.context}, and the model in {args.init_from} takes at most {model.config.context} "
-            "tokens: give a smaller one"
+            "tokens: give a smaller one",
+            code="SS703",
         )
     return model
 
@@ -241,12 +245,14 @@ def check_vocabulary(num_tokens: int, definition: bytes | None, corpus: TokenCor
             own = f"--tokenizer {init_from}/tokenizer.json"
         raise samestep.Error(
             f"the model in {init_from} was trained with another tokenizer than that of {corpus.name}, {tokenizer}: "
-            f"prepare the text with {own}"
+            f"prepare the text with {own}",
+            code="SS702",
         )
     if not size <= num_tokens < 2 * size:
         raise samestep.Error(
             f"the model in {init_from} has {num_tokens} tokens, and {corpus.name} is made of {size}: prepare the text "
-            "with the tokenizer of the model, --tokenizer FILE"
+            "with the tokenizer of the model, --tokenizer FILE",
+            code="SS702",
         )
 
 
@@ -257,19 +263,22 @@ def check_run(run: samestep.Run, here: Mapping[str, Any]) -> None:
     if here["init_from"] and run.dir.resolve() == here["init_from"].resolve():
         raise samestep.Error(
             f"--init-from is the directory of this run, {run.dir}, which resumes without it: leave it out, or name "
-            "another --run-dir"
+            "another --run-dir",
+            code="SS104",
         )
     there = read_run(run.dir, str(run.dir))["config"]
     if there.get("tokenizer") and here["tokenizer"] and there["tokenizer"] != here["tokenizer"]:
         raise samestep.Error(
             f"the run in {run.dir} was trained on tokens of {there['tokenizer']}, and the data is of "
-            f"{here['tokenizer']}: name its data by --data, or another --run-dir"
+            f"{here['tokenizer']}: name its data by --data, or another --run-dir",
+            code="SS405",
         )
     for name in ("preset", "context", *SIZES):
         if there.get(name) and here[name] and there[name] != here[name]:
             raise samestep.Error(
                 f"the run in {run.dir} has --{name} {there[name]}, and this is --{name} {here[name]}: give the run's, "
-                "or another --run-dir"
+                "or another --run-dir",
+                code="SS405",
             )
 
 
@@ -359,7 +368,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if run.shard == "fsdp2" and args.export_to is not None:
         raise samestep.InvalidValue(
             "--export-to is not available with --shard fsdp2: leave it out, and start again with it and --shard none "
-            "after the run"
+            "after the run",
+            code="SS608",
         )
     corpus = open_corpus(args.data) if args.data else read_standard_library()
     with run.sharded_init():

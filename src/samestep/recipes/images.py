@@ -57,18 +57,23 @@ class CorruptImage(samestep.Error):
 def find_images(folder: Path) -> tuple[list[str], list[Entry]]:
     """Return the classes, which are the names of the subfolders, and all images in the order of their paths."""
     if not folder.is_dir():
-        raise samestep.InvalidValue(f"{folder} is not a folder: name one that holds a folder of images for each class")
+        raise samestep.InvalidValue(
+            f"{folder} is not a folder: name one that holds a folder of images for each class", code="SS701"
+        )
     classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     entries = []
     for number, name in enumerate(classes):
         files = sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES)
         if not files:
-            raise samestep.InvalidValue(f"{folder / name} holds no image ({', '.join(SUFFIXES)}): fill it or remove it")
+            raise samestep.InvalidValue(
+                f"{folder / name} holds no image ({', '.join(SUFFIXES)}): fill it or remove it", code="SS701"
+            )
         entries += [(path, number) for path in files]
     if len(classes) < 2:
         raise samestep.InvalidValue(
             f"{folder} has {len(classes)} folder{'s' * (len(classes) != 1)}: it needs "
-            "a folder of images for each of 2 classes"
+            "a folder of images for each of 2 classes",
+            code="SS701",
         )
     return classes, entries
 
@@ -85,7 +90,7 @@ def split_data(folder: Path, held_out: float) -> tuple[list[str], list[Entry], l
         if classes != other_classes:
             odd = ", ".join(sorted({*classes} ^ {*other_classes}))
             raise samestep.InvalidValue(
-                f"{folder}/train and {folder}/val have different classes ({odd}): make them the same"
+                f"{folder}/train and {folder}/val have different classes ({odd}): make them the same", code="SS701"
             )
         return classes, train, val
     classes, entries = find_images(folder)
@@ -98,7 +103,7 @@ def split_data(folder: Path, held_out: float) -> tuple[list[str], list[Entry], l
     train = [entry for entry in entries if not is_held_out(entry[0])]
     if not train or not val:
         raise samestep.InvalidValue(
-            f"{len(entries)} images in {folder} are too few to hold out {held_out:.0%}: add images"
+            f"{len(entries)} images in {folder} are too few to hold out {held_out:.0%}: add images", code="SS303"
         )
     return classes, train, val
 

@@ -39,7 +39,8 @@ class Vocabulary:
         if state != self.state_dict():
             raise samestep.InvalidValue(
                 "the tokenizers or the model's settings are not those of the run, because the data, the options or the "
-                "version of the library tokenizers differ: restore them, or begin anew in another --run-dir"
+                "version of the library tokenizers differ: restore them, or begin anew in another --run-dir",
+                code="SS405",
             )
 
     def encode(self, sentence: str) -> Tensor:

@@ -58,19 +58,21 @@ def run_prepare(
       samestep prepare text --dataset roneneldan/TinyStories --out tokens
     """
     if os.path.lexists(out):
-        raise Error(f"{out} exists already: name another directory by --out, or remove it")
+        raise Error(f"{out} exists already: name another directory by --out, or remove it", code="SS113")
     if vocab_size is not None and tokenizer != "bpe":
-        raise Error(f"--vocab-size is for --tokenizer bpe, and the tokenizer is {tokenizer}: leave it out")
+        raise Error(
+            f"--vocab-size is for --tokenizer bpe, and the tokenizer is {tokenizer}: leave it out", code="SS104"
+        )
     if tokenizer == "bpe" and (vocab_size or LEAST_BPE) < LEAST_BPE:
-        raise Error(f"--vocab-size is {vocab_size}: give at least {LEAST_BPE}, for all bytes and the end")
+        raise Error(f"--vocab-size is {vocab_size}: give at least {LEAST_BPE}, for all bytes and the end", code="SS101")
     if dataset is not None and files:
-        raise Error("--dataset and files were both given: leave out one of them")
+        raise Error("--dataset and files were both given: leave out one of them", code="SS104")
     documents = _find_documents(files) if dataset is None else _open_dataset(dataset, split, column)
     with exiting_on_sigterm(), creating_directory(out) as directory:
         used = _build_tokenizer(tokenizer, vocab_size, documents)
         described = write_corpus(directory, used, _encode(documents, used, ReadingProgress("tokenized")))
         if described["num_tokens"] == 0:
-            raise Error("there is no text in the input: name files that are not empty")
+            raise Error("there is no text in the input: name files that are not empty", code="SS303")
     written = f"{described['num_tokens']:,} tokens of {used}, {described['num_documents']:,} documents"
     print(escape(f"{out}: {written}"))
     return 0
@@ -84,11 +86,11 @@ def _find_documents(files: Sequence[Path]) -> Documents:
     files = files or list_standard_library()
     for file in files:
         if file.is_dir():
-            raise Error(f"{file} is a directory: name files, such as {file}/*.txt")
+            raise Error(f"{file} is a directory: name files, such as {file}/*.txt", code="SS112")
         if not file.is_file():
-            raise Error(f"there is no file {file}: name text files")
+            raise Error(f"there is no file {file}: name text files", code="SS112")
         if not os.access(file, os.R_OK):
-            raise Error(f"{file} cannot be read: change its permissions, or leave it out")
+            raise Error(f"{file} cannot be read: change its permissions, or leave it out", code="SS112")
     return lambda: (_check_text(file, read_pieces(file)) for file in files)
 
 
@@ -101,7 +103,8 @@ def _check_text(file: Path, pieces: Iterable[bytes]) -> Iterator[bytes]:
         except UnicodeDecodeError as error:
             at = num_bytes + error.start
             raise Error(
-                f"{file} is not UTF-8 at byte {at:,} ({error.reason}): convert it, such as by iconv -f latin1 -t utf-8"
+                f"{file} is not UTF-8 at byte {at:,} ({error.reason}): convert it, such as by iconv -f latin1 -t utf-8",
+                code="SS701",
             ) from None
         num_bytes += len(piece)
         yield piece
@@ -115,10 +118,15 @@ def _open_dataset(name: str, split: str, column: str) -> Documents:
         rows: Any = datasets.load_dataset(name, split=split)
     except Exception as error:  # of many kinds
         why = " ".join(str(error).split())
-        raise Error(f"the data set {name} cannot be loaded ({why}): check --dataset and --split") from None
+        raise Error(
+            f"the data set {name} cannot be loaded ({why}): check --dataset and --split", code="SS701"
+        ) from None
     texts = [name for name, feature in rows.features.items() if getattr(feature, "dtype", "") == "string"]
     if column not in texts:
-        raise Error(f"the data set {name} has no column {column} of text: name one of {', '.join(texts)} by --column")
+        raise Error(
+            f"the data set {name} has no column {column} of text: name one of {', '.join(texts)} by --column",
+            code="SS701",
+        )
     return lambda: (
         [(text or "").encode(errors="replace")]
         for batch in rows.select_columns([column]).iter(1000)

@@ -53,9 +53,9 @@ def run_sample(
     counts = {"--max-tokens": max_tokens, "--num-samples": num_samples, "--top-k": top_k}
     for name, count in counts.items():
         if count is not None and count < 1:
-            raise Error(f"{name} is {count}: give 1 or more")
+            raise Error(f"{name} is {count}: give 1 or more", code="SS101")
     if not 0 <= temperature < math.inf:
-        raise Error(f"--temperature is {temperature}: give 0 (the most likely token) or more")
+        raise Error(f"--temperature is {temperature}: give 0 (the most likely token) or more", code="SS101")
     text = os.fsdecode(sys.stdin.buffer.read()) if prompt == "-" else prompt
     with open_run(run, which=snapshot) as directory:
         model, tokenizer = load_model(directory, run, snapshot)
@@ -88,7 +88,7 @@ def load_model(directory: Path, called: str, which: int | str) -> tuple["GPT2", 
         Error: there is no run of the recipe gpt, or no such snapshot.
     """
     if not {"tokenizer", "checkpoint_activations"} <= {*read_run(directory, called).get("config", {})}:
-        raise Error(f"{called} is no run of the recipe gpt: name one that samestep train gpt has made")
+        raise Error(f"{called} is no run of the recipe gpt: name one that samestep train gpt has made", code="SS703")
     _, saved = read_snapshot(directory, called, which)
 
     from samestep.recipes.corpora.text_tokenizer import Tokenizer
@@ -100,4 +100,4 @@ def load_model(directory: Path, called: str, which: int | str) -> tuple["GPT2", 
         return model, Tokenizer.from_state_dict(saved["objects"]["tokenizer"])
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = " ".join(str(error).split())
-        raise Error(f"the model in {called} cannot be built ({why}): the snapshot was changed") from None
+        raise Error(f"the model in {called} cannot be built ({why}): the snapshot was changed", code="SS703") from None

@@ -44,7 +44,7 @@ def run_translate(run: str, beam: int, length_penalty: float, snapshot: int | st
     weights.
     """
     if beam < 1:
-        raise Error(f"--beam must be at least 1, not {beam}")
+        raise Error(f"--beam must be at least 1, not {beam}", code="SS101")
     with open_run(run, which=snapshot) as directory:
         read_run(directory, run)
         _, contents = read_snapshot(directory, run, snapshot)
@@ -52,7 +52,9 @@ def run_translate(run: str, beam: int, length_penalty: float, snapshot: int | st
     try:
         model.to(device)
     except (RuntimeError, AssertionError) as error:  # torch raises either
-        raise Error(f"--device {device} cannot be used ({str(error).partition(chr(10))[0]}): name another") from None
+        raise Error(
+            f"--device {device} cannot be used ({str(error).partition(chr(10))[0]}): name another", code="SS111"
+        ) from None
     import torch
 
     num_threads = torch.get_num_threads()
@@ -81,7 +83,8 @@ def _translate_lines(
         if is_long and not skip_long:
             raise Error(
                 f"line {number} of the input has {tokens.shape[1]} tokens, and the model takes {model.max_length}: "
-                "divide it, or leave such lines empty by --skip-long"
+                "divide it, or leave such lines empty by --skip-long",
+                code="SS704",
             )
         num_skipped += is_long
         rows = []
@@ -97,7 +100,8 @@ def _build_model(objects: Mapping[str, Any], run: str) -> "tuple[Vocabulary, Seq
     if not isinstance(saved, dict) or saved.keys() != {"source", "target", "settings"} or "model" not in objects:
         raise Error(
             f"{run} is no run of the recipe translate, its snapshot holds {', '.join(objects)}: name a run that "
-            "`samestep train translate` has made"
+            "`samestep train translate` has made",
+            code="SS703",
         )
     from samestep.recipes.corpora.bpe import BytePairTokenizer
     from samestep.recipes.translate import Vocabulary
@@ -117,4 +121,6 @@ def _read_lines() -> Iterator[str]:
         try:
             yield line.decode().strip()
         except UnicodeDecodeError as error:
-            raise Error(f"line {number} of the input is not UTF-8 ({error.reason}): convert the input") from None
+            raise Error(
+                f"line {number} of the input is not UTF-8 ({error.reason}): convert the input", code="SS701"
+            ) from None

@@ -28,7 +28,9 @@ class BytePairTokenizer:
         except Exception as error:  # the library raises Exception itself
             if isinstance(error, samestep.Error):
                 raise
-            raise samestep.InvalidValue(f"the tokenizer cannot be read ({error}): train it again") from None
+            raise samestep.InvalidValue(
+                f"the tokenizer cannot be read ({error}): train it again", code="SS702"
+            ) from None
         self._tokenizer.encode_special_tokens = True  # a text that contains "[END]" does not end there
 
     @classmethod

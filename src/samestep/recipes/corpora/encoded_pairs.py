@@ -146,7 +146,9 @@ def load_data(
             why = f"has {num_tokens} tokens, and the model takes {max_length} (--max-length)"
             corpus.leave_out(pair.file, pair.number, why, f"pairs of more than {max_length} tokens")
         if not kept:
-            raise samestep.InvalidValue(f"no pair has at most {max_length} tokens: give a larger --max-length")
+            raise samestep.InvalidValue(
+                f"no pair has at most {max_length} tokens: give a larger --max-length", code="SS303"
+            )
         kept.sort(key=lambda number: len(sources[number]))
         return [pairs[k] for k in kept], Pairs([sources[k] for k in kept], [targets[k] for k in kept])
 
@@ -169,7 +171,8 @@ def divide(pairs: list[Pair], num_held_out: int | None) -> tuple[list[Pair], lis
     if num >= len(sources):
         raise samestep.InvalidValue(
             f"{num} held-out sources of {len(sources)} leave no pair to train on: add pairs, or give a smaller "
-            "--held-out, such as 0"
+            "--held-out, such as 0",
+            code="SS303",
         )
     chosen = np.random.default_rng(0).permutation(len(sources))[:num]
     held_out = {sources[number] for number in chosen}

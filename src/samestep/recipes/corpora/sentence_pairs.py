@@ -53,7 +53,7 @@ class PairCorpus:
         """
         if not self.skips_bad:
             raise samestep.InvalidValue(
-                f"{file}, {self.unit} {number} {why}: correct it, or leave such pairs out by --skip-bad"
+                f"{file}, {self.unit} {number} {why}: correct it, or leave such pairs out by --skip-bad", code="SS701"
             )
         self.left_out[reason] += 1
 
@@ -83,7 +83,9 @@ def read_pairs(data: str, source: str, target: str, *, skips_bad: bool) -> PairC
         InvalidValue: there are no pairs, or a pair cannot be used.
     """
     if source == target:
-        raise samestep.InvalidValue(f"source and target are both {source}: choose two languages by --source, --target")
+        raise samestep.InvalidValue(
+            f"source and target are both {source}: choose two languages by --source, --target", code="SS104"
+        )
     if data.startswith(DATASETS):
         corpus = read_dataset(data.removeprefix(DATASETS), source, target, skips_bad)
     elif data == "gettext":
@@ -97,11 +99,12 @@ def read_pairs(data: str, source: str, target: str, *, skips_bad: bool) -> PairC
     else:
         raise samestep.InvalidValue(
             f"there is no file {data}: give a file with a pair per line, a directory of gettext catalogues, "
-            f"{DATASETS}NAME, or gettext"
+            f"{DATASETS}NAME, or gettext",
+            code="SS701",
         )
     if not corpus.pairs:
         raise samestep.InvalidValue(
-            f"{data} holds no pair of {source} and {target} that can be used: name other data by --data"
+            f"{data} holds no pair of {source} and {target} that can be used: name other data by --data", code="SS701"
         )
     return corpus
 
@@ -136,7 +139,7 @@ def read_dataset(name: str, source: str, target: str, skips_bad: bool) -> PairCo
     except Exception as error:  # of the network, of the hub, of the dataset's format
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise samestep.InvalidValue(
-            f"the dataset {name}, {config}, cannot be read ({why}): name other data by --data"
+            f"the dataset {name}, {config}, cannot be read ({why}): name other data by --data", code="SS701"
         ) from None
     where = f"{name}, {config}"
     return PairCorpus([], "row", skips_bad).add((*pair, where, number) for number, pair in enumerate(texts))
@@ -187,7 +190,7 @@ def _read_language(directories: list[Path], language: str, corpus: PairCorpus) -
             if not corpus.skips_bad:
                 why = f"{type(error).__name__}: {error}"
                 raise samestep.InvalidValue(
-                    f"{file} is no catalogue that can be read ({why}): remove it, or give --skip-bad"
+                    f"{file} is no catalogue that can be read ({why}): remove it, or give --skip-bad", code="SS701"
                 ) from None
             corpus.left_out[UNREADABLE] += 1
             continue
@@ -197,7 +200,7 @@ def _read_language(directories: list[Path], language: str, corpus: PairCorpus) -
         others = f"there are some of {', '.join(name for name, _ in found.most_common(12))}"
         advice = "install packages with translations, such as `pip install django`, or give other data by --data"
         others = others if found else f"there are none at all: {advice}"
-        raise samestep.InvalidValue(f"no gettext catalogue of {language} was found, and {others}")
+        raise samestep.InvalidValue(f"no gettext catalogue of {language} was found, and {others}", code="SS701")
     return messages
 
 

@@ -69,17 +69,18 @@ class Tokenizer:
         if not prompt:
             if self.end is None:
                 raise InvalidValue(
-                    "the prompt is empty, and the tokenizer has no token that begins a document: give a prompt"
+                    "the prompt is empty, and the tokenizer has no token that begins a document: give a prompt",
+                    code="SS704",
                 )
             return [self.end]
         try:
             tokens: list[int] = next(self.encode([prompt.encode(errors="surrogateescape")])).tolist()
         except UnicodeDecodeError:
-            raise InvalidValue(f"the prompt {prompt!r} is not UTF-8: give text") from None
+            raise InvalidValue(f"the prompt {prompt!r} is not UTF-8: give text", code="SS704") from None
         # A tokenizer without byte-level tokens drops unknown characters, or replaces them by a token.
         if self.kind != "bytes" and _squeeze(self.decode(tokens)) != _squeeze(prompt):
             raise InvalidValue(
-                f"the tokenizer has no tokens for the prompt {prompt!r}: it gives {self.decode(tokens)!r}"
+                f"the tokenizer has no tokens for the prompt {prompt!r}: it gives {self.decode(tokens)!r}", code="SS704"
             )
         return tokens
 
@@ -104,7 +105,9 @@ class Tokenizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Compare with the tokenizer of a snapshot. Raises Error if they differ."""
         if (other := Tokenizer.from_state_dict(state)) != self:
-            raise InvalidValue(f"the run's tokenizer is {other}, and the data's is {self}: name the run's data")
+            raise InvalidValue(
+                f"the run's tokenizer is {other}, and the data's is {self}: name the run's data", code="SS702"
+            )
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "Tokenizer":
@@ -197,7 +200,9 @@ def read_vocabulary(definition: bytes) -> Any:
     try:
         return parse_json(definition)["model"]["vocab"]
     except (ValueError, LookupError, TypeError):
-        raise InvalidValue("the model's tokenizer.json is no tokenizer of the library tokenizers: restore it") from None
+        raise InvalidValue(
+            "the model's tokenizer.json is no tokenizer of the library tokenizers: restore it", code="SS702"
+        ) from None
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
@@ -206,7 +211,9 @@ def read_tokenizer(file: Path) -> Tokenizer:
         return build_bpe(file.read_bytes())
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise InvalidValue(f"{file} is no tokenizer of the library tokenizers ({why}): name a tokenizer.json") from None
+        raise InvalidValue(
+            f"{file} is no tokenizer of the library tokenizers ({why}): name a tokenizer.json", code="SS702"
+        ) from None
 
 
 def _squeeze(text: str) -> str:

@@ -78,7 +78,8 @@ def split(corpus: TokenCorpus, context: int, fraction: float, most: int) -> tupl
     if cut < context + 1:
         raise InvalidValue(
             f"{corpus.name} has {num_tokens} tokens, and sequences of {context} need at least {2 * context + 2}, one "
-            "to train on and one held out: give more text, or a smaller --context"
+            "to train on and one held out: give more text, or a smaller --context",
+            code="SS303",
         )
     every = math.ceil((num_tokens - cut - 1) // context / most)
     return (
@@ -95,7 +96,9 @@ def list_standard_library() -> list[Path]:
         names[:] = [name for name in names if name not in LEFT_OUT]
         found += [Path(directory, file) for file in files if file.endswith(".py")]
     if not found:
-        raise Error(f"there is no source of Python's standard library in {root}: name a token file by --data")
+        raise Error(
+            f"there is no source of Python's standard library in {root}: name a token file by --data", code="SS701"
+        )
     return sorted(found, key=lambda path: path.relative_to(root).parts)
 
 
@@ -123,15 +126,17 @@ def open_corpus(directory: Path) -> TokenCorpus:
             raise ValueError(f"the checksum of {TOKENS} is wrong")
     except NotADirectoryError:
         what = "is a file: name the directory that samestep prepare text has written"
-        raise InvalidValue(f"{directory} {what}, or make one of a text with samestep prepare text") from None
+        raise InvalidValue(
+            f"{directory} {what}, or make one of a text with samestep prepare text", code="SS701"
+        ) from None
     except FileNotFoundError as error:
         name = Path(error.filename).name
         raise InvalidValue(
-            f"{directory} is no token file, it has no {name}: make one with samestep prepare text"
+            f"{directory} is no token file, it has no {name}: make one with samestep prepare text", code="SS701"
         ) from None
     except Exception as error:  # NumPy raises OSError, ValueError, EOFError, OverflowError, SyntaxError and others
         why = error.strerror if isinstance(error, OSError) else error
-        raise InvalidValue(f"the token file {directory} cannot be read ({why}): {again}") from None
+        raise InvalidValue(f"the token file {directory} cannot be read ({why}): {again}", code="SS310") from None
     return TokenCorpus(str(directory), tokens, tokenizer, described.num_documents)
 
 
