@@ -66,7 +66,8 @@ class LightningSchedule:
         elif self.strict:
             raise InvalidValue(
                 f"ReduceLROnPlateau monitors {self.monitor}, which the module has not logged: there are "
-                f"{', '.join(sorted(values)) or 'no values'}"
+                f"{', '.join(sorted(values)) or 'no values'}",
+                code="SS803",
             )
 
 
@@ -190,7 +191,8 @@ class Logs:
         if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
             raise InvalidType(
                 f"self.log got {name}, a {type(value).__name__}: log a number, a tensor of one element, or a metric of "
-                "torchmetrics that is an attribute of the module"
+                "torchmetrics that is an attribute of the module",
+                code="SS803",
             )
         if in_step and on_epoch:
             name = f"{name}_step"
@@ -430,13 +432,17 @@ def _begin_stage(run: Run, module: Any, data: Any, stage: str) -> tuple[Trainer,
     """Call the hooks before a stage after `fit`. Returns the trainer and the loaders."""
     trainer = getattr(module, "_trainer", None)
     if not isinstance(trainer, Trainer):
-        raise UsageError(f"call fit before {stage}: it restores the weights of the run, and trains if steps are left")
+        raise UsageError(
+            f"call fit before {stage}: it restores the weights of the run, and trains if steps are left", code="SS221"
+        )
     if find_class(data, "LightningDataModule"):
         data, trainer.datamodule = None, data
     _set_up(run, trainer, stage)
     kind = "val" if stage == "validate" else stage
     if (loaders := _open(trainer, kind, data)) is None:
-        raise InvalidValue(f"{stage} got no data: pass them, or a LightningDataModule with {kind}_dataloader")
+        raise InvalidValue(
+            f"{stage} got no data: pass them, or a LightningDataModule with {kind}_dataloader", code="SS802"
+        )
     return trainer, loaders
 
 
@@ -484,10 +490,13 @@ def _count_samples(loader: Any) -> int:
     """Return the number of training samples. Raises an error if the loader is none, or several."""
     if loader is None:
         raise InvalidValue(
-            "fit got no training data: pass train_loader or a LightningDataModule, or define train_dataloader"
+            "fit got no training data: pass train_loader or a LightningDataModule, or define train_dataloader",
+            code="SS802",
         )
     if _are_loaders(loader) or isinstance(loader, Mapping):
-        raise InvalidType("fit got several training loaders: combine their data sets in one, whose items are tuples")
+        raise InvalidType(
+            "fit got several training loaders: combine their data sets in one, whose items are tuples", code="SS801"
+        )
     return len(getattr(loader, "dataset", loader))
 
 
@@ -559,15 +568,17 @@ def is_replaced(thing: Any, method: str, base: type) -> bool:
 def _check(module: Any, callbacks: Sequence[Any], monitor: str | None, mode: str, patience: int | None) -> None:
     of_lightning = find_class(module, "LightningModule")
     if of_lightning is None:
-        raise InvalidType(f"fit needs a LightningModule, not a {type(module).__name__}")
+        raise InvalidType(f"fit needs a LightningModule, not a {type(module).__name__}", code="SS102")
     name = type(module).__name__
     replaced = [each for each in NOT_CALLED if is_replaced(module, each, of_lightning)]
     if replaced:
-        raise InvalidValue(f"{name} replaces {' and '.join(replaced)} of Lightning's loop, which fit does not call")
+        raise InvalidValue(
+            f"{name} replaces {' and '.join(replaced)} of Lightning's loop, which fit does not call", code="SS801"
+        )
     if mode not in ("min", "max"):
-        raise InvalidValue(f"mode must be min or max, not {mode!r}")
+        raise InvalidValue(f"mode must be min or max, not {mode!r}", code="SS101")
     if patience is not None and monitor is None:
-        raise InvalidValue("patience needs monitor, the name of a logged value")
+        raise InvalidValue("patience needs monitor, the name of a logged value", code="SS104")
     for callback in callbacks:
         _check_callback(callback)
 
@@ -577,16 +588,17 @@ def _check_callback(callback: Any) -> None:
     name = type(callback).__name__
     base = find_class(callback, "Callback")
     if base is None:
-        raise InvalidType(f"callbacks takes objects of lightning.Callback, not {name}")
+        raise InvalidType(f"callbacks takes objects of lightning.Callback, not {name}", code="SS102")
     package = base.__module__.partition(".")[0]
     ours = (base.__name__, "LambdaCallback")
     if any(each.__module__.startswith(f"{package}.") and each.__name__ not in ours for each in type(callback).__mro__):
         raise InvalidType(
             f"callbacks has {name}, which needs Lightning's Trainer: monitor= and patience= do the work of "
-            "ModelCheckpoint and EarlyStopping, and the run records learning rates and shows the progress"
+            "ModelCheckpoint and EarlyStopping, and the run records learning rates and shows the progress",
+            code="SS801",
         )
     if hooks := [hook for hook in NOT_CALLED_ON_CALLBACKS if is_replaced(callback, hook, base)]:
-        raise InvalidType(f"callbacks has {name} with {' and '.join(hooks)}, which fit does not call")
+        raise InvalidType(f"callbacks has {name} with {' and '.join(hooks)}, which fit does not call", code="SS801")
 
 
 def _configure(module: Any) -> tuple[list[torch.optim.Optimizer], list[LightningSchedule]]:
@@ -603,7 +615,8 @@ def _configure(module: Any) -> tuple[list[torch.optim.Optimizer], list[Lightning
         what = f"a {type(wrong[0]).__name__}" if wrong else f"{len(optimizers)} optimizers"
         raise InvalidValue(
             f"configure_optimizers must return one optimizer, with its schedulers, not {what}: several need "
-            "automatic_optimization = False, as in Lightning"
+            "automatic_optimization = False, as in Lightning",
+            code="SS801",
         )
     schedulers = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
     schedules = [
@@ -717,7 +730,8 @@ def _agree(numbers: Sequence[int], step: int) -> int:
     if len({*numbers}) > 1:
         raise InvalidValue(
             f"in step {step}, training_step has updated optimizer {max(numbers)} in some micro-batches only: make the "
-            "same updates in all of them, or decide on them by batch_idx"
+            "same updates in all of them, or decide on them by batch_idx",
+            code="SS805",
         )
     return numbers[0]
 
@@ -800,7 +814,8 @@ def _keep_best(run: Run, trainer: Trainer, monitor: str | None, sign: int, epoch
     if monitor not in trainer.callback_metrics:
         raise InvalidValue(
             f"monitor is {monitor}, which the module has not logged: there are "
-            f"{', '.join(sorted(trainer.callback_metrics)) or 'no values'}"
+            f"{', '.join(sorted(trainer.callback_metrics)) or 'no values'}",
+            code="SS803",
         )
     value = sign * trainer.callback_metrics[monitor]
     best, at = run.state.get("best", [math.inf, epoch])

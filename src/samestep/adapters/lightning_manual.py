@@ -90,17 +90,21 @@ class ManualOptimization:
         if has_loss and event[0] == "end":
             raise InvalidValue(
                 "training_step ended with gradients that no optimizer has used: update in each training_step, since "
-                "the run's batch_size takes the place of accumulated gradients"
+                "the run's batch_size takes the place of accumulated gradients",
+                code="SS805",
             )
         return event
 
     def _pause(self, kind: str, value: Any) -> None:
         if self._call is None:
-            raise InvalidValue("manual_backward and the step of an optimizer were called outside of training_step")
+            raise InvalidValue(
+                "manual_backward and the step of an optimizer were called outside of training_step", code="SS805"
+            )
         self._call.pause(kind, value)
 
     def _refuse(self, *_: Any, **__: Any) -> None:
         raise InvalidValue(
             "self.clip_gradients and self.lr_schedulers would be called for each micro-batch: pass gradient_clip_val "
-            "to fit, and step the schedulers of self.trainer.lr_scheduler_configs in on_train_epoch_end"
+            "to fit, and step the schedulers of self.trainer.lr_scheduler_configs in on_train_epoch_end",
+            code="SS805",
         )

@@ -134,7 +134,8 @@ class Metrics:
             return path
         raise InvalidType(
             f"self.log got {name}, a {type(metric).__name__} that is no submodule of the LightningModule: assign it to "
-            "an attribute in __init__, or to an nn.ModuleDict"
+            "an attribute in __init__, or to an nn.ModuleDict",
+            code="SS803",
         )
 
 
@@ -186,6 +187,7 @@ def _reduce(metric: Metric, states: Sequence[State]) -> State:
         else:
             raise InvalidType(
                 f"{type(metric).__name__} has no reduction for its state {name} (dist_reduce_fx=None), so those of "
-                "several micro-batches cannot be combined: keep the predictions, and compute it from all of them"
+                "several micro-batches cannot be combined: keep the predictions, and compute it from all of them",
+                code="SS803",
             )
     return [sum(counts), merged]

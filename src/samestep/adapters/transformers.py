@@ -90,17 +90,22 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
             shown = ", ".join(f"{name}={hide_secrets(given[name], name)!r}" for name in refused)
             raise InvalidValue(
                 f"TrainingArguments has {shown}, which "
-                "samestep.adapters.transformers does not support: leave it out, or write the loop with samestep.Run"
+                "samestep.adapters.transformers does not support: leave it out, or write the loop with samestep.Run",
+                code="SS801",
             )
         with hide_launcher():  # accelerate would create another process group
             super().__post_init__()
         for name in ("logging_steps", "eval_steps", "save_steps"):
             if 0 < (value := getattr(self, name) or 0) < 1:
-                raise InvalidValue(f"{name} is {value}, a share of the training: give a number of steps")
+                raise InvalidValue(f"{name} is {value}, a share of the training: give a number of steps", code="SS801")
         if self.train_sampling_strategy not in ("random", "sequential"):
-            raise InvalidValue(f"train_sampling_strategy is {self.train_sampling_strategy}: give random or sequential")
+            raise InvalidValue(
+                f"train_sampling_strategy is {self.train_sampling_strategy}: give random or sequential", code="SS801"
+            )
         if self.lr_scheduler_type == "greedy":
-            raise InvalidValue("lr_scheduler_type is 'greedy', which is not supported: take reduce_lr_on_plateau")
+            raise InvalidValue(
+                "lr_scheduler_type is 'greedy', which is not supported: take reduce_lr_on_plateau", code="SS801"
+            )
         logged: dict[str, int | str] = {"steps": int(self.logging_steps), "epoch": "1epochs", "no": "1000000epochs"}
         saved: dict[str, int | str] = {"steps": int(self.save_steps), "epoch": "1epochs"}
         self.run = Run(
@@ -128,7 +133,8 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
         raise InvalidValue(
             f"resume_from_checkpoint is {path}, and the run directory is {self.output_dir}: give True, or leave it "
             "out, since a run resumes from its newest snapshot; to resume from another one, start with "
-            f"{advise(resume='STEP')}"
+            f"{advise(resume='STEP')}",
+            code="SS104",
         )
 
 
@@ -217,10 +223,13 @@ class Trainer:
         if not isinstance(args, TrainingArguments):
             raise InvalidType(
                 f"Trainer got args of {type(args).__module__}.{type(args).__name__}: create "
-                "samestep.adapters.transformers.TrainingArguments, before the model"
+                "samestep.adapters.transformers.TrainingArguments, before the model",
+                code="SS102",
             )
         if (model is None) == (model_init is None):
-            raise InvalidValue("Trainer needs either model, built after the TrainingArguments, or model_init")
+            raise InvalidValue(
+                "Trainer needs either model, built after the TrainingArguments, or model_init", code="SS802"
+            )
         self.patience = math.inf
         self.threshold = 0.0
         self.callbacks: list[Any] = []
@@ -311,7 +320,7 @@ class Trainer:
             InvalidValue: `resume_from_checkpoint` is a path other than the run directory, or there are no data.
         """
         if self.train_dataset is None:
-            raise InvalidValue("Trainer.train needs train_dataset")
+            raise InvalidValue("Trainer.train needs train_dataset", code="SS802")
         args = self.args
         run = self.run
         args.check_checkpoint(resume_from_checkpoint)
@@ -408,7 +417,8 @@ class Trainer:
         if ignored := [name for name in ("should_epoch_stop", "should_save") if flags[name]]:
             raise InvalidValue(
                 f"a callback has set control.{ignored[0]}, which has no effect here: the run takes snapshots by "
-                "save_steps, and its epochs are whole"
+                "save_steps, and its epochs are whole",
+                code="SS801",
             )
         if flags["should_training_stop"]:
             self.run.stop("a callback set control.should_training_stop")
@@ -426,7 +436,9 @@ class Trainer:
         name = args.metric_for_best_model
         name = name if name.startswith("eval_") else f"eval_{name}"
         if name not in metrics:
-            raise InvalidValue(f"metric_for_best_model is {name}, which is none of the metrics: {', '.join(metrics)}")
+            raise InvalidValue(
+                f"metric_for_best_model is {name}, which is none of the metrics: {', '.join(metrics)}", code="SS803"
+            )
         if isinstance(self.lr_scheduler, ReduceLROnPlateau):
             self.lr_scheduler.step(metrics[name])
         value = metrics[name] if args.greater_is_better else -metrics[name]
@@ -462,7 +474,8 @@ class Trainer:
         else:
             raise InvalidValue(
                 f"{type(self.model).__name__} returned no loss for {', '.join(inputs)}, only {', '.join(outputs)}: "
-                "pass labels, or replace compute_loss"
+                "pass labels, or replace compute_loss",
+                code="SS806",
             )
         return (loss, outputs) if return_outputs else loss
 
@@ -470,7 +483,7 @@ class Trainer:
         """Score every sample once, over all ranks. Returns and logs the loss and the result of `compute_metrics`."""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if data is None:
-            raise InvalidValue("Trainer.evaluate needs eval_dataset")
+            raise InvalidValue("Trainer.evaluate needs eval_dataset", code="SS802")
         if isinstance(data, dict):
             names = [(each, f"{metric_key_prefix}_{name}") for name, each in data.items()]
             return {name: value for pair in names for name, value in self.evaluate(*pair).items()}
@@ -534,7 +547,9 @@ class Trainer:
             InvalidType: the model has no `save_pretrained`; `samestep export` writes the weights of any model.
         """
         if not hasattr(self.model, "save_pretrained"):
-            raise InvalidType(f"{type(self.model).__name__} has no save_pretrained: write its weights, samestep export")
+            raise InvalidType(
+                f"{type(self.model).__name__} has no save_pretrained: write its weights, samestep export", code="SS806"
+            )
         directory = self.run.dir if output_dir is None else output_dir
         parts = [part for part in (self.model, self.processing_class) if part is not None]
         self.run.once(_save, parts, directory)
@@ -559,13 +574,16 @@ class CallbackState:
 
 def _check_callback(callback: Any) -> Any:
     if not isinstance(callback, transformers.TrainerCallback):
-        raise InvalidType(f"callbacks has a {type(callback).__name__}, which is no transformers.TrainerCallback")
+        raise InvalidType(
+            f"callbacks has a {type(callback).__name__}, which is no transformers.TrainerCallback", code="SS102"
+        )
     kind = type(callback)
     base = transformers.TrainerCallback
     if missed := [event for event in NOT_CALLED if getattr(kind, event) is not getattr(base, event)]:
         raise InvalidType(
             f"callbacks has {kind.__name__} with {' and '.join(missed)}, which the Trainer does not call: remove it "
-            "and use report_to for trackers and save_steps for snapshots"
+            "and use report_to for trackers and save_steps for snapshots",
+            code="SS801",
         )
     return callback
 
