@@ -69,7 +69,7 @@ class Program(click.Group):
             return command
         if ctx.resilient_parsing:  # to complete a word
             return None
-        raise Error(f"there is no command {cmd_name}{suggest(cmd_name, COMMANDS)}")
+        raise Error(f"there is no command {cmd_name}{suggest(cmd_name, COMMANDS)}", code="SS103")
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments before a command's name."""
@@ -77,7 +77,7 @@ class Program(click.Group):
             return super().parse_args(ctx, ["--help"] if args[:1] in ([], ["help"]) else args)
         except click.NoSuchOption as error:
             wrong = error.option_name
-            raise Error(f"there is no option {wrong}{suggest(wrong, ['--help', '--version'])}") from None
+            raise Error(f"there is no option {wrong}{suggest(wrong, ['--help', '--version'])}", code="SS103") from None
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the help text."""

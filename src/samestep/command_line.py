@@ -42,7 +42,7 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
-            raise Error(explain(error, self, ctx, given)) from None
+            raise Error(explain(error, self, ctx, given), code="SS103") from None
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the help text as it is, with its examples and columns."""

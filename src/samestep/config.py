@@ -73,14 +73,14 @@ class Option:
         """
         if self.type is bool:
             if text.lower() not in (*_TRUE, *_FALSE):
-                raise InvalidValue(f"{name} must be 1 or 0, not {text!r}")
+                raise InvalidValue(f"{name} must be 1 or 0, not {text!r}", code="SS101")
             return text.lower() in _TRUE
         if self.type in (int, float):
             try:
                 return self.type(text)
             except ValueError:
                 kind = "whole number" if self.type is int else "number"
-                raise InvalidValue(f"{name} must be a {kind}, not {text!r}") from None
+                raise InvalidValue(f"{name} must be a {kind}, not {text!r}", code="SS101") from None
         return text
 
 
@@ -134,7 +134,7 @@ def parse_interval(name: str, value: Any, allowed: str = _INTERVALS) -> Interval
         return None
     match = None if isinstance(value, bool) else _INTERVAL.fullmatch(str(value).strip())
     if match is None or int(match[1]) == 0:
-        raise InvalidValue(f"{name} is {value!r}: {allowed}")
+        raise InvalidValue(f"{name} is {value!r}: {allowed}", code="SS101")
     count = int(match[1])
     unit = match[2] or ""
     if unit in _SECONDS:
@@ -146,14 +146,14 @@ def _check_steps(name: str, value: Any) -> Interval | None:
     allowed = "give a number of steps such as 100, or never"
     interval = parse_interval(name, value, allowed)
     if interval is not None and interval.steps is None:  # checked steps load further samples, so they are planned ahead
-        raise InvalidValue(f"{name} is {value!r}: {allowed}")
+        raise InvalidValue(f"{name} is {value!r}: {allowed}", code="SS101")
     return interval
 
 
 def _check_log_every(name: str, value: Any) -> Interval:
     interval = parse_interval(name, value, _LOG_INTERVALS)
     if interval is None:
-        raise InvalidValue(f"{name} is {value!r}: {_LOG_INTERVALS}")
+        raise InvalidValue(f"{name} is {value!r}: {_LOG_INTERVALS}", code="SS101")
     return interval
 
 
@@ -170,7 +170,7 @@ def whole(least: int, most: float = math.inf, *, optional: bool = False) -> Call
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             span = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-            raise InvalidValue(f"{name} must be a whole number {span}, not {value!r}")
+            raise InvalidValue(f"{name} must be a whole number {span}, not {value!r}", code="SS101")
         return value
 
     return check
@@ -181,7 +181,7 @@ def _choice(literal: Any) -> Callable[[str, Any], Any]:
 
     def check(name: str, value: Any) -> Any:
         if value not in choices:
-            raise InvalidValue(f"{name} must be {', '.join(others)} or {last}, not {value!r}")
+            raise InvalidValue(f"{name} must be {', '.join(others)} or {last}, not {value!r}", code="SS101")
         return value
 
     return check
@@ -193,32 +193,32 @@ def _check_shard(name: str, value: Any) -> Any:
 
 def _check_exchange_dtype(name: str, value: Any) -> Any:
     if value not in (None, "none", "bf16"):
-        raise InvalidValue(f"{name} must be bf16 or none, not {value!r}")
+        raise InvalidValue(f"{name} must be bf16 or none, not {value!r}", code="SS101")
     return None if value == "none" else value
 
 
 def _check_bool(name: str, value: Any) -> Any:
     if not isinstance(value, bool):
-        raise InvalidValue(f"{name} must be True or False, not {value!r}")
+        raise InvalidValue(f"{name} must be True or False, not {value!r}", code="SS101")
     return value
 
 
 def _check_device(name: str, value: Any) -> Any:
     if value is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", str(value)):
-        raise InvalidValue(f"{name} must be cpu, cuda or one GPU such as cuda:1, not {str(value)!r}")
+        raise InvalidValue(f"{name} must be cpu, cuda or one GPU such as cuda:1, not {str(value)!r}", code="SS101")
     return None if value is None else str(value)
 
 
 def _check_backend(name: str, value: Any) -> Any:
     if value not in (None, "gloo", "nccl"):
-        raise InvalidValue(f"{name} must be gloo or nccl, not {value!r}")
+        raise InvalidValue(f"{name} must be gloo or nccl, not {value!r}", code="SS101")
     return value
 
 
 def _check_bucket_cap(name: str, value: Any) -> Any:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (is_number and 0 < value < math.inf):
-        raise InvalidValue(f"{name} must be a number above 0, not {value!r}")
+        raise InvalidValue(f"{name} must be a number above 0, not {value!r}", code="SS101")
     return value
 
 
@@ -226,10 +226,13 @@ def _check_run_dir(name: str, value: Any) -> Any:
     if value is None or is_url(value):
         return value
     if isinstance(value, PathLike) and _URL_AS_PATH.match(str(value)):
-        raise InvalidValue(f"{name} is a path made of a URL, {value}, which has lost a slash: give the URL as a string")
+        raise InvalidValue(
+            f"{name} is a path made of a URL, {value}, which has lost a slash: give the URL as a string", code="SS101"
+        )
     if not isinstance(value, str | PathLike) or not str(value) or "\0" in str(value):
         raise InvalidValue(
-            f"{name} must be the path of a directory, or None for a run that leaves no files, not {value!r}"
+            f"{name} must be the path of a directory, or None for a run that leaves no files, not {value!r}",
+            code="SS101",
         )
     return Path(value).expanduser()
 
@@ -242,7 +245,9 @@ def _check_resume(name: str, value: Any) -> Any:
     if isinstance(value, str) and value.isdecimal():
         return int(value)
     if not isinstance(value, str | int) or value == "" or (isinstance(value, int) and value < 0):
-        raise InvalidValue(f"{name} must be latest, a step, a snapshot's name such as best, or never, not {value!r}")
+        raise InvalidValue(
+            f"{name} must be latest, a step, a snapshot's name such as best, or never, not {value!r}", code="SS101"
+        )
     return value
 
 
@@ -264,14 +269,15 @@ def _check_trackers(name: str, value: Any) -> Any:
     if isinstance(value, str):
         value = [word for word in map(str.strip, value.split(",")) if word and value != "none"]
     elif not isinstance(value, Sequence):
-        raise InvalidType(f"{name} must be a list such as [samestep.TensorBoard()], not {value!r}")
+        raise InvalidType(f"{name} must be a list such as [samestep.TensorBoard()], not {value!r}", code="SS102")
     for each in value:
         if isinstance(each, str) and each not in (known := find_trackers()):
             there = ", ".join(sorted(known)) or "none: install samestep again"
-            raise InvalidValue(f"{name} names {each!r}, which is not a tracker; there are {there}")
+            raise InvalidValue(f"{name} names {each!r}, which is not a tracker; there are {there}", code="SS807")
         if not isinstance(each, str) and not is_tracker(each):
             raise InvalidType(
-                f"{name} holds {each!r}, which is not a tracker: pass objects such as samestep.TensorBoard()"
+                f"{name} holds {each!r}, which is not a tracker: pass objects such as samestep.TensorBoard()",
+                code="SS102",
             )
     return tuple(value)
 

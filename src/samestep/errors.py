@@ -206,7 +206,9 @@ def recognize(error: BaseException) -> Error | WorkerDied | None:
         end = f" was killed by {names.get(cause, cause)}" if cause else ""
         return WorkerDied(f"{process}{end} while the script ran: {WORKER_ADVICE}")
     if isinstance(error, AttributeError) and error.name == "no_sync":
-        return UsageError("no_sync() belongs to DDP: leave it out, since a step exchanges its gradients once")
+        return UsageError(
+            "no_sync() belongs to DDP: leave it out, since a step exchanges its gradients once", code="SS201"
+        )
     return None
 
 
