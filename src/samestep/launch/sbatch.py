@@ -212,7 +212,8 @@ class Follower:
                 return [dict(re.findall(r"(\w+)=(\S*)", line)) for line in done.stdout.splitlines() if line.strip()]
             if "Invalid job id" in done.stderr:
                 raise Error(
-                    f"Slurm has dropped job {self._number}, and how it ended: see its output in {self._files}, or sacct",
+                    f"Slurm has dropped job {self._number}, and how it ended: see its output in {self._files}, or "
+                    "sacct",
                     code="SS512",
                 )
             time.sleep(MAX_ASK_S)  # the controller is down or busy

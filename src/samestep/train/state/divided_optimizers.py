@@ -49,7 +49,8 @@ class DividedOptimizers:
         for name, optimizer in self._optimizers.items():
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise InvalidValue(
-                    f'{name} is LBFGS, which needs the gradients of all parameters at once: leave out shard="optimizer"',
+                    f"{name} is LBFGS, which needs the gradients of all parameters at once: leave out "
+                    'shard="optimizer"',
                     code="SS606",
                 )
             optimizer.register_step_post_hook(self._send_updated)
