@@ -1,16 +1,132 @@
-"""Codes of errors: how they travel."""
+"""The codes of errors: docs/errors.md has a section for each, whose program causes it, and a code survives every way in
+which an error travels.
+"""
 
+import ast
 import copy
 import pickle
+import re
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import cloudpickle
 import pytest
+from support.commands import find_programs, run
+from support.runs import clean_variables
+from support.selection import one_in
 
 from samestep.data.sample_errors import locate_error, pack, unpack
 from samestep.errors import Error, InvalidValue, MissingPackage, describe, explain
 from samestep.launch.failure import MAX_REASON, read_failure, write_failure
 from samestep.snapshot.store import Unreachable
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "samestep"
+CODE = re.compile(r"SS\d{3}")
+# Of an error that another process has sent, or that has been found before: not written where it is raised.
+PASSED_ON = {"code", "error.code", "failure.code", "failed.code", "answer.get('code', '')"}
+INTRODUCTION, *SECTIONS = re.split(r"^### (?=SS)", (ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE)
+
+
+def find_blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+PROGRAMS = {each[:5]: each for each in SECTIONS if find_blocks(each, "python|sh")}
+
+
+def list_kinds(kind: type[Error] = Error) -> Iterator[type[Error]]:
+    yield kind
+    for other in kind.__subclasses__():
+        yield from list_kinds(other)
+
+
+def find_codes(trees: dict[str, ast.Module]) -> tuple[set[str], list[str]]:
+    """All codes that modules write, and the places of errors without a code."""
+    bases = {"Error"}
+    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    for _ in range(3):  # as deep as they are nested
+        bases |= {each.name for each in classes if {ast.unparse(base).split(".")[-1] for base in each.bases} & bases}
+    coded = {
+        each.name
+        for each in classes
+        if each.name in bases and any(ast.unparse(line).startswith("code = 'SS") for line in each.body)
+    }
+    codes = {node.value for tree in trees.values() for node in ast.walk(tree) if is_code(node)}
+    missing = []
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func).split(".")[-1]
+            if name not in bases - coded and not name.startswith("KINDS["):
+                continue
+            given = next((each.value for each in node.keywords if each.arg == "code"), None)
+            written = given is not None and any(is_code(each) for each in ast.walk(given))
+            if given is None or not (written or ast.unparse(given) in PASSED_ON):
+                missing.append(f"{path}:{node.lineno}: {ast.unparse(node)[:80]}")
+    return codes, missing
+
+
+def is_code(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and bool(CODE.fullmatch(node.value))
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_error_has_a_code_and_each_code_a_section() -> None:
+    codes, missing = find_codes(
+        {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in SOURCE.rglob("*.py")}
+    )
+    assert missing == []
+    headings = [each[:5] for each in SECTIONS]
+    assert headings == sorted(codes)
+    assert all(re.match(r"SS\d{3}: [^\n]+[^.\n]\n\n[A-Z`_]", each) for each in SECTIONS)
+    assert all("\n**Fix:** " in each for each in SECTIONS)
+
+
+def test_an_error_without_a_code_is_found() -> None:
+    text = "class Own(Error):\n    code = 'SS999'\nraise Own('a')\nraise Error('b', code='SS998')\nraise m.Error('c')"
+    codes, missing = find_codes({"x.py": ast.parse(text)})
+    assert (codes, missing) == ({"SS998", "SS999"}, ["x.py:5: m.Error('c')"])
+
+
+@pytest.mark.parametrize("section", [each for each in SECTIONS if each[:5] not in PROGRAMS], ids=lambda text: text[:5])
+def test_a_section_without_a_program_names_a_test_that_compares_the_code(section: str) -> None:
+    [(name, path)] = re.findall(r"`(test_\w+)`\s+in\s+`(tests/[\w/]+\.py)`", section)
+    tests = {
+        each.name: each for each in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(each, ast.FunctionDef)
+    }
+    assert section[:5] in ast.unparse(tests[name])
+
+
+@pytest.mark.parametrize("code", one_in(4, PROGRAMS))
+def test_programs(code: str, tmp_path: Path) -> None:
+    """A section's program ends with exit code 2, and prints the code at the end of its only error."""
+    scripts, commands = (find_blocks(PROGRAMS[code], language) for language in ("python", "sh"))
+    missing = [name for name in re.findall(r"^import (\w+)$", "".join(scripts), re.MULTILINE) if not find_spec(name)]
+    if missing:
+        pytest.skip(f"{missing[0]} is not installed: make test-adapters runs this")
+    for script in find_blocks(INTRODUCTION, "python"):
+        (tmp_path / script.splitlines()[0].removeprefix("# ")).write_text(script)
+    for script in scripts:
+        (tmp_path / "script.py").write_text(script)
+    path = f"{find_programs()}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    done = run(
+        ["bash", "-c", commands[0] if commands else "python script.py"],
+        cwd=tmp_path, env=clean_variables({"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PATH": path}), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    said = re.findall(r"^samestep: error: .*", done.stderr, re.MULTILINE)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert len(said) == 1, done.stderr
+    assert said[0].endswith(f" [{code}]"), said
+
+
+# --- how a code travels -----------------------------------------------------------------------------------------------
 
 
 class Mine(Error):
@@ -30,8 +146,8 @@ def test_the_code_is_no_part_of_the_sentence() -> None:
 @pytest.mark.parametrize(
     "error", [InvalidValue("a", rank=3, code="SS101"), Unreachable("s3://x", "no"), MissingPackage("b"), Mine(1, 2)]
 )
-def test_pickling(error: Error, pickler: type[pickle]) -> None:  # type: ignore[valid-type]
-    for other in (pickler.loads(pickler.dumps(error)), copy.copy(error)):  # type: ignore[attr-defined]
+def test_pickling(error: Error, pickler: ModuleType) -> None:
+    for other in (pickler.loads(pickler.dumps(error)), copy.copy(error)):
         assert (type(other), str(other), vars(other)) == (type(error), str(error), vars(error))
 
 
