@@ -99,8 +99,9 @@ def frame(text: bytes, blobs: bytes = b"") -> bytes:
     ],
 )  # fmt: skip
 def test_hostile_bytes(data: bytes) -> None:
-    with pytest.raises(Error, match="no message of samestep"):
+    with pytest.raises(Error, match="no message of samestep") as caught:
         print(decode(data))
+    assert caught.value.code == "SS513"
 
 
 class Runs:

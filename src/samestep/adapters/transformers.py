@@ -475,7 +475,7 @@ class Trainer:
             raise InvalidValue(
                 f"{type(self.model).__name__} returned no loss for {', '.join(inputs)}, only {', '.join(outputs)}: "
                 "pass labels, or replace compute_loss",
-                code="SS806",
+                code="SS801",
             )
         return (loss, outputs) if return_outputs else loss
 
@@ -548,7 +548,7 @@ class Trainer:
         """
         if not hasattr(self.model, "save_pretrained"):
             raise InvalidType(
-                f"{type(self.model).__name__} has no save_pretrained: write its weights, samestep export", code="SS806"
+                f"{type(self.model).__name__} has no save_pretrained: write its weights, samestep export", code="SS801"
             )
         directory = self.run.dir if output_dir is None else output_dir
         parts = [part for part in (self.model, self.processing_class) if part is not None]

@@ -39,7 +39,7 @@ def _build_plan(run: Path, numbers: Mapping[str, Any], num_steps: int) -> LoopPl
             find_order=lru_cache(maxsize=2)(partial(_read_order, run)),
         )
     except KeyError as error:
-        raise Error(f"{path} lacks {error}: the run has not started its first step yet", code="SS708") from None
+        raise Error(f"{path} lacks {error}: the run has not started its first step yet", code="SS709") from None
 
 
 def _read_shard_sizes(run: Path, shards_hash: str) -> list[int]:

@@ -215,7 +215,7 @@ def _read_comparison(one: str, other: str) -> Comparison:
         if not num_steps:
             raise Error(
                 f"{one if not described[0]['steps'] else other} has no step yet: there is nothing to compare",
-                code="SS708",
+                code="SS709",
             )
         step, what = find_first_difference(first, second, (f"in {one}", f"in {other}"))
         # A snapshot that ranks have written together has no digest until all of it is read.
