@@ -88,7 +88,11 @@ def write_scripts(page: Path, directory: Path) -> tuple[list[str], dict[str, set
     "page",
     [
         ROOT / "README.md",
-        *(pytest.param(page, marks=[pytest.mark.soak] * (page.name in LONG)) for page in sorted(DOCS.glob("*.md"))),
+        *(
+            pytest.param(page, marks=[pytest.mark.soak] * (page.name in LONG))
+            for page in sorted(DOCS.glob("*.md"))
+            if page.name != "errors.md"  # its programs fail: see test_errors.py
+        ),
         *(pytest.param(page, marks=pytest.mark.soak) for page in sorted((DOCS / "recipes").glob("*.md"))),
     ],
     ids=lambda page: page.name,

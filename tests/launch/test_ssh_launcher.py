@@ -194,7 +194,7 @@ def test_an_unusable_host(command: Command, hosts: SshHosts, fault: str, tmp_pat
         "directory": r"host b: the directory /.*/here cannot be used there \(No such file or directory\): .*",
         "unknown": r"host nowhere\.invalid cannot be reached \(.*nowhere\.invalid.*\): .*",
     }
-    assert re.fullmatch(rf"samestep: error: {said[fault]}\n", done.stderr), done.stderr
+    assert re.fullmatch(rf"samestep: error: {said[fault]} \[SS511\]\n", done.stderr), done.stderr
     assert (done.returncode, done.stdout) == (2, "")
     command.assert_nothing_left()
     assert not (command.directory / "started").exists()

@@ -142,5 +142,5 @@ def test_a_removed_working_directory(command: Command) -> None:
     done = subprocess.run(
         ["sh", "-c", line], cwd=command.directory, env=command.variables, capture_output=True, text=True, check=False
     )
-    assert done.stderr == "samestep: error: the working directory has been removed: change to one that exists\n"
+    assert done.stderr == "samestep: error: the working directory has been removed: change to one that exists [SS112]\n"
     assert done.returncode == 2

@@ -54,11 +54,12 @@ def look(directory: Path) -> dict[str, str] | None:
 def assert_refused(done: Done, *expected: str) -> None:
     """Exit code 2, and one sentence that matches all of `expected`, and nothing else, on stderr."""
     check(done, 2)
-    assert re.fullmatch(r"samestep: error: [^\n]+\n", done.stderr), done.stderr
+    said = re.fullmatch(r"samestep: error: ([^\n]+) \[SS\d{3}\]\n", done.stderr)
+    assert said, done.stderr
     assert "Traceback" not in done.stdout
     assert "error" not in done.stdout.lower(), done.stdout
     for words in expected:
-        assert re.search(words, done.stderr), done.stderr
+        assert re.search(words, said[1]), done.stderr
 
 
 def launch(name: str, run_dir: Path, num_ranks: int, *flags: str) -> Done:

@@ -167,7 +167,7 @@ def test_port_in_use(jobs: Jobs, trial: Trial) -> None:
         started.wait()
     said = [line for line in started.output.splitlines() if line.startswith("samestep: error: ")]
     assert said == [
-        f"samestep: error: port {port} is in use here: set MASTER_PORT to a free one, the same for all ranks"
+        f"samestep: error: port {port} is in use here: set MASTER_PORT to a free one, the same for all ranks [SS509]"
     ]
 
 

@@ -162,7 +162,7 @@ def test_stopped_again_and_again(trial: Trial, undisturbed: Undisturbed) -> None
         "3 starts in a row were stopped before they had saved more than step 0: give each more time (with submit: a "
         "longer --time), and start the same command again"
     )
-    assert launch.err.read_text() == f"samestep: error: {sentence}\n"
+    assert launch.err.read_text() == f"samestep: error: {sentence} [SS418]\n"
     status = json.loads((trial.dir / "status.json").read_text())
     assert status["status"] == "failed"
     trial.preempt_at_start()  # it was reported: it does not count again

@@ -331,7 +331,7 @@ def test_what_is_refused_at_once(home: Path, words: list[str], message: str) -> 
 def test_what_the_script_refuses(home: Path, words: list[str], message: str) -> None:
     out = replay(home, "--step", 8, *words, code=2)
     last = out.rstrip().splitlines()[-1]
-    assert re.fullmatch(f"samestep: error: {message}", last), out
+    assert re.fullmatch(rf"samestep: error: {message} \[SS710\]", last), out
 
 
 def test_the_step_in_which_a_run_failed(tmp_path: Path) -> None:
