@@ -4,6 +4,7 @@ which an error travels.
 
 import ast
 import copy
+import json
 import pickle
 import re
 import sys
@@ -17,10 +18,15 @@ import pytest
 from support.commands import find_programs, run
 from support.runs import clean_variables
 from support.selection import one_in
+from support.tiny import Pairs, Tiny
+from torch import Tensor
 
+import samestep
 from samestep.data.sample_errors import locate_error, pack, unpack
-from samestep.errors import Error, InvalidValue, MissingPackage, describe, explain
+from samestep.errors import Error, InvalidValue, MissingPackage, RunDirectoryError, describe, explain
 from samestep.launch.failure import MAX_REASON, read_failure, write_failure
+from samestep.snapshot.node_replication import ReplicatedLocation
+from samestep.snapshot.resume_point import Holding, choose
 from samestep.snapshot.store import Unreachable
 
 ROOT = Path(__file__).parents[1]
@@ -175,3 +181,50 @@ def test_errors_of_the_system(error: OSError | ModuleNotFoundError, code: str) -
     known = explain(error)
     assert known is not None
     assert known.code == code
+
+
+def test_from_a_copy_of_the_run_to_the_rank_that_decides() -> None:
+    held = Holding(None, "no snapshot can be used", 4, [], 4, code="SS410")
+    with pytest.raises(RunDirectoryError, match="no snapshot can be used") as caught:
+        choose([Holding.from_plain(json.loads(json.dumps(held.to_plain())))], [])
+    assert caught.value.code == "SS410"
+
+
+def test_from_the_node_with_the_file_to_the_run(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise Unreachable("s3://x", "no")
+
+    location = ReplicatedLocation.__new__(ReplicatedLocation)
+    with pytest.raises(RunDirectoryError, match=r"^on \S+: the run directory s3://x cannot be reached") as caught:
+        location._call(fail)
+    assert caught.value.code == "SS416"
+
+
+class Broken(Pairs):
+    """Fails in the worker that reads sample 20."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 20:
+            raise KeyError("a column")
+        return super().__getitem__(index)
+
+
+def fail_on_rank_0() -> None:
+    raise RunDirectoryError("damaged", code="SS408")
+
+
+def train(directory: Path) -> None:
+    """Rank 1 writes the code of an error that rank 0 has found. Then a loader worker of any rank fails."""
+    tiny = Tiny(None)
+    try:
+        tiny.run._context.group.once(fail_on_rank_0)
+    except RunDirectoryError as error:
+        (directory / str(tiny.run.rank)).write_text(describe(error))
+    tiny.train(data=Broken(), num_workers=1)
+
+
+def test_from_rank_to_rank_and_from_a_worker_to_the_process_that_has_called_spawn(tmp_path: Path) -> None:
+    with pytest.raises(Error, match="sample 20") as caught:
+        samestep.spawn(train, 2, (tmp_path,))
+    assert caught.value.code == "SS301"
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["damaged [SS408]"] * 2

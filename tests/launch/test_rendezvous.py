@@ -224,13 +224,15 @@ def test_nodes_that_do_not_fit_together(open_place: Callable[..., Place], capfd:
             r"node 2 \(.*\) has another test_rendezvous.py than node 0 \(.*\) \(x, not \w+\): make them",
         ),
     ):
-        with pytest.raises(Error, match=said):
+        with pytest.raises(Error, match=said) as refused:
             connect(place.nodes, other, lambda: False)
+        assert refused.value.code == "SS504", "the server has sent it"
     place.server._wait_s = 0.0
     end = link.receive(GREETING_S)
     assert end is not None
     assert end["message"].startswith("of 3 nodes, --node-rank 1, 2 did not join at 127.0.0.1:")
     assert "; present: node 0 (" in end["message"]
+    assert end["message"].endswith(" [SS507]")
     assert end["code"] == 2
     assert capfd.readouterr().err.count(" was refused: ") == 2
 
