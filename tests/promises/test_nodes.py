@@ -209,7 +209,8 @@ def test_a_node_that_the_run_cannot_take(trial: Trial, undisturbed: Undisturbed,
     trial.wait_held()
     comes = trial.start("launch", 2, "", *flags, "--node-rank", "1", arguments=flags_of(HELD))
     assert comes.wait() == 2
-    assert "can use 4 ranks, one per micro-batch of a step, and has 3: start fewer here [SS510]" in comes.err.read_text()
+    refusal = "can use 4 ranks, one per micro-batch of a step, and has 3: start fewer here [SS510]"
+    assert refusal in comes.err.read_text()
     trial.go_on()
     assert finish(stays) == [0], stays.output
     assert not (trial.dir / "restarts.jsonl").exists()

@@ -343,7 +343,8 @@ def test_watching_a_url(cluster: Cluster, trial: Trial, capsys: pytest.CaptureFi
     url = f"file://{cluster.store}"
     cluster.store.parent.mkdir()
     assert main(["watch", url]) == 2
-    assert capsys.readouterr().err == f"samestep: error: there is no run at {url}: name a run's URL or directory [SS415]\n"
+    refusal = f"samestep: error: there is no run at {url}: name a run's URL or directory [SS415]\n"
+    assert capsys.readouterr().err == refusal
     flags = ["--run-dir", url, "--local-dir", str(cluster.machine(0))]
     launch = trial.start("launch", 2, "hold rank 0 at step 7 in forward", *flags)
     trial.wait_held()
@@ -360,7 +361,8 @@ def test_watching_a_url(cluster: Cluster, trial: Trial, capsys: pytest.CaptureFi
     assert main(["watch", url, "--local-dir", str(cluster.machine(1))]) == 2
     told = capsys.readouterr().err
     assert f"the state of the ranks of {url} is in its working copy, and {cluster.machine(1)}" in told
-    assert re.search(rf"is not that of process {trial.pid(0)} on \S+ since .*: watch it on that machine.* \[SS706\]\n", told)
+    refusal = rf"is not that of process {trial.pid(0)} on \S+ since .*: watch it on that machine.* \[SS706\]\n"
+    assert re.search(refusal, told)
     trial.go_on()
     assert launch.wait() == 0, launch.output
     assert main(["watch", url, "--local-dir", str(cluster.machine(0))]) == 0
