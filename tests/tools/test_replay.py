@@ -341,7 +341,7 @@ def test_the_step_in_which_a_run_failed(tmp_path: Path) -> None:
     found = re.search(r"the loss of step (\d+) is (?:nan|inf) in micro-batch (\d)", failed.stderr)
     assert found is not None, failed.stderr
     refused = replay(tmp_path, "--step", found[1], "train.py", code=2)
-    assert refused.rstrip().endswith(f"; --micro-batch {found[2]} describes it")
+    assert refused.rstrip().endswith(f"; --micro-batch {found[2]} describes it [SS710]")
     out = replay(tmp_path, "--step", found[1], "--micro-batch", found[2], "train.py")
     assert "the output of model.1 (Log) is the first that is not finite; its inputs are finite\n" in out
     per_sample = re.search(r"^logged per_sample: (.*)$", out, re.M)
