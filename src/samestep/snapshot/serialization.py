@@ -124,17 +124,16 @@ def digest_of(structure: Any, hashes: Mapping[str, str]) -> str:
     return hash_bytes(text.encode())
 
 
-def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Pieces, dict[str, str]]:
-    """Write a safetensors file, one tensor after the other, the widest dtypes first so that all are aligned.
+def lay_out_tensors(
+    tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[str]]:
+    """Return the header of a safetensors file, and the names in the order of their bytes. Reads no values.
 
-    Returns when the file is on the disk. Another thread hashes meanwhile, which takes as long as writing and syncing.
-    Each thread copies at most one tensor at a time, and only if it is on a device or not contiguous.
-
-    Returns:
-        The pieces of the file, and by name the sha256 of each tensor's bytes.
+    Raises:
+        KeyError: the format lacks a tensor's dtype.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    header = {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, tensor in ordered:
         start = end
@@ -146,7 +145,20 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Piec
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    text = struct.pack("<Q", len(text)) + text
+    return struct.pack("<Q", len(text)) + text, [name for name, _ in ordered]
+
+
+def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Pieces, dict[str, str]]:
+    """Write a safetensors file, one tensor after the other, the widest dtypes first so that all are aligned.
+
+    Returns when the file is on the disk. Another thread hashes meanwhile, which takes as long as writing and syncing.
+    Each thread copies at most one tensor at a time, and only if it is on a device or not contiguous.
+
+    Returns:
+        The pieces of the file, and by name the sha256 of each tensor's bytes.
+    """
+    text, names = lay_out_tensors(tensors)
+    ordered = [(name, tensors[name]) for name in names]
     file.write(text)
     hashes: dict[str, str] = {}
 

@@ -15,10 +15,13 @@ from samestep.console import escape
 from samestep.errors import Error
 from samestep.files import open_regular, replacing
 from samestep.snapshot.reading import open_run, open_snapshot, read_run
+from samestep.tools.export_directory import FORMATS, export_directory, parse_size
 from samestep.tools.inspect import WHICH
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from samestep.snapshot.serialization import SavedState
 
 SUFFIXES = (".safetensors", ".pt", ".pth")  # they choose the format
 
@@ -34,15 +37,31 @@ SUFFIXES = (".safetensors", ".pt", ".pth")  # they choose the format
     help="write only this object of run.prepare, such as model or ema; default: the only model and all averages",
 )
 @click.option("--force", is_flag=True, help="replace existing files")
-def run_export(run: str, file: Path, which: int | str, wanted: str | None, force: bool) -> int:
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(FORMATS),
+    help="write a new directory FILE: model*.safetensors as Hugging Face writes them, or a checkpoint of "
+    "torch.distributed.checkpoint (dcp)",
+)
+@click.option("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="of --format safetensors")
+def run_export(
+    run: str, file: Path, which: int | str, wanted: str | None, force: bool, form: str | None, max_shard_size: str
+) -> int:
     """Writes a model's weights under the names of its state_dict.
 
     The suffix of FILE chooses the format: load .safetensors with
     model.load_state_dict(safetensors.torch.load_file(FILE)), .pt and .pth with model.load_state_dict(torch.load(FILE)).
     Each AveragedModel, such as an EMA, is written to a separate file: for FILE model.safetensors, the object ema of
     run.prepare is written to model.ema.safetensors.
+
+    With --format, FILE is a new directory for one object. It is written one tensor at a time, so the model need not fit
+    in memory:
+      samestep export RUN DIR --format safetensors --max-shard-size 2GB    for from_pretrained and run.load_weights
+      samestep export RUN DIR --format dcp                                 for torch.distributed.checkpoint.load
     """
-    if file.suffix not in SUFFIXES:
+    max_bytes = parse_size(max_shard_size)
+    if form is None and file.suffix not in SUFFIXES:
         raise Error(f"{file} ends in none of {', '.join(SUFFIXES)}: name a file that does", code="SS101")
     with open_run(run, which=which) as directory:
         read_run(directory, run)
@@ -54,6 +73,11 @@ def run_export(run: str, file: Path, which: int | str, wanted: str | None, force
                 f"the snapshot holds no {name}: it holds {', '.join(objects)}; name one of them by --object",
                 code="SS705",
             )
+        run_name = os.fsencode(run).decode(errors="replace")
+        if form is not None:
+            metadata = {"run": run_name, "step": str(snapshot.step), "object": name}
+            print(escape(_write_directory(file, form, saved, name, metadata, max_bytes)))
+            return 0
         files = {name: file}
         if wanted is None:
             averages = [other for other, state in objects.items() if other != name and _is_average(state)]
@@ -61,7 +85,6 @@ def run_export(run: str, file: Path, which: int | str, wanted: str | None, force
         existing = [file for file in files.values() if file.exists()]
         if existing and not force:
             raise Error(f"{existing[0]} exists already: name another file, or replace it with --force", code="SS113")
-        run_name = os.fsencode(run).decode(errors="replace")
         for name, file in files.items():
             tensors, others = _take_tensors(saved.fill(objects[name]))
             if not tensors:
@@ -76,6 +99,37 @@ def run_export(run: str, file: Path, which: int | str, wanted: str | None, force
             written = f"{len(tensors)} tensors of {name} after step {snapshot.step}, {num_bytes:,} bytes{without}"
             print(escape(f"{file}: {written}"))
     return 0
+
+
+def _write_directory(
+    path: Path, form: str, saved: "SavedState", name: str, metadata: Mapping[str, str], max_bytes: int
+) -> str:
+    """Write the tensors of an object to a new directory. Returns what was written, in words."""
+    import torch
+
+    objects = saved.contents["objects"]
+    state = objects[name]
+    if _is_average(state):
+        state = unwrap_average(state)
+    entries = state.items() if isinstance(state, dict) else ()
+    outlines = {str(key): value for key, value in entries if isinstance(value, torch.Tensor)}
+    if not outlines:
+        raise Error(f"{name} has no tensors by name: it is not a model; the snapshot holds {', '.join(objects)}")
+    for key, value in outlines.items():
+        if form == "safetensors" and value.dtype in (torch.complex32, torch.complex128):
+            raise Error(f"{key} has the dtype {value.dtype}, which safetensors lacks: pass --format dcp")
+
+    def read(key: str) -> "Tensor":
+        try:
+            tensor: Tensor = saved.fill(outlines[key])
+        except (OSError, EOFError, ValueError) as error:
+            raise Error(f"{key} cannot be read from the snapshot ({error}): name another by --snapshot") from None
+        return tensor.contiguous()
+
+    num_bytes = export_directory(path, form, outlines, read, metadata, max_bytes)
+    left_out = ", ".join(str(key) for key, _ in entries if str(key) not in outlines)
+    without = f", without {left_out}, which the format does not hold" if left_out else ""
+    return f"{path}: {len(outlines)} tensors of {name} after step {metadata['step']}, {num_bytes:,} bytes{without}"
 
 
 def _name_file(file: Path, name: str) -> Path:

@@ -1,0 +1,128 @@
+"""Exports the tensors of a model to a directory, one tensor in memory at a time: Hugging Face's safetensors, or DCP."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from samestep.errors import Error
+from samestep.files import creating_directory, open_regular
+from samestep.snapshot.serialization import lay_out_tensors
+from samestep.tagged import view_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORMATS = ("safetensors", "dcp")
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # as Hugging Face reads them
+
+Read = Callable[[str], "Tensor"]
+
+
+def parse_size(text: str) -> int:
+    """Return a number of bytes, such as `5GB`, which is 5 * 10**9. Raises Error.
+
+    Example::
+
+        >>> parse_size("5GB"), parse_size("1000")
+        (5000000000, 1000)
+    """
+    unit = text[-2:].upper()
+    number = text[:-2] if unit in _UNITS else text
+    if not (number.isascii() and number.isdecimal() and int(number)):
+        raise Error(f"--max-shard-size is {text}: pass a size, such as 5GB or 500MB")
+    return int(number) * _UNITS.get(unit, 1)
+
+
+def export_directory(
+    path: Path, form: str, outlines: Mapping[str, "Tensor"], read: Read, metadata: Mapping[str, str], max_bytes: int
+) -> int:
+    """Write tensors to a new directory, which appears when it is whole. Returns the number of bytes in it.
+
+    Args:
+        form: one of `FORMATS`.
+        outlines: a tensor on the meta device for each name.
+        read: returns the tensor with a name. It is called for one tensor after the other.
+        metadata: for the headers of safetensors.
+        max_bytes: of the tensors in a file of safetensors; a larger tensor has a file of its own.
+
+    Raises:
+        Error: the directory exists and is not empty, or cannot be written.
+    """
+    try:
+        if path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir()))):
+            raise Error(f"{path} exists already: name a new directory")
+        with creating_directory(path) as hidden:
+            if form == "dcp":
+                _write_dcp(hidden, outlines, read)
+            else:
+                _write_safetensors(hidden, outlines, read, metadata, max_bytes)
+            return sum(file.stat().st_size for file in hidden.iterdir())
+    except (OSError, ValueError) as error:  # ValueError: a name that is no UTF-8
+        raise Error(f"{path} cannot be written ({error}): name another directory") from None
+
+
+def split(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """Return the names of the tensors in each file, as `huggingface_hub.split_torch_state_dict_into_shards` does.
+
+    Example::
+
+        >>> split({"a": 3, "b": 9, "c": 3, "d": 4}, 6)
+        [['b'], ['a', 'c'], ['d']]
+    """
+    full: list[list[str]] = []
+    names: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        if size > max_bytes:
+            full.append([name])
+            continue
+        if total + size > max_bytes:
+            full.append(names)
+            names, total = [], 0
+        names.append(name)
+        total = total + size
+    return [*full, names] if names else full
+
+
+def _write_safetensors(
+    directory: Path, outlines: Mapping[str, "Tensor"], read: Read, metadata: Mapping[str, str], max_bytes: int
+) -> None:
+    sizes = {name: outline.numel() * outline.element_size() for name, outline in outlines.items()}
+    shards = split(sizes, max_bytes)
+    weight_map = {}
+    for index, names in enumerate(shards, 1):
+        suffix = f"-{index:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        file = directory / f"model{suffix}.safetensors"
+        weight_map |= dict.fromkeys(names, file.name)
+        header, ordered = lay_out_tensors({name: outlines[name] for name in names}, {"format": "pt", **metadata})
+        with open(file, "xb", opener=open_regular) as opened:
+            opened.write(header)
+            for name in ordered:
+                opened.write(view_bytes(read(name)))
+            opened.flush()
+            os.fsync(opened.fileno())
+    if len(shards) > 1:
+        content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+        (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _write_dcp(directory: Path, outlines: Mapping[str, "Tensor"], read: Read) -> None:
+    """Write with torch's writer. It keeps the tensors of a file in memory, so each tensor has a file of its own."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    class Planner(dcp.DefaultSavePlanner):
+        """Reads a tensor when it is written."""
+
+        def lookup_object(self, index: "dcp.metadata.MetadataIndex") -> "Tensor":
+            return read(index.fqn)
+
+    writer = dcp.FileSystemWriter(directory, single_file_per_rank=False, thread_count=1)
+    try:
+        dcp.save(dict(outlines), storage_writer=writer, planner=Planner(), no_dist=True)
+    except CheckpointException as failure:  # it holds any exception, such as KeyboardInterrupt
+        error, _ = next(iter(failure.failures.values()))
+        raise error from None
