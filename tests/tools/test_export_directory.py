@@ -1,0 +1,132 @@
+"""`samestep export --format`: directories that other programs load, written one tensor at a time."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from samestep.errors import Error
+from samestep.snapshot.store import Store
+from samestep.tools.export import run_export
+from samestep.tools.export_directory import FORMATS, export_directory
+from samestep.train.state.weights import find_files
+
+MB = 1 << 20
+
+
+def write_run(run: Path, state: dict[str, torch.Tensor]) -> Path:
+    run.mkdir()
+    (run / "run.json").write_text(json.dumps({"format": 1, "numbers": {}}))
+    contents = {"objects": {"model": state}, "position": {"step": 5, "epoch": 0}, "state": {}}
+    return Store(run).write(contents, step=5, name=None, meta={})
+
+
+def build_state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    state = {f"layers.{index}.weight": torch.randn(10, 10) for index in range(5)}
+    state["half"] = torch.randn(3, 2, 2, 2).bfloat16().to(memory_format=torch.channels_last)
+    return state | {"tied": state["half"], "count": torch.tensor(7), "empty": torch.zeros(0, 3)}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize(("size", "num_files"), [("1KB", 3), ("100", 6), ("5GB", 1)])
+def test_safetensors_load(size: str, num_files: int, tmp_path: Path) -> None:
+    state = build_state()
+    write_run(tmp_path / "run", state)
+    out = tmp_path / "out"
+    words = [str(tmp_path / "run"), str(out), "--format", "safetensors", "--max-shard-size", size]
+    assert run_export(words) == 0
+    files = find_files(out)
+    assert len(files) == num_files
+    assert_same({name: value for file in files for name, value in load_file(file).items()}, state)
+    index = out / "model.safetensors.index.json"
+    assert index.exists() == (num_files > 1)
+    if index.exists():
+        content = json.loads(index.read_text())
+        assert content["metadata"]["total_size"] == sum(value.nbytes for value in state.values())
+        assert content["weight_map"] == {name: file.name for file in files for name in load_file(file)}
+        assert sorted(files)[0].name == f"model-00001-of-{num_files:05d}.safetensors"
+
+
+def test_dcp_loads(tmp_path: Path) -> None:
+    state = build_state()
+    write_run(tmp_path / "run", state)
+    out = tmp_path / "out"
+    assert run_export([str(tmp_path / "run"), str(out), "--format", "dcp"]) == 0
+    found = {name: torch.zeros_like(value) for name, value in state.items()}
+    dcp.load(found, checkpoint_id=out, no_dist=True)
+    assert_same(found, state)
+    dcp_to_torch_save(out, tmp_path / "model.pt")
+    assert_same(torch.load(tmp_path / "model.pt", weights_only=True), state)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_nothing_is_replaced_and_no_damage_exported(form: str, tmp_path: Path) -> None:
+    snapshot = write_run(tmp_path / "run", build_state())
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(Error, match="out exists already: name a new directory"):
+        run_export([str(tmp_path / "run"), str(tmp_path / "out"), "--format", form])
+    file = max(snapshot.iterdir(), key=lambda each: each.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(Error):
+        run_export([str(tmp_path / "run"), str(tmp_path / "new"), "--format", form])
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "run"]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_a_failure_leaves_nothing(form: str, error: BaseException, tmp_path: Path) -> None:
+    def read(name: str) -> torch.Tensor:
+        if name == "b":
+            raise error
+        return torch.ones(4)
+
+    outlines = {name: torch.ones(4, device="meta") for name in "abc"}
+    expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else Error
+    with pytest.raises(expected):
+        export_directory(tmp_path / "out", form, outlines, read, {}, 16)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_sizes_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(Error, match="--max-shard-size is 5 GBs: pass a size"):
+        run_export([str(tmp_path), str(tmp_path / "out"), "--format", "safetensors", "--max-shard-size", "5 GBs"])
+
+
+PROGRAM = """
+import sys, torch, torch.distributed.checkpoint
+from pathlib import Path
+from samestep.tools.export import run_export
+def peak():
+    return next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM"))
+run, small, out, form = sys.argv[1:]
+run_export([small, out + "-small", "--format", form])  # imports
+before = peak()
+run_export([run, out, "--format", form])
+print((peak() - before) << 10)
+"""
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_memory_is_that_of_a_tensor(form: str, tmp_path: Path) -> None:
+    write_run(tmp_path / "small", {"a": torch.zeros(4)})
+    write_run(tmp_path / "run", {f"w{index}": torch.zeros(2 * MB) for index in range(24)})  # 192 MB, 8 each
+    words = [sys.executable, "-c", PROGRAM, *(str(tmp_path / name) for name in ("run", "small", "out")), form]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=True, env={**os.environ})
+    assert int(done.stdout.split()[-1]) < 40 * MB
