@@ -42,7 +42,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize(("size", "num_files"), [("1KB", 3), ("100", 6), ("5GB", 1)])
+@pytest.mark.parametrize(("size", "num_files"), [("1KB", 3), ("100", 7), ("5GB", 1)])
 def test_safetensors_load(size: str, num_files: int, tmp_path: Path) -> None:
     state = build_state()
     write_run(tmp_path / "run", state)

@@ -91,7 +91,7 @@ def _write_safetensors(
 ) -> None:
     sizes = {name: outline.numel() * outline.element_size() for name, outline in outlines.items()}
     shards = split(sizes, max_bytes)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index, names in enumerate(shards, 1):
         suffix = f"-{index:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
         file = directory / f"model{suffix}.safetensors"
@@ -111,18 +111,21 @@ def _write_safetensors(
 
 def _write_dcp(directory: Path, outlines: Mapping[str, "Tensor"], read: Read) -> None:
     """Write with torch's writer. It keeps the tensors of a file in memory, so each tensor has a file of its own."""
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.state_dict_saver import save
 
-    class Planner(dcp.DefaultSavePlanner):
+    class Planner(DefaultSavePlanner):
         """Reads a tensor when it is written."""
 
-        def lookup_object(self, index: "dcp.metadata.MetadataIndex") -> "Tensor":
+        def lookup_object(self, index: MetadataIndex) -> "Tensor":
             return read(index.fqn)
 
-    writer = dcp.FileSystemWriter(directory, single_file_per_rank=False, thread_count=1)
+    writer = FileSystemWriter(directory, single_file_per_rank=False, thread_count=1)
     try:
-        dcp.save(dict(outlines), storage_writer=writer, planner=Planner(), no_dist=True)
+        save(dict(outlines), storage_writer=writer, planner=Planner(), no_dist=True)
     except CheckpointException as failure:  # it holds any exception, such as KeyboardInterrupt
         error, _ = next(iter(failure.failures.values()))
         raise error from None
