@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from promises.trial import Outcome, Trial, resume_is_from
+from safetensors.torch import load_file
 from support.runs import ask
 from support.selection import one_in
 from support.tiny import Tiny, tiny_run
@@ -219,7 +221,16 @@ def test_tools_read_the_files_of_all_ranks(tmp_path: Path) -> None:
     ask("inspect", tmp_path / "b", "--check")
     for name in "abc":
         ask("export", tmp_path / name, tmp_path / f"{name}.safetensors")
+        for form in ("safetensors", "dcp"):
+            ask("export", tmp_path / name, tmp_path / f"{name}-{form}", "--format", form)
     weights = [(tmp_path / f"{name}.safetensors").read_bytes() for name in "abc"]
     assert [each[-20:] for each in weights] == [weights[0][-20:]] * 3  # the header names the run
+    whole = load_file(tmp_path / "a.safetensors")
+    for name in "abc":
+        found = {key: torch.zeros_like(value) for key, value in whole.items()}
+        torch.distributed.checkpoint.load(found, checkpoint_id=tmp_path / f"{name}-dcp", no_dist=True)
+        for each in (found, load_file(tmp_path / f"{name}-safetensors" / "model.safetensors")):
+            assert each.keys() == whole.keys()
+            assert all(torch.equal(each[key], value) for key, value in whole.items())
     for name in "bc":
         ask("diff", tmp_path / "a", tmp_path / name)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -90,18 +91,30 @@ def test_nothing_is_replaced_and_no_damage_exported(form: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-def test_a_failure_leaves_nothing(form: str, error: BaseException, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_nothing(form: str, tmp_path: Path) -> None:
     def read(name: str) -> torch.Tensor:
         if name == "b":
-            raise error
+            os.kill(os.getpid(), signal.SIGINT)
         return torch.ones(4)
 
     outlines = {name: torch.ones(4, device="meta") for name in "abc"}
-    expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else Error
-    with pytest.raises(expected):
+    with pytest.raises(KeyboardInterrupt):
         export_directory(tmp_path / "out", form, outlines, read, {}, 16)
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_file_that_cannot_be_written_leaves_nothing(form: str, tmp_path: Path) -> None:
+    write_run(tmp_path / "run", {"a": torch.zeros(4), "w": torch.zeros(MB)})
+    words = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", form]
+    program = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+    program += "from samestep.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert f"{tmp_path / 'out'} cannot be written" in done.stderr
+    assert "File too large" in done.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
 
 
 def test_sizes_are_checked(tmp_path: Path) -> None:
@@ -124,9 +137,9 @@ print((peak() - before) << 10)
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_memory_is_that_of_a_tensor(form: str, tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_model(form: str, tmp_path: Path) -> None:
     write_run(tmp_path / "small", {"a": torch.zeros(4)})
-    write_run(tmp_path / "run", {f"w{index}": torch.zeros(2 * MB) for index in range(24)})  # 192 MB, 8 each
+    write_run(tmp_path / "run", {f"w{index}": torch.zeros(2 * MB) for index in range(48)})  # 384 MB, 8 each
     words = [sys.executable, "-c", PROGRAM, *(str(tmp_path / name) for name in ("run", "small", "out")), form]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=True, env={**os.environ})
-    assert int(done.stdout.split()[-1]) < 40 * MB
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=True)
+    assert int(done.stdout.split()[-1]) < 96 * MB  # malloc keeps some of what was freed

@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,7 +126,13 @@ def _write_dcp(directory: Path, outlines: Mapping[str, "Tensor"], read: Read) ->
 
     writer = FileSystemWriter(directory, single_file_per_rank=False, thread_count=1)
     try:
-        save(dict(outlines), storage_writer=writer, planner=Planner(), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is the intent
+            save(dict(outlines), storage_writer=writer, planner=Planner(), no_dist=True)
     except CheckpointException as failure:  # it holds any exception, such as KeyboardInterrupt
         error, _ = next(iter(failure.failures.values()))
-        raise error from None
+        cause: BaseException | None = error
+        # torch.save raises RuntimeError while it handles that of the file, or a signal.
+        while cause is not None and not isinstance(cause, (OSError, Error, KeyboardInterrupt)):
+            cause = cause.__context__
+        raise cause or error from None
