@@ -25,6 +25,7 @@ FOLDERS = (
 # Feature -> its modules and packages, if they are several or not in FOLDERS.
 PARTS = {
     "second opinions": ["checks"],
+    "tools.export": ["tools.export", "tools.export_directory"],
     "copies on other nodes": ["snapshot.node_replication"],
     "runs at URLs": ["snapshot.object_store", "snapshot.remote_location"],
     "ssh": ["launch.ssh_launcher", "launch.ssh_node"],

@@ -114,16 +114,20 @@ def _write_directory(
     entries = state.items() if isinstance(state, dict) else ()
     outlines = {str(key): value for key, value in entries if isinstance(value, torch.Tensor)}
     if not outlines:
-        raise Error(f"{name} has no tensors by name: it is not a model; the snapshot holds {', '.join(objects)}")
+        raise Error(
+            f"{name} has no tensors by name: it is not a model; the snapshot holds {', '.join(objects)}", code="SS705"
+        )
     for key, value in outlines.items():
         if form == "safetensors" and value.dtype in (torch.complex32, torch.complex128):
-            raise Error(f"{key} has the dtype {value.dtype}, which safetensors lacks: pass --format dcp")
+            raise Error(f"{key} has the dtype {value.dtype}, which safetensors lacks: pass --format dcp", code="SS101")
 
     def read(key: str) -> "Tensor":
         try:
             tensor: Tensor = saved.fill(outlines[key])
         except (OSError, EOFError, ValueError) as error:
-            raise Error(f"{key} cannot be read from the snapshot ({error}): name another by --snapshot") from None
+            raise Error(
+                f"{key} cannot be read from the snapshot ({error}): name another by --snapshot", code="SS410"
+            ) from None
         return tensor.contiguous()
 
     num_bytes = export_directory(path, form, outlines, read, metadata, max_bytes)

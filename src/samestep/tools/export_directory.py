@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samestep.errors import Error
-from samestep.files import creating_directory, open_regular
+from samestep.files import creating_directory, open_regular, replace_file
 from samestep.snapshot.serialization import lay_out_tensors
 from samestep.tagged import view_bytes
 
@@ -32,7 +32,7 @@ def parse_size(text: str) -> int:
     unit = text[-2:].upper()
     number = text[:-2] if unit in _UNITS else text
     if not (number.isascii() and number.isdecimal() and int(number)):
-        raise Error(f"--max-shard-size is {text}: pass a size, such as 5GB or 500MB")
+        raise Error(f"--max-shard-size is {text}: pass a size, such as 5GB or 500MB", code="SS101")
     return int(number) * _UNITS.get(unit, 1)
 
 
@@ -53,7 +53,7 @@ def export_directory(
     """
     try:
         if path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir()))):
-            raise Error(f"{path} exists already: name a new directory")
+            raise Error(f"{path} exists already: name a new directory", code="SS113")
         with creating_directory(path) as hidden:
             if form == "dcp":
                 _write_dcp(hidden, outlines, read)
@@ -61,7 +61,7 @@ def export_directory(
                 _write_safetensors(hidden, outlines, read, metadata, max_bytes)
             return sum(file.stat().st_size for file in hidden.iterdir())
     except (OSError, ValueError) as error:  # ValueError: a name that is no UTF-8
-        raise Error(f"{path} cannot be written ({error}): name another directory") from None
+        raise Error(f"{path} cannot be written ({error}): name another directory", code="SS113") from None
 
 
 def split(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
@@ -107,7 +107,7 @@ def _write_safetensors(
     if len(shards) > 1:
         content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-        (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        replace_file(directory / "model.safetensors.index.json", text.encode(), sync=True)
 
 
 def _write_dcp(directory: Path, outlines: Mapping[str, "Tensor"], read: Read) -> None:
