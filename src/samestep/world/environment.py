@@ -230,8 +230,8 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         raise InvalidValue(
             f"WORLD_SIZE is {world_size} and {missing_address[0]} is not set: start the ranks with samestep launch or "
             "torchrun, or set both to the address of rank 0",
-            rank=rank,
-            code="SS506",  # this rank cannot connect to the others to agree on one that reports
+            rank=rank,  # this rank cannot connect to the others to agree on one that reports
+            code="SS506",
         )
     local_rank = number("LOCAL_RANK", rank)
     local_world_size = number("LOCAL_WORLD_SIZE", world_size)
