@@ -4,7 +4,7 @@ import io
 import os
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,10 +73,9 @@ def run_export(
                 f"the snapshot holds no {name}: it holds {', '.join(objects)}; name one of them by --object",
                 code="SS705",
             )
-        run_name = os.fsencode(run).decode(errors="replace")
+        source = {"run": os.fsencode(run).decode(errors="replace"), "step": str(snapshot.step)}
         if form is not None:
-            metadata = {"run": run_name, "step": str(snapshot.step), "object": name}
-            print(escape(_write_directory(file, form, saved, name, metadata, max_bytes)))
+            print(escape(_write_directory(file, form, saved, name, source | {"object": name}, max_bytes)))
             return 0
         files = {name: file}
         if wanted is None:
@@ -85,19 +84,15 @@ def run_export(
         existing = [file for file in files.values() if file.exists()]
         if existing and not force:
             raise Error(f"{existing[0]} exists already: name another file, or replace it with --force", code="SS113")
+        import torch  # slow; after the checks
+
         for name, file in files.items():
-            tensors, others = _take_tensors(saved.fill(objects[name]))
-            if not tensors:
-                raise Error(
-                    f"{name} has no tensors by name: it is not a model; the snapshot holds {', '.join(objects)}",
-                    code="SS705",
-                )
+            found, others = _find_tensors(name, saved.fill(objects[name]), objects)
+            tensors = {key: value.clone(memory_format=torch.contiguous_format) for key, value in found.items()}
             kept = {} if file.suffix == ".safetensors" else {key: v for key, v in others.items() if _is_loadable(v)}
-            num_bytes = _write(file, tensors | kept, {"run": run_name, "step": str(snapshot.step), "object": name})
-            left_out = ", ".join(others.keys() - kept.keys())
-            without = f", without {left_out}, which the format does not hold" if left_out else ""
-            written = f"{len(tensors)} tensors of {name} after step {snapshot.step}, {num_bytes:,} bytes{without}"
-            print(escape(f"{file}: {written}"))
+            metadata = source | {"object": name}
+            num_bytes = _write(file, tensors | kept, metadata)
+            print(escape(_describe(file, len(tensors), metadata, num_bytes, others.keys() - kept.keys())))
     return 0
 
 
@@ -108,15 +103,7 @@ def _write_directory(
     import torch
 
     objects = saved.contents["objects"]
-    state = objects[name]
-    if _is_average(state):
-        state = unwrap_average(state)
-    entries = state.items() if isinstance(state, dict) else ()
-    outlines = {str(key): value for key, value in entries if isinstance(value, torch.Tensor)}
-    if not outlines:
-        raise Error(
-            f"{name} has no tensors by name: it is not a model; the snapshot holds {', '.join(objects)}", code="SS705"
-        )
+    outlines, others = _find_tensors(name, objects[name], objects)
     for key, value in outlines.items():
         if form == "safetensors" and value.dtype in (torch.complex32, torch.complex128):
             raise Error(f"{key} has the dtype {value.dtype}, which safetensors lacks: pass --format dcp", code="SS101")
@@ -131,9 +118,16 @@ def _write_directory(
         return tensor.contiguous()
 
     num_bytes = export_directory(path, form, outlines, read, metadata, max_bytes)
-    left_out = ", ".join(str(key) for key, _ in entries if str(key) not in outlines)
-    without = f", without {left_out}, which the format does not hold" if left_out else ""
-    return f"{path}: {len(outlines)} tensors of {name} after step {metadata['step']}, {num_bytes:,} bytes{without}"
+    return _describe(path, len(outlines), metadata, num_bytes, others)
+
+
+def _describe(
+    path: Path, num_tensors: int, metadata: Mapping[str, str], num_bytes: int, left_out: Collection[str]
+) -> str:
+    """Describe what was written. `left_out`: entries of the state that were not."""
+    without = f", without {', '.join(left_out)}, which the format does not hold" if left_out else ""
+    what = f"{num_tensors} tensors of {metadata['object']} after step {metadata['step']}"
+    return f"{path}: {what}, {num_bytes:,} bytes{without}"
 
 
 def _name_file(file: Path, name: str) -> Path:
@@ -165,18 +159,23 @@ def unwrap_average(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key.removeprefix("module."): value for key, value in state.items() if key != "n_averaged"}
 
 
-def _take_tensors(state: Any) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
-    """Copy the tensors of a module's state_dict. Returns them and the other entries."""
+def _find_tensors(name: str, state: Any, objects: Mapping[str, Any]) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
+    """Return the tensors of a module's state_dict, and the other entries. Tied weights are under each of their names.
+
+    Raises:
+        Error: the object `name` of the snapshot's `objects` is not a model.
+    """
     import torch
 
-    if not isinstance(state, dict):
-        return {}, {}
     if _is_average(state):
         state = unwrap_average(state)
-    tensors = {str(key): value for key, value in state.items() if isinstance(value, torch.Tensor)}
-    # Tied weights are written under each of their names, as readers of safetensors expect.
-    others = {str(key): value for key, value in state.items() if str(key) not in tensors}
-    return {key: value.clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}, others
+    entries = state.items() if isinstance(state, dict) else ()
+    tensors = {str(key): value for key, value in entries if isinstance(value, torch.Tensor)}
+    if not tensors:
+        raise Error(
+            f"{name} has no tensors by name: it is not a model; the snapshot holds {', '.join(objects)}", code="SS705"
+        )
+    return tensors, {str(key): value for key, value in entries if str(key) not in tensors}
 
 
 def _is_loadable(value: Any) -> bool:
