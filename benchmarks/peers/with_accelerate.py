@@ -1,18 +1,35 @@
-"""Accelerate, as in its example for checkpoints by step: `save_state`, `load_state` and `skip_first_batches`."""
+"""Accelerate, as in its guide to checkpoints: `save_state`, `load_state` and `skip_first_batches`.
+
+The variant "seedable" uses Accelerate's seedable sampler, and "generator" gives the loader a generator of its own, too.
+"""
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, set_seed
-from task import DIRECTORY, LR, NUM_EPOCHS, PER_PROCESS, SAVE_EVERY_STEPS, Numbers, build_model, finish_run, finish_step
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
+from task import (
+    DIRECTORY,
+    LR,
+    NUM_EPOCHS,
+    PER_PROCESS,
+    SAVE_EVERY_STEPS,
+    VARIANT,
+    Numbers,
+    build_model,
+    finish_run,
+    finish_step,
+    leave,
+)
 from torch.utils.data import DataLoader
 
 project = ProjectConfiguration(project_dir=DIRECTORY, automatic_checkpoint_naming=True)
-accelerator = Accelerator(cpu=True, project_config=project)
+dataloader_config = DataLoaderConfiguration(use_seedable_sampler=VARIANT in ("seedable", "generator"))
+accelerator = Accelerator(cpu=True, project_config=project, dataloader_config=dataloader_config)
 set_seed(0)
 model = build_model()
 optimizer = torch.optim.Adam(model.parameters(), lr=LR)
-loader = DataLoader(Numbers(), batch_size=PER_PROCESS, shuffle=True)
+generator = torch.Generator() if VARIANT == "generator" else None
+loader = DataLoader(Numbers(), batch_size=PER_PROCESS, shuffle=True, generator=generator)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 steps_done = 0
 saved = sorted((DIRECTORY / "checkpoints").glob("checkpoint_*"), key=lambda path: int(path.name.rpartition("_")[2]))
@@ -31,6 +48,6 @@ for epoch in range(steps_done // len(loader), NUM_EPOCHS):
         steps_done += 1
         if steps_done % SAVE_EVERY_STEPS == 0:
             accelerator.save_state()
-        finish_step(steps_done, indices)
+        finish_step(steps_done, indices, accelerator.unwrap_model(model))
 finish_run(accelerator.unwrap_model(model))
-accelerator.end_training()
+leave()

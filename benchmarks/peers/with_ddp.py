@@ -4,8 +4,8 @@ import os
 
 import torch
 import torch.nn.functional as F
-from task import DIRECTORY, LR, NUM_EPOCHS, PER_PROCESS, RANK, Numbers, build_model, finish_run, finish_step
-from torch.distributed import destroy_process_group, init_process_group
+from task import DIRECTORY, LR, NUM_EPOCHS, PER_PROCESS, RANK, Numbers, build_model, finish_run, finish_step, leave
+from torch.distributed import init_process_group
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -37,7 +37,7 @@ class Trainer:
             self.optimizer.zero_grad()
             F.mse_loss(self.model(source), targets).backward()
             self.optimizer.step()
-            finish_step(epoch * len(self.train_data) + i + 1, indices)
+            finish_step(epoch * len(self.train_data) + i + 1, indices, self.model.module)
 
     def train(self, max_epochs: int) -> None:
         for epoch in range(self.epochs_run, max_epochs):
@@ -53,4 +53,4 @@ loader = DataLoader(data, batch_size=PER_PROCESS, shuffle=False, sampler=Distrib
 trainer = Trainer(build_model(), loader, str(DIRECTORY / "snapshot.pt"))
 trainer.train(NUM_EPOCHS)
 finish_run(trainer.model.module)
-destroy_process_group()
+leave()

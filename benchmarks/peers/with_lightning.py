@@ -1,4 +1,7 @@
-"""Lightning: a checkpoint every 10 steps, and `ckpt_path="last"`."""
+"""Lightning: checkpoints by step, and `ckpt_path="last"`.
+
+The variant "stateful" uses torchdata's loader and sampler, whose state is in the checkpoints.
+"""
 
 import logging
 
@@ -11,14 +14,19 @@ from task import (
     LR,
     NUM_EPOCHS,
     PER_PROCESS,
+    RANK,
     SAVE_EVERY_STEPS,
+    VARIANT,
     WORLD_SIZE,
     Numbers,
     build_model,
     finish_run,
     finish_step,
+    leave,
 )
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -33,7 +41,7 @@ class Module(lightning.LightningModule):
         return F.mse_loss(self.model(source), targets)
 
     def on_train_batch_end(self, outputs: object, batch: list[torch.Tensor], batch_idx: int) -> None:
-        finish_step(self.trainer.global_step, batch[2])
+        finish_step(self.trainer.global_step, batch[2], self.model)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=LR)
@@ -54,6 +62,12 @@ trainer = lightning.Trainer(
     enable_model_summary=False,
 )
 module = Module()
-loader = DataLoader(Numbers(), batch_size=PER_PROCESS, shuffle=True)
+data = Numbers()
+if VARIANT == "stateful":
+    sampler = StatefulDistributedSampler(data, num_replicas=WORLD_SIZE, rank=RANK)
+    loader = StatefulDataLoader(data, batch_size=PER_PROCESS, sampler=sampler)
+else:
+    loader = DataLoader(data, batch_size=PER_PROCESS, shuffle=True)
 trainer.fit(module, loader, ckpt_path="last" if list((DIRECTORY / "checkpoints").glob("*.ckpt")) else None)
 finish_run(module.model)
+leave()

@@ -1,4 +1,4 @@
-"""samestep: a snapshot every 10 steps."""
+"""samestep: snapshots by step."""
 
 import torch
 import torch.nn.functional as F
@@ -17,5 +17,5 @@ for epoch in run.epochs(Numbers(), NUM_EPOCHS):
             step.backward(F.mse_loss(model(source), targets))
             used.append(indices)
         optimizer.step()
-        finish_step(step.number + 1, torch.cat(used))
+        finish_step(step.number + 1, torch.cat(used), model)
 finish_run(model)

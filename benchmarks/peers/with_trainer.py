@@ -1,7 +1,5 @@
-"""Hugging Face Trainer: a checkpoint every 10 steps, and `resume_from_checkpoint`."""
+"""Hugging Face Trainer: checkpoints by step, and `resume_from_checkpoint`."""
 
-import os
-import sys
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from task import (
     build_model,
     finish_run,
     finish_step,
+    leave,
 )
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint, set_seed
@@ -34,7 +33,7 @@ class Model(torch.nn.Module):
 
 class Recorder(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        finish_step(state.global_step, model.indices)
+        finish_step(state.global_step, model.indices, model.model)
 
 
 def collate(samples: list[tuple[torch.Tensor, torch.Tensor, int]]) -> dict[str, torch.Tensor]:
@@ -61,5 +60,4 @@ trainer.train(
     resume_from_checkpoint=get_last_checkpoint(arguments.output_dir) if list(DIRECTORY.glob("checkpoints/*")) else None
 )
 finish_run(model.model)
-sys.stdout.flush()
-os._exit(0)  # threads of gloo that still run abort the end of the interpreter in some starts
+leave()
