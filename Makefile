@@ -33,7 +33,7 @@ docs: $(VENV)/installed-docs
 # Compare five trainers under the same faults, in a separate environment: make peers ARGS="--write" updates docs/peers.md.
 peers:
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/pip install --quiet "$(TORCH)" --editable . accelerate lightning transformers
+	.venv-peers/bin/pip install --quiet "$(TORCH)" --editable . accelerate lightning torchdata transformers
 	.venv-peers/bin/python benchmarks/peers/compare.py $(ARGS)
 
 # Run the tests that need a GPU. One is enough: ranks share it.

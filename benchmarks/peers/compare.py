@@ -37,6 +37,7 @@ TRAINERS = {  # SCRIPT or SCRIPT-VARIANT -> name, packages; the version of the f
     "accelerate-generator": ("Accelerate {}, seedable sampler and a generator", ("accelerate",)),
     "lightning": ("Lightning {}", ("lightning",)),
     "lightning-stateful": ("Lightning {}, stateful loader and sampler", ("lightning", "torchdata")),
+    "lightning-between": ("Lightning {}, stateful, no checkpoint at an epoch's end", ("lightning", "torchdata")),
     "trainer": ("Hugging Face Trainer {}", ("transformers", "accelerate")),
     "samestep": ("samestep", ("samestep",)),
 }

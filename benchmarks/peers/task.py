@@ -4,6 +4,7 @@ import hashlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,7 +13,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS, LR = 640, 32, 5, 1e-2
-SAVE_EVERY_STEPS = 12  # an epoch has 20: some snapshots are taken within an epoch, some at its end
+SAVE_EVERY_STEPS = 12  # an epoch has 20: most snapshots are taken within an epoch, the one at step 60 at its end
+STEP_S = 0.03  # added to each step: real steps take long enough for snapshots that are written in the background
 DIRECTORY = Path(os.environ.get("PEERS_DIRECTORY", "."))
 VARIANT = os.environ.get("PEERS_VARIANT", "")  # of a script that trains in more than one way
 KILLS = [int(step) for step in os.environ.get("PEERS_KILLS", "").split(",") if step]
@@ -59,6 +61,7 @@ def finish_step(number: int, indices: torch.Tensor, model: nn.Module) -> None:
     """Record the weights before and after a step, and the samples that this process has used in it. At each step of
     `PEERS_KILLS`, counted from 1, the last rank ends by SIGKILL the first time that it gets there.
     """
+    time.sleep(STEP_S)
     weights.append(hash_weights(model))
     with (DIRECTORY / f"steps-{RANK}").open("a") as file:
         file.write(f"{weights[-2]} {weights[-1]} {','.join(map(str, indices.tolist()))}\n")

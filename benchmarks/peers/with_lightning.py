@@ -1,6 +1,7 @@
 """Lightning: checkpoints by step, and `ckpt_path="last"`.
 
-The variant "stateful" uses torchdata's loader and sampler, whose state is in the checkpoints.
+The variant "stateful" uses torchdata's loader and sampler, whose state is in the checkpoints; "between" uses them, too,
+and saves every 11 steps, which is never at the end of an epoch.
 """
 
 import logging
@@ -48,8 +49,9 @@ class Module(lightning.LightningModule):
 
 
 lightning.seed_everything(0, verbose=False)
+save_every_steps = 11 if VARIANT == "between" else SAVE_EVERY_STEPS
 checkpoints = ModelCheckpoint(
-    DIRECTORY / "checkpoints", save_last=True, save_top_k=-1, every_n_train_steps=SAVE_EVERY_STEPS
+    DIRECTORY / "checkpoints", save_last=True, save_top_k=-1, every_n_train_steps=save_every_steps
 )
 trainer = lightning.Trainer(
     accelerator="cpu",
@@ -63,7 +65,7 @@ trainer = lightning.Trainer(
 )
 module = Module()
 data = Numbers()
-if VARIANT == "stateful":
+if VARIANT in ("stateful", "between"):
     sampler = StatefulDistributedSampler(data, num_replicas=WORLD_SIZE, rank=RANK)
     loader = StatefulDataLoader(data, batch_size=PER_PROCESS, sampler=sampler)
 else:
