@@ -14,7 +14,8 @@ from torch.utils.data import Dataset
 
 NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS, LR = 640, 32, 5, 1e-2
 SAVE_EVERY_STEPS = 12  # an epoch has 20: most snapshots are taken within an epoch, the one at step 60 at its end
-STEP_S = 0.03  # added to each step: real steps take long enough for snapshots that are written in the background
+# Added to each step: the steps of real training are long enough for snapshots that are written in the background.
+STEP_S = float(os.environ.get("PEERS_STEP_S", "0.03"))
 DIRECTORY = Path(os.environ.get("PEERS_DIRECTORY", "."))
 VARIANT = os.environ.get("PEERS_VARIANT", "")  # of a script that trains in more than one way
 KILLS = [int(step) for step in os.environ.get("PEERS_KILLS", "").split(",") if step]
