@@ -130,3 +130,65 @@ def test_a_loop_after_restore(tmp_path: Path) -> None:
             Tiny().run.restore("best")
 
     samestep.spawn(refuse, 1)
+
+
+class Calling(Net):
+    """Computes with its parameters in `forward` only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) + self.layer.weight.sum()
+
+
+def train_and_restore(run_dir: Path, has_loop: bool = True) -> list[Any]:
+    """Return scores of the model and of its average at the end, and restored, with what the state has besides."""
+    tiny: Any = Tiny(
+        run_dir, batch_size=8, micro_batch_size=2, model=Calling, optimizer=lambda params: torch.optim.Adam(params, 0.1),
+        objects=lambda t: {"average": AveragedModel(t.model)},
+    )  # fmt: skip
+    run, model = tiny.run, tiny.model
+    data = torch.arange(32.0).view(16, 2).sin()
+
+    def score() -> list[Any]:
+        return [
+            run.evaluate(lambda x: {"mean": each(x).mean()}, data)["mean"].hex() for each in (model, tiny.average)
+        ]
+
+    def then(t: Tiny) -> None:
+        update(t)
+        tiny.average.update_parameters(model)
+        if t.step.number == 2:
+            run.snapshot("best")
+
+    if has_loop:
+        tiny.train(num_steps=6, data=data, then=then, body=lambda t, x: t.step.backward(model(x).square().mean()))
+    found = [score()]
+    for which, *names in (["best", "model"], ["best"], ["latest"]):
+        model(data)  # gathers parameters
+        run.restore(which, *names)
+        found += [[*score(), model.norm.running_mean.tolist()]]
+    return found
+
+
+@pytest.mark.parametrize("shard", ["fsdp2", "optimizer"])
+def test_sharded_models(shard: str, tmp_path: Path) -> None:
+    """In the run, and in a later start without any steps left."""
+    alone = samestep.spawn(train_and_restore, 1, (tmp_path / "alone",))
+    env = {"SAMESTEP_SHARD": shard}
+    assert samestep.spawn(train_and_restore, 3, (tmp_path / "run",), env=env) == alone
+    assert samestep.spawn(train_and_restore, 2, (tmp_path / "run", False), env=env) == alone
+    end, *restored = alone
+    assert restored[0][:2] not in (end, restored[1][:2])
+    assert restored[2][:2] == end
+
+
+def restore_grown(run_dir: Path) -> None:
+    tiny = Tiny(run_dir, model=Calling).train(num_steps=1, data=torch.ones(8, 2))
+    tiny.model.register_buffer("extra", torch.zeros(2))
+    with pytest.raises(samestep.RunDirectoryError, match=r"does not take its state .*Missing key.*extra"):
+        tiny.run.restore("latest")
+
+
+def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
+    """Every rank says so."""
+    samestep.spawn(restore_grown, 2, (tmp_path / "run",), env={"SAMESTEP_SHARD": "fsdp2"})

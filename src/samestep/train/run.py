@@ -686,12 +686,6 @@ class Run:
         """
         self._check_call("run.restore", "call it after the loop")
         prepared = self._check_prepared("run.restore")
-        if prepared.gradients.plan.shards is not None:
-            raise UsageError(
-                'run.restore is not available with shard="fsdp2": start the script again with resume= and the name of '
-                "the snapshot, or read it with samestep export",
-                code="SS608",
-            )
         if self._state.is_in_loop:
             raise UsageError(
                 "run.restore in the loop would change what is trained: call it after the loop", code="SS221"
@@ -699,6 +693,8 @@ class Run:
         context = self._context
         calls.wait_for_call(context.group, calls.RESTORE)
         self._services.snapshotter.wait_until_written()
+        if (shards := prepared.gradients.plan.shards) is not None:
+            shards.models.free_gathered()
         may_lack = self._interceptors.is_trial
         is_loaded = restore_models(context.location, prepared.modules, names, which, context.group, may_lack=may_lack)
         self._is_recalled = is_loaded and self._loop is None

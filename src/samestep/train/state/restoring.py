@@ -11,8 +11,12 @@ from samestep.engine.precision import Precision
 from samestep.errors import Error, InvalidType, InvalidValue, RunDirectoryError, UsageError
 from samestep.snapshot.location import RunLocation
 from samestep.snapshot.run_record import OVERRIDE, StartOptions, describe_changes
+from samestep.snapshot.serialization import SavedState
 from samestep.snapshot.store import Store
+from samestep.tagged import find_dtype, name_dtype
+from samestep.torch_internals import is_sharded
 from samestep.train.state.optimizer_settings import Override, find_changed, read_settings
+from samestep.train.state.sharded_state import shard_as
 from samestep.train.state.stateful import Objects, list_params, name_optimizers, unwrap
 from samestep.world.environment import advise
 from samestep.world.group import Group
@@ -246,7 +250,8 @@ def restore_models(
 ) -> bool:
     """Load the parameters and buffers of a snapshot into models, in place. On all ranks.
 
-    Only rank 0 reads the snapshot, and sends it to the others, because other nodes may not have it.
+    Only rank 0 reads the snapshot, and sends it to the others, because other nodes may not have it. Of a sharded model,
+    it sends one tensor at a time, of which each rank keeps its rows.
 
     Args:
         known: the run's models.
@@ -271,7 +276,12 @@ def restore_models(
                 code="SS101",
             )
     modules = {name: known[name] for name in names or known}
+    sharded = {
+        name: module for name, module in modules.items() if any(is_sharded(each) for each in module.parameters())
+    }
+    whole = {name: module for name, module in modules.items() if name not in sharded}
     store = Store(location.path, location.named)
+    opened: list[SavedState] = []
 
     def read_and_load() -> dict[str, dict[str, Any]] | None:
         if may_lack and not any(each.matches(which) for each in store.snapshots()):
@@ -280,19 +290,52 @@ def restore_models(
         if found is None:
             raise RunDirectoryError(f"there is no snapshot in {location.shown} yet", code="SS411")
         snapshot = store.open(found)
-        saved = snapshot.fill({name: snapshot.contents["objects"][name] for name in modules})
-        load(modules, saved)
-        return {name: {k: v for k, v in saved[name].items() if not isinstance(v, Tensor)} for name in modules}
+        opened.append(snapshot)
+        objects = snapshot.contents["objects"]
+        load(whole, snapshot.fill({name: objects[name] for name in whole}))
+        # Such as extra_state; few modules have any.
+        return {
+            name: snapshot.fill({key: value for key, value in objects[name].items() if not isinstance(value, Tensor)})
+            for name in modules
+        }
 
-    others = group.once(read_and_load)  # such as extra_state; few modules have any
+    others = group.once(read_and_load)
     if others is None:
         return False
-    for name, module in modules.items():
+    for name, module in whole.items():
         if group.rank != 0 and others[name]:
             module.load_state_dict({**module.state_dict(), **others[name]})
-    tensors = [each for module in modules.values() for each in module.state_dict().values()]
+    tensors = [each for module in whole.values() for each in module.state_dict().values()]
     group.broadcast_tensors([each for each in tensors if isinstance(each, Tensor)])
+    for name, module in sharded.items():
+        load({name: module}, {name: _receive_shards(name, module, others[name], opened, group)})
     return True
+
+
+def _receive_shards(
+    name: str, module: nn.Module, others: Mapping[str, Any], opened: Sequence[SavedState], group: Group
+) -> dict[str, Any]:
+    """Return the state of a sharded model in a snapshot, with this rank's rows. On all ranks.
+
+    Args:
+        others: what is no tensor in the state.
+        opened: the snapshot, on rank 0.
+    """
+    saved: Mapping[str, Tensor] = {}
+    outlines: list[tuple[str, str, list[int]]] = []
+    if opened:
+        saved = {k: v for k, v in opened[0].contents["objects"][name].items() if isinstance(v, Tensor)}
+        outlines = [(key, name_dtype(value.dtype), [*value.shape]) for key, value in saved.items()]
+    state: dict[str, Any] = module.state_dict()
+    received: dict[str, Any] = {**others}
+    for key, dtype, shape in group.broadcast(outlines):
+        tensor = opened[0].fill(saved[key]) if opened else torch.empty(shape, dtype=find_dtype(dtype))
+        group.broadcast_tensors([tensor])
+        received[key] = shard_as(state.get(key), tensor)
+    for key in state.keys() - received.keys():
+        del state[key]
+    state.update(received)
+    return state
 
 
 def _list(keys: set[str]) -> str:

@@ -55,6 +55,15 @@ def has_parts(thing: Any) -> bool:
     return any(is_partial(param) or is_sharded(param) for param in params)
 
 
+def shard_as(param: Any, value: Any) -> Any:
+    """Return a tensor with the shape of a sharded one with the same sharding; any other value as it is."""
+    if not is_sharded(param) or not isinstance(value, Tensor) or is_sharded(value) or value.shape != param.shape:
+        return value
+    first = find_first_row(param)
+    own = value[first : first + len(get_local(param))]
+    return shard_like(param, own.to(param.device, copy=True))
+
+
 def check_own_calls(modules: Mapping[str, nn.Module], shard: str | None) -> None:
     """Refuse models that the script has given to `fully_shard` in a run of another mode. Raises InvalidValue.
 
@@ -290,16 +299,7 @@ def _replace_params(optimizer: Optimizer, sharded: Mapping[int, nn.Parameter]) -
     optimizer.state.clear()
     for param, state in states:
         new = sharded[id(param)]
-        optimizer.state[new] = {key: _shard_as(new, value) for key, value in state.items()}
-
-
-def _shard_as(param: Any, value: Any) -> Any:
-    """Return a tensor with the shape of a sharded one with the same sharding; any other value as it is."""
-    if not is_sharded(param) or not isinstance(value, Tensor) or is_sharded(value) or value.shape != param.shape:
-        return value
-    first = find_first_row(param)
-    own = value[first : first + len(get_local(param))]
-    return shard_like(param, own.to(param.device, copy=True))
+        optimizer.state[new] = {key: shard_as(new, value) for key, value in state.items()}
 
 
 def _read_as(param: Any, value: Any, saved: SavedState) -> Any:
