@@ -33,7 +33,8 @@ def build_state() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     state = {f"layers.{index}.weight": torch.randn(10, 10) for index in range(5)}
     state["half"] = torch.randn(3, 2, 2, 2).bfloat16().to(memory_format=torch.channels_last)
-    return state | {"tied": state["half"], "count": torch.tensor(7), "empty": torch.zeros(0, 3)}
+    state |= {"empty": torch.zeros(0, 3), "none": torch.zeros(0, 3)}
+    return state | {"tied": state["half"], "count": torch.tensor(7)}
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -43,13 +44,16 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize(("size", "num_files"), [("1KB", 3), ("100", 7), ("5GB", 1)])
-def test_safetensors_load(size: str, num_files: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "num_files"), [("1KB", 3), ("100", 6), ("5GB", 1)])
+def test_safetensors_load(size: str, num_files: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tied weight is written once."""
     state = build_state()
     write_run(tmp_path / "run", state)
     out = tmp_path / "out"
     words = [str(tmp_path / "run"), str(out), "--format", "safetensors", "--max-shard-size", size]
     assert run_export(words) == 0
+    assert ", without tied, which is half\n" in capsys.readouterr().out
+    del state["tied"]
     files = find_files(out)
     assert len(files) == num_files
     assert_same({name: value for file in files for name, value in load_file(file).items()}, state)
@@ -117,6 +121,22 @@ def test_a_file_that_cannot_be_written_leaves_nothing(form: str, tmp_path: Path)
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
 
 
+def test_complex_numbers(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2, dtype=torch.complex128)}
+    write_run(tmp_path / "run", state)
+    for words in (["out.safetensors"], ["out", "--format", "safetensors"]):
+        with pytest.raises(Error, match=r"w has the dtype torch.complex128, which safetensors lacks: name a \.pt file"):
+            run_export([str(tmp_path / "run"), str(tmp_path / words[0]), *words[1:]])
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+    assert run_export([str(tmp_path / "run"), str(tmp_path / "out.pt")]) == 0
+    assert_same(torch.load(tmp_path / "out.pt", weights_only=True), state)
+
+
+def test_force_and_format(tmp_path: Path) -> None:
+    with pytest.raises(Error, match="--force replaces files, and --format writes a new directory"):
+        run_export([str(tmp_path), str(tmp_path / "out"), "--format", "dcp", "--force"])
+
+
 def test_sizes_are_checked(tmp_path: Path) -> None:
     with pytest.raises(Error, match="--max-shard-size is 5 GBs: pass a size"):
         run_export([str(tmp_path), str(tmp_path / "out"), "--format", "safetensors", "--max-shard-size", "5 GBs"])
@@ -128,18 +148,19 @@ from pathlib import Path
 from samestep.tools.export import run_export
 def peak():
     return next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM"))
-run, small, out, form = sys.argv[1:]
-run_export([small, out + "-small", "--format", form])  # imports
+run, small, *words = sys.argv[1:]
+run_export([small, words[0].replace("out", "small-out"), *words[1:]])  # imports
 before = peak()
-run_export([run, out, "--format", form])
+run_export([run, *words])
 print((peak() - before) << 10)
 """
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_memory_does_not_grow_with_the_model(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["out.safetensors"], *(["out", "--format", form] for form in FORMATS)])
+def test_memory_does_not_grow_with_the_model(words: list[str], tmp_path: Path) -> None:
     write_run(tmp_path / "small", {"a": torch.zeros(4)})
     write_run(tmp_path / "run", {f"w{index}": torch.zeros(2 * MB) for index in range(48)})  # 384 MB, 8 each
-    words = [sys.executable, "-c", PROGRAM, *(str(tmp_path / name) for name in ("run", "small", "out")), form]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=True)
+    paths = [str(tmp_path / name) for name in ("run", "small", words[0])]
+    command = [sys.executable, "-c", PROGRAM, *paths, *words[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert int(done.stdout.split()[-1]) < 96 * MB  # malloc keeps some of what was freed

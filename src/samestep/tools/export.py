@@ -4,9 +4,9 @@ import io
 import os
 import pickle
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
@@ -15,7 +15,7 @@ from samestep.console import escape
 from samestep.errors import Error
 from samestep.files import open_regular, replacing
 from samestep.snapshot.reading import open_run, open_snapshot, read_run
-from samestep.tools.export_directory import FORMATS, export_directory, parse_size
+from samestep.tools.export_directory import FORMATS, export_directory, parse_size, write_safetensors
 from samestep.tools.inspect import WHICH
 
 if TYPE_CHECKING:
@@ -55,12 +55,14 @@ def run_export(
     Each AveragedModel, such as an EMA, is written to a separate file: for FILE model.safetensors, the object ema of
     run.prepare is written to model.ema.safetensors.
 
-    With --format, FILE is a new directory for one object. It is written one tensor at a time, so the model need not fit
-    in memory:
+    .safetensors is written one tensor at a time, so the model need not fit in memory. So is, with --format, a new
+    directory FILE for one object:
       samestep export RUN DIR --format safetensors --max-shard-size 2GB    for from_pretrained and run.load_weights
       samestep export RUN DIR --format dcp                                 for torch.distributed.checkpoint.load
     """
     max_bytes = parse_size(max_shard_size)
+    if form is not None and force:
+        raise Error("--force replaces files, and --format writes a new directory: leave one of them out", code="SS101")
     if form is None and file.suffix not in SUFFIXES:
         raise Error(f"{file} ends in none of {', '.join(SUFFIXES)}: name a file that does", code="SS101")
     with open_run(run, which=which) as directory:
@@ -84,29 +86,63 @@ def run_export(
         existing = [file for file in files.values() if file.exists()]
         if existing and not force:
             raise Error(f"{existing[0]} exists already: name another file, or replace it with --force", code="SS113")
-        import torch  # slow; after the checks
-
         for name, file in files.items():
-            found, others = _find_tensors(name, saved.fill(objects[name]), objects)
-            tensors = {key: value.clone(memory_format=torch.contiguous_format) for key, value in found.items()}
-            kept = {} if file.suffix == ".safetensors" else {key: v for key, v in others.items() if _is_loadable(v)}
-            metadata = source | {"object": name}
-            num_bytes = _write(file, tensors | kept, metadata)
-            print(escape(_describe(file, len(tensors), metadata, num_bytes, others.keys() - kept.keys())))
+            print(escape(_write_file(file, saved, name, source | {"object": name})))
     return 0
+
+
+def _write_file(file: Path, saved: "SavedState", name: str, metadata: Mapping[str, str]) -> str:
+    """Write or replace a file with the tensors of an object. Returns what was written, in words."""
+    objects = saved.contents["objects"]
+    outlines, others = _find_tensors(name, objects[name], objects)
+    if file.suffix == ".safetensors":
+        _check_dtypes(outlines)
+        read = _build_reader(saved, outlines)
+        num_bytes = _replace(file, lambda opened: write_safetensors(opened, outlines, read, metadata))
+        return _describe(file, len(outlines), metadata, num_bytes, _without(others))
+    import torch
+
+    tensors = {key: value.clone(memory_format=torch.contiguous_format) for key, value in saved.fill(outlines).items()}
+    kept = {key: value for key, value in saved.fill(others).items() if _is_loadable(value)}
+    num_bytes = _replace(file, lambda opened: torch.save(tensors | kept, opened))
+    return _describe(file, len(tensors), metadata, num_bytes, _without(others.keys() - kept.keys()))
 
 
 def _write_directory(
     path: Path, form: str, saved: "SavedState", name: str, metadata: Mapping[str, str], max_bytes: int
 ) -> str:
     """Write the tensors of an object to a new directory. Returns what was written, in words."""
-    import torch
-
     objects = saved.contents["objects"]
     outlines, others = _find_tensors(name, objects[name], objects)
+    tied: dict[str, str] = {}
+    if form == "safetensors":
+        _check_dtypes(outlines)
+        kept: dict[int, str] = {}
+        tied = {
+            key: first
+            for key, value in outlines.items()
+            if (first := kept.setdefault(id(value), key)) != key and value.numel()
+        }
+        outlines = {key: value for key, value in outlines.items() if key not in tied}
+    num_bytes = export_directory(path, form, outlines, _build_reader(saved, outlines), metadata, max_bytes)
+    left_out = "".join(f", without {key}, which is {first}" for key, first in tied.items())
+    return _describe(path, len(outlines), metadata, num_bytes, left_out + _without(others))
+
+
+def _check_dtypes(outlines: Mapping[str, "Tensor"]) -> None:
+    """Raise Error if safetensors lacks the dtype of a tensor."""
+    import torch
+
     for key, value in outlines.items():
-        if form == "safetensors" and value.dtype in (torch.complex32, torch.complex128):
-            raise Error(f"{key} has the dtype {value.dtype}, which safetensors lacks: pass --format dcp", code="SS101")
+        if value.dtype in (torch.complex32, torch.complex128):
+            raise Error(
+                f"{key} has the dtype {value.dtype}, which safetensors lacks: name a .pt file, or pass --format dcp",
+                code="SS101",
+            )
+
+
+def _build_reader(saved: "SavedState", outlines: Mapping[str, "Tensor"]) -> Callable[[str], "Tensor"]:
+    """Return a function that reads one of some tensors. It raises Error."""
 
     def read(key: str) -> "Tensor":
         try:
@@ -117,15 +153,16 @@ def _write_directory(
             ) from None
         return tensor.contiguous()
 
-    num_bytes = export_directory(path, form, outlines, read, metadata, max_bytes)
-    return _describe(path, len(outlines), metadata, num_bytes, others)
+    return read
 
 
-def _describe(
-    path: Path, num_tensors: int, metadata: Mapping[str, str], num_bytes: int, left_out: Collection[str]
-) -> str:
-    """Describe what was written. `left_out`: entries of the state that were not."""
-    without = f", without {', '.join(left_out)}, which the format does not hold" if left_out else ""
+def _without(left_out: Collection[str]) -> str:
+    """Return the end of a message that names entries of the state that were not written."""
+    return f", without {', '.join(left_out)}, which the format does not hold" if left_out else ""
+
+
+def _describe(path: Path, num_tensors: int, metadata: Mapping[str, str], num_bytes: int, without: str) -> str:
+    """Describe what was written. `without`: the end of the message."""
     what = f"{num_tensors} tensors of {metadata['object']} after step {metadata['step']}"
     return f"{path}: {what}, {num_bytes:,} bytes{without}"
 
@@ -192,20 +229,12 @@ def _is_loadable(value: Any) -> bool:
     return True
 
 
-def _write(file: Path, entries: Mapping[str, Any], metadata: Mapping[str, str]) -> int:
-    """Write or replace a file atomically. Returns its size in bytes."""
-    import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
+def _replace(file: Path, write: Callable[[BinaryIO], object]) -> int:
+    """Write or replace a file atomically. Returns its size in bytes. `write`: writes the content."""
     try:
-        with replacing(file) as partial:
-            if file.suffix == ".safetensors":
-                save_file(dict(entries), partial, metadata={"format": "pt", **metadata})
-            else:
-                # torch.save raises RuntimeError for a path that it cannot write.
-                with open(partial, "xb", opener=open_regular) as opened:
-                    torch.save(dict(entries), opened)
+        # torch.save raises RuntimeError for a path that it cannot write.
+        with replacing(file) as partial, open(partial, "xb", opener=open_regular) as opened:
+            write(opened)
         return file.stat().st_size
-    except (OSError, ValueError, SafetensorError) as error:  # ValueError: a name that is no UTF-8
+    except (OSError, ValueError) as error:  # ValueError: a name that is no UTF-8
         raise Error(f"{file} cannot be written ({error}): name another file", code="SS113") from None

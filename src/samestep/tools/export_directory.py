@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from samestep.errors import Error
 from samestep.files import creating_directory, open_regular, replace_file
@@ -87,6 +87,22 @@ def split(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
     return [*full, names] if names else full
 
 
+def write_safetensors(
+    file: BinaryIO, outlines: Mapping[str, "Tensor"], read: Read, metadata: Mapping[str, str]
+) -> None:
+    """Write a safetensors file, one tensor after the other. Arguments as for `export_directory`.
+
+    Raises:
+        OSError: the disk is full or gone.
+    """
+    header, ordered = lay_out_tensors(outlines, {"format": "pt", **metadata})
+    file.write(header)
+    for name in ordered:
+        file.write(view_bytes(read(name)))
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def _write_safetensors(
     directory: Path, outlines: Mapping[str, "Tensor"], read: Read, metadata: Mapping[str, str], max_bytes: int
 ) -> None:
@@ -97,13 +113,8 @@ def _write_safetensors(
         suffix = f"-{index:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
         file = directory / f"model{suffix}.safetensors"
         weight_map |= dict.fromkeys(names, file.name)
-        header, ordered = lay_out_tensors({name: outlines[name] for name in names}, {"format": "pt", **metadata})
         with open(file, "xb", opener=open_regular) as opened:
-            opened.write(header)
-            for name in ordered:
-                opened.write(view_bytes(read(name)))
-            opened.flush()
-            os.fsync(opened.fileno())
+            write_safetensors(opened, {name: outlines[name] for name in names}, read, metadata)
     if len(shards) > 1:
         content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         text = json.dumps(content, indent=2, sort_keys=True) + "\n"
