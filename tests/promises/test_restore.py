@@ -143,16 +143,15 @@ class Calling(Net):
 def train_and_restore(run_dir: Path, has_loop: bool = True) -> list[Any]:
     """Return scores of the model and of its average at the end, and restored, with what the state has besides."""
     tiny: Any = Tiny(
-        run_dir, batch_size=8, micro_batch_size=2, model=Calling, optimizer=lambda params: torch.optim.Adam(params, 0.1),
+        run_dir, model=Calling, optimizer=lambda params: torch.optim.Adam(params, 0.1),
         objects=lambda t: {"average": AveragedModel(t.model)},
     )  # fmt: skip
     run, model = tiny.run, tiny.model
     data = torch.arange(32.0).view(16, 2).sin()
 
     def score() -> list[Any]:
-        return [
-            run.evaluate(lambda x: {"mean": each(x).mean()}, data)["mean"].hex() for each in (model, tiny.average)
-        ]
+        scores = run.evaluate(lambda x: {"model": model(x).mean(), "average": tiny.average(x).mean()}, data)
+        return [value.hex() for value in scores.values()]
 
     def then(t: Tiny) -> None:
         update(t)
