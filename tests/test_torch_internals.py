@@ -210,6 +210,28 @@ def read_units() -> dict[str, Any]:
     return seen
 
 
+def shard_integers() -> str:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    dist.init_process_group("gloo")
+    model = torch.nn.Linear(3, 1)
+    model.register_parameter("code", torch.nn.Parameter(torch.arange(4), requires_grad=False))
+    try:
+        torch_internals.shard_module(model, DeviceMesh("cpu", range(2)))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return ""
+
+
+def test_fully_shard_accepts_integers_from_torch_2_12_on() -> None:
+    """Remove `is_shardable` when torch 2.11 is not supported any more."""
+    refusal = samestep.spawn(shard_integers, 2)
+    assert torch_internals.is_shardable(torch.int64) == (not refusal), refusal
+    assert torch_internals.is_shardable(torch.bfloat16)
+
+
 def test_fully_shard_leaves_the_reduction_to_us() -> None:
     """Without `FSDPParamGroup.post_backward`: `set_reduce_scatter_unused_params` of torch 2.13 sends zeros for
     parameters without a gradient; their sign then differs from that of an unsharded run. Without its other private

@@ -276,6 +276,11 @@ def shard_like(param: Any, local: Tensor) -> Tensor:
     return sharded
 
 
+def is_shardable(dtype: torch.dtype) -> bool:
+    """Return whether `fully_shard` accepts parameters of this dtype. In torch 2.11, each of them gets a gradient first."""
+    return dtype.is_floating_point or dtype.is_complex or torch.torch_version.TorchVersion(torch.__version__) >= (2, 12)
+
+
 def shard_module(module: nn.Module, mesh: Any) -> None:
     """Call `fully_shard` on a module, after those inside it."""
     from torch.distributed.fsdp import fully_shard

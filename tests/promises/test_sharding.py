@@ -21,7 +21,7 @@ from support.trace import Trace, assert_same
 from torch.distributed.tensor import Shard
 
 import samestep
-from samestep.torch_internals import get_local
+from samestep.torch_internals import get_local, is_shardable
 
 DIVIDED = {"SAMESTEP_SHARD": "optimizer"}
 SHARDED = {"SAMESTEP_SHARD": "fsdp2"}
@@ -40,6 +40,8 @@ NOT_SHARDED = {
     "dtypes_on_long_routes": "needs one dtype",
     "direct_between_hosts": "needs one dtype",
 }
+if not is_shardable(torch.int64):
+    NOT_SHARDED["parameters_of_integers"] = "needs torch 2.12"
 
 
 @pytest.mark.parametrize(("name", "world_size"), one_in(9, [

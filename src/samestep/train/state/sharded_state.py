@@ -22,6 +22,7 @@ from samestep.torch_internals import (
     find_first_row,
     gather_whole,
     get_local,
+    is_shardable,
     is_sharded,
     list_units,
     shard_like,
@@ -236,6 +237,12 @@ def _shard(
             if not param.is_contiguous():
                 raise InvalidValue(
                     f'{name}.{path} is not contiguous, which shard="fsdp2" needs: build it without memory_format',
+                    code="SS607",
+                )
+            if not is_shardable(param.dtype):
+                raise InvalidValue(
+                    f'{name}.{path} has the dtype {param.dtype}, which shard="fsdp2" needs torch 2.12 for: install it, or '
+                    'use shard="optimizer"',
                     code="SS607",
                 )
         if len(dtypes := {str(param.dtype) for param in module.parameters() if param.requires_grad}) > 1:
