@@ -506,3 +506,16 @@ def test_two_launchers(cluster: Cluster, undisturbed: Undisturbed) -> None:
     assert "run is not shared by all nodes: 2 of them keep a copy of the run each" in nodes[0].output
     assert "; resumed at step 5" in nodes[0].output
     assert_ended_as(cluster, [0, 1], undisturbed())
+
+
+# --- sharded state ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shard", "then"), one_in(2, [("fsdp2", "optimizer"), ("optimizer", "fsdp2"), ("fsdp2", "none")]))
+def test_the_state_is_sharded(cluster: Cluster, undisturbed: Undisturbed, shard: str, then: str) -> None:
+    """Each node keeps the whole state, and another node continues from it, in another mode."""
+    cluster.spawn_to_fail([0, 1], 2, KILLED, snapshot_every=3, settled=True, SAMESTEP_SHARD=shard)
+    shutil.rmtree(cluster.run_dir(0))
+    cluster.spawn([2, 1], 1, snapshot_every=3, SAMESTEP_SHARD=then)
+    assert_ended_as(cluster, [1, 2], undisturbed())
+    assert read_starts(cluster, 1) == read_starts(cluster, 2)

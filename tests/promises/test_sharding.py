@@ -138,6 +138,27 @@ def test_rounding_changes_the_bits_and_little_else() -> None:
     torch.testing.assert_close(exact, rounded, rtol=2**-6, atol=2**-8)
 
 
+def get_weights_in_bf16() -> torch.Tensor:
+    def learn(t: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        with t.run.autocast():
+            loss = torch.nn.functional.mse_loss(t.model(x), y)
+        t.step.backward(loss)
+
+    weights: list[torch.Tensor] = []
+    model = functools.partial(torch.nn.Linear, 4, 1)
+    tiny_run(None, precision="bf16", model=model, optimizer=torch.optim.AdamW, body=learn, compare_every=1,
+             after_epoch=lambda t: weights.append(t.model.weight.detach().clone()))  # fmt: skip
+    return weights[-1]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_fast_sums_in_bf16(world_size: int) -> None:
+    """The backend's sum goes to the owner. It is the exact one but for the order of the additions."""
+    exact = samestep.spawn(get_weights_in_bf16, 1)
+    fast = samestep.spawn(get_weights_in_bf16, world_size, env=DIVIDED | {"SAMESTEP_REDUCTION": "fast"})
+    torch.testing.assert_close(fast, exact, rtol=1e-5, atol=1e-6)
+
+
 def count_states() -> list[Any]:
     """Return, of each rank, how many parameters have state, and the bytes of it."""
     counts: list[Any] = []

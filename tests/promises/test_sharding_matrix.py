@@ -183,3 +183,61 @@ def test_one_digest_in_all_modes(number: int, tmp_path: Path) -> None:
     assert digest(tmp_path / "modes") == digest(tmp_path / "alone")
     for file in ("metrics.jsonl", "ledger.bin"):
         assert (tmp_path / "modes" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes()
+
+
+class Mixed(nn.Module):
+    """Tied embeddings, blocks, a frozen table in bfloat16, and statistics in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Transformer()
+        self.table = nn.Embedding(17, 16, dtype=torch.bfloat16).requires_grad_(False)
+        self.mix = nn.Linear(16, 17, bias=False)
+        self.norm = nn.BatchNorm1d(17, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            more = self.norm(self.mix(self.table(tokens).float()).double().transpose(1, 2)).transpose(1, 2)
+        out: Tensor = self.inner(tokens) + more.to(self.mix.weight.dtype)
+        return out
+
+
+def train_mixed(run_dir: Path) -> None:
+    """Train with 10 micro-batches per step, in bfloat16, with clipping, two groups and a schedule."""
+    run = samestep.Run(run_dir, batch_size=20, micro_batch_size=2, precision="bf16", device="cpu", snapshot_every=2)
+    model = Mixed()
+    model.norm.requires_grad_(False)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [param for param in trained if param.dim() > 1], "weight_decay": 0.1},
+        {"params": [param for param in trained if param.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, 1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    run.prepare(model=model, optimizer=optimizer, scheduler=scheduler)
+    for step in run.steps(build_texts(50), 5):
+        for texts in step:
+            with run.autocast():
+                loss = F.cross_entropy(model(texts[:, :-1]).flatten(0, 1), texts[:, 1:].flatten())
+            step.backward(loss)
+        norm = run.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        run.log(norm=norm)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("mixed") / "alone"
+    samestep.spawn(train_mixed, 1, (run_dir,))
+    return run_dir
+
+
+@pytest.mark.parametrize(("shard", "world_size"), one_in(7, [
+    (shard, world_size) for world_size in (5, 1, 2, 3, 4) for shard in ("fsdp2", "optimizer", "none")
+]))  # fmt: skip
+def test_one_digest_on_any_number_of_ranks(shard: str, world_size: int, mixed: Path, tmp_path: Path) -> None:
+    samestep.spawn(train_mixed, world_size, (tmp_path / "run",), env={"SAMESTEP_SHARD": shard})
+    assert digest(tmp_path / "run") == digest(mixed)
+    for file in ("metrics.jsonl", "ledger.bin"):
+        assert (tmp_path / "run" / file).read_bytes() == (mixed / file).read_bytes()
