@@ -511,7 +511,9 @@ def test_two_launchers(cluster: Cluster, undisturbed: Undisturbed) -> None:
 # --- sharded state ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("shard", "then"), one_in(2, [("fsdp2", "optimizer"), ("optimizer", "fsdp2"), ("fsdp2", "none")]))
+@pytest.mark.parametrize(("shard", "then"), one_in(2, [
+    ("fsdp2", "optimizer"), ("optimizer", "fsdp2"), ("fsdp2", "none"),
+]))  # fmt: skip
 def test_the_state_is_sharded(cluster: Cluster, undisturbed: Undisturbed, shard: str, then: str) -> None:
     """Each node keeps the whole state, and another node continues from it, in another mode."""
     cluster.spawn_to_fail([0, 1], 2, KILLED, snapshot_every=3, settled=True, SAMESTEP_SHARD=shard)

@@ -136,8 +136,12 @@ class ShardedState:
         finalize(self, watch_norms(_refuse_norm))
 
     def collect(self) -> Callable[[], dict[str, Any]]:
-        """Gather the objects' states. On all ranks. Returns a function that returns them."""
-        whole = {name: _gather(state) for name, state in states(self._objects).items()}
+        """Gather the objects' states. On all ranks.
+
+        Returns:
+            A function that returns them. Ranks other than 0, which have one whole tensor at a time, get empty ones.
+        """
+        whole = {name: _gather(state, self._rank == 0) for name, state in states(self._objects).items()}
         return lambda: whole
 
     def check_optimizers(self) -> None:
@@ -241,8 +245,8 @@ def _shard(
                 )
             if not is_shardable(param.dtype):
                 raise InvalidValue(
-                    f'{name}.{path} has the dtype {param.dtype}, which shard="fsdp2" needs torch 2.12 for: install it, or '
-                    'use shard="optimizer"',
+                    f'{name}.{path} has the dtype {param.dtype}, which shard="fsdp2" needs torch 2.12 for: install it, '
+                    'or use shard="optimizer"',
                     code="SS607",
                 )
         if len(dtypes := {str(param.dtype) for param in module.parameters() if param.requires_grad}) > 1:
@@ -317,13 +321,16 @@ def _read_as(param: Any, value: Any, saved: SavedState) -> Any:
     return shard_like(param, own.to(param.device))
 
 
-def _gather(value: Any) -> Any:
-    """Return a state in which sharded tensors are whole, in host memory."""
+def _gather(value: Any, is_kept: bool) -> Any:
+    """Return a state in which sharded tensors are whole, in host memory, or else empty."""
     if isinstance(value, Mapping):
-        return type(value)((key, _gather(item)) for key, item in value.items())  # type: ignore[call-arg]
+        return type(value)((key, _gather(item, is_kept)) for key, item in value.items())  # type: ignore[call-arg]
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)(_gather(item) for item in value)
-    return gather_whole(value).cpu() if is_sharded(value) else value
+        return type(value)(_gather(item, is_kept) for item in value)
+    if not is_sharded(value):
+        return value
+    whole = gather_whole(value)
+    return whole.cpu() if is_kept else whole.new_empty(0)
 
 
 def _refuse_norm(grads: Sequence[Tensor]) -> None:
