@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samestep.engine.owned_tensors import send_owned
 from samestep.engine.ownership import Ownership
 from samestep.errors import InvalidValue, UsageError
 from samestep.snapshot.async_copy import locate
@@ -58,10 +59,11 @@ class DividedOptimizers:
 
     def _send_updated(self, optimizer: Optimizer, *_: Any) -> None:
         """After an update on all ranks, copy each parameter from its owner to the other ranks."""
-        params = list_params(optimizer)
-        for owner in range(self._group.world_size):
-            owned = [param.detach() for param in params if self.ownership.find(param) == owner]
-            self._group.broadcast_tensors(owned, owner)
+        owned: list[list[Tensor]] = [[] for _ in range(self._group.world_size)]
+        for param in list_params(optimizer):
+            if (owner := self.ownership.find(param)) is not None:
+                owned[owner].append(param.detach())
+        send_owned(owned, self._group)
 
     def drop_others(self) -> None:
         """Drop the state of parameters that other ranks own, such as after all of it was loaded from a snapshot."""

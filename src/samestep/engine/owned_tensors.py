@@ -1,0 +1,103 @@
+"""Sends tensors from the ranks that own them to all others, such as parameters that their owners have updated.
+
+On the CPU, the tensors pass along a ring of the ranks (an all-gather without padding: the ranks own different numbers
+of bytes). All ranks send at the same time, and each link between hosts carries each tensor once. A broadcast per owner
+took twice to three times as long there; see docs/decisions/divided_optimizers.md.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from samestep.engine.routes import Work
+from samestep.world.group import Group
+
+CHUNK_BYTES = 4 << 20  # on 4 ranks, 1 and 16 MiB took longer
+
+
+@torch.no_grad()
+def send_owned(owned: Sequence[Sequence[Tensor]], group: Group) -> None:
+    """Overwrite tensors on every rank with those of their owners. On all ranks.
+
+    Args:
+        owned: per rank, the tensors that it owns.
+    """
+    if group.world_size == 1:
+        return
+    if any(tensor.device.type != "cpu" for tensors in owned for tensor in tensors):
+        for owner, tensors in enumerate(owned):
+            group.broadcast_tensors(tensors, owner)
+        return
+    chunks = [[*split_chunks(tensors, CHUNK_BYTES)] for tensors in owned]
+    for number in range(max(map(len, chunks))):
+        _pass_on([of_rank[number] if number < len(of_rank) else [] for of_rank in chunks], group.rank)
+
+
+def split_chunks(tensors: Sequence[Tensor], chunk_bytes: int) -> Iterator[list[Tensor]]:
+    """Yield the tensors in lists of at most `chunk_bytes`, or of one tensor. Empty ones are left out.
+
+    Example::
+
+        >>> [len(chunk) for chunk in split_chunks([torch.zeros(2), torch.zeros(2), torch.zeros(9), torch.zeros(0)], 16)]
+        [2, 1]
+    """
+    chunk: list[Tensor] = []
+    for tensor in tensors:
+        if chunk and sum(each.nbytes for each in chunk) + tensor.nbytes > chunk_bytes:
+            yield chunk
+            chunk = []
+        if tensor.numel():
+            chunk.append(tensor)
+    if chunk:
+        yield chunk
+
+
+def _pass_on(chunks: Sequence[Sequence[Tensor]], rank: int) -> None:
+    """Send a chunk of each rank along the ring."""
+    world_size = len(chunks)
+    following, previous = (rank + 1) % world_size, (rank - 1) % world_size
+    data = [_pack(chunk, is_filled=owner == rank) for owner, chunk in enumerate(chunks)]
+    # In the order in which they come.
+    owners = [owner for distance in range(1, world_size) if chunks[owner := (rank - distance) % world_size]]
+    receives = [dist.irecv(data[owner], previous) for owner in owners]
+    sends: list[Work | None] = [dist.isend(data[rank], following)] if chunks[rank] else []
+    for owner, receive in zip(owners, receives, strict=True):
+        assert receive is not None
+        receive.wait()
+        if owner != following:
+            sends.append(dist.isend(data[owner], following))
+        _unpack(data[owner], chunks[owner])
+    for send in sends:
+        assert send is not None
+        send.wait()
+
+
+def _pack(chunk: Sequence[Tensor], *, is_filled: bool) -> Tensor:
+    """Return the bytes of tensors, or memory for them. Of one tensor, it is the tensor's own memory."""
+    if len(chunk) == 1 and chunk[0].is_contiguous():
+        return chunk[0].detach().view(-1).view(torch.uint8)
+    data = torch.empty(sum(each.nbytes for each in chunk), dtype=torch.uint8)
+    for tensor, view in _list_views(data, chunk) if is_filled else ():
+        view.copy_(tensor)
+    return data
+
+
+def _unpack(data: Tensor, chunk: Sequence[Tensor]) -> None:
+    """Copy received bytes to the tensors."""
+    if len(chunk) == 1 and chunk[0].is_contiguous():
+        increment_version(chunk[0])
+        return
+    for tensor, view in _list_views(data, chunk):
+        tensor.copy_(view)
+
+
+def _list_views(data: Tensor, chunk: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the tensors, each with the part of `data` that has its content. The widest dtypes first: all are aligned."""
+    start = 0
+    for tensor in sorted(chunk, key=lambda each: -each.element_size()):
+        view = data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        start += tensor.nbytes
+        yield tensor, view
