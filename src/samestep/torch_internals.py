@@ -277,8 +277,9 @@ def shard_like(param: Any, local: Tensor) -> Tensor:
 
 
 def is_shardable(dtype: torch.dtype) -> bool:
-    """Return whether `fully_shard` accepts parameters of this dtype. In torch 2.11, each of them gets a gradient first."""
-    return dtype.is_floating_point or dtype.is_complex or torch.torch_version.TorchVersion(torch.__version__) >= (2, 12)
+    """Return whether `fully_shard` accepts parameters of this dtype. In torch 2.11, it must be one of gradients."""
+    has_gradients = dtype.is_floating_point or dtype.is_complex
+    return has_gradients or torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
 
 
 def shard_module(module: nn.Module, mesh: Any) -> None:

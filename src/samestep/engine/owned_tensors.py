@@ -8,11 +8,10 @@ took twice to three times as long there; see docs/decisions/divided_optimizers.m
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from samestep.engine.routes import Work
+from samestep.engine.routes import pass_along_ring
 from samestep.world.group import Group
 
 CHUNK_BYTES = 4 << 20  # on 4 ranks, 1 and 16 MiB took longer
@@ -57,22 +56,9 @@ def split_chunks(tensors: Sequence[Tensor], chunk_bytes: int) -> Iterator[list[T
 
 def _pass_on(chunks: Sequence[Sequence[Tensor]], rank: int) -> None:
     """Send a chunk of each rank along the ring."""
-    world_size = len(chunks)
-    following, previous = (rank + 1) % world_size, (rank - 1) % world_size
     data = [_pack(chunk, is_filled=owner == rank) for owner, chunk in enumerate(chunks)]
-    # In the order in which they come.
-    owners = [owner for distance in range(1, world_size) if chunks[owner := (rank - distance) % world_size]]
-    receives = [dist.irecv(data[owner], previous) for owner in owners]
-    sends: list[Work | None] = [dist.isend(data[rank], following)] if chunks[rank] else []
-    for owner, receive in zip(owners, receives, strict=True):
-        assert receive is not None
-        receive.wait()
-        if owner != following:
-            sends.append(dist.isend(data[owner], following))
+    for owner in pass_along_ring(data, rank):
         _unpack(data[owner], chunks[owner])
-    for send in sends:
-        assert send is not None
-        send.wait()
 
 
 def _pack(chunk: Sequence[Tensor], *, is_filled: bool) -> Tensor:
@@ -95,7 +81,7 @@ def _unpack(data: Tensor, chunk: Sequence[Tensor]) -> None:
 
 
 def _list_views(data: Tensor, chunk: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the tensors, each with the part of `data` that has its content. The widest dtypes first: all are aligned."""
+    """Yield the tensors, the widest dtypes first so that all are aligned, each with its part of `data`."""
     start = 0
     for tensor in sorted(chunk, key=lambda each: -each.element_size()):
         view = data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

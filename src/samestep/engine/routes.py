@@ -181,6 +181,31 @@ def run_chunks(parts: Tensor, chunks: Tensor, rank: int, layout: Layout, tag: in
     )
 
 
+def pass_along_ring(data: Sequence[Tensor], rank: int) -> Iterator[int]:
+    """Send each rank's bytes to the next rank, and from there on to all others.
+
+    Args:
+        data: on the CPU, per rank: memory for its bytes, which on the rank itself holds them. It may be empty.
+
+    Yields:
+        The other ranks, when their bytes have come.
+    """
+    world_size = len(data)
+    following, previous = (rank + 1) % world_size, (rank - 1) % world_size
+    sources = [source for distance in range(1, world_size) if data[source := (rank - distance) % world_size].numel()]
+    receives = [dist.irecv(data[source], previous) for source in sources]
+    sends = [dist.isend(data[rank], following)] if data[rank].numel() else []
+    for source, receive in zip(sources, receives, strict=True):
+        assert receive is not None  # None: a rank outside of the group
+        receive.wait()
+        if source != following:
+            sends.append(dist.isend(data[source], following))
+        yield source
+    for send in sends:
+        assert send is not None
+        send.wait()
+
+
 def run_reduce(x: Tensor, owner: int) -> Route:
     """Reduce `x` to its owner with the backend. The bits of the sum depend on the number of ranks."""
     yield [dist.reduce(x, owner, async_op=True)]
