@@ -68,6 +68,10 @@ NUM_MICRO_BATCHES = 4  # of the runs with snapshots
 PORT = 29500
 
 
+def build_shape(sizes: list[int]) -> Shape:
+    return Shape(**dict(zip(SIZES, sizes, strict=True)))
+
+
 def build(shape: Shape) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = Transformer(shape)
     return model, torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -174,7 +178,7 @@ def measure_peak(shape: Shape, way: str, num_steps: int) -> tuple[float, float]:
 def measure_memory(shape: Shape, way: str, num_steps: int) -> dict[str, float]:
     """On each rank, in a process of its own. Returns the largest figures of all ranks, in MB."""
     prepare_rank()
-    measure_peak(QUICK_SHAPE, way, 1)  # imports, connections
+    measure_peak(build_shape(QUICK_SHAPE), way, 1)  # imports, connections
     start_rss, rss = measure_peak(shape, way, num_steps)
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
     start_live, live = measure_peak(shape, way, num_steps)
@@ -372,7 +376,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.shape = args.shape or (QUICK_SHAPE if args.quick else FULL_SHAPE)
-    shape = Shape(**dict(zip(SIZES, args.shape, strict=True)))
+    shape = build_shape(args.shape)
     if args.rank is not None:
         run_on_host(args, shape)
         return
