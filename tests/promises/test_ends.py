@@ -1,10 +1,12 @@
 """Unusual ends of runs: forked processes, ranks that leave early, runs without a reference."""
 
 import gc
+import json
 import os
 import re
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +255,42 @@ def test_a_break_is_reported_without_a_reference_to_the_run(tmp_path: Path) -> N
 
     with pytest.raises(samestep.Error, match="the loop over the steps was left by break"):
         samestep.spawn(train)
+
+
+# --- loops that the script leaves -------------------------------------------------------------------------------------
+
+
+def leave(tiny: Tiny, how: str) -> None:
+    steps = tiny.run.steps(Pairs(), 8)
+    for tiny.step in steps:
+        if how == "error" and tiny.step.number == 3:
+            raise ValueError("planted")
+        tiny.take([tiny.step])
+        if how != "error" and tiny.step.number == 3:
+            break
+    if how == "held":
+        held.append(steps)  # its generator is open until the process ends
+
+
+held: list[Any] = []
+
+
+@pytest.mark.parametrize("how", ["break", "held", "error"])
+def test_the_status_of_a_loop_that_was_left(tmp_path: Path, how: str) -> None:
+    """It says so at once, or at the end of the process if Python has not closed the loop before."""
+    path = tmp_path / "x" / "status.json"
+
+    def train() -> None:
+        tiny = Tiny(tmp_path / "x")
+        with suppress(ValueError):
+            leave(tiny, how)
+        if how != "held" and tiny.run.rank == 0:
+            assert json.loads(path.read_text())["status"] == "failed"
+
+    left = "the loop over the steps was left by break"
+    with pytest.raises(samestep.Error, match=left):
+        samestep.spawn(train, 2)
+    status = json.loads(path.read_text())
+    assert status["status"] == "failed"
+    assert status["reason"].startswith(left)
+    assert "in step 3" in status["reason"] or how == "held"

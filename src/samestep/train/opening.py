@@ -60,7 +60,7 @@ def open_loop(
     has_steps = not state.place.is_past and not services.stopping.is_ending
     feed = Feed(context, data, state, interceptors.borrow, has_steps=has_steps)
     loop = Loop(context, state, prepared, services, feed, observers)
-    services.resources.watch(loop.find_failure)
+    services.resources.watch(loop.conclude)
     if not state.place.is_past:
         prepared.misuse.watch()
         services.metrics.start_trackers()

@@ -53,7 +53,7 @@ class Resources:
         self._progress = progress
         self._pools = pools
         self._is_open = True
-        self._find_failure: Callable[[], Error | None] = lambda: None
+        self._conclude: Callable[[], Error | None] = lambda: None
         if _ended:
             gc.collect()  # closes runs without references: as reference cycles, they could remain for long
         else:
@@ -61,9 +61,12 @@ class Resources:
             atexit.register(_close_all)
         _open.append(self)
 
-    def watch(self, find_failure: Callable[[], Error | None]) -> None:
-        """Set the function that returns, at the end of the process, the error of a run that has not ended correctly."""
-        self._find_failure = find_failure
+    def watch(self, conclude: Callable[[], Error | None]) -> None:
+        """Set the function that returns, at the end of the process, the error of a run that has not ended correctly.
+
+        It is called while the run directory is open.
+        """
+        self._conclude = conclude
 
     def end_loop(self) -> None:
         """End a loop without error. From now on, the run is closed when nothing refers to it."""
@@ -99,10 +102,11 @@ class Resources:
         self._pools.close()
         if failure and (directory := self._context.location.directory) is not None:
             directory.write_status("failed", failure)
+        error = None if failure else self._conclude()
         was_open = self._snapshotter.close()
         self._context.group.close()
         self._signals.restore()
-        return None if failure or not was_open else self._find_failure()
+        return error if was_open else None
 
     def forget(self) -> None:
         """In a forked child: release the run, which belongs to the parent."""
@@ -209,6 +213,11 @@ def find_failure(error_dir: str | None, rank: int) -> str:
     error = getattr(sys, "last_value", None)
     if error is None:
         return ""
+    return describe_failure(error, rank)
+
+
+def describe_failure(error: BaseException, rank: int) -> str:
+    """Describe an exception of a rank, for `status.json`."""
     return _shorten(f"rank {rank}", f"{type(error).__name__}: {error}", is_secondary(error))
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from samestep.console import warn
 from samestep.errors import Error, UsageError
 from samestep.train.context import RunContext
+from samestep.train.ending.shutdown import describe_failure
 from samestep.train.loops.boundary import Boundary
 from samestep.train.loops.feed import Feed
 from samestep.train.loops.services import Services
@@ -233,8 +234,10 @@ class Loop:
             )
         return self._state.steps_done, self._plan.next_epoch(self._state.steps_done)
 
-    def find_failure(self) -> Error | None:
+    def conclude(self) -> Error | None:
         """At the end of the process: return why the run has not ended correctly."""
+        if self._state.is_in_loop and self.step is not None:  # the script has kept the iterator, which is still open
+            self._leave("steps", f"step {self._state.steps_done}")
         return self._left_error or self._boundary.end.failure
 
     @contextmanager
@@ -242,15 +245,16 @@ class Loop:
         """An error that the loop itself raises leaves the loop, too. The script may catch it."""
         try:
             yield
-        except Exception:
-            self._leave("steps", f"step {self._state.steps_done}")
+        except Exception as error:
+            self._leave("steps", f"step {self._state.steps_done}", describe_failure(error, self._context.rank))
             raise
 
     def _release_signals(self) -> None:
         if self._context.environment.launcher == "python":  # a rank of a launcher may still get its signals
             self._services.stopping.signals.restore()
 
-    def _leave(self, loop: str, where: str) -> None:
+    def _leave(self, loop: str, where: str, reason: str = "") -> None:
+        """The script has left a loop. `reason`: for `status.json`, if the loop itself has raised an error."""
         self._on.leave(self._state.steps_done)
         self._release_signals()
         if self._state.is_in_loop and self._left_error is None:
@@ -259,3 +263,5 @@ class Loop:
                 "after the last snapshot is lost: to end early, call run.stop() and continue the loop",
                 code="SS217",
             )
+            if (directory := self._context.location.directory) is not None:
+                directory.write_status("failed", reason or str(self._left_error))
