@@ -494,6 +494,19 @@ def use(run: Path) -> None:
         directory.close()
 
 
+@pytest.mark.parametrize(("name", "what", "why"), [
+    ("ledger.bin", "a directory", "ledger.bin: Is a directory"),
+    ("metrics.jsonl", "a FIFO", "metrics.jsonl: No such device or address"),
+    ("ledger.bin", "a link", "ledger.bin is a symbolic link"),
+])  # fmt: skip
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, name: str, what: str, why: str) -> None:
+    samestep.spawn(tiny_run, 1, (tmp_path / "run",), {"num_steps": 1})
+    (tmp_path / "run" / name).unlink()
+    PLANTED[what](tmp_path / "run" / name)
+    with pytest.raises(RunDirectoryError, match=re.escape(f"cannot be written ({why}): fix that, or name another")):
+        samestep.spawn(tiny_run, 1, (tmp_path / "run",), {"num_steps": 2})
+
+
 def test_the_same_without_links_writes_it_all(tmp_path: Path) -> None:
     use(tmp_path / "run")
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {"run.json", "ledger.bin", "status.json", "lock"}

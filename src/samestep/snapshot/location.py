@@ -4,6 +4,8 @@ All of samestep above this package uses a `RunLocation`. Which one it is, `open_
 run_location.md says how further ones fit.
 """
 
+import errno
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -397,6 +399,10 @@ class LocalLocation(RunLocation):
 
 def explain_unwritable(place: str, error: OSError) -> RunDirectoryError:
     """Return the error for a place, such as "the run directory runs/a", that cannot be written."""
-    return RunDirectoryError(
-        f"{place} cannot be written ({error.strerror or error}): make room, or name another one", code="SS401"
-    )
+    reason = error.strerror or str(error)
+    advice = "make room"
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        advice = "fix that"
+        name = os.path.basename(error.filename or "")
+        reason = reason if name in reason else f"{name}: {reason}"
+    return RunDirectoryError(f"{place} cannot be written ({reason}): {advice}, or name another one", code="SS401")

@@ -518,10 +518,13 @@ class RunDirectory:
         """Return a message about a snapshot that could not be written."""
         try:
             sound = [other.step for other in self.store.snapshots() if other.problem is None]
-            others = f"the newest is that of step {max(sound)}" if sound else "there is none yet"
+            others = f"the newest is that of step {max(sound)}" if sound else "there is none"
         except OSError:
             others = "older ones cannot be read"
         why = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, FileNotFoundError):
+            gone = [part for part in ("", RECORD) if not (self.path / part).exists()]
+            why = f"{self.named / gone[0]} was removed during the run" if gone else why
         return f"the snapshot of step {step} could not be written ({why}): {others}"
 
     # --- end --------------------------------------------------------------------------------------------------
