@@ -175,6 +175,7 @@ def test_from_a_rank_to_its_launcher(tmp_path: Path) -> None:
     [
         (PermissionError(13, "Permission denied", "x"), "SS112"),
         (OSError(28, "No space left on device"), "SS113"),
+        (OSError(28, "No space left on device", "x"), "SS113"),
         (ModuleNotFoundError("no", name="samestep.tools.nothing"), "SS106"),
     ],
 )
@@ -190,10 +191,10 @@ def test_no_place_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/nothing"])
     with pytest.raises(FileNotFoundError) as caught:
         tempfile.gettempdir()
-    sentence = "no directory for temporary files can be written, of ['/proc/nothing']: set TMPDIR to one that can [SS113]"
+    sentence = "no directory for temporary files can be written, of ['/proc/nothing']: set TMPDIR to one that can"
     for known in (explain(caught.value), recognize(caught.value)):
         assert isinstance(known, Error)
-        assert describe(known) == sentence
+        assert describe(known) == f"{sentence} [SS113]"
 
 
 def test_from_a_copy_of_the_run_to_the_rank_that_decides() -> None:

@@ -233,7 +233,7 @@ def explain(error: Error | OSError | ModuleNotFoundError) -> Error | None:
         return MissingPackage(sentence) if is_own else None
     if known := _explain_temporary(error):
         return known
-    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    full = (errno.ENOSPC, errno.EDQUOT)
     refused = (
         errno.ENAMETOOLONG,
         errno.EACCES,
@@ -242,10 +242,14 @@ def explain(error: Error | OSError | ModuleNotFoundError) -> Error | None:
         errno.ENOTDIR,
         errno.ENOTEMPTY,
         errno.ELOOP,
+        errno.EFBIG,
     )
-    if error.filename is not None and error.errno in (*refused, *full):
+    if error.filename is not None and error.errno in full:
+        advice = "make room there, or name another directory (by TMPDIR, for temporary files)"
+        return Error(f"{error.filename} cannot be written ({error.strerror}): {advice}", code="SS113")
+    if error.filename is not None and error.errno in refused:
         return Error(f"{error.filename} cannot be used ({error.strerror}): name another", code="SS112")
-    if error.filename is None and error.errno in (*full, errno.EIO):
+    if error.filename is None and error.errno in (*full, errno.EFBIG, errno.EIO):
         sentence = f"the output cannot be written ({error.strerror}): make room, or send it elsewhere"
         return Error(sentence, code="SS113")
     return None

@@ -76,8 +76,11 @@ def copy_file(source: "os.PathLike[str] | str", target: "os.PathLike[str] | str"
             if may_link:
                 os.link(source, target, follow_symlinks=False)
                 return
-        with open(target, "xb", opener=open_regular) as new:
-            shutil.copyfileobj(old, new)
+        try:
+            with open(target, "xb", opener=open_regular) as new:
+                shutil.copyfileobj(old, new)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, error.filename or os.fspath(target)) from None
 
 
 def replace_file(path: Path, content: bytes | memoryview, *, sync: bool = False) -> None:

@@ -1,9 +1,11 @@
 """Unusual ends of runs: forked processes, ranks that leave early, runs without a reference."""
 
+import atexit
 import gc
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from contextlib import suppress
@@ -294,3 +296,18 @@ def test_the_status_of_a_loop_that_was_left(tmp_path: Path, how: str) -> None:
     assert status["status"] == "failed"
     assert status["reason"].startswith(left)
     assert "in step 3" in status["reason"] or how == "held"
+
+
+def test_an_error_at_the_end_without_a_place_to_report_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As on a full disk: the rank prints the error, and its exit code stays."""
+
+    def train() -> None:
+        leave(Tiny(tmp_path / "x"), "break")
+        reports = Path(os.environ["SAMESTEP_ERROR_DIR"])
+        atexit.register(lambda: (shutil.rmtree(reports), reports.touch()))  # before the end of the run
+
+    with pytest.raises(RuntimeError, match="rank 0 ended with exit code 2"):
+        samestep.spawn(train)
+    lines = capfd.readouterr().err.splitlines()
+    assert [line for line in lines if "error" in line] == lines[-1:]
+    assert lines[-1].startswith("samestep: error: the loop over the steps was left by break")

@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from samestep.decoding import decode
-from samestep.errors import Error, PeerFailed, Stuck, WorkerDied, add_code, is_out_of_memory
+from samestep.errors import Error, PeerFailed, Stuck, WorkerDied, add_code, describe, is_out_of_memory
 from samestep.files import replace_file
 from samestep.world.workdir import make_private, read_private
 
@@ -112,7 +112,8 @@ def write_failure(rank: int, directory: str, error: BaseException, code: int) ->
         make_private(path.parent)
         replace_file(path, json.dumps(asdict(failure)).encode())
     except OSError:
-        print(traceback_text or message, file=sys.stderr)
+        sentence = f"samestep: error: {describe(error)}" if isinstance(error, Error) else ""
+        print(sentence or traceback_text or message, file=sys.stderr)
 
 
 def find_call(error: BaseException) -> str:

@@ -53,6 +53,8 @@ def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str
     def report(error: BaseException, code: int) -> None:
         """Write the error for the launcher; print it in a process that the target has forked."""
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises after the death of a DataLoader worker
+        if not isinstance(error, SystemExit):
+            sys.last_value = error  # as in Python, for `find_failure`, if the file cannot be written
         if os.getpid() == pid:
             write_failure(rank, directory, error, code)
         elif not isinstance(error, SystemExit):

@@ -36,7 +36,8 @@ def open_run(
         except BrokenPipeError:  # the reader of the output has closed it
             raise
         except OSError as error:
-            if error.filename is None and explain(error) is not None:  # from writing the output
+            known = explain(error)
+            if known is not None and known.code == "SS113":  # from writing the output, or temporary files
                 raise
             where = f"{error.filename or run} cannot be read ({error.strerror})"
             raise Error(f"{where}: fix that, or name another one", code="SS416") from None

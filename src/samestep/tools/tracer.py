@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from samestep.errors import Error
 from samestep.files import open_regular
 from samestep.train.context import RunContext
 from samestep.train.step.interception import Interceptor, LoopParts
@@ -36,5 +37,12 @@ class Tracer(Interceptor):
         self.loop = loop
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line."""
-        print(json.dumps(line), file=self._file, flush=True)
+        """Append a line. Raises Error if it cannot be written."""
+        try:
+            print(json.dumps(line), file=self._file, flush=True)
+        except OSError as error:
+            raise Error(
+                f"{self._file.name} cannot be written ({error.strerror}): make room there, or set TMPDIR to another "
+                "directory",
+                code="SS113",
+            ) from None

@@ -231,7 +231,8 @@ def end_with(error: Error, error_dir: str | None, rank: int) -> NoReturn:
         _say_once(error, rank)
     else:
         write_failure(rank, error_dir, error, Error.exit_code)
-        replace_file(Path(error_dir) / f"{rank}.pickle", pickle.dumps(error))
+        with suppress(OSError):  # the disk is full: `write_failure` has printed the error
+            replace_file(Path(error_dir) / f"{rank}.pickle", pickle.dumps(error))
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
