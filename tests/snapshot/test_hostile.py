@@ -441,6 +441,28 @@ def test_a_sound_snapshot_holds_regular_files(place: Path, capsys: Any) -> None:
     assert "state.json is not a regular file" in capsys.readouterr().out
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        *itertools.product(
+            ["step-00000004", ".tmp-step-00000004", ".old-step-00000004", ".tmp-doomed-step-00000003"],
+            ["a FIFO", "a circle", "a link"],
+        )
+    ],
+)
+def test_what_is_in_the_place_of_a_snapshot(place: Path, name: str, what: str) -> None:
+    """It blocks neither a writer nor a reader, and the other snapshots stay usable."""
+    store = Store(place / "run")
+    PLANTED[what](store.path / name)
+    assert [each.step for each in store.snapshots()] == [3]
+    store.write(STATE, step=4, meta=META)
+    store.prune(1)
+    store.clean()
+    assert [path.name for path in store.path.iterdir()] == ["step-00000004"]
+    assert_same(read_here(place), STATE)
+
+
 def test_a_link_is_an_error_in_one_sentence(place: Path) -> None:
     """Also where no command has expected it: the error of `open_regular` needs no traceback."""
     link = place / "run" / "status.json"

@@ -401,7 +401,7 @@ def explain_unwritable(place: str, error: OSError) -> RunDirectoryError:
     """Return the error for a place, such as "the run directory runs/a", that cannot be written."""
     reason = error.strerror or str(error)
     advice = "make room"
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         advice = "fix that"
         name = os.path.basename(error.filename or "")
         reason = reason if name in reason else f"{name}: {reason}"

@@ -222,7 +222,8 @@ class Store:
     def snapshots(self) -> list[Snapshot]:
         """Return all snapshots, including damaged ones, the oldest first; judged by manifests and file sizes."""
         try:
-            present = {entry.name for entry in os.scandir(self.path) if entry.is_dir()}
+            # Unlike `entry.is_dir`, `isdir` raises no error for a link to itself.
+            present = {entry.name for entry in os.scandir(self.path) if os.path.isdir(entry)}
         except FileNotFoundError:
             return []
         aside = {entry.removeprefix(_ASIDE) for entry in present if entry.startswith(_ASIDE)} - present
@@ -502,7 +503,7 @@ class Store:
         if not self.path.exists():
             self.path.mkdir()
             _sync(self.path.parent)
-        if directory.is_symlink() or directory.exists():
+        if os.path.lexists(directory):
             _delete(directory)
         directory.mkdir()
 
@@ -510,18 +511,18 @@ class Store:
         """Rename a complete snapshot to its name. At every moment, either it or the old one exists."""
         _sync(directory)
         aside = self.path / f"{_ASIDE}{target.name}"
-        if target.exists():
-            if aside.exists():
+        if os.path.lexists(target):
+            if os.path.lexists(aside):
                 self._remove(aside)
             move_directory(target, aside)
         try:
             move_directory(directory, target)
         except BaseException:
-            if aside.exists():
+            if os.path.lexists(aside):
                 move_directory(aside, target)
             raise
         _sync(self.path)
-        if aside.exists():
+        if os.path.lexists(aside):
             with suppress(OSError):  # the next `clean` removes it
                 self._remove(aside)
         self._damaged.discard(target)
@@ -529,7 +530,8 @@ class Store:
     def _remove(self, path: Path) -> None:
         # Renamed first, so that no reader finds a snapshot of which half is gone.
         doomed = self.path / f"{_WRITING}doomed-{path.name}"
-        shutil.rmtree(doomed, ignore_errors=True)
+        with suppress(OSError):
+            _delete(doomed)
         move_directory(path, doomed)
         _delete(doomed)
 
@@ -548,11 +550,11 @@ def _open_state(path: Path, manifest: Mapping[str, Any], kind: Any) -> SavedStat
 
 
 def _delete(path: Path) -> None:
-    """Remove a directory, or the symbolic link that a user has created instead."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    else:
+    """Remove a directory, or what a user has created instead, such as a symbolic link."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
+    else:
+        path.unlink()  # `rmtree` blocks on a FIFO
 
 
 def _write_json(path: Path, value: Any) -> Pieces:
