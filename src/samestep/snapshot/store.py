@@ -251,7 +251,8 @@ class Store:
 
         Args:
             which: "latest", a number of completed steps, or a name.
-            warn: called with a message for each damaged snapshot that is skipped.
+            warn: called with a message for each damaged snapshot for which an older one is tried. The error names the
+                last one.
             judge: returns a further problem of a snapshot whose manifest is valid; "" for none.
             elsewhere: replaces snapshots here of the same name and step that differ.
             checks_parts: False to leave a divided snapshot to the caller, who checks it and may `refuse` it.
@@ -269,6 +270,8 @@ class Store:
         wanted = [each for each in found if each.matches(which)]
         problem = ""
         for snapshot in reversed(wanted):
+            if problem:
+                warn(f"skipping a snapshot that cannot be used: {problem}")
             if elsewhere is not None and snapshot is there.get(snapshot.label):
                 place = f"{elsewhere.where}/{SNAPSHOTS}/{snapshot.path.name}"
                 problem = snapshot.problem or judge(snapshot) or self._refused.get(self.path / snapshot.label, "")
@@ -284,7 +287,6 @@ class Store:
                 return copy
             self._damaged.add(snapshot.path)
             problem = f"{place}: {problem}"
-            warn(f"skipping a snapshot that cannot be used: {problem}")
         where = str(self._named) if elsewhere is None else elsewhere.where
         if which == "latest":
             if not found:
