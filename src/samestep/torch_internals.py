@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from operator import attrgetter
 from typing import Any
@@ -239,6 +240,11 @@ def add_gloo() -> None:
     store: Any = dist.PrefixStore("samestep/gloo", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
     gloo = dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size(), dist.default_pg_timeout)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """Set the limit for exchanges of the process group."""
+    dist.distributed_c10d._set_pg_timeout(timeout)
 
 
 # --- fully_shard (FSDP2) ----------------------------------------------------------------------------------------------

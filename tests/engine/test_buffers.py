@@ -172,7 +172,9 @@ def test_micro_batch_0_decides() -> None:
             buffers.fold(v)
             assert (model.total.item(), model.last.tolist()) == before, "each starts where the step began"
         assert buffers.changed
-        assert len(buffers.finish()) == 3
+        values = buffers.copy_first()
+        assert len(values) == 3
+        buffers.finish(values)
     assert model.total.item() == 3.0 + 6.0
     assert model.last.tolist() == [2.0, 2.0]
     assert model.total is model.same.total
@@ -185,9 +187,11 @@ def test_a_rank_without_micro_batch_0_waits_for_its_buffers() -> None:
     model(torch.ones(3))
     buffers.fold(1)
     assert not buffers.changed
-    for tensor in buffers.finish():
-        with torch.no_grad():
-            tensor.fill_(5.0)  # as the broadcast does
+    values = buffers.copy_first()
+    for tensor in values:
+        tensor.fill_(5.0)  # as the broadcast does
+    assert model.total.item() == 0.0, "until all ranks have them"
+    buffers.finish(values)
     assert (model.total.item(), model.last.tolist(), model.mask.tolist()) == (5.0, [5.0, 5.0], [5.0, 5.0])
     buffers.begin()
     model(torch.ones(3))

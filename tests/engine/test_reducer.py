@@ -82,7 +82,7 @@ class Ranks:
     ) -> list[bytes | None]:
         """One pass in which micro-batch v uses parameters `uses(v)`. Returns the gradients' bytes."""
         layout = build_layout(n, self.group.world_size)
-        reduction = self.reducer.begin(layout, keep_grads=keep_grads)
+        reduction = self.reducer.begin(layout, kept=self.reducer.keep(has_grads=keep_grads))
         held = layout.ranges[self.group.rank]
         for v in held:
             reduction.open(v)
@@ -200,7 +200,7 @@ def reduce_further(n: int, direct_max_bytes: int) -> list[bytes | None]:
     layout = build_layout(n, ranks.group.world_size)
     held = layout.ranges[ranks.group.rank]
     hooks = ranks.reducer.hooks
-    first, further = ranks.reducer.begin(layout, keep_grads=False), None
+    first, further = ranks.reducer.begin(layout, kept=ranks.reducer.keep(has_grads=False)), None
     for v in held:
         first.open(v)
         loss = torch.stack([(param * draw(i, v)).sum().double() for i, param in enumerate(ranks.params)]).sum()
@@ -286,7 +286,7 @@ class Alone:
         plan = build_reduction_plan(trained, group, exact=True, bucket_cap_bytes=None, num_slots=2, num_values=0)
         self.reducer = Reducer(plan, group)
         self.hooks = self.reducer.hooks
-        self.reduction = self.reducer.begin(build_layout(2, 1), keep_grads=False)
+        self.reduction = self.reducer.begin(build_layout(2, 1), kept=self.reducer.keep(has_grads=False))
         self.open(0)
 
     def open(self, v: int) -> None:

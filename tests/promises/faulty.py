@@ -161,7 +161,7 @@ class Faults:
                     raise TimeoutError("the test has not released the rank")
                 time.sleep(0.005)
             return
-        others = set(range(self.run.world_size)) - {self.rank} if fault.rank is None else set()
+        others = set(self.run._context.group.members) - {self.rank} if fault.rank is None else set()
         pids = [*(int((self._directory / f"pid-{rank}").read_text()) for rank in others), os.getpid()]
         for pid in pids if fault.action == "freeze" else []:
             (self._directory / f"frozen-{pid}").touch()

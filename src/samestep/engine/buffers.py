@@ -348,13 +348,16 @@ class OtherBuffers:
         for k in self._find_changes():
             self._restore(k)
 
-    def finish(self) -> list[Tensor]:
-        """Update the buffers, on the rank of micro-batch 0. Returns all buffers, to be broadcast from that rank."""
-        if self.changed:
-            with torch.no_grad():
-                for k, value in self._first.items():
-                    self._tensors[k].copy_(value)
-        return self._tensors
+    def copy_first(self) -> list[Tensor]:
+        """Return copies of all buffers, to be broadcast from the rank of micro-batch 0, where they have its changes."""
+        first = self._first if self.changed else {}
+        return [first.get(k, tensor).clone() for k, tensor in enumerate(self._tensors)]
+
+    def finish(self, buffers: Sequence[Tensor]) -> None:
+        """Update the buffers to what that rank has broadcast."""
+        with torch.no_grad():
+            for tensor, value in zip(self._tensors, buffers, strict=True):
+                tensor.copy_(value)
 
     def _find_changes(self) -> list[int]:
         """Return the places whose tensor was written or replaced.

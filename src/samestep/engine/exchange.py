@@ -1,7 +1,7 @@
 """One exchange of a gradient: from all ranks' parts to the sums of the whole batch."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +63,8 @@ class Sums:
 class Exchange:
     """An exchange of this rank's parts with the other ranks. The buckets are sent in order.
 
+    If another rank is gone, `finish` raises the error, so that the script's micro-batches complete.
+
     Attributes:
         waited_s: seconds that `send_complete` has waited for other ranks.
     """
@@ -77,7 +79,8 @@ class Exchange:
         # Per bucket, how many of its gradients the last micro-batch has not computed yet.
         self._missing = [sum(param.requires_grad for param in bucket.params) for bucket in plan.buckets]
         self._pending: list[routes.PendingOp] = []
-        memory.expect()
+        self._failure: RuntimeError | None = None
+        self._attempt(memory.expect)
 
     def pack(self, i: int, grad: Tensor | None) -> Tensor:
         """Copy this rank's parts of parameter i into its bucket. Returns the view that holds the last part.
@@ -94,10 +97,17 @@ class Exchange:
         pending = self._pending
         missing[self._plan.bucket_of[i]] -= 1
         # The last bucket waits for the control block, in `finish`.
-        while len(pending) < len(missing) - 1 and not missing[len(pending)]:
+        while self._failure is None and len(pending) < len(missing) - 1 and not missing[len(pending)]:
             began_s = time.monotonic()
-            self._send_next(None)
+            self._attempt(lambda: self._send_next(None))
             self.waited_s += time.monotonic() - began_s
+
+    def _attempt(self, communicate: Callable[[], None]) -> None:
+        """Begin a part of the exchange. `finish` raises its error."""
+        try:
+            communicate()
+        except RuntimeError as error:
+            self._failure = error
 
     def _send_next(self, grads: Grads | None) -> None:
         """Start the exchange of the next bucket, and advance that of the bucket before it.
@@ -124,7 +134,12 @@ class Exchange:
         Args:
             grads: gradients of the last micro-batch.
             control: this rank's control block. Its entry `used` is set here.
+
+        Raises:
+            RuntimeError: another rank is gone.
         """
+        if self._failure is not None:
+            raise self._failure
         rank = self._group.rank
         memory = self._memory
         control.used = self._parts.used.to_bytes(len(self._plan.params))

@@ -105,4 +105,5 @@ class GradientAverager:
 
     def begin(self, step: int, sizes: Sequence[int], number: int) -> GradientPass:
         """Begin a pass. Arguments as for `GradientPass`."""
-        return GradientPass(self._context, self._reducer, step, sizes, number)
+        kept = self._reducer.keep(has_grads=number > 0)
+        return GradientPass(self._context, self._reducer, step, sizes, number, kept)

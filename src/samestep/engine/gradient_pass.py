@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -21,7 +23,7 @@ from samestep.engine.reducer import Reducer
 from samestep.engine.reduction_pass import FurtherPass
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.engine.sharded_pass import ShardedPass
-from samestep.errors import InvalidValue, UsageError
+from samestep.errors import Error, InvalidValue, UsageError
 from samestep.plan.tree import build_layout
 from samestep.torch_internals import get_local
 from samestep.world.group import Group
@@ -72,6 +74,27 @@ class PassReport(NamedTuple):
     weights: list[list[float]]
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a pass changes when `apply` is called, complete on this rank.
+
+    Attributes:
+        grads: averaged gradients.
+        means: average losses of the slots that have any.
+        has_any: whether a parameter gets a gradient.
+        parts: the ranks' parts of BatchNorm's statistics.
+        buffers: new values of the other buffers; None if no micro-batch has changed one.
+        error: why the pass cannot be applied, on all ranks.
+    """
+
+    grads: Grads
+    means: Sequence[float]
+    has_any: bool
+    parts: Sequence[NDArray[np.float64]]
+    buffers: Sequence[Tensor] | None
+    error: Error | None = None
+
+
 class PassResult(NamedTuple):
     """The result of a pass.
 
@@ -87,8 +110,8 @@ class PassResult(NamedTuple):
 class GradientPass:
     """A pass over a step's micro-batches.
 
-    For each of this rank's micro-batches `open`, `backward` (once per model) and `close`, then `exchange` and `apply`.
-    Until `apply`, the state that snapshots contain does not change.
+    For each of this rank's micro-batches `open`, `backward` (once per model) and `close`, then `exchange`, `complete`
+    and `apply`. Until `apply`, the state that snapshots contain does not change, and `repeat` can begin the pass anew.
 
     Before its own micro-batches and between `exchange` and `apply`, a rank can also open micro-batches of other ranks.
     They change nothing; only the function given to `open` gets their gradients.
@@ -96,14 +119,17 @@ class GradientPass:
     Args:
         step: number of the step, for messages.
         sizes: number of samples of each micro-batch of the step.
-        number: number of the pass over this step. From 1 on, gradients that the pass does not compute are kept.
+        number: number of the pass over this step.
+        kept: the gradients of parameters for which the pass computes none.
 
     Attributes:
         held: this rank's micro-batches.
         fillers: micro-batch to open after them.
     """
 
-    def __init__(self, context: PassContext, reducer: Reducer, step: int, sizes: Sequence[int], number: int) -> None:
+    def __init__(
+        self, context: PassContext, reducer: Reducer, step: int, sizes: Sequence[int], number: int, kept: Grads
+    ) -> None:
         rank = context.group.rank
         layout = build_layout(len(sizes), context.group.world_size, reducer.plan.shards is not None)
         self.held = layout.ranges[rank]
@@ -114,10 +140,11 @@ class GradientPass:
         self._step = step
         self._sizes = sizes
         self._number = number
+        self._kept = kept
         self._losses = PassLosses(step, sizes, layout, self.held, len(context.modules) + 1)
         # A power of two, which changes no bit. If the number of micro-batches is one too, the sum is then the mean.
         self._scale = context.precision.scale / 2 ** (layout.num_micro_batches - 1).bit_length()
-        self._first = reducer.begin(layout, keep_grads=number > 0, num_names=len(context.logged.names))
+        self._first = reducer.begin(layout, kept=kept, num_names=len(context.logged.names))
         self._further: list[FurtherPass] = []  # of the second loss, the third, ...
         context.statistics.begin(layout, rank)
         context.buffers.begin()
@@ -125,6 +152,16 @@ class GradientPass:
         self._v = 0
         self._hooks: Sequence[RemovableHandle] = ()
         self._inspect: Inspect | None = None
+
+    def release(self) -> None:
+        """Release the messages of an exchange that has failed: they keep connections to the other ranks open."""
+        self._first.release()
+        self._further.clear()
+        self._reducer.forget_memory()
+
+    def repeat(self) -> "GradientPass":
+        """Return a new pass in place of this one, with the group's present ranks."""
+        return GradientPass(self._context, self._reducer, self._step, self._sizes, self._number, self._kept)
 
     def open(self, v: int, inspect: Inspect | None = None) -> None:
         """Begin micro-batch v. `inspect` is called with each of its gradients, before it is added to others."""
@@ -234,7 +271,7 @@ class GradientPass:
             vote, fingerprints, logged: contributions of this rank; the last two per micro-batch.
 
         Returns:
-            What all ranks contributed, and the sums for `apply`.
+            What all ranks contributed, and the sums for `complete`.
 
         Raises:
             InvalidValue: a weight is out of range.
@@ -265,14 +302,19 @@ class GradientPass:
         )
         return report, sums
 
-    def apply(self, sums: Sums) -> PassResult:
-        """Leave the averaged gradient in `.grad`, and advance the buffers.
+    def complete(self, sums: Sums) -> Outcome:
+        """Average the gradients, and exchange what else `apply` needs. An error in the losses is left to `apply`.
 
         Raises:
-            Error: a loss is not finite, or no parameter got a gradient.
+            RuntimeError: another rank is gone.
         """
+        try:
+            return self._complete(sums)
+        except Error as error:  # the same on all ranks
+            return Outcome([], [], False, [], None, error)
+
+    def _complete(self, sums: Sums) -> Outcome:
         context = self._context
-        plan = self._reducer.plan
         controls = sums.controls
         grads, means, has_any = self._average(sums)
         for k in range(1, max([control.num_losses for control in controls])):
@@ -283,9 +325,29 @@ class GradientPass:
             has_any |= has_more
             grads = [add(one, other) for one, other in zip(grads, before, strict=True)]
             means += more_means
-        self._first.assign(grads)
+        buffers: Sequence[Tensor] | None = None
+        for rank, control in enumerate(controls):
+            if control.buffers_changed:
+                buffers = context.buffers.copy_first()
+                context.group.broadcast_tensors(buffers, rank)
+        return Outcome(grads, means, has_any, [control.parts for control in controls], buffers)
+
+    def apply(self, outcome: Outcome) -> PassResult:
+        """Leave the averaged gradient in `.grad`, and advance the buffers.
+
+        Does not wait for other ranks, unless each has a part of the gradients only.
+
+        Raises:
+            Error: a loss is not finite, or no parameter got a gradient.
+        """
+        if outcome.error is not None:
+            raise outcome.error
+        context = self._context
+        plan = self._reducer.plan
+        means = outcome.means
+        self._first.assign(outcome.grads)
         has_gradients = bool(means)
-        if means and not self._number and not has_any:
+        if means and not self._number and not outcome.has_any:
             raise UsageError(
                 f"no trained parameter got a gradient in step {self._step}: compute the loss from the models "
                 "that were passed to run.prepare, and do not detach it from them",
@@ -295,10 +357,9 @@ class GradientPass:
             has_gradients = False
             for param in plan.params:
                 param.grad = None
-        context.statistics.finish([control.parts for control in controls])
-        for rank, control in enumerate(controls):
-            if control.buffers_changed:
-                context.group.broadcast_tensors(context.buffers.finish(), rank)
+        context.statistics.finish(outcome.parts)
+        if outcome.buffers is not None:
+            context.buffers.finish(outcome.buffers)
         return PassResult(math.fsum(means) if means else None, has_gradients)
 
     def _average(self, sums: Sums) -> tuple[Grads, list[float], bool]:

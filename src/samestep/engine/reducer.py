@@ -45,18 +45,21 @@ class Reducer:
         """Remove the hooks from the parameters."""
         self.hooks.remove()
 
-    def begin(self, layout: Layout, *, keep_grads: bool, num_names: int = 0) -> ReductionPass | ShardedPass:
+    def keep(self, *, has_grads: bool) -> Grads:
+        """Return what `begin` keeps. `has_grads`: this is a further pass over the same step."""
+        params = self.plan.params
+        if not has_grads:
+            return [None] * len(params)
+        return [None if param.grad is None else param.grad.clone() for param in params]  # their memory is used again
+
+    def begin(self, layout: Layout, *, kept: Grads, num_names: int = 0) -> ReductionPass | ShardedPass:
         """Begin a pass over a step's micro-batches.
 
         Args:
-            keep_grads: whether this is a further pass over the same step, so that gradients that it does not compute
-                are kept.
+            kept: the gradients of parameters for which the pass computes none.
             num_names: number of logged values in the control block.
         """
         params = self.plan.params
-        kept: Grads = [None] * len(params)
-        if keep_grads:  # copies, because this pass reuses the memory
-            kept = [None if param.grad is None else param.grad.clone() for param in params]
         for param in (*params, *self.plan.untrained):
             param.grad = None
         self.guard.begin()
@@ -68,6 +71,10 @@ class Reducer:
         if self.plan.shards is not None and memory is not None:
             return ShardedPass(self.plan, self.plan.shards, self._group, memory, self.guard, kept)
         return ReductionPass(self.plan, layout, self._group, memory, self.guard, kept)
+
+    def forget_memory(self) -> None:
+        """Release the memory for exchanges, and the messages in it that have not arrived."""
+        self._memory.clear()
 
     def begin_further(self, layout: Layout) -> FurtherPass:
         """Begin the sum of a further loss in the current pass, in whatever micro-batch it occurs first."""

@@ -116,6 +116,10 @@ class ReductionPass:
             return sum_alone(self._plan, self._parts, grads, control)
         return self._exchange.finish(grads, control)
 
+    def release(self) -> None:
+        """Release the messages of an exchange that has failed."""
+        self._exchange = self._sender = None
+
     def assign(self, grads: Grads) -> None:
         """Leave gradients in `.grad`. A parameter without one keeps what it had before the pass, or None."""
         for param, grad, kept in zip(self._plan.params, grads, self._kept, strict=True):

@@ -209,6 +209,10 @@ class ShardedPass:
             pieces.append(([i for i, _ in trained], [part for _, part in trained], total))
         return replace(sums, pieces=pieces)
 
+    def release(self) -> None:
+        """Release the messages of an exchange that has failed."""
+        self._transfer = None
+
     def assign(self, grads: Grads) -> None:
         """Leave gradients in `.grad`. A parameter without one keeps what it had before the pass, or None."""
         for param, grad, kept in zip(self._plan.params, grads, self._kept, strict=True):

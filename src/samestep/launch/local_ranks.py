@@ -26,6 +26,7 @@ from samestep.launch.target import Target
 from samestep.world.environment import (
     FAILURE,
     FINISHED,
+    HEAL,
     LEAVE,
     SECRET,
     STOPPED,
@@ -67,8 +68,14 @@ class Placement:
     secret: str = field(default_factory=secrets.token_hex)
 
 
-def build_variables(num_ranks: int, place: Placement, overrides: Overrides) -> list[dict[str, str]]:
-    """Build the environment of each of the `num_ranks` ranks on this machine."""
+def build_variables(
+    num_ranks: int, place: Placement, overrides: Overrides, *, heals: bool = False
+) -> list[dict[str, str]]:
+    """Build the environment of each of the `num_ranks` ranks on this machine.
+
+    Args:
+        heals: whether the others continue if a rank dies.
+    """
     backends = ("GLOO", "NCCL") if place.num_nodes > 1 else ("GLOO",)
     common = {
         "OMP_NUM_THREADS": str(overrides.get("num_threads") or 1),
@@ -79,6 +86,7 @@ def build_variables(num_ranks: int, place: Placement, overrides: Overrides) -> l
         **to_variables(overrides),
         **(place.restart.to_variables() if place.restart is not None else {}),
         SECRET: place.secret,
+        **({HEAL: "1"} if heals else {}),
         "WORLD_SIZE": str(place.world_size or num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "GROUP_RANK": str(place.node),
@@ -133,6 +141,7 @@ class Ranks:
         lost: the server has ended, or could not kill a rank: the ranks cannot be started again.
         codes: rank -> exit code, or minus the signal, of the ranks that have ended.
         failures: of the ranks that failed. A rank that ended because it was sent a signal has not failed.
+        outlived: the failures after which the other ranks have continued.
     """
 
     def __init__(self, server: ForkServer, shown: frozenset[int] = frozenset({0})) -> None:
@@ -143,6 +152,7 @@ class Ranks:
         self.started = self.lost = False
         self.codes: dict[int, int] = {}
         self.failures: list[RankFailure] = []
+        self.outlived: list[RankFailure] = []
         self._stopped_s = math.inf
         self._server = server
         self._first_rank = 0
@@ -156,6 +166,7 @@ class Ranks:
             self._stopped_s = math.inf
             self.codes = {}
             self.failures = []
+            self.outlived = []
             self._succeeded = {}
             try:
                 make_private(self.directory)
@@ -186,7 +197,8 @@ class Ranks:
     @property
     def has_succeeded(self) -> bool:
         """Whether every rank has ended with exit code 0."""
-        return self.done and not any(self.codes.values())
+        gone = [failure.rank for failure in self.outlived]
+        return self.done and not any(code for rank, code in self.codes.items() if rank not in gone)
 
     @property
     def is_stopping(self) -> bool:
@@ -214,6 +226,13 @@ class Ranks:
             self._pids = event["started"]
         elif event is not None:
             self._end(event["rank"], event["code"], event["time_s"])
+
+    def outlive(self) -> list[RankFailure]:
+        """Note that the other ranks continue without those that have failed so far. Returns the failures of these."""
+        failures = self.failures
+        self.outlived += failures
+        self.failures = []
+        return failures
 
     def request_stop(self, signum: int = signal.SIGTERM) -> None:
         """Send a signal to the ranks. A run completes its step, saves and ends; other programs are killed by it."""
@@ -250,6 +269,8 @@ class Ranks:
         Call when all ranks have ended, so that their output is complete.
         """
         first = find_first(self.failures)
+        if first is not None and first.secondary and self.outlived:  # it has lost that rank
+            first = self.outlived[-1]
         if first is not None and first.secondary and self._succeeded and not (self.directory / STOPPED).exists():
             # The others have lost a rank that ended before them with exit code 0. It counts even if its loop is
             # finished, because a further loop or an evaluation can follow.
@@ -260,7 +281,8 @@ class Ranks:
                 "of the script, run.evaluate among them"
             )
             return RankFailure(rank, time_s, 1, False, "died", message)
-        alike = [f for f in self.failures if first and (f.kind, f.message) == (first.kind, first.message)]
+        failures = [*self.outlived, *self.failures]
+        alike = [f for f in failures if first and (f.kind, f.message) == (first.kind, first.message)]
         failure = min(alike, key=lambda failure: (failure.rank not in self.shown, failure.rank), default=None)
         if failure is None or failure.rank in self.shown:
             return failure

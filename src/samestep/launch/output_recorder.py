@@ -43,6 +43,14 @@ def start_log(rank: int, path: Path) -> None:
             os.write(pipe, encode_message({"rank": rank, "path": str(path.absolute())}))
 
 
+def show_instead(rank: int, gone: int) -> None:
+    """Show the future output of this rank, if that of `gone` was shown, which has died. As `start_log` otherwise."""
+    pipe = read_log_pipe()
+    if pipe is not None:
+        with suppress(OSError):
+            os.write(pipe, encode_message({"rank": rank, "gone": gone}))
+
+
 @dataclass
 class Stream:
     """A pipe or pseudo-terminal that replaces stdout, stderr or both in a rank.
@@ -176,7 +184,7 @@ class Recording:
     ) -> None:
         self._streams = [each for rank, is_shown in shown.items() for each in open_streams(rank, is_shown, out, err)]
         self._files = [out, err]
-        self._paths, self._path_writer = os.pipe()  # on which ranks send the paths of their logs
+        self._paths, self._path_writer = os.pipe()  # on which ranks send the paths of their logs, and what to show
         self._socket, self._control = socket.socketpair()
         self._pid = fork(partial(self._record, shown, directory))
         self._control.close()
@@ -223,6 +231,7 @@ class Recording:
             os.close(file)
         self._logs = {rank: Log(rank, f"{directory}/rank{rank}.log", is_shown) for rank, is_shown in shown.items()}
         self._moves = MessageReader(self._paths)
+        self._shown = {rank for rank, is_shown in shown.items() if is_shown}
         self._cut: list[int] = []  # the ranks whose logs end early
         self._selector = selectors.DefaultSelector()
         for stream in self._streams:
@@ -250,9 +259,19 @@ class Recording:
     def _move_logs(self) -> None:
         try:
             while (message := self._moves.receive()) is not None:
-                self._warn(message["rank"], self._logs[message["rank"]].move(message["path"]))
+                if "gone" in message:
+                    self._show(message["rank"], message["gone"])
+                else:
+                    self._warn(message["rank"], self._logs[message["rank"]].move(message["path"]))
         except OSError:  # all ranks have ended
             self._selector.unregister(self._paths)
+
+    def _show(self, rank: int, gone: int) -> None:
+        if gone in self._shown:
+            self._shown.add(rank)
+            for stream in self._streams:
+                if stream.rank == rank and stream.target is None:
+                    stream.target = self._files[0]
 
     def _read(self, stream: Stream) -> int:
         """Read a stream once, show it and write it. Returns the number of bytes."""

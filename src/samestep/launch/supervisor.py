@@ -19,6 +19,7 @@ from samestep.console import say
 from samestep.decoding import convert
 from samestep.files import read_bytes, read_text
 from samestep.launch.handshake import derive_key
+from samestep.launch.healer import Healer
 from samestep.launch.local_ranks import Placement, Ranks, build_variables, open_store
 from samestep.launch.messages import LauncherLink
 from samestep.launch.rendezvous_client import End, Nodes, build_hello, connect, find_own_address
@@ -35,6 +36,7 @@ class Launch:
     Attributes:
         num_ranks: number of ranks on this machine.
         received: the signals that this process has received so far.
+        heals: whether the other ranks continue if one dies.
     """
 
     target: Target
@@ -42,6 +44,7 @@ class Launch:
     overrides: Overrides
     received: Sequence[int]
     max_restarts: int
+    heals: bool = False
 
 
 def _start(ranks: Ranks, launch: Launch, place: Placement) -> None:
@@ -50,13 +53,15 @@ def _start(ranks: Ranks, launch: Launch, place: Placement) -> None:
     if place.restart is not None and begun.exists():  # resume that run, whatever options the first start had
         run_dir = os.fsdecode(read_bytes(begun)) if overrides.get("fresh") else overrides.get("run_dir")
         overrides = {**overrides, "resume": "latest", "fresh": False, "run_dir": run_dir}
-    variables = build_variables(launch.num_ranks, place, overrides)
+    variables = build_variables(launch.num_ranks, place, overrides, heals=launch.heals)
     ranks.start(launch.target, variables)
 
 
-def _poll(ranks: Ranks, received: Sequence[int]) -> bool:
+def _poll(ranks: Ranks, received: Sequence[int], healer: Healer | None = None) -> bool:
     """Process events, and forward signals. Returns whether a rank has failed, or a signal came before the start."""
     ranks.poll()
+    if healer is not None and not received:
+        healer.heal(ranks)
     if len(received) > 1:
         ranks.kill()
     elif received and not ranks.is_stopping:
@@ -72,10 +77,14 @@ def run_local(ranks: Ranks, launch: Launch) -> End:
         while True:
             store = open_store()  # a new one: the old one holds the addresses of the earlier ranks
             num_keys = store.num_keys()
-            _start(ranks, launch, Placement(store.port, num_restarts=num_restarts, restart=restart))
-            while not (has_failed := _poll(ranks, launch.received)) and not ranks.done:
+            place = Placement(store.port, num_restarts=num_restarts, restart=restart)
+            healer = Healer(store, place.secret, launch.num_ranks) if launch.heals else None
+            _start(ranks, launch, place)
+            while not (has_failed := _poll(ranks, launch.received, healer)) and not ranks.done:
                 pass
             if has_failed:
+                if healer is not None:
+                    healer.refuse()
                 ranks.stop()
             elif ranks.has_succeeded and store.num_keys() == num_keys:
                 _warn_of_copies(ranks, launch.target)

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from samestep.config import RunConfig
-from samestep.errors import Error, RunDirectoryError
+from samestep.errors import Error, PeerFailed, RunDirectoryError
 from samestep.launch.output_recorder import start_log
 from samestep.snapshot.inspection import TrainingState
+from samestep.snapshot.kept_logs import KeptLogs
 from samestep.snapshot.manifest import find_damage
 from samestep.snapshot.parts import OtherParts
 from samestep.snapshot.resume_point import Holding, ResumePoint, choose
@@ -94,6 +95,11 @@ class RunLocation:
     @property
     def directory(self) -> RunDirectory | None:
         """The run directory, on ranks that write one; None on others, and after `close`."""
+        return None
+
+    @property
+    def kept(self) -> KeptLogs | None:
+        """What this rank keeps to take the place of rank 0; None on ranks that write, and if none takes its place."""
         return None
 
     @property
@@ -182,6 +188,19 @@ class RunLocation:
     def write_status(self, status: str, reason: str, end: Mapping[str, Any] | None) -> None:
         """Call `RunDirectory.write_status`, on this rank, for all copies of the run."""
 
+    def take_over(self, steps_done: int, *, is_in_loop: bool) -> None:
+        """Write the run from now on, on a rank that has become rank 0 because others have died.
+
+        Args:
+            steps_done: the number of steps that this rank has finished.
+            is_in_loop: whether the loop has not ended yet.
+
+        Raises:
+            PeerFailed: it cannot.
+        """
+        if self.path is not None:
+            raise PeerFailed("no other rank can write the run")
+
     # --- end --------------------------------------------------------------------------------------------------
 
     def end(self) -> str:
@@ -204,13 +223,21 @@ class LocalLocation(RunLocation):
         named: the directory as the user gave it.
         config: `keep_last` and the run's identity.
         writers: the ranks that write.
+        keeps: whether the others keep what they need to take the place of rank 0.
 
     Raises:
         Error: the directory cannot be used, or holds another run. It is closed then.
     """
 
     def __init__(
-        self, group: Group, named: Path, config: RunConfig, say: Callable[[str], None], writers: Sequence[int] = (0,)
+        self,
+        group: Group,
+        named: Path,
+        config: RunConfig,
+        say: Callable[[str], None],
+        writers: Sequence[int] = (0,),
+        *,
+        keeps: bool = False,
     ) -> None:
         super().__init__(group, say, named)
         self._writers = writers
@@ -221,6 +248,7 @@ class LocalLocation(RunLocation):
         self._path = named.absolute()
         self._directory: RunDirectory | None = None
         self._logs: Path | None = None
+        self._kept = KeptLogs() if keeps and group.rank else None
 
         def open_one() -> None:
             self._directory = RunDirectory(named, warn=self.warn)
@@ -243,6 +271,10 @@ class LocalLocation(RunLocation):
     @property
     def directory(self) -> RunDirectory | None:
         return self._directory
+
+    @property
+    def kept(self) -> KeptLogs | None:
+        return self._kept
 
     @property
     def logs(self) -> Path | None:
@@ -336,6 +368,8 @@ class LocalLocation(RunLocation):
         start = self._each_directory(begin_one)[0]
         self._logs = self._path / LOGS / str(start)
         start_log(self._group.rank, self._logs / f"{self._group.rank}.log")
+        if self._kept is not None and not point.is_beginning:
+            self._kept.forget_rows()
 
     # --- under way --------------------------------------------------------------------------------------------
 
@@ -386,6 +420,16 @@ class LocalLocation(RunLocation):
     def write_status(self, status: str, reason: str, end: Mapping[str, Any] | None) -> None:
         if self._directory is not None:
             self._directory.write_status(status, reason, end)
+
+    def take_over(self, steps_done: int, *, is_in_loop: bool) -> None:
+        if self._kept is None or self._logs is None:
+            raise PeerFailed("no other rank can write the run")
+        try:
+            self._directory = RunDirectory(self._named, warn=self.warn)
+            self._directory.continue_start(int(self._logs.name), self._kept, steps_done, is_in_loop=is_in_loop)
+        except (Error, OSError) as error:
+            raise PeerFailed(f"no other rank can write the run ({error})") from error
+        self._kept = None
 
     # --- end --------------------------------------------------------------------------------------------------
 

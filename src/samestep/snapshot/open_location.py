@@ -9,12 +9,13 @@ from samestep.snapshot.writers import choose_fresh, find_writers
 from samestep.world.group import Group
 
 
-def open_location(config: RunConfig, group: Group, say: Callable[[str], None]) -> RunLocation:
+def open_location(config: RunConfig, group: Group, say: Callable[[str], None], *, keeps: bool = False) -> RunLocation:
     """Open the place that the configuration names. All ranks call it.
 
     Args:
         config: `run_dir`, `local_dir`, `fresh`, `keep_last` and the run's identity.
         say: prints a message, on rank 0.
+        keeps: as for `LocalLocation`.
 
     Raises:
         Error: the place cannot be used, or holds another run. It is closed then.
@@ -23,7 +24,7 @@ def open_location(config: RunConfig, group: Group, say: Callable[[str], None]) -
     if url is None:
         return RunLocation(group, say)
     if not isinstance(url, str):
-        return _open_directory(group, url, config, say, fresh=config.fresh)
+        return _open_directory(group, url, config, say, fresh=config.fresh, keeps=keeps)
     from samestep.snapshot.remote_location import RemoteLocation, RemoteRun
 
     remote: RemoteRun | None = None
@@ -40,7 +41,7 @@ def open_location(config: RunConfig, group: Group, say: Callable[[str], None]) -
 
 
 def _open_directory(
-    group: Group, named: Path, config: RunConfig, say: Callable[[str], None], *, fresh: bool
+    group: Group, named: Path, config: RunConfig, say: Callable[[str], None], *, fresh: bool, keeps: bool = False
 ) -> LocalLocation:
     """Open rank 0's directory on all nodes. `fresh`: the first of x, x-2, x-3 ... that is empty."""
     named, writers = find_writers(group, named)
@@ -48,7 +49,7 @@ def _open_directory(
     if fresh:
         named = choose_fresh(group, named, ranks)
     if len(ranks) == 1:
-        return LocalLocation(group, named, config, say)
+        return LocalLocation(group, named, config, say, keeps=keeps)
     from samestep.snapshot.node_replication import ReplicatedLocation
 
     return ReplicatedLocation(group, named, config, say, ranks)

@@ -19,6 +19,7 @@ from samestep.files import overwrite, replace_file
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.plan.ledger import Entry
 from samestep.snapshot.append_log import AppendLog, format_row
+from samestep.snapshot.kept_logs import KeptLogs
 from samestep.snapshot.ledger_file import count_records
 from samestep.snapshot.lock import Lock, detach, refuse_links
 from samestep.snapshot.parts import OtherParts
@@ -295,6 +296,30 @@ class RunDirectory:
                 self._warn(f"{path} is shorter than when step {step} was saved: a part of it is missing")
         for row in self._early_rows if point.is_beginning else ():
             metrics.append(format_row(row))
+
+    def continue_start(self, start: int, kept: KeptLogs, steps_done: int, *, is_in_loop: bool) -> None:
+        """Continue the start of another rank, which has died.
+
+        Args:
+            start: the number of the start.
+            kept: the rows and records of this rank.
+            steps_done: the number of steps that it has finished.
+            is_in_loop: whether the loop has not ended yet.
+
+        Raises:
+            PeerFailed: as `KeptLogs.complete`.
+            OSError: the directory cannot be written.
+        """
+        self.store.clean()
+        rows = self.path / METRICS
+        metrics = AppendLog(rows, flush_s=METRICS_FLUSH_S)
+        ledger = AppendLog(self.path / LEDGER, flush_s=LEDGER_FLUSH_S, record_bytes=LEDGER_RECORD.size)
+        self._logs = metrics, ledger
+        kept.complete(metrics, rows, ledger, steps_done)
+        self._start = start
+        self._is_begun = True
+        if is_in_loop:
+            self.write_status("running", "")  # of this process
 
     def find_restart(self) -> int:
         """Return the number of this start: 0 for the first, then as in `restarts.jsonl`. It has no logs yet."""

@@ -1,6 +1,7 @@
 """Decides when snapshots of a run are due, and writes them in the background. All ranks call the same methods."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from samestep.config import RunConfig
 from samestep.console import warn
-from samestep.errors import Error, InvalidValue
+from samestep.errors import Error, InvalidValue, PeerFailed
 from samestep.snapshot.async_copy import Copy, Refused, Staging, Watch, Writer, is_watchable, locate
 from samestep.snapshot.inspection import Inspection, TrainingState
 from samestep.snapshot.location import RunLocation, SnapshotOrder
@@ -35,6 +36,7 @@ class Snapshotter:
     Args:
         config: `snapshot_every`.
         location: the location of the run.
+        count_ranks: returns the number of ranks.
         say: prints a message on rank 0.
         gather: as `Group.gather`.
 
@@ -49,13 +51,13 @@ class Snapshotter:
         self,
         config: RunConfig,
         location: RunLocation,
-        world_size: int,
+        count_ranks: Callable[[], int],
         say: Callable[[str], None],
         gather: Callable[[Any], list[Any]],
     ) -> None:
         self._config = config
         self._location = location
-        self._world_size = world_size
+        self._count_ranks = count_ranks
         # The ranks agree on what they write if each writes a part. Else each rank knows what rank 0 writes.
         self._gather = gather if location.is_divided else lambda value: [value]
         self._failure = ""  # why this rank could not write its part of the last snapshot
@@ -72,12 +74,32 @@ class Snapshotter:
         self._staging = Staging()
         self._saved_s = time.monotonic()
         self._pending: _Pending | None = None
+        # Steps and names of the last snapshots. Before rank 0 begins to write the next ones, others may be past that.
+        self._recent: deque[tuple[int, list[str | None]]] = deque(maxlen=2)
         if location.directory is not None:
             location.directory.call_before_close(self._wait_alone)
 
     def resume(self, point: ResumePoint) -> None:
         """Continue at a point, of which there is a snapshot."""
         self.saved_step = point.step
+
+    def take_over(self) -> None:
+        """Write the snapshots from now on, on a rank that has become rank 0. The location has been taken over.
+
+        Raises:
+            PeerFailed: a named snapshot is lost with the rank that was writing it. The script asks for it once only.
+        """
+        directory = self._location.directory
+        if directory is None:
+            return
+        directory.call_before_close(self._wait_alone)
+        written = {each.name: each.step for each in directory.store.snapshots() if each.problem is None}
+        for step, names in self._recent:
+            for name in names:
+                if name is not None and written.get(name, -1) < step:
+                    raise PeerFailed(f"the snapshot {name} of step {step} is lost with the rank that was writing it")
+        if written.get(None) != self.saved_step:
+            self.saved_step = None
 
     # --- when -------------------------------------------------------------------------------------------------
 
@@ -163,6 +185,7 @@ class Snapshotter:
             self.saved_step = step
             self._saved_s = time.monotonic()
             self._is_wanted = False
+        self._recent.append((step, names))
         state = get_state()
         inspection = Inspection(state, step)
         self._start_writer(self._align(self._build_order(state, step, names), state), inspection, state)
@@ -183,7 +206,9 @@ class Snapshotter:
             return replace(nothing, tensors=tensors)
         structure, tensors = encode(contents, state.is_mine)
         try:
-            meta = directory.mark(epoch=contents["position"]["epoch"], world_size=self._world_size, notes=state.notes)
+            meta = directory.mark(
+                epoch=contents["position"]["epoch"], world_size=self._count_ranks(), notes=state.notes
+            )
         except OSError as error:
             self._report(step, names, error)
             return nothing

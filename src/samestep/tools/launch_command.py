@@ -10,7 +10,7 @@ from click.shell_completion import CompletionItem
 from samestep.command_line import suggest
 from samestep.config import OPTIONS, Option, is_url, name_flag
 from samestep.console import say
-from samestep.errors import Error
+from samestep.errors import Error, InvalidValue
 from samestep.files import read_text
 from samestep.launch.flags import FLAGS, TORCHRUN, find_misplaced, translate_torchrun
 from samestep.launch.recipe_source import describe_recipes, find_recipes, read_description
@@ -116,6 +116,7 @@ def start(target: Target, values: dict[str, Any]) -> int:
     num_ranks = values.pop("nproc_per_node", "auto")
     show_ranks = values.pop("show_ranks", "0")
     max_restarts = values.pop("max_restarts", 0)
+    heals = values.pop("heal", False)
     if values.pop("tf_config", False):
         set_hook("samestep.launch.tf_config")
     nodes = parse_nodes(
@@ -127,6 +128,8 @@ def start(target: Target, values: dict[str, Any]) -> int:
         read_secret(values.pop("rdzv_secret", None)),
         last_call_s=values.pop("rdzv_last_call", LAST_CALL_S),
     )
+    if heals and nodes is not None:
+        raise InvalidValue("--heal is for one machine: leave it out, and use --max-restarts", code="SS104")
     if nodes is None:  # else another node may have the snapshot
         _check_resume(**values)
     return run_launch(
@@ -134,6 +137,7 @@ def start(target: Target, values: dict[str, Any]) -> int:
         num_ranks=num_ranks,
         show_ranks=show_ranks,
         max_restarts=max_restarts,
+        heals=heals,
         nodes=nodes,
         overrides=values,
     )

@@ -37,10 +37,15 @@ def read_generator(generator: Any) -> str:
 
 def call_on_rank_0(group: Group, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Call `fn` on rank 0, and return its result and the states of rank 0's global generators to all ranks."""
-    value = group.unseal(group.once(lambda: group.seal(fn(*args, **kwargs))))
-    if group.world_size > 1:
-        _set_states(group.broadcast(_read_states()))
-    return value  # type: ignore[no-any-return]
+
+    def call() -> tuple[Any, ...]:
+        value = group.seal(fn(*args, **kwargs))
+        return value, _read_states() if group.world_size > 1 else None
+
+    value, states = group.once(call)
+    if states is not None:
+        _set_states(states)
+    return group.unseal(value)  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from samestep.train.guards.unprepared import UnpreparedStateChecks
 from samestep.train.inputs.loop_data import LoopData
 from samestep.train.inputs.samples import add_samples, check_marks
 from samestep.train.loops.feed import Feed
+from samestep.train.loops.healing import begin_healing
 from samestep.train.loops.loop import Loop
 from samestep.train.loops.services import Services
 from samestep.train.prepared import Prepared
@@ -61,6 +62,7 @@ def open_loop(
     feed = Feed(context, data, state, interceptors.borrow, has_steps=has_steps)
     loop = Loop(context, state, prepared, services, feed, observers)
     services.resources.watch(loop.conclude)
+    begin_healing(context, state, data, feed, services, interceptors)
     if not state.place.is_past:
         prepared.misuse.watch()
         services.metrics.start_trackers()

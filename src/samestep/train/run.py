@@ -98,7 +98,7 @@ class Run:
 
     Attributes:
         dir: run directory or working copy; None without a directory.
-        device, rank, local_rank, world_size: as in torch.distributed.
+        device, local_rank: as in torch.distributed.
         batch_size, micro_batch_size, seed, shard: the values in use.
 
     Raises:
@@ -174,12 +174,13 @@ class Run:
             check_further_run(environment.rank)
         group = open_group(environment, self.device, backend=settings.backend)
         open_announcements(group)
-        self.rank = environment.rank
         self.local_rank = environment.local_rank
-        self.world_size = environment.world_size
-        self._progress = build_progress(rank=self.rank, terminal=False if is_trial else None)
+        self._group = group
+        self._progress = build_progress(
+            rank=self.rank, terminal=False if is_trial else None, stands_by=environment.heals
+        )
         self._warn_of_precision(settings.precision)
-        location = open_location(settings, group, self._say)
+        location = open_location(settings, group, self._say, keeps=environment.heals)
         self.dir = location.path
         context = RunContext(
             environment,
@@ -204,6 +205,27 @@ class Run:
         self._is_recalled = False  # by `restore`, before the first loop
         seed_all(derive(self.seed, "init"))
 
+    @property
+    def rank(self) -> int:
+        """This rank's number, as in torch.distributed.
+
+        Example::
+
+            >>> import samestep
+            >>> run = samestep.Run(None, batch_size=4)
+            >>> run.rank, run.world_size
+            (0, 1)
+        """
+        return self._group.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks. It becomes smaller if a rank dies and the others continue (`--heal`).
+
+        Example: see `Run.rank`.
+        """
+        return self._group.world_size
+
     def _warn_of_precision(self, precision: Precision) -> None:
         if self.device.type != "cpu":
             return
@@ -218,7 +240,9 @@ class Run:
         context = self._context
         state = self._state
         built = Trackers(build_trackers(trackers), self._say)
-        snapshotter = Snapshotter(context.config, context.location, self.world_size, self._say, context.group.gather)
+        group = context.group
+        count_ranks = lambda: group.world_size  # noqa: E731
+        snapshotter = Snapshotter(context.config, context.location, count_ranks, self._say, group.gather)
         signals = StopSignals(context.environment, self._say, is_on=self.dir is not None)
         watchdog = Watchdog(context, snapshotter, state)
         return Services(

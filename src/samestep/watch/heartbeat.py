@@ -25,6 +25,7 @@ from samestep.watch.stall_diagnosis import (
     Beat,
     Limits,
     Stall,
+    describe_ranks,
     describe_seconds,
     diagnose,
 )
@@ -56,6 +57,7 @@ class RankFacts:
         logs: directory for the stacks of a stuck rank; None: not written.
         may_write: whether the directory still belongs to this run.
         began_step: the first step of this start of the run.
+        can_heal: whether the other ranks continue if the stuck ones end.
     """
 
     rank: int
@@ -70,6 +72,7 @@ class RankFacts:
     may_write: Callable[[], bool] = lambda: True
     micro_batch_size: int = 1
     began_step: int = 0
+    can_heal: bool = False
 
 
 class Commands(Struct, frozen=True):
@@ -78,14 +81,16 @@ class Commands(Struct, frozen=True):
     Attributes:
         stacks: the ranks that write their stacks.
         number: of that command, and unique, so that each rank executes it once.
-        end: why the run ends; "" if it continues.
+        end: why ranks end; "" if all continue.
         first: the stuck ranks, which end before the others.
+        is_for_all: whether the others end, too.
     """
 
     stacks: list[int] = []
     number: int = 0
     end: str = ""
     first: list[int] = []
+    is_for_all: bool = True
 
 
 class _Message(Struct, frozen=True):
@@ -134,6 +139,10 @@ class Heartbeat:
         self._threads = [threading.Thread(target=loop, name=f"samestep {loop.__name__}", daemon=True) for loop in loops]
         for started in self._threads:
             started.start()
+
+    @property
+    def limits(self) -> Limits:
+        return self._facts.limits
 
     def close(self) -> None:
         """End the threads, unless they are blocked. A second call does nothing."""
@@ -261,9 +270,11 @@ class Heartbeat:
             self._clear()
             return
         self._still_s = min(rank.still_s for rank in ranks)
+        if self._commands.end:  # the stuck ranks are ending; the others then form a new group
+            return
         if self._reported is None or self._reported.blocking != stall.blocking:
             self._report(stall, ranks)
-        if stall.is_final and not self._commands.end:
+        if stall.is_final:
             self._end(stall, ranks)
 
     def _request_stacks(self, ranks: Sequence[Beat], now_s: float) -> None:
@@ -305,9 +316,13 @@ class Heartbeat:
         blocking = [beat for beat in ranks if beat.rank in stall.blocking]
         able = [beat.rank for beat in blocking if not beat.is_silent]
         frozen = [(beat.rank, beat.pid) for beat in blocking if beat.is_silent and beat.process in ("stopped", "alive")]
+        if self._facts.can_heal and not able and not frozen:  # they have ended: the launcher decides
+            return
         first = able or ([] if frozen else [self._facts.rank])
-        self._commands = replace(self._commands, end=stall.sentence, first=first)
-        self._facts.say("nothing has moved for too long: the run is stopped")
+        is_for_all = not self._facts.can_heal or len(blocking) == len(ranks)
+        self._commands = replace(self._commands, end=stall.sentence, first=first, is_for_all=is_for_all)
+        ended = "the run" if is_for_all else describe_ranks(stall.blocking)
+        self._facts.say(f"nothing has moved for too long: stopping {ended}")
         with at_rest():  # give the other ranks time to read the command
             self._closed.wait(2 * self._interval_s if self._facts.world_size > 1 else 0)
         if frozen:
@@ -322,6 +337,8 @@ class Heartbeat:
             self._write_stacks()
         if commands.end:
             is_first = rank in commands.first
+            if not is_first and not commands.is_for_all:
+                return
             if not is_first:
                 with at_rest():
                     self._closed.wait(GRACE_S)

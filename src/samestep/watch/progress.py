@@ -58,15 +58,56 @@ class Progress:
     def close(self) -> None:
         """Close the bar without a table, as after an error. Can be called at any time and repeatedly."""
 
+    def take_over(self, done_steps: int) -> None:
+        """Show the loop from now on, on a rank that has become rank 0."""
 
-def build_progress(*, rank: int, terminal: bool | None = None) -> Progress:
+
+class Standby(Progress):
+    """Shows nothing until `take_over`, and then plain lines."""
+
+    def __init__(self) -> None:
+        self._shown = Progress()
+        self._total_steps: int | None = None
+        self._epochs: int | None = None
+
+    def begin(self, *, total_steps: int | None, done_steps: int, epochs: int | None) -> None:
+        self._total_steps = total_steps
+        self._epochs = epochs
+        self._shown.begin(total_steps=total_steps, done_steps=done_steps, epochs=epochs)
+
+    def move_end(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._shown.move_end(total_steps)
+
+    def step(self, number: int, num_samples: int, epoch: int) -> None:
+        self._shown.step(number, num_samples, epoch)
+
+    def log(self, values: Mapping[str, Any], number: int | None = None) -> None:
+        self._shown.log(values, number)
+
+    def print(self, *args: Any, **kw: Any) -> None:
+        self._shown.print(*args, **kw)
+
+    def end(self, rows: Mapping[str, Any]) -> None:
+        self._shown.end(rows)
+
+    def close(self) -> None:
+        self._shown.close()
+
+    def take_over(self, done_steps: int) -> None:
+        self._shown = Lines()
+        self._shown.begin(total_steps=self._total_steps, done_steps=done_steps, epochs=self._epochs)
+
+
+def build_progress(*, rank: int, terminal: bool | None = None, stands_by: bool = False) -> Progress:
     """Return the display of this rank: on rank 0 a bar on a terminal, or plain lines elsewhere; on other ranks none.
 
     Args:
         terminal: whether to draw a bar; None: if both standard output and standard error are terminals.
+        stands_by: whether another rank can take the place of rank 0.
     """
     if rank != 0:
-        return Progress()
+        return Standby() if stands_by else Progress()
     if terminal is None:
         terminal = sys.stdout.isatty() and sys.stderr.isatty()
     if terminal:

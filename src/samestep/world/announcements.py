@@ -14,10 +14,10 @@ from samestep.world.rendezvous_store import SignedEntries
 class _Announcements:
     """The announcements of one process group. The key of its first run separates them from other starts."""
 
-    def __init__(self, entries: SignedEntries) -> None:
+    def __init__(self, entries: SignedEntries, num_calls: int = 0) -> None:
         self._process_group = weakref.ref(dist.group.WORLD)
         self.entries = entries
-        self.num_calls = 0  # the same on all ranks
+        self.num_calls = num_calls  # the same on all ranks
 
     def is_valid(self) -> bool:
         """Return whether the script has not replaced the process group."""
@@ -31,6 +31,13 @@ def open_announcements(group: Group) -> None:
     """Begin to announce calls, with the first group of this process group. Call on all ranks."""
     if not (_current and _current[0].is_valid()) and (entries := group.open_entries()) is not None:
         _current[:] = [_Announcements(entries)]
+
+
+def move_announcements(group: Group) -> None:
+    """Continue in the group's new process group, after the death of a rank."""
+    if _current:
+        entries = group.open_entries()
+        _current[:] = [] if entries is None else [_Announcements(entries, _current[0].num_calls)]
 
 
 def announce(rank: int, call: int, others: Sequence[int]) -> list[tuple[int, int]]:

@@ -24,9 +24,10 @@ TERMINAL = PREFIX + "TERMINAL"  # pid:file
 SRUN = PREFIX + "SRUN"  # the variables of this rank were derived from Slurm's
 LOG = PREFIX + "LOG"  # pid:file
 COMPLETION = "_SAMESTEP_COMPLETE"  # what to complete; click's script for a shell sets it
+HEAL = PREFIX + "HEAL"  # set if the ranks continue after the death of another one
 SECRET = PREFIX + "RDZV_SECRET"  # in a launcher: the secret of all launchers; in a rank: the secret of all ranks
 
-_INTERNAL = (TRACE, HOOK, TERMINAL, SRUN, LOG, SECRET)  # no misspelled options
+_INTERNAL = (TRACE, HOOK, TERMINAL, SRUN, LOG, HEAL, SECRET)  # no misspelled options
 
 # Files in `error_dir`, with which ranks and their launcher exchange what exit codes cannot express.
 STOPPED = "stopped"  # a run ended early, saved, because of a signal
@@ -71,6 +72,7 @@ class Environment:
         overrides: options of `Run` set by variables.
         interceptor: JSON of SAMESTEP_TRACE, by which a tool installs an interceptor in each rank; None without one.
         secret: a secret that only the ranks have; "" if the launcher set none.
+        heals: whether the ranks continue after the death of another one.
     """
 
     rank: int
@@ -83,6 +85,7 @@ class Environment:
     overrides: Overrides
     interceptor: str | None = None
     secret: str = ""
+    heals: bool = False
 
 
 def read_overrides(variables: Mapping[str, str] | None = None) -> Overrides:
@@ -248,6 +251,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         overrides=read_overrides(variables),
         interceptor=variables.get(TRACE),
         secret=variables.get(SECRET, ""),
+        heals=HEAL in variables,
     )
 
 

@@ -3,6 +3,7 @@
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from samestep.console import say, saying_when_slow, warn
 from samestep.errors import KINDS, Error, InvalidType, InvalidValue, PeerFailed, UsageError, name_kind
 from samestep.hashing import hash_pieces
 from samestep.tagged import view_bytes
-from samestep.torch_internals import add_gloo
+from samestep.torch_internals import add_gloo, set_timeout
 from samestep.waiting import wait_until
 from samestep.world import wire
 from samestep.world.environment import (
@@ -34,6 +35,7 @@ from samestep.world.environment import (
 )
 from samestep.world.host import read_host_id
 from samestep.world.local_sockets import LocalSockets, connect
+from samestep.world.membership import GENERATION_S, Change, Membership, check_none_gone, is_settled
 from samestep.world.rendezvous_store import MAC_BYTES, SignedEntries, read_entry, write_entry
 from samestep.world.version_check import check_alike, describe_software, explain_hashing, explain_torch
 
@@ -46,6 +48,7 @@ STOPPED = b"samestep stopped"  # shorter than the exchange of any step, so that 
 STOP_S = 300.0  # without local sockets: limit for the other ranks to stop as well
 POLL_S = 0.05
 PATIENCE_S = 30.0  # a rank that waits longer for the others prints where it waits
+TIMEOUT_S = 1800.0  # limit for an exchange
 JOIN_S = 300.0  # limit for the tasks of a Slurm step to join, as in `samestep launch`
 
 _numbers = count()
@@ -89,6 +92,9 @@ def choose_device(environment: Environment, wanted: str | None, backend: str | N
 class Group:
     """All ranks of the run. With one rank there is no process group and every call returns at once.
 
+    After `begin_healing`, a collective either completes on all ranks, or, if one dies meanwhile, the survivors form a
+    new group and repeat it (docs/decisions/healing.md). So `rank` and `world_size` can change in each call.
+
     Attributes:
         rank, world_size: as in torch.distributed.
         local_rank: index among the ranks of this node.
@@ -103,7 +109,122 @@ class Group:
         self.device = device
         self.local_sockets: LocalSockets | None = None
         self._key = b""  # from the launcher's secret and random parts of all ranks, which the store never holds
+        self._membership: Membership | None = None
+        self._is_in_part = False  # within `together`
+        self._notify: Callable[[Change], None] = lambda change: None
         self.forget_stops()
+
+    # --- the death of a rank ----------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The number that each rank had at the start."""
+        return range(self.world_size) if self._membership is None else self._membership.members
+
+    @property
+    def can_heal(self) -> bool:
+        """Whether the other ranks continue if one dies."""
+        return self._membership is not None
+
+    def begin_healing(self, environment: Environment, notify: Callable[[Change], None]) -> None:
+        """Let the other ranks continue if one dies. A further call, in a later loop, replaces `notify`.
+
+        Args:
+            notify: called on all survivors after a death, in the new group.
+        """
+        self._notify = notify
+        if self._membership is None:
+            host, port = read_master()
+            store = dist.TCPStore(host, port, None, False, timedelta(seconds=JOIN_S))  # type: ignore[attr-defined]
+            self._membership = Membership(store, environment.secret, environment.rank, environment.world_size)
+            self._membership.announce()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Make the collectives in this block part of one, which `settle` completes: a death in them raises."""
+        self._is_in_part = True
+        try:
+            yield
+        finally:
+            self._is_in_part = False
+
+    def settle(self) -> None:
+        """Return when the collective before this call is complete on all ranks. Without healing, at once.
+
+        Raises:
+            RuntimeError: a rank has died.
+        """
+        if self._membership is not None:
+            self._gather_number_now(1)
+            self._membership.complete()
+
+    def heal(self, reason: str) -> bool:
+        """Form a new group of the survivors, after a collective, or `settle` after it, has failed.
+
+        Args:
+            reason: its error.
+
+        Returns:
+            Whether the collective counts: this rank has its result, and another one has used it. If not, this rank
+            repeats it.
+
+        Raises:
+            PeerFailed: the run cannot continue without the rank that has died.
+        """
+        membership = self._membership
+        if membership is None:
+            raise PeerFailed(reason)
+        began_s = time.monotonic()
+        before = membership.members
+        while True:
+            self._leave()
+            membership.advance(reason)
+            try:
+                with self.together():
+                    self._join(membership)
+                    positions = self.gather_number(membership.position)
+            except RuntimeError:  # a further rank has died
+                continue
+            break
+        counts = is_settled(membership.position, positions)
+        if counts:
+            membership.complete()
+        lost = [rank for rank in before if rank not in membership.members]
+        self._notify(Change(lost, membership.members, began_s))
+        return counts
+
+    def _leave(self) -> None:
+        """Leave the process group, which ends the waits of other ranks for this one."""
+        self.close()
+        close_group()
+
+    def _join(self, membership: Membership) -> None:
+        self.rank = membership.rank
+        self.world_size = len(membership.members)
+        if self.world_size == 1:
+            return
+        limit = timedelta(seconds=GENERATION_S)
+        store = membership.open_store()
+        dist.init_process_group("gloo", timeout=limit, store=store, rank=self.rank, world_size=self.world_size)
+        self.local_sockets = connect(self, TIMEOUT_S)
+        set_timeout(timedelta(seconds=TIMEOUT_S))
+
+    def _complete(self, collective: Callable[[], T]) -> T:
+        """Run a collective. If a rank dies meanwhile, form a new group, and repeat it unless it counts."""
+        if self._membership is None or self._is_in_part:
+            return collective()
+        while True:
+            result: list[T] = []
+            try:
+                result.append(collective())
+                self.settle()
+                return result[0]
+            except RuntimeError as error:
+                reason = str(error)
+            if self.heal(reason):
+                return result[0]
+
+    # --- collectives ------------------------------------------------------------------------------------------
 
     def open_entries(self) -> "SignedEntries | None":
         """Open a connection for signed entries of the store; None with one rank."""
@@ -115,9 +236,12 @@ class Group:
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value` (as for `wire.encode`, or from `seal`), in rank order, on every rank."""
+        data = wire.encode(value) if self.world_size > 1 else b""
+        return self._complete(lambda: self._gather(value, data))
+
+    def _gather(self, value: Any, data: bytes) -> list[Any]:
         if self.world_size == 1:
             return [value]
-        data = wire.encode(value)
         sizes = self._gather_number(len(data))
         row_bytes = max(sizes)
         row = torch.frombuffer(bytearray(data.ljust(row_bytes, b"\0")), dtype=torch.uint8)
@@ -130,7 +254,7 @@ class Group:
 
         Raises InvalidType if it cannot be pickled.
         """
-        if self.world_size == 1:
+        if self.world_size == 1 and not self.can_heal:
             return value
         try:
             return wire.seal(value, self._key)
@@ -142,10 +266,13 @@ class Group:
 
     def unseal(self, sealed: Any) -> Any:
         """Return the value that a rank has sealed. Raises Error if it was not a rank of this launch."""
-        return sealed if self.world_size == 1 else wire.unseal(sealed, self._key)
+        return sealed if self.world_size == 1 and not self.can_heal else wire.unseal(sealed, self._key)
 
     def gather_number(self, number: int) -> list[int]:
         """Return every rank's `number` (from 0 to 2**63 - 1), in rank order, on every rank. One exchange."""
+        return self._complete(lambda: self._gather_number_now(number))
+
+    def _gather_number_now(self, number: int) -> list[int]:
         if self.world_size == 1:
             return [number]
         if self.local_sockets is not None:  # faster, and Python handles signals during the wait
@@ -175,9 +302,19 @@ class Group:
         """Return the `value` of rank `source` (as for `gather`) on every rank."""
         if self.world_size == 1:
             return value
-        return self._broadcast(wire.encode(value) if self.rank == source else b"", source)  # type: ignore[no-any-return]
+        return self._broadcast(lambda: wire.encode(value), source)  # type: ignore[no-any-return]
 
-    def _broadcast(self, data: bytes, source: int) -> Any:
+    def _broadcast(self, get_data: Callable[[], bytes], source: int) -> Any:
+        """Return decoded data of rank `source`, which calls `get_data`. If it dies, another rank becomes the source."""
+
+        def broadcast() -> Any:
+            return self._broadcast_now(get_data() if self.rank == source else b"", source)
+
+        return self._complete(broadcast)
+
+    def _broadcast_now(self, data: bytes, source: int) -> Any:
+        if self.world_size == 1:
+            return wire.decode(data)
         size = torch.tensor(len(data))
         dist.broadcast(size, source)
         buffer = torch.frombuffer(bytearray(data if self.rank == source else int(size)), dtype=torch.uint8)
@@ -191,15 +328,25 @@ class Group:
     def each(self, fn: Callable[[], T], on: Sequence[int]) -> list[T]:
         """Call `fn` on the ranks `on`, and return their results (as for `gather`), in this order, on every rank.
 
+        With `begin_healing`, another rank calls it again if such a rank dies before all ranks have its result.
+
         Raises:
             Error: raised by `fn`, from the first such rank; on every rank.
             PeerFailed: on the other ranks, if `fn` raised another exception.
         """
         if self.world_size == 1:
             return [fn()]
-        failure, data = _try(fn) if self.rank in on else (None, b"")
-        outcomes = [self._broadcast(data, rank) for rank in on]
-        if failure is not None:
+        tried: list[tuple[BaseException | None, bytes]] = []
+
+        def call_once() -> bytes:
+            if not tried:
+                tried.append(_try(fn))
+            return tried[0][1]
+
+        if self.rank in on:
+            call_once()  # at the same time on all such ranks
+        outcomes = [self._broadcast(call_once, rank) for rank in on]
+        if tried and (failure := tried[0][0]) is not None:
             raise failure
         for rank, (kind, value) in zip(on, outcomes, strict=True):
             if kind == "error":
@@ -213,9 +360,13 @@ class Group:
         """Overwrite `tensors` on every rank with those of rank `source`, in a few large messages."""
         if self.world_size == 1:
             return
+        self._complete(lambda: self._broadcast_tensors_now(tensors, source))
+
+    def _broadcast_tensors_now(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         process_group = dist.group.WORLD
-        assert process_group is not None
+        if process_group is None:  # all other ranks have died
+            return
         with torch.no_grad():
             for tensor in tensors:
                 bits = tensor if tensor.is_complex() else tensor.view(CARRIERS[tensor.element_size()])
@@ -254,8 +405,7 @@ class Group:
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        if self.world_size > 1:
-            dist.barrier()
+        self._complete(lambda: dist.barrier() if self.world_size > 1 else None)
 
     def find_continuing(self, step: int) -> int | None:
         """Call before stopping instead of starting another step; detects ranks that did not stop and would deadlock.
@@ -328,6 +478,7 @@ def find_ranks() -> Environment:
     if a launcher has set other ranks than those of the group.
     """
     environment = read_environment()
+    check_none_gone()
     if not has_group():
         return environment
     rank = dist.get_rank()
@@ -360,7 +511,7 @@ def open_group(
     device: torch.device,
     *,
     backend: str | None = None,
-    timeout_s: float = 1800.0,
+    timeout_s: float = TIMEOUT_S,
     compares: bool = True,
 ) -> Group:
     """Join the ranks, with gloo on CPU and NCCL (gloo for host tensors) on CUDA.

@@ -25,7 +25,7 @@ from samestep.train.state.run_state import RunState
 from samestep.train.step.steps import Step, StepObserver
 from samestep.watch.heartbeat import Heartbeat, RankFacts, read_beats
 from samestep.watch.phase_clock import PhaseClock
-from samestep.watch.stall_diagnosis import build_limits, explain_slow_saving
+from samestep.watch.stall_diagnosis import Limits, build_limits, explain_slow_saving
 from samestep.world.announcements import wait_for_all
 from samestep.world.environment import read_host, read_terminal
 
@@ -96,6 +96,19 @@ class Watchdog(PhaseClock, StepObserver):
         limits = build_limits(stuck_after_s)
         if is_alone and stuck_after_s is None:  # no other rank waits, and no launcher would restart it
             limits = replace(limits, stop_s=math.inf)
+        self._start_heartbeat(limits)
+        _open.append(self)
+        atexit.register(self.close)  # a thread that runs Python code must not outlive the interpreter
+
+    def change_group(self) -> None:
+        """Exchange heartbeats with the ranks that the group has now."""
+        if self._heartbeat is not None:
+            limits = self._heartbeat.limits
+            self._heartbeat.close()
+            self._start_heartbeat(limits)
+
+    def _start_heartbeat(self, limits: Limits) -> None:
+        context = self._context
         facts = RankFacts(
             rank=context.rank,
             world_size=context.world_size,
@@ -109,10 +122,9 @@ class Watchdog(PhaseClock, StepObserver):
             may_write=self._may_write,
             micro_batch_size=context.config.micro_batch_size,
             began_step=self._state.steps_done,
+            can_heal=context.group.can_heal,
         )
         self._heartbeat = Heartbeat(self, facts, context.group.open_entries())
-        _open.append(self)
-        atexit.register(self.close)  # a thread that runs Python code must not outlive the interpreter
 
     def _may_write(self) -> bool:
         """Return whether the directory still belongs to this run: another run may have taken it over."""
@@ -185,7 +197,7 @@ class Watchdog(PhaseClock, StepObserver):
     def _leave_error(self, rank: int, error: BaseException) -> None:
         error_dir = self._context.environment.error_dir
         if error_dir is not None and Path(error_dir).is_dir():
-            write_failure(rank, error_dir, error, EXIT_CODE)
+            write_failure(self._context.group.members[rank], error_dir, error, EXIT_CODE)
 
 
 def check_further_run(rank: int) -> None:

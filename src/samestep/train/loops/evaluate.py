@@ -95,11 +95,14 @@ class Evaluator:
         micro_batch_size = spec.micro_batch_size or self._context.config.micro_batch_size
         length = len(spec)
         spans = [(start, min(start + micro_batch_size, length)) for start in range(0, length, micro_batch_size)]
-        layout = self._context.build_layout(len(spans))
-        rows = self._score(score, spec, spans, layout)
-        self._clock.enter("reducing", steps_done)
-        vote = self._stopping.cast_vote()
-        gathered = group.gather((group.seal(rows), vote.stop, vote.copying))
+        while True:
+            layout = self._context.build_layout(len(spans))
+            rows = self._score(score, spec, spans, layout)
+            self._clock.enter("reducing", steps_done)
+            vote = self._stopping.cast_vote()
+            gathered = group.gather((group.seal(rows), vote.stop, vote.copying))
+            if len(gathered) == layout.world_size:  # else a rank has died before it sent its rows
+                break
         # A validation can be long: react to a signal before the next step.
         self._stopping.take_votes([Vote(stop, copying=copying) for _, stop, copying in gathered])
         self._clock.enter("script", steps_done)

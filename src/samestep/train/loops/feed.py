@@ -6,7 +6,7 @@ from functools import partial
 
 from samestep.data.attributes import Attributes
 from samestep.data.lanes import LanePosition
-from samestep.data.loader import Loader
+from samestep.data.loader import Loaded, Loader
 from samestep.data.order_files import keep_order
 from samestep.errors import InvalidValue
 from samestep.plan.ledger import fingerprint
@@ -26,7 +26,7 @@ class Feed:
     Attributes:
         data: the data set.
         plan: the samples of each step.
-        loader: gives this rank's micro-batches, in their order.
+        loader: gives this rank's micro-batches, in their order, from some step on.
     """
 
     def __init__(
@@ -44,16 +44,39 @@ class Feed:
         self._state = state
         self._borrow = borrow
         self._loaded_end = 0
+        self._loader_begin = state.steps_done  # the first step of the loader's micro-batches
+        self._is_closed = False
         if has_steps:
             self._call_sampler()
         num_workers = 0
         if not state.place.is_past:
             wanted = data.spec.num_workers
             num_workers = self.plan.count_workers(wanted, rank=context.rank, world_size=context.world_size)
-        spec = replace(data.spec, num_workers=num_workers)
+        self._spec = replace(data.spec, num_workers=num_workers)
         positions = {} if data.lanes is None else data.lanes.positions
-        self.loader = Loader(spec, self._begin_tasks(), device=context.device, positions=positions)
+        self.loader = Loader(self._spec, self._begin_tasks(), device=context.device, positions=positions)
         self._attributes = Attributes(data.spec)
+
+    def load(self, step: int, v: int) -> Loaded:
+        """Return micro-batch v of a step. Call it for each micro-batch of this rank, in their order.
+
+        Raises:
+            Error: the data set failed.
+        """
+        if step >= self._loader_begin:
+            return next(self.loader)
+        with Loader(
+            replace(self._spec, num_workers=0), [self.plan.task(step, v)], device=self._context.device
+        ) as loader:
+            return next(loader)
+
+    def divide_again(self) -> None:
+        """Load what this rank computes now that the group has changed. The present step is loaded in this process."""
+        if self._is_closed:
+            return
+        self.loader.close()
+        self._loader_begin = max(self._state.steps_done, self._state.newest_step + 1)
+        self.loader = Loader(self._spec, self._begin_tasks(), device=self._context.device)
 
     def find_change(self) -> str | None:
         """Describe a change of the data set by the script since the last call, such as by set_epoch; None without."""
@@ -68,6 +91,7 @@ class Feed:
         if self._state.steps_done != self._loaded_end:
             return False
         has_moved = self._call_sampler()
+        self._loader_begin = self._state.steps_done
         self.loader.begin(self._begin_tasks())
         return has_moved
 
@@ -85,6 +109,7 @@ class Feed:
 
     def close(self) -> None:
         """End the workers."""
+        self._is_closed = True
         self.loader.close()
 
     def _begin_tasks(self) -> Iterator[Task]:
@@ -95,7 +120,7 @@ class Feed:
         context = self._context
         self._loaded_end = self.plan.find_known_end(self._state.place.last_step)
         return self.plan.tasks(
-            self._state.steps_done,
+            self._loader_begin,
             self._loaded_end,
             rank=context.rank,
             layout=context.build_layout,

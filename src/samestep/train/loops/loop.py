@@ -109,7 +109,7 @@ class Loop:
         self._replicas = prepared.replicas
         self._boundary = Boundary(context, state, prepared, services, feed, observers)
         cast_vote = self._boundary.cast_vote
-        self._parts = StepParts(context, state, feed.loader, prepared.gradients, observers, cast_vote)
+        self._parts = StepParts(context, state, feed.load, prepared.gradients, observers, cast_vote)
         self.step: Step | None = None
         self.repeats_head = state.place.is_past
         self._left_error: Error | None = None  # the script left the loop before its end

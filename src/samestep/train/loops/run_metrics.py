@@ -14,6 +14,7 @@ from samestep.engine.reduction_plan import ReductionPlan
 from samestep.hashing import hash_short
 from samestep.plan.ledger import Entry, to_bits
 from samestep.plan.loop_plan import LoopPlan
+from samestep.snapshot.kept_logs import KeptLogs
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.train.context import RunContext
 from samestep.train.state.run_state import RunState
@@ -79,10 +80,15 @@ class RunMetrics(StepObserver):
         assert self._begun is not None, "no loop has begun"
         return self._begun
 
-    def start_trackers(self) -> None:
-        """Start the trackers of a loop that has steps left. On rank 0."""
+    def start_trackers(self, resumed_step: int | None = None) -> None:
+        """Start the trackers of a loop that has steps left. On rank 0.
+
+        Args:
+            resumed_step: as in `TrackerInfo`; None: the number of steps done.
+        """
         if self._context.rank == 0 and self._info is not None:
-            self._trackers.start(replace(self._info, resumed_step=self._state.steps_done))
+            resumed_step = self._state.steps_done if resumed_step is None else resumed_step
+            self._trackers.start(replace(self._info, resumed_step=resumed_step))
 
     def start(self, num_epochs: int | None) -> None:
         """Show the progress, and time the loop, which has steps left.
@@ -94,6 +100,25 @@ class RunMetrics(StepObserver):
         self._progress.begin(total_steps=state.place.last_step, done_steps=state.steps_done, epochs=num_epochs)
         self._began_s = time.perf_counter()
 
+    def take_over(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Show the progress and pass rows to the trackers, on a rank that has become rank 0.
+
+        Args:
+            rows: the last ones, in their order. Some of them may not have reached the trackers.
+        """
+        self._progress.take_over(self._state.steps_done)
+        if not self._state.is_in_loop:
+            return
+        rows = [*rows]
+        self.start_trackers(min([self._state.steps_done, *(row["step"] - 1 for row in rows)]))
+        for row in rows:
+            self._trackers.log({name: row[name] for name in row if name not in ("step", "epoch")}, row["step"])
+
+    def _find_records(self) -> RunDirectory | KeptLogs | None:
+        """Return where this rank records its steps."""
+        location = self._context.location
+        return location.directory or location.kept
+
     def move_end(self) -> None:
         """Show another last step: a sampler gave the length of another epoch."""
         self._progress.move_end(self._state.place.last_step)
@@ -102,7 +127,7 @@ class RunMetrics(StepObserver):
         """Read the gradient and the learning rates of the update, which the script's body may change afterwards."""
         plan = self._subject.gradients.plan
         is_divided = plan.is_divided and self._context.location.path is not None
-        if is_divided or self._context.location.directory is not None:
+        if is_divided or self._find_records() is not None:
             if plan is not self._checksummed:  # other parameters
                 self._checksummed = plan
                 self._checksum = GradientChecksum(plan.params)
@@ -124,10 +149,10 @@ class RunMetrics(StepObserver):
     def end_step(self, step: Step) -> None:
         """Record a finished step."""
         self._num_samples += step.num_samples
-        directory = self._context.location.directory
+        records = self._find_records()
         steps_done = step.number + 1
-        if directory is not None:
-            self._add_to_ledger(directory, step)
+        if records is not None:
+            self._add_to_ledger(records, step)
         self._progress.step(steps_done, step.num_samples, step.epoch)
         if step.is_skipped:
             self._count_skipped(step)
@@ -200,7 +225,7 @@ class RunMetrics(StepObserver):
         else:
             self._num_zero = 0
 
-    def _add_to_ledger(self, directory: RunDirectory, step: Step) -> None:
+    def _add_to_ledger(self, records: RunDirectory | KeptLogs, step: Step) -> None:
         """Add a step to the ledger. Checksums on a GPU are read after the next step, which needs no wait."""
 
         def build_entry() -> Entry:
@@ -209,14 +234,16 @@ class RunMetrics(StepObserver):
                 step.number, step.epoch, step.num_samples, step.fingerprint, to_bits(loss), step.gradient_checksum
             )
 
-        directory.enter(build_entry, is_late=any(is_late for _, is_late in step.checksums))
+        records.enter(build_entry, is_late=any(is_late for _, is_late in step.checksums))
 
     def write_row(self, values: Mapping[str, Any], step: int, **place: int) -> None:
         """Write a row of `metrics.jsonl`, and pass it to the progress display and the trackers. On rank 0."""
+        location = self._context.location
+        records = location.directory if self._context.rank == 0 else location.kept
+        if records is not None:
+            records.write_row({"step": step, **place, **values})
         if self._context.rank != 0:
             return
-        if (directory := self._context.location.directory) is not None:
-            directory.write_row({"step": step, **place, **values})
         self._progress.log(values, step)
         self._trackers.log(values, step)
 

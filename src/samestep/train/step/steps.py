@@ -1,19 +1,18 @@
 """One optimizer step, over which the script iterates, and the protocols of what listens to it and what changes it."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from samestep.data.loader import Loaded, Loader, seed_all, to_device
+from samestep.data.loader import Loaded, seed_all, to_device
 from samestep.data.sample_errors import locate_error
 from samestep.engine.control import Vote
-from samestep.engine.exchange import Sums
 from samestep.engine.gradient_averager import GradientAverager
-from samestep.engine.gradient_pass import GradientPass, Inspect, PassReport
+from samestep.engine.gradient_pass import GradientPass, Inspect, Outcome, PassReport
 from samestep.engine.losses import Losses
 from samestep.errors import Error, UsageError
 from samestep.plan.ledger import combine
@@ -137,7 +136,7 @@ class StepParts:
     """What all steps of a loop share.
 
     Attributes:
-        loader: loads this rank's micro-batches, in their order.
+        load: (step, micro-batch) -> the micro-batch. Called once for each of this rank's, in their order.
         gradients: computes the gradients of the run's models.
         observers: are notified of the events of a step.
         cast_vote: returns this rank's vote, for the exchange of a step.
@@ -145,7 +144,7 @@ class StepParts:
 
     context: RunContext
     state: RunState
-    loader: Loader
+    load: Callable[[int, int], Loaded]
     gradients: GradientAverager
     observers: Observers
     cast_vote: Callable[[], Vote]
@@ -202,6 +201,7 @@ class Step:
         self._loaded: dict[int, Loaded] = {}
         self._log = StepLog(0)  # of the current pass
         self._fingerprints: list[int] = []
+        self._vote: Vote | None = None  # of an exchange that has failed
         self._is_left = False
         self._is_probe = False
         self.held = range(0)
@@ -317,11 +317,13 @@ class Step:
         """Yield this rank's micro-batches, then set `.grad` to the gradient of the whole batch."""
         self._begin_pass()
         yield from self._rehearse()
-        for v in (*self.borrowed, *self._start(), *self._find_pass().fillers):
-            yield from self.compute(v, self._load(v))
-        report, sums = self._exchange()
-        yield from self._interceptors.after_exchange(self, report)
-        self._apply(report, sums)
+        while True:
+            for v in (*self.borrowed, *self._start(), *self._find_pass().fillers):
+                yield from self.compute(v, self._load(v))
+            exchanged = yield from self._exchange()
+            if exchanged is not None:  # else a rank has died, and the others compute its micro-batches, too
+                break
+        self._apply(*exchanged)
         seed_all(self._derive("after"))
         self._end_pass()
 
@@ -373,17 +375,21 @@ class Step:
         self._is_probe = False
 
     def _start(self) -> range:
-        self._pass = self._parts.gradients.begin(self.number, self.sizes, self.num_passes)
+        if self._pass is None:
+            self._pass = self._parts.gradients.begin(self.number, self.sizes, self.num_passes)
+        else:
+            self._pass = self._pass.repeat()
+            self.borrowed = ()
         self.held = self._pass.held
         self._log = StepLog(len(self.held))
         return self.held
 
     def _load(self, v: int) -> Any:
         self.micro_batch = v
-        if self.num_passes == 0:
+        if v not in self._loaded:
             self._on.load(self)
             try:
-                self._loaded[v] = next(self._parts.loader)
+                self._loaded[v] = self._parts.load(self.number, v)
             except Error as error:
                 place = f"step {self.number}"
                 raise locate_error(error, self._context.location.logs, self._context.rank, place) from error.__cause__
@@ -395,18 +401,34 @@ class Step:
             self._load(each)
         return self._load(v)
 
-    def _exchange(self) -> tuple[PassReport, Sums]:
+    def _exchange(self) -> Generator[Any, None, tuple[PassReport, Outcome] | None]:
+        """Exchange the gradients. Returns None if a rank has died meanwhile, so that the pass must be repeated."""
         self._on.exchange(self)
+        group = self._context.group
+        current = self._find_pass()
         fingerprints = [self._loaded[v].fingerprint for v in self.held]
+        exchanged: tuple[PassReport, Outcome] | None = None
         try:
-            return self._find_pass().exchange(self._parts.cast_vote(), fingerprints, self._log.compute_means())
+            with group.together():
+                self._vote = self._vote or self._parts.cast_vote()
+                report, sums = current.exchange(self._vote, fingerprints, self._log.compute_means())
+                yield from self._interceptors.after_exchange(self, report)
+                exchanged = (report, current.complete(sums))
+            group.settle()
         except RuntimeError as error:
-            self._on.exchange_failed(self, error)
-            raise
+            if isinstance(error, Error) or not group.can_heal:
+                self._on.exchange_failed(self, error)
+                raise
+            reason = str(error)
+        else:
+            return exchanged
+        current.release()
+        return exchanged if group.heal(reason) else None
 
-    def _apply(self, report: PassReport, sums: Sums) -> None:
+    def _apply(self, report: PassReport, outcome: Outcome) -> None:
+        self._vote = None
         self._on.exchanged(self, report)
-        self.averaged_loss, self.has_gradients = self._find_pass().apply(sums)
+        self.averaged_loss, self.has_gradients = self._find_pass().apply(outcome)
         if self.has_gradients:
             self.is_skipped = False
         if self.averaged_loss is not None:

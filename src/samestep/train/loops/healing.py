@@ -1,0 +1,70 @@
+"""Continues a loop after the death of a rank (docs/decisions/healing.md)."""
+
+import time
+
+from samestep.errors import InvalidValue
+from samestep.launch.output_recorder import show_instead
+from samestep.train.context import RunContext
+from samestep.train.inputs.loop_data import LoopData
+from samestep.train.loops.feed import Feed
+from samestep.train.loops.services import Services
+from samestep.train.state.run_state import RunState
+from samestep.train.step.interception import Interceptors
+from samestep.world.announcements import move_announcements
+from samestep.world.membership import Change
+
+TRACKED_STEPS = 1000  # whose rows may not have reached the trackers when rank 0 dies
+
+
+def begin_healing(
+    context: RunContext, state: RunState, data: LoopData, feed: Feed, services: Services, interceptors: Interceptors
+) -> None:
+    """If the launcher was started with --heal, let the other ranks continue after the death of one.
+
+    Raises:
+        InvalidValue: an option of the run does not permit it.
+    """
+    if not context.environment.heals or context.environment.world_size == 1:
+        return
+    problem = _find_problem(context, data, interceptors)
+    if problem:
+        raise InvalidValue(f"--heal does not support {problem}: leave out one of them", code="SS104")
+
+    def adapt(change: Change) -> None:
+        feed.divide_again()
+        if context.rank == 0 and change.has_lost_first:
+            show_instead(change.left[0], min(change.lost))
+            kept = context.location.kept
+            rows = [] if kept is None else kept.get_rows(state.steps_done - TRACKED_STEPS)
+            context.location.take_over(state.steps_done, is_in_loop=state.is_in_loop)
+            services.snapshotter.take_over()
+            services.metrics.take_over(rows)
+        services.watchdog.change_group()
+        move_announcements(context.group)
+        context.say(_describe(change, state.steps_done))
+
+    context.group.begin_healing(context.environment, adapt)
+
+
+def _find_problem(context: RunContext, data: LoopData, interceptors: Interceptors) -> str:
+    """Return what prevents that the other ranks continue after the death of one; "" if nothing does."""
+    config = context.config
+    if config.shard is not None:
+        return f'shard="{config.shard}", because a rank\'s part of the state dies with it'
+    if data.lanes is not None:
+        return "data that can only be read in order, because a rank's position in it dies with it"
+    if interceptors.installed:
+        return "check_compute_every and the tools that observe a run"
+    return "GPUs yet" if context.device.type != "cpu" else ""
+
+
+def _describe(change: Change, step: int) -> str:
+    lost = ", ".join(map(str, change.lost))
+    left = ", ".join(map(str, change.left))
+    others = f"rank {left} continues alone"
+    if len(change.left) > 1:
+        are_renumbered = [*change.left] != [*range(len(change.left))]
+        others = f"ranks {left} continue" + (f" as ranks 0 to {len(change.left) - 1}" if are_renumbered else "")
+    seconds = time.monotonic() - change.began_s
+    who = f"rank {lost} is" if len(change.lost) == 1 else f"ranks {lost} are"
+    return f"{who} gone in step {step}: {others}, after {seconds:.2f} s"

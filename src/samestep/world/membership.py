@@ -1,0 +1,166 @@
+"""The ranks that train together after some have died, and what they agree on (docs/decisions/healing.md).
+
+The launcher names the survivors of a death, in a generation. The survivors leave their process group, join a new one,
+and compare how far they are.
+"""
+
+import hmac
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from samestep.decoding import decode
+from samestep.errors import PeerFailed
+from samestep.world.rendezvous_store import MAC_BYTES
+
+READY = "samestep/heal/ready"  # counts the ranks that can continue after the death of another one
+GENERATION_S = 15.0  # for the launcher to notice a death, and for the survivors to join
+POLL_S = 0.001
+
+_gone: list[int] = []  # ranks that have died while this process continued
+
+
+def name_generation(number: int) -> str:
+    """Return the key under which the launcher stores the members of a generation, from 1. Generation 0 is the start."""
+    return f"samestep/heal/{number}"
+
+
+def write_generation(store: Any, secret: str, number: int, members: Sequence[int]) -> None:
+    """Store the members of a generation: ranks, as numbered at the start, in their order.
+
+    Everything that reaches the port of the store can write to it, so the entry is signed with the ranks' secret.
+    """
+    text = json.dumps([*members]).encode()
+    store.set(name_generation(number), _sign(secret, number, text) + text)
+
+
+def read_generation(store: Any, secret: str, number: int) -> list[int] | None:
+    """Return what `write_generation` stored; None if there is nothing, or the signature is wrong."""
+    if not store.check([name_generation(number)]):
+        return None
+    value = bytes(store.get(name_generation(number)))
+    mac, text = value[:MAC_BYTES], value[MAC_BYTES:]
+    return decode(text, list[int]) if hmac.compare_digest(mac, _sign(secret, number, text)) else None
+
+
+def _sign(secret: str, number: int, text: bytes) -> bytes:
+    return hmac.digest(secret.encode(), name_generation(number).encode() + b"\0" + text, "sha256")
+
+
+def is_settled(position: int, positions: Sequence[int]) -> bool:
+    """Return whether the collective that a death has interrupted counts. If not, this rank repeats it.
+
+    A rank continues after a collective only when it knows that the collective is complete on all ranks. So the
+    positions of two ranks differ by at most one, and the result that a rank ahead has used is complete on those behind.
+
+    Args:
+        position: the number of collectives that this rank knows to be complete on all ranks.
+        positions: those of all survivors.
+
+    Example::
+
+        >>> is_settled(3, [3, 4, 3]), is_settled(4, [3, 4, 3]), is_settled(3, [3, 3, 3])
+        (True, False, False)
+    """
+    return position < max(positions)
+
+
+def check_none_gone() -> None:
+    """Check that no rank has died while this process continued: a further run needs all ranks of the launcher.
+
+    Raises:
+        PeerFailed: one has. With --max-restarts, all ranks start again.
+    """
+    if _gone:
+        raise PeerFailed(f"a further samestep.Run begins without rank {_gone[0]}, which has died")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the members.
+
+    Attributes:
+        lost, left: the ranks that have died, and the others, as numbered at the start.
+        began_s: `time.monotonic()` when this rank noticed it.
+    """
+
+    lost: Sequence[int]
+    left: Sequence[int]
+    began_s: float
+
+    @property
+    def has_lost_first(self) -> bool:
+        """Whether the rank that was rank 0 has died."""
+        return min(self.lost) < min(self.left)
+
+
+class Membership:
+    """The members of this rank's group, and its position.
+
+    Args:
+        store: the launcher's store.
+        secret: the ranks' secret.
+        rank, world_size: at the start.
+
+    Attributes:
+        members: the ranks of the current generation, as numbered at the start.
+        number: number of the current generation.
+        position: the number of collectives that this rank knows to be complete on all ranks.
+    """
+
+    def __init__(self, store: Any, secret: str, rank: int, world_size: int) -> None:
+        self.members: Sequence[int] = range(world_size)
+        self.number = 0
+        self.position = 0
+        self._store = store
+        self._secret = secret
+        self._own = rank
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the current generation."""
+        return self.members.index(self._own)
+
+    def complete(self) -> None:
+        """Note that a collective is complete on all ranks."""
+        self.position += 1
+
+    def announce(self) -> None:
+        """Announce to the launcher that this rank can continue after the death of another one."""
+        self._store.add(READY, 1)
+
+    def open_store(self) -> Any:  # PrefixStore
+        """Return the store of the current generation's process group."""
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        return PrefixStore(f"{name_generation(self.number)}/group", self._store)
+
+    def advance(self, reason: str) -> None:
+        """Move to the newest generation, and wait until all of its members have done so.
+
+        Raises:
+            PeerFailed: the launcher ends the run, or names no further generation in time. `reason`: its message.
+        """
+        deadline_s = time.monotonic() + GENERATION_S
+        is_later = False
+        while not is_later or not self._have_all_come():
+            if (members := read_generation(self._store, self._secret, self.number + 1)) is not None:
+                if self._own not in members:
+                    raise PeerFailed(reason)
+                _gone[:] = [*_gone, *(rank for rank in self.members if rank not in members)]
+                self.number += 1
+                self.members = members
+                is_later = True
+                self._store.set(self._name_arrival(self._own), b"")
+            elif time.monotonic() > deadline_s:
+                raise PeerFailed(reason)
+            else:
+                time.sleep(POLL_S)
+
+    def _have_all_come(self) -> bool:
+        return bool(self._store.check([self._name_arrival(member) for member in self.members]))
+
+    def _name_arrival(self, member: int) -> str:
+        return f"{name_generation(self.number)}/{member}"

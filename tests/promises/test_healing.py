@@ -1,0 +1,143 @@
+"""With `samestep launch --heal`, a run continues without the ranks that die, to the same end, from the same step."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from promises.faulty import IN_BODY, IN_STEP
+from promises.trial import Outcome, Started, Trial
+from support.runs import ask, read_rows
+from support.selection import one_in
+
+ONCE, FOLDS = [Path(__file__).with_name(name) for name in ("once.py", "folds.py")]
+Undisturbed = Callable[..., Outcome]
+
+
+def build_faults() -> list[list[str]]:
+    """Lists of three faults, which leave one of four ranks: every moment, the first step, the last, and the same."""
+    kills = [f"kill rank {{}} at step {step} in {moment}" for moment in IN_STEP for step in (0, 7, 14)]
+    kills += [f"kill rank {{}} at step {step} in {moment}" for moment in IN_BODY for step in (5, 15)]
+    kills.sort(key=lambda kill: int(re.findall(r"step (\d+)", kill)[0]))
+    num_cases = -(-len(kills) // 3)
+    cases = [kills[i::num_cases] for i in range(num_cases)]
+    cases += [["kill rank {} at step 6 in forward"] * 3, ["kill rank {} at step 10 in validation"] * 3]
+    return [[kill.format((i + k) % 4) for k, kill in enumerate(case)] for i, case in enumerate(cases)]
+
+
+def launch(
+    trial: Trial, faults: Sequence[str], *flags: str, code: int = 0, num_ranks: int = 4, arguments: Sequence[str] = ()
+) -> Started:
+    words = [word for fault in faults for word in ("--fault", fault)]
+    return trial.run("launch", num_ranks, "", "--heal", *flags, arguments=[*words, *arguments], code=code)
+
+
+@pytest.mark.parametrize("faults", one_in(4, build_faults()), ids=" + ".join)
+def test_the_others_continue(trial: Trial, undisturbed: Undisturbed, faults: Sequence[str]) -> None:
+    started = launch(trial, faults, arguments=["--settled"])
+    assert trial.struck == set(faults)
+    for fault in faults:
+        trial.note_strike(fault, "kill a rank, others continue")
+    assert trial.outcome() == undisturbed()
+    assert started.output.count("was killed by SIGKILL") == len(faults)
+    assert " continues alone" in started.output or len(faults) < 3
+    assert not (trial.dir / "restarts.jsonl").exists(), "no rank has started again"
+
+
+def test_every_moment_is_among_the_faults() -> None:
+    text = str(build_faults())
+    assert all(f"in {moment}" in text for moment in (*IN_STEP, *IN_BODY))
+
+
+@pytest.mark.parametrize("fault", ["freeze rank 1 at step 7 in forward", "hold rank 1 at step 7 in forward"])
+def test_a_stuck_rank_is_ended(trial: Trial, undisturbed: Undisturbed, fault: str) -> None:
+    started = launch(trial, [fault], "--stuck-after-s", "2", num_ranks=3)
+    trial.note_strike(fault, "freeze a rank, others continue")
+    assert trial.outcome() == undisturbed()
+    assert "nothing has moved for too long: stopping rank 1" in started.output
+    assert "ranks 0, 2 continue as ranks 0 to 1" in started.output
+
+
+def test_with_loader_workers(trial: Trial, undisturbed: Undisturbed) -> None:
+    """One rank is killed, and the worker of another one."""
+    faults = ["kill rank 2 at step 7 in forward", "kill rank 1 at step 9 in worker"]
+    started = launch(trial, faults, num_ranks=3, arguments=["--num-workers", "1"])
+    assert trial.struck == set(faults)
+    assert trial.outcome() == undisturbed()
+    assert "rank 0 continues alone" in started.output
+
+
+def test_a_later_start_continues(trial: Trial, undisturbed: Undisturbed) -> None:
+    """What a run writes after the death of a rank is complete."""
+    faults = ["kill rank 2 at step 3 in backward", "kill all ranks at step 12 in update"]
+    launch(trial, faults, code=137, arguments=["--settled"])
+    manifest = json.loads((trial.dir / "snapshots" / "step-00000010" / "manifest.json").read_text())
+    assert manifest["meta"]["world_size"] == 3
+    launch(trial, [], num_ranks=2)
+    assert trial.outcome() == undisturbed()
+
+
+def test_an_exception_ends_the_run(trial: Trial) -> None:
+    """It would occur again, in the rank that gets these micro-batches."""
+    started = launch(trial, ["raise rank 1 at step 7 in forward"], code=1)
+    assert "RuntimeError: a fault" in started.output
+    assert "continue" not in started.output
+
+
+def test_the_terminal_shows_the_new_rank_0(trial: Trial) -> None:
+    """And its rows have no gap: each line of the terminal is there once."""
+    started = launch(trial, ["kill rank 0 at step 7 in forward"], arguments=["--settled"])
+    lines = [line for line in started.output.splitlines() if "validation/loss" in line]
+    assert [re.findall(r"step (\d+)/15", line) for line in lines] == [["5"], ["10"], ["15"]]
+    status = json.loads((trial.dir / "status.json").read_text())
+    assert (status["status"], status["process"]) == ("done", trial.pid(1))
+
+
+def test_rank_0_dies_around_a_call_that_it_makes_alone(tmp_path: Path) -> None:
+    """The new rank 0 makes the call, with the same random numbers."""
+    for when in ("never", "before", "in", "after"):
+        trial = Trial(tmp_path / when, [])
+        trial.run("launch", 3, "", "--heal", script=ONCE, arguments=[when])
+        assert read_rows(trial.dir) == read_rows(tmp_path / "never")
+        assert ask("inspect", trial.dir, "--digest") == ask("inspect", tmp_path / "never", "--digest")
+        trial.close()
+
+
+def test_a_further_run_needs_all_ranks(trial: Trial) -> None:
+    """The first of two runs continues after a death. The second one begins in a new start."""
+    started = trial.run("launch", 3, "", "--heal", "--max-restarts", "1", script=FOLDS)
+    assert started.output.count("ranks 0, 2 continue") == 1
+    assert started.output.count("restart 1 of 1") == 1
+    first, second = [read_rows(trial.dir / fold) for fold in "01"]
+    assert len(first) == 6
+    assert first == second
+
+
+def test_a_numbered_snapshot_that_is_lost(trial: Trial, undisturbed: Undisturbed) -> None:
+    """The run continues, and writes the next one."""
+    launch(trial, ["kill rank 0 at step 5 in between best and numbered"], arguments=["--settled"])
+    assert trial.outcome() == undisturbed()
+    assert "step-00000005" not in trial.snapshots
+    assert not [*trial.dir.glob("snapshots/.*")], "incomplete files are removed"
+
+
+def test_a_named_snapshot_that_is_lost(trial: Trial, undisturbed: Undisturbed) -> None:
+    """All ranks start again, since the script asks for it once only."""
+    fault = "kill rank 0 at step 10 in replacing best"
+    started = launch(trial, [fault], "--max-restarts", "1", arguments=["--settled"])
+    assert "rank 0 was killed by SIGKILL (out of memory?); restart 1 of 1" in started.output
+    assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:1"], "--heal is for one machine"),
+        (["--shard", "optimizer"], '--heal does not support shard="optimizer"'),
+    ],
+)
+def test_what_it_does_not_support_is_refused(trial: Trial, flags: Sequence[str], reason: str) -> None:
+    started = launch(trial, [], *flags, code=2, num_ranks=2)
+    assert f"samestep: error: {reason}" in started.output
+    assert "SS104" in started.output

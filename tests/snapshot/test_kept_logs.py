@@ -1,0 +1,88 @@
+"""A rank that takes the place of the writer makes the run's files what it would have written itself."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from samestep.errors import PeerFailed
+from samestep.plan.ledger import RECORD, Entry
+from samestep.snapshot.append_log import AppendLog, format_row
+from samestep.snapshot.kept_logs import MAX_KEPT, TAIL_BYTES, KeptLogs
+
+ROWS = [
+    {"step": step, name: step / 3}
+    for step in (1, 2, 3, 4)
+    for name in (["train/loss"] if step % 2 else ["train/loss", "validation/loss", "validation/accuracy"])
+]
+LINES = [format_row(row) for row in ROWS]
+RECORDS = [Entry(step, 0, 8, step, 2 * step, 3 * step).pack() for step in range(4)]
+
+
+def keep(num_rows: int = len(ROWS), num_steps: int = 4, first_step: int = 0) -> KeptLogs:
+    kept = KeptLogs()
+    for row in ROWS[:num_rows]:
+        kept.write_row(row)
+    for step in range(first_step, num_steps):
+        kept.enter(lambda step=step: Entry(step, 0, 8, step, 2 * step, 3 * step), is_late=True)
+    return kept
+
+
+def complete(kept: KeptLogs, directory: Path, metrics: bytes, ledger: bytes, steps_done: int) -> tuple[bytes, bytes]:
+    rows_path, ledger_path = directory / "metrics.jsonl", directory / "ledger.bin"
+    rows_path.write_bytes(metrics)
+    ledger_path.write_bytes(ledger)
+    logs = AppendLog(rows_path, flush_s=1), AppendLog(ledger_path, flush_s=1, record_bytes=RECORD.size)
+    kept.complete(logs[0], rows_path, logs[1], steps_done)
+    for log in logs:
+        log.append(b"more\n")
+        log.close()
+    return rows_path.read_bytes().removesuffix(b"more\n"), ledger_path.read_bytes().removesuffix(b"more\n")
+
+
+@pytest.mark.parametrize("num_written", range(len(ROWS) + 1))
+@pytest.mark.parametrize("part", [0, 7])
+def test_rows_are_completed(tmp_path: Path, num_written: int, part: int) -> None:
+    """Whatever number of them the file has, and with a part of the next one."""
+    written = b"".join(LINES[:num_written]) + b"".join(LINES[num_written:])[:part]
+    assert complete(keep(), tmp_path, written, b"".join(RECORDS), 4)[0] == b"".join(LINES)
+
+
+@pytest.mark.parametrize("num_kept", range(4, len(ROWS) + 1))
+def test_rows_that_this_rank_has_not_reached_are_cut(tmp_path: Path, num_kept: int) -> None:
+    """It writes them later, once."""
+    steps_done = ROWS[num_kept - 1]["step"]
+    found, _ = complete(keep(num_kept), tmp_path, b"".join(LINES), b"".join(RECORDS), int(steps_done))
+    assert found == b"".join(LINES[:num_kept])
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, RECORD.size, 3 * RECORD.size, 4 * RECORD.size])
+@pytest.mark.parametrize("steps_done", [3, 4])
+def test_the_ledger_is_completed_or_cut(tmp_path: Path, num_bytes: int, steps_done: int) -> None:
+    written = b"".join(RECORDS)[:num_bytes]
+    _, found = complete(keep(num_steps=steps_done), tmp_path, b"".join(LINES), written, steps_done)
+    assert found == b"".join(RECORDS[:steps_done])
+
+
+def test_a_gap_in_the_ledger_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PeerFailed, match="the ledger lacks steps"):
+        complete(keep(first_step=2), tmp_path, b"", RECORDS[0], 4)
+
+
+def test_rows_of_an_earlier_start(tmp_path: Path) -> None:
+    """The file may be longer than what is read of it."""
+    before = b"".join(format_row({"step": step, "train/loss": 0.5}) for step in range(-TAIL_BYTES // 30, 1))
+    assert len(before) > TAIL_BYTES
+    kept = keep()
+    assert kept.get_rows(3) == [row for row in ROWS if row["step"] > 3]
+    assert complete(kept, tmp_path, before + LINES[0], b"".join(RECORDS), 4)[0] == before + b"".join(LINES)
+    kept.forget_rows()
+    assert complete(kept, tmp_path, before + LINES[0], b"".join(RECORDS), 4)[0] == before + LINES[0]
+
+
+def test_memory_is_limited() -> None:
+    kept = KeptLogs()
+    for step in range(MAX_KEPT + 10):
+        kept.write_row({"step": step})
+    assert len(kept.get_rows(-1)) == MAX_KEPT
+    assert json.dumps(kept.get_rows(MAX_KEPT + 8)) == json.dumps([{"step": MAX_KEPT + 9}])

@@ -1,0 +1,201 @@
+"""What the ranks agree on after a death: a search of every state of the protocol, and the launcher's entries."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from samestep.world import membership
+from samestep.world.membership import name_generation, read_generation, write_generation
+
+NUM_COLLECTIVES = 2  # two steps
+IS_CONFIRMED = True  # a rank continues when it knows that all have the result
+
+# What a rank does: it takes part in a collective, in its confirmation, or in the comparison of positions; or it has
+# left its group, waits for the other members of a later one, has done all collectives, or is dead.
+COLLECTIVE, CONFIRMATION, COMPARISON = "collective", "confirmation", "comparison"
+LEFT, WAITS, DONE, DEAD = "left", "waits", "done", "dead"
+
+
+class Rank(NamedTuple):
+    """A rank, which sends a message to all other members at the beginning of what it does, and receives one of each.
+
+    Attributes:
+        has_result: of the collective or confirmation.
+        num_received: in its generation, of each of them.
+    """
+
+    doing: str = COLLECTIVE
+    position: int = 0
+    has_result: bool = False
+    generation: int = 0
+    num_received: int = 0
+
+
+class Message(NamedTuple):
+    doing: str
+    position: int
+
+
+class State(NamedTuple):
+    """All ranks, what they have sent, and what the launcher knows.
+
+    A message to all other members is one action. A rank that dies before it has sent to some of them is covered:
+    whoever waits for a rank that has left may fail, although the message is there.
+
+    Attributes:
+        sent: the messages of each rank in each generation that has a member who may read them.
+        ended: the ranks that have ended, in the order in which the launcher noticed. Each makes a new generation.
+    """
+
+    ranks: tuple[Rank, ...]
+    sent: tuple[tuple[tuple[int, int], tuple[Message, ...]], ...]
+    ended: tuple[int, ...] = ()
+
+    def get_members(self, generation: int) -> list[int]:
+        return [r for r in range(len(self.ranks)) if r not in self.ended[:generation]]
+
+
+class Disagreement(AssertionError):
+    pass
+
+
+def send(state: State, r: int, rank: Rank) -> State:
+    """Let rank r begin what it does as `rank`."""
+    ranks = (*state.ranks[:r], rank, *state.ranks[r + 1 :])
+    sent = dict(state.sent)
+    if rank.doing in (COLLECTIVE, CONFIRMATION, COMPARISON):
+        sent[rank.generation, r] = (*sent.get((rank.generation, r), ()), Message(rank.doing, rank.position))
+    oldest = min((each.generation for each in ranks if each.doing not in (LEFT, DONE, DEAD)), default=100)
+    kept = {key: messages for key, messages in sent.items() if key[0] >= oldest}
+    return state._replace(ranks=ranks, sent=tuple(sorted(kept.items())))
+
+
+def find_next(state: State, max_deaths: int) -> Iterator[State]:
+    """Every state that one action of one rank, of the launcher or of fate leads to."""
+    for r, rank in enumerate(state.ranks):
+        if rank.doing in (DEAD, DONE):
+            # `Healer.heal`: the end of a rank that is done matters only after a death.
+            if r not in state.ended and (rank.doing == DEAD or state.ended):
+                yield state._replace(ended=(*state.ended, r))
+            continue
+        if sum(each.doing == DEAD for each in state.ranks) < max_deaths:
+            yield send(state, r, rank._replace(doing=DEAD))
+        if rank.doing in (LEFT, WAITS):
+            yield from wait(state, r)
+        else:
+            yield from take_part(state, r)
+
+
+def wait(state: State, r: int) -> Iterator[State]:
+    """`Membership.advance`: go to a newer generation, or join the present one if all have come to it."""
+    rank = state.ranks[r]
+    if rank.generation < len(state.ended):
+        yield send(state, r, rank._replace(doing=WAITS, generation=rank.generation + 1, num_received=0))
+    elif rank.doing == WAITS:
+        members = state.get_members(rank.generation)
+        if all(state.ranks[member].generation == rank.generation for member in members):
+            yield send(state, r, rank._replace(doing=COMPARISON))
+
+
+def take_part(state: State, r: int) -> Iterator[State]:
+    rank = state.ranks[r]
+    others = [other for other in state.get_members(rank.generation) if other != r]
+    sent = dict(state.sent)
+    boxes = [sent.get((rank.generation, other), ())[rank.num_received :] for other in others]
+    if all(boxes):
+        yield send(state, r, complete(rank, [box[0] for box in boxes])._replace(num_received=rank.num_received + 1))
+    if any(has_left(state.ranks[other], rank.generation) for other in others):
+        yield send(state, r, rank._replace(doing=LEFT))
+
+
+def has_left(other: Rank, generation: int) -> bool:
+    return other.doing in (DEAD, DONE, LEFT) or other.generation != generation
+
+
+def complete(rank: Rank, received: Sequence[Message]) -> Rank:
+    """`Group._complete`, `settle` and `heal`, once all messages have been received."""
+    if {message.doing for message in received} - {rank.doing}:
+        raise Disagreement("ranks have exchanged messages of different kinds")
+    if rank.doing == COMPARISON:
+        counts = membership.is_settled(rank.position, [rank.position, *(message.position for message in received)])
+        if counts and not rank.has_result:
+            raise Disagreement("a rank continues after a collective whose result it does not have")
+        return begin(rank, rank.position + counts)
+    if {message.position for message in received} - {rank.position}:
+        raise Disagreement("ranks have exchanged messages of different collectives")
+    if rank.doing == COLLECTIVE and IS_CONFIRMED:
+        return rank._replace(doing=CONFIRMATION, has_result=True)
+    return begin(rank, rank.position + 1)
+
+
+def begin(rank: Rank, position: int) -> Rank:
+    return rank._replace(doing=DONE if position == NUM_COLLECTIVES else COLLECTIVE, position=position, has_result=False)
+
+
+def search(num_ranks: int, max_deaths: int) -> int:
+    """Visit every state that can occur. Returns their number.
+
+    Raises:
+        Disagreement: two ranks disagree in one of them.
+        AssertionError: nothing can happen in one, and a rank that lives is not done.
+    """
+    state = State((Rank(),) * num_ranks, ())
+    for r in range(num_ranks):
+        state = send(state, r, Rank())
+    seen, frontier = {state}, [state]
+    while frontier:
+        state = frontier.pop()
+        following = [*find_next(state, max_deaths)]
+        assert following or all(rank.doing in (DONE, DEAD) for rank in state.ranks), f"waits for ever: {state}"
+        frontier += [each for each in following if each not in seen]
+        seen.update(following)
+    return len(seen)
+
+
+def test_no_state_has_ranks_that_disagree_or_wait_for_ever() -> None:
+    """Deaths of up to two of three ranks, at every message of two collectives, and in every order of all actions."""
+    assert search(3, 2) > 9_000
+
+
+@pytest.mark.soak  # 30 s
+def test_the_same_with_a_further_rank() -> None:
+    assert search(4, 2) > 150_000
+
+
+RULES: dict[str, Callable[[int, Sequence[int]], bool]] = {
+    "always": lambda position, positions: True,
+    "never": lambda position, positions: False,
+    "unless it is ahead": lambda position, positions: position == min(positions),
+}
+
+
+@pytest.mark.parametrize("rule", [*RULES])
+def test_the_search_finds_a_wrong_rule(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    monkeypatch.setattr(membership, "is_settled", RULES[rule])
+    with pytest.raises(Disagreement):
+        search(3, 2)
+
+
+def test_the_search_finds_that_a_confirmation_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "IS_CONFIRMED", False)
+    with pytest.raises(Disagreement):
+        search(3, 2)
+
+
+@pytest.fixture
+def store() -> Any:
+    return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def test_only_the_launcher_names_a_generation(store: Any) -> None:
+    assert read_generation(store, "secret", 1) is None
+    write_generation(store, "secret", 1, [0, 2])
+    assert read_generation(store, "secret", 1) == [0, 2]
+    assert read_generation(store, "another", 1) is None
+    store.set(name_generation(2), store.get(name_generation(1)))  # an entry that was seen before
+    assert read_generation(store, "secret", 2) is None
+    store.set(name_generation(3), b"")
+    assert read_generation(store, "secret", 3) is None
