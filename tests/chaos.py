@@ -34,6 +34,7 @@ import samestep
 ACTIONS = ("kill", "kill", "kill", "raise", "exit", "exhaust", "freeze", "preempt", "remove", "backdate")
 LAUNCHER_SIGNALS = ("SIGKILL", "SIGTERM", "SIGUSR1", "SIGINT")
 DAMAGES = ("flip a byte", "cut", "empty", "delete")
+HOWS = ("spawn", "launch", "nodes")
 MAX_ROUNDS = 5
 ROUND_DEADLINE_S = 240.0
 
@@ -44,7 +45,8 @@ class Round:
 
     Attributes:
         nodes: the number of ranks on each node; one node is a `spawn` or a `launch`.
-        how: "spawn", "launch", or "nodes" (as many launchers on this machine as there are nodes).
+        how: "spawn", "launch", "heal" (`launch --heal`), or "nodes" (as many launchers on this machine as there are
+            nodes).
         faults: in the grammar of promises/faulty.py.
         struck_node, sent: the launcher that receives a signal while the last fault holds a rank, and the signal.
         snapshot_every: steps.
@@ -68,18 +70,18 @@ class Round:
         return ", ".join([*([f"{self.damage} in the newest snapshot"] if self.damage else []), *words])
 
 
-def plan_sequence(seed: int, *, with_nodes: bool = True) -> list[Round]:
-    """The rounds of the sequence with this seed; the last one has no faults."""
+def plan_sequence(seed: int, hows: Sequence[str] = HOWS) -> list[Round]:
+    """The rounds of the sequence with this seed; the last one has no faults. `hows`: as `Round.how`."""
     choose = random.Random(seed)
     num_rounds = choose.randint(1, MAX_ROUNDS)
     # Faults come later from round to round, so that an early round seldom finishes the run.
     edges = [i * NUM_STEPS // num_rounds for i in range(num_rounds + 1)]
-    rounds = [_plan_round(choose, with_nodes, range(*pair)) for pair in pairwise(edges)]
+    rounds = [_plan_round(choose, hows, range(*pair)) for pair in pairwise(edges)]
     return [*rounds, Round((choose.randint(1, NUM_MICRO_BATCHES),), "spawn")]
 
 
-def _plan_round(choose: random.Random, with_nodes: bool, steps: range) -> Round:
-    how = choose.choice(["spawn", "launch", "nodes"] if with_nodes else ["spawn", "launch"])
+def _plan_round(choose: random.Random, hows: Sequence[str], steps: range) -> Round:
+    how = choose.choice(hows)
     world_size = choose.randint(2 if how == "nodes" else 1, NUM_MICRO_BATCHES)
     first = choose.randint(1, world_size - 1) if how == "nodes" else world_size
     nodes = (first, world_size - first) if how == "nodes" else (world_size,)
@@ -125,7 +127,8 @@ def run_sequence(rounds: Sequence[Round], reference: Outcome, directory: Path, *
         trial = Trial(run_dir, [])
         stack.callback(trial.close)
         for round_ in rounds:
-            if round_.damage and trial.snapshots:
+            # A run whose only snapshot is damaged is refused.
+            if round_.damage and sum(name.startswith("step-") for name in trial.snapshots) > 1:
                 _damage(trial, round_.damage)
             _run_round(trial, round_)
         found = trial.outcome()
@@ -160,6 +163,7 @@ def _run_round(trial: Trial, round_: Round) -> None:
             return
         arguments = [word for fault in round_.faults for word in ("--fault", fault)]
         arguments += ["--num-workers", str(round_.num_workers)]
+        flags += ["--heal"] if round_.how == "heal" else []
         if round_.how == "nodes":
             port = stack.enter_context(reserve_port())
             flags += ["--nnodes", str(len(round_.nodes)), "--rdzv-endpoint", f"127.0.0.1:{port}"]
@@ -218,7 +222,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="of the first sequence; the next ones count up; default: random")
     parser.add_argument("--sequences", type=int, help="stop after this many")
     parser.add_argument("--minutes", type=float, default=10.0, help="start no new sequence after this; default: 10")
-    parser.add_argument("--no-nodes", action="store_true", help="one launcher only")
+    parser.add_argument(
+        "--hows", default=",".join(HOWS), help="how rounds start: spawn, launch, heal, nodes; default: all but heal"
+    )
+    parser.add_argument("--heal", action="store_const", dest="hows", const="heal", help="start all by launch --heal")
     parser.add_argument("--plan", action="store_true", help="print the rounds of the sequences and run nothing")
     args = parser.parse_args()
     first = secrets.randbelow(10**6) if args.seed is None else args.seed
@@ -227,7 +234,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="chaos-") as reference_dir:
         reference: Outcome | None = None
         for seed in range(first, first + count):
-            rounds = plan_sequence(seed, with_nodes=not args.no_nodes)
+            rounds = plan_sequence(seed, args.hows.split(","))
             title = f"seed {seed}: " + " | ".join(map(str, rounds))
             if args.plan:
                 print(title)
@@ -238,7 +245,7 @@ def main() -> int:
                 with _printing_to(Path(reference_dir, "output")):
                     samestep.spawn(train, 1, (Path(reference_dir, "run"),))
                 reference = read_outcome(Path(reference_dir, "run"))
-            if not _report(seed, title, rounds, reference, with_nodes=not args.no_nodes):
+            if not _report(seed, title, rounds, reference, args.hows):
                 failed.append(seed)
             num_done += 1
     if not args.plan:
@@ -246,7 +253,7 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _report(seed: int, title: str, rounds: list[Round], reference: Outcome, *, with_nodes: bool) -> bool:
+def _report(seed: int, title: str, rounds: list[Round], reference: Outcome, hows: str) -> bool:
     """Run one sequence and print a line; if it fails, also the cause and the command that repeats it."""
     directory = Path(tempfile.mkdtemp(prefix=f"chaos-{seed}-"))
     on_small_disk = seed % 4 == 0 and os.geteuid() == 0 and sys.platform == "linux"
@@ -255,7 +262,7 @@ def _report(seed: int, title: str, rounds: list[Round], reference: Outcome, *, w
         run_sequence(rounds, reference, directory, on_small_disk=on_small_disk)
     except BaseException as error:
         print(f"FAILED {title}\n  files: {directory}", flush=True)
-        print(f"  again: python tests/chaos.py --seed {seed} --sequences 1{'' if with_nodes else ' --no-nodes'}")
+        print(f"  again: python tests/chaos.py --seed {seed} --sequences 1 --hows {hows}")
         traceback.print_exc()
         if not isinstance(error, Exception):
             raise
