@@ -238,6 +238,17 @@ def raise_in(module: str, error: Exception) -> BaseException:
     raise AssertionError
 
 
+def raise_below(module: str, inner: str) -> BaseException:
+    """What a function of `inner` raises that `module` has called."""
+    names: dict[str, object] = {"__name__": inner, "error": RuntimeError("whatever gloo says")}
+    exec("def call(): raise error", names)
+    try:
+        exec("call()", {"__name__": module, "call": names["call"]})
+    except BaseException as raised:
+        return raised
+    raise AssertionError
+
+
 def test_a_broken_connection_that_is_not_between_ranks() -> None:
     """The death of a DataLoader worker or of the script's server is a failure of this rank."""
     ours, theirs = socket.socketpair()
@@ -250,6 +261,8 @@ def test_a_broken_connection_that_is_not_between_ranks() -> None:
     assert not is_secondary(worker)
     assert is_secondary(raise_in("torch.distributed.distributed_c10d", ConnectionResetError()))
     assert is_secondary(raise_in("samestep.engine.routes", RuntimeError("whatever gloo says")))
+    assert is_secondary(raise_below("torch.distributed._functional_collectives", "torch._ops"))
+    assert not is_secondary(raise_below("train", "torch._ops"))
     assert is_secondary(torch.distributed.DistBackendError("whatever NCCL says"))
     assert not is_secondary(raise_in("train", RuntimeError("Connection closed by peer")))
     assert not is_secondary(raise_in("samestep.engine.reducer", torch.OutOfMemoryError("no room")))

@@ -22,6 +22,7 @@ from samestep.world.workdir import make_private, read_private
 MAX_REASON = 200  # characters
 # A RuntimeError or ConnectionError that is raised in these packages means that another rank was lost.
 COMMUNICATION = ("torch.distributed", "samestep.engine", "samestep.world")
+DISPATCH = ("torch._ops", "torch._library")  # torch calls its functional collectives through these
 
 
 class RankFailure(Struct, frozen=True):
@@ -172,8 +173,7 @@ def is_secondary(error: BaseException) -> bool:
         return False
     if type(root) is not RuntimeError and not isinstance(root, ConnectionError):
         return False
-    innermost = root.__traceback__
-    while innermost is not None and innermost.tb_next is not None:
-        innermost = innermost.tb_next
-    module = "" if innermost is None else str(innermost.tb_frame.f_globals.get("__name__", ""))
-    return module.startswith(COMMUNICATION)
+    modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(root.__traceback__)]
+    while modules and modules[-1].startswith(DISPATCH):
+        modules.pop()
+    return bool(modules) and modules[-1].startswith(COMMUNICATION)
