@@ -6,17 +6,16 @@ measures what a death costs with it.)
 
 import io
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import torch
 from common import (
     Times,
     build_contestant,
@@ -28,45 +27,15 @@ from common import (
     print_machine,
     print_table,
 )
-from torch import nn
+from paced_run import build_paced_run
 
-import samestep
-
-NUM_MICRO_BATCHES, MICRO_BATCH_SIZE, WIDTH = 8, 16, 512
-STEP_S, TARGET = 0.020, 1.01
+TARGET = 1.01
 ON, OFF = "with", "without"
 
 
 def time_steps(run_dir: str, num_rounds: int, steps_per_block: int) -> Times:
     """On each rank: times blocks of steps."""
-    batch_size = NUM_MICRO_BATCHES * MICRO_BATCH_SIZE
-    run = samestep.Run(run_dir, batch_size=batch_size, micro_batch_size=MICRO_BATCH_SIZE, device="cpu", log_every=1)
-    model = nn.Sequential(*[part for _ in range(3) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())])
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    run.prepare(model=model, optimizer=optimizer)
-    data = [torch.ones(WIDTH)] * (4 * batch_size)
-    repeats = 1
-
-    def train() -> Iterator[None]:
-        for step in run.steps(data, 10**9):
-            for x in step:
-                for _ in range(repeats - 1):  # so that a step takes about as long as it should
-                    with torch.no_grad():
-                        model(x)
-                step.backward(model(x).square().mean())
-            optimizer.step()
-            yield
-
-    steps = train()
-    times_s = []
-    for count in (1, 1, 3):
-        repeats = count
-        began_s = time.perf_counter()
-        for _ in range(10):
-            next(steps)
-        times_s.append((time.perf_counter() - began_s) / 10)
-    own = 1 + round(max(0.0, STEP_S - times_s[1]) / max((times_s[2] - times_s[1]) / 2, 1e-4))
-    repeats = run._context.group.gather_number(own)[0]
+    run, steps = build_paced_run(run_dir, log_every=1)
     group: Any = run._context.group
     location: Any = run._context.location
     kept = location.kept
@@ -111,7 +80,8 @@ def main() -> None:
     if args.train:
         with redirect_stdout(io.StringIO()):
             times = time_steps(f"{args.train}/run", args.rounds, args.steps)
-        Path(args.train, "times.json").write_text(json.dumps(times))
+        if os.environ["RANK"] == "0":
+            Path(args.train, "times.json").write_text(json.dumps(times))
         return
     results = {ranks: launch(ranks, args.rounds, args.steps) for ranks in args.ranks}
     if args.json:

@@ -8,11 +8,9 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from common import (
     build_contestant,
     build_parser,
@@ -24,13 +22,12 @@ from common import (
     print_table,
 )
 from msgspec.structs import asdict
-from torch import nn
+from paced_run import NUM_MICRO_BATCHES, STEP_S, build_paced_run
 
 import samestep
 from samestep.watch.phase_clock import PhaseClock
 
-NUM_MICRO_BATCHES, MICRO_BATCH_SIZE, WIDTH = 8, 16, 512
-STEP_S, TARGET = 0.020, 0.005
+TARGET = 0.005
 ON, OFF = "with", "without"
 
 
@@ -41,36 +38,8 @@ def stay_silent(phase: str, step: int) -> None:
 def run_rank(num_rounds: int, steps_per_block: int) -> dict[str, Any]:
     """On each rank: trains, and times blocks of steps with and without a heartbeat."""
     sys.stdout = io.StringIO()  # samestep's own lines, up to the end of the process
-    batch_size = NUM_MICRO_BATCHES * MICRO_BATCH_SIZE
-    run = samestep.Run(None, batch_size=batch_size, micro_batch_size=MICRO_BATCH_SIZE, device="cpu")
-    model = nn.Sequential(*[part for _ in range(3) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())])
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    run.prepare(model=model, optimizer=optimizer)
-    data = [torch.ones(WIDTH)] * (4 * batch_size)
+    run, steps = build_paced_run(None)
     pulse = run._services.watchdog
-    repeats = 1
-
-    def train() -> Iterator[None]:
-        for step in run.steps(data, 10**9):
-            for x in step:
-                for _ in range(repeats - 1):  # so that a step takes about as long as it should
-                    with torch.no_grad():
-                        model(x)
-                step.backward(model(x).square().mean())
-            optimizer.step()
-            yield
-
-    steps = train()
-    for _ in range(5):
-        next(steps)
-    times_s = []
-    for count in (1, 3):
-        repeats = count
-        began_s = time.perf_counter()
-        for _ in range(10):
-            next(steps)
-        times_s.append((time.perf_counter() - began_s) / 10)
-    repeats = 1 + round(max(0.0, STEP_S - times_s[0]) / max((times_s[1] - times_s[0]) / 2, 1e-4))
 
     def run_block(is_on: bool, block: Any) -> Any:
         def timed(num_steps: int) -> None:
@@ -108,7 +77,7 @@ def time_parts(run: samestep.Run) -> dict[str, float]:
             fields = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()
             cpu_s += int(fields[0]) / 1e9
     heartbeat: Any = run._services.watchdog._heartbeat
-    size = len(json.dumps(asdict(heartbeat._builder.build(0))))
+    size = len(json.dumps(asdict(heartbeat._current.build(0))))
     run._services.watchdog.close()
     return {"enter_s": enter_s, "cpu_share": cpu_s / 10, "beat_bytes": size}
 
