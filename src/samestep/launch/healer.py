@@ -25,10 +25,15 @@ class Healer:
 
     def heal(self, ranks: Ranks) -> None:
         """After a death, let the other ranks continue if they can. If not, the failures remain those of the launch."""
-        if ranks.failures and not self._can_continue(ranks):
-            self.refuse()
-        elif ranks.failures or ranks.outlived:  # until then, a rank that ends lets the others fail: they wait for it
-            self._name(ranks)
+        left = [rank for rank in self._members if rank not in ranks.codes]
+        has_died = ranks.failures or ranks.outlived  # until then, a rank that ends lets the others fail: they wait
+        if not has_died or not left or left == self._members or not self._can_continue(ranks):
+            return
+        self._members = left
+        self._write(left)
+        for failure in ranks.outlive():
+            if failure.kind == "died":  # another rank has reported one that was stuck
+                say(failure.reason)
 
     def refuse(self) -> None:
         """End the waiting of ranks that have lost another one."""
@@ -36,17 +41,8 @@ class Healer:
 
     def _can_continue(self, ranks: Ranks) -> bool:
         # An exception would occur again, in the rank that gets these micro-batches.
-        has_died = all(failure.kind in ("died", "stuck") for failure in ranks.failures)
-        return has_died and len(ranks.codes) < self._num_ranks and int(self._store.add(READY, 0)) >= self._num_ranks
-
-    def _name(self, ranks: Ranks) -> None:
-        left = [rank for rank in self._members if rank not in ranks.codes]
-        if left != self._members:
-            self._members = left
-            self._write(left)
-        for failure in ranks.outlive():
-            if failure.kind == "died":  # another rank has reported one that was stuck
-                say(failure.reason)
+        have_died = all(failure.kind in ("died", "stuck") for failure in ranks.failures)
+        return have_died and int(self._store.add(READY, 0)) >= self._num_ranks
 
     def _write(self, members: list[int]) -> None:
         self._number += 1
