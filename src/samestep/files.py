@@ -59,10 +59,15 @@ def read_text(path: Path, most: int = MAX_BYTES, *, is_given: bool = False) -> s
 
 
 def read_tail(path: Path, most: int = 1 << 20) -> str:
-    """Return the text of the last bytes of a regular file. Raises OSError."""
+    """`read_last_bytes`, as text. Bytes that are no UTF-8 become U+FFFD."""
+    return read_last_bytes(path, most).decode(errors="replace")
+
+
+def read_last_bytes(path: Path, most: int) -> bytes:
+    """Return the last bytes of a regular file, at most `most`. Raises OSError."""
     with open(path, "rb", opener=open_regular) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - most))
-        return file.read(most).decode(errors="replace")
+        return file.read(most)
 
 
 def copy_file(source: "os.PathLike[str] | str", target: "os.PathLike[str] | str", *, may_link: bool = False) -> None:

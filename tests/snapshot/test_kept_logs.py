@@ -33,7 +33,7 @@ def complete(kept: KeptLogs, directory: Path, metrics: bytes, ledger: bytes, ste
     rows_path.write_bytes(metrics)
     ledger_path.write_bytes(ledger)
     logs = AppendLog(rows_path, flush_s=1), AppendLog(ledger_path, flush_s=1, record_bytes=RECORD.size)
-    kept.complete(logs[0], rows_path, logs[1], steps_done)
+    kept.complete(*logs, steps_done)
     for log in logs:
         log.append(b"more\n")
         log.close()

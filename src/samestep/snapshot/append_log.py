@@ -3,12 +3,13 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from samestep.files import open_regular, sync_directory
+from samestep.plan.ledger import Entry
 
 
 class AppendLog:
@@ -38,7 +39,8 @@ class AppendLog:
         self._pending = bytearray()
         self._flushed_at = monotonic()
         self.problem = self.change = ""
-        self._path, self._size = path, os.fstat(self._file).st_size
+        self.path = path
+        self._size = os.fstat(self._file).st_size
         if is_new:
             sync_directory(path.parent)
 
@@ -76,7 +78,7 @@ class AppendLog:
     def _find_change(self) -> str:
         own = os.fstat(self._file)
         try:
-            found = os.lstat(self._path)
+            found = os.lstat(self.path)
         except FileNotFoundError:
             return "was removed during the run"
         if (found.st_dev, found.st_ino) != (own.st_dev, own.st_ino):
@@ -110,6 +112,36 @@ class AppendLog:
         finally:
             os.close(self._file)
             self._file = -1
+
+
+class LastEntry:
+    """Passes on the records of finished steps. That of the last one can wait until its gradient is computed.
+
+    Args:
+        add: called with each record.
+    """
+
+    def __init__(self, add: Callable[[Entry], None]) -> None:
+        self._add = add
+        self._get_entry: Callable[[], Entry] | None = None
+
+    def enter(self, get_entry: Callable[[], Entry], *, is_late: bool) -> None:
+        """Pass on the record of a finished step.
+
+        Args:
+            is_late: call `get_entry` at the next call or `flush`, so that it does not wait.
+        """
+        self.flush()
+        self._get_entry = get_entry
+        if not is_late:
+            self.flush()
+
+    def flush(self) -> None:
+        """Pass on a record that waits."""
+        get_entry = self._get_entry
+        self._get_entry = None
+        if get_entry is not None:
+            self._add(get_entry())
 
 
 def format_row(row: Mapping[str, Any]) -> bytes:

@@ -1,16 +1,14 @@
 """Rows and records that a rank keeps in memory, so that it can take the place of the rank that writes the run."""
 
-import json
-import os
 from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
+from samestep.decoding import parse_json
 from samestep.errors import PeerFailed
-from samestep.files import open_regular
+from samestep.files import read_last_bytes
 from samestep.plan.ledger import RECORD, Entry
-from samestep.snapshot.append_log import AppendLog, format_row
+from samestep.snapshot.append_log import AppendLog, LastEntry, format_row
 
 MAX_KEPT = 10_000  # rows, and records: the writer's files are at most a second old
 TAIL_BYTES = 1 << 16
@@ -25,7 +23,7 @@ class KeptLogs:
     def __init__(self) -> None:
         self._rows: deque[tuple[int, bytes]] = deque(maxlen=MAX_KEPT)  # step, line
         self._records: deque[tuple[int, bytes]] = deque(maxlen=MAX_KEPT)
-        self._last_entry: Callable[[], Entry] | None = None  # of a step whose gradient may not be computed yet
+        self._last_entry = LastEntry(lambda entry: self._records.append((entry.step, entry.pack())))
 
     def write_row(self, row: Mapping[str, Any]) -> None:
         """Keep a row. It has a "step"."""
@@ -33,17 +31,7 @@ class KeptLogs:
 
     def enter(self, get_entry: Callable[[], Entry], *, is_late: bool = False) -> None:
         """Keep the record of a finished step. Arguments as for `RunDirectory.enter`."""
-        self._enter_last()
-        self._last_entry = get_entry
-        if not is_late:
-            self._enter_last()
-
-    def _enter_last(self) -> None:
-        get_entry = self._last_entry
-        self._last_entry = None
-        if get_entry is not None:
-            entry = get_entry()
-            self._records.append((entry.step, entry.pack()))
+        self._last_entry.enter(get_entry, is_late=is_late)
 
     def forget_rows(self) -> None:
         """Forget the rows so far: an earlier start has written them."""
@@ -51,22 +39,22 @@ class KeptLogs:
 
     def get_rows(self, after_step: int) -> list[dict[str, Any]]:
         """Return the rows after a step."""
-        return [json.loads(line) for step, line in self._rows if step > after_step]  # noqa: TID251 own rows
+        return [parse_json(line) for step, line in self._rows if step > after_step]
 
-    def complete(self, metrics: AppendLog, rows_path: Path, ledger: AppendLog, steps_done: int) -> None:
+    def complete(self, metrics: AppendLog, ledger: AppendLog, steps_done: int) -> None:
         """Make the writer's files what this rank would have written.
 
         They may lack what the writer had not written yet, end with a part of it, or be ahead by a step.
 
         Args:
-            metrics, ledger: the files; `rows_path` is the path of the first.
+            metrics, ledger: the files.
             steps_done: the number of steps that this rank has finished.
 
         Raises:
             PeerFailed: the ledger ends before what is kept begins.
             OSError: they cannot be written.
         """
-        self._enter_last()
+        self._last_entry.flush()
         num_recorded = min(ledger.flush() // RECORD.size, steps_done)
         missing = [record for step, record in self._records if num_recorded <= step < steps_done]
         if len(missing) != steps_done - num_recorded:
@@ -76,7 +64,7 @@ class KeptLogs:
         ledger.flush()
         last_step = max([steps_done, *(step for step, _ in self._rows)])
         num_last = sum(step == last_step for step, _ in self._rows)
-        written, end = _read_end(rows_path, metrics.flush(), last_step, num_last)
+        written, end = _read_end(metrics, last_step, num_last)
         metrics.cut(end)
         newest = written[-1] if written else -1
         rows = [line for step, line in self._rows if step == newest][written.count(newest) :]
@@ -84,21 +72,18 @@ class KeptLogs:
         metrics.flush()
 
 
-def _read_end(path: Path, size: int, last_step: int, num_last: int) -> tuple[list[int], int]:
+def _read_end(metrics: AppendLog, last_step: int, num_last: int) -> tuple[list[int], int]:
     """Return the steps of the last rows of a file, and where they end.
 
     Does not count a row whose end is missing, rows after `last_step`, and more than `num_last` rows of it.
     """
-    file = open_regular(path, os.O_RDONLY)
-    try:
-        begin = max(0, size - TAIL_BYTES)
-        tail = os.pread(file, size - begin, begin)
-    finally:
-        os.close(file)
+    size = metrics.flush()
+    tail = read_last_bytes(metrics.path, TAIL_BYTES)
+    begin = size - len(tail)
     end = tail.find(b"\n") + 1 if begin else 0
     steps: list[int] = []
     for line in tail[end : tail.rfind(b"\n") + 1].splitlines(keepends=True):
-        step = json.loads(line)["step"]  # noqa: TID251 rows of this run
+        step = parse_json(line)["step"]
         if step > last_step or (step == last_step and steps.count(step) == num_last):
             break
         steps.append(step)

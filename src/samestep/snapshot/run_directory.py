@@ -18,7 +18,7 @@ from samestep.errors import Error, RunDirectoryError, UsageError
 from samestep.files import overwrite, replace_file
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.plan.ledger import Entry
-from samestep.snapshot.append_log import AppendLog, format_row
+from samestep.snapshot.append_log import AppendLog, LastEntry, format_row
 from samestep.snapshot.kept_logs import KeptLogs
 from samestep.snapshot.ledger_file import count_records
 from samestep.snapshot.lock import Lock, detach, refuse_links
@@ -77,7 +77,7 @@ class RunDirectory:
         self._lock: Lock | None = None
         self._logs: tuple[AppendLog, AppendLog] | None = None  # metrics and ledger
         self._early_rows: list[Mapping[str, Any]] = []
-        self._last_entry: Callable[[], Entry] | None = None  # of a step whose gradient may not be computed yet
+        self._last_entry = LastEntry(self._add_entry)
         self._is_begun = False
         self._lost_steps = 0
         self._start: int | None = None  # number of this start, once its logs have begun
@@ -286,9 +286,7 @@ class RunDirectory:
         if "steps" in status:  # those in the ledger, which is about to be cut
             with suppress(OSError):
                 self._overwrite_status({**status, "steps": 0})
-        metrics = AppendLog(rows, flush_s=METRICS_FLUSH_S)
-        ledger = AppendLog(records, flush_s=LEDGER_FLUSH_S, record_bytes=LEDGER_RECORD.size)
-        self._logs = metrics, ledger
+        metrics, ledger = self._open_logs()
         num_recorded = max(ledger.flush() // LEDGER_RECORD.size, point.num_recorded)
         self._lost_steps = max(num_recorded - step, 0)
         for path, log, size in ((rows, metrics, point.metrics_bytes), (records, ledger, step * LEDGER_RECORD.size)):
@@ -296,6 +294,12 @@ class RunDirectory:
                 self._warn(f"{path} is shorter than when step {step} was saved: a part of it is missing")
         for row in self._early_rows if point.is_beginning else ():
             metrics.append(format_row(row))
+
+    def _open_logs(self) -> tuple[AppendLog, AppendLog]:
+        metrics = AppendLog(self.path / METRICS, flush_s=METRICS_FLUSH_S)
+        ledger = AppendLog(self.path / LEDGER, flush_s=LEDGER_FLUSH_S, record_bytes=LEDGER_RECORD.size)
+        self._logs = metrics, ledger
+        return self._logs
 
     def continue_start(self, start: int, kept: KeptLogs, steps_done: int, *, is_in_loop: bool) -> None:
         """Continue the start of another rank, which has died.
@@ -311,11 +315,7 @@ class RunDirectory:
             OSError: the directory cannot be written.
         """
         self.store.clean()
-        rows = self.path / METRICS
-        metrics = AppendLog(rows, flush_s=METRICS_FLUSH_S)
-        ledger = AppendLog(self.path / LEDGER, flush_s=LEDGER_FLUSH_S, record_bytes=LEDGER_RECORD.size)
-        self._logs = metrics, ledger
-        kept.complete(metrics, rows, ledger, steps_done)
+        kept.complete(*self._open_logs(), steps_done)
         self._start = start
         self._is_begun = True
         if is_in_loop:
@@ -407,16 +407,11 @@ class RunDirectory:
             is_late: call `get_entry` when the next step is added, or at the next snapshot, so that it does not wait.
         """
         self._get_logs()
-        self._enter_last()
-        self._last_entry = get_entry
-        if not is_late:
-            self._enter_last()
+        self._last_entry.enter(get_entry, is_late=is_late)
 
-    def _enter_last(self) -> None:
-        get_entry = self._last_entry
-        self._last_entry = None
-        if get_entry is not None and self._logs is not None:
-            self._append(LEDGER, self._logs[1], get_entry().pack())
+    def _add_entry(self, entry: Entry) -> None:
+        _, ledger = self._get_logs()
+        self._append(LEDGER, ledger, entry.pack())
 
     def check_logs(self) -> None:
         """Check that metrics and ledger, as of the last write, are as this process has written them.
@@ -448,7 +443,7 @@ class RunDirectory:
         """Return a message about rows and records that cannot be written; "" if all are in their files."""
         if self._logs is None:
             return ""
-        self._enter_last()
+        self._last_entry.flush()
         metrics, ledger = self._logs
         problem = self.lost = ""
         for log in self._logs:
@@ -480,7 +475,7 @@ class RunDirectory:
         """
         metrics, ledger = self._get_logs()
         self._check_begun()
-        self._enter_last()
+        self._last_entry.flush()
         ledger.flush()
         metrics_bytes = metrics.flush()
         self.check_logs()

@@ -241,8 +241,7 @@ class Run:
         state = self._state
         built = Trackers(build_trackers(trackers), self._say)
         group = context.group
-        count_ranks = lambda: group.world_size  # noqa: E731
-        snapshotter = Snapshotter(context.config, context.location, count_ranks, self._say, group.gather)
+        snapshotter = Snapshotter(context.config, context.location, lambda: group.world_size, self._say, group.gather)
         signals = StopSignals(context.environment, self._say, is_on=self.dir is not None)
         watchdog = Watchdog(context, snapshotter, state)
         return Services(
