@@ -43,6 +43,11 @@ def test_the_others_continue(trial: Trial, undisturbed: Undisturbed, faults: Seq
     assert started.output.count("was killed by SIGKILL") == len(faults)
     assert " continues alone" in started.output or len(faults) < 3
     assert not (trial.dir / "restarts.jsonl").exists(), "no rank has started again"
+    heals = [json.loads(line) for line in (trial.dir / "heals.jsonl").read_text().splitlines()]
+    ranks = [int(re.findall(r"rank (\d)", fault)[0]) for fault in faults]
+    assert sorted(rank for heal in heals for rank in heal["lost"]) == sorted(ranks)
+    [shown] = re.findall(r"^ranks that died +(.+)$", started.output, re.M)
+    assert sorted(map(int, shown.split(", "))) == sorted(ranks)
 
 
 def test_every_moment_is_among_the_faults() -> None:

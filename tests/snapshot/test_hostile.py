@@ -401,7 +401,7 @@ PLANTED: dict[str, Callable[[Path], object]] = {
     "240 GB": lambda path: (path.touch(), os.truncate(path, 240 << 30)),
 }
 SNAPSHOT = "snapshots/step-00000003/"
-NAMES = ["run.json", "status.json", "metrics.jsonl", "restarts.jsonl", "ranks.json", "ledger.bin"]
+NAMES = ["run.json", "status.json", "metrics.jsonl", "restarts.jsonl", "heals.jsonl", "ranks.json", "ledger.bin"]
 NAMES += ["timeline.jsonl", "logs/0/0.log", "scale.json", "verify.txt", "doctor.json"]
 NAMES += [SNAPSHOT + name for name in ("manifest.json", "state.json")]
 
@@ -474,8 +474,8 @@ def test_a_link_is_an_error_in_one_sentence(place: Path) -> None:
 
 # --- links ------------------------------------------------------------------------------------------------------------
 
-WRITTEN = ["lock", "run.json", "metrics.jsonl", "ledger.bin", "restarts.jsonl", "status.json", "timeline.jsonl"]
-WRITTEN += [".run.json.partial", ".status.json.partial", "snapshots", "abandoned", "logs", "orders"]
+WRITTEN = ["lock", "run.json", "metrics.jsonl", "ledger.bin", "restarts.jsonl", "heals.jsonl", "status.json"]
+WRITTEN += ["timeline.jsonl", ".run.json.partial", ".status.json.partial", "snapshots", "abandoned", "logs", "orders"]
 WRITTEN += [f"snapshots/.tmp-{name}" for name in ("step-00000004", "inbox")]
 
 
@@ -505,6 +505,7 @@ def use(run: Path) -> None:
         directory.look("latest", [])
         directory.begin(ResumePoint(), numbers={}, machine={}, config={}, options=StartOptions({}))
         directory.write_start(None, from_step=0, world_size=1)
+        directory.write_heal(0, [1], 1, 0.1)
         directory.write_row({"loss": 1.0})
         directory.enter(lambda: Entry(0, 0, 8, 1))
         directory.store.make_inbox()

@@ -154,6 +154,14 @@ def test_restarts(run: Path, inspect: Inspect) -> None:
     assert json.loads(inspect("--json")[1])["restarts"] == rows
 
 
+def test_heals(run: Path, inspect: Inspect) -> None:
+    assert "lost" not in inspect()[1]
+    row = {"time": "2026-01-02T03:04:05Z", "step": 40, "lost": [1, 3], "world_size": 2, "seconds": 0.125}
+    (run / "heals.jsonl").write_text(json.dumps(row) + '\n{"step": "x"}\n')
+    assert re.search(r"^  2026-01-02T03:04:05Z +40 +\[1, 3\] +2 +0.125$", inspect()[1], re.M)
+    assert json.loads(inspect("--json")[1])["heals"] == [row]
+
+
 def test_the_listing_as_json(run: Path, inspect: Inspect) -> None:
     path = Store(run).write(STATE, step=3, meta={"epoch": 1})
     code, out = inspect("--json")

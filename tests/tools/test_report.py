@@ -218,11 +218,15 @@ def test_the_timeline_of_a_further_loop_begins_anew(tmp_path: Path) -> None:
 def test_numbers_of_ranks_are_bands(tmp_path: Path) -> None:
     rows = [make_row([10 * n] * size, forward=[1.0] * size) for n, size in enumerate([2, 2, 2, 3, 3, 1])]
     restarts = [{"reason": "", "from_step": step, "world_size": size} for step, size in ((20, 3), (40, 1))]
-    page = report(write_run(tmp_path / "run", timeline=rows, restarts=restarts), output=tmp_path / "out.html")
+    heals = [{"step": 30, "lost": [0, 2], "world_size": 1, "seconds": 0.1}]
+    run = write_run(tmp_path / "run", timeline=rows, restarts=restarts, heals=heals)
+    page = report(run, output=tmp_path / "out.html")
     data = read_data(page)
     bands = [(band["first"], band["label"]) for band in data["bands"]]
     assert bands == [(0, "2 ranks"), (20, "3 ranks"), (40, "1 rank")]
-    assert [mark["label"] for mark in data["marks"]] == ["restart at 20 on 3 ranks", "restart at 40 on 1 rank"]
+    labels = ["restart at 20 on 3 ranks", "restart at 40 on 1 rank", "ranks 0, 2 lost at 30"]
+    assert [mark["label"] for mark in data["marks"]] == labels
+    assert re.search(r"heals\s*1", Texts(page).text)
     [(start, width)] = re.findall(r'<rect class="band1" x="([\d.]+)" width="([\d.]+)"', page)
     assert (float(start), float(width)) == (223.0, 326.0), "a half of the chart, of steps 10 to 50"
     again = report(tmp_path / "run", write_run(tmp_path / "b", timeline=rows), output=tmp_path / "out.html")
@@ -302,6 +306,7 @@ def test_nothing_in_a_run_can_act_in_the_page(tmp_path: Path) -> None:
             {"step": 2, HOSTILE: "text"},
         ],
         restarts=[{"reason": HOSTILE, "from_step": 0, "rank": 0, "world_size": 2, "time": HOSTILE}],
+        heals=[{"step": 1, "lost": [1], "time": HOSTILE}, {"step": 1, "lost": [HOSTILE]}, {"step": HOSTILE}],
         timeline=[make_row([1]), make_row([], forward=[]), {"steps": 3}, make_row([4], **{HOSTILE: [1.0]})],
     )
     (run / "logs" / "0").mkdir(parents=True)

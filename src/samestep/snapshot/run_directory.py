@@ -27,6 +27,7 @@ from samestep.snapshot.resume_point import Holding, ResumePoint
 from samestep.snapshot.run_record import StartOptions, build_record, find_different, read_record
 from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Elsewhere, Snapshot, Store, Unreachable
 from samestep.watch.records import (
+    HEALS,
     LEDGER,
     LOCK,
     LOGS,
@@ -346,11 +347,26 @@ class RunDirectory:
                 "lost_steps": self._lost_steps,
                 "world_size": world_size,
             }
-            try:
-                add_line(path, json.dumps(row))
-            except OSError as error:
-                self._warn(f"{path} could not be written ({_reason(error)}): the run continues")
+            self._add_line(path, row)
         self.write_status("running", "")
+
+    def write_heal(self, step: int, lost: Sequence[int], world_size: int, seconds: float) -> None:
+        """Add a line to `heals.jsonl`: the other ranks continue after a death.
+
+        Args:
+            step: the step in which the ranks were lost.
+            lost: the ranks that are gone, as numbered at the start.
+            world_size: number of ranks that continue.
+            seconds: the time from the notice of the death until the others were a group again.
+        """
+        row = {"time": _now(), "step": step, "lost": [*lost], "world_size": world_size, "seconds": round(seconds, 3)}
+        self._add_line(self.path / HEALS, row)
+
+    def _add_line(self, path: Path, row: Mapping[str, Any]) -> None:
+        try:
+            add_line(path, json.dumps(row))
+        except OSError as error:
+            self._warn(f"{path} could not be written ({_reason(error)}): the run continues")
 
     def write_status(self, status: str, reason: str, end: Mapping[str, Any] | None = None) -> None:
         """Write `status.json`, if possible.

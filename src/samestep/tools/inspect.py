@@ -14,8 +14,9 @@ from samestep.snapshot.manifest import find_damage
 from samestep.snapshot.reading import find_snapshot, open_run, read_run
 from samestep.snapshot.store import Snapshot, Store
 from samestep.tools.compare import compare_runs, describe_runs, find_runs, list_runs, read_last_values, read_state
-from samestep.watch.records import RESTARTS, read_rows, read_status
+from samestep.watch.records import HEALS, RESTARTS, read_rows, read_status
 
+_HEAL = ("time", "step", "lost", "world_size", "seconds")
 _RESTART = ("time", "reason", "rank", "from_step", "lost_steps", "world_size")
 
 
@@ -38,7 +39,7 @@ WHICH: dict[str, Any] = {"metavar": "STEP|NAME", "callback": parse_which}  # set
 def run_inspect(
     run: str, other: str | None, which: int | str, check: bool, is_json: bool, digest: bool, samples: bool
 ) -> int:
-    """Shows the content of a run directory: options, settings, snapshots, restarts, metrics.
+    """Shows the content of a run directory: options, settings, snapshots, restarts, heals, metrics.
 
     RUN is a run directory or its URL, or a directory of runs, to list them. OTHER is a second run to compare with (exit
     code 1 if they differ).
@@ -100,6 +101,7 @@ def _show_run(
         "run": record,
         "snapshots": snapshots,
         "restarts": read_rows(directory / RESTARTS),
+        "heals": read_rows(directory / HEALS),
         "metrics": read_last_values(directory),
         "state": read_state(directory),
         "status": status,
@@ -162,8 +164,8 @@ def _build_tables(shown: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]
     ]
     title = "snapshots" if shown["checked"] else "snapshots, by their sizes (--check reads them)"
     yield title, ("step", "name", "size", "age", "state"), rows or [("none", "", "", "", "")]
-    cells = [["" if row.get(key) is None else str(row[key]) for key in _RESTART] for row in shown["restarts"]]
-    yield "restarts", _RESTART, cells
+    for title, names in (("restarts", _RESTART), ("heals", _HEAL)):
+        yield title, names, [["" if row.get(key) is None else str(row[key]) for key in names] for row in shown[title]]
     yield "run.state, in the newest snapshot", named, list_values(shown["state"])
     last = [(name, to_text(last["value"]), str(last["step"])) for name, last in shown["metrics"].items()]
     yield "last metrics", ("name", "value", "step"), last

@@ -16,12 +16,13 @@ import click
 
 from samestep.command_line import Command
 from samestep.config import is_url
-from samestep.console import build_table, draw_bars, escape, print_table
+from samestep.console import build_table, draw_bars, escape, format_count, print_table
 from samestep.errors import Error
 from samestep.files import read_text, replace_file
 from samestep.snapshot.reading import read_run
 from samestep.waiting import wait_until
 from samestep.watch.records import (
+    HEALS,
     RANKS,
     RESTART_S,
     STACKS_WANTED,
@@ -83,7 +84,7 @@ def run_watch(run: str, local_dir: str | None) -> int:
     if record is None or not is_running or time.time() - record.time_s > STALE_S:
         print(escape(describe_end(run_dir)))
         return 0
-    print_table(_name_table(record), *format_rows(record, None))
+    print_table(_name_table(run_dir, record), *format_rows(record, None))
     return 0
 
 
@@ -122,7 +123,9 @@ def _follow(run_dir: Path) -> int:
                 if not records or record.time_s != records[-1].time_s:
                     records = [old for old in records if record.time_s - old.time_s < WINDOW_S] + [record]
                 styles = [_choose_style(rank) for rank in record.ranks]
-                table = build_table(_name_table(record), *_add_bars(run_dir, *format_rows(record, records[0])), styles)
+                table = build_table(
+                    _name_table(run_dir, record), *_add_bars(run_dir, *format_rows(record, records[0])), styles
+                )
                 table.caption = "s: stacks of all ranks, q: quit" if keys.are_read else None
                 live.update(table, refresh=True)
             if record and time.time() - record.time_s > RESTART_S and has_ended(run_dir):
@@ -274,6 +277,10 @@ def _choose_style(rank: Beat) -> str | None:
     return "yellow" if rank.for_s > WINDOW_S else None
 
 
-def _name_table(record: RankStates) -> str:
+def _name_table(run_dir: Path, record: RankStates) -> str:
     age_s = time.time() - record.time_s
-    return f"{len(record.ranks)} ranks" + (f", {describe_seconds(age_s)} ago" if age_s > 2 * POLL_S else "")
+    heals = read_rows(run_dir / HEALS)
+    healed = f", {format_count(len(heals), 'heal')}, the last in step {heals[-1]['step']}" if heals else ""
+    return f"{format_count(len(record.ranks), 'rank')}{healed}" + (
+        f", {describe_seconds(age_s)} ago" if age_s > 2 * POLL_S else ""
+    )

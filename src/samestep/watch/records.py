@@ -19,13 +19,14 @@ RECORD = "run.json"  # the run's identity, and how it changed
 RANKS = "ranks.json"  # the live state of every rank, written by rank 0
 STATUS = "status.json"  # whether the run is running, and how it ended
 RESTARTS = "restarts.jsonl"  # one line for each start but the first: time, reason, first step
+HEALS = "heals.jsonl"  # one line each time that the other ranks continued after a death: time, step, ranks
 METRICS = "metrics.jsonl"  # one line for each logged row
 TIMELINE = "timeline.jsonl"  # where the time of every rank went: `watch.timeline`
 TRACKERS = "trackers.json"  # the run's id at each service of a tracker
 LAST_ROW = "samestep-last-row.json"  # in a directory of a service: the last row that it got
 LEDGER = "ledger.bin"  # one record for each finished step: the samples it used
 LOGS = "logs"  # a directory: the output of each start's ranks
-SHARED = (RECORD, RESTARTS, STATUS, TRACKERS, LEDGER, METRICS)  # what a copy holds besides orders and snapshots
+SHARED = (RECORD, RESTARTS, HEALS, STATUS, TRACKERS, LEDGER, METRICS)  # what a copy holds besides orders and snapshots
 
 STACKS_WANTED = "stacks-wanted"  # in the newest directory of LOGS: requests the stacks of all ranks
 
@@ -100,6 +101,11 @@ class _Service(Struct):
     num_rewinds: Count
 
 
+class _Heal(Struct):
+    step: Count
+    lost: Annotated[list[Count], Meta(max_length=MAX_RANKS)]
+
+
 class _Interval(Struct):
     time_s: Number
     steps: Annotated[list[Count], Meta(max_length=MAX_RANKS)]
@@ -125,6 +131,7 @@ _KINDS: dict[str, Any] = {
     TIMELINE: _Interval,
     FAILURE: defstruct("Failure", [("rank", Count), ("reason", str)]),
     RESTARTS: defstruct("Restart", [("reason", str), ("from_step", Count)]),
+    HEALS: _Heal,
     METRICS: Object,
 }
 

@@ -46,7 +46,7 @@ def to_html(text: str) -> str:
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line in every chart. `kind`: "restart" or "snapshot"."""
+    """A vertical line in every chart. `kind`: "restart", "heal" or "snapshot"."""
 
     step: int
     kind: str
@@ -143,9 +143,15 @@ def find_marks(runs: Sequence[RunData]) -> list[Mark]:
         for row in run.restarts:
             ranks = f" on {format_ranks(row['world_size'])}" if type(row.get("world_size")) is int else ""
             marks.append(Mark(row["from_step"], "restart", f"{prefix}restart at {row['from_step']}{ranks}"))
+        for row in run.heals:
+            marks.append(Mark(row["step"], "heal", f"{prefix}{_name_lost(row['lost'])} at {row['step']}"))
     if len(runs) == 1:
         marks += [Mark(each["step"], "snapshot", f"snapshot {each['step']}") for each in runs[0].snapshots]
     return marks
+
+
+def _name_lost(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} lost"
 
 
 def find_bands(runs: Sequence[RunData]) -> list[Band]:
@@ -193,7 +199,7 @@ def draw_svg(chart: Chart, marks: Sequence[Mark], bands: Sequence[Band] = ()) ->
     for mark in marks:
         if low_x <= mark.step <= high_x:
             across, _ = place(mark.step, low_y)
-            top = 8 if mark.kind == "restart" else floor - 6
+            top = floor - 6 if mark.kind == "snapshot" else 8
             parts.append(f'<line class="{mark.kind}" x1="{across:.1f}" x2="{across:.1f}" y1="{top}" y2="{floor}"/>')
     for (x, y), (number, dash), width in zip(curves, chart.styles, chart.widths, strict=True):
         is_number = np.isfinite(y)

@@ -29,6 +29,7 @@ from samestep.watch.stall_diagnosis import share_spent
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 FINDING = ("check", "status", "found", "advice")
+HEAL = ("time", "step", "lost", "world_size", "seconds")
 RESTART = ("time", "reason", "rank", "from_step", "lost_steps", "world_size")
 FEW_ROWS = 16  # a longer table is folded
 
@@ -68,7 +69,7 @@ def build_page(
         _section("Metrics", figures or "<p>No metrics were logged.</p>"),
         _section("Where the time goes", "".join(_build_times(runs, maps))),
         _section("Scaling", "".join(_build_scaling(scalings))),
-        _section("Restarts", "".join(_build_restarts(runs))),
+        _section("Restarts and heals", "".join(_build_restarts(runs))),
         _section("Configuration", _build_configuration(runs)),
         *(_section(title, _build_attachment(text)) for title, text in attachments.items()),
         _section("Last lines of failed ranks", "".join(_build_logs(runs))),
@@ -129,6 +130,7 @@ def _build_summary(runs: Sequence[RunData]) -> str:
             "newest snapshots": _name_steps([each["step"] for each in run.snapshots[-5:]]),
             "digest": run.digest,
             "restarts": str(len(run.restarts)),
+            "heals": str(len(run.heals)) if run.heals else "",
             "samples/s": f"{measured['samples_per_s']:,.0f}" if "samples_per_s" in measured else "",
             "samples": run.audit,
         }
@@ -207,11 +209,15 @@ def _build_map(name: str, heat: HeatMap, number: int) -> str:
 
 def _build_restarts(runs: Sequence[RunData]) -> Iterator[str]:
     for run in runs:
-        rows = [["" if row.get(key) is None else str(row[key]) for key in RESTART] for row in run.restarts]
+        tables = ((RESTART, run.restarts), (HEAL, run.heals))
+        rows, heals = [
+            [["" if row.get(key) is None else str(row[key]) for key in names] for row in found]
+            for names, found in tables
+        ]
         changes = [(str(each["after_step"]), each["changed"]) for each in run.record.get("changes") or []]
-        content = _table(RESTART, rows) + _table(("after step", "changed"), changes)
+        content = _table(RESTART, rows) + _table(HEAL, heals) + _table(("after step", "changed"), changes)
         if content:
-            yield _fold(run.name, content, is_open=len(rows) <= FEW_ROWS)
+            yield _fold(run.name, content, is_open=len(rows) + len(heals) <= FEW_ROWS)
 
 
 def _build_configuration(runs: Sequence[RunData]) -> str:

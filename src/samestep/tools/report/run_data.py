@@ -19,6 +19,7 @@ from samestep.snapshot.ledger_file import count_records
 from samestep.tools.audit import audit_samples, summarize
 from samestep.tools.compare import PLACE, find_sound
 from samestep.watch.records import (
+    HEALS,
     LEDGER,
     METRICS,
     RESTARTS,
@@ -93,6 +94,7 @@ class RunData:
     num_steps: int
     snapshots: Sequence[Mapping[str, Any]]
     restarts: Sequence[Mapping[str, Any]]
+    heals: Sequence[Mapping[str, Any]]
     metrics: Mapping[str, Points]
     timeline: Intervals | None
     spent_s: Mapping[str, float]
@@ -127,6 +129,7 @@ def read_run_data(run_dir: Path, name: str, record: Mapping[str, Any]) -> RunDat
         num_steps=count_records(run_dir / LEDGER),
         snapshots=[{"step": each.step, "digest": each.manifest.get("digest", "")} for each in find_sound(run_dir)],
         restarts=restarts,
+        heals=read_rows(run_dir / HEALS),
         metrics=read_metrics(run_dir / METRICS),
         timeline=build_intervals(rows),
         spent_s=sum_phases(rows),

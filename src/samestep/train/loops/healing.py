@@ -41,7 +41,11 @@ def begin_healing(
             services.metrics.take_over(rows)
         services.watchdog.change_group()
         move_announcements(context.group)
-        context.say(_describe(change, state.steps_done))
+        seconds = time.monotonic() - change.began_s
+        services.metrics.note_lost(change.lost)
+        if context.rank == 0 and context.location.directory is not None:
+            context.location.directory.write_heal(state.steps_done, change.lost, len(change.left), seconds)
+        context.say(_describe(change, state.steps_done, seconds))
 
     context.group.begin_healing(context.environment, adapt)
 
@@ -58,13 +62,12 @@ def _find_problem(context: RunContext, data: LoopData, interceptors: Interceptor
     return "GPUs yet" if context.device.type != "cpu" else ""
 
 
-def _describe(change: Change, step: int) -> str:
+def _describe(change: Change, step: int, seconds: float) -> str:
     lost = ", ".join(map(str, change.lost))
     left = ", ".join(map(str, change.left))
     others = f"rank {left} continues alone"
     if len(change.left) > 1:
         are_renumbered = [*change.left] != [*range(len(change.left))]
         others = f"ranks {left} continue" + (f" as ranks 0 to {len(change.left) - 1}" if are_renumbered else "")
-    seconds = time.monotonic() - change.began_s
     who = f"rank {lost} is" if len(change.lost) == 1 else f"ranks {lost} are"
     return f"{who} gone in step {step}: {others}, after {seconds:.2f} s"

@@ -26,12 +26,12 @@ function drawMarks(plot) {
   for (const mark of data.marks) {
     const x = plot.valToPos(mark.step, "x", true);
     if (x < left || x > left + width) continue;
-    const isRestart = mark.kind === "restart";
-    context.strokeStyle = readColour(isRestart ? "--restart" : "--note");
+    const isTick = mark.kind === "snapshot";
+    context.strokeStyle = readColour(isTick ? "--note" : "--restart");
     context.lineWidth = ratio;
-    context.setLineDash(isRestart ? [4 * ratio, 3 * ratio] : []);
+    context.setLineDash(isTick ? [] : [4 * ratio, 3 * ratio]);
     context.beginPath();
-    context.moveTo(x, isRestart ? top : top + height - 6 * ratio);
+    context.moveTo(x, isTick ? top + height - 6 * ratio : top);
     context.lineTo(x, top + height);
     context.stroke();
   }
