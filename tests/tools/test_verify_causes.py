@@ -34,7 +34,9 @@ def run_script(path: str) -> None:
 
 
 def start_quickly(trials: Trials, command: list[str], variables: Mapping[str, str], place: Path) -> int:
-    """Replaces `Trials._start`."""
+    """Replaces `Trials._start`, unless the launcher has to decide about deaths."""
+    if "--heal" in command:
+        return start_with_hash_seed(trials, command, variables, place)
     num_ranks, script = int(command[command.index("--nproc-per-node") + 1]), command[-1]
     ours = {name: value for name, value in variables.items() if name.startswith("SAMESTEP_")}
     try:
@@ -47,7 +49,7 @@ def start_quickly(trials: Trials, command: list[str], variables: Mapping[str, st
 
 
 def start_with_hash_seed(trials: Trials, command: list[str], variables: Mapping[str, str], place: Path) -> int:
-    """Replaces `Trials._start`: starts a program whose interpreter has the run's hash seed."""
+    """Starts a program, as `Trials._start` does. Its interpreter has the run's hash seed."""
     with open(place / "output", "w") as output:
         return commands.run(command, env=variables, stdout=output, stderr=subprocess.STDOUT).returncode
 
@@ -60,7 +62,7 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
     def run(
         num_steps: int = 3, num_kills: int = 0, gradients: bool = False, kill_seed: int = 3, hashes: bool = False,
-        shard: str | None = None, **faults: str,
+        shard: str | None = None, heal: bool = False, **faults: str,
     ) -> tuple[int, str]:  # fmt: skip
         if hashes:
             monkeypatch.setattr(Trials, "_start", start_with_hash_seed)
@@ -69,6 +71,7 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         options = {
             "steps": num_steps, "world_sizes": "1,3", "kills": num_kills, "kill_seed": kill_seed,
             "gradients": gradients, "keep_runs": str(tmp_path / "runs"), "shard": shard,
+            "heal": heal,
         }  # fmt: skip
         code = run_verify.callback(Target("script", str(script)), options)
         return code, capsys.readouterr().out
@@ -346,6 +349,24 @@ def test_the_modes_of_a_sound_script_are_the_same(verify: Any) -> None:
     assert len(places) == 3
     assert all(one != other for one, other in pairwise(places))
     assert printed.endswith("everything is the same\n")
+
+
+def test_the_others_continue_a_sound_script(verify: Any) -> None:
+    code, printed = verify(num_steps=9, heal=True)
+    assert code == 0, printed
+    assert re.search(r"^ +healed +3 ranks +0-8 +same, [12] heals? ", printed, re.M)
+
+
+def test_what_a_repeated_pass_changes_twice_is_found(verify: Any) -> None:
+    code, printed = verify(
+        heal=True,
+        before="seen = []",
+        in_micro_batch="seen.append(step.micro_batch)",
+        in_step=f"{BIAS}len(seen) - len(set(seen)); seen.clear()",
+    )
+    assert code == 1, printed
+    assert re.search(r"^ +healed +3 ranks +0-\d +(differs from step|exit code)", printed, re.M)
+    assert "likely: with --heal, the body of the loop over micro-batches can run again" in printed
 
 
 def test_a_mode_that_the_run_refuses_is_not_a_defect(verify: Any) -> None:

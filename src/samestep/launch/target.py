@@ -25,11 +25,14 @@ class Target:
             return "train", [self.name.rpartition(".")[2], *self.arguments]
         return "launch", [*(["-m"] if self.kind == "module" else []), self.name, *self.arguments]
 
-    def to_full_command(self, num_ranks: int) -> list[str]:
-        """Return the command that starts it on several ranks of this machine, from the interpreter on."""
+    def to_full_command(self, num_ranks: int, *flags: str) -> list[str]:
+        """Return the command that starts it on several ranks of this machine, from the interpreter on.
+
+        `flags`: further options of the launcher.
+        """
         command, words = self.to_command()
         recipe, own = (words[:1], words[1:]) if command == "train" else ([], words)
-        return [*COMMAND, command, *recipe, "--nproc-per-node", str(num_ranks), *own]
+        return [*COMMAND, command, *recipe, "--nproc-per-node", str(num_ranks), *flags, *own]
 
     def to_plain_command(self) -> list[str]:
         """Return the command that runs it without a launcher, from the interpreter on. Not for a call."""

@@ -35,6 +35,7 @@ FLAGS: dict[str, Option] = {
     "shard": Option(str, "S,S", "values of shard to compare, on each number of ranks: none, optimizer, fsdp2"),
     "kills": Option(int, "K", "number of kills in the interrupted run; default: 2"),
     "kill_seed": Option(int, "N", "seed for the random moments of the kills; default: random"),
+    "heal": Option(bool, "", "also train on the most ranks with launch --heal, and kill all but one"),
     "gradients": Option(
         bool, "", "first compare the averaged gradients with a computation in float64, sample by sample"
     ),
@@ -50,6 +51,11 @@ FLAGS: dict[str, Option] = {
     **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
 }
 
+KILLER = "samestep.tools.verify.killer:Killer"
+REPEATED = (
+    "  likely: with --heal, the body of the loop over micro-batches can run again from the step's first one; what it "
+    "changes besides step.backward and step.log, such as a list or a counter, is then changed twice"
+)
 RECIPES = "samestep.recipes."
 KILLED = 128 + 9
 MAX_EVENTS = 12  # file accesses during a snapshot, after one of which a rank is killed
@@ -68,6 +74,7 @@ class VerifyOptions:
     shard: str | None = None
     kills: int = 2
     kill_seed: int | None = None
+    heal: bool = False
     gradients: bool = False
     keep_runs: str | None = None
 
@@ -76,7 +83,8 @@ class VerifyOptions:
 def run_verify(target: Target, values: Mapping[str, Any]) -> int:
     """Trains for a few steps on several numbers of ranks, and compares the runs.
 
-    With --shard, also compares the ways to divide the state of a run among the ranks.
+    With --shard, also compares the ways to divide the state of a run among the ranks. With --heal, also kills all ranks
+    of a run but one, one after the other, while the others continue.
     Then trains once more, kills ranks at random moments, including during a save, and resumes on a different number of
     ranks (and with another shard) each time. Compares the state after every step, the losses and the samples. Prints
     the first difference and its likely cause. Writes nothing to the run directory named by the script.
@@ -137,6 +145,8 @@ def _run_exact(target: Target, values: Mapping[str, Any]) -> int:
     modes = [None] if options.shard is None else _parse_modes(options.shard)
     if len(modes) > 1 and world_sizes == [1]:
         raise Error("--shard compares runs on several ranks, and --world-sizes has 1 only: add 2", code="SS104")
+    if options.heal and world_sizes == [1]:
+        raise Error("--heal needs several ranks, and --world-sizes has 1 only: add 2", code="SS104")
     if options.steps < 1 or options.kills < 0:
         raise Error("verify needs at least one step, and at least 0 kills", code="SS101")
     kept = None if options.keep_runs is None else make_empty(Path(options.keep_runs))
@@ -217,6 +227,8 @@ class _Verification:
         for other in places[1:]:
             if other[1] not in self._refused:
                 self._run_and_compare("train", other)
+        if self._is_same and self._options.heal:
+            self._heal(max(allowed))
         if self._is_same and self._options.kills:
             self._interrupt([each for each in places if each[1] not in self._refused])
 
@@ -318,6 +330,42 @@ class _Verification:
                 return
         self._run_and_compare("resumed", _choose_other(chance, places, place), run_dir=run_dir)
 
+    def _heal(self, size: int) -> None:
+        """Train with --heal while ranks die, until one is left. Compare the records of all steps, and the end."""
+        reference = self._reference
+        show_activity(f"healed on {format_ranks(size)} ...")
+        flags = ("--heal", "--max-restarts", str(size))
+        kills = self._choose_deaths(size)
+        outcome = self._trials.run(size, shard=self._modes[0], interceptor=KILLER, flags=flags, kills=kills)
+        pairs = zip(reference.ledger, outcome.ledger, strict=False)
+        differing = [one.step for one, other in pairs if one != other]
+        result = "same"
+        if outcome.code:
+            result = f"exit code {outcome.code}"
+            self._lines += [f"with --heal it ends with {result}:", outcome.last_words]
+        elif differing:
+            result = f"differs from step {differing[0]}"
+        elif (outcome.final, len(outcome.ledger)) != (reference.final, len(reference.ledger)):
+            result = "a different last snapshot"
+        if result != "same":
+            self._is_same = False
+            self._lines.append(REPEATED)
+        elif not outcome.num_heals:
+            self._lines.append("with --heal, the ranks did not continue without the one that died: see docs/running.md")
+        shown = f"{result}, {format_count(outcome.num_heals, 'heal')}"
+        steps = f"0-{len(outcome.ledger) - 1}"
+        self._print_row("healed", format_ranks(size), steps, shown, f"{outcome.seconds:.1f} s")
+
+    def _choose_deaths(self, size: int) -> dict[str, tuple[int, int]]:
+        """Choose a step for each rank but one, and how many of its micro-batches in this step it computes."""
+        chance = random.Random(self._options.kill_seed)
+        computed = [*self._reference.trace.micro_batches.values()]
+        deaths = {}
+        for rank in chance.sample(range(size), size - 1):
+            step = chance.randrange(len(computed))
+            deaths[str(rank)] = step, chance.randrange(max(len(computed[step]) // size, 1))
+        return deaths
+
     # --- the verdict ------------------------------------------------------------------------------------------
 
     def _judge(self, outcome: TrialOutcome, *, is_cut: bool) -> str:
@@ -347,7 +395,7 @@ class _Verification:
             result = "different steps"
         elif outcome.final != reference.final:
             result = "a different last snapshot"
-        elif outcome.ledger != reference.ledger:
+        elif [each.fingerprint for each in outcome.ledger] != [each.fingerprint for each in reference.ledger]:
             result = "different samples in the ledger"
         else:
             return "same"

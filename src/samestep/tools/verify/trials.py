@@ -13,11 +13,12 @@ from samestep.console import format_ranks
 from samestep.errors import Error
 from samestep.files import copy_file, open_regular, read_tail
 from samestep.launch.target import Target
+from samestep.plan.ledger import Entry
 from samestep.snapshot.ledger_file import read_records
 from samestep.snapshot.store import SNAPSHOTS, Store
 from samestep.tools.traced_script import build_trace, find_errors, start
 from samestep.tools.verify.traces import Traced, read_traces
-from samestep.watch.records import LEDGER, METRICS, read_rows
+from samestep.watch.records import HEALS, LEDGER, METRICS, read_rows
 from samestep.world.environment import HOOK
 
 TRACE = "samestep.tools.verify.trace:Trace"
@@ -40,7 +41,8 @@ class TrialOutcome:
         output: output of the launcher and rank 0.
         trace: the traces of the ranks.
         final: the digest of the newest snapshot.
-        ledger: the fingerprint of each step's samples.
+        ledger: the record of each step.
+        num_heals: how often ranks have died and the others continued.
         logged: (step, name) -> the value in `metrics.jsonl`, the last of several.
     """
 
@@ -54,7 +56,8 @@ class TrialOutcome:
     output: str
     trace: Traced
     final: str | None
-    ledger: tuple[int, ...]
+    ledger: tuple[Entry, ...]
+    num_heals: int
     logged: Mapping[tuple[int, str], Any]
 
     @property
@@ -127,6 +130,7 @@ class Trials:
         hash_seed: str = "0",
         fixed: str = "",
         interceptor: str = TRACE,
+        flags: Sequence[str] = (),
         **trace: Any,
     ) -> TrialOutcome:
         """Start the script and wait for its end.
@@ -140,6 +144,7 @@ class Trials:
             fixed: what has the same values in each such run: CLOCK or RANK of `tools.verify.experiments`; "": nothing.
             interceptor: what writes the traces, "module:class"; a subclass of `Trace`.
             trace: its options.
+            flags: options of the launcher.
         """
         self._count += 1
         place = self.home / f"{self._count:02}-{world_size}-rank{'s' if world_size > 1 else ''}"
@@ -161,7 +166,7 @@ class Trials:
         if fixed:
             variables[HOOK] = json.dumps(["samestep.tools.verify.experiments", {"dir": str(place), "fixed": fixed}])
         began_s = time.monotonic()
-        code = self._start(self.target.to_full_command(world_size), variables, place)
+        code = self._start(self.target.to_full_command(world_size, *flags), variables, place)
         store = Store(run_dir)
         final = store.find("latest", warn=lambda _: None) if run_dir.exists() else None
         return TrialOutcome(
@@ -181,7 +186,8 @@ class Trials:
                 for name, value in row.items()
                 if "step" in row
             },
-            ledger=tuple(record[3] for record in read_records(run_dir / LEDGER)),
+            ledger=tuple(read_records(run_dir / LEDGER)),
+            num_heals=len(read_rows(run_dir / HEALS)),
         )
 
     def _start(self, command: list[str], variables: Mapping[str, str], place: Path) -> int:

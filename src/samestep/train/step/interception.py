@@ -96,9 +96,12 @@ class Interceptor(StepObserver):
         is_trial: whether a tool trains only to look at the run. Then trackers and the progress bar are off (a debugger
             may use the terminal), `run.restore` of a snapshot that is not there does nothing (a trial may be too short
             to reach it), and state that is not prepared is not named.
+        permits_healing: whether the other ranks can continue after the death of one. Then a pass can be repeated with
+            other micro-batches, and the number of this rank can change.
     """
 
     is_trial: ClassVar[bool] = False
+    permits_healing: ClassVar[bool] = False
 
     def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
         self.context = context
@@ -180,6 +183,10 @@ class Interceptors:
     @property
     def is_trial(self) -> bool:
         return any(each.is_trial for each in self.installed)
+
+    @property
+    def permits_healing(self) -> bool:
+        return all(each.permits_healing for each in self.installed)
 
     def prepare(self, objects: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> None:
         for each in self.installed:
