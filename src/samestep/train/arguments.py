@@ -1,17 +1,40 @@
 """Checks the arguments of `samestep.Run`, and replaces those that were set outside the script."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from difflib import get_close_matches
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from samestep.config import OPTIONS, RunConfig
 from samestep.errors import Error, InvalidType, InvalidValue, UsageError
 from samestep.plan.schedule import check_numbers, default_micro_batch_size, find_sizes
 from samestep.snapshot.run_record import read_record
+from samestep.train.ending.shutdown import report_errors
 from samestep.world.environment import Environment, advise
+from samestep.world.group import find_rank
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _replaced: dict[str, str] = {}  # a launcher's --run-dir -> the directory in the script that it replaced
+
+
+def check_names(init: Callable[P, T]) -> Callable[P, T]:
+    """Decorate `Run.__init__`: raise InvalidType for an argument that it does not have."""
+    known = inspect.signature(init).parameters
+
+    @wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        if wrong := next((name for name in kwargs if name not in known), None):
+            near = get_close_matches(wrong, known, 1)
+            advice = f"did you mean {near[0]}?" if near else "docs/options.md lists its arguments"
+            report_errors(find_rank())
+            raise InvalidType(f"samestep.Run has no argument {wrong}; {advice}", code="SS103")
+        return init(*args, **kwargs)
+
+    return checked
 
 
 def build_config(environment: Environment, *, is_trial: bool, **arguments: Any) -> RunConfig:

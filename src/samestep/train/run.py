@@ -19,7 +19,7 @@ from samestep.plan.seeds import derive
 from samestep.redaction import hide_secrets
 from samestep.snapshot.open_location import open_location
 from samestep.snapshot.snapshotter import Snapshotter
-from samestep.train.arguments import build_config, check_count, check_script_config
+from samestep.train.arguments import build_config, check_count, check_names, check_script_config
 from samestep.train.context import RunContext
 from samestep.train.determinism import fix_kernels, use_tf32
 from samestep.train.ending.shutdown import Resources, report_errors
@@ -125,6 +125,7 @@ class Run:
         8
     """
 
+    @check_names
     def __init__(
         self,
         run_dir: str | Path | None,
