@@ -1,4 +1,4 @@
-"""Distributed training on PyTorch that gives the same run on one CPU, one GPU or a cluster."""
+"""Distributed training on PyTorch that gives the same run at any number of ranks and through any crash."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

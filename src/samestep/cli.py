@@ -15,8 +15,8 @@ from samestep.version import __version__
 from samestep.world.environment import COMPLETION, check_surroundings, drop_output, fix_hash_seed, read_completion
 
 HELP = """\
-samestep trains a PyTorch model on one CPU, one GPU or a cluster, and gives the same run on each:
-the same samples, the same updates, the same bits, at any number of ranks and through any crash.
+samestep trains PyTorch models and gives the same run at any number of ranks and through any crash:
+the same samples, the same updates, the same bits.
 
 Commands:
 {commands}
@@ -25,8 +25,9 @@ Examples:
   samestep launch --nproc-per-node 4 train.py --lr 0.1
   samestep inspect runs/digits --digest           a hash of the whole state, equal at any number of ranks
 
-Each command has a --help. `samestep --version` prints the version. `eval "$(samestep completion bash)"` (or zsh) adds
-completion of commands, options and files to the shell; in fish, `samestep completion fish | source` does.
+Each command has a --help, and docs/errors.md explains the code of an error, such as [SS101]. `samestep --version`
+prints the version. `eval "$(samestep completion bash)"` (or zsh) adds completion of commands, options and files to the
+shell; in fish, `samestep completion fish | source` does.
 """
 COMMANDS = {  # name -> its words, what it does, and the module of samestep that defines run_NAME
     "train": ("[RECIPE]", "train one of the included recipes (default: digits)", "tools.launch_command"),
