@@ -35,9 +35,10 @@ TRAINERS = {  # SCRIPT or SCRIPT-VARIANT -> name, packages; the version of the f
     "accelerate": ("Accelerate {}", ("accelerate",)),
     "accelerate-seedable": ("Accelerate {}, seedable sampler", ("accelerate",)),
     "accelerate-generator": ("Accelerate {}, seedable sampler and a generator", ("accelerate",)),
+    "accelerate-accumulate": ("Accelerate {}, the same, and 2 x 16 samples on 1 process", ("accelerate",)),
     "lightning": ("Lightning {}", ("lightning",)),
-    "lightning-stateful": ("Lightning {}, stateful loader and sampler", ("lightning", "torchdata")),
-    "lightning-between": ("Lightning {}, stateful, no checkpoint at an epoch's end", ("lightning", "torchdata")),
+    "lightning-stateful": ("Lightning {}, stateful loader and sampler (1)", ("lightning", "torchdata")),
+    "lightning-between": ("Lightning {}, stateful, no checkpoint at an epoch's end (2)", ("lightning", "torchdata")),
     "trainer": ("Hugging Face Trainer {}", ("transformers", "accelerate")),
     "samestep": ("samestep", ("samestep",)),
 }

@@ -16,6 +16,7 @@ NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS, LR = 640, 32, 5, 1e-2
 SAVE_EVERY_STEPS = 12  # an epoch has 20: most snapshots are taken within an epoch, the one at step 60 at its end
 # Added to each step: the steps of real training are long enough for snapshots that are written in the background.
 STEP_S = float(os.environ.get("PEERS_STEP_S", "0.03"))
+DROPOUT = float(os.environ.get("PEERS_DROPOUT", "0.1"))
 DIRECTORY = Path(os.environ.get("PEERS_DIRECTORY", "."))
 VARIANT = os.environ.get("PEERS_VARIANT", "")  # of a script that trains in more than one way
 KILLS = [int(step) for step in os.environ.get("PEERS_KILLS", "").split(",") if step]
@@ -38,7 +39,7 @@ class Numbers(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
 
 
 def build_model() -> nn.Module:
-    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1))
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Dropout(DROPOUT), nn.Linear(64, 1))
     model.register_forward_pre_hook(lambda module, _: note_first_weights(module))
     return model
 
