@@ -297,7 +297,7 @@ IN_MICRO_BATCHES: dict[str, Mistake] = {
         r"step\.log of step 0 was called outside of its body: call it in or after its micro",
         do=lambda t: [step.log(accuracy=1.0) for epoch in t.run.epochs(Pairs(), 2) for step in epoch]),
     "zero_grad before the update": in_loop(
-        r"optimizer\.step\(\) finds no gradient in step 0: zero_grad\(\) after the micro-bat",
+        r"optimizer\.step\(\) found no gradient in steps 0, 1, 2, 3: a call after the micro-batch loop",
         then=lambda t: [t.optimizer.zero_grad(), t.optimizer.step()]),
     "step.backward after the loop": in_loop(
         r"step\.backward was called outside the micro-batch loop: call it inside",

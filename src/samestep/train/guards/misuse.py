@@ -167,9 +167,10 @@ class MisuseChecks(StepObserver):
             return
         self._empty_steps.add(step.number)
         if len(self._empty_steps) == MAX_EMPTY:
+            steps = ", ".join(map(str, sorted(self._empty_steps)))
             raise UsageError(
-                f"optimizer.step() finds no gradient in step {min(self._empty_steps)}: zero_grad() after the "
-                f"micro-batch loop drops the gradients of the loop, as in all {MAX_EMPTY} steps so far; remove it",
+                f"optimizer.step() found no gradient in steps {steps}: a call after the micro-batch loop, such as "
+                "zero_grad(), drops them; remove it",
                 code="SS213",
             )
 
