@@ -36,11 +36,14 @@ def find_blocks(page: Path, language: str) -> list[str]:
 
 
 def find_commands(page: Path) -> Iterator[str]:
+    """Each line is a command. From one in the background on, the lines of a block are one command."""
     for block in find_blocks(page, "sh"):
-        for line in block.splitlines():
-            command = line.partition("  #")[0].strip()
-            if command and not command.startswith("#"):
-                yield command
+        lines = [line.partition("  #")[0].strip() for line in block.splitlines()]
+        lines = [line for line in lines if line and not line.startswith("#")]
+        first = next((i for i, line in enumerate(lines) if line.endswith(" &")), len(lines))
+        yield from lines[:first]
+        if lines[first:]:
+            yield "\n".join(lines[first:])
 
 
 def run_command(command: str, cwd: Path) -> str:

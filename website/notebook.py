@@ -17,7 +17,7 @@ CELLS: list[str | list[str]] = [
         "data = TensorDataset(x, x[:, :4].sum(1, keepdim=True).sin())",
     ],
     "The training is plain PyTorch, except for `samestep.Run` and two nested loops. `batch_size` is the number of "
-    "samples of an update, over all ranks; a rank computes it in micro-batches of 8 samples. In a notebook, the "
+    "samples per update, over all ranks; each rank computes its share in micro-batches of 8. In a notebook, the "
     "training is a function.",
     [
         "def train(num_epochs=3, run_dir=None):",
