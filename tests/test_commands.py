@@ -3,6 +3,7 @@
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -216,3 +217,23 @@ def test_programs_for_a_shell(tmp_path: Path) -> None:
         assert client.wait(DEADLINE_S) == -signum
         client.stdout.close()
         wait_until(lambda program=program: not program.is_running(), "it ends with its client")
+
+
+@pytest.mark.parametrize("sent", [b"", b"\0", b"\0\0\0\x09", b"\0\0\0\x09{"])
+def test_a_client_that_ends_while_it_sends(sent: bytes) -> None:
+    """It was killed, for example. The server takes the requests of others."""
+    with connect() as connection:
+        connection.sendall(sent)
+    assert run([sys.executable, "-c", "print(7)"], capture_output=True, text=True, timeout=DEADLINE_S).stdout == "7\n"
+
+
+def test_a_client_that_waits_before_it_sends() -> None:
+    """It was stopped, for example."""
+    with connect():
+        run([sys.executable, "-c", ""], check=True, timeout=DEADLINE_S)
+
+
+def connect() -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(find_programs().with_name("socket")))
+    return connection

@@ -31,6 +31,7 @@ import threading
 import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,20 +70,32 @@ def start(life: socket.socket, listener: socket.socket, hash_seed: str) -> int:
 
 def send(connection: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
     data = json.dumps(message).encode()
-    socket.send_fds(connection, [LENGTH.pack(len(data))], list(fds))
-    connection.sendall(data)
+    data = LENGTH.pack(len(data)) + data
+    num_sent = socket.send_fds(connection, [data], list(fds))
+    connection.sendall(data[num_sent:])
 
 
 def receive(connection: socket.socket, max_fds: int = 0) -> tuple[Any, list[int]]:
-    """Receive a message and its descriptors; None if the connection has been closed."""
+    """Receive a message and its descriptors; None if the other side has ended, perhaps while it sent the message."""
     head, fds, _, _ = socket.recv_fds(connection, LENGTH.size, max_fds)
-    if not head:
-        return None, []
+    head += _receive_bytes(connection, LENGTH.size - len(head))
     data = b""
-    (length,) = LENGTH.unpack(head)
-    while len(data) < length:
-        data += connection.recv(length - len(data))
-    return json.loads(data), fds
+    if len(head) == LENGTH.size:
+        (num_bytes,) = LENGTH.unpack(head)
+        data = _receive_bytes(connection, num_bytes)
+        if len(data) == num_bytes:
+            return json.loads(data), fds
+    for fd in fds:
+        os.close(fd)
+    return None, []
+
+
+def _receive_bytes(connection: socket.socket, num_bytes: int) -> bytes:
+    """Receive so many bytes; fewer if the other side has ended."""
+    data = b""
+    while len(data) < num_bytes and (piece := connection.recv(num_bytes - len(data))):
+        data += piece
+    return data
 
 
 def serve(life_fd: int, listener_fd: int, base_path: list[str]) -> None:
@@ -127,16 +140,17 @@ class _Server:
             keys = [key for key, _ in self.selector.select()]
             ready = [key.fileobj for key in keys]
             for key in keys:
-                if key.data is not None:  # a program's parent, which sends nothing until it ends
+                if key.data is not None:
                     self.selector.unregister(key.fileobj)
-                    os.kill(key.data, signal.SIGKILL)
+                    key.data()
             if self.woken in ready:
                 self.woken.recv(1 << 12)
                 self.reap()
             if self.life in ready:
                 break
             if self.listener in ready:
-                self.start(self.listener.accept()[0])
+                client, _ = self.listener.accept()
+                self.selector.register(client, selectors.EVENT_READ, partial(self.start, client))
         for pid in self.programs:
             os.kill(pid, signal.SIGKILL)
         shutil.rmtree(os.path.dirname(self.listener.getsockname()), ignore_errors=True)
@@ -165,8 +179,8 @@ class _Server:
         for fd in (*namespaces, *fds):
             os.close(fd)
         self.programs[pid] = client
-        if request["is_bound"]:
-            self.selector.register(client, selectors.EVENT_READ, pid)
+        if request["is_bound"]:  # The client sends nothing more until it ends.
+            self.selector.register(client, selectors.EVENT_READ, partial(os.kill, pid, signal.SIGKILL))
 
     def start_server(self, address: str, hash_seed: str) -> None:
         if os.path.exists(address):
