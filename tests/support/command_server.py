@@ -72,7 +72,8 @@ def send(connection: socket.socket, message: Any, fds: Sequence[int] = ()) -> No
     data = json.dumps(message).encode()
     data = LENGTH.pack(len(data)) + data
     num_sent = socket.send_fds(connection, [data], list(fds))
-    connection.sendall(data[num_sent:])
+    if num_sent < len(data):  # The other side may have answered and closed the connection.
+        connection.sendall(data[num_sent:])
 
 
 def receive(connection: socket.socket, max_fds: int = 0) -> tuple[Any, list[int]]:
