@@ -2,13 +2,15 @@
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.waiting import wait_until
 
-from samestep.processes import ChildProcess, run_captured
+from samestep.processes import ChildProcess, delaying_interrupts, run_captured
 
 # Ignores SIGTERM, and prints the pid of a child process.
 STUBBORN = ["sh", "-c", "trap '' TERM; sleep 1000 & echo $!; wait; sleep 1000"]
@@ -52,6 +54,31 @@ def test_ctrl_c_does_not_reach_the_program() -> None:
     with ChildProcess(["sh", "-c", "echo $$; cat"], has_pipes=True) as process:
         pid = int(process.pipes[1].readline())
         assert os.getsid(pid) == pid, "it has no terminal in common with this process"
+
+
+def test_an_interrupt_during_the_start_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            signal.raise_signal(signal.SIGINT)
+            super().__init__(*args, **options)
+            started.append(self.pid)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ChildProcess(["sleep", "1000"])
+    [pid] = started
+    assert not is_running(pid)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_is_delayed() -> None:
+    done = False
+    with pytest.raises(KeyboardInterrupt), delaying_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        done = True
+    assert done
 
 
 def test_it_is_bound_to_its_parent() -> None:

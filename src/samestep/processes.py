@@ -3,8 +3,9 @@
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,18 +46,27 @@ class ChildProcess:
         inherited: Sequence[int] = (),
         dies_with_parent: bool = False,
     ) -> None:
-        self._process: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: TID251 this is the helper
-            command,
-            bufsize=0,
-            env=variables,
-            cwd=directory,
-            stdin=subprocess.PIPE if has_pipes else subprocess.DEVNULL,
-            stdout=subprocess.PIPE if has_pipes else output,
-            stderr=subprocess.PIPE if has_pipes else output,
-            start_new_session=True,
-            pass_fds=inherited,
-            preexec_fn=die_with_parent if dies_with_parent else None,
-        )
+        process: subprocess.Popen[bytes] | None = None  # noqa: TID251
+        try:
+            with delaying_interrupts():
+                process = subprocess.Popen(  # noqa: TID251 this is the helper
+                    command,
+                    bufsize=0,
+                    env=variables,
+                    cwd=directory,
+                    stdin=subprocess.PIPE if has_pipes else subprocess.DEVNULL,
+                    stdout=subprocess.PIPE if has_pipes else output,
+                    stderr=subprocess.PIPE if has_pipes else output,
+                    start_new_session=True,
+                    pass_fds=inherited,
+                    preexec_fn=die_with_parent if dies_with_parent else None,
+                )
+        except BaseException:
+            if process is not None:  # nobody else can end it
+                process.kill()
+                process.wait()
+            raise
+        self._process = process
         streams = (self._process.stdin, self._process.stdout, self._process.stderr)
         self.pipes: Sequence[IO[bytes]] = [stream for stream in streams if stream is not None]
 
@@ -128,6 +138,25 @@ def run_captured(
         )
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"{command[0]} has not ended within {limit_s:g} s") from None
+
+
+@contextmanager
+def delaying_interrupts() -> Iterator[None]:
+    """Call the handlers of SIGINT and SIGTERM only after the block: one that raises would lose what the block makes."""
+    received: list[int] = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if callable(handler := signal.getsignal(number)):
+                before[number] = handler
+                signal.signal(number, lambda number, _: received.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for each in received:
+        signal.raise_signal(each)
 
 
 def die_with_parent() -> None:
