@@ -2,6 +2,8 @@
 changed. Each test names an alternative.
 """
 
+import selectors
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,19 @@ def test_backward_accumulates_what_torch_autograd_backward_does() -> None:
     )
     assert param.grad is not None
     assert param.grad.tolist() == [3.0, 3.0]
+
+
+def test_the_connections_of_gloo_are_found(tmp_path: Path) -> None:
+    """Without the epoll of gloo's threads: the sockets that are open after `init_process_group`, and not before."""
+    with selectors.EpollSelector() as others, socket.create_server(("127.0.0.1", 0)) as listener:
+        others.register(listener, selectors.EVENT_READ)
+        assert torch_internals.list_gloo_sockets() == []
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
+        try:
+            assert torch_internals.list_gloo_sockets()
+        finally:
+            dist.destroy_process_group()
+        assert torch_internals.list_gloo_sockets() == []
 
 
 def test_collectives_are_counted(tmp_path: Path) -> None:

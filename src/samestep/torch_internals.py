@@ -4,13 +4,16 @@ None has a public equivalent that is as fast or does the same. If a torch releas
 `tests/test_torch_internals.py` fails. It says what to use instead.
 """
 
+import os
+import stat
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -240,6 +243,22 @@ def add_gloo() -> None:
     store: Any = dist.PrefixStore("samestep/gloo", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
     gloo = dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size(), dist.default_pg_timeout)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+
+
+def list_gloo_sockets() -> list[int]:
+    """Return the file descriptors of the connections of all process groups of gloo in this process, on Linux.
+
+    They are what gloo's threads wait for, with epoll. Unlike other libraries, gloo lets executed programs inherit it.
+    """
+    fds = []
+    for path in Path("/proc/self/fdinfo").glob("*"):
+        with suppress(OSError):  # that of the directory itself is closed by now
+            lines = path.read_text().splitlines()
+            if any(line.startswith("flags:") and int(line.split()[1], 8) & os.O_CLOEXEC for line in lines):
+                continue
+            waited_for = [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
+            fds += [fd for fd in waited_for if stat.S_ISSOCK(os.fstat(fd).st_mode)]
+    return fds
 
 
 def set_timeout(timeout: timedelta) -> None:

@@ -73,6 +73,14 @@ def test_with_loader_workers(trial: Trial, undisturbed: Undisturbed) -> None:
     assert "rank 0 continues alone" in started.output
 
 
+def test_far_from_the_death(trial: Trial, undisturbed: Undisturbed) -> None:
+    """A rank waits in a ring for one that has left, whose loader workers must not keep the connection open."""
+    fault = "kill rank 2 at step 5 in validation"
+    launch(trial, [fault], "--micro-batch-size", "1", num_ranks=5, arguments=["--num-workers", "1"])
+    trial.note_strike(fault, "kill a rank, others continue")
+    assert trial.outcome() == undisturbed(micro_batch_size=1)
+
+
 def test_a_later_start_continues(trial: Trial, undisturbed: Undisturbed) -> None:
     """What a run writes after the death of a rank is complete."""
     faults = ["kill rank 2 at step 3 in backward", "kill all ranks at step 12 in update"]

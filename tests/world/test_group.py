@@ -4,7 +4,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import samestep
 from samestep.errors import Error, PeerFailed
 from samestep.launch.local_ranks import open_store
 from samestep.snapshot.store import Unreachable
+from samestep.torch_internals import list_gloo_sockets
 from samestep.world import group as group_module
 from samestep.world.environment import Environment, read_environment
 from samestep.world.group import Group, choose_device, close_group, find_ranks, open_group
@@ -77,6 +78,24 @@ def test_gather_and_broadcast(num_ranks: int) -> None:
     last = num_ranks - 1
     found = on_ranks(num_ranks, lambda group: group.broadcast({"from": group.rank}, last))
     assert found == [{"from": last}] * num_ranks
+
+
+def test_a_forked_child_keeps_no_connection_open() -> None:
+    """Such as a loader worker: the other ranks would not notice that this one has left the group, or is dead."""
+
+    def list_inodes(fds: Iterable[int]) -> list[tuple[int, int]]:
+        return sorted((os.fstat(fd).st_dev, os.fstat(fd).st_ino) for fd in fds)
+
+    def fn(group: Group) -> bool:
+        before = list_inodes(list_gloo_sockets())
+        assert len(before) >= 2  # to the other rank, and the one that listens
+        if (pid := os.fork()) == 0:
+            kept = list_inodes(int(path.name) for path in Path("/proc/self/fd").glob("*") if path.exists())
+            os._exit(len({*before} & {*kept}))
+        num_kept = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return num_kept == 0 and list_inodes(list_gloo_sockets()) == before and group.gather(0) == [0, 0]
+
+    assert on_ranks(2, fn) == [True, True]
 
 
 @pytest.mark.parametrize("compares", [True, False])

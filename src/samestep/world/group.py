@@ -1,5 +1,6 @@
 """The group of all ranks: backend, and the collectives on values and whole tensors other than gradients."""
 
+import os
 import secrets
 import signal
 import threading
@@ -20,7 +21,7 @@ from samestep.console import say, saying_when_slow, warn
 from samestep.errors import KINDS, Error, InvalidType, InvalidValue, PeerFailed, UsageError, name_kind
 from samestep.hashing import hash_pieces
 from samestep.tagged import view_bytes
-from samestep.torch_internals import add_gloo, set_timeout
+from samestep.torch_internals import add_gloo, list_gloo_sockets, set_timeout
 from samestep.waiting import wait_until
 from samestep.world import wire
 from samestep.world.environment import (
@@ -643,3 +644,18 @@ def close_group() -> None:
     """Leave the process group, if there is one."""
     if has_group():
         dist.destroy_process_group()
+
+
+def _release_connections() -> None:
+    """In a forked child: close its copies of the process group's connections.
+
+    Another rank notices that this one has left, or is dead, when no process has the connection open any more.
+    """
+    if has_group():
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in list_gloo_sockets():
+            os.dup2(null, fd, inheritable=False)  # gloo's objects in this process may still close this number
+        os.close(null)
+
+
+os.register_at_fork(after_in_child=_release_connections)
