@@ -24,8 +24,8 @@ WAITS = r"; rank \d waits for it in the reduction"
 WORDS = {
     "data set asleep": r"rank 1 \(host \S+\) has been loading data for \d+ s at step 6, stalls\.py:\d+ in on_read, "
     r"blocked( in \w+)?" + WAITS,
-    "SIGSTOP": r"rank 1 \(host \S+\) was stopped \(SIGSTOP\) \d+ s ago, last heard of at step \d+" + WAITS,
-    "SIGSTOP of rank 0": r"rank 0 \(host \S+\) was stopped \(SIGSTOP\) \d+ s ago, last heard of at step \d+" + WAITS,
+    "SIGSTOP": r"rank 1 \(host \S+\) was stopped \(SIGSTOP\) \d+ s ago, last heartbeat at step \d+" + WAITS,
+    "SIGSTOP of rank 0": r"rank 0 \(host \S+\) was stopped \(SIGSTOP\) \d+ s ago, last heartbeat at step \d+" + WAITS,
     "collective skipped": r"the ranks have waited for each other for \d+ s: .*rank 0 \(host \S+\) in all_reduce "
     r"\(stalls\.py:\d+ in skip_a_collective\) at step 6",
     "pipe full": r"rank 1 \(host \S+\) has been updating for \d+ s at step 6, stalls\.py:\d+ in fill_a_pipe, "

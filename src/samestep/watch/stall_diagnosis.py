@@ -332,7 +332,7 @@ def _describe_silent(silent: Sequence[Beat], responding: Sequence[Beat], still_s
     for_s = describe_seconds(still_s)
     processes = {rank.process for rank in silent}
     steps = sorted({rank.step for rank in silent})
-    last = f"last heard of at step {steps[0]}" + (f" to {steps[-1]}" if len(steps) > 1 else "")
+    last = f"last heartbeat at step {steps[0]}" + (f" to {steps[-1]}" if len(steps) > 1 else "")
     if processes == {"stopped"}:
         return f"{who} {'was' if len(silent) == 1 else 'were'} stopped (SIGSTOP) {for_s} ago, {last}"
     if processes == {"dead"}:
@@ -372,7 +372,7 @@ def _describe_waiting(groups: Sequence[Sequence[Beat]], still_s: float) -> str:
 
 def _describe_exchange(beat: Beat) -> str:
     if beat.waits_in == "the exchange":  # one that is not about gradients
-        return f"the exchange while {beat.phase}"
+        return f"an exchange while {PHASES[beat.phase].removeprefix('been ')}"
     is_ours = beat.waits_in.startswith("the ")
     return beat.waits_in if is_ours or not beat.place else f"{beat.waits_in} ({beat.place})"
 
