@@ -120,6 +120,10 @@ class PeerFailed(RuntimeError):
     """
 
 
+class NotHealed(PeerFailed):
+    """The run cannot continue without a rank that has died (`--heal`). The message is a clause that says why."""
+
+
 class Stuck(RuntimeError):
     """The run made no progress for too long. The message names the rank that the others waited for.
 

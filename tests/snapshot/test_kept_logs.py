@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.errors import PeerFailed
+from samestep.errors import NotHealed
 from samestep.plan.ledger import RECORD, Entry
 from samestep.snapshot.append_log import AppendLog, format_row
 from samestep.snapshot.kept_logs import MAX_KEPT, TAIL_BYTES, KeptLogs
@@ -65,7 +65,7 @@ def test_the_ledger_is_completed_or_cut(tmp_path: Path, num_bytes: int, steps_do
 
 
 def test_a_gap_in_the_ledger_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PeerFailed, match="the ledger lacks steps"):
+    with pytest.raises(NotHealed, match="the ledger lacks steps"):
         complete(keep(first_step=2), tmp_path, b"", RECORDS[0], 4)
 
 

@@ -3,8 +3,11 @@
 from typing import Any
 
 from samestep.console import say
+from samestep.errors import NotHealed, PeerFailed
 from samestep.launch.local_ranks import Ranks
-from samestep.world.membership import READY, write_generation
+from samestep.world.membership import GENERATION_S, READY, write_generation
+
+DEATHS = ("died", "stuck")  # kinds of failures
 
 
 class Healer:
@@ -39,10 +42,37 @@ class Healer:
         """End the waiting of ranks that have lost another one."""
         self._write([])
 
+    def explain(self, ranks: Ranks) -> str:
+        """Say in a clause why the others have not continued after a death, when all have ended; "" if none died."""
+        failures = ranks.failures
+        dead = {failure.rank for failure in (*ranks.outlived, *failures) if failure.kind in DEATHS}
+        if not dead or any(failure.kind == "error" for failure in failures):
+            return ""
+        for failure in failures:
+            kind, _, clause = failure.message.partition(": ")
+            if kind == NotHealed.__name__:
+                return clause
+        for failure in failures:
+            if failure.secondary and failure.call and not failure.message.startswith(PeerFailed.__name__):
+                return f"rank {failure.rank} was in a collective of the script, {failure.call}, which is not repeated"
+        for failure in failures:
+            if failure.kind not in DEATHS and not failure.secondary:
+                return f"rank {failure.rank} has failed, too"
+        if len(dead) == self._num_ranks:
+            return "none is left"
+        if not self._are_ready():
+            return "not all had begun their first loop"
+        for rank, code in ranks.codes.items():
+            if code == 0:
+                return f"rank {rank} had already ended its script"
+        return f"they have not formed a new group within {GENERATION_S:g} s"
+
     def _can_continue(self, ranks: Ranks) -> bool:
         # An exception would occur again, in the rank that gets these micro-batches.
-        have_died = all(failure.kind in ("died", "stuck") for failure in ranks.failures)
-        return have_died and int(self._store.add(READY, 0)) >= self._num_ranks
+        return all(failure.kind in DEATHS for failure in ranks.failures) and self._are_ready()
+
+    def _are_ready(self) -> bool:
+        return int(self._store.add(READY, 0)) >= self._num_ranks
 
     def _write(self, members: list[int]) -> None:
         self._number += 1

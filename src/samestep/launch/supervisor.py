@@ -93,7 +93,11 @@ def run_local(ranks: Ranks, launch: Launch) -> End:
             if failure is not None:
                 ranks.record(failure)
             # An Error is a mistake of the user, and would occur again.
-            if failure is None or failure.kind == "error" or launch.received or ranks.lost or not may_restart:
+            is_end = failure is None or failure.kind == "error" or launch.received or ranks.lost or not may_restart
+            if healer is not None and has_failed and not launch.received and (why := healer.explain(ranks)):
+                advice = ": --max-restarts N starts again from the newest snapshot" if is_end else ""
+                say(f"the other ranks do not continue, because {why}{advice}")
+            if failure is None or is_end:
                 return End(is_complete=True)
             num_restarts += 1
             restart = Restart(failure.reason, failure.rank)

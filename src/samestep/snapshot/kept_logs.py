@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from samestep.decoding import parse_json
-from samestep.errors import PeerFailed
+from samestep.errors import NotHealed
 from samestep.files import read_last_bytes
 from samestep.plan.ledger import RECORD, Entry
 from samestep.snapshot.append_log import AppendLog, LastEntry, format_row
@@ -51,14 +51,14 @@ class KeptLogs:
             steps_done: the number of steps that this rank has finished.
 
         Raises:
-            PeerFailed: the ledger ends before what is kept begins.
+            NotHealed: the ledger ends before what is kept begins.
             OSError: they cannot be written.
         """
         self._last_entry.flush()
         num_recorded = min(ledger.flush() // RECORD.size, steps_done)
         missing = [record for step, record in self._records if num_recorded <= step < steps_done]
         if len(missing) != steps_done - num_recorded:
-            raise PeerFailed("the ledger lacks steps that no other rank has kept")
+            raise NotHealed("the ledger lacks steps that no other rank has kept")
         ledger.cut(num_recorded * RECORD.size)
         ledger.append(b"".join(missing))
         ledger.flush()

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from samestep.config import RunConfig
-from samestep.errors import Error, PeerFailed, RunDirectoryError
+from samestep.errors import Error, NotHealed, RunDirectoryError
 from samestep.launch.output_recorder import start_log
 from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.kept_logs import KeptLogs
@@ -196,10 +196,10 @@ class RunLocation:
             is_in_loop: whether the loop has not ended yet.
 
         Raises:
-            PeerFailed: it cannot.
+            NotHealed: it cannot.
         """
         if self.path is not None:
-            raise PeerFailed("no other rank can write the run")
+            raise NotHealed("no other rank can write the run")
 
     # --- end --------------------------------------------------------------------------------------------------
 
@@ -423,12 +423,12 @@ class LocalLocation(RunLocation):
 
     def take_over(self, steps_done: int, *, is_in_loop: bool) -> None:
         if self._kept is None or self._logs is None:
-            raise PeerFailed("no other rank can write the run")
+            raise NotHealed("no other rank can write the run")
         try:
             self._directory = RunDirectory(self._named, warn=self.warn)
             self._directory.continue_start(int(self._logs.name), self._kept, steps_done, is_in_loop=is_in_loop)
         except (Error, OSError) as error:
-            raise PeerFailed(f"no other rank can write the run ({error})") from error
+            raise NotHealed(f"no other rank can write the run ({error})") from error
         self._kept = None
 
     # --- end --------------------------------------------------------------------------------------------------

@@ -312,7 +312,7 @@ class RunDirectory:
             is_in_loop: whether the loop has not ended yet.
 
         Raises:
-            PeerFailed: as `KeptLogs.complete`.
+            NotHealed: as `KeptLogs.complete`.
             OSError: the directory cannot be written.
         """
         self.store.clean()

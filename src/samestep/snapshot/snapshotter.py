@@ -12,7 +12,7 @@ from torch import Tensor
 
 from samestep.config import RunConfig
 from samestep.console import warn
-from samestep.errors import Error, InvalidValue, PeerFailed
+from samestep.errors import Error, InvalidValue, NotHealed
 from samestep.snapshot.async_copy import Copy, Refused, Staging, Watch, Writer, is_watchable, locate
 from samestep.snapshot.inspection import Inspection, TrainingState
 from samestep.snapshot.location import RunLocation, SnapshotOrder
@@ -87,7 +87,7 @@ class Snapshotter:
         """Write the snapshots from now on, on a rank that has become rank 0. The location has been taken over.
 
         Raises:
-            PeerFailed: a named snapshot is lost with the rank that was writing it. The script asks for it once only.
+            NotHealed: a named snapshot is lost with the rank that was writing it. The script asks for it once only.
         """
         directory = self._location.directory
         if directory is None:
@@ -97,7 +97,7 @@ class Snapshotter:
         for step, names in self._recent:
             for name in names:
                 if name is not None and written.get(name, -1) < step:
-                    raise PeerFailed(f"the snapshot {name} of step {step} is lost with the rank that was writing it")
+                    raise NotHealed(f"the snapshot {name} of step {step} is lost with the rank that was writing it")
         if written.get(None) != self.saved_step:
             self.saved_step = None
 

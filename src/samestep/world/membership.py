@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from samestep.decoding import decode
-from samestep.errors import PeerFailed
+from samestep.errors import NotHealed, PeerFailed
 from samestep.world.rendezvous_store import MAC_BYTES
 
 READY = "samestep/heal/ready"  # counts the ranks that can continue after the death of another one
@@ -71,10 +71,10 @@ def check_none_gone() -> None:
     """Check that no rank has died while this process continued: a further run needs all ranks of the launcher.
 
     Raises:
-        PeerFailed: one has. With --max-restarts, all ranks start again.
+        NotHealed: one has. With --max-restarts, all ranks start again.
     """
     if _gone:
-        raise PeerFailed(f"a further samestep.Run begins without rank {_gone[0]}, which has died")
+        raise NotHealed(f"a further samestep.Run begins without rank {_gone[0]}, which has died")
 
 
 @dataclass(frozen=True)
