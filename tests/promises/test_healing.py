@@ -11,7 +11,8 @@ from promises.trial import Outcome, Started, Trial
 from support.runs import ask, read_rows
 from support.selection import one_in
 
-ONCE, FOLDS = [Path(__file__).with_name(name) for name in ("once.py", "folds.py")]
+ONCE, FOLDS, COLLECTS = [Path(__file__).with_name(name) for name in ("once.py", "folds.py", "collects.py")]
+ADVICE = ": --max-restarts N starts again from the newest snapshot"
 Undisturbed = Callable[..., Outcome]
 
 
@@ -84,7 +85,8 @@ def test_far_from_the_death(trial: Trial, undisturbed: Undisturbed) -> None:
 def test_a_later_start_continues(trial: Trial, undisturbed: Undisturbed) -> None:
     """What a run writes after the death of a rank is complete."""
     faults = ["kill rank 2 at step 3 in backward", "kill all ranks at step 12 in update"]
-    launch(trial, faults, code=137, arguments=["--settled"])
+    started = launch(trial, faults, code=137, arguments=["--settled"])
+    assert f"the other ranks do not continue, because none is left{ADVICE}" in started.output
     manifest = json.loads((trial.dir / "snapshots" / "step-00000010" / "manifest.json").read_text())
     assert manifest["meta"]["world_size"] == 3
     launch(trial, [], num_ranks=2)
@@ -96,6 +98,11 @@ def test_an_exception_ends_the_run(trial: Trial) -> None:
     started = launch(trial, ["raise rank 1 at step 7 in forward"], code=1)
     assert "RuntimeError: a fault" in started.output
     assert "continue" not in started.output
+
+
+def test_a_death_before_the_first_loop_ends_the_run(trial: Trial) -> None:
+    started = launch(trial, ["kill rank 1 at step 0 in start"], code=137)
+    assert f"the other ranks do not continue, because not all had begun their first loop{ADVICE}" in started.output
 
 
 def test_the_terminal_shows_the_new_rank_0(trial: Trial) -> None:
@@ -115,6 +122,37 @@ def test_rank_0_dies_around_a_call_that_it_makes_alone(tmp_path: Path) -> None:
         assert read_rows(trial.dir) == read_rows(tmp_path / "never")
         assert ask("inspect", trial.dir, "--digest") == ask("inspect", tmp_path / "never", "--digest")
         trial.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "when", "why"),
+    [
+        ("embeddings", "first", "a rank died in a pass of step 3 without step.backward, which is not repeated"),
+        ("embeddings", "between", "rank [02] was in a collective of the script, collects.py:"),
+        ("embeddings", "second", ""),
+        ("noise", "first", "step 3 lost a rank, and has a further pass over its micro-batches"),
+        ("noise", "between", "rank [02] has failed, too"),  # it lacks the dead rank's part of the first pass
+    ],
+)
+def test_what_a_script_collects_is_never_used_twice(tmp_path: Path, kind: str, when: str, why: str) -> None:
+    """The others continue if they can do so with the same bits. If not, the launch says why, and what to do."""
+    whole, healed = (Trial(tmp_path / name, []) for name in ("whole", "healed"))
+    whole.run("launch", 3, "", script=COLLECTS, arguments=[kind, "never"])
+    if why:
+        refused = Trial(tmp_path / "refused", [])
+        started = refused.start("launch", 3, "", "--heal", script=COLLECTS, arguments=[kind, when])
+        assert started.wait() != 0
+        (line,) = [line for line in started.output.splitlines() if "the other ranks do not continue" in line]
+        assert re.match(f"samestep: the other ranks do not continue, because {why}", line)
+        assert line.endswith(ADVICE)
+        refused.close()
+    started = healed.run("launch", 3, "", "--heal", "--max-restarts", "1", script=COLLECTS, arguments=[kind, when])
+    assert bool(re.search(f"because {why}", started.output)) == bool(why)
+    assert ("restart 1 of 1" in started.output) == bool(why)
+    assert ask("inspect", healed.dir, "--digest") == ask("inspect", whole.dir, "--digest")
+    assert read_rows(healed.dir) == read_rows(whole.dir)
+    whole.close()
+    healed.close()
 
 
 def test_a_further_run_needs_all_ranks(trial: Trial) -> None:
@@ -139,6 +177,7 @@ def test_a_named_snapshot_that_is_lost(trial: Trial, undisturbed: Undisturbed) -
     """All ranks start again, since the script asks for it once only."""
     fault = "kill rank 0 at step 10 in replacing best"
     started = launch(trial, [fault], "--max-restarts", "1", arguments=["--settled"])
+    assert "because the snapshot best of step 10 is lost with the rank that was writing it\n" in started.output
     assert "rank 0 was killed by SIGKILL (out of memory?); restart 1 of 1" in started.output
     assert trial.outcome() == undisturbed()
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]  # what DDP itself calls
 
 from samestep.console import say, saying_when_slow, warn
-from samestep.errors import KINDS, Error, InvalidType, InvalidValue, PeerFailed, UsageError, name_kind
+from samestep.errors import KINDS, Error, InvalidType, InvalidValue, NotHealed, PeerFailed, UsageError, name_kind
 from samestep.hashing import hash_pieces
 from samestep.tagged import view_bytes
 from samestep.torch_internals import add_gloo, list_gloo_sockets, set_timeout
@@ -159,11 +159,12 @@ class Group:
             self._gather_number_now(1)
             self._membership.complete()
 
-    def heal(self, reason: str) -> bool:
+    def heal(self, reason: str, unrepeatable: str = "") -> bool:
         """Form a new group of the survivors, after a collective, or `settle` after it, has failed.
 
         Args:
             reason: its error.
+            unrepeatable: why this rank cannot repeat the collective; "" if it can.
 
         Returns:
             Whether the collective counts: this rank has its result, and another one has used it. If not, this rank
@@ -171,6 +172,7 @@ class Group:
 
         Raises:
             PeerFailed: the run cannot continue without the rank that has died.
+            NotHealed: because the collective does not count, and this rank cannot repeat it.
         """
         membership = self._membership
         if membership is None:
@@ -190,6 +192,8 @@ class Group:
         counts = is_settled(membership.position, positions)
         if counts:
             membership.complete()
+        elif unrepeatable:
+            raise NotHealed(unrepeatable)
         lost = [rank for rank in before if rank not in membership.members]
         self._notify(Change(lost, membership.members, began_s))
         return counts
