@@ -366,7 +366,7 @@ def test_what_a_repeated_pass_changes_twice_is_found(verify: Any) -> None:
     )
     assert code == 1, printed
     assert re.search(r"^ +healed +3 ranks +0-\d +(differs from step|exit code)", printed, re.M)
-    assert "likely: with --heal, the body of the loop over micro-batches can run again" in printed
+    assert "likely: the script collects or adds up values in the loop over micro-batches" in printed
 
 
 def test_a_mode_that_the_run_refuses_is_not_a_defect(verify: Any) -> None:

@@ -53,8 +53,8 @@ FLAGS: dict[str, Option] = {
 
 KILLER = "samestep.tools.verify.killer:Killer"
 REPEATED = (
-    "  likely: with --heal, the body of the loop over micro-batches can run again from the step's first one; what it "
-    "changes besides step.backward and step.log, such as a list or a counter, is then changed twice"
+    "  likely: the script collects or adds up values in the loop over micro-batches, apart from step.backward and "
+    "step.log; after a death some of them are there twice, and those of the dead rank are missing"
 )
 RECIPES = "samestep.recipes."
 KILLED = 128 + 9
