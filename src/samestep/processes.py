@@ -62,7 +62,7 @@ class ChildProcess:
                     preexec_fn=die_with_parent if dies_with_parent else None,
                 )
         except BaseException:
-            if process is not None:  # nobody else can end it
+            if process is not None:  # no caller has it yet, to end it
                 process.kill()
                 process.wait()
             raise
