@@ -114,6 +114,13 @@ def test_the_terminal_shows_the_new_rank_0(trial: Trial) -> None:
     assert (status["status"], status["process"]) == ("done", trial.pid(1))
 
 
+def test_rows_of_an_earlier_start_are_kept(trial: Trial, undisturbed: Undisturbed) -> None:
+    """Rank 0 dies before a later start has written a row."""
+    launch(trial, [], "--max-steps", "5")
+    launch(trial, ["kill rank 0 at step 5 in forward"])
+    assert trial.outcome() == undisturbed()
+
+
 def test_rank_0_dies_around_a_call_that_it_makes_alone(tmp_path: Path) -> None:
     """The new rank 0 makes the call, with the same random numbers."""
     for when in ("never", "before", "in", "after"):

@@ -76,8 +76,32 @@ def test_rows_of_an_earlier_start(tmp_path: Path) -> None:
     kept = keep()
     assert kept.get_rows(3) == [row for row in ROWS if row["step"] > 3]
     assert complete(kept, tmp_path, before + LINES[0], b"".join(RECORDS), 4)[0] == before + b"".join(LINES)
-    kept.forget_rows()
-    assert complete(kept, tmp_path, before + LINES[0], b"".join(RECORDS), 4)[0] == before + LINES[0]
+    for steps_done in (0, 4):  # the earlier start may have ended with rows of the step that this one has reached
+        kept = keep()
+        kept.resume(len(before + LINES[0]))
+        kept.write_row(ROWS[1])
+        found, _ = complete(kept, tmp_path, before + LINES[0], b"".join(RECORDS), steps_done)
+        assert found == before + LINES[0] + LINES[1]
+
+
+@pytest.mark.parametrize("num_written", range(5))
+def test_rows_can_be_long(tmp_path: Path, num_written: int) -> None:
+    """Longer than what is read of the file at first; alone, or together with others of the same step."""
+    for rows in ([{"step": 0, "text": "x" * TAIL_BYTES * 3}] * 4, [{"step": 0, "text": "x" * (TAIL_BYTES // 2)}] * 4):
+        kept = KeptLogs()
+        for row in rows:
+            kept.write_row(row)
+        whole = b"".join(map(format_row, rows))
+        written = b"".join(map(format_row, rows[:num_written]))
+        assert complete(kept, tmp_path, written, b"", 0)[0] == whole
+
+
+def test_a_gap_in_the_rows_is_refused(tmp_path: Path) -> None:
+    kept = KeptLogs()
+    for k in range(MAX_KEPT + 10):
+        kept.write_row({"step": 0, "k": k})
+    with pytest.raises(NotHealed, match="the metrics lack rows"):
+        complete(kept, tmp_path, format_row({"step": 0, "k": 0}), b"", 0)
 
 
 def test_memory_is_limited() -> None:

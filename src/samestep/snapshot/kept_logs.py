@@ -24,18 +24,27 @@ class KeptLogs:
         self._rows: deque[tuple[int, bytes]] = deque(maxlen=MAX_KEPT)  # step, line
         self._records: deque[tuple[int, bytes]] = deque(maxlen=MAX_KEPT)
         self._last_entry = LastEntry(lambda entry: self._records.append((entry.step, entry.pack())))
+        self._has_dropped = False
+        self._num_earlier_bytes = 0
 
     def write_row(self, row: Mapping[str, Any]) -> None:
         """Keep a row. It has a "step"."""
+        self._has_dropped = self._has_dropped or len(self._rows) == MAX_KEPT
         self._rows.append((row["step"], format_row(row)))
 
     def enter(self, get_entry: Callable[[], Entry], *, is_late: bool = False) -> None:
         """Keep the record of a finished step. Arguments as for `RunDirectory.enter`."""
         self._last_entry.enter(get_entry, is_late=is_late)
 
-    def forget_rows(self) -> None:
-        """Forget the rows so far: an earlier start has written them."""
+    def resume(self, num_bytes: int) -> None:
+        """Forget the rows so far, because an earlier start has written them.
+
+        Args:
+            num_bytes: size of the rows that earlier starts have written.
+        """
         self._rows.clear()
+        self._has_dropped = False
+        self._num_earlier_bytes = num_bytes
 
     def get_rows(self, after_step: int) -> list[dict[str, Any]]:
         """Return the rows after a step."""
@@ -51,7 +60,7 @@ class KeptLogs:
             steps_done: the number of steps that this rank has finished.
 
         Raises:
-            NotHealed: the ledger ends before what is kept begins.
+            NotHealed: a file ends before what is kept begins.
             OSError: they cannot be written.
         """
         self._last_entry.flush()
@@ -64,28 +73,35 @@ class KeptLogs:
         ledger.flush()
         last_step = max([steps_done, *(step for step, _ in self._rows)])
         num_last = sum(step == last_step for step, _ in self._rows)
-        written, end = _read_end(metrics, last_step, num_last)
-        metrics.cut(end)
+        written, end = _read_end(metrics, self._num_earlier_bytes, last_step, num_last)
         newest = written[-1] if written else -1
+        if self._has_dropped and newest <= self._rows[0][0]:
+            raise NotHealed("the metrics lack rows that no other rank has kept")
+        metrics.cut(end)
         rows = [line for step, line in self._rows if step == newest][written.count(newest) :]
         metrics.append(b"".join([*rows, *(line for step, line in self._rows if step > newest)]))
         metrics.flush()
 
 
-def _read_end(metrics: AppendLog, last_step: int, num_last: int) -> tuple[list[int], int]:
-    """Return the steps of the last rows of a file, and where they end.
+def _read_end(metrics: AppendLog, begin: int, last_step: int, num_last: int) -> tuple[list[int], int]:
+    """Return the steps of the last rows of a file, with all rows of the newest one, and where they end.
 
-    Does not count a row whose end is missing, rows after `last_step`, and more than `num_last` rows of it.
+    Reads nothing before the byte `begin`. Does not count a row whose end is missing, rows after `last_step`, and more
+    than `num_last` rows of it.
     """
     size = metrics.flush()
-    tail = read_last_bytes(metrics.path, TAIL_BYTES)
-    begin = size - len(tail)
-    end = tail.find(b"\n") + 1 if begin else 0
-    steps: list[int] = []
-    for line in tail[end : tail.rfind(b"\n") + 1].splitlines(keepends=True):
-        step = parse_json(line)["step"]
-        if step > last_step or (step == last_step and steps.count(step) == num_last):
-            break
-        steps.append(step)
-        end += len(line)
-    return steps, begin + end
+    num_bytes = TAIL_BYTES
+    while True:
+        tail = read_last_bytes(metrics.path, min(num_bytes, max(size - begin, 0)))
+        start = size - len(tail)
+        end = tail.find(b"\n") + 1 if start > begin else 0
+        steps: list[int] = []
+        for line in tail[end : tail.rfind(b"\n") + 1].splitlines(keepends=True):
+            step = parse_json(line)["step"]
+            if step > last_step or (step == last_step and steps.count(step) == num_last):
+                break
+            steps.append(step)
+            end += len(line)
+        if start <= begin or (steps and steps[0] < steps[-1]):
+            return steps, start + end
+        num_bytes *= 2

@@ -360,16 +360,16 @@ class LocalLocation(RunLocation):
         config: Mapping[str, Any],
         options: StartOptions,
     ) -> None:
-        def begin_one(directory: RunDirectory) -> int:
+        def begin_one(directory: RunDirectory) -> tuple[int, int]:
             directory.check_numbers(numbers)
-            directory.begin(point, numbers=numbers, machine=machine, config=config, options=options)
-            return directory.find_restart()
+            num_bytes = directory.begin(point, numbers=numbers, machine=machine, config=config, options=options)
+            return directory.find_restart(), num_bytes
 
-        start = self._each_directory(begin_one)[0]
+        start, num_bytes = self._each_directory(begin_one)[0]
         self._logs = self._path / LOGS / str(start)
         start_log(self._group.rank, self._logs / f"{self._group.rank}.log")
         if self._kept is not None and not point.is_beginning:
-            self._kept.forget_rows()
+            self._kept.resume(num_bytes)
 
     # --- under way --------------------------------------------------------------------------------------------
 

@@ -248,12 +248,15 @@ class RunDirectory:
         machine: Mapping[str, Any],
         config: Mapping[str, Any],
         options: StartOptions,
-    ) -> None:
+    ) -> int:
         """Begin or continue the run: take the files back to a point, write `run.json`, and warn about changes.
 
         Called once. Arguments as for `build_record`.
+
+        Returns:
+            The size of the rows that earlier starts have written.
         """
-        self._take_back(point)
+        num_bytes = self._take_back(point)
         record, warnings = build_record(
             self.record,
             step=point.step,
@@ -267,9 +270,14 @@ class RunDirectory:
             self._warn(warning)
         self._replace_record(record)
         self._is_begun = True
+        return num_bytes
 
-    def _take_back(self, point: ResumePoint) -> None:
-        """Truncate rows and records after a point, and move snapshots of later steps to `abandoned/`."""
+    def _take_back(self, point: ResumePoint) -> int:
+        """Truncate rows and records after a point, and move snapshots of later steps to `abandoned/`.
+
+        Returns:
+            The size of the rows that are left.
+        """
         lock = self._get_lock()
         step = point.step
         later = [other for other in self.store.snapshots() if not point.is_beginning and other.step > step]
@@ -293,8 +301,10 @@ class RunDirectory:
         for path, log, size in ((rows, metrics, point.metrics_bytes), (records, ledger, step * LEDGER_RECORD.size)):
             if not log.cut(size):
                 self._warn(f"{path} is shorter than when step {step} was saved: a part of it is missing")
+        num_bytes = metrics.flush()
         for row in self._early_rows if point.is_beginning else ():
             metrics.append(format_row(row))
+        return num_bytes
 
     def _open_logs(self) -> tuple[AppendLog, AppendLog]:
         metrics = AppendLog(self.path / METRICS, flush_s=METRICS_FLUSH_S)
