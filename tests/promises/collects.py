@@ -1,6 +1,8 @@
-"""A script that collects results in a pass, for the next pass of the step: `collects.py D KIND WHEN`.
+"""A script that changes something in a pass over the micro-batches of a step: `collects.py D KIND WHEN`.
 
-KIND is "embeddings", the contrastive loss of docs/techniques.md, or "noise", which each rank uses again by position.
+KIND is what it collects for a further pass: "embeddings", for the contrastive loss of docs/techniques.md, or "noise",
+which each rank uses again by position. Or the script changes batches in place: "scaled" in its only pass, "scaled
+twice" in both.
 Rank 1 dies WHEN step 3 of the first start is in a pass or between the two.
 """
 
@@ -37,6 +39,8 @@ def main() -> None:
             if kind == "noise":
                 own.append(torch.randn(4))
                 step.backward((model(x) + own[-1]).square().mean())
+            elif kind.startswith("scaled"):
+                step.backward(model(x.mul_(0.5)).square().mean())
             else:
                 with torch.no_grad():
                     own.append(F.normalize(model(x), dim=1))
@@ -46,7 +50,11 @@ def main() -> None:
             for k, x in enumerate(step):
                 step.backward((model(x) * own[k]).mean())
                 reach("second", step.number)
-        else:
+        elif kind == "scaled twice":
+            for x in step:
+                step.backward(model(x.mul_(0.5)).square().mean())
+                reach("second", step.number)
+        elif kind != "scaled":
             of_ranks = [own]
             if run.world_size > 1:
                 of_ranks = [own] * run.world_size

@@ -139,9 +139,11 @@ def test_rank_0_dies_around_a_call_that_it_makes_alone(tmp_path: Path) -> None:
         ("embeddings", "second", ""),
         ("noise", "first", "step 3 lost a rank, and has a further pass over its micro-batches"),
         ("noise", "between", "rank [02] has failed, too"),  # it lacks the dead rank's part of the first pass
+        ("scaled", "first", ""),
+        ("scaled twice", "second", "a rank died in a further pass of step 3, and the script changes batches in place"),
     ],
 )
-def test_what_a_script_collects_is_never_used_twice(tmp_path: Path, kind: str, when: str, why: str) -> None:
+def test_what_a_script_changes_in_a_pass_is_never_used_twice(tmp_path: Path, kind: str, when: str, why: str) -> None:
     """The others continue if they can do so with the same bits. If not, the launch says why, and what to do."""
     whole, healed = (Trial(tmp_path / name, []) for name in ("whole", "healed"))
     whole.run("launch", 3, "", script=COLLECTS, arguments=[kind, "never"])

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from samestep.data.content import hash_content
 from samestep.data.loader import Loaded, seed_all, to_device
 from samestep.data.sample_errors import locate_error
 from samestep.engine.control import Vote
@@ -389,6 +390,7 @@ class Step:
         else:
             self._pass = self._pass.repeat()
             self.borrowed = ()
+            self._load_again()
         self.held = self._pass.held
         self._log = StepLog(len(self.held))
         return self.held
@@ -403,6 +405,16 @@ class Step:
                 place = f"step {self.number}"
                 raise locate_error(error, self._context.location.logs, self._context.rank, place) from error.__cause__
         return to_device(self._loaded[v].batch, self._context.device, non_blocking=True)
+
+    def _load_again(self) -> None:
+        """Load batches for a repetition of the pass, since the script may have changed those it got in place."""
+        before = self._loaded
+        self._loaded = {}
+        for v in before if self.num_passes else ():  # an earlier pass may have changed those of the dead rank, too
+            if hash_content(self._load(v)) != hash_content(before[v].batch):
+                raise NotHealed(
+                    f"a rank died in a further pass of step {self.number}, and the script changes batches in place"
+                )
 
     def load_up_to(self, v: int) -> Any:
         """Load the micro-batches of `held` up to v. Returns the batch of v. For an interceptor that ends the run."""
