@@ -1,7 +1,9 @@
 """With `samestep launch --heal`, a run continues without the ranks that die, to the same end, from the same step."""
 
 import json
+import os
 import re
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,6 +12,8 @@ from promises.faulty import IN_BODY, IN_STEP
 from promises.trial import Outcome, Started, Trial
 from support.runs import ask, read_rows
 from support.selection import one_in
+
+from samestep.world.membership import GENERATION_S
 
 ONCE, FOLDS, COLLECTS = [Path(__file__).with_name(name) for name in ("once.py", "folds.py", "collects.py")]
 ADVICE = ": --max-restarts N starts again from the newest snapshot"
@@ -91,6 +95,19 @@ def test_a_later_start_continues(trial: Trial, undisturbed: Undisturbed) -> None
     assert manifest["meta"]["world_size"] == 3
     launch(trial, [], num_ranks=2)
     assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.parametrize("flags", [["--heal"], []])
+def test_a_death_while_the_run_stops_ends_it(trial: Trial, flags: Sequence[str]) -> None:
+    """At once, and it is the reason: the steps since the last snapshot are not saved."""
+    faults = ["--fault", "hold rank 0 at step 7 in forward"]
+    started = trial.start("launch", 3, "", *flags, arguments=faults)
+    trial.wait_held()
+    trial.tell(started, signal.SIGINT)
+    os.kill(trial.pid(1), signal.SIGKILL)
+    trial.go_on()
+    assert started.wait(GENERATION_S) == 137
+    assert "samestep: rank 1 was killed by SIGKILL (out of memory?); the others were stopped" in started.output
 
 
 def test_an_exception_ends_the_run(trial: Trial) -> None:

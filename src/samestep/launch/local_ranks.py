@@ -153,7 +153,7 @@ class Ranks:
         self.codes: dict[int, int] = {}
         self.failures: list[RankFailure] = []
         self.outlived: list[RankFailure] = []
-        self._stopped_s = math.inf
+        self._stopped_s = self._killed_s = math.inf
         self._server = server
         self._first_rank = 0
         self._succeeded: dict[int, float] = {}  # rank -> time of its end with exit code 0, without a signal
@@ -163,7 +163,7 @@ class Ranks:
         """Request one rank per element of `variables`, its whole environment. Returns before the processes exist."""
         if self.started:
             self.started = False
-            self._stopped_s = math.inf
+            self._stopped_s = self._killed_s = math.inf
             self.codes = {}
             self.failures = []
             self.outlived = []
@@ -252,7 +252,8 @@ class Ranks:
 
     def kill(self) -> None:
         """Kill the ranks that still run, and their children, and wait for their end."""
-        self._stopped_s = min(self._stopped_s, time.time())
+        self._killed_s = min(self._killed_s, time.time())
+        self._stopped_s = min(self._stopped_s, self._killed_s)
         if self.started and not self.done:
             self._server.signal(signal.SIGKILL)
             self._poll_for(KILL_S)
@@ -338,7 +339,8 @@ class Ranks:
         if not code and not self.is_stopping:
             self._succeeded[rank] = time_s
         # A rank that ends by the signal that it was sent has not failed. An event can arrive later than the end itself.
-        if code and not (time_s >= self._stopped_s and -code in STOP_SIGNALS):
+        sent_s = self._killed_s if code == -signal.SIGKILL else self._stopped_s
+        if code and not (time_s >= sent_s and -code in STOP_SIGNALS):
             died = RankFailure(rank, time_s, code, False, "died", death or describe_death(code))
             failure = read_failure(rank, self.directory) or died
             self.failures.append(failure)
