@@ -99,6 +99,23 @@ def test_ranks_of_two_hosts_are_no_neighbors() -> None:
     assert connect(Alone(), 60.0) is None
 
 
+class Bereft:
+    """Rank 0 of two ranks, the other of which dies after it has sent its address."""
+
+    rank, world_size = 0, 2
+
+    def gather(self, value: object) -> list[object]:
+        return [value, value]
+
+
+def test_a_rank_that_dies_before_it_connects_is_not_waited_for() -> None:
+    def watch() -> None:
+        raise PeerFailed("a further rank has died")
+
+    with pytest.raises(PeerFailed, match="a further rank has died"):
+        connect(Bereft(), 60.0, watch=watch)
+
+
 class Meeting:
     """Two ranks as two threads. Calls `attack` with rank 0's name and token before the ranks connect."""
 

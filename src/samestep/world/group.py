@@ -211,7 +211,7 @@ class Group:
         limit = timedelta(seconds=GENERATION_S)
         store = membership.open_store()
         dist.init_process_group("gloo", timeout=limit, store=store, rank=self.rank, world_size=self.world_size)
-        self.local_sockets = connect(self, TIMEOUT_S)
+        self.local_sockets = connect(self, TIMEOUT_S, watch=membership.check_newest)
         set_timeout(timedelta(seconds=TIMEOUT_S))
 
     def _complete(self, collective: Callable[[], T]) -> T:

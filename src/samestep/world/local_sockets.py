@@ -21,6 +21,7 @@ from samestep.world.host import read_host_id
 # Ranks with equal shares of work usually arrive within this time. Sleeping and waking up would take as long again.
 SPIN_S = 200e-6
 CONNECT_S = 60.0  # limit for all ranks of the host to connect
+WATCH_S = 0.05  # between two calls of `watch`
 HELLO_S = 10.0  # limit for a new connection to send its rank
 TOKEN_BYTES = 16
 
@@ -118,11 +119,16 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 def connect(
-    group: Gatherer, timeout_s: float, value: Any = None, check: Callable[[Sequence[Any]], None] | None = None
+    group: Gatherer,
+    timeout_s: float,
+    value: Any = None,
+    check: Callable[[Sequence[Any]], None] | None = None,
+    watch: Callable[[], None] = lambda: None,
 ) -> LocalSockets | None:
     """Connect all ranks of `group`. Collective. Returns None on every rank unless all run on this host.
 
-    The exchange of the addresses also sends `value` to all ranks. `check` gets the values of all, and may raise.
+    The exchange of the addresses also sends `value` to all ranks. `check` gets the values of all, and may raise. So may
+    `watch`, which is called again and again while this rank waits for another one to connect.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         host = read_host_id("net")
@@ -148,8 +154,14 @@ def connect(
                     raise OSError(f"another user listens in place of rank {peer}")
                 connection.sendall(ranks[peer][2] + group.rank.to_bytes(4))
             while len(sockets) < group.world_size - 1:
-                listener.settimeout(max(0.0, deadline_s - time.monotonic()))
-                connection, _ = listener.accept()
+                listener.settimeout(min(max(0.0, deadline_s - time.monotonic()), WATCH_S))
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    watch()
+                    if time.monotonic() < deadline_s:
+                        continue
+                    raise
                 sender = _read_hello(connection, token)
                 if sender is None or sender in sockets or not group.rank < sender < group.world_size:
                     connection.close()  # not a rank of this group
@@ -157,6 +169,10 @@ def connect(
                 sockets[sender] = connection
         except OSError as error:
             failure = str(error)
+        except RuntimeError:  # of `watch`
+            for connection in sockets.values():
+                connection.close()
+            raise
         local_sockets = LocalSockets(group.rank, sockets, timeout_s)
         if any(group.gather(failure)):
             local_sockets.close()

@@ -162,5 +162,14 @@ class Membership:
     def _have_all_come(self) -> bool:
         return bool(self._store.check([self._name_arrival(member) for member in self.members]))
 
+    def check_newest(self) -> None:
+        """Check that no member of the current generation has died.
+
+        Raises:
+            PeerFailed: the launcher has named a later generation.
+        """
+        if read_generation(self._store, self._secret, self.number + 1) is not None:
+            raise PeerFailed("a further rank has died")
+
     def _name_arrival(self, member: int) -> str:
         return f"{name_generation(self.number)}/{member}"
