@@ -87,7 +87,8 @@ class Snapshotter:
         """Write the snapshots from now on, on a rank that has become rank 0. The location has been taken over.
 
         Raises:
-            NotHealed: a named snapshot is lost with the rank that was writing it. The script asks for it once only.
+            NotHealed: a snapshot that nothing writes again is lost with the rank that was writing it: a named one, for
+                which the script asks once only, or the one at the end of a loop.
         """
         directory = self._location.directory
         if directory is None:
@@ -99,6 +100,8 @@ class Snapshotter:
                 if name is not None and written.get(name, -1) < step:
                     raise NotHealed(f"the snapshot {name} of step {step} is lost with the rank that was writing it")
         if written.get(None) != self.saved_step:
+            if self._is_ending and self.saved_step is not None:
+                raise NotHealed(f"the snapshot of step {self.saved_step} is lost with the rank that was writing it")
             self.saved_step = None
 
     # --- when -------------------------------------------------------------------------------------------------
