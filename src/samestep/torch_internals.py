@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from samestep.files import read_text
+
 # Tensor -> how often its storage was written through it, `.data` excepted. There is no public accessor.
 read_version: Callable[[Tensor], int] = attrgetter("_version")
 
@@ -253,7 +255,7 @@ def list_gloo_sockets() -> list[int]:
     fds = []
     for path in Path("/proc/self/fdinfo").glob("*"):
         with suppress(OSError):  # that of the directory itself is closed by now
-            lines = path.read_text().splitlines()
+            lines = read_text(path).splitlines()
             if any(line.startswith("flags:") and int(line.split()[1], 8) & os.O_CLOEXEC for line in lines):
                 continue
             waited_for = [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
