@@ -199,6 +199,15 @@ def test_a_numbered_snapshot_that_is_lost(trial: Trial, undisturbed: Undisturbed
     assert not [*trial.dir.glob("snapshots/.*")], "incomplete files are removed"
 
 
+def test_the_last_snapshot_that_is_lost(trial: Trial, undisturbed: Undisturbed) -> None:
+    """All ranks start again, since no other one follows."""
+    fault = "kill rank 0 at step 15 in between best and numbered"
+    started = launch(trial, [fault], "--max-restarts", "1", arguments=["--settled"])
+    assert trial.struck == {fault}
+    assert "because the snapshot of step 15 is lost with the rank that was writing it\n" in started.output
+    assert trial.outcome() == undisturbed()
+
+
 def test_a_named_snapshot_that_is_lost(trial: Trial, undisturbed: Undisturbed) -> None:
     """All ranks start again, since the script asks for it once only."""
     fault = "kill rank 0 at step 10 in replacing best"

@@ -85,7 +85,10 @@ class LoopEnd:
         services.watchdog.enter("script", steps_done)
         rows, measured = services.metrics.sum_up(services.watchdog.spent_s())
         end: dict[str, Any] | None = None if failure else {"steps": steps_done, "measured": measured}
-        context.location.write_status(status, reason, end)
+        if context.group.can_heal:  # If rank 0 dies before this, another one writes it, or all start again.
+            context.group.once(context.location.write_status, status, reason, end)
+        else:
+            context.location.write_status(status, reason, end)
         services.watchdog.close()
         services.metrics.finish(rows, status)
         self._misuse.close()
