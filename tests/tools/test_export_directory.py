@@ -140,6 +140,9 @@ def test_force_and_format(tmp_path: Path) -> None:
 def test_sizes_are_checked(tmp_path: Path) -> None:
     with pytest.raises(Error, match="--max-shard-size is 5 GBs: pass a size"):
         run_export([str(tmp_path), str(tmp_path / "out"), "--format", "safetensors", "--max-shard-size", "5 GBs"])
+    for words in (["out.safetensors"], ["out", "--format", "dcp"]):
+        with pytest.raises(Error, match="--max-shard-size is for --format safetensors: add that, or leave it out"):
+            run_export([str(tmp_path), *words, "--max-shard-size", "5GB"])
 
 
 PROGRAM = """

@@ -44,9 +44,15 @@ SUFFIXES = (".safetensors", ".pt", ".pth")  # they choose the format
     help="write a new directory FILE: model*.safetensors as Hugging Face writes them, or a checkpoint of "
     "torch.distributed.checkpoint (dcp)",
 )
-@click.option("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="of --format safetensors")
+@click.option("--max-shard-size", metavar="SIZE", help="of --format safetensors; default: 5GB")
 def run_export(
-    run: str, file: Path, which: int | str, wanted: str | None, force: bool, form: str | None, max_shard_size: str
+    run: str,
+    file: Path,
+    which: int | str,
+    wanted: str | None,
+    force: bool,
+    form: str | None,
+    max_shard_size: str | None,
 ) -> int:
     """Writes a model's weights under the names of its state_dict.
 
@@ -60,7 +66,9 @@ def run_export(
       samestep export RUN DIR --format safetensors --max-shard-size 2GB    for from_pretrained and run.load_weights
       samestep export RUN DIR --format dcp                                 for torch.distributed.checkpoint.load
     """
-    max_bytes = parse_size(max_shard_size)
+    max_bytes = parse_size(max_shard_size or "5GB")
+    if max_shard_size is not None and form != "safetensors":
+        raise Error("--max-shard-size is for --format safetensors: add that, or leave it out", code="SS104")
     if form is not None and force:
         raise Error("--force replaces files, and --format writes a new directory: leave one of them out", code="SS101")
     if form is None and file.suffix not in SUFFIXES:
