@@ -15,6 +15,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from samestep.config import RunConfig
 from samestep.console import say
 from samestep.data.order_files import list_orders
@@ -28,6 +31,7 @@ from samestep.snapshot.manifest import find_damage, hash_range
 from samestep.snapshot.resume_point import Holding, ResumePoint, choose
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.store import SNAPSHOTS, Snapshot
+from samestep.tagged import find_dtype, name_dtype
 from samestep.watch.records import LEDGER, METRICS, RECORD, RESTARTS, STATUS, TRACKERS, count_lines
 from samestep.world.environment import read_host
 from samestep.world.group import Group
@@ -166,22 +170,43 @@ class ReplicatedLocation(LocalLocation):
 
     def align(self, order: SnapshotOrder, state: TrainingState) -> SnapshotOrder:
         message = None
+        own: dict[str, Tensor] = {}
         if self._group.rank == 0:
             same = {locate(tensor) for _, tensor in state.replicated}
             own = {
-                name: tensor.detach().resolve_conj().resolve_neg().cpu().clone()
+                name: tensor.detach().resolve_conj().resolve_neg()
                 for name, tensor in order.tensors.items()
                 if locate(tensor) not in same or not tensor.numel()  # an empty tensor has no address
             }
-            message = (list(order.names), order.structure, list(order.tensors), own, order.meta)
-        names, structure, tensors, own, meta = self._share(message)
+            outlines = {name: (name_dtype(tensor.dtype), [*tensor.shape]) for name, tensor in own.items()}
+            message = (list(order.names), order.structure, list(order.tensors), outlines, order.meta)
+        names, structure, tensors, outlines, meta = self._share(message)
+        is_writer = self._directory is not None and bool(names and order.names)
+        received = self._send_values(outlines, own, is_kept=is_writer and self._group.rank != 0)
         if self._group.rank == 0:
             return order
-        if self._directory is None or not names or not order.names:
+        if not is_writer:
             return SnapshotOrder(order.step, is_last=order.is_last)
-        check_tensors([name for name in tensors if name not in own], order.tensors, self._group.rank)
-        aligned = {name: own[name] if name in own else order.tensors[name] for name in tensors}
+        check_tensors([name for name in tensors if name not in received], order.tensors, self._group.rank)
+        aligned = {name: received[name] if name in received else order.tensors[name] for name in tensors}
         return replace(order, names=names, structure=structure, tensors=aligned, meta=meta)
+
+    def _send_values(
+        self, outlines: Mapping[str, tuple[str, list[int]]], own: Mapping[str, Tensor], *, is_kept: bool
+    ) -> dict[str, Tensor]:
+        """Send tensors of rank 0 to all ranks, one at a time if they are large. Return them if `is_kept`."""
+        received: dict[str, Tensor] = {}
+        pending: list[Tensor] = []
+        for number, (name, (dtype, shape)) in enumerate(outlines.items(), start=1):
+            tensor = own[name].cpu().clone() if name in own else torch.empty(shape, dtype=find_dtype(dtype))
+            if is_kept:
+                received[name] = tensor
+            if tensor.numel():
+                pending.append(tensor.contiguous())
+            if sum(each.nbytes for each in pending) >= PIECE_BYTES or number == len(outlines):
+                self._group.broadcast_tensors(pending)
+                pending = []
+        return received
 
     def _share(self, value: Any = None) -> Any:
         """Send the rows that rank 0 has written to the other writers. Return rank 0's `value` on every rank.
