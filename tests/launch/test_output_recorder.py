@@ -4,14 +4,20 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from processes import Command
 from support.commands import find_programs
 from support.disks import open_disk
 from support.waiting import DEADLINE_S, wait_until
+
+from samestep.launch import output_recorder
+from samestep.world.environment import LOG
 
 START = """
 import ctypes, os, subprocess, sys, torch, samestep
@@ -200,3 +206,19 @@ def test_a_stopped_terminal_does_not_delay_a_kill(command: Command) -> None:
     wait_until(lambda: launch.poll() is not None, "it has ended")
     assert launch.returncode == 128 + signal.SIGTERM
     command.assert_nothing_left()
+
+
+def test_the_request_to_show_a_rank_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the rank prints next is shown, even if the recorder is late."""
+    reader, writer = os.pipe()
+    monkeypatch.setenv(LOG, f"{os.getpid()}:{writer}")
+    monkeypatch.setattr(output_recorder, "READ_S", DEADLINE_S)
+    with ThreadPoolExecutor(1) as pool:
+        shown = pool.submit(output_recorder.show_instead, 3, 0)
+        assert select.select([reader], [], [], DEADLINE_S)[0]
+        with pytest.raises(TimeoutError):
+            shown.result(0.05)
+        assert json.loads(os.read(reader, 1 << 12)) == {"rank": 3, "gone": 0}
+        shown.result(DEADLINE_S)
+    os.close(reader)
+    os.close(writer)

@@ -13,6 +13,7 @@ import select
 import selectors
 import shutil
 import socket
+import sys
 import termios
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,11 +26,13 @@ from samestep.console import escape
 from samestep.files import open_regular, replacing
 from samestep.launch.messages import READ_BYTES, MessageReader, encode_message
 from samestep.processes import wait_or_kill
+from samestep.waiting import wait_until
 from samestep.world.environment import LOG, TERMINAL, read_log_pipe
 
 EARLY_BYTES = 1 << 26  # kept of a shown rank's output before `start_log`
 HELD_BYTES = 1 << 16  # of an incomplete line of a terminal
 LEFT_BYTES = 1 << 20  # limit after the end of a rank, because a child process that survives it can write forever
+READ_S = 2.0  # limit for the recorder to read a request
 DRAIN_S = 2.0  # limit for a terminal to accept the last output of killed ranks
 
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")  # colours and cursor movements
@@ -44,11 +47,20 @@ def start_log(rank: int, path: Path) -> None:
 
 
 def show_instead(rank: int, gone: int) -> None:
-    """Show the future output of this rank, if that of `gone` was shown, which has died. As `start_log` otherwise."""
+    """Show the future output of this rank, if that of `gone` was shown, which has died. As `start_log` otherwise.
+
+    Returns when the recorder has read the request: it would not show what it reads together with it.
+    """
     pipe = read_log_pipe()
     if pipe is not None:
         with suppress(OSError):
             os.write(pipe, encode_message({"rank": rank, "gone": gone}))
+            wait_until(lambda: not _count_unread(pipe), READ_S, every_s=0.001)
+
+
+def _count_unread(pipe: int) -> int:
+    """Return the number of bytes in a pipe, given either end of it."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 @dataclass
