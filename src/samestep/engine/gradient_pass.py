@@ -153,6 +153,11 @@ class GradientPass:
         self._hooks: Sequence[RemovableHandle] = ()
         self._inspect: Inspect | None = None
 
+    @property
+    def only_collects(self) -> bool:
+        """Whether the script has called step.backward in none of this rank's micro-batches, and there are some."""
+        return self._losses.are_missing
+
     def release(self) -> None:
         """Release the messages of an exchange that has failed: they keep connections to the other ranks open."""
         self._first.release()

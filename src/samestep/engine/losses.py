@@ -41,6 +41,11 @@ class PassLosses:
         self._num_slots = num_slots
         self._terms: dict[int, dict[int, list[Term]]] = {v: {} for v in held}  # micro-batch -> slot -> losses
 
+    @property
+    def are_missing(self) -> bool:
+        """Whether this rank has micro-batches, and step.backward was called in none of them."""
+        return bool(self._terms) and not any(self._terms.values())
+
     def open(self, v: int) -> None:
         """Begin micro-batch v, which may be another rank's: its losses are checked, too, and do not count."""
         self._terms[v] = {}

@@ -204,7 +204,6 @@ class Step:
         self._fingerprints: list[int] = []
         self._vote: Vote | None = None  # of an exchange that has failed
         self._members: Sequence[int] = ()  # at the beginning of the first pass
-        self._has_computed = self._has_backward = False  # in the current pass, on this rank
         self._is_left = False
         self._is_probe = False
         self.held = range(0)
@@ -333,7 +332,6 @@ class Step:
     def compute(self, v: int, batch: Any) -> Iterator[Any]:
         """Run the script's body on micro-batch v. The results are dropped unless this rank holds it."""
         self.micro_batch = v
-        self._has_computed = True
         seed_all(self._derive("compute", v))
         current = self._find_pass()
         current.open(v, self._interceptors.inspect(self))
@@ -370,14 +368,13 @@ class Step:
             raise UsageError(
                 f"step {self.number} is iterated over inside its own loop: use one loop after the other", code="SS218"
             )
-        members = [*self._context.group.members]
+        members = self._context.group.members
         if not self.num_passes:
             self._members = members
         elif members != self._members:  # a list of this rank's results may have those of an interrupted pass, too
             raise NotHealed(f"step {self.number} lost a rank, and has a further pass over its micro-batches")
         self._on.begin_pass(self)
         self.is_open = True
-        self._has_computed = self._has_backward = False
 
     def _rehearse(self) -> Iterator[Any]:
         self._is_probe = True
@@ -444,9 +441,10 @@ class Step:
         else:
             return exchanged
         current.release()
-        only_collects = self._has_computed and not self._has_backward
-        why = f"a rank died in a pass of step {self.number} without step.backward, which is not repeated"
-        return exchanged if group.heal(reason, why if only_collects else "") else None
+        why = ""
+        if current.only_collects:
+            why = f"a rank died in a pass of step {self.number} without step.backward, which is not repeated"
+        return exchanged if group.heal(reason, why) else None
 
     def _apply(self, report: PassReport, outcome: Outcome) -> None:
         self._vote = None
@@ -532,7 +530,6 @@ class Step:
         self._on.backward(self, loss, weight, model)
         if self._is_probe:
             return
-        self._has_backward = True
         waited_s = self._find_pass().backward(loss, weight, model)
         self._on.end_backward(self, waited_s)
 
