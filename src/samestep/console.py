@@ -4,7 +4,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from threading import Timer
@@ -146,6 +146,17 @@ def list_values(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, 
 def to_text(value: Any) -> str:
     """Return a string unchanged, any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def build_cells(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> list[list[str]]:
+    """Return the cells of a table of `columns`. What a row lacks is empty.
+
+    Example::
+
+        >>> build_cells([{"step": 3, "rank": None}], ("step", "rank", "time"))
+        [['3', '', '']]
+    """
+    return [["" if row.get(name) is None else str(row[name]) for name in columns] for row in rows]
 
 
 def format_count(number: float, what: str) -> str:

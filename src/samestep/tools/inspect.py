@@ -8,16 +8,22 @@ from typing import Any
 import click
 
 from samestep.command_line import Command
-from samestep.console import describe_age, describe_size, escape, format_count, list_values, print_table, to_text
+from samestep.console import (
+    build_cells,
+    describe_age,
+    describe_size,
+    escape,
+    format_count,
+    list_values,
+    print_table,
+    to_text,
+)
 from samestep.errors import Error
 from samestep.snapshot.manifest import find_damage
 from samestep.snapshot.reading import find_snapshot, open_run, read_run
 from samestep.snapshot.store import Snapshot, Store
 from samestep.tools.compare import compare_runs, describe_runs, find_runs, list_runs, read_last_values, read_state
-from samestep.watch.records import HEALS, RESTARTS, read_rows, read_status
-
-_HEAL = ("time", "step", "lost", "world_size", "seconds")
-_RESTART = ("time", "reason", "rank", "from_step", "lost_steps", "world_size")
+from samestep.watch.records import HEAL_COLUMNS, HEALS, RESTART_COLUMNS, RESTARTS, read_rows, read_status
 
 
 def parse_which(ctx: click.Context, param: click.Parameter, text: str) -> int | str:
@@ -164,8 +170,8 @@ def _build_tables(shown: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]
     ]
     title = "snapshots" if shown["checked"] else "snapshots, by their sizes (--check reads them)"
     yield title, ("step", "name", "size", "age", "state"), rows or [("none", "", "", "", "")]
-    for title, names in (("restarts", _RESTART), ("heals", _HEAL)):
-        yield title, names, [["" if row.get(key) is None else str(row[key]) for key in names] for row in shown[title]]
+    for title, columns in (("restarts", RESTART_COLUMNS), ("heals", HEAL_COLUMNS)):
+        yield title, columns, build_cells(shown[title], columns)
     yield "run.state, in the newest snapshot", named, list_values(shown["state"])
     last = [(name, to_text(last["value"]), str(last["step"])) for name, last in shown["metrics"].items()]
     yield "last metrics", ("name", "value", "step"), last

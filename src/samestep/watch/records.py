@@ -33,6 +33,10 @@ STACKS_WANTED = "stacks-wanted"  # in the newest directory of LOGS: requests the
 RESTART_S = 5.0  # for a launcher to restart a failed run
 STALE_S = 30.0  # a run without news for this long counts as dead
 
+# What a table of these files shows.
+RESTART_COLUMNS = ("time", "reason", "rank", "from_step", "lost_steps", "world_size")
+HEAL_COLUMNS = ("time", "step", "lost", "world_size", "seconds")
+
 MAX_ROWS_BYTES = 64 << 20
 MAX_RANKS = 1 << 16  # in a row of the timeline
 

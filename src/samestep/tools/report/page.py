@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from samestep.console import list_values, to_text
+from samestep.console import build_cells, list_values, to_text
 from samestep.decoding import parse_json
 from samestep.tools.compare import SECTIONS
 from samestep.tools.report.charts import (
@@ -25,12 +25,11 @@ from samestep.tools.report.charts import (
 )
 from samestep.tools.report.run_data import RunData
 from samestep.version import __version__
+from samestep.watch.records import HEAL_COLUMNS, RESTART_COLUMNS
 from samestep.watch.stall_diagnosis import share_spent
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 FINDING = ("check", "status", "found", "advice")
-HEAL = ("time", "step", "lost", "world_size", "seconds")
-RESTART = ("time", "reason", "rank", "from_step", "lost_steps", "world_size")
 FEW_ROWS = 16  # a longer table is folded
 
 
@@ -209,15 +208,13 @@ def _build_map(name: str, heat: HeatMap, number: int) -> str:
 
 def _build_restarts(runs: Sequence[RunData]) -> Iterator[str]:
     for run in runs:
-        tables = ((RESTART, run.restarts), (HEAL, run.heals))
-        rows, heals = [
-            [["" if row.get(key) is None else str(row[key]) for key in names] for row in found]
-            for names, found in tables
-        ]
+        restarts = build_cells(run.restarts, RESTART_COLUMNS)
+        heals = build_cells(run.heals, HEAL_COLUMNS)
         changes = [(str(each["after_step"]), each["changed"]) for each in run.record.get("changes") or []]
-        content = _table(RESTART, rows) + _table(HEAL, heals) + _table(("after step", "changed"), changes)
+        content = _table(RESTART_COLUMNS, restarts) + _table(HEAL_COLUMNS, heals)
+        content += _table(("after step", "changed"), changes)
         if content:
-            yield _fold(run.name, content, is_open=len(rows) + len(heals) <= FEW_ROWS)
+            yield _fold(run.name, content, is_open=len(restarts) + len(heals) <= FEW_ROWS)
 
 
 def _build_configuration(runs: Sequence[RunData]) -> str:
