@@ -42,7 +42,6 @@ def begin_healing(
         services.watchdog.change_group()
         move_announcements(context.group)
         seconds = time.monotonic() - change.began_s
-        services.metrics.note_lost(change.lost)
         if context.rank == 0 and context.location.directory is not None:
             context.location.directory.write_heal(state.steps_done, change.lost, len(change.left), seconds)
         context.say(_describe(change, state.steps_done, seconds))

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,7 +63,6 @@ class RunMetrics(StepObserver):
         self._has_warned_of_names = False
         self._is_zero: Callable[[], bool] | None = None  # whether the previous step's gradient was, if its loss was 0
         self._num_zero = 0  # steps in a row
-        self._lost: list[int] = []  # ranks that have died, after which the others continued
         self._began_s = time.perf_counter()
         self._logged_s = -math.inf  # when the last row was written; rank 0's clock counts, which alone writes rows
 
@@ -100,10 +99,6 @@ class RunMetrics(StepObserver):
         state = self._state
         self._progress.begin(total_steps=state.place.last_step, done_steps=state.steps_done, epochs=num_epochs)
         self._began_s = time.perf_counter()
-
-    def note_lost(self, ranks: Sequence[int]) -> None:
-        """Note that ranks have died, and the others continue. `ranks`: as numbered at the start."""
-        self._lost += ranks
 
     def take_over(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Show the progress and pass rows to the trackers, on a rank that has become rank 0.
@@ -275,8 +270,9 @@ class RunMetrics(StepObserver):
         samples_per_s = self._num_samples / wall_s
         if num_skipped:
             rows["steps without an update"] = f"{num_skipped} of {num_steps}"
-        if self._lost:
-            rows["ranks that died"] = ", ".join(map(str, self._lost))
+        members = self._context.group.members
+        if lost := [rank for rank in range(self._context.environment.world_size) if rank not in members]:
+            rows["ranks that died"] = ", ".join(map(str, lost))
         rows |= {"samples/s": f"{samples_per_s:,.0f}", "wall time": f"{wall_s:.1f} s"}
         if spent := describe_spent(spent_s):
             rows["time"] = spent
