@@ -53,7 +53,7 @@ def build_trace(
     """Return the environment of a script whose ranks write traces into a directory.
 
     Args:
-        interceptor: the `Tracer` that writes them, "module:class".
+        interceptor: "module:class"; a `Tracer` writes them.
         variables: further environment variables.
         hash_seed: PYTHONHASHSEED, unless it is set for this process.
         options: its options.

@@ -142,9 +142,9 @@ class Trials:
             overrides: further options of `Run`.
             hash_seed: PYTHONHASHSEED, unless it is set for this process.
             fixed: what has the same values in each such run: CLOCK or RANK of `tools.verify.experiments`; "": nothing.
-            interceptor: what writes the traces, "module:class"; a subclass of `Trace`.
-            trace: its options.
+            interceptor: an interceptor, "module:class". `Trace` and its subclasses write the traces.
             flags: options of the launcher.
+            trace: options of the interceptor.
         """
         self._count += 1
         place = self.home / f"{self._count:02}-{world_size}-rank{'s' if world_size > 1 else ''}"
