@@ -197,15 +197,18 @@ class ReplicatedLocation(LocalLocation):
         """Send tensors of rank 0 to all ranks, one at a time if they are large. Return them if `is_kept`."""
         received: dict[str, Tensor] = {}
         pending: list[Tensor] = []
+        num_bytes = 0  # of those
         for number, (name, (dtype, shape)) in enumerate(outlines.items(), start=1):
             tensor = own[name].cpu().clone() if name in own else torch.empty(shape, dtype=find_dtype(dtype))
             if is_kept:
                 received[name] = tensor
             if tensor.numel():
                 pending.append(tensor.contiguous())
-            if sum(each.nbytes for each in pending) >= PIECE_BYTES or number == len(outlines):
+                num_bytes += tensor.nbytes
+            if num_bytes >= PIECE_BYTES or number == len(outlines):
                 self._group.broadcast_tensors(pending)
                 pending = []
+                num_bytes = 0
         return received
 
     def _share(self, value: Any = None) -> Any:
