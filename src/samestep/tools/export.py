@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from samestep.snapshot.serialization import SavedState
 
+SHARD_SIZE = "5GB"
 SUFFIXES = (".safetensors", ".pt", ".pth")  # they choose the format
 
 
@@ -44,7 +45,7 @@ SUFFIXES = (".safetensors", ".pt", ".pth")  # they choose the format
     help="write a new directory FILE: model*.safetensors as Hugging Face writes them, or a checkpoint of "
     "torch.distributed.checkpoint (dcp)",
 )
-@click.option("--max-shard-size", metavar="SIZE", help="of --format safetensors; default: 5GB")
+@click.option("--max-shard-size", metavar="SIZE", help=f"of --format safetensors; default: {SHARD_SIZE}")
 def run_export(
     run: str,
     file: Path,
@@ -66,7 +67,7 @@ def run_export(
       samestep export RUN DIR --format safetensors --max-shard-size 2GB    for from_pretrained and run.load_weights
       samestep export RUN DIR --format dcp                                 for torch.distributed.checkpoint.load
     """
-    max_bytes = parse_size(max_shard_size or "5GB")
+    max_bytes = parse_size(max_shard_size or SHARD_SIZE)
     if max_shard_size is not None and form != "safetensors":
         raise Error("--max-shard-size is for --format safetensors: add that, or leave it out", code="SS104")
     if form is not None and force:
