@@ -10,6 +10,7 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def mutate(draw: Callable[[st.SearchStrategy[Any]], Any], manifest: Any) -> None
         holder = holder[key]
     how = draw(st.sampled_from(["replace", "remove", "rename"]))
     if how == "replace":
-        holder[last] = draw(st.sampled_from(JUNK))
+        holder[last] = deepcopy(draw(st.sampled_from(JUNK)))  # the next mutation may change it
     elif how == "remove" or isinstance(last, int):
         del holder[last]
     else:
