@@ -70,7 +70,7 @@ def test_output_that_cannot_be_written(command: Command) -> None:
             done = command.finish(command.start(*words, stdout=full))
             assert done.stderr == (
                 "samestep: error: the output cannot be written (No space left on device): "
-                "make room, or send it elsewhere\n"
+                "make room, or send it elsewhere [SS113]\n"
             )
             assert done.returncode == 2
 
