@@ -17,6 +17,7 @@ from support.selection import one_in
 from support.slurm import Cluster, open_cluster, why_not
 from support.waiting import DEADLINE_S, wait_until
 
+from samestep.launch.sbatch import FIRST_PORT, NUM_PORTS
 from samestep.launch.target import Target
 from samestep.tools.scale.run_scale import estimate_queue_s
 
@@ -41,19 +42,19 @@ class Jobs:
         self.python = find_programs() / "python"
         self._started: list[Started] = []
 
-    def start(self, *words: str | Path) -> Started:
+    def start(self, *words: str | Path, **variables: str) -> Started:
         """Starts a command with the variables of the cluster."""
         output = self.trial.faults / f"job-{len(self._started)}"
-        started = Started(words, output, self.cluster.variables)
+        started = Started(words, output, {**self.cluster.variables, **variables})
         self._started.append(started)
         return started
 
-    def submit(self, *flags: str | Path, fault: str = HELD) -> Started:
+    def submit(self, *flags: str | Path, fault: str = HELD, **variables: str) -> Started:
         """Two nodes with a rank each, followed."""
         run_dir = self.trial.dir
         return self.start(
             self.python, "-m", "samestep", "submit", "--nodes", "2", "--run-dir", run_dir, *flags,
-            SCRIPT, run_dir, *flags_of(*([fault] if fault else [])),
+            SCRIPT, run_dir, *flags_of(*([fault] if fault else [])), **variables,
         )  # fmt: skip
 
     def wait_held(self, started: Started) -> None:
@@ -235,7 +236,7 @@ def test_a_job_without_progress(jobs: Jobs, trial: Trial) -> None:
 # Slurm waits before it starts a job that was queued again, and looks at time limits every 30 s.
 def test_time_limit(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
     """Slurm sends a signal before the limit: once the ranks train, the limit is changed to less than the grace time."""
-    started = jobs.submit("--time", "60", "--grace-s", "600")
+    started = jobs.submit("--time", "60", "--grace-s", "600", "--heal")  # a shell passes the signal on
     jobs.wait_held(started)
     number = jobs.number(started)
     jobs.cluster.run("scontrol", "update", f"jobid={number}", "timelimit=9")
@@ -260,6 +261,41 @@ def test_a_node_fails(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> Non
     jobs.cluster.repair("n2")
     trial.go_on()
     assert "resumed at step 6" in finish(started)
+    assert trial.outcome() == undisturbed()
+
+
+def test_the_others_continue_without_a_rank(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
+    fault = "kill rank 1 at step 7 in forward"
+    started = jobs.submit("--heal", fault=fault)
+    said = finish(started)
+    assert "rank 1 was killed by SIGKILL" in said
+    assert "rank 1 is gone in step 7: rank 0 continues alone" in said
+    assert not (trial.dir / "restarts.jsonl").exists()
+    assert trial.outcome() == undisturbed()
+
+
+# On this machine, a launcher of any node could become the rendezvous. So the others wait for that of the first node.
+PROLOG = f"""\
+#!/bin/bash
+if [ "$SLURM_NODEID" != 0 ]; then
+  until (echo > /dev/tcp/127.0.0.1/$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))) 2>/dev/null; do sleep 0.1; done
+fi
+"""
+
+
+def test_the_others_continue_without_a_node(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
+    """Slurm lets the job continue, and reports its success."""
+    prolog = trial.faults / "prolog.sh"
+    prolog.write_text(PROLOG)
+    prolog.chmod(0o755)
+    started = jobs.submit("--heal", SLURM_TASK_PROLOG=str(prolog))
+    jobs.wait_held(started)
+    jobs.cluster.fail("n2")
+    started.wait_for_words("rank 1 was lost with ")
+    trial.go_on()
+    finish(started)
+    jobs.cluster.repair("n2")
+    assert not (trial.dir / "restarts.jsonl").exists()
     assert trial.outcome() == undisturbed()
 
 

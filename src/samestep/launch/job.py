@@ -91,7 +91,7 @@ def build_job(target: Target, values: Mapping[str, Any]) -> Job:
             f"--time {values['time']} leaves {limit_s - grace_s} s before the signal to stop, which Slurm can send up "
             f"to 60 s early: give {LEAST_S} s and the time of some steps and a snapshot, or it may save nothing new"
         )
-    passed_on = {"show_ranks", "max_restarts", "tf_config", *OPTIONS} - {"run_dir", "grace_s"}
+    passed_on = {"show_ranks", "max_restarts", "heal", "tf_config", *OPTIONS} - {"run_dir", "grace_s"}
     default_names = {"module": target.name, "recipe": target.name.rpartition(".")[2]}
     name = values.get("job_name") or default_names.get(target.kind, Path(target.name).stem)
     return Job(

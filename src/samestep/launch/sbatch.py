@@ -37,7 +37,7 @@ SCRIPT = """\
 {directives}
 
 {launch}
-rc=$?
+{code}
 
 # {start_again}: the run was stopped and has saved. The job is requeued, and then resumes.
 # {killed}: SIGUSR1 came before the ranks existed. The job is requeued, up to its 10th restart.
@@ -53,6 +53,15 @@ ENDPOINT = f"""\
 export {SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
 head=$(scontrol show node --oneliner "$SLURMD_NODENAME" | grep -o ' NodeAddr=[^ ]*' | cut -d= -f2)
 port=$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))
+"""
+
+# With --heal: srun would return the code of a node that was lost. The launcher of the first node, which is the
+# rendezvous, knows how the run has ended. Each launcher handles the signals; its shell waits for it.
+KEEP_CODE = """trap : USR1 TERM INT; "$@"; rc=$?; if [ "$SLURM_NODEID" = 0 ]; then echo $rc > "$0"; fi; exit $rc"""
+OWN_CODE = """\
+rc=$?
+if [ -s "$code" ]; then rc=$(cat "$code"); fi
+rm -f "$code"
 """
 
 
@@ -82,19 +91,26 @@ def render(job: Job) -> str:
                 code="SS101",
             )
     lines = [f"#SBATCH --{name}={_quote(str(value))}" for name, value in directives.items()]
-    lines += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in options.get("sbatch", ()))]
+    heals = options.get("heal", False)
+    flags = ["requeue", *(["no-kill"] if heals else [])]
+    lines += [*(f"#SBATCH --{option}" for option in flags), *(f"#SBATCH {each}" for each in options.get("sbatch", ()))]
     run_dir = f"{job.run_dir}/$SLURM_ARRAY_TASK_ID" if is_array else job.run_dir
     command = job.build_command(sys.executable, "$head:$port", run_dir)
     of_shell = {"$head:$port": '"$head:$port"'}
     if is_array:
         of_shell[run_dir] = f"{shlex.quote(job.run_dir)}/$SLURM_ARRAY_TASK_ID"
     words = [of_shell.get(word, shlex.quote(word)) for word in command]
-    # A launcher that ends before the others must not end the step. Slurm itself handles a lost node.
+    # A launcher that ends before the others must not end the step. Slurm itself handles a lost node, but with --heal.
     srun = f"srun --export=ALL --cpus-per-task={job.num_cpus} --kill-on-bad-exit=0 --wait=0"
+    if heals:
+        srun += f' --no-kill bash -c {shlex.quote(KEEP_CODE)} "$code"'
     return SCRIPT.format(
         version=__version__,
         directives="\n".join(lines),
-        launch=(ENDPOINT if job.num_nodes > 1 else "") + f"{srun} \\\n  {' '.join(words)}",
+        launch=(ENDPOINT if job.num_nodes > 1 else "")
+        + ("code=$(mktemp)\n" if heals else "")
+        + f"{srun} \\\n  {' '.join(words)}",
+        code=OWN_CODE.rstrip() if heals else "rc=$?",
         start_again=START_AGAIN,
         killed=128 + signal.SIGUSR1,
         # The job id of the last task of an array is that of the array: it would requeue all tasks.
