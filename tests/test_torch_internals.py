@@ -82,6 +82,23 @@ def test_the_connections_of_gloo_are_found(tmp_path: Path) -> None:
         assert torch_internals.list_gloo_sockets() == []
 
 
+def wait_for_one_that_is_cut_off() -> str:
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        torch_internals.break_gloo_connections()
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        dist.destroy_process_group()
+        return str(error)
+    return ""
+
+
+def test_broken_connections_end_a_wait() -> None:
+    assert "onnection closed" in samestep.spawn(wait_for_one_that_is_cut_off, 2)
+
+
 def test_collectives_are_counted(tmp_path: Path) -> None:
     """Without `_world.pg_map` and sequence numbers: count calls in `torch.profiler`, which records collectives."""
     assert torch_internals.count_collectives() == 0

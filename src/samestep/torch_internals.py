@@ -5,6 +5,7 @@ None has a public equivalent that is as fast or does the same. If a torch releas
 """
 
 import os
+import socket
 import stat
 import time
 import weakref
@@ -261,6 +262,17 @@ def list_gloo_sockets() -> list[int]:
             waited_for = [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
             fds += [fd for fd in waited_for if stat.S_ISSOCK(os.fstat(fd).st_mode)]
     return fds
+
+
+def break_gloo_connections() -> None:
+    """Let gloo report that every other rank is gone, in any thread: its waits then raise RuntimeError.
+
+    Without this, a wait for a host that has vanished from the network does not end.
+    """
+    for fd in list_gloo_sockets():
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+            connection.getpeername()  # raises for the socket at which gloo listens
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def set_timeout(timeout: timedelta) -> None:

@@ -223,6 +223,10 @@ def test_nodes_that_do_not_fit_together(open_place: Callable[..., Place], capfd:
             place.hello(2, settings=place.hello(2).settings | {"program": "x"}),
             r"node 2 \(.*\) has another test_rendezvous.py than node 0 \(.*\) \(x, not \w+\): make them",
         ),
+        (
+            build_hello(replace(place.nodes, node_rank=2), Target("script", __file__, []), 1, 0, heals=True),
+            r"node 2 \(.*\) has another --heal than node 0 \(.*\) \(yes, not no\): make them the same",
+        ),
     ):
         with pytest.raises(Error, match=said) as refused:
             connect(place.nodes, other, lambda: False)
@@ -234,7 +238,7 @@ def test_nodes_that_do_not_fit_together(open_place: Callable[..., Place], capfd:
     assert "; present: node 0 (" in end["message"]
     assert end["message"].endswith(" [SS507]")
     assert end["code"] == 2
-    assert capfd.readouterr().err.count(" was refused: ") == 2
+    assert capfd.readouterr().err.count(" was refused: ") == 3
 
 
 @pytest.mark.parametrize(
@@ -304,7 +308,7 @@ def test_exit_codes(codes: dict[int, int], is_complete: bool, code: int) -> None
     """The exit code is 0 if the run has ended, also on a node whose ranks were never started."""
     ranks = Ranks(None)  # type: ignore[arg-type]
     try:
-        ranks.codes, ranks.num_ranks = codes, len(codes)
+        ranks.ends.codes, ranks.num_ranks = codes, len(codes)
         assert _conclude(ranks, [], End(code=2, is_complete=is_complete)) == code
     finally:
         ranks.close()

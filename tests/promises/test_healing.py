@@ -220,7 +220,7 @@ def test_a_named_snapshot_that_is_lost(trial: Trial, undisturbed: Undisturbed) -
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:1"], "--heal is for one machine"),
+        (["--check-compute-every", "5"], "--heal does not support check_compute_every and the tools"),
         (["--shard", "optimizer"], '--heal does not support shard="optimizer"'),
     ],
 )

@@ -109,6 +109,11 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made.close()
 
 
+def test_ranks_cannot_continue_without_the_one_that_writes_a_copy(cluster: Cluster) -> None:
+    error = cluster.spawn_to_fail([0, 1], SAMESTEP_HEAL="1")
+    assert "--heal does not support a run directory that the nodes do not share: leave out one of them" in str(error)
+
+
 def assert_ended_as(cluster: Cluster, nodes: Sequence[int], wanted: Outcome) -> None:
     """All copies are complete and are those of a run without faults."""
     for node in nodes:

@@ -4,7 +4,7 @@ from typing import Any
 
 from samestep.console import say
 from samestep.errors import NotHealed, PeerFailed
-from samestep.launch.local_ranks import Ranks
+from samestep.launch.failure import RankEnds
 from samestep.world.membership import GENERATION_S, READY, write_generation
 
 DEATHS = ("died", "stuck")  # kinds of failures
@@ -17,24 +17,27 @@ class Healer:
         store: the store of the ranks.
         secret: the ranks' secret.
         num_ranks: number of ranks at the start.
+        ends: how they have ended so far, on all machines.
     """
 
-    def __init__(self, store: Any, secret: str, num_ranks: int) -> None:  # TCPStore
+    def __init__(self, store: Any, secret: str, num_ranks: int, ends: RankEnds) -> None:  # TCPStore
         self._store = store
         self._secret = secret
         self._num_ranks = num_ranks
+        self._ends = ends
         self._members = [*range(num_ranks)]
         self._number = 0
 
-    def heal(self, ranks: Ranks) -> None:
+    def heal(self) -> None:
         """After a death, let the other ranks continue if they can. If not, the failures remain those of the launch."""
-        left = [rank for rank in self._members if rank not in ranks.codes]
-        has_died = ranks.failures or ranks.outlived  # until then, a rank that ends lets the others fail: they wait
-        if not has_died or not left or left == self._members or not self._can_continue(ranks):
+        ends = self._ends
+        left = [rank for rank in self._members if rank not in ends.codes]
+        has_died = ends.failures or ends.outlived  # until then, a rank that ends lets the others fail: they wait
+        if not has_died or not left or left == self._members or not self._can_continue():
             return
         self._members = left
         self._write(left)
-        for failure in ranks.outlive():
+        for failure in ends.outlive([failure.rank for failure in ends.failures]):
             if failure.kind == "died":  # another rank has reported one that was stuck
                 say(failure.reason)
 
@@ -42,10 +45,19 @@ class Healer:
         """End the waiting of ranks that have lost another one."""
         self._write([])
 
-    def explain(self, ranks: Ranks) -> str:
-        """Say in a clause why the others have not continued after a death, when all have ended; "" if none died."""
-        failures = ranks.failures
-        dead = {failure.rank for failure in (*ranks.outlived, *failures) if failure.kind in DEATHS}
+    def report(self, *, is_end: bool) -> None:
+        """When all ranks have ended, print why the others have not continued after a death, if one has died.
+
+        Args:
+            is_end: whether the launch ends, too.
+        """
+        if why := self._explain():
+            advice = ": --max-restarts N starts again from the newest snapshot" if is_end else ""
+            say(f"the other ranks do not continue, because {why}{advice}")
+
+    def _explain(self) -> str:
+        failures = self._ends.failures
+        dead = {failure.rank for failure in (*self._ends.outlived, *failures) if failure.kind in DEATHS}
         if not dead or any(failure.kind == "error" for failure in failures):
             return ""
         for failure in failures:
@@ -62,14 +74,14 @@ class Healer:
             return "none is left"
         if not self._are_ready():
             return "not all had begun their first loop"
-        for rank, code in ranks.codes.items():
+        for rank, code in self._ends.codes.items():
             if code == 0:
                 return f"rank {rank} had already ended its script"
         return f"they have not formed a new group within {GENERATION_S:g} s"
 
-    def _can_continue(self, ranks: Ranks) -> bool:
+    def _can_continue(self) -> bool:
         # An exception would occur again, in the rank that gets these micro-batches.
-        return all(failure.kind in DEATHS for failure in ranks.failures) and self._are_ready()
+        return all(failure.kind in DEATHS for failure in self._ends.failures) and self._are_ready()
 
     def _are_ready(self) -> bool:
         return int(self._store.add(READY, 0)) >= self._num_ranks

@@ -173,7 +173,7 @@ def run_launch(
 
 def _conclude(ranks: Ranks, received: list[int], end: "End") -> int:
     """Report the failure, if any. Returns the exit code."""
-    if any(code < 0 for code in ranks.codes.values()) and sys.stdout.isatty():
+    if any(code < 0 for code in ranks.ends.codes.values()) and sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)  # a progress bar may have hidden the cursor
     failure = ranks.first_failure()
     was_stopped = ranks.is_stopping or not ranks.num_ranks  # the second: a signal came before the first round

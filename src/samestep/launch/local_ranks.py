@@ -20,7 +20,7 @@ from samestep.config import PREFIX, Overrides, to_variables
 from samestep.console import print_error
 from samestep.errors import Error, InvalidValue, add_code
 from samestep.files import open_regular, read_tail, replace_file
-from samestep.launch.failure import RankFailure, describe_death, find_first, read_failure
+from samestep.launch.failure import RankEnds, RankFailure, describe_death, read_failure
 from samestep.launch.forkserver import ForkServer
 from samestep.launch.target import Target
 from samestep.world.environment import (
@@ -139,9 +139,7 @@ class Ranks:
         num_ranks, world_size: of the last `start`; on this machine and on all machines.
         started: whether the processes exist.
         lost: the server has ended, or could not kill a rank: the ranks cannot be started again.
-        codes: rank -> exit code, or minus the signal, of the ranks that have ended.
-        failures: of the ranks that failed. A rank that ended because it was sent a signal has not failed.
-        outlived: the failures after which the other ranks have continued.
+        ends: how they have ended since the last `start`.
     """
 
     def __init__(self, server: ForkServer, shown: frozenset[int] = frozenset({0})) -> None:
@@ -150,9 +148,7 @@ class Ranks:
         self.shown = shown
         self.num_ranks = self.world_size = 0
         self.started = self.lost = False
-        self.codes: dict[int, int] = {}
-        self.failures: list[RankFailure] = []
-        self.outlived: list[RankFailure] = []
+        self.ends = RankEnds()
         self._stopped_s = self._killed_s = math.inf
         self._server = server
         self._first_rank = 0
@@ -164,9 +160,7 @@ class Ranks:
         if self.started:
             self.started = False
             self._stopped_s = self._killed_s = math.inf
-            self.codes = {}
-            self.failures = []
-            self.outlived = []
+            self.ends = RankEnds()
             self._succeeded = {}
             try:
                 make_private(self.directory)
@@ -192,13 +186,12 @@ class Ranks:
     @property
     def done(self) -> bool:
         """Whether every rank has ended."""
-        return len(self.codes) == self.num_ranks
+        return len(self.ends.codes) == self.num_ranks
 
     @property
     def has_succeeded(self) -> bool:
         """Whether every rank has ended with exit code 0."""
-        gone = [failure.rank for failure in self.outlived]
-        return self.done and not any(code for rank, code in self.codes.items() if rank not in gone)
+        return self.done and self.ends.have_succeeded
 
     @property
     def is_stopping(self) -> bool:
@@ -226,13 +219,6 @@ class Ranks:
             self._pids = event["started"]
         elif event is not None:
             self._end(event["rank"], event["code"], event["time_s"])
-
-    def outlive(self) -> list[RankFailure]:
-        """Note that the other ranks continue without those that have failed so far. Returns the failures of these."""
-        failures = self.failures
-        self.outlived += failures
-        self.failures = []
-        return failures
 
     def request_stop(self, signum: int = signal.SIGTERM) -> None:
         """Send a signal to the ranks. A run completes its step, saves and ends; other programs are killed by it."""
@@ -269,9 +255,7 @@ class Ranks:
 
         Call when all ranks have ended, so that their output is complete.
         """
-        first = find_first(self.failures)
-        if first is not None and first.secondary and self.outlived:  # it has lost that rank
-            first = self.outlived[-1]
+        first = self.ends.first_failure
         if first is not None and first.secondary and self._succeeded and not (self.directory / STOPPED).exists():
             # The others have lost a rank that ended before them with exit code 0. It counts even if its loop is
             # finished, because a further loop or an evaluation can follow.
@@ -282,7 +266,7 @@ class Ranks:
                 "of the script, run.evaluate among them"
             )
             return RankFailure(rank, time_s, 1, False, "died", message)
-        failures = [*self.outlived, *self.failures]
+        failures = [*self.ends.outlived, *self.ends.failures]
         alike = [f for f in failures if first and (f.kind, f.message) == (first.kind, first.message)]
         failure = min(alike, key=lambda failure: (failure.rank not in self.shown, failure.rank), default=None)
         if failure is None or failure.rank in self.shown:
@@ -306,7 +290,7 @@ class Ranks:
             if failure.log and not failure.traceback:
                 where = self.find_log(failure.rank)
                 lines += [f"samestep: the end of rank {failure.rank}'s output{where and f' ({where})'}:", failure.log]
-            own = [other for other in self.failures if other.rank != failure.rank and not other.secondary]
+            own = [other for other in self.ends.failures if other.rank != failure.rank and not other.secondary]
             same = [other.rank for other in own if other.message == failure.message]
             lines += [f"samestep: {other.reason}" for other in own if other.rank not in same]
             others = ""
@@ -335,26 +319,26 @@ class Ranks:
             return ""
 
     def _end(self, rank: int, code: int, time_s: float, death: str = "") -> None:
-        self.codes[rank] = code
         if not code and not self.is_stopping:
             self._succeeded[rank] = time_s
         # A rank that ends by the signal that it was sent has not failed. An event can arrive later than the end itself.
         sent_s = self._killed_s if code == -signal.SIGKILL else self._stopped_s
+        failure = None
         if code and not (time_s >= sent_s and -code in STOP_SIGNALS):
             died = RankFailure(rank, time_s, code, False, "died", death or describe_death(code))
             failure = read_failure(rank, self.directory) or died
-            self.failures.append(failure)
             log = self.find_log(rank)
             if log and failure.traceback and not failure.secondary:  # not printed by the rank
                 with suppress(OSError), open(log, "a", opener=open_regular) as file:
                     file.write(failure.traceback)
+        self.ends.add(rank, code, failure)
 
     def _give_up(self, death: str) -> None:
         """Treat the remaining ranks as killed: the server has ended, or cannot kill them. `death`: for the message."""
         for pid in self._pids:
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
-        for rank in set(range(self._first_rank, self._first_rank + self.num_ranks)) - set(self.codes):
+        for rank in set(range(self._first_rank, self._first_rank + self.num_ranks)) - set(self.ends.codes):
             self.lost = True
             self._end(rank, -signal.SIGKILL, time.time(), death)
 

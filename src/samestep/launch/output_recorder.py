@@ -49,6 +49,8 @@ def start_log(rank: int, path: Path) -> None:
 def show_instead(rank: int, gone: int) -> None:
     """Show the future output of this rank, if that of `gone` was shown, which has died. As `start_log` otherwise.
 
+    If `gone` was on another host, it is shown on the terminal of this one.
+
     Returns when the recorder has read the request: it would not show what it reads together with it.
     """
     pipe = read_log_pipe()
@@ -279,7 +281,7 @@ class Recording:
             self._selector.unregister(self._paths)
 
     def _show(self, rank: int, gone: int) -> None:
-        if gone in self._shown:
+        if gone in self._shown or gone not in self._logs:  # the second: it was on another host
             self._shown.add(rank)
             for stream in self._streams:
                 if stream.rank == rank and stream.target is None:

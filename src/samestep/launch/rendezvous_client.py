@@ -232,7 +232,13 @@ def parse_hello(fields: Mapping[str, Any]) -> Hello:
 
 
 def build_hello(
-    nodes: Nodes, target: Target, num_ranks: int, max_restarts: int, overrides: Overrides | None = None
+    nodes: Nodes,
+    target: Target,
+    num_ranks: int,
+    max_restarts: int,
+    overrides: Overrides | None = None,
+    *,
+    heals: bool = False,
 ) -> Hello:
     """Build this node's description. `overrides` take precedence over the SAMESTEP_* variables."""
     import torch
@@ -244,6 +250,7 @@ def build_hello(
         "--rdzv-id": nodes.run_id,
         "--nnodes": f"{nodes.least}:{nodes.most}",
         "--max-restarts": str(max_restarts),
+        "--heal": "yes" if heals else "no",
         PROGRAM: describe_target(target),
         "samestep": __version__,
         "torch": torch.__version__,

@@ -25,8 +25,9 @@ from msgspec.structs import asdict
 from samestep.console import say
 from samestep.decoding import convert
 from samestep.errors import Error, add_code
-from samestep.launch.failure import RankFailure, find_first
-from samestep.launch.handshake import is_proven, make_nonce, prove
+from samestep.launch.failure import RankEnds, RankFailure
+from samestep.launch.handshake import derive_key, is_proven, make_nonce, prove
+from samestep.launch.healer import Healer
 from samestep.launch.local_ranks import open_store
 from samestep.launch.messages import LauncherLink
 from samestep.launch.rendezvous_client import End, Hello, Nodes, find_difference, find_other_arguments, parse_hello
@@ -57,6 +58,19 @@ class NodeOutcome(Struct, frozen=True, forbid_unknown_fields=True):
     is_complete: bool
 
 
+class NewEnds(Struct, frozen=True, forbid_unknown_fields=True):
+    """The ranks of a node that have ended since its last message. Sent with `--heal`.
+
+    Attributes:
+        codes: (rank, exit code or minus the signal).
+        failures: of those that failed.
+    """
+
+    round: int
+    codes: list[tuple[int, int]]
+    failures: list[RankFailure]
+
+
 @dataclass
 class PendingNode:
     """A connection that is not admitted yet.
@@ -75,25 +89,44 @@ class PendingNode:
 
 @dataclass
 class Member:
-    """A node that was admitted. `outcome` is how its ranks ended in this round."""
+    """A node that was admitted.
+
+    Attributes:
+        ranks: its ranks in this round.
+        outcome: how they ended.
+    """
 
     link: LauncherLink
     hello: Hello
+    ranks: range = range(0)
     outcome: NodeOutcome | None = None
 
 
 class RendezvousServer(threading.Thread):
     """The server thread. It sends each decision to all nodes.
 
-    `received` holds the signals that the launcher on this machine has received so far.
+    Args:
+        received: the signals that the launcher on this machine has received so far.
+        heals: whether the other ranks continue if one dies.
     """
 
-    def __init__(self, nodes: Nodes, listener: socket.socket, max_restarts: int, received: Sequence[int]) -> None:
+    def __init__(
+        self,
+        nodes: Nodes,
+        listener: socket.socket,
+        max_restarts: int,
+        received: Sequence[int],
+        *,
+        heals: bool = False,
+    ) -> None:
         super().__init__(name="samestep rendezvous", daemon=True)
         self._nodes = nodes
         self._listener = listener
         self._max_restarts = max_restarts
         self._received = received
+        self._heals = heals
+        self._ends = RankEnds()  # of this round, with `heals`
+        self._healer: Healer | None = None
         self._members: list[Member] = []
         self._pending: list[PendingNode] = []
         self._in_round: list[Member] | None = None  # the members whose ranks run; None between rounds
@@ -108,6 +141,7 @@ class RendezvousServer(threading.Thread):
         self._lost: list[str] = []
         self._warnings: set[str] = set()  # printed so far
         self._is_admitting = False
+        self._is_stopping = False  # all ranks of this round must end
         self._store: Any = None
         self._changed_s = time.monotonic()
         self._wait_s = self._changed_s + nodes.timeout_s
@@ -191,6 +225,33 @@ class RendezvousServer(threading.Thread):
             member.outcome = outcome = convert(message, NodeOutcome)
             if not outcome.has_succeeded:  # otherwise the other nodes can still be saving
                 self._stop_all("now")
+        elif kind == "ends" and message["round"] == self._round and member in (self._in_round or ()):
+            ends = convert(message, NewEnds)
+            failures = {failure.rank: failure for failure in ends.failures}
+            self._heal_without({rank: (code, failures.get(rank)) for rank, code in ends.codes})
+
+    def _heal_without(self, ended: Mapping[int, tuple[int, RankFailure | None]]) -> bool:
+        """Let the other ranks continue without ranks that have ended. If they cannot, stop all.
+
+        Args:
+            ended: rank -> exit code, and its failure.
+
+        Returns:
+            Whether no rank must stop.
+        """
+        if self._healer is None:
+            return False
+        ends = self._ends
+        for rank in ended.keys() - ends.codes.keys():
+            ends.add(rank, *ended[rank])
+        if not self._is_stopping and not self._received:
+            self._healer.heal()
+        if ends.failures:
+            self._stop_all("now")
+            return False
+        for member in (self._in_round or ()) if ends.outlived else ():
+            member.link.send("outlive", round=self._round, ranks=[failure.rank for failure in ends.outlived])
+        return True
 
     def _warn(self, sentence: str) -> None:
         """Print a sentence once."""
@@ -208,8 +269,9 @@ class RendezvousServer(threading.Thread):
         self._changed_s = time.monotonic()
         if self._in_round is not None and peer in self._in_round and not self._is_over:
             self._in_round.remove(peer)
-            self._lost.append(peer.hello.name)
-            self._stop_all("now")
+            if not self._heal_without(_build_lost(peer)):
+                self._lost.append(peer.hello.name)
+                self._stop_all("now")
 
     def _admit(self, pending: PendingNode, hello: Hello) -> Member:
         """Admit a node. Raises ValueError if it is refused."""
@@ -276,13 +338,18 @@ class RendezvousServer(threading.Thread):
         ]
         self._round += 1
         self._in_round = members
-        self._is_admitting = False
+        self._is_admitting = self._is_stopping = False
         self._lost = []
         address = self._listener.getsockname()[0]
         address = "" if ipaddress.ip_address(address).is_unspecified else address
         self._store = open_store(open_listener(address, 0), address or "localhost")
+        if self._heals:
+            self._ends = RankEnds()
+            secret = derive_key(self._nodes.secret, "the ranks")
+            self._healer = Healer(self._store, secret, sum(sizes), self._ends)
         for node, member in enumerate(members):
             member.outcome = None
+            member.ranks = range(starts[node], starts[node] + sizes[node])
             place = {
                 "port": self._store.port,
                 "node": node,
@@ -309,6 +376,10 @@ class RendezvousServer(threading.Thread):
         return address
 
     def _stop_all(self, how: str) -> None:
+        if how == "now" and not self._is_stopping:
+            self._is_stopping = True
+            if self._healer is not None:
+                self._healer.refuse()
         for member in self._in_round or ():
             if member.outcome is None:
                 member.link.send("stop", round=self._round, how=how)
@@ -323,6 +394,8 @@ class RendezvousServer(threading.Thread):
         self._changed_s = time.monotonic()
         self._wait_s = self._changed_s + self._nodes.timeout_s
         decision = self._decide(members, outcomes)
+        if self._healer is not None and self._is_stopping and not self._received:
+            self._healer.report(is_end=isinstance(decision, End))
         if isinstance(decision, End):
             self._end(decision)
         else:
@@ -330,7 +403,8 @@ class RendezvousServer(threading.Thread):
 
     def _decide(self, members: Sequence[Member], outcomes: Sequence[NodeOutcome]) -> Restart | End:
         """Decide what follows the end of all ranks: another round, or the end of the launch."""
-        first = find_first([outcome.failure for outcome in outcomes if outcome.failure is not None])
+        failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+        first = RankEnds(failures=failures, outlived=self._ends.outlived).first_failure
         leaving = [member for member, outcome in zip(members, outcomes, strict=True) if outcome.signum]
         has_succeeded = all(outcome.has_succeeded for outcome in outcomes)
         is_complete = has_succeeded and all(outcome.is_complete for outcome in outcomes)
@@ -346,8 +420,8 @@ class RendezvousServer(threading.Thread):
             if first.kind != "error" and may_restart:
                 self._num_restarts += 1
                 return Restart(first.reason, first.rank)
-            names = (m.hello.name for m, outcome in zip(members, outcomes, strict=True) if outcome.failure is first)
-            return End(failure=f"{first.reason}, on {next(names)}", code=first.exit_code)
+            where = "".join(f", on {member.hello.name}" for member in members if first.rank in member.ranks)
+            return End(failure=f"{first.reason}{where}", code=first.exit_code)
         if self._lost:
             reason = f"{' and '.join(self._lost)} {'was' if len(self._lost) == 1 else 'were'} lost"
             if len(self._members) >= self._nodes.least:
@@ -368,6 +442,12 @@ class RendezvousServer(threading.Thread):
         self._is_over = True
         for member in self._members:
             member.link.send("end", **asdict(end))
+
+
+def _build_lost(member: Member) -> dict[int, tuple[int, RankFailure]]:
+    """Return the ends of the ranks of a node that was lost."""
+    message = f"was lost with {member.hello.name}"
+    return {rank: (1, RankFailure(rank, time.time(), 1, False, "died", message)) for rank in member.ranks}
 
 
 def open_listener(address: str, port: int) -> socket.socket:

@@ -128,9 +128,9 @@ def _read_value(directory: Path) -> Any:
 
 def _wait(ranks: Ranks) -> None:
     try:
-        while not ranks.done and not ranks.failures:
+        while not ranks.done and not ranks.ends.failures:
             ranks.poll()
-        if ranks.failures:
+        if ranks.ends.failures:
             ranks.stop()
     except KeyboardInterrupt:
         ranks.request_stop()

@@ -18,6 +18,7 @@ from samestep.config import Overrides
 from samestep.console import say
 from samestep.decoding import convert
 from samestep.files import read_bytes, read_text
+from samestep.launch.failure import RankFailure
 from samestep.launch.handshake import derive_key
 from samestep.launch.healer import Healer
 from samestep.launch.local_ranks import Placement, Ranks, build_variables, open_store
@@ -61,12 +62,12 @@ def _poll(ranks: Ranks, received: Sequence[int], healer: Healer | None = None) -
     """Process events, and forward signals. Returns whether a rank has failed, or a signal came before the start."""
     ranks.poll()
     if healer is not None and not received:
-        healer.heal(ranks)
+        healer.heal()
     if len(received) > 1:
         ranks.kill()
     elif received and not ranks.is_stopping:
         ranks.request_stop(signal.SIGTERM if received[0] == signal.SIGHUP else received[0])
-    return bool(ranks.failures or (received and not ranks.started))
+    return bool(ranks.ends.failures or (received and not ranks.started))
 
 
 def run_local(ranks: Ranks, launch: Launch) -> End:
@@ -78,8 +79,8 @@ def run_local(ranks: Ranks, launch: Launch) -> End:
             store = open_store()  # a new one: the old one holds the addresses of the earlier ranks
             num_keys = store.num_keys()
             place = Placement(store.port, num_restarts=num_restarts, restart=restart)
-            healer = Healer(store, place.secret, launch.num_ranks) if launch.heals else None
             _start(ranks, launch, place)
+            healer = Healer(store, place.secret, launch.num_ranks, ranks.ends) if launch.heals else None
             while not (has_failed := _poll(ranks, launch.received, healer)) and not ranks.done:
                 pass
             if has_failed:
@@ -94,9 +95,8 @@ def run_local(ranks: Ranks, launch: Launch) -> End:
                 ranks.record(failure)
             # An Error is a mistake of the user, and would occur again.
             is_end = failure is None or failure.kind == "error" or launch.received or ranks.lost or not may_restart
-            if healer is not None and has_failed and not launch.received and (why := healer.explain(ranks)):
-                advice = ": --max-restarts N starts again from the newest snapshot" if is_end else ""
-                say(f"the other ranks do not continue, because {why}{advice}")
+            if healer is not None and has_failed and not launch.received:
+                healer.report(is_end=bool(is_end))
             if failure is None or is_end:
                 return End(is_complete=True)
             num_restarts += 1
@@ -142,6 +142,7 @@ class NodeSession:
         self._ranks = ranks
         self._round = 0  # whose ranks were started
         self._seen_restarts = 0
+        self._num_reported = 0  # ranks whose ends the server knows
         self._has_reported = self._has_sent_room = False
         self.begun = _Begin()
         self.stop = ""
@@ -172,6 +173,8 @@ class NodeSession:
                     self.stop = ""
                 elif kind == "stop" and message["round"] == self.begun.round:
                     self.stop = message["how"]
+                elif kind == "outlive" and message["round"] == self.begun.round:
+                    self._ranks.ends.outlive(message["ranks"])
                 elif kind == "end":
                     self.end = convert(message, End)
         except OSError:
@@ -186,6 +189,7 @@ class NodeSession:
         begun = self.begun
         self._round = begun.round
         self._has_reported = False
+        self._num_reported = 0
         place = Placement(
             **begun.place,
             host=self._nodes.host,
@@ -213,14 +217,16 @@ class NodeSession:
         """Process events once. Returns whether this node is done with the round."""
         ranks = self._ranks
         received = self._launch.received
-        has_failed = _poll(ranks, received)
         self.receive()
+        has_failed = _poll(ranks, received)
+        if self._launch.heals and not received:
+            self._report_ends()
         if self.end is not None:
             ranks.stop()
             return True
         if self._has_new_round():
             return True
-        if self.stop == "now" or has_failed:
+        if self.stop == "now" or (has_failed and not self._is_undecided):
             ranks.stop()
         elif self.stop == "saved" and ranks.started and not ranks.is_stopping:
             ranks.request_stop()
@@ -228,7 +234,7 @@ class NodeSession:
             with suppress(OSError, ValueError):
                 self._link.send("room", num_ranks=int(read_text(ranks.directory / ROOM)))
                 self._has_sent_room = True
-        if not self._has_reported and (ranks.done or ranks.failures or (received and not ranks.started)):
+        if not self._has_reported and not self._is_undecided and (ranks.done or has_failed):
             self._has_reported = True
             failure = ranks.first_failure()
             if failure is not None:
@@ -236,12 +242,32 @@ class NodeSession:
             self._link.send(
                 "ended",
                 round=self._round,
-                failure=None if failure is None else to_builtins(replace(failure, traceback="", log="")),
+                failure=None if failure is None else to_builtins(_shorten(failure)),
                 signum=received[0] if received else 0,
                 has_succeeded=ranks.has_succeeded,
                 is_complete=not (ranks.directory / STOPPED).exists(),
             )
         return self._has_reported and (len(received) > 1 or ranks.lost)  # do not wait for the other nodes
+
+    @property
+    def _is_undecided(self) -> bool:
+        """Whether the server has not answered yet if the other ranks continue without those that failed here."""
+        is_asked = self._launch.heals and not self._launch.received and self.stop != "now"
+        return is_asked and bool(self._ranks.ends.failures)
+
+    def _report_ends(self) -> None:
+        """Report the ranks that have ended since the last call."""
+        codes = [*self._ranks.ends.codes.items()][self._num_reported :]
+        if codes:
+            self._num_reported += len(codes)
+            ended = {rank for rank, _ in codes}
+            failures = [_shorten(failure) for failure in self._ranks.ends.failures if failure.rank in ended]
+            self._link.send("ends", round=self._round, codes=codes, failures=to_builtins(failures))
+
+
+def _shorten(failure: RankFailure) -> RankFailure:
+    """Return a failure without the texts that only its own node prints."""
+    return replace(failure, traceback="", log="")
 
 
 def run_node(ranks: Ranks, launch: Launch, nodes: Nodes) -> End:
@@ -253,9 +279,11 @@ def run_node(ranks: Ranks, launch: Launch, nodes: Nodes) -> End:
     if (address := find_own_address(nodes.host)) is not None:
         with suppress(OSError):  # the port is in use, by a launcher of another node on this machine
             listener = open_listener(address, nodes.port)
-            server = RendezvousServer(nodes, listener, launch.max_restarts, launch.received)
+            server = RendezvousServer(nodes, listener, launch.max_restarts, launch.received, heals=launch.heals)
             server.start()
-    hello = build_hello(nodes, launch.target, launch.num_ranks, launch.max_restarts, launch.overrides)
+    hello = build_hello(
+        nodes, launch.target, launch.num_ranks, launch.max_restarts, launch.overrides, heals=launch.heals
+    )
     link = connect(nodes, hello, lambda: bool(launch.received))
     if link is None:
         return End()

@@ -103,6 +103,11 @@ class RunLocation:
         return None
 
     @property
+    def is_replicated(self) -> bool:
+        """Whether several ranks write a copy of the run each."""
+        return False
+
+    @property
     def logs(self) -> Path | None:
         """The directory for the output of this start's ranks, `<rank>.log`; None before `begin`."""
         return None

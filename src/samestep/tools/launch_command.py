@@ -10,7 +10,7 @@ from click.shell_completion import CompletionItem
 from samestep.command_line import suggest
 from samestep.config import OPTIONS, Option, is_url, name_flag
 from samestep.console import say
-from samestep.errors import Error, InvalidValue
+from samestep.errors import Error
 from samestep.files import read_text
 from samestep.launch.flags import FLAGS, TORCHRUN, find_misplaced, translate_torchrun
 from samestep.launch.recipe_source import describe_recipes, find_recipes, read_description
@@ -128,8 +128,6 @@ def start(target: Target, values: dict[str, Any]) -> int:
         read_secret(values.pop("rdzv_secret", None)),
         last_call_s=values.pop("rdzv_last_call", LAST_CALL_S),
     )
-    if heals and nodes is not None:
-        raise InvalidValue("--heal is for one machine: leave it out, and use --max-restarts", code="SS104")
     if nodes is None:  # else another node may have the snapshot
         _check_resume(**values)
     return run_launch(

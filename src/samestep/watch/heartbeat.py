@@ -316,10 +316,11 @@ class Heartbeat:
         blocking = [beat for beat in ranks if beat.rank in stall.blocking]
         able = [beat.rank for beat in blocking if not beat.is_silent]
         frozen = [(beat.rank, beat.pid) for beat in blocking if beat.is_silent and beat.process in ("stopped", "alive")]
-        if self._facts.can_heal and not able and not frozen:  # they have ended: the launcher decides
+        if self._facts.can_heal and all(beat.process == "dead" for beat in blocking):  # the launcher decides
             return
-        first = able or ([] if frozen else [self._facts.rank])
-        is_for_all = not self._facts.can_heal or len(blocking) == len(ranks)
+        is_elsewhere = any(beat.is_silent and not beat.process for beat in blocking)  # it cannot be ended from here
+        is_for_all = not self._facts.can_heal or is_elsewhere or len(blocking) == len(ranks)
+        first = able or ([] if frozen or self._facts.can_heal else [self._facts.rank])
         self._commands = replace(self._commands, end=stall.sentence, first=first, is_for_all=is_for_all)
         ended = "the run" if is_for_all else describe_ranks(stall.blocking)
         self._facts.say(f"nothing has moved for too long: stopping {ended}")

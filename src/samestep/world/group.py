@@ -21,7 +21,7 @@ from samestep.console import say, saying_when_slow, warn
 from samestep.errors import KINDS, Error, InvalidType, InvalidValue, NotHealed, PeerFailed, UsageError, name_kind
 from samestep.hashing import hash_pieces
 from samestep.tagged import view_bytes
-from samestep.torch_internals import add_gloo, list_gloo_sockets, set_timeout
+from samestep.torch_internals import add_gloo, break_gloo_connections, list_gloo_sockets, set_timeout
 from samestep.waiting import wait_until
 from samestep.world import wire
 from samestep.world.environment import (
@@ -36,7 +36,7 @@ from samestep.world.environment import (
 )
 from samestep.world.host import read_host_id
 from samestep.world.local_sockets import LocalSockets, connect
-from samestep.world.membership import GENERATION_S, Change, Membership, check_none_gone, is_settled
+from samestep.world.membership import GENERATION_S, Change, LossWatch, Membership, check_none_gone, is_settled
 from samestep.world.rendezvous_store import MAC_BYTES, SignedEntries, read_entry, write_entry
 from samestep.world.version_check import check_alike, describe_software, explain_hashing, explain_torch
 
@@ -135,9 +135,11 @@ class Group:
         """
         self._notify = notify
         if self._membership is None:
-            host, port = read_master()
-            store = dist.TCPStore(host, port, None, False, timedelta(seconds=JOIN_S))  # type: ignore[attr-defined]
-            self._membership = Membership(store, environment.secret, environment.rank, environment.world_size)
+            self._membership = Membership(
+                _connect_to_store(), environment.secret, environment.rank, environment.world_size
+            )
+            if self.local_sockets is None:  # several hosts
+                LossWatch(self._membership, _connect_to_store, break_gloo_connections)
             self._membership.announce()
 
     @contextmanager
@@ -180,7 +182,7 @@ class Group:
         began_s = time.monotonic()
         before = membership.members
         while True:
-            self._leave()
+            membership.leave(self._leave)
             membership.advance(reason)
             try:
                 with self.together():
@@ -637,6 +639,12 @@ def _open_store(environment: Environment, timeout: timedelta) -> Any:  # Store
             "launch"
         )
     return None
+
+
+def _connect_to_store() -> Any:  # TCPStore
+    """Open a further connection to the launcher's store."""
+    host, port = read_master()
+    return dist.TCPStore(host, port, None, False, timedelta(seconds=JOIN_S))  # type: ignore[attr-defined]
 
 
 def has_group() -> bool:

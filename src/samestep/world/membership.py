@@ -4,10 +4,13 @@ The launcher names the survivors of a death, in a generation. The survivors leav
 and compare how far they are.
 """
 
+import atexit
 import hmac
 import json
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,7 @@ from samestep.world.rendezvous_store import MAC_BYTES
 READY = "samestep/heal/ready"  # counts the ranks that can continue after the death of another one
 GENERATION_S = 15.0  # for the launcher to notice a death, and for the survivors to join
 POLL_S = 0.001
+NOTICE_S = 0.5  # for a rank to notice a death itself, before its connections are broken
 
 _gone: list[int] = []  # ranks that have died while this process continued
 
@@ -114,6 +118,8 @@ class Membership:
         self.members: Sequence[int] = range(world_size)
         self.number = 0
         self.position = 0
+        self._is_connected = True
+        self._connection = threading.Lock()  # held while the process group is being left or broken
         self._store = store
         self._secret = secret
         self._own = rank
@@ -131,10 +137,34 @@ class Membership:
         """Announce to the launcher that this rank can continue after the death of another one."""
         self._store.add(READY, 1)
 
+    def leave(self, close: Callable[[], None]) -> None:
+        """Leave the process group by calling `close`."""
+        with self._connection:
+            self._is_connected = False
+            close()
+
+    def break_late(self, store: Any, seen: int, break_connections: Callable[[], None]) -> int:
+        """Break the connections if this rank is still in an older generation than at the last call. In any thread.
+
+        Args:
+            store: the launcher's store, in a connection of the calling thread.
+            seen: the result of the last call.
+
+        Returns:
+            The number of the newest generation.
+        """
+        number = self.number
+        newest = number + (read_generation(store, self._secret, number + 1) is not None)
+        with self._connection:
+            if self._is_connected and self.number == number < newest == seen:
+                break_connections()
+        return newest
+
     def open_store(self) -> Any:  # PrefixStore
-        """Return the store of the current generation's process group."""
+        """Return the store of the current generation's process group, which this rank now joins."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+        self._is_connected = True
         return PrefixStore(f"{name_generation(self.number)}/group", self._store)
 
     def advance(self, reason: str) -> None:
@@ -173,3 +203,35 @@ class Membership:
 
     def _name_arrival(self, member: int) -> str:
         return f"{name_generation(self.number)}/{member}"
+
+
+class LossWatch(threading.Thread):
+    """Ends this rank's wait for a host that has vanished from the network: no connection to it closes.
+
+    Args:
+        open_store: opens a further connection to the launcher's store.
+        break_connections: lets the process group's waits raise.
+    """
+
+    def __init__(
+        self, membership: Membership, open_store: Callable[[], Any], break_connections: Callable[[], None]
+    ) -> None:
+        super().__init__(name="samestep membership", daemon=True)
+        self._membership = membership
+        self._open_store = open_store
+        self._break_connections = break_connections
+        self._is_closed = threading.Event()
+        atexit.register(self.close)  # a thread that runs Python code must not outlive the interpreter
+        self.start()
+
+    def run(self) -> None:
+        seen = 0
+        with suppress(RuntimeError):  # the store has closed: the launcher ends all ranks
+            store = self._open_store()
+            while not self._is_closed.wait(NOTICE_S):
+                seen = self._membership.break_late(store, seen, self._break_connections)
+
+    def close(self) -> None:
+        """End the thread, unless it is blocked."""
+        self._is_closed.set()
+        self.join(NOTICE_S)

@@ -56,6 +56,8 @@ def _find_problem(context: RunContext, data: LoopData, interceptors: Interceptor
         return f'shard="{config.shard}", because a rank\'s part of the state dies with it'
     if data.lanes is not None:
         return "data that can only be read in order, because a rank's position in it dies with it"
+    if context.location.is_replicated:
+        return "a run directory that the nodes do not share"
     if not interceptors.permits_healing:
         return "check_compute_every and the tools that observe a run"
     return "GPUs yet" if context.device.type != "cpu" else ""

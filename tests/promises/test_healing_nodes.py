@@ -1,0 +1,121 @@
+"""With `samestep launch --heal` on several nodes, the ranks of all nodes continue without those that die."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from promises.test_nodes import HELD, finish, flags_at
+from promises.test_restarts import flags_of, read_restarts
+from promises.trial import Outcome, Started, Trial
+from support.hosts import Host
+
+Undisturbed = Callable[..., Outcome]
+
+
+def start(
+    trial: Trial,
+    hosts: Sequence[Host],
+    num_ranks: int,
+    *flags: str,
+    faults: Sequence[str] = (),
+    node_ranks: Sequence[int] | None = None,
+) -> list[Started]:
+    """Start a launcher on each host, or on those with `node_ranks`."""
+    at = flags_at(f"{hosts[0].address}:29400", str(len(hosts)), "--heal", *flags)
+    words = [*flags_of(*faults), "--settled"]
+    return [
+        trial.start("launch", num_ranks, "", *at, "--node-rank", str(rank), arguments=words, host=host)
+        for rank, host in enumerate(hosts)
+        if node_ranks is None or rank in node_ranks
+    ]
+
+
+def read_heals(trial: Trial) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (trial.dir / "heals.jsonl").read_text().splitlines()]
+
+
+def read_lost(trial: Trial) -> list[int]:
+    assert not (trial.dir / "restarts.jsonl").exists(), "no rank has started again"
+    return [rank for heal in read_heals(trial) for rank in heal["lost"]]
+
+
+def test_ranks_die(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
+    """One on each host, rank 0 among them."""
+    faults = ["kill rank 3 at step 3 in backward", "kill rank 0 at step 8 in forward"]
+    nodes = start(trial, all_hosts[:2], 2, faults=faults)
+    assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
+    assert trial.outcome() == undisturbed()
+    assert read_lost(trial) == [3, 0]
+    assert "rank 3 was killed by SIGKILL" in nodes[0].output
+    lines = re.findall(r"step (\d+)/15", nodes[0].output)
+    assert lines[-1] == "15"
+
+
+def test_a_node_without_ranks(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
+    """Rank 0 moves to another host, whose terminal shows it."""
+    fault = "kill rank 0 at step 7 in forward"
+    nodes = start(trial, all_hosts[:2], 1, faults=[fault])
+    assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
+    assert trial.outcome() == undisturbed()
+    assert read_lost(trial) == [0]
+    assert "rank 0 is gone in step 7: rank 1 continues alone" in nodes[1].output
+    assert "step 15/15" in nodes[1].output
+
+
+def test_a_launcher_is_killed(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
+    stays, goes = start(trial, all_hosts[:2], 2, faults=[HELD])
+    trial.wait_held()
+    goes.process.kill()
+    trial.go_on()
+    goes.wait()
+    assert finish(stays) == [0], stays.output
+    assert trial.outcome() == undisturbed()
+    assert sorted(read_lost(trial)) == [2, 3]
+    assert "rank 2 was lost with node 1 (h2)" in stays.output
+
+
+def test_the_plug_is_pulled(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
+    """No connection closes. The others wait in gloo, and continue within seconds."""
+    *stay_on, cut_off = all_hosts
+    *stays, goes = start(trial, [*stay_on, cut_off], 1, faults=[HELD])
+    trial.wait_held()
+    cut_off.pull_the_plug()
+    trial.go_on()
+    assert finish(*stays, goes) == [*[0 for _ in stays], 1], "\n".join(node.output for node in (*stays, goes))
+    assert trial.outcome() == undisturbed()
+    assert read_lost(trial) == [len(stays)]
+
+
+def test_a_stuck_rank_of_another_host(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
+    """The leader cannot see whether it has died: all start again."""
+    fault = "freeze rank 1 at step 7 in forward"
+    nodes = start(trial, all_hosts[:2], 1, "--max-restarts", "1", "--stuck-after-s", "3", faults=[fault])
+    assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
+    assert len(read_restarts(trial)) == 1
+    assert trial.outcome() == undisturbed()
+
+
+def test_a_node_comes_back(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
+    """The others have continued without it. They save, and all start again from that step."""
+    stays, goes = start(trial, all_hosts[:2], 1, faults=[HELD])
+    trial.wait_held()
+    goes.process.kill()
+    stays.wait_for_words("rank 1 was lost with node 1 (h2)")
+    goes.wait()
+    [comes] = start(trial, all_hosts[:2], 1, faults=[HELD], node_ranks=[1])
+    stays.wait_for_words("a second one ends at once")  # it saves, to let the other join
+    trial.go_on()
+    assert finish(stays, comes) == [0, 0], stays.output + comes.output
+    [row] = read_restarts(trial)
+    assert (row["reason"], row["world_size"], row["lost_steps"]) == ("a node has joined", 2, 0)
+    assert [heal["lost"] for heal in read_heals(trial)] == [[1]]
+    assert trial.outcome() == undisturbed()
+
+
+def test_what_cannot_be_healed(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
+    fault = "raise rank 1 at step 7 in forward"
+    nodes = start(trial, all_hosts[:2], 1, "--max-restarts", "1", faults=[fault])
+    assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
+    assert [(row["rank"], row["world_size"]) for row in read_restarts(trial)] == [(1, 2)]
+    assert trial.outcome() == undisturbed()
