@@ -220,11 +220,16 @@ def test_a_named_snapshot_that_is_lost(trial: Trial, undisturbed: Undisturbed) -
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["--check-compute-every", "5"], "--heal does not support check_compute_every and the tools"),
-        (["--shard", "optimizer"], '--heal does not support shard="optimizer"'),
+        (["--check-compute-every", "5"], "--heal does not support check_compute_every and the tools that"),
+        (["--shard", "optimizer"], '--heal does not support shard="optimizer", because '),
     ],
+    ids=["check_compute_every", "shard"],
 )
-def test_what_it_does_not_support_is_refused(trial: Trial, flags: Sequence[str], reason: str) -> None:
-    started = launch(trial, [], *flags, code=2, num_ranks=2)
-    assert f"samestep: error: {reason}" in started.output
-    assert "SS104" in started.output
+def test_what_it_does_not_support(trial: Trial, undisturbed: Undisturbed, flags: Sequence[str], reason: str) -> None:
+    """The run prints so at its beginning. After a death all ranks start again."""
+    fault = "kill rank 1 at step 7 in forward"
+    started = launch(trial, [fault], *flags, "--max-restarts", "1", num_ranks=2)
+    assert f"samestep: {reason}" in started.output
+    assert f"samestep: the other ranks do not continue, because {reason}" in started.output
+    assert len((trial.dir / "restarts.jsonl").read_text().splitlines()) == 1
+    assert trial.outcome() == undisturbed()

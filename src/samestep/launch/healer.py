@@ -5,7 +5,7 @@ from typing import Any
 from samestep.console import say
 from samestep.errors import NotHealed, PeerFailed
 from samestep.launch.failure import RankEnds
-from samestep.world.membership import GENERATION_S, READY, write_generation
+from samestep.world.membership import GENERATION_S, READY, read_refusal, write_generation
 
 DEATHS = ("died", "stuck")  # kinds of failures
 
@@ -60,6 +60,8 @@ class Healer:
         dead = {failure.rank for failure in (*self._ends.outlived, *failures) if failure.kind in DEATHS}
         if not dead or any(failure.kind == "error" for failure in failures):
             return ""
+        if refusal := read_refusal(self._store, self._secret):
+            return refusal
         for failure in failures:
             kind, _, clause = failure.message.partition(": ")
             if kind == NotHealed.__name__:

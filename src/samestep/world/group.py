@@ -36,7 +36,15 @@ from samestep.world.environment import (
 )
 from samestep.world.host import read_host_id
 from samestep.world.local_sockets import LocalSockets, connect
-from samestep.world.membership import GENERATION_S, Change, LossWatch, Membership, check_none_gone, is_settled
+from samestep.world.membership import (
+    GENERATION_S,
+    Change,
+    LossWatch,
+    Membership,
+    check_none_gone,
+    is_settled,
+    write_refusal,
+)
 from samestep.world.rendezvous_store import MAC_BYTES, SignedEntries, read_entry, write_entry
 from samestep.world.version_check import check_alike, describe_software, explain_hashing, explain_torch
 
@@ -111,6 +119,7 @@ class Group:
         self.local_sockets: LocalSockets | None = None
         self._key = b""  # from the launcher's secret and random parts of all ranks, which the store never holds
         self._membership: Membership | None = None
+        self._refuses = False  # to continue after a death, in this loop
         self._is_in_part = False  # within `together`
         self._notify: Callable[[Change], None] = lambda change: None
         self.forget_stops()
@@ -125,7 +134,7 @@ class Group:
     @property
     def can_heal(self) -> bool:
         """Whether the other ranks continue if one dies."""
-        return self._membership is not None
+        return self._membership is not None and not self._refuses
 
     def begin_healing(self, environment: Environment, notify: Callable[[Change], None]) -> None:
         """Let the other ranks continue if one dies. A further call, in a later loop, replaces `notify`.
@@ -134,6 +143,9 @@ class Group:
             notify: called on all survivors after a death, in the new group.
         """
         self._notify = notify
+        if self._refuses and self.rank == 0:
+            write_refusal(_connect_to_store(), environment.secret, "")
+        self._refuses = False
         if self._membership is None:
             self._membership = Membership(
                 _connect_to_store(), environment.secret, environment.rank, environment.world_size
@@ -141,6 +153,12 @@ class Group:
             if self.local_sockets is None:  # several hosts
                 LossWatch(self._membership, _connect_to_store, break_gloo_connections)
             self._membership.announce()
+
+    def refuse_healing(self, environment: Environment, reason: str) -> None:
+        """Let no rank continue if one dies, until the next call of `begin_healing`. `reason`: a clause."""
+        self._refuses = True
+        if self.rank == 0:
+            write_refusal(_connect_to_store(), environment.secret, reason)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -157,7 +175,7 @@ class Group:
         Raises:
             RuntimeError: a rank has died.
         """
-        if self._membership is not None:
+        if self._membership is not None and not self._refuses:
             self._gather_number_now(1)
             self._membership.complete()
 
@@ -177,7 +195,7 @@ class Group:
             NotHealed: because the collective does not count, and this rank cannot repeat it.
         """
         membership = self._membership
-        if membership is None:
+        if membership is None or self._refuses:
             raise PeerFailed(reason)
         began_s = time.monotonic()
         before = membership.members
@@ -218,7 +236,7 @@ class Group:
 
     def _complete(self, collective: Callable[[], T]) -> T:
         """Run a collective. If a rank dies meanwhile, form a new group, and repeat it unless it counts."""
-        if self._membership is None or self._is_in_part:
+        if not self.can_heal or self._is_in_part:
             return collective()
         while True:
             result: list[T] = []

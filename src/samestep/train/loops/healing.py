@@ -2,7 +2,6 @@
 
 import time
 
-from samestep.errors import InvalidValue
 from samestep.launch.output_recorder import show_instead
 from samestep.train.context import RunContext
 from samestep.train.inputs.loop_data import LoopData
@@ -19,16 +18,15 @@ TRACKED_STEPS = 1000  # whose rows may not have reached the trackers when rank 0
 def begin_healing(
     context: RunContext, state: RunState, data: LoopData, feed: Feed, services: Services, interceptors: Interceptors
 ) -> None:
-    """If the launcher was started with --heal, let the other ranks continue after the death of one.
-
-    Raises:
-        InvalidValue: an option of the run does not permit it.
-    """
+    """If the launcher was started with --heal, let the other ranks continue after the death of one, if they can."""
     if not context.environment.heals or context.environment.world_size == 1:
         return
-    problem = _find_problem(context, data, interceptors)
-    if problem:
-        raise InvalidValue(f"--heal does not support {problem}: leave out one of them", code="SS104")
+    if problem := _find_problem(context, data, interceptors):
+        reason = f"--heal does not support {problem}"
+        context.group.refuse_healing(context.environment, reason)
+        then = "all start again from the newest snapshot, as often as --max-restarts permits"
+        context.say(f"{reason}: if a rank dies, {then}")
+        return
 
     def adapt(change: Change) -> None:
         feed.divide_again()
