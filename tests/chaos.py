@@ -35,6 +35,7 @@ ACTIONS = ("kill", "kill", "kill", "raise", "exit", "exhaust", "freeze", "preemp
 LAUNCHER_SIGNALS = ("SIGKILL", "SIGTERM", "SIGUSR1", "SIGINT")
 DAMAGES = ("flip a byte", "cut", "empty", "delete")
 HOWS = ("spawn", "launch", "nodes")
+HEALING = ("heal", "heal-nodes")
 MAX_ROUNDS = 5
 ROUND_DEADLINE_S = 240.0
 
@@ -45,8 +46,8 @@ class Round:
 
     Attributes:
         nodes: the number of ranks on each node; one node is a `spawn` or a `launch`.
-        how: "spawn", "launch", "heal" (`launch --heal`), or "nodes" (as many launchers on this machine as there are
-            nodes).
+        how: "spawn", "launch", "nodes" (as many launchers on this machine as there are nodes), "heal" or "heal-nodes"
+            (the same with `--heal`).
         faults: in the grammar of promises/faulty.py.
         struck_node, sent: the launcher that receives a signal while the last fault holds a rank, and the signal.
         snapshot_every: steps.
@@ -82,9 +83,10 @@ def plan_sequence(seed: int, hows: Sequence[str] = HOWS) -> list[Round]:
 
 def _plan_round(choose: random.Random, hows: Sequence[str], steps: range) -> Round:
     how = choose.choice(hows)
-    world_size = choose.randint(2 if how == "nodes" else 1, NUM_MICRO_BATCHES)
-    first = choose.randint(1, world_size - 1) if how == "nodes" else world_size
-    nodes = (first, world_size - first) if how == "nodes" else (world_size,)
+    has_nodes = how.endswith("nodes")
+    world_size = choose.randint(2 if has_nodes else 1, NUM_MICRO_BATCHES)
+    first = choose.randint(1, world_size - 1) if has_nodes else world_size
+    nodes = (first, world_size - first) if has_nodes else (world_size,)
     num_workers = choose.choice([0, 0, 1])
     faults = [_plan_fault(choose, world_size, num_workers, steps) for _ in range(choose.randint(1, 3))]
     sent = choose.choice(LAUNCHER_SIGNALS) if how != "spawn" and choose.random() < 0.4 else ""
@@ -163,8 +165,8 @@ def _run_round(trial: Trial, round_: Round) -> None:
             return
         arguments = [word for fault in round_.faults for word in ("--fault", fault)]
         arguments += ["--num-workers", str(round_.num_workers)]
-        flags += ["--heal"] if round_.how == "heal" else []
-        if round_.how == "nodes":
+        flags += ["--heal"] if round_.how in HEALING else []
+        if len(round_.nodes) > 1:
             port = stack.enter_context(reserve_port())
             flags += ["--nnodes", str(len(round_.nodes)), "--rdzv-endpoint", f"127.0.0.1:{port}"]
         started = [
@@ -178,7 +180,7 @@ def _run_round(trial: Trial, round_: Round) -> None:
 
 
 def _node_rank(round_: Round, node: int) -> list[str]:
-    return ["--node-rank", str(node)] if round_.how == "nodes" else []
+    return ["--node-rank", str(node)] if len(round_.nodes) > 1 else []
 
 
 def _spawn(trial: Trial, round_: Round) -> None:
@@ -222,10 +224,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="of the first sequence; the next ones count up; default: random")
     parser.add_argument("--sequences", type=int, help="stop after this many")
     parser.add_argument("--minutes", type=float, default=10.0, help="start no new sequence after this; default: 10")
+    known = ", ".join((*HOWS, *HEALING))
+    parser.add_argument("--hows", default=",".join(HOWS), help=f"how rounds start: {known}; default: the first 3")
     parser.add_argument(
-        "--hows", default=",".join(HOWS), help="how rounds start: spawn, launch, heal, nodes; default: all but heal"
+        "--heal", action="store_const", dest="hows", const=",".join(HEALING), help="start all by launch --heal"
     )
-    parser.add_argument("--heal", action="store_const", dest="hows", const="heal", help="start all by launch --heal")
     parser.add_argument("--plan", action="store_true", help="print the rounds of the sequences and run nothing")
     args = parser.parse_args()
     first = secrets.randbelow(10**6) if args.seed is None else args.seed
