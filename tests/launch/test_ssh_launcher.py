@@ -58,6 +58,24 @@ while not stop:
 open(f"saved{rank}", "w").write(" ".join(map(str, told)))
 """
 
+# Waits in its second step until a file is there.
+TRAINS = """
+import os, time, samestep, torch
+run = samestep.Run("run", batch_size=4, micro_batch_size=1)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+run.prepare(model=model, optimizer=optimizer)
+for step in run.steps(torch.ones(8, 2), 3):
+    for x in step:
+        if step.number == 1 and not os.path.exists(name := f"ready{run.rank}"):
+            open("pid" + name, "w").write(str(os.getpid()))
+            os.rename("pid" + name, name)
+            while not os.path.exists("go"):
+                time.sleep(0.01)
+        step.backward(model(x).mean())
+    optimizer.step()
+"""
+
 
 @pytest.fixture
 def hosts(command: Command, tmp_path: Path) -> Iterator[SshHosts]:
@@ -245,6 +263,30 @@ def test_hosts_with_networks_of_their_own(command: Command, tmp_path: Path, name
             assert done.returncode == 1, done.stderr
             assert f"[{first}] samestep: ranks 0 on node 0 (h2), 1 on node 1 (h3)\n" in done.stderr
             assert f"[{first}] samestep: error: node 1 (h3) was lost" in done.stderr
+            command.assert_nothing_left()
+
+
+def test_the_other_hosts_continue(command: Command, tmp_path: Path) -> None:
+    """With --heal, the launcher of one host is killed; all others end with 0."""
+    if reason := why_not() or why_no_hosts():
+        pytest.skip(reason)
+    command.write("trains.py", TRAINS)
+    command.python = sys.executable  # a program forked by the command server has other parents
+    with open_hosts(3) as (here, *there):
+        places = dict(zip("bc", there, strict=True))
+        with open_ssh_hosts(tmp_path / "ssh", [*places], {MARK: command.mark}, places) as hosts:
+            command.variables["PATH"] = f"{hosts.path}:{command.variables['PATH']}"
+            launch = command.start("launch", "--hosts", "b,c", "--heal", "--nproc-per-node=1", "trains.py", host=here)
+            command.wait_for("ready0", "ready1")
+            rank = psutil.Process(int((command.directory / "ready1").read_text()))
+            rank.parents()[1].kill()
+            rank.wait(DEADLINE_S)
+            command.write("go", "")
+            done = command.finish(launch)
+            assert done.returncode == 0, done.stderr
+            lost = "samestep: the launcher on host c was killed by SIGKILL; the others decide whether they continue\n"
+            assert lost in done.stderr
+            assert "[b] samestep: rank 1 is gone in step 1: rank 0 continues alone" in done.stdout
             command.assert_nothing_left()
 
 

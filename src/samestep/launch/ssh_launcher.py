@@ -48,6 +48,7 @@ SSH = (
 ANSWER_S = 60.0
 FOLLOW_S = 15.0  # for the other launchers to end after one has failed
 KILL_S = 10.0  # for launchers to end after a second signal
+LAST_CALL_S = 300  # with --heal: for all hosts to join
 TICK_S = 0.1
 UNREACHED = 255  # exit code of ssh
 NOT_FOUND = (126, 127)  # exit codes of a shell
@@ -215,17 +216,20 @@ def run_hosts(
     if shutil.which(SSH[0]) is None:
         raise Error("--hosts needs ssh, and there is none here: install the OpenSSH client", code="SS107")
     variables = read_passed() | {SECRET: make_secret()}  # sent over stdin, so no process list shows the secret
+    heals = "--heal" in flags
+    least = "1:" if heals and len(hosts) > 1 else ""  # after a loss, the others do not wait for the host to come back
     with LauncherSignals() as signals, Sessions(hosts, Path.cwd(), variables) as sessions:
         if not _wait_for_answers(sessions, signals.received):
             return 128 + signals.received[0]
         endpoint = endpoint or _choose_endpoint(sessions.all)
         for rank, session in enumerate(sessions.all):
             own = [] if session.host.num_ranks is None else ["--nproc-per-node", session.host.num_ranks]
-            nodes = ["--nnodes", str(len(hosts)), "--node-rank", str(rank), "--rdzv-endpoint", endpoint]
+            nodes = ["--nnodes", f"{least}{len(hosts)}", "--node-rank", str(rank), "--rdzv-endpoint", endpoint]
+            nodes += ["--rdzv-last-call", str(LAST_CALL_S)] if least else []
             arguments = [command, *flags, *own, *(nodes if len(hosts) > 1 else []), *program]
             session.is_started = True
             session.send(arguments=arguments)
-        return _wait_for_ends(sessions, signals.received)
+        return _wait_for_ends(sessions, signals.received, heals=heals)
 
 
 def _wait_for_answers(sessions: Sessions, received: Sequence[int]) -> bool:
@@ -278,13 +282,18 @@ def _choose_endpoint(sessions: Sequence[Session]) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def _wait_for_ends(sessions: Sessions, received: Sequence[int]) -> int:
-    """Wait until all launchers have ended. Returns the exit code."""
+def _wait_for_ends(sessions: Sessions, received: Sequence[int], *, heals: bool) -> int:
+    """Wait until all launchers have ended. Returns the exit code.
+
+    Args:
+        heals: whether the launchers of the other hosts decide what follows if one is lost.
+    """
     num_sent = 0
     code = 0
     lost = ""
     limit_s: float | None = None
     ended: list[Session] = []
+    gone: list[Session] = []
     while len(ended) < len(sessions.all):
         sessions.poll()
         for session in [session for session in sessions.all if session.has_ended and session not in ended]:
@@ -295,6 +304,12 @@ def _wait_for_ends(sessions: Sessions, received: Sequence[int]) -> int:
             elif session.killed_by:
                 name = signal.Signals(session.killed_by).name
                 lost = lost or f"the launcher on host {session.host.name} was killed by {name}"
+            if session.code is None or session.killed_by:
+                gone.append(session)
+            if heals and session in gone and len(gone) < len(sessions.all) and not received:
+                say(f"{lost}; the others decide whether they continue")
+                lost = ""
+                continue
             code = code or (1 if session.code is None else session.code)
             if code and limit_s is None:
                 limit_s = time.monotonic() + FOLLOW_S
