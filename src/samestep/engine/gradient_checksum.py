@@ -102,8 +102,12 @@ class PartialChecksums:
         self._own: Callable[[], int] | None = None  # of the last pass, unless it is combined
         self._finish: Callable[[Sequence[int]], None] = lambda _: None
 
-    def add(self, checksum: GradientChecksum, own: Callable[[], int], step: int) -> Callable[[], int]:
-        """Note this rank's checksum of a pass. Return a function that returns the combined one, after `resolve`."""
+    def add(self, checksum: GradientChecksum, own: Callable[[], int], step: int) -> Callable[[], int | None]:
+        """Note this rank's checksum of a pass.
+
+        Returns:
+            A function that returns the combined one; None before `resolve`.
+        """
         combined: list[int] = []
 
         def finish(values: Sequence[int]) -> None:
@@ -111,7 +115,7 @@ class PartialChecksums:
 
         self._own = own
         self._finish = finish
-        return lambda: combined[0]
+        return lambda: combined[0] if combined else None
 
     def take_own(self) -> int:
         """Return this rank's checksum of the last pass, for an exchange of all ranks; 0 if it is combined."""

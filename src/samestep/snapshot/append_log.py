@@ -123,12 +123,13 @@ class LastEntry:
 
     def __init__(self, add: Callable[[Entry], None]) -> None:
         self._add = add
-        self._get_entry: Callable[[], Entry] | None = None
+        self._get_entry: Callable[[], Entry | None] | None = None
 
-    def enter(self, get_entry: Callable[[], Entry], *, is_late: bool) -> None:
+    def enter(self, get_entry: Callable[[], Entry | None], *, is_late: bool) -> None:
         """Pass on the record of a finished step.
 
         Args:
+            get_entry: returns the record; None if the run has ended before it was known.
             is_late: call `get_entry` at the next call or `flush`, so that it does not wait.
         """
         self.flush()
@@ -140,8 +141,9 @@ class LastEntry:
         """Pass on a record that waits."""
         get_entry = self._get_entry
         self._get_entry = None
-        if get_entry is not None:
-            self._add(get_entry())
+        entry = None if get_entry is None else get_entry()
+        if entry is not None:
+            self._add(entry)
 
 
 def format_row(row: Mapping[str, Any]) -> bytes:

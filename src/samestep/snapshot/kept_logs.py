@@ -32,7 +32,7 @@ class KeptLogs:
         self._has_dropped = self._has_dropped or len(self._rows) == MAX_KEPT
         self._rows.append((row["step"], format_row(row)))
 
-    def enter(self, get_entry: Callable[[], Entry], *, is_late: bool = False) -> None:
+    def enter(self, get_entry: Callable[[], Entry | None], *, is_late: bool = False) -> None:
         """Keep the record of a finished step. Arguments as for `RunDirectory.enter`."""
         self._last_entry.enter(get_entry, is_late=is_late)
 

@@ -426,7 +426,7 @@ class RunDirectory:
             metrics.append(rows)
             metrics.flush()
 
-    def enter(self, get_entry: Callable[[], Entry], *, is_late: bool = False) -> None:
+    def enter(self, get_entry: Callable[[], Entry | None], *, is_late: bool = False) -> None:
         """Add a finished step to the ledger.
 
         Args:

@@ -228,11 +228,12 @@ class RunMetrics(StepObserver):
     def _add_to_ledger(self, records: RunDirectory | KeptLogs, step: Step) -> None:
         """Add a step to the ledger. Checksums on a GPU are read after the next step, which needs no wait."""
 
-        def build_entry() -> Entry:
+        def build_entry() -> Entry | None:
             loss = math.nan if step.averaged_loss is None else step.averaged_loss
-            return Entry(
-                step.number, step.epoch, step.num_samples, step.fingerprint, to_bits(loss), step.gradient_checksum
-            )
+            checksum = step.gradient_checksum
+            if checksum is None:  # the run has failed after the step
+                return None
+            return Entry(step.number, step.epoch, step.num_samples, step.fingerprint, to_bits(loss), checksum)
 
         records.enter(build_entry, is_late=any(is_late for _, is_late in step.checksums))
 

@@ -212,7 +212,7 @@ class Step:
         self.num_passes = 0
         self.averaged_loss: float | None = None
         self.averages: dict[str, tuple[Value, float]] = {}
-        self.checksums: list[tuple[Callable[[], int], bool]] = []
+        self.checksums: list[tuple[Callable[[], int | None], bool]] = []
         self.is_open = False
         self.has_gradients = False
         self.is_skipped = True
@@ -259,9 +259,13 @@ class Step:
         return combine(self._fingerprints)
 
     @property
-    def gradient_checksum(self) -> int:
-        """Checksum of the gradients of all passes, for the ledger. On a GPU, waits for the last one."""
-        return combine([read() for read, _ in self.checksums])
+    def gradient_checksum(self) -> int | None:
+        """Checksum of the gradients of all passes, for the ledger. On a GPU, waits for the last one.
+
+        None if the ranks' parts of the last one have not been combined, which the next exchange does.
+        """
+        found = [checksum for read, _ in self.checksums if (checksum := read()) is not None]
+        return combine(found) if len(found) == len(self.checksums) else None
 
     @property
     def loss(self) -> Tensor:
