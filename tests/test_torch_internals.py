@@ -187,8 +187,10 @@ def test_norms_and_groups_are_those_of_the_total_norm() -> None:
 
 
 def test_clipping_looks_at_the_gradients_first() -> None:
-    """Without `_get_total_norm`: replace `torch.nn.utils.clip_grad_norm_`, which misses scripts that import it."""
-    from torch.nn.utils import clip_grad_norm_
+    """Without `_get_total_norm`: replace `torch.nn.utils.clip_grad_norm_` and `get_total_norm`, which misses scripts
+    that import them.
+    """
+    from torch.nn.utils import clip_grad_norm_, get_total_norm
 
     params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     for param in params:
@@ -196,9 +198,13 @@ def test_clipping_looks_at_the_gradients_first() -> None:
     seen: list[Any] = []
     undo = torch_internals.watch_norms(seen.append)
     clip_grad_norm_(params, 1.0)
+    norm = get_total_norm(param.grad for param in params)
     undo()
     clip_grad_norm_(params, 1.0)
-    assert [[grad is param.grad for grad, param in zip(grads, params, strict=True)] for grads in seen] == [[True, True]]
+    for grads in seen:
+        assert all(grad is param.grad for grad, param in zip(grads, params, strict=True))
+    assert len(seen) == 2
+    assert torch.equal(norm, torch_internals.get_total_norm([param.grad for param in params], 2.0))
 
 
 def read_units() -> dict[str, Any]:

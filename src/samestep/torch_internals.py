@@ -52,16 +52,19 @@ def group_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 _norm_watchers: list[Callable[[Sequence[Tensor]], None]] = []
-_get_total_norm: Callable[..., Tensor] = torch.nn.utils.clip_grad._get_total_norm
+_decorated: Any = torch.nn.utils.clip_grad._get_total_norm
+_total_norm_cell = _decorated.__closure__[0]  # where the decorator keeps the function
+_get_total_norm: Callable[..., Tensor] = _total_norm_cell.cell_contents
 
 
 def watch_norms(look: Callable[[Sequence[Tensor]], None]) -> Callable[[], None]:
-    """Call `look` with the gradients of each `torch.nn.utils.clip_grad_norm_`, however the script has imported it.
+    """Call `look` with the tensors of each `torch.nn.utils.clip_grad_norm_` or `get_total_norm`, however the script has
+    imported it.
 
     Returns:
         A function that ends this.
     """
-    torch.nn.utils.clip_grad._get_total_norm = _look_and_get_total_norm
+    _total_norm_cell.cell_contents = _look_and_get_total_norm
     _norm_watchers.append(look)
     return lambda: _norm_watchers.remove(look)
 
@@ -71,6 +74,12 @@ def _look_and_get_total_norm(tensors: Any, *args: Any, **options: Any) -> Tensor
     for look in _norm_watchers:
         look(tensors)
     return _get_total_norm(tensors, *args, **options)
+
+
+@torch.no_grad()
+def get_total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Same as `torch.nn.utils.get_total_norm`, which nothing watches."""
+    return _get_total_norm(tensors, norm_type)
 
 
 # The iterator over a DataLoader. `_next_index` returns the indices of the next batch, `_reset` begins another pass.
