@@ -15,8 +15,9 @@ from promises.loops import CASES, Result, build_run
 from promises.models import Transformer, build_pairs, build_texts
 from promises.test_same_bits import HEAVY, run_alone
 from promises.trial import Outcome, Trial
+from support.runs import digest
 from support.selection import one_in
-from support.tiny import tiny_run, update
+from support.tiny import Tiny, tiny_run, update
 from support.trace import Trace, assert_same
 from torch.distributed.tensor import Shard
 
@@ -209,6 +210,133 @@ def test_a_rank_has_its_shards_only() -> None:
         assert of_rank[1] <= state / 4 * 1.1  # each parameter has a number of steps, too
 
 
+class Odd(torch.nn.Module):
+    """Parameters without elements and without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = (torch.nn.Parameter(torch.tensor(each)) for each in (1.5, 0.5))
+        self.none, self.nothing, self.empty = (torch.nn.Parameter(torch.zeros(each)) for each in (0, 0, (3, 0)))
+        self.register_buffer("unfilled", torch.zeros(0))
+        self.head = torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x) * self.scale + self.shift + self.none.sum() + self.nothing.sum() + self.empty.sum()
+
+
+class Global(torch.optim.Optimizer):
+    """An optimizer with state that belongs to no parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.state["all"] = {"updates": torch.zeros(())}  # type: ignore[index]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["all"]["updates"] += 1  # type: ignore[index]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                state = self.state[param]
+                state["sum"] = state.get("sum", 0) + param.grad
+                param -= state["sum"] * 0.1 / self.state["all"]["updates"]  # type: ignore[index]
+
+
+def update_and_read(tiny: Tiny) -> None:
+    """Look at the state of every parameter, which makes an empty one for those of other ranks."""
+    tiny.optimizer.step()
+    assert sum("exp_avg" in tiny.optimizer.state[param] for param in tiny.model.parameters()) in (0, 1, 2)
+
+
+def update_and_load(tiny: Tiny) -> None:
+    """Load a state of all parameters on all ranks."""
+    tiny.optimizer.step()
+    state = tiny.optimizer.state_dict()
+    shapes = [param.shape for param in tiny.model.parameters()]
+    kept = {i: {"step": torch.tensor(3.0), "exp_avg": torch.ones(shape), "exp_avg_sq": torch.ones(shape)}
+            for i, shape in enumerate(shapes)}  # fmt: skip
+    tiny.optimizer.load_state_dict(state | {"state": kept})
+
+
+STATES: dict[str, dict[str, Any]] = {
+    "empty tensors": {"model": Odd},
+    "state of no parameter": {"optimizer": Global},
+    "state that the script reads": {"then": update_and_read},
+    "state that the script loads": {"then": update_and_load},
+}
+
+
+@pytest.mark.parametrize("name", one_in(2, STATES))
+def test_any_state(name: str, tmp_path: Path) -> None:
+    """Snapshots hold the state of an undivided run, and a start with other ranks continues from them."""
+    options = {"optimizer": torch.optim.AdamW, "snapshot_every": 1, **STATES[name]}
+    samestep.spawn(tiny_run, 1, (tmp_path / "alone",), {"num_steps": 4, **options})
+    for world_size, num_steps in ((3, 2), (2, 4)):
+        samestep.spawn(tiny_run, world_size, (tmp_path / "ranks",), {"num_steps": num_steps, **options}, env=DIVIDED)
+    assert digest(tmp_path / "ranks") == digest(tmp_path / "alone")
+
+
+def raise_after_update(tiny: Tiny) -> None:
+    update(tiny)
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("shard", [DIVIDED, SHARDED])
+def test_a_failure_after_an_update_is_the_only_one(
+    shard: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The record of the step, whose checksum the ranks have not combined, is left out."""
+    with pytest.raises(ZeroDivisionError):
+        samestep.spawn(tiny_run, 2, (tmp_path,), {"then": raise_after_update}, env=shard)
+    assert "IndexError" not in "".join(capfd.readouterr())
+    assert (tmp_path / "ledger.bin").exists()
+
+
+class Adapting(torch.optim.SGD):
+    """Computes its settings from the gradients that it sees."""
+
+    def step(self, closure: Any = None) -> None:
+        grads = [param.grad for param in self.param_groups[0]["params"] if param.grad is not None]
+        self.param_groups[0]["lr"] += sum(float(grad.norm()) for grad in grads)
+        super().step()
+
+
+def test_settings_from_the_gradients_of_one_rank_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = {"num_steps": 1, "optimizer": Adapting}
+    with pytest.raises(samestep.InvalidValue, match=r"other settings \(param_groups\) on rank . than on rank"):
+        samestep.spawn(tiny_run, 2, (tmp_path,), options, env=DIVIDED)
+    assert "optimizer is of class Adapting, which is not torch's" in capfd.readouterr().out
+
+
+def keep_in_state(run_dir: Path) -> None:
+    def keep(tiny: Tiny) -> None:
+        tiny.run.state["best"] = {key: value.clone() for key, value in tiny.model.state_dict().items()}
+
+    tiny_run(run_dir, num_steps=1, then=keep)
+
+
+def test_a_sharded_tensor_in_the_state_of_the_script(tmp_path: Path) -> None:
+    with pytest.raises(samestep.InvalidType, match=r"state\.best\.weight is a DTensor, which a snapshot cannot hold"):
+        samestep.spawn(keep_in_state, 2, (tmp_path,), env=SHARDED)
+
+
+class Aliased(torch.nn.Module):
+    """Two parameters in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.second.weight.data = self.first.weight.data
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh()).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("shard", [DIVIDED, SHARDED])
+def test_parameters_in_one_memory_are_refused(shard: dict[str, str]) -> None:
+    with pytest.raises(samestep.InvalidValue, match=r"model\.second\.weight shares memory with model\.first\.weight"):
+        samestep.spawn(train_wrong, 2, (Aliased,), env=shard)
+
+
 class Swapped(torch.nn.Module):
     """Two blocks of one shape. Rank 1 runs them in another order."""
 
@@ -233,6 +361,22 @@ class Twice(torch.nn.Module):
         return self.blocks[0](self.blocks[0](x).tanh()).sum(1, keepdim=True)
 
 
+class Scalar(torch.nn.Linear):
+    """A parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+
+class Empty(torch.nn.Linear):
+    """A parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.nothing = torch.nn.Parameter(torch.zeros(0))
+
+
 class Partly(Twice):
     """A block that does not run."""
 
@@ -253,9 +397,11 @@ def train_wrong(model: type[torch.nn.Module], blocks: Any = None) -> None:
     (Swapped, "rank 1 has used other parts of the model than rank 0"),
     (Twice, r"model\.blocks\.0 ran twice in one micro-batch"),
     (Partly, r"model\.blocks\.0 was not used in micro-batch"),
+    (Scalar, r"model\.scale has no dimensions"),
+    (Empty, r"model\.nothing has no elements"),
 ])  # fmt: skip
 def test_models_that_cannot_be_sharded(model: type[torch.nn.Module], message: str) -> None:
-    with pytest.raises(samestep.UsageError, match=message):
+    with pytest.raises((samestep.UsageError, samestep.InvalidValue), match=message):
         samestep.spawn(train_wrong, 2, (model,), env=SHARDED)
 
 
@@ -300,6 +446,7 @@ def test_optimizers_that_cannot_be_divided(optimizer: Callable[..., Any], messag
 
 @pytest.mark.parametrize(("optimizer", "message"), [
     (torch.optim.LBFGS, "optimizer is LBFGS, which may need whole tensors"),
+    (torch.optim.Rprop, "optimizer is Rprop, which may need whole tensors"),
     (functools.partial(torch.optim.AdamW, fused=True), "has fused=True"),
     (Wrapper, "inside another object"),
 ])  # fmt: skip
@@ -325,13 +472,24 @@ def clip_by_hand() -> None:
     tiny_run(None, then=lambda t: [torch.nn.utils.clip_grad_norm_(t.model.parameters(), 1.0), update(t)])
 
 
-def test_clipping_by_the_gradients_of_one_rank_is_refused() -> None:
+def clip_by_total_norm() -> None:
+    def clip(t: Tiny) -> None:
+        params = [param for param in t.model.parameters() if param.grad is not None]
+        total_norm = torch.nn.utils.get_total_norm([param.grad for param in params])
+        torch.nn.utils.clip_grads_with_norm_(params, 1.0, total_norm)
+        update(t)
+
+    tiny_run(None, then=clip)
+
+
+@pytest.mark.parametrize("train", [clip_by_hand, clip_by_total_norm])
+def test_clipping_by_the_gradients_of_one_rank_is_refused(train: Callable[[], None]) -> None:
     with pytest.raises(samestep.UsageError, match=r"call run\.clip_grad_norm_"):
-        samestep.spawn(clip_by_hand, 2, env=DIVIDED)
+        samestep.spawn(train, 2, env=DIVIDED)
     with pytest.raises(samestep.UsageError, match="adds norms of shards"):
-        samestep.spawn(clip_by_hand, 2, env=SHARDED)
-    samestep.spawn(clip_by_hand, 2)
-    samestep.spawn(clip_by_hand, 1, env=DIVIDED)
+        samestep.spawn(train, 2, env=SHARDED)
+    samestep.spawn(train, 2)
+    samestep.spawn(train, 1, env=DIVIDED)
 
 
 def clip(norm_type: float, foreach: bool | None) -> Result:

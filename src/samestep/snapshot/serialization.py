@@ -375,7 +375,8 @@ class _Encoder(Encoder):
         kind = type(value)
         if kind in (torch.Tensor, torch.nn.Parameter):
             return self._encode_tensor(value, path)
-        if self._is_mine is not None and is_sharded(value):
+        # Only the objects have one on every rank.
+        if self._is_mine is not None and is_sharded(value) and path[:1] == ("objects",):
             return self._encode_shard(value, path)
         if kind is torch.Size:
             return self.encode(tuple(value), path)

@@ -354,6 +354,7 @@ class Store:
             if manifest["digest"] is not None:
                 return str(manifest["digest"])
             structure, tensors = _open_files(path, manifest)
+            SavedState(structure, tensors)  # checks that they fit together
             return digest_of(structure, {name: tensors.hash(name) for name in list_tensors(structure)})
 
     @contextmanager

@@ -23,7 +23,7 @@ from samestep.train.state.restoring import SnapshotContents
 from samestep.train.state.run_state import RunState
 from samestep.train.state.sharded_init import ShardedInit, is_partial, move
 from samestep.train.state.sharded_state import Blocks, ShardedState, check_options, check_own_calls, has_parts
-from samestep.train.state.stateful import describe_models, find_held_optimizers, outline, states
+from samestep.train.state.stateful import describe_models, find_held_optimizers, outline, refuse_overlaps, states
 from samestep.train.step.interception import Interceptors
 
 
@@ -132,10 +132,12 @@ def prepare_objects(
     if saved is not None:
         contents.fit(saved.contents)
     held = find_held_optimizers(objects)
+    if shard is not None:
+        refuse_overlaps(modules)
     optimizers: DividedOptimizers | None = None
     sharded: ShardedState | None = None
     if shard == "optimizer":
-        optimizers = DividedOptimizers(objects, held, context.group)
+        optimizers = DividedOptimizers(objects, held, context.group, context.say)
     elif shard == "fsdp2":
         check_options(config, device_map)
         sharded = ShardedState(objects, modules, held, shard_blocks, context.group, sharded_init)

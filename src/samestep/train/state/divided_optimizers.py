@@ -20,7 +20,7 @@ from samestep.engine.owned_tensors import send_owned
 from samestep.engine.ownership import Ownership
 from samestep.errors import InvalidValue, UsageError
 from samestep.snapshot.async_copy import locate
-from samestep.snapshot.serialization import SavedState, decode, encode, list_tensors
+from samestep.snapshot.serialization import SavedState, decode, digest, encode, list_tensors
 from samestep.tagged import find_dtype, name_dtype
 from samestep.torch_internals import watch_norms
 from samestep.train.state.stateful import STATE, Objects, list_params, name_optimizers, refuse_held, states
@@ -32,6 +32,7 @@ class DividedOptimizers:
 
     Args:
         held: the optimizers that prepared objects hold.
+        say: prints a message on rank 0.
 
     Attributes:
         ownership: the owners of the parameters.
@@ -40,7 +41,7 @@ class DividedOptimizers:
         InvalidValue: an optimizer cannot be divided.
     """
 
-    def __init__(self, objects: Objects, held: Sequence[Optimizer], group: Group) -> None:
+    def __init__(self, objects: Objects, held: Sequence[Optimizer], group: Group, say: Callable[[str], None]) -> None:
         self.ownership = Ownership(group.rank, group.world_size)
         self._objects = objects
         self._optimizers = name_optimizers(objects)
@@ -53,6 +54,12 @@ class DividedOptimizers:
                     f"{name} is LBFGS, which needs the gradients of all parameters at once: leave out "
                     'shard="optimizer"',
                     code="SS606",
+                )
+            if not type(optimizer).__module__.startswith("torch."):
+                say(
+                    f'{name} is of class {type(optimizer).__name__}, which is not torch\'s: with shard="optimizer" it '
+                    "must update each parameter from the gradient and state of this one alone (samestep verify "
+                    "--shard none,optimizer compares)"
                 )
             optimizer.register_step_post_hook(self._send_updated)
         finalize(self, watch_norms(partial(_refuse_norm, self.ownership)))
@@ -69,7 +76,7 @@ class DividedOptimizers:
         """Drop the state of parameters that other ranks own, such as after all of it was loaded from a snapshot."""
         for optimizer in self._optimizers.values():
             for param in [*optimizer.state]:
-                if not self.ownership.counts(param):
+                if isinstance(param, Tensor) and not self.ownership.counts(param):
                     del optimizer.state[param]
 
     def outline(self) -> Callable[[], dict[str, Any]]:
@@ -79,7 +86,7 @@ class DividedOptimizers:
             A function that returns the objects' states, with tensors on the meta device for those of other ranks.
 
         Raises:
-            InvalidValue: an optimizer keeps NumPy arrays for its parameters.
+            InvalidValue: an optimizer keeps NumPy arrays for its parameters, or has other settings on another rank.
         """
         rank = self._group.rank
         mine = {name: self._list_states(each) for name, each in self._optimizers.items()}
@@ -98,10 +105,12 @@ class DividedOptimizers:
         self._stored = {(locate(param), param.shape): self.ownership.find(param) or 0 for param in params}
         for of_state in mine.values():
             self._stored |= {(locate(tensor), tensor.shape): rank for tensor in _list_tensors(of_state)}
-        return lambda: _merge_states(states(self._objects), collected)
+        return lambda: self._merge_states(collected)
 
     def is_mine(self, tensor: Tensor) -> bool:
         """Return whether this rank stores a tensor of the states that `outline` has described."""
+        if not tensor.numel():  # it has no memory to be known by
+            return self._group.rank == 0
         return self._stored.get((locate(tensor), tensor.shape), 0) == self._group.rank
 
     def read(self, saved: SavedState) -> dict[str, Any]:
@@ -133,7 +142,7 @@ class DividedOptimizers:
             A function that returns the objects' states, on rank 0 with those of the other ranks' parameters.
         """
         collected = self._collect()
-        return lambda: _merge_states(states(self._objects), collected)
+        return lambda: self._merge_states(collected)
 
     def _collect(self) -> dict[str, dict[int, Any]]:
         rank = self._group.rank
@@ -154,21 +163,54 @@ class DividedOptimizers:
         """Describe states of this rank to the other ranks. On all ranks.
 
         Returns:
-            The tensors in `mine`, and for each rank what `encode` returns, with tensors on the meta device.
+            The tensors in `mine`, and for each rank what `encode` returns, with tensors on the meta device unless they
+            are empty.
         """
+        self._check_settings()
         structure, tensors = encode(mine)
         described = [[name, name_dtype(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
         return [*tensors.values()], [
             (
                 of_rank,
-                {name: torch.empty(shape, dtype=find_dtype(dtype), device="meta") for name, dtype, shape in rows},
+                {
+                    name: torch.empty(shape, dtype=find_dtype(dtype), device="cpu" if 0 in shape else "meta")
+                    for name, dtype, shape in rows
+                },
             )
             for of_rank, rows in self._group.gather([structure, described])
         ]
 
+    def _check_settings(self) -> None:
+        """Raise InvalidValue if an optimizer has other settings on another rank. On all ranks."""
+        settings = {
+            name: digest([{key: group[key] for key in group if key != "params"} for group in each.param_groups])
+            for name, each in self._optimizers.items()
+        }
+        for rank, others in enumerate(self._group.gather(settings)):
+            for name in settings:
+                if others[name] != settings[name]:
+                    raise InvalidValue(
+                        f"{name} has other settings (param_groups) on rank {rank} than on rank {self._group.rank}: if "
+                        'it computes them from all gradients, as Prodigy does, leave out shard="optimizer"; else set '
+                        "them alike on all ranks",
+                        code="SS606",
+                    )
+
     def _list_states(self, optimizer: Optimizer) -> dict[int, Any]:
-        numbers = {id(param): number for number, param in enumerate(list_params(optimizer))}
+        """Return the states of this rank's parameters. The script may have made states of others, too."""
+        numbers = {id(param): number for number, param in enumerate(list_params(optimizer)) if self._counts(param)}
         return {numbers[id(param)]: state for param, state in optimizer.state.items() if id(param) in numbers}
+
+    def _merge_states(self, collected: Mapping[str, Mapping[int, Any]]) -> dict[str, Any]:
+        """Return the objects' states with those of other ranks' parameters, in the order of the parameters."""
+        saved = states(self._objects)
+        for name, of_params in collected.items():
+            params = dict(enumerate(list_params(self._optimizers[name])))
+            own = {key: state for key, state in saved[name][STATE].items() if self._counts(params.get(key))}
+            merged = [*own.items(), *of_params.items()]
+            merged.sort(key=lambda item: item[0] if item[0] in params else len(params))
+            saved[name] = {**saved[name], STATE: dict(merged)}
+        return saved
 
 
 def _list_tensors(value: Any) -> list[Tensor]:
@@ -184,14 +226,7 @@ def _refuse_norm(ownership: Ownership, grads: Sequence[Tensor]) -> None:
     mine = {id(grad) for grad in ownership.list_grads()}
     if any(id(grad) in mine for grad in grads):
         raise UsageError(
-            'torch.nn.utils.clip_grad_norm_ with shard="optimizer" sees the gradients of one rank only: call '
-            "run.clip_grad_norm_, with the same arguments",
+            'torch.nn.utils.clip_grad_norm_ (or get_total_norm) with shard="optimizer" sees the gradients of one rank '
+            "only: call run.clip_grad_norm_, with the same arguments (max_norm=math.inf gives the norm alone)",
             code="SS610",
         )
-
-
-def _merge_states(saved: dict[str, Any], collected: Mapping[str, Mapping[int, Any]]) -> dict[str, Any]:
-    """Add the states of other ranks' parameters to the optimizers' state_dicts, in the order of the parameters."""
-    for name, of_params in collected.items():
-        saved[name] = {**saved[name], STATE: dict(sorted([*saved[name][STATE].items(), *of_params.items()]))}
-    return saved

@@ -44,7 +44,6 @@ ELEMENTWISE = (
     torch.optim.Adagrad,
     torch.optim.Adadelta,
     torch.optim.RMSprop,
-    torch.optim.Rprop,
     torch.optim.ASGD,
 )
 Blocks = Sequence[type[nn.Module] | str]
@@ -238,9 +237,17 @@ def _shard(
             )
         seen |= own.keys()
         for path, param in module.named_parameters():
+            if not param.dim() or not param.numel():
+                raise InvalidValue(
+                    f'{name}.{path} has {"no elements" if param.dim() else "no dimensions"}, so that shard="fsdp2" '
+                    f"cannot divide it: {'leave it out' if param.dim() else 'give it the shape (1,)'}, or use "
+                    'shard="optimizer"',
+                    code="SS607",
+                )
             if not param.is_contiguous():
                 raise InvalidValue(
-                    f'{name}.{path} is not contiguous, which shard="fsdp2" needs: build it without memory_format',
+                    f'{name}.{path} is not contiguous, which shard="fsdp2" needs: build it without memory_format and '
+                    'transposition, or use shard="optimizer"',
                     code="SS607",
                 )
             if not is_shardable(param.dtype):
@@ -337,7 +344,8 @@ def _refuse_norm(grads: Sequence[Tensor]) -> None:
     """Refuse to clip sharded gradients by torch's norm, whose bits depend on the number of ranks."""
     if any(is_sharded(grad) for grad in grads):
         raise UsageError(
-            'torch.nn.utils.clip_grad_norm_ with shard="fsdp2" adds norms of shards, so its bits depend on the number '
-            "of ranks: call run.clip_grad_norm_, with the same arguments",
+            'torch.nn.utils.clip_grad_norm_ (or get_total_norm) with shard="fsdp2" adds norms of shards, so its bits '
+            "depend on the number of ranks: call run.clip_grad_norm_, with the same arguments (max_norm=math.inf gives "
+            "the norm alone)",
             code="SS610",
         )

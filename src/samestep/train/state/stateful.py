@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any
 from weakref import ref
 
@@ -17,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.engine.buffers import check_module, spread_buffers
 from samestep.errors import InvalidType, InvalidValue, UsageError
 from samestep.hashing import hash_bytes
-from samestep.torch_internals import get_local
+from samestep.torch_internals import get_local, get_memory
 from samestep.train.script_objects import find_things
 
 STATE = "state"  # the key of the parameters' states in an optimizer's state_dict
@@ -138,6 +139,28 @@ def refuse_held(objects: Objects, held: Iterable[torch.optim.Optimizer], what: s
             f"{what} an optimizer inside another object of run.prepare: pass the optimizer itself, or leave shard out",
             code="SS606",
         )
+
+
+def refuse_overlaps(modules: Mapping[str, nn.Module]) -> None:
+    """Raise InvalidValue if two parameters share memory, so that the ranks cannot update them apart."""
+    params = [
+        (param, f"{name}.{path}") for name, module in modules.items() for path, param in module.named_parameters()
+    ]
+    ranges = []
+    for param, name in {id(param): (param, name) for param, name in reversed(params)}.values():
+        local = get_local(param)
+        if local.numel() and get_memory(local).nbytes():  # one that `run.sharded_init` has divided has none
+            last = sum((length - 1) * stride for length, stride in zip(local.shape, local.stride(), strict=True))
+            ranges.append((local.data_ptr(), local.data_ptr() + (last + 1) * local.element_size(), name, local.device))
+    ranges.sort(key=lambda each: (str(each[3]), *each[:2]))
+    for (_, end, first, device), (start, _, second, other) in pairwise(ranges):
+        if start < end and device == other:
+            one, two = sorted([first, second])
+            raise InvalidValue(
+                f"{two} shares memory with {one}, and is another parameter, so with shard= two ranks would update the "
+                "memory: make them one parameter, as in b.weight = a.weight, or leave out shard",
+                code="SS607",
+            )
 
 
 def find_saved(objects: Objects, parts: Iterable[Any]) -> set[int]:
