@@ -307,6 +307,26 @@ def test_settings_from_the_gradients_of_one_rank_are_refused(tmp_path: Path, cap
     assert "optimizer is of class Adapting, which is not torch's" in capfd.readouterr().out
 
 
+def update_on_some_ranks(tiny: Tiny) -> None:
+    if tiny.run.rank == 0 or tiny.step.number != 1:
+        tiny.optimizer.step()
+
+
+def update_with_own_rate(tiny: Tiny) -> None:
+    tiny.optimizer.param_groups[0]["lr"] = 0.1 + tiny.run.rank
+    tiny.optimizer.step()
+
+
+@pytest.mark.parametrize(("then", "message"), [
+    (update_on_some_ranks, r"optimizer\.step\(\) was called 2 times on rank 1 and 3 times on rank 0"),
+    (update_with_own_rate, "optimizer has other settings .* on rank 1 than on rank 0"),
+])  # fmt: skip
+def test_updates_that_differ_between_ranks(then: Callable[[Tiny], None], message: str, tmp_path: Path) -> None:
+    """With whole models, the comparison of the replicas finds them."""
+    with pytest.raises(samestep.InvalidValue, match=message):
+        samestep.spawn(tiny_run, 2, (tmp_path,), {"then": then, "num_steps": 3}, env=SHARDED)
+
+
 def keep_in_state(run_dir: Path) -> None:
     def keep(tiny: Tiny) -> None:
         tiny.run.state["best"] = {key: value.clone() for key, value in tiny.model.state_dict().items()}

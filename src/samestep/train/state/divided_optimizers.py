@@ -20,9 +20,10 @@ from samestep.engine.owned_tensors import send_owned
 from samestep.engine.ownership import Ownership
 from samestep.errors import InvalidValue, UsageError
 from samestep.snapshot.async_copy import locate
-from samestep.snapshot.serialization import SavedState, decode, digest, encode, list_tensors
+from samestep.snapshot.serialization import SavedState, decode, encode, list_tensors
 from samestep.tagged import find_dtype, name_dtype
 from samestep.torch_internals import watch_norms
+from samestep.train.state.alike_updates import AlikeUpdates
 from samestep.train.state.stateful import STATE, Objects, list_params, name_optimizers, refuse_held, states
 from samestep.world.group import Group
 
@@ -62,6 +63,7 @@ class DividedOptimizers:
                     "--shard none,optimizer compares)"
                 )
             optimizer.register_step_post_hook(self._send_updated)
+        self._updates = AlikeUpdates(self._optimizers, group, "optimizer")
         finalize(self, watch_norms(partial(_refuse_norm, self.ownership)))
 
     def _send_updated(self, optimizer: Optimizer, *_: Any) -> None:
@@ -86,7 +88,7 @@ class DividedOptimizers:
             A function that returns the objects' states, with tensors on the meta device for those of other ranks.
 
         Raises:
-            InvalidValue: an optimizer keeps NumPy arrays for its parameters, or has other settings on another rank.
+            InvalidValue: an optimizer keeps NumPy arrays for its parameters, or was not the same on all ranks.
         """
         rank = self._group.rank
         mine = {name: self._list_states(each) for name, each in self._optimizers.items()}
@@ -166,7 +168,7 @@ class DividedOptimizers:
             The tensors in `mine`, and for each rank what `encode` returns, with tensors on the meta device unless they
             are empty.
         """
-        self._check_settings()
+        self._updates.check()
         structure, tensors = encode(mine)
         described = [[name, name_dtype(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
         return [*tensors.values()], [
@@ -179,22 +181,6 @@ class DividedOptimizers:
             )
             for of_rank, rows in self._group.gather([structure, described])
         ]
-
-    def _check_settings(self) -> None:
-        """Raise InvalidValue if an optimizer has other settings on another rank. On all ranks."""
-        settings = {
-            name: digest([{key: group[key] for key in group if key != "params"} for group in each.param_groups])
-            for name, each in self._optimizers.items()
-        }
-        for rank, others in enumerate(self._group.gather(settings)):
-            for name in settings:
-                if others[name] != settings[name]:
-                    raise InvalidValue(
-                        f"{name} has other settings (param_groups) on rank {rank} than on rank {self._group.rank}: if "
-                        'it computes them from all gradients, as Prodigy does, leave out shard="optimizer"; else set '
-                        "them alike on all ranks",
-                        code="SS606",
-                    )
 
     def _list_states(self, optimizer: Optimizer) -> dict[int, Any]:
         """Return the states of this rank's parameters. The script may have made states of others, too."""

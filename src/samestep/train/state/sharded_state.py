@@ -29,6 +29,7 @@ from samestep.torch_internals import (
     shard_module,
     watch_norms,
 )
+from samestep.train.state.alike_updates import AlikeUpdates
 from samestep.train.state.sharded_init import ShardedInit, is_partial
 from samestep.train.state.stateful import STATE, Objects, list_params, name_optimizers, refuse_held, states, unwrap
 from samestep.world.group import Group
@@ -132,6 +133,7 @@ class ShardedState:
         self.models = ShardedModels(modules)
         for optimizer in optimizers.values():
             optimizer.register_step_post_hook(lambda *_: self.models.free_gathered())
+        self._updates = AlikeUpdates(optimizers, group, "fsdp2")
         finalize(self, watch_norms(_refuse_norm))
 
     def collect(self) -> Callable[[], dict[str, Any]]:
@@ -140,6 +142,7 @@ class ShardedState:
         Returns:
             A function that returns them. Ranks other than 0, which have one whole tensor at a time, get empty ones.
         """
+        self._updates.check()
         whole = {name: _gather(state, self._rank == 0) for name, state in states(self._objects).items()}
         return lambda: whole
 
@@ -149,7 +152,12 @@ class ShardedState:
             _check_optimizer(name, optimizer)
 
     def outline(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that returns the objects' states, with sharded tensors."""
+        """Return a function that returns the objects' states, with sharded tensors. On all ranks.
+
+        Raises:
+            InvalidValue: an optimizer was not called alike on all ranks.
+        """
+        self._updates.check()
         return partial(states, self._objects)
 
     def is_mine(self, tensor: Tensor) -> bool:
