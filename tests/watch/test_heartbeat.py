@@ -185,6 +185,29 @@ def test_beats_of_a_store_that_does_not_answer() -> None:
     assert said[0].startswith("rank 1 (host here) is cut off: the rendezvous store has not answered")
 
 
+def test_a_rank_is_cut_off_after_it_has_reported_a_stall() -> None:
+    """Both lines are printed."""
+
+    class Dying(Box):
+        def put(self, name: str, text: str) -> None:
+            if is_dead.is_set():
+                held.wait(DEADLINE_S)
+            super().put(name, text)
+
+    is_dead, held = threading.Event(), threading.Event()
+    box = Dying()
+    with heartbeat(1, box) as (pulse, said):
+        with heartbeat(0, box):
+            wait_until(lambda: "beat/0" in box.texts, "rank 0 beats")
+        for _ in range(WARM_UP + 2):
+            pulse.enter("reducing", 1)
+        wait_until(lambda: said, "it reports the stall")
+        is_dead.set()
+        wait_until(lambda: len(said) > 1, "it says that it is cut off")
+        held.set()
+    assert said[1].startswith("rank 1 (host here) is cut off: the rendezvous store has not answered")
+
+
 def test_the_files_for_watch_are_removed_at_the_end(tmp_path: Path) -> None:
     with heartbeat(0, None, world_size=1, run_dir=tmp_path, micro_batch_size=4) as (pulse, _):
         pulse.enter("validating", 3)

@@ -131,6 +131,7 @@ class Heartbeat:
         self._executed = 0  # the number of the last command for stacks
         self._asked_s = 0.0  # when `samestep watch` last requested stacks
         self._reported: Stall | None = None
+        self._is_cut_off = False  # and has reported it
         self._still_s = 0.0
         self._timeline: Timeline | None = None
         if facts.rank == 0 and facts.run_dir is not None:
@@ -256,6 +257,7 @@ class Heartbeat:
         if self._entries is not None and cut_off_s > facts.limits.floor_s:
             self._report_cut_off(cut_off_s)
             return
+        self._is_cut_off = False
         if self._entries is not None and not self._leads():
             self._clear()  # a lower rank is back
             return
@@ -354,7 +356,8 @@ class Heartbeat:
             f"rank {facts.rank} (host {facts.host}) is cut off: the rendezvous store has not answered for {for_s}; the "
             "network, or the host or process that holds the store, is down"
         )
-        if self._reported is None:
+        if not self._is_cut_off:
+            self._is_cut_off = True
             self._reported = Stall((facts.rank,), sentence, False)
             facts.say(sentence)
         *_, since_s = self._clock.now
