@@ -281,6 +281,21 @@ def test_a_rank_that_ignores_signals_is_killed_when_another_fails(command: Comma
     assert done.stderr.splitlines()[-1] == "KeyError: 'first'"
 
 
+def test_a_rank_that_fails_and_does_not_end_is_named(command: Command) -> None:
+    """Another rank loses it, and ends first. The launcher ends the first one, whose error is the cause."""
+    command.write(
+        "slow.py",
+        "import atexit, os, signal, time\nfrom samestep.errors import PeerFailed\n"
+        "def hang():\n    open('failed', 'w').close()\n    signal.pause()\n"
+        "if os.environ['RANK'] == '0':\n    atexit.register(hang)\n    raise KeyError('first')\n"
+        "while not os.path.exists('failed'): time.sleep(0.01)\n"
+        "raise PeerFailed('rank 0 has closed its connection')",
+    )
+    done = command.run("launch", "--nproc-per-node", "2", "slow.py")
+    assert done.stderr.splitlines()[-1] == "KeyError: 'first'"
+    assert done.returncode == 1
+
+
 def press_ctrl_c(pid: int) -> None:
     """Send SIGINT to the whole process group, as a terminal does."""
     os.killpg(pid, signal.SIGINT)

@@ -323,10 +323,13 @@ class Ranks:
             self._succeeded[rank] = time_s
         # A rank that ends by the signal that it was sent has not failed. An event can arrive later than the end itself.
         sent_s = self._killed_s if code == -signal.SIGKILL else self._stopped_s
-        failure = None
-        if code and not (time_s >= sent_s and -code in STOP_SIGNALS):
-            died = RankFailure(rank, time_s, code, False, "died", death or describe_death(code))
-            failure = read_failure(rank, self.directory) or died
+        is_obedient = time_s >= sent_s and -code in STOP_SIGNALS
+        failure = read_failure(rank, self.directory) if code else None
+        if is_obedient and failure is not None and failure.time_s > self._stopped_s:
+            failure = None  # else it failed before, and had not ended yet
+        if code and not is_obedient and failure is None:
+            failure = RankFailure(rank, time_s, code, False, "died", death or describe_death(code))
+        if failure is not None:
             log = self.find_log(rank)
             if log and failure.traceback and not failure.secondary:  # not printed by the rank
                 with suppress(OSError), open(log, "a", opener=open_regular) as file:
