@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 from promises.test_nodes import HELD, finish, flags_at
 from promises.test_restarts import flags_of, read_restarts
 from promises.trial import Outcome, Started, Trial
@@ -87,6 +88,7 @@ def test_the_plug_is_pulled(trial: Trial, undisturbed: Undisturbed, all_hosts: l
     assert read_lost(trial) == [len(stays)]
 
 
+@pytest.mark.soak
 def test_a_stuck_rank_of_another_host(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
     """The leader cannot see whether it has died: all start again."""
     fault = "freeze rank 1 at step 7 in forward"
@@ -113,6 +115,7 @@ def test_a_node_comes_back(trial: Trial, undisturbed: Undisturbed, all_hosts: li
     assert trial.outcome() == undisturbed()
 
 
+@pytest.mark.soak
 def test_what_cannot_be_healed(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
     fault = "raise rank 1 at step 7 in forward"
     nodes = start(trial, all_hosts[:2], 1, "--max-restarts", "1", faults=[fault])
