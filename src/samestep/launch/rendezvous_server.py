@@ -102,6 +102,31 @@ class Member:
     outcome: NodeOutcome | None = None
 
 
+@dataclass
+class Round:
+    """One start of all ranks.
+
+    Attributes:
+        number: from 1.
+        members: the nodes whose ranks run. A node that is lost is removed.
+        store: that of the ranks.
+        ends: how ranks have ended, with `--heal`.
+        healer: None without `--heal`.
+        lost: the names of lost nodes without which the others do not continue.
+        is_admitting: a node has joined, so the ranks save and end.
+        is_stopping: the ranks end at once.
+    """
+
+    number: int
+    members: list[Member]
+    store: Any  # TCPStore
+    ends: RankEnds = field(default_factory=RankEnds)
+    healer: Healer | None = None
+    lost: list[str] = field(default_factory=list)
+    is_admitting: bool = False
+    is_stopping: bool = False
+
+
 class RendezvousServer(threading.Thread):
     """The server thread. It sends each decision to all nodes.
 
@@ -125,24 +150,18 @@ class RendezvousServer(threading.Thread):
         self._max_restarts = max_restarts
         self._received = received
         self._heals = heals
-        self._ends = RankEnds()  # of this round, with `heals`
-        self._healer: Healer | None = None
         self._members: list[Member] = []
         self._pending: list[PendingNode] = []
-        self._in_round: list[Member] | None = None  # the members whose ranks run; None between rounds
+        self._round: Round | None = None  # None between rounds
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)  # a connection can be closed before it is accepted
         self._selector.register(listener, selectors.EVENT_READ)
-        self._round = 0
+        self._num_rounds = 0
         self._is_over = False
         self._num_restarts = 0
         self._room = sys.maxsize  # how many ranks the run can use, once known
         self._restart: Restart | None = None
-        self._lost: list[str] = []
         self._warnings: set[str] = set()  # printed so far
-        self._is_admitting = False
-        self._is_stopping = False  # all ranks of this round must end
-        self._store: Any = None
         self._changed_s = time.monotonic()
         self._wait_s = self._changed_s + nodes.timeout_s
 
@@ -163,8 +182,8 @@ class RendezvousServer(threading.Thread):
                     self._receive(key.data)
             for pending in [each for each in self._pending if time.monotonic() > each.since_s + ADMIT_S]:
                 self._drop(pending)
-            if self._in_round is not None:
-                self._conclude_if_ended()
+            if self._round is not None:
+                self._conclude_if_ended(self._round)
             else:
                 self._begin_if_complete()
         self._selector.unregister(self._listener)
@@ -219,18 +238,21 @@ class RendezvousServer(threading.Thread):
         link.send("proof", proof=prove(secret, "hub", pending.nonce, str(nonce)))
 
     def _process(self, member: Member, kind: str, message: dict[str, Any]) -> None:
+        round_ = self._round
         if kind == "room":
             self._room = int(message["num_ranks"])
-        elif kind == "ended" and message["round"] == self._round and member in (self._in_round or ()):
+        elif round_ is None or message["round"] != round_.number or member not in round_.members:
+            return
+        elif kind == "ended":
             member.outcome = outcome = convert(message, NodeOutcome)
             if not outcome.has_succeeded:  # otherwise the other nodes can still be saving
-                self._stop_all("now")
-        elif kind == "ends" and message["round"] == self._round and member in (self._in_round or ()):
+                _stop_all(round_, "now")
+        elif kind == "ends":
             ends = convert(message, NewEnds)
             failures = {failure.rank: failure for failure in ends.failures}
-            self._heal_without({rank: (code, failures.get(rank)) for rank, code in ends.codes})
+            self._heal_without(round_, {rank: (code, failures.get(rank)) for rank, code in ends.codes})
 
-    def _heal_without(self, ended: Mapping[int, tuple[int, RankFailure | None]]) -> bool:
+    def _heal_without(self, round_: Round, ended: Mapping[int, tuple[int, RankFailure | None]]) -> bool:
         """Let the other ranks continue without ranks that have ended. If they cannot, stop all.
 
         Args:
@@ -239,18 +261,18 @@ class RendezvousServer(threading.Thread):
         Returns:
             Whether no rank must stop.
         """
-        if self._healer is None:
+        if round_.healer is None:
             return False
-        ends = self._ends
+        ends = round_.ends
         for rank in ended.keys() - ends.codes.keys():
             ends.add(rank, *ended[rank])
-        if not self._is_stopping and not self._received:
-            self._healer.heal()
+        if not round_.is_stopping and not self._received:
+            round_.healer.heal()
         if ends.failures:
-            self._stop_all("now")
+            _stop_all(round_, "now")
             return False
-        for member in (self._in_round or ()) if ends.outlived else ():
-            member.link.send("outlive", round=self._round, ranks=[failure.rank for failure in ends.outlived])
+        for member in round_.members if ends.outlived else ():
+            member.link.send("outlive", round=round_.number, ranks=[failure.rank for failure in ends.outlived])
         return True
 
     def _warn(self, sentence: str) -> None:
@@ -267,11 +289,12 @@ class RendezvousServer(threading.Thread):
             return
         self._members.remove(peer)
         self._changed_s = time.monotonic()
-        if self._in_round is not None and peer in self._in_round and not self._is_over:
-            self._in_round.remove(peer)
-            if not self._heal_without(_build_lost(peer)):
-                self._lost.append(peer.hello.name)
-                self._stop_all("now")
+        round_ = self._round
+        if round_ is not None and peer in round_.members and not self._is_over:
+            round_.members.remove(peer)
+            if not self._heal_without(round_, _build_lost(peer)):
+                round_.lost.append(peer.hello.name)
+                _stop_all(round_, "now")
 
     def _admit(self, pending: PendingNode, hello: Hello) -> Member:
         """Admit a node. Raises ValueError if it is refused."""
@@ -298,9 +321,9 @@ class RendezvousServer(threading.Thread):
         self._selector.modify(member.link, selectors.EVENT_READ, member)
         self._changed_s = time.monotonic()
         member.link.send("welcome")
-        if self._in_round is not None and not self._is_admitting:
-            self._is_admitting = True
-            self._stop_all("saved")
+        if self._round is not None and not self._round.is_admitting:
+            self._round.is_admitting = True
+            _stop_all(self._round, "saved")
         return member
 
     # --- rounds -----------------------------------------------------------------------------------------------------
@@ -308,7 +331,7 @@ class RendezvousServer(threading.Thread):
     def _begin_if_complete(self) -> None:
         now_s = time.monotonic()
         there = len(self._members)
-        is_due = self._round > 0 or now_s > self._changed_s + self._nodes.last_call_s
+        is_due = self._num_rounds > 0 or now_s > self._changed_s + self._nodes.last_call_s
         if there == self._nodes.most or (there >= self._nodes.least and is_due):
             self._begin()
         elif there < self._nodes.least and now_s > self._wait_s:
@@ -336,22 +359,19 @@ class RendezvousServer(threading.Thread):
             f"{start}{f'-{start + size - 1}' if size > 1 else ''} on {member.hello.name}"
             for start, size, member in zip(starts, sizes, members, strict=True)
         ]
-        self._round += 1
-        self._in_round = members
-        self._is_admitting = self._is_stopping = False
-        self._lost = []
+        self._num_rounds += 1
         address = self._listener.getsockname()[0]
         address = "" if ipaddress.ip_address(address).is_unspecified else address
-        self._store = open_store(open_listener(address, 0), address or "localhost")
+        store = open_store(open_listener(address, 0), address or "localhost")
+        self._round = Round(self._num_rounds, members, store)
         if self._heals:
-            self._ends = RankEnds()
             secret = derive_key(self._nodes.secret, "the ranks")
-            self._healer = Healer(self._store, secret, sum(sizes), self._ends)
+            self._round.healer = Healer(store, secret, sum(sizes), self._round.ends)
         for node, member in enumerate(members):
             member.outcome = None
             member.ranks = range(starts[node], starts[node] + sizes[node])
             place = {
-                "port": self._store.port,
+                "port": store.port,
                 "node": node,
                 "num_nodes": len(members),
                 "first_rank": starts[node],
@@ -360,7 +380,7 @@ class RendezvousServer(threading.Thread):
             }
             member.link.send(
                 "begin",
-                round=self._round,
+                round=self._num_rounds,
                 sentence=f"ranks {', '.join(parts)}",
                 address=self._find_address(member),
                 place=place,
@@ -375,36 +395,28 @@ class RendezvousServer(threading.Thread):
             return next((seen for seen in mine if not is_loopback(seen)), address)
         return address
 
-    def _stop_all(self, how: str) -> None:
-        if how == "now" and not self._is_stopping:
-            self._is_stopping = True
-            if self._healer is not None:
-                self._healer.refuse()
-        for member in self._in_round or ():
-            if member.outcome is None:
-                member.link.send("stop", round=self._round, how=how)
-
-    def _conclude_if_ended(self) -> None:
+    def _conclude_if_ended(self, round_: Round) -> None:
         """When all ranks have ended, decide what follows."""
-        members = self._in_round or []
+        members = round_.members
         outcomes = [member.outcome for member in members if member.outcome is not None]
         if len(outcomes) < len(members):
             return
-        self._in_round = None
+        self._round = None
         self._changed_s = time.monotonic()
         self._wait_s = self._changed_s + self._nodes.timeout_s
-        decision = self._decide(members, outcomes)
-        if self._healer is not None and self._is_stopping and not self._received:
-            self._healer.report(is_end=isinstance(decision, End))
+        decision = self._decide(round_, outcomes)
+        if round_.healer is not None and round_.is_stopping and not self._received:
+            round_.healer.report(is_end=isinstance(decision, End))
         if isinstance(decision, End):
             self._end(decision)
         else:
             self._restart = decision
 
-    def _decide(self, members: Sequence[Member], outcomes: Sequence[NodeOutcome]) -> Restart | End:
+    def _decide(self, round_: Round, outcomes: Sequence[NodeOutcome]) -> Restart | End:
         """Decide what follows the end of all ranks: another round, or the end of the launch."""
+        members = round_.members
         failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
-        first = RankEnds(failures=failures, outlived=self._ends.outlived).first_failure
+        first = RankEnds(failures=failures, outlived=round_.ends.outlived).first_failure
         leaving = [member for member, outcome in zip(members, outcomes, strict=True) if outcome.signum]
         has_succeeded = all(outcome.has_succeeded for outcome in outcomes)
         is_complete = has_succeeded and all(outcome.is_complete for outcome in outcomes)
@@ -416,14 +428,14 @@ class RendezvousServer(threading.Thread):
                 member.link.send("end", **asdict(End()))
                 self._drop(member)
             return Restart(f"{' and '.join(member.hello.name for member in leaving)} received a signal to stop")
-        if first is not None and not (first.secondary and (self._lost or self._is_admitting)):
+        if first is not None and not (first.secondary and (round_.lost or round_.is_admitting)):
             if first.kind != "error" and may_restart:
                 self._num_restarts += 1
                 return Restart(first.reason, first.rank)
             where = "".join(f", on {member.hello.name}" for member in members if first.rank in member.ranks)
             return End(failure=f"{first.reason}{where}", code=first.exit_code)
-        if self._lost:
-            reason = f"{' and '.join(self._lost)} {'was' if len(self._lost) == 1 else 'were'} lost"
+        if round_.lost:
+            reason = f"{' and '.join(round_.lost)} {'was' if len(round_.lost) == 1 else 'were'} lost"
             if len(self._members) >= self._nodes.least:
                 return Restart(reason)
             if self._members and may_restart:  # the node can join again
@@ -431,7 +443,7 @@ class RendezvousServer(threading.Thread):
                 say(f"{reason}; waiting for up to {self._nodes.timeout_s:.0f} s for it to be started again")
                 return Restart(reason)
             return End(message=f"{reason}: the same commands resume from the newest snapshot", code=1)
-        if self._is_admitting and not is_complete:
+        if round_.is_admitting and not is_complete:
             return Restart("a node has joined")
         if has_succeeded:
             return End(is_complete=is_complete)
@@ -442,6 +454,16 @@ class RendezvousServer(threading.Thread):
         self._is_over = True
         for member in self._members:
             member.link.send("end", **asdict(end))
+
+
+def _stop_all(round_: Round, how: str) -> None:
+    if how == "now" and not round_.is_stopping:
+        round_.is_stopping = True
+        if round_.healer is not None:
+            round_.healer.refuse()
+    for member in round_.members:
+        if member.outcome is None:
+            member.link.send("stop", round=round_.number, how=how)
 
 
 def _build_lost(member: Member) -> dict[int, tuple[int, RankFailure]]:
