@@ -103,7 +103,7 @@ class Member:
 
 
 @dataclass
-class Round:
+class LaunchRound:
     """One start of all ranks.
 
     Attributes:
@@ -152,7 +152,7 @@ class RendezvousServer(threading.Thread):
         self._heals = heals
         self._members: list[Member] = []
         self._pending: list[PendingNode] = []
-        self._round: Round | None = None  # None between rounds
+        self._round: LaunchRound | None = None  # None between rounds
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)  # a connection can be closed before it is accepted
         self._selector.register(listener, selectors.EVENT_READ)
@@ -252,7 +252,7 @@ class RendezvousServer(threading.Thread):
             failures = {failure.rank: failure for failure in ends.failures}
             self._heal_without(round_, {rank: (code, failures.get(rank)) for rank, code in ends.codes})
 
-    def _heal_without(self, round_: Round, ended: Mapping[int, tuple[int, RankFailure | None]]) -> bool:
+    def _heal_without(self, round_: LaunchRound, ended: Mapping[int, tuple[int, RankFailure | None]]) -> bool:
         """Let the other ranks continue without ranks that have ended. If they cannot, stop all.
 
         Args:
@@ -363,7 +363,7 @@ class RendezvousServer(threading.Thread):
         address = self._listener.getsockname()[0]
         address = "" if ipaddress.ip_address(address).is_unspecified else address
         store = open_store(open_listener(address, 0), address or "localhost")
-        self._round = Round(self._num_rounds, members, store)
+        self._round = LaunchRound(self._num_rounds, members, store)
         if self._heals:
             secret = derive_key(self._nodes.secret, "the ranks")
             self._round.healer = Healer(store, secret, sum(sizes), self._round.ends)
@@ -395,7 +395,7 @@ class RendezvousServer(threading.Thread):
             return next((seen for seen in mine if not is_loopback(seen)), address)
         return address
 
-    def _conclude_if_ended(self, round_: Round) -> None:
+    def _conclude_if_ended(self, round_: LaunchRound) -> None:
         """When all ranks have ended, decide what follows."""
         members = round_.members
         outcomes = [member.outcome for member in members if member.outcome is not None]
@@ -412,7 +412,7 @@ class RendezvousServer(threading.Thread):
         else:
             self._restart = decision
 
-    def _decide(self, round_: Round, outcomes: Sequence[NodeOutcome]) -> Restart | End:
+    def _decide(self, round_: LaunchRound, outcomes: Sequence[NodeOutcome]) -> Restart | End:
         """Decide what follows the end of all ranks: another round, or the end of the launch."""
         members = round_.members
         failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
@@ -456,7 +456,7 @@ class RendezvousServer(threading.Thread):
             member.link.send("end", **asdict(end))
 
 
-def _stop_all(round_: Round, how: str) -> None:
+def _stop_all(round_: LaunchRound, how: str) -> None:
     if how == "now" and not round_.is_stopping:
         round_.is_stopping = True
         if round_.healer is not None:
