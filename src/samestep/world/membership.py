@@ -5,73 +5,55 @@ and compare how far they are.
 """
 
 import atexit
-import hmac
 import json
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from samestep.decoding import decode
 from samestep.errors import NotHealed, PeerFailed
-from samestep.world.rendezvous_store import MAC_BYTES
+from samestep.world.rendezvous_store import SignedEntries
 
 READY = "samestep/heal/ready"  # counts the ranks that can continue after the death of another one
-REFUSAL = "samestep/heal/refusal"  # why none can
+REFUSAL = "heal/refusal"  # the entry that says why none can
 GENERATION_S = 15.0  # for the launcher to notice a death, and for the survivors to join
 POLL_S = 0.001
 NOTICE_S = 0.5  # for a rank to notice a death itself, before its connections are broken
-
-T = TypeVar("T")
 
 _gone: list[int] = []  # ranks that have died while this process continued
 
 
 def name_generation(number: int) -> str:
     """Return the key under which the launcher stores the members of a generation, from 1. Generation 0 is the start."""
-    return f"samestep/heal/{number}"
+    return f"samestep/{_name_entry(number)}"
 
 
 def write_generation(store: Any, secret: str, number: int, members: Sequence[int]) -> None:
-    """Store the members of a generation: ranks, as numbered at the start, in their order.
-
-    Everything that reaches the port of the store can write to it, so the entry is signed with the ranks' secret.
-    """
-    _write(store, secret, name_generation(number), [*members])
+    """Store the members of a generation: ranks, as numbered at the start, in their order. Signed with the secret."""
+    SignedEntries(secret.encode(), store).put(_name_entry(number), json.dumps([*members]))
 
 
 def read_generation(store: Any, secret: str, number: int) -> list[int] | None:
     """Return what `write_generation` stored; None if there is nothing, or the signature is wrong."""
-    return _read(store, secret, name_generation(number), list[int])
+    texts = SignedEntries(secret.encode(), store).read([_name_entry(number)])
+    return decode(texts[0], list[int]) if texts else None
 
 
 def write_refusal(store: Any, secret: str, reason: str) -> None:
-    """Store why no rank of this run can continue after the death of another one: a clause."""
-    _write(store, secret, REFUSAL, reason)
+    """Store why no rank of this run can continue after the death of another one: a clause. Signed with the secret."""
+    SignedEntries(secret.encode(), store).put(REFUSAL, reason)
 
 
 def read_refusal(store: Any, secret: str) -> str:
     """Return what `write_refusal` stored; "" if there is nothing, or the signature is wrong."""
-    return _read(store, secret, REFUSAL, str) or ""
+    return next(iter(SignedEntries(secret.encode(), store).read([REFUSAL]) or ()), "")
 
 
-def _write(store: Any, secret: str, key: str, value: Any) -> None:
-    text = json.dumps(value).encode()
-    store.set(key, _sign(secret, key, text) + text)
-
-
-def _read(store: Any, secret: str, key: str, kind: type[T]) -> T | None:
-    if not store.check([key]):
-        return None
-    value = bytes(store.get(key))
-    mac, text = value[:MAC_BYTES], value[MAC_BYTES:]
-    return decode(text, kind) if hmac.compare_digest(mac, _sign(secret, key, text)) else None
-
-
-def _sign(secret: str, key: str, text: bytes) -> bytes:
-    return hmac.digest(secret.encode(), key.encode() + b"\0" + text, "sha256")
+def _name_entry(number: int) -> str:
+    return f"heal/{number}"
 
 
 def is_settled(position: int, positions: Sequence[int]) -> bool:

@@ -70,15 +70,20 @@ def read_entry(name: str) -> str | None:
 
 
 class SignedEntries:
-    """Signed entries over a separate connection to the store, for a background thread.
+    """Signed entries of a store.
 
-    Calls on one connection wait for each other, so a background thread needs its own. Everything that reaches the
-    store's port can write to it, so entries are signed with a key that only the ranks have.
+    Everything that reaches the store's port can write to it, so entries are signed with a key that only the ranks, or
+    they and their launcher, have.
+
+    Args:
+        store: None: a separate connection to that of the process group, for a background thread. Calls on one
+            connection wait for each other.
     """
 
-    def __init__(self, key: bytes) -> None:
-        store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
-        self._store = store.clone()
+    def __init__(self, key: bytes, store: Any = None) -> None:
+        if store is None:
+            store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # noqa: SLF001
+        self._store = store
         self._key = key
 
     def put(self, name: str, text: str) -> None:
