@@ -134,7 +134,12 @@ class Group:
     @property
     def can_heal(self) -> bool:
         """Whether the other ranks continue if one dies."""
-        return self._membership is not None and not self._refuses
+        return self._healing is not None
+
+    @property
+    def _healing(self) -> Membership | None:
+        """The membership, unless no rank continues after a death in this loop."""
+        return None if self._refuses else self._membership
 
     def begin_healing(self, environment: Environment, notify: Callable[[Change], None]) -> None:
         """Let the other ranks continue if one dies. A further call, in a later loop, replaces `notify`.
@@ -175,9 +180,9 @@ class Group:
         Raises:
             RuntimeError: a rank has died.
         """
-        if self._membership is not None and not self._refuses:
+        if (membership := self._healing) is not None:
             self._gather_number_now(1)
-            self._membership.complete()
+            membership.complete()
 
     def heal(self, reason: str, unrepeatable: str = "") -> bool:
         """Form a new group of the survivors, after a collective, or `settle` after it, has failed.
@@ -194,8 +199,8 @@ class Group:
             PeerFailed: the run cannot continue without the rank that has died.
             NotHealed: because the collective does not count, and this rank cannot repeat it.
         """
-        membership = self._membership
-        if membership is None or self._refuses:
+        membership = self._healing
+        if membership is None:
             raise PeerFailed(reason)
         began_s = time.monotonic()
         before = membership.members
