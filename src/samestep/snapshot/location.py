@@ -269,6 +269,10 @@ class LocalLocation(RunLocation):
     def is_divided(self) -> bool:
         return self._is_divided
 
+    @property
+    def is_replicated(self) -> bool:
+        return len(self._writers) > 1
+
     def limit_wait(self, reason: str, patience_s: float = 0.0) -> None:
         if self._others is not None:
             self._others.limit_wait(reason, patience_s)
@@ -329,7 +333,7 @@ class LocalLocation(RunLocation):
             return [*(directory.record.get("rewinds", []) if elsewhere is None else elsewhere.rewinds)]
 
         rewinds = max(self._each_directory(check), key=len)
-        checks_parts = len(self._writers) > 1 or self._group.world_size == 1
+        checks_parts = self.is_replicated or self._group.world_size == 1
         while True:
             plain = self._each_directory(
                 lambda directory: directory.look(resume, rewinds, elsewhere, checks_parts=checks_parts).to_plain()

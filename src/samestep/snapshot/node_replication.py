@@ -55,10 +55,6 @@ class ReplicatedLocation(LocalLocation):
         super().__init__(group, named, config, say, writers)
         say(f"{named} is not shared by all nodes: {len(writers)} of them keep a copy of the run each")
 
-    @property
-    def is_replicated(self) -> bool:
-        return True
-
     def _call(self, fn: Callable[[], T]) -> T:
         try:
             return fn()

@@ -60,6 +60,10 @@ class RemoteLocation(RunLocation):
     def is_divided(self) -> bool:
         return self._copies.is_divided
 
+    @property
+    def is_replicated(self) -> bool:
+        return self._copies.is_replicated
+
     def limit_wait(self, reason: str, patience_s: float = 0.0) -> None:
         self._copies.limit_wait(reason, patience_s)
 
