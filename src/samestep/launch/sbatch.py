@@ -37,8 +37,8 @@ SCRIPT = """\
 {directives}
 
 {launch}
-{code}
-
+rc=$?
+{own_code}
 # {start_again}: the run was stopped and has saved. The job is requeued, and then resumes.
 # {killed}: SIGUSR1 came before the ranks existed. The job is requeued, up to its 10th restart.
 if [ $rc -eq {start_again} ] || {{ [ $rc -eq {killed} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt 10 ]; }}; then
@@ -59,7 +59,6 @@ port=$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))
 # rendezvous, knows how the run has ended. Each launcher handles the signals; its shell waits for it.
 KEEP_CODE = """trap : USR1 TERM INT; "$@"; rc=$?; if [ "$SLURM_NODEID" = 0 ]; then echo $rc > "$0"; fi; exit $rc"""
 OWN_CODE = """\
-rc=$?
 if [ -s "$code" ]; then rc=$(cat "$code"); fi
 rm -f "$code"
 """
@@ -100,7 +99,7 @@ def render(job: Job) -> str:
     if is_array:
         of_shell[run_dir] = f"{shlex.quote(job.run_dir)}/$SLURM_ARRAY_TASK_ID"
     words = [of_shell.get(word, shlex.quote(word)) for word in command]
-    # A launcher that ends before the others must not end the step. Slurm itself handles a lost node, but with --heal.
+    # A launcher that ends before the others must not end the step. Without --heal, Slurm itself handles a lost node.
     srun = f"srun --export=ALL --cpus-per-task={job.num_cpus} --kill-on-bad-exit=0 --wait=0"
     if heals:
         srun += f' --no-kill bash -c {shlex.quote(KEEP_CODE)} "$code"'
@@ -110,7 +109,7 @@ def render(job: Job) -> str:
         launch=(ENDPOINT if job.num_nodes > 1 else "")
         + ("code=$(mktemp)\n" if heals else "")
         + f"{srun} \\\n  {' '.join(words)}",
-        code=OWN_CODE.rstrip() if heals else "rc=$?",
+        own_code=OWN_CODE if heals else "",
         start_again=START_AGAIN,
         killed=128 + signal.SIGUSR1,
         # The job id of the last task of an array is that of the array: it would requeue all tasks.
