@@ -217,6 +217,7 @@ def run_hosts(
         raise Error("--hosts needs ssh, and there is none here: install the OpenSSH client", code="SS107")
     variables = read_passed() | {SECRET: make_secret()}  # sent over stdin, so no process list shows the secret
     heals = "--heal" in flags
+    has_last_call = any(flag.startswith("--rdzv-last-call") for flag in flags)
     least = "1:" if heals and len(hosts) > 1 else ""  # after a loss, the others do not wait for the host to come back
     with LauncherSignals() as signals, Sessions(hosts, Path.cwd(), variables) as sessions:
         if not _wait_for_answers(sessions, signals.received):
@@ -225,7 +226,7 @@ def run_hosts(
         for rank, session in enumerate(sessions.all):
             own = [] if session.host.num_ranks is None else ["--nproc-per-node", session.host.num_ranks]
             nodes = ["--nnodes", f"{least}{len(hosts)}", "--node-rank", str(rank), "--rdzv-endpoint", endpoint]
-            nodes += ["--rdzv-last-call", str(LAST_CALL_S)] if least else []
+            nodes += ["--rdzv-last-call", str(LAST_CALL_S)] if least and not has_last_call else []
             arguments = [command, *flags, *own, *(nodes if len(hosts) > 1 else []), *program]
             session.is_started = True
             session.send(arguments=arguments)
@@ -282,6 +283,16 @@ def _choose_endpoint(sessions: Sequence[Session]) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
+def _describe_loss(session: Session) -> str:
+    """Say in a clause how a host was lost; "" if its launcher has ended by itself."""
+    if session.code is None:
+        reason = f" ({session.last})" if session.last.startswith(OF_SSH) else ""
+        return f"the connection to host {session.host.name} was lost{reason}"
+    if session.killed_by:
+        return f"the launcher on host {session.host.name} was killed by {signal.Signals(session.killed_by).name}"
+    return ""
+
+
 def _wait_for_ends(sessions: Sessions, received: Sequence[int], *, heals: bool) -> int:
     """Wait until all launchers have ended. Returns the exit code.
 
@@ -293,23 +304,17 @@ def _wait_for_ends(sessions: Sessions, received: Sequence[int], *, heals: bool) 
     lost = ""
     limit_s: float | None = None
     ended: list[Session] = []
-    gone: list[Session] = []
+    num_lost = 0
     while len(ended) < len(sessions.all):
         sessions.poll()
         for session in [session for session in sessions.all if session.has_ended and session not in ended]:
             ended.append(session)
-            if session.code is None:
-                reason = f" ({session.last})" if session.last.startswith(OF_SSH) else ""
-                lost = lost or f"the connection to host {session.host.name} was lost{reason}"
-            elif session.killed_by:
-                name = signal.Signals(session.killed_by).name
-                lost = lost or f"the launcher on host {session.host.name} was killed by {name}"
-            if session.code is None or session.killed_by:
-                gone.append(session)
-            if heals and session in gone and len(gone) < len(sessions.all) and not received:
-                say(f"{lost}; the others decide whether they continue")
-                lost = ""
+            loss = _describe_loss(session)
+            num_lost += bool(loss)
+            if heals and loss and num_lost < len(sessions.all) and not received:
+                say(f"{loss}; the others decide whether they continue")
                 continue
+            lost = lost or loss
             code = code or (1 if session.code is None else session.code)
             if code and limit_s is None:
                 limit_s = time.monotonic() + FOLLOW_S
