@@ -4,13 +4,19 @@ The same tests run on the CPU where they can. On the CPU, `make test` runs one o
 other tests cover, too.
 """
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.runs import check, digest, read_rows, samestep_command
+from support.commands import Popen
+from support.ports import reserve_port
+from support.runs import check, clean_variables, digest, kill_tree, read_rows, samestep_command
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -49,11 +55,23 @@ class Model(nn.Module):
         return scores
 
 
+def strike(fault: str, marker: Path) -> None:
+    if fault == "raise":
+        raise ValueError("a broken image")
+    if not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.Signals[fault])
+
+
 def train(
     run_dir: str, *, precision: Any = "fp32", reduction: Any = "exact", width: int = 32, is_compiled: bool = False,
-    is_staged: bool = False, **loading: Any,
+    is_staged: bool = False, shard: Any = None, fault: str | None = None, **loading: Any,
 ) -> str:  # fmt: skip
-    """Train two epochs of four steps. Returns the type of the device."""
+    """Train two epochs of four steps. Returns the type of the device.
+
+    Args:
+        fault: what happens to the last rank in step 5: the name of a signal that it gets the first time, or "raise".
+    """
     if is_staged:
         Group.needs_staging = lambda group, device: True
     run = samestep.Run(
@@ -64,7 +82,9 @@ def train(
         reduction=reduction,
         snapshot_every=3,
         log_every=1,
+        shard=shard,
     )
+    assert run.dir is not None
     model = Model(width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     run.prepare(model=model, optimizer=optimizer)
@@ -75,6 +95,8 @@ def train(
                 assert images.device == run.device
                 with run.autocast():
                     loss = F.cross_entropy(forward(images), labels)
+                if fault is not None and step.number == 5 and run.rank == run.world_size - 1:
+                    strike(fault, run.dir / f"{fault}.once")
                 step.backward(loss * 2.0**20 if precision == "fp16" and step.number == 1 else loss)  # it overflows
             run.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -207,7 +229,7 @@ def test_doctor_names_the_gpu(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_a_recipe_on_several_ranks(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    flags = ["--precision", "bf16", "--epochs", "5", "--num-workers", "1", "--backend", "gloo", "--device", "cuda"]
+    flags = ["--precision", "bf16", "--epochs", "6", "--num-workers", "1", "--backend", "gloo", "--device", "cuda"]
     for world_size in (1, 2):
         done = samestep_command(
             "train", "images", "--nproc-per-node", str(world_size), "--run-dir", tmp_path / str(world_size), *flags,
@@ -248,10 +270,152 @@ def test_layers_on_two_devices(second: str, tmp_path: Path) -> None:
     assert len(digests) == 1
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("device", DEVICES)
+def test_divided_optimizers(device: str, world_size: int, tmp_path: Path) -> None:
+    expected = spawn(tmp_path / "whole", device)
+    spawn(tmp_path / "divided", device, world_size, max_steps=5, shard="optimizer", is_staged=device == "cpu")
+    assert spawn(tmp_path / "divided", device, shard="optimizer") == expected
+
+
+@pytest.mark.parametrize("device", [CUDA, "cpu"])
+def test_fsdp2_needs_nccl(device: str, tmp_path: Path) -> None:
+    """Gloo would end the process with a segmentation fault."""
+    with pytest.raises(samestep.InvalidValue, match='backend="gloo" on a GPU is not available with shard="fsdp2"'):
+        spawn(tmp_path, device, 2, shard="fsdp2", is_staged=device == "cpu")
+
+
 @pytest.mark.gpu
-def test_nccl(tmp_path: Path) -> None:
+def test_nccl_with_a_gpu_for_each_rank(tmp_path: Path) -> None:
     world_size = samestep.spawn(torch.cuda.device_count, device="cuda")  # in this process, it would break later forks
     if world_size < 2:
-        pytest.skip("NCCL needs two GPUs")
+        pytest.skip("it needs two GPUs")
     samestep.spawn(train, world_size, (str(tmp_path / "nccl"),), {"width": 32}, device="cuda")
     assert digest(tmp_path / "nccl") == spawn(tmp_path / "one", "cuda", width=32)
+
+
+NODE = """
+import ast, sys
+from gpu.test_gpu import train
+import torch.distributed as dist
+train("runs/nccl", **ast.literal_eval(sys.argv[1]))
+assert "nccl" in dist.get_backend_config()
+"""
+
+
+def launch_nodes(directory: Path, world_size: int, *flags: str, **arguments: Any) -> tuple[list[int], str]:
+    """Train on nodes of one rank, which share a GPU over NCCL. It permits this only between hosts (NCCL_HOSTID).
+
+    Returns the exit codes of the launchers, and what they have printed.
+    """
+    (directory / "script.py").write_text(NODE)
+    tests = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    nodes = []
+    with reserve_port() as port:
+        for k in range(world_size):
+            command = [
+                sys.executable, "-m", "samestep", "launch", "--nnodes", str(world_size), "--node-rank", str(k),
+                "--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{port}", "--device", "cuda:0", *flags,
+                "script.py", repr(arguments),
+            ]  # fmt: skip
+            variables = {"SAMESTEP_RDZV_SECRET": "of these nodes", "NCCL_HOSTID": f"host-{k}", "PYTHONPATH": tests}
+            with (directory / f"node-{k}.txt").open("w") as output:
+                nodes.append(
+                    Popen(
+                        command,
+                        cwd=directory,
+                        env=clean_variables(variables),
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        try:
+            codes = [node.wait(240) for node in nodes]
+        finally:
+            for node in nodes:
+                kill_tree(node.pid)
+                node.wait()
+    return codes, "\n".join((directory / f"node-{k}.txt").read_text() for k in range(world_size))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("world_size", "arguments"),
+    [
+        (2, {}),
+        (3, {}),
+        (4, {}),
+        (2, {"width": 30_000}),
+        (3, {"width": 30_000}),
+        (2, {"precision": "bf16"}),
+        (2, {"shard": "optimizer"}),
+        (3, {"shard": "optimizer"}),
+        (2, {"shard": "fsdp2"}),
+        (3, {"shard": "fsdp2"}),
+        (3, {"shard": "fsdp2", "precision": "bf16", "width": 30_000}),
+        (2, {"is_compiled": True}),
+    ],
+    ids=str,
+)
+def test_nccl(world_size: int, arguments: dict[str, Any], tmp_path: Path) -> None:
+    codes, output = launch_nodes(tmp_path, world_size, **arguments)
+    assert codes == [0] * world_size, output
+    alone = {name: value for name, value in arguments.items() if name != "shard"}
+    assert digest(tmp_path / "runs/nccl") == spawn(tmp_path / "one", "cuda", **alone)
+
+
+@pytest.mark.gpu
+def test_the_fast_reduction_over_nccl(tmp_path: Path) -> None:
+    codes, output = launch_nodes(tmp_path, 2, reduction="fast")
+    assert codes == [0, 0], output
+    spawn(tmp_path / "one", "cuda")
+    exact, fast = ([row.get("train/loss", 0.0) for row in read_rows(tmp_path / name)] for name in ("one", "runs/nccl"))
+    assert fast == pytest.approx(exact, rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("shard", [None, "fsdp2"])
+def test_a_rank_is_lost_over_nccl(fault: str, shard: str | None, tmp_path: Path) -> None:
+    """The others wait for it in kernels of the GPU."""
+    flags = ["--max-restarts", "1", "--stuck-after-s", "8"]
+    codes, output = launch_nodes(tmp_path, 2, *flags, shard=shard, fault=fault)
+    assert codes == [0, 0], output
+    assert (tmp_path / "runs/nccl/restarts.jsonl").exists()
+    assert digest(tmp_path / "runs/nccl") == spawn(tmp_path / "one", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shard", [None, "fsdp2"])
+def test_a_signal_saves_over_nccl(shard: str | None, tmp_path: Path) -> None:
+    codes, output = launch_nodes(tmp_path, 2, shard=shard, fault="SIGTERM")
+    assert codes == [75, 75], output
+    codes, output = launch_nodes(tmp_path, 2, shard=shard)
+    assert codes == [0, 0], output
+    assert digest(tmp_path / "runs/nccl") == spawn(tmp_path / "one", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shard", [None, "fsdp2"])
+def test_an_error_over_nccl(shard: str | None, tmp_path: Path) -> None:
+    codes, output = launch_nodes(tmp_path, 2, shard=shard, fault="raise")
+    assert codes == [1, 1], output
+    assert "rank 1 raised ValueError: a broken image" in output
+    assert "PeerFailed" not in output.partition("a broken image")[0]
+
+
+def train_too_much(run_dir: str, micro_batch_size: int) -> None:
+    """A GPU of at most 1 TB has no memory for a micro-batch of 2**20."""
+    run = samestep.Run(run_dir, batch_size=micro_batch_size, micro_batch_size=micro_batch_size)
+    model = nn.Linear(1, 1)
+    run.prepare(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in run.steps(torch.zeros(micro_batch_size, 1), 1):
+        for (x,) in step:
+            step.backward(model(x).expand(-1, 2**18).exp().mean())
+
+
+@pytest.mark.gpu
+def test_out_of_memory(tmp_path: Path) -> None:
+    with pytest.raises(samestep.Error, match=r"need .* on each rank .* \(memory of the GPU\), so activations"):
+        samestep.spawn(train_too_much, 1, (str(tmp_path), 2**20), device="cuda")

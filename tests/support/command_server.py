@@ -112,7 +112,7 @@ def serve(life_fd: int, listener_fd: int, base_path: list[str]) -> None:
     preload()
     own = (module.name for module in pkgutil.walk_packages(samestep.__path__, "samestep."))
     for name in (*PRELOAD, *(name for name in own if not name.startswith(PROGRAMS))):
-        with suppress(samestep.Error):  # an extra is not installed
+        with suppress(samestep.Error, ImportError):  # an extra is not installed
             importlib.import_module(name)
     sys.excepthook = sys.__excepthook__  # a module without its extra has replaced it, for the process that imports it
     gc.collect()

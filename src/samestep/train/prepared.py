@@ -139,7 +139,7 @@ def prepare_objects(
     if shard == "optimizer":
         optimizers = DividedOptimizers(objects, held, context.group, context.say)
     elif shard == "fsdp2":
-        check_options(config, device_map)
+        check_options(config, device_map, context.group)
         sharded = ShardedState(objects, modules, held, shard_blocks, context.group, sharded_init)
     divided = optimizers or sharded
     if saved is not None:

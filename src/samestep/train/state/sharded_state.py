@@ -80,12 +80,13 @@ def check_own_calls(modules: Mapping[str, nn.Module], shard: str | None) -> None
             )
 
 
-def check_options(config: RunConfig, device_map: str | None) -> None:
+def check_options(config: RunConfig, device_map: str | None, group: Group) -> None:
     """Refuse options that sharded models do not have. Raises InvalidValue."""
     given = {
         'reduction="fast"': config.reduction == "fast",
         "check_compute_every": config.check_compute_every is not None,
         'device_map="keep"': device_map is not None,
+        'backend="gloo" on a GPU': group.needs_staging(group.device),  # FSDP2 passes it tensors on the GPU
     }
     for option, is_given in given.items():
         if is_given:
