@@ -278,7 +278,9 @@ def measure_loader(sizes: Sizes) -> list[Row]:
     contestants = [
         build("samestep", run_ours(), sizes.device), build("DataLoader", run_plain(), sizes.device)
     ]  # fmt: skip
-    times = measure(contestants, num_rounds=sizes.rounds, steps_per_block=sizes.steps)
+    # Blocks are many times longer than the queue of loaded batches, which is full when a block begins.
+    num_steps = sizes.steps if sizes.quick else 10 * sizes.num_workers
+    times = measure(contestants, num_rounds=sizes.rounds, steps_per_block=num_steps)
     ratio = f"time by DataLoader's {judge(compute_ratio(times, 'samestep', 'DataLoader'), 1.0)}"
     return [
         (f"loader, page-locked: {name}", describe(times, name, size, "images"), ratio if name == "samestep" else "")
@@ -287,11 +289,11 @@ def measure_loader(sizes: Sizes) -> list[Row]:
 
 
 def measure_snapshot(sizes: Sizes) -> list[Row]:
-    """Lengths of steps, each up to the end of its work on the device. A snapshot is taken after each tenth."""
-    lengths, every = [], 3 if sizes.quick else 10
+    """Lengths of steps, each up to the end of its work on the device. A snapshot is written before the next is due."""
+    lengths, every = [], 3 if sizes.quick else 60
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:  # the last snapshot is being written
         steps = run_gpt(sizes, Path(directory) / "run", compiles=False, snapshot_every=every, keep_last=1)
-        for _ in range(5 * every + 1):
+        for _ in range(4 * every + 1):
             began = time.perf_counter()
             next(steps)
             synchronize(sizes.device)

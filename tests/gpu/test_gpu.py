@@ -202,6 +202,13 @@ def test_snapshots_hold_the_state_of_their_step(device: str, tmp_path: Path) -> 
     assert {weight.device.type for weight in weights.values()} == {"cpu"}
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_second_opinions_agree(device: str, tmp_path: Path) -> None:
+    variables = {"SAMESTEP_BACKEND": "gloo", "SAMESTEP_CHECK_COMPUTE_EVERY": "2"}
+    samestep.spawn(train, 2, (str(tmp_path / "compared"),), device=device, env=variables)
+    assert digest(tmp_path / "compared") == spawn(tmp_path / "plain", device)
+
+
 VERIFIED = """
 from gpu.test_gpu import train
 train("runs/verified")
@@ -217,6 +224,40 @@ def test_verify(device: str, tmp_path: Path) -> None:
         "script.py", cwd=tmp_path, env={"PYTHONPATH": str(Path(__file__).parents[1])}, timeout=500,
     )  # fmt: skip
     check(done)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_replay(device: str, tmp_path: Path) -> None:
+    """The checksums of the gradients in the ledger are computed on the GPU."""
+    (tmp_path / "script.py").write_text(VERIFIED)
+    env = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    flags = ["--nproc-per-node", "2", "--device", device, "--backend", "gloo"]
+    check(samestep_command("launch", *flags, "script.py", cwd=tmp_path, env=env))
+    done = samestep_command("replay", "runs/verified", "--step", "5", *flags, "script.py", cwd=tmp_path, env=env)
+    assert "the bits of steps 3 to 5 agree with the run's ledger" in check(done).stdout
+
+
+def train_queued(run_dir: str) -> None:
+    """Let torch raise an error where the host waits for the GPU, after the first steps."""
+    run = samestep.Run(run_dir, batch_size=16, micro_batch_size=4, precision="bf16", log_every=1000)
+    model = Model(32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    run.prepare(model=model, optimizer=optimizer)
+    for step in run.steps(Pictures(), 8, num_workers=1):
+        torch.cuda.set_sync_debug_mode("error" if step.number in range(2, 7) else "default")
+        for images, labels in step:
+            with run.autocast():
+                scores = model(images)
+                loss = F.cross_entropy(scores, labels)
+            step.log(accuracy=(scores.argmax(1) == labels).float().mean())
+            step.backward(loss)
+        run.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+@pytest.mark.gpu
+def test_a_step_is_queued_without_waiting(tmp_path: Path) -> None:
+    samestep.spawn(train_queued, 1, (str(tmp_path),), device="cuda")
 
 
 @pytest.mark.gpu
@@ -318,7 +359,7 @@ def launch_nodes(directory: Path, world_size: int, *flags: str, **arguments: Any
                 "--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{port}", "--device", "cuda:0", *flags,
                 "script.py", repr(arguments),
             ]  # fmt: skip
-            variables = {"SAMESTEP_RDZV_SECRET": "of these nodes", "NCCL_HOSTID": f"host-{k}", "PYTHONPATH": tests}
+            variables = {"SAMESTEP_RDZV_SECRET": "secret of the nodes", "NCCL_HOSTID": f"host-{k}", "PYTHONPATH": tests}
             with (directory / f"node-{k}.txt").open("w") as output:
                 nodes.append(
                     Popen(
@@ -387,6 +428,13 @@ def test_a_rank_is_lost_over_nccl(fault: str, shard: str | None, tmp_path: Path)
 
 
 @pytest.mark.gpu
+def test_the_others_restart_where_they_cannot_heal(tmp_path: Path) -> None:
+    codes, output = launch_nodes(tmp_path, 2, "--max-restarts", "1", "--heal", fault="SIGKILL")
+    assert codes == [0, 0], output
+    assert digest(tmp_path / "runs/nccl") == spawn(tmp_path / "one", "cuda")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("shard", [None, "fsdp2"])
 def test_a_signal_saves_over_nccl(shard: str | None, tmp_path: Path) -> None:
     codes, output = launch_nodes(tmp_path, 2, shard=shard, fault="SIGTERM")
@@ -411,7 +459,7 @@ def train_too_much(run_dir: str, micro_batch_size: int) -> None:
     model = nn.Linear(1, 1)
     run.prepare(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     for step in run.steps(torch.zeros(micro_batch_size, 1), 1):
-        for (x,) in step:
+        for x in step:
             step.backward(model(x).expand(-1, 2**18).exp().mean())
 
 

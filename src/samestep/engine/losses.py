@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from samestep.engine.control import NOT_CALLED, Control
+from samestep.engine.host_value import HostValue
 from samestep.errors import InvalidValue, UsageError
 from samestep.plan.tree import Layout
 
@@ -39,7 +40,8 @@ class PassLosses:
         self._layout = layout
         self._held = held
         self._num_slots = num_slots
-        self._terms: dict[int, dict[int, list[Term]]] = {v: {} for v in held}  # micro-batch -> slot -> losses
+        # micro-batch -> slot -> losses and weights
+        self._terms: dict[int, dict[int, list[tuple[HostValue, float | HostValue]]]] = {v: {} for v in held}
 
     @property
     def are_missing(self) -> bool:
@@ -67,7 +69,8 @@ class PassLosses:
             )
         pairs = [*loss.items()] if isinstance(loss, Mapping) else [(loss, weight)]
         checked = [self._check_term(v, term, self._sizes[v] if own is None else own) for term, own in pairs]
-        terms[slot] = [(term.detach(), own) for term, own in checked]
+        # Before the backward pass, see `HostValue`.
+        terms[slot] = [(HostValue(term), HostValue(own) if isinstance(own, Tensor) else own) for term, own in checked]
         self.num_losses = max(self.num_losses, len(checked))
         return checked
 
@@ -99,6 +102,8 @@ class PassLosses:
 
     def read(self, k: int) -> tuple[list[list[float]], list[list[float]]]:
         """Return the values and the weights of loss k, per micro-batch of this rank, per slot.
+
+        Waits for a GPU to compute them, not for the backward passes.
 
         Raises:
             InvalidValue: a weight on a GPU is out of range.

@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from numbers import Real
+from operator import add
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from samestep.engine.control import NOT_CALLED
+from samestep.engine.host_value import HostValue
 from samestep.engine.logged_values import Means
 from samestep.engine.losses import describe_value
 from samestep.errors import InvalidType
@@ -20,23 +22,18 @@ class StepLog:
     """The values that this rank logs in the micro-batches of one pass over a step."""
 
     def __init__(self, num_micro_batches: int) -> None:
-        self._calls: list[dict[str, tuple[Value, int]]] = [{} for _ in range(num_micro_batches)]  # sum, number of calls
+        self._calls: list[dict[str, list[float | HostValue]]] = [{} for _ in range(num_micro_batches)]
 
     def add(self, k: int, name: str, value: Value) -> None:
         """Add a value logged in this rank's k-th micro-batch."""
-        total, count = self._calls[k].get(name, (0.0, 0))
-        self._calls[k][name] = (total + value, count + 1)
+        self._calls[k].setdefault(name, []).append(HostValue(value) if isinstance(value, Tensor) else value)
 
     def compute_means(self) -> Means:
-        """Return the mean of each micro-batch's calls. Copies from a GPU once."""
-        on_gpu = [total for values in self._calls for total, _ in values.values() if isinstance(total, Tensor)]
-        numbers = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
+        """Return the mean of each micro-batch's calls. Waits for a GPU to compute the values."""
+        # The built-in sum differs: since Python 3.12 it compensates for rounding.
         return [
-            {
-                name: ((next(numbers) if isinstance(total, Tensor) else total) / count, count)
-                for name, (total, count) in values.items()
-            }
-            for values in self._calls
+            {name: (reduce(add, map(float, values), 0.0) / len(values), len(values)) for name, values in calls.items()}
+            for calls in self._calls
         ]
 
 
