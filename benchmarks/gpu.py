@@ -1,6 +1,6 @@
 """What samestep costs on one GPU: GPT-2 124M in bf16, compiled, and what surrounds its steps. At most 20 minutes.
 
-No GPU has run it yet. Each part runs in a process of its own with a limit on its time, and a part that fails is a line
+docs/performance.md has the figures of one NVIDIA H200. Each part runs in a process of its own with a limit on its time, and a part that fails is a line
 of the table. `--quick` runs all parts on the CPU with tiny sizes. Ratios are of times in the same process, in turns.
 
 - train: the loop of the recipe `gpt` with exact reduction, with and without deterministic kernels, against nanoGPT's
@@ -72,7 +72,7 @@ class Sizes(argparse.Namespace):
         tiny = GPT2Config(vocabulary_size=64, context=16, num_layers=1, num_heads=2, width=32)
         # A vocabulary of a multiple of 64, as in nanoGPT.
         self.config = tiny if quick else replace(PRESETS["gpt2"], vocabulary_size=50304)
-        self.samples, self.rounds, self.steps = (2, 1, 2) if quick else (12, 5, 10)
+        self.samples, self.rounds, self.steps = (2, 1, 2) if quick else (12, 5, 30)
         self.image_size, self.num_workers = (8, 1) if quick else (224, 8)
         self.world_sizes, self.verified_steps = ("1,2", 3) if quick else ("1,2,3,4", 10)
 
@@ -279,8 +279,8 @@ def measure_loader(sizes: Sizes) -> list[Row]:
         build("samestep", run_ours(), sizes.device), build("DataLoader", run_plain(), sizes.device)
     ]  # fmt: skip
     # Blocks are many times longer than the queue of loaded batches, which is full when a block begins.
-    num_steps = sizes.steps if sizes.quick else 10 * sizes.num_workers
-    times = measure(contestants, num_rounds=sizes.rounds, steps_per_block=num_steps)
+    num_steps = sizes.steps if sizes.quick else 5 * 2 * sizes.num_workers
+    times = measure(contestants, num_rounds=min(sizes.rounds, 3), steps_per_block=num_steps)
     ratio = f"time by DataLoader's {judge(compute_ratio(times, 'samestep', 'DataLoader'), 1.0)}"
     return [
         (f"loader, page-locked: {name}", describe(times, name, size, "images"), ratio if name == "samestep" else "")

@@ -1,4 +1,4 @@
-"""Training on a GPU: `make test-gpu`. Without one, the tests marked `gpu` are skipped.
+"""Training on a GPU: `make test-gpu`. Without one, the tests marked `gpu` are skipped. One is enough, also for NCCL.
 
 The same tests run on the CPU where they can. On the CPU, `make test` runs one of them and `make soak` the others, which
 other tests cover, too.
@@ -240,7 +240,7 @@ def test_replay(device: str, tmp_path: Path) -> None:
 def train_queued(run_dir: str) -> None:
     """Let torch raise an error where the host waits for the GPU, after the first steps."""
     run = samestep.Run(run_dir, batch_size=16, micro_batch_size=4, precision="bf16", log_every=1000)
-    model = Model(32)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     run.prepare(model=model, optimizer=optimizer)
     for step in run.steps(Pictures(), 8, num_workers=1):
