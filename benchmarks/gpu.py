@@ -1,7 +1,8 @@
 """What samestep costs on one GPU: GPT-2 124M in bf16, compiled, and what surrounds its steps. At most 20 minutes.
 
-docs/performance.md has the figures of one NVIDIA H200. Each part runs in a process of its own with a limit on its time, and a part that fails is a line
-of the table. `--quick` runs all parts on the CPU with tiny sizes. Ratios are of times in the same process, in turns.
+docs/performance.md has the figures of one NVIDIA H200. Each part runs in a process of its own with a limit on its time,
+and a part that fails is a line of the table. `--quick` runs all parts on the CPU with tiny sizes. Ratios are of times
+in the same process, in turns.
 
 - train: the loop of the recipe `gpt` with exact reduction, with and without deterministic kernels, against nanoGPT's
   loop written by hand, with fused AdamW and clipping, on sequences of the same sizes.
