@@ -108,6 +108,9 @@ UNPOOL = (
         # Data that each process creates anew, as if from a generator that the run has not seeded yet.
         ({"top": "salt = int.from_bytes(open('/dev/urandom', 'rb').read(6)) / 2**48", "in_item": "x = x + salt"},
          ["in two runs on 1 rank", "(micro-batch 0 of step 0): build random data after samestep.Run(...)"]),
+        # A clock.
+        ({"top": "import time", "in_item": "x = x + time.time_ns() % 997"},
+         ["in two runs on 1 rank", "look for clocks (time.time(), datetime.now())"]),
         # An operator that is not deterministic.
         ({"arguments": ", deterministic=False", "in_forward": UNPOOL},
          ["in two runs on 1 rank", "max_unpooling2d_forward_out is an operator that is not deterministic"]),
@@ -141,15 +144,14 @@ def test_a_planted_fault_is_found_and_named(verify: Any, faults: dict[str, str],
         assert expected in printed, f"{expected!r} is not in\n{printed}"
 
 
-GENERATOR, CLOCK = "draws in the steps", "reads the clock"
-ORDER, STATE = "the order of a set", "keeps state between reads"
+GENERATOR, ORDER, STATE = "draws in the steps", "the order of a set", "keeps state between reads"
 SORTED = "words = list({'alpha', 'beta', 'gamma', 'delta', 'epsilon', 'zeta', 'eta', 'theta'})"
 BIAS = "model.layers[0].bias.data += "
 
 
 @pytest.mark.parametrize(
     ("kind", "words", "faults"),
-    one_in(20, [
+    one_in(15, [
         (GENERATOR, "rng (Random) draws",
          {"before": "rng = random.Random()", "in_micro_batch": "x = x + rng.random()"}),
         (GENERATOR, "rng (Generator) draws",
@@ -161,16 +163,6 @@ BIAS = "model.layers[0].bias.data += "
           "in_item": "x = x * self.rng.random()"}),
         (GENERATOR, "rng (Generator) draws",
          {"before": "rng = torch.Generator(); rng.seed()", "in_step": BIAS + "torch.rand(8, generator=rng)"}),
-        (CLOCK, "time.time_ns in planted.py:", {"in_item": "import time; x = x + time.time_ns() % 997"}),
-        (CLOCK, "time.time in planted.py:", {"top": "import time", "in_step": BIAS + "time.time() % 1"}),
-        (CLOCK, "time.perf_counter in planted.py:",
-         {"top": "from time import perf_counter as now", "in_forward": "x = x * (now() % 1)",
-          "before": "rng = random.Random(3)", "in_micro_batch": "rng.random()"}),
-        (CLOCK, "time.time_ns in planted.py:",
-         {"top": "import time", "in_micro_batch": "x = x * w",
-          "before": "torch.manual_seed(time.time_ns() % 997); w = torch.rand(6)"}),
-        (CLOCK, "time.monotonic_ns in noise.py:",
-         {"top": "from noise import draw", "in_micro_batch": "x = x * draw()"}),
         (ORDER, "", {"before": SORTED, "in_micro_batch": "x = x * (1 + words.index('gamma'))"}),
         (ORDER, "", {"in_data": SORTED + "; self.ids = {w: i for i, w in enumerate(words)}",
                      "in_item": "x = x + self.ids['eta']"}),
@@ -189,14 +181,11 @@ BIAS = "model.layers[0].bias.data += "
                                     "swap": "epochs(data, 9) -> epochs(data, 9, num_workers=1)"}),
     ]),
 )  # fmt: skip
-def test_each_kind_of_cause_is_named_and_no_other(
-    verify: Any, tmp_path: Path, kind: str, words: str, faults: dict[str, str]
-) -> None:
-    (tmp_path / "noise.py").write_text("import time\ndef draw():\n    return time.monotonic_ns() % 997\n")
+def test_each_kind_of_cause_is_named_and_no_other(verify: Any, kind: str, words: str, faults: dict[str, str]) -> None:
     code, printed = verify(num_steps=2, hashes=kind == ORDER, **faults)
     assert code == 1, printed
     likely = [line for line in printed.splitlines() if "likely: " in line]
-    named = [name for name in (GENERATOR, CLOCK, ORDER, STATE) if any(name in line for line in likely)]
+    named = [name for name in (GENERATOR, ORDER, STATE) if any(name in line for line in likely)]
     assert named == [kind], printed
     assert words in printed, printed
 

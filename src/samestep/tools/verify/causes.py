@@ -1,23 +1,20 @@
 """Finds the causes of a difference between two runs, and describes what to change."""
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.tools.verify.experiments import (
-    RunAgain,
-    find_clock,
-    find_operator,
-    find_rank,
-    find_rank_of_drift,
-    is_hash_seed,
-    is_of_shard,
-    read_twice,
-)
-from samestep.tools.verify.traces import Difference, Traced, name_tensor
+from samestep.tools.verify.rank_reads import read_places
+from samestep.tools.verify.traces import Difference, Traced, find_difference, name_tensor
 from samestep.tools.verify.trials import TrialOutcome
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+OPERATOR = re.compile(r"(\S+) does not have a deterministic implementation")
+
+RunAgain = Callable[..., TrialOutcome]
 
 
 def explain(
@@ -84,7 +81,7 @@ def _find_settings(one: Traced, other: Traced) -> list[str]:
 
 
 def _explain_input(difference: Difference, run_again: RunAgain) -> str:
-    changed = read_twice(run_again)
+    changed = _read_twice(run_again)
     must = "a sample must depend only on its index and on torch, numpy.random and random, which samestep seeds"
     if changed is not None:
         which = f" ({', '.join(changed)} changes)" if changed else ""
@@ -100,17 +97,12 @@ def _explain_input(difference: Difference, run_again: RunAgain) -> str:
 
 def _explain_unrepeatable(difference: Difference, moved: str, run_again: RunAgain) -> list[str]:
     """Find out why two runs on the same number of ranks differ. Names a cause only if it makes a difference."""
-    if is_hash_seed(run_again):
+    if _is_hash_seed(run_again):
         return [
             "the order of a set of strings, or hash() of a string, affects training: it differs with each "
             "PYTHONHASHSEED; sort the elements of a set, or run export PYTHONHASHSEED=0 before every start"
         ]
-    if places := find_clock(run_again):
-        return [
-            f"the script reads the clock, and the time affects training ({places}): with a fixed clock, two "
-            "runs are the same; derive the value from step.number, or from torch, numpy.random and random"
-        ]
-    if (operator := find_operator(run_again)) is not None:
+    if (operator := _find_operator(run_again)) is not None:
         return [
             f"{operator} is an operator that is not deterministic, and the script allows it: remove "
             "deterministic=False, and replace the operators that torch then refuses"
@@ -131,9 +123,9 @@ def _explain_unrepeatable(difference: Difference, moved: str, run_again: RunAgai
             "fixed seed, and read no file that changes"
         ]
     return [
-        "not found: neither a clock of time, nor a generator that draws in the steps, nor the order of sets, nor an "
-        "operator that torch knows not to be deterministic; look for generators without a seed, datetime.now(), memory "
-        "addresses (id(), a set of objects), files that change, and threads that the script starts"
+        "not found: neither a generator that draws in the steps, nor the order of sets, nor an operator that torch "
+        "knows not to be deterministic; look for clocks (time.time(), datetime.now()), generators without a seed, "
+        "memory addresses (id(), a set of objects), files that change, and threads that the script starts"
     ]
 
 
@@ -145,9 +137,9 @@ def _explain_ranks(
             f"{name_tensor(difference.tensor or '')} is a buffer that depends on the number of ranks: its value "
             "must come from the whole step (step.num_samples, step.loss), not from this rank's micro-batches"
         ]
-    if places := find_rank(run_again, run_other):
+    if places := _find_rank(run_again, run_other):
         return [_describe_reads(places)]
-    if other.settings["shard"] is not None and is_of_shard(one, difference.step, run_other):
+    if other.settings["shard"] is not None and _is_of_shard(one, difference.step, run_other):
         return [_explain_shard(other, difference)]
     if difference.what == "initial":
         return [
@@ -207,13 +199,59 @@ def explain_drift(outcome: TrialOutcome, run_other: RunAgain) -> list[str]:
     """
     if not _has_drifted(outcome):
         return []
-    if places := find_rank_of_drift(run_other, _has_drifted):
+    fixed = run_other(fixes_rank=True)
+    if not _has_drifted(fixed) and (places := read_places(fixed.place)):
         return [f"  likely: {_describe_reads(places)}"]
     return ["  likely: a rank changes the model by its own values: updates must depend only on the gradient"]
 
 
 def _has_drifted(outcome: TrialOutcome) -> bool:
     return "hold the same model" in outcome.output or "a different model than" in outcome.output
+
+
+def _is_hash_seed(run_again: RunAgain) -> bool:
+    """Return whether two runs are the same with one hash seed, and differ with another."""
+    first = run_again()
+    return _are_same(first, run_again()) and not _are_same(first, run_again(hash_seed="1"))
+
+
+def _find_operator(run_again: RunAgain) -> str | None:
+    """Run the script, and return the first operator that torch's deterministic mode refuses."""
+    found = OPERATOR.search(run_again(overrides={"deterministic": True}).output)
+    return None if found is None else found[1]
+
+
+def _read_twice(run_again: RunAgain) -> list[str] | None:
+    """Run the script with samples of each step read twice in one process, with the same seed.
+
+    Returns:
+        The attributes of the data set that changed between the reads; None if the reads are equal.
+    """
+    rereads = [line["reread"] for line in run_again(reread=True).trace.steps.values() if "reread" in line]
+    changed = dict.fromkeys(name for reread in rereads for name in reread["changed"])
+    return [*changed] if any(reread["differs"] for reread in rereads) else None
+
+
+def _find_rank(run_again: RunAgain, run_other: RunAgain) -> str:
+    """Run the script on both numbers of ranks, where it reads rank 0 of 1 everywhere.
+
+    Returns:
+        The places in the script that read a rank or a number of ranks; "" if the runs still differ.
+    """
+    other = run_other(fixes_rank=True)
+    places = read_places(other.place)
+    return places if places and _are_same(run_again(fixes_rank=True), other) else ""
+
+
+def _is_of_shard(reference: Traced, last_step: int, run_other: RunAgain) -> bool:
+    """Return whether the run that differs is the same as the reference up to `last_step` if nothing is divided."""
+    undivided = run_other(shard="none").trace
+    return last_step in undivided.steps and find_difference(reference, undivided) is None
+
+
+def _are_same(one: TrialOutcome, other: TrialOutcome) -> bool:
+    steps = one.trace.steps.keys()
+    return bool(steps) and steps == other.trace.steps.keys() and find_difference(one.trace, other.trace) is None
 
 
 def measure_difference(one: Path, other: Path, name: str) -> str:

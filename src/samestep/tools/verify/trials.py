@@ -128,7 +128,7 @@ class Trials:
         num_steps: int | None = None,
         overrides: Mapping[str, Any] | None = None,
         hash_seed: str = "0",
-        fixed: str = "",
+        fixes_rank: bool = False,
         interceptor: str = TRACE,
         flags: Sequence[str] = (),
         **trace: Any,
@@ -141,7 +141,7 @@ class Trials:
             num_steps: steps of the whole run.
             overrides: further options of `Run`.
             hash_seed: PYTHONHASHSEED, unless it is set for this process.
-            fixed: what has the same values in each such run: CLOCK or RANK of `tools.verify.experiments`; "": nothing.
+            fixes_rank: whether the script reads rank 0 of 1 everywhere.
             interceptor: an interceptor, "module:class". `Trace` and its subclasses write the traces.
             flags: options of the launcher.
             trace: options of the interceptor.
@@ -163,8 +163,8 @@ class Trials:
             **(overrides or {}),
         }
         variables = build_trace(interceptor, place, to_variables(options), hash_seed=hash_seed, **trace)
-        if fixed:
-            variables[HOOK] = json.dumps(["samestep.tools.verify.experiments", {"dir": str(place), "fixed": fixed}])
+        if fixes_rank:
+            variables[HOOK] = json.dumps(["samestep.tools.verify.rank_reads", str(place)])
         began_s = time.monotonic()
         code = self._start(self.target.to_full_command(world_size, *flags), variables, place)
         store = Store(run_dir)
