@@ -110,6 +110,8 @@ UNPOOL = (
          ["in two runs on 1 rank", "(micro-batch 0 of step 0): build random data after samestep.Run(...)"]),
         # A clock.
         ({"top": "import time", "in_item": "x = x + time.time_ns() % 997"},
+         ["in two runs on 1 rank", "different values for the same samples", "and read no clock and no file"]),
+        ({"top": "import time", "in_micro_batch": "x = x * (1 + time.time() % 1)"},
          ["in two runs on 1 rank", "look for clocks (time.time(), datetime.now())"]),
         # An operator that is not deterministic.
         ({"arguments": ", deterministic=False", "in_forward": UNPOOL},

@@ -120,7 +120,7 @@ def _explain_unrepeatable(difference: Difference, moved: str, run_again: RunAgai
         return [
             f"the data set, or collate_fn, returned different values for the same samples ({difference.name} of step "
             f"{difference.step}): build random data after samestep.Run(...), which seeds the generators, or with a "
-            "fixed seed, and read no file that changes"
+            "fixed seed, and read no clock and no file that changes"
         ]
     return [
         "not found: neither a generator that draws in the steps, nor the order of sets, nor an operator that torch "
