@@ -2,6 +2,7 @@
 changed. Each test names an alternative.
 """
 
+import functools
 import selectors
 import socket
 from pathlib import Path
@@ -246,6 +247,34 @@ def read_units() -> dict[str, Any]:
     seen["expected"] = whole["1.weight"][0].tolist()
     dist.destroy_process_group()
     return seen
+
+
+def list_ends() -> list[str]:
+    """Return what happens in a backward pass of a sharded model: the ends of its units, and a tensor's gradient."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    dist.init_process_group("gloo")
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    for part in (model[1], model[2], model):
+        torch_internals.shard_module(part, DeviceMesh("cpu", range(2)))
+    events: list[str] = []
+    for unit in torch_internals.list_units(model):
+        unit.intercept(functools.partial(events.append, unit.path), lambda flat, group: None)
+
+    def note(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda grad: events.append("gradient of the first layer's output"))
+
+    model[0].register_forward_hook(note)
+    model(torch.ones(1, 3)).sum().backward()
+    dist.destroy_process_group()
+    return events
+
+
+def test_each_unit_is_reduced_when_its_backward_is_over() -> None:
+    """Without `FSDPParamGroup._register_post_backward_hook`, which we replace, or `post_forward`: see how the release
+    finds the end of a unit's backward. A node on a unit's inputs changes the order in which gradients are added.
+    """
+    assert samestep.spawn(list_ends, 2) == ["2", "1", "gradient of the first layer's output", ""]
 
 
 def shard_integers() -> str:

@@ -9,7 +9,7 @@ import socket
 import stat
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from samestep.files import read_text
 
@@ -353,6 +354,7 @@ class ShardedUnit:
         self.path = path
         self._module = module
         self._group = param_group
+        self._backward_end = _BackwardEnd(param_group.post_backward)
         self.places = [
             [
                 (info.module, info.param_name),
@@ -384,6 +386,7 @@ class ShardedUnit:
 
     def free_gathered(self) -> None:
         """Free the whole parameters, if they are gathered. The next ones are frozen as the sharded ones are now."""
+        self._backward_end.forget()
         self._module.reshard()
         for each in self._group.fsdp_params:
             if hasattr(each, "_unsharded_param"):  # created once, by the first gathering
@@ -418,6 +421,65 @@ class ShardedUnit:
             post_backward(*unused)
 
         self._group.post_backward = complete_and_reduce
+        self._backward_end = _BackwardEnd(complete_and_reduce)
+        self._await_backward_by_nodes()
+
+    def _await_backward_by_nodes(self) -> None:
+        """Keep FSDP2 from adding a node to the graph of a backward pass, which would change the order of a sum.
+
+        FSDP2 passes the unit's inputs through a node of its own, whose backward reduces the gradients. There, the
+        gradients of an input that the unit uses twice are added to each other before that of a use outside the unit.
+        Hooks of the unit's own nodes find out as early when its backward is complete, and add nothing.
+        """
+        group = self._group
+        post_forward = group.post_forward
+        first: list[int] = []  # the number of the first node of the forward pass, if gradients of its inputs are needed
+
+        def begin(args: Any, kwargs: Any) -> tuple[Any, Any]:
+            first.clear()
+            if torch.is_grad_enabled() and _find_differentiable((args, kwargs)):
+                first.append(torch._C._autograd._get_sequence_nr())
+            return args, kwargs
+
+        def end(module: Any, inputs: Any, output: Any) -> Any:
+            result = post_forward(module, inputs, output)
+            if first and torch.is_grad_enabled():
+                roots = [tensor.grad_fn for tensor in _find_differentiable(result)]
+                self._backward_end.add(self._find_last_nodes(roots, first.pop()))
+            return result
+
+        group._register_post_backward_hook = begin
+        group.post_forward = end
+
+    def _find_last_nodes(self, roots: Iterable[Any], first: int) -> list[Any]:
+        """Return the nodes that have run when a backward pass has computed the gradients of parameters and inputs.
+
+        They are the nodes that use tensors from outside of the unit, and those that accumulate its parameters'
+        gradients.
+
+        Args:
+            roots: the nodes of the outputs.
+            first: number of the first node of the unit's forward pass. Nodes of earlier ones have lower numbers.
+        """
+        own = {id(each._unsharded_param) for each in self._group.fsdp_params}
+        last: dict[Any, None] = {}
+        seen = set[Any]()
+        stack = [node for node in roots if node is not None and node._sequence_nr() >= first]
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            for following, _ in node.next_functions:
+                if following is None:
+                    continue
+                if type(following).__name__ == "AccumulateGrad":
+                    last[following if id(following.variable) in own else node] = None
+                elif following._sequence_nr() < first:
+                    last[node] = None
+                else:
+                    stack.append(following)
+        return [*last]
 
     def complete_grads(self, *, keep: bool) -> list[bool]:
         """Give a gradient of -0.0, which changes no sum, to parameters without one; if not `keep`, to all.
@@ -455,6 +517,39 @@ class ShardedUnit:
             parts.append(flat.as_strided(each.sharded_size, each.contiguous_sharded_stride, offset))
             offset += each.padded_sharded_param_size.numel()
         return parts
+
+
+def _find_differentiable(value: Any) -> list[Any]:
+    """Return the tensors in a structure of which a backward pass computes gradients."""
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor) and each.requires_grad]
+
+
+class _BackwardEnd:
+    """Calls `act` when a backward pass has run the last nodes of all forward passes since the previous call."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+        self._num_left = 0
+        self._handles: list[Any] = []
+
+    def add(self, nodes: Iterable[Any]) -> None:
+        """Note the last nodes of a forward pass."""
+        new = [node.register_hook(self._count) for node in nodes]
+        self._handles += new
+        self._num_left += len(new)
+
+    def _count(self, *_: Any) -> None:
+        self._num_left -= 1
+        if self._num_left == 0:
+            self.forget()
+            self._act()
+
+    def forget(self) -> None:
+        """Forget all nodes. Those that accumulate gradients outlive their graph."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._num_left = 0
 
 
 def list_units(module: nn.Module) -> list[ShardedUnit]:

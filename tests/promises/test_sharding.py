@@ -370,15 +370,42 @@ class Swapped(torch.nn.Module):
         return x.sum(1, keepdim=True)
 
 
-class Twice(torch.nn.Module):
-    """A block that runs twice."""
-
+class OneBlock(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks[0](self.blocks[0](x).tanh()).sum(1, keepdim=True)
+        return self.blocks[0](x).sum(1, keepdim=True)
+
+
+class Mixing(torch.nn.Module):
+    """Uses each of its inputs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
+        self.layers[0].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        a, b, c, d = self.layers
+        return a(x).tanh() * b(x) + c(memory) * d(memory)
+
+
+class Mixed(torch.nn.Module):
+    """Tensors that are used twice in a block, in other blocks, and outside of them; the first block runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.blocks = torch.nn.ModuleList(Mixing() for _ in range(3))
+        self.last = torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = memory = self.first(x)
+        for block in (*self.blocks, self.blocks[0]):
+            x = x + block(x, memory)
+        return self.last(x + memory)
 
 
 class Scalar(torch.nn.Linear):
@@ -397,7 +424,7 @@ class Empty(torch.nn.Linear):
         self.nothing = torch.nn.Parameter(torch.zeros(0))
 
 
-class Partly(Twice):
+class Partly(OneBlock):
     """A block that does not run."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -415,7 +442,6 @@ def train_wrong(model: type[torch.nn.Module], blocks: Any = None) -> None:
 
 @pytest.mark.parametrize(("model", "message"), [
     (Swapped, "rank 1 has used other parts of the model than rank 0"),
-    (Twice, r"model\.blocks\.0 ran twice in one micro-batch"),
     (Partly, r"model\.blocks\.0 was not used in micro-batch"),
     (Scalar, r"model\.scale has no dimensions"),
     (Empty, r"model\.nothing has no elements"),
@@ -425,15 +451,49 @@ def test_models_that_cannot_be_sharded(model: type[torch.nn.Module], message: st
         samestep.spawn(train_wrong, 2, (model,), env=SHARDED)
 
 
-def test_a_block_that_is_left_out_may_run_twice() -> None:
-    samestep.spawn(train_wrong, 2, (Twice, []), env=SHARDED)
+def train_mixed(blocks: Any = None) -> Result:
+    run = build_run()
+    model = Mixed()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    run.prepare(model=model, optimizer=optimizer, shard_blocks=blocks)
+    trace = Trace(run)
+    for step in run.steps(build_pairs(24), 3):
+        for x, _ in step:
+            step.backward(model(x[:, :4]).square().mean())
+        optimizer.step()
+        trace.end_step(step)
+    return trace.finish()
+
+
+@pytest.mark.parametrize("blocks", [None, ["Mixing"], ["Linear"], []])
+def test_the_order_in_which_gradients_of_a_tensor_are_added(blocks: list[str] | None) -> None:
+    """FSDP2 alone adds those from within a block to each other first."""
+    train = functools.partial(train_mixed, blocks)
+    for world_size in (2, 3):
+        assert_same(samestep.spawn(train, world_size, env=SHARDED), run_alone(train), f"{world_size} ranks", "1 rank")
+
+
+def train_on_each_other() -> None:
+    """Two models, of which the second one's loss has a graph through the first one."""
+    run = samestep.Run(None, batch_size=8, micro_batch_size=2)
+    models = [torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(2)]
+    run.prepare(a=models[0], b=models[1], optimizer=torch.optim.SGD([p for m in models for p in m.parameters()], 0.1))
+    for step in run.steps(torch.ones(32, 4), 2):
+        for x in step:
+            step.backward(models[0](x).square().mean(), model=models[0])
+            step.backward(models[1](models[0](x)).square().mean(), model=models[1])
+
+
+def test_a_model_that_two_losses_use_cannot_be_sharded() -> None:
+    with pytest.raises(samestep.UsageError, match="a ran twice in one micro-batch"):
+        samestep.spawn(train_on_each_other, 2, env=SHARDED)
 
 
 def test_blocks_are_classes_or_names() -> None:
     with pytest.raises(samestep.InvalidType, match="shard_blocks must hold classes of modules or their names, not 3"):
-        samestep.spawn(train_wrong, 2, (Twice, [3]), env=SHARDED)
-    with pytest.raises(samestep.InvalidValue, match="names Block, but the models consist of Twice, ModuleList, Linear"):
-        samestep.spawn(train_wrong, 2, (Twice, ["Block"]), env=SHARDED)
+        samestep.spawn(train_wrong, 2, (OneBlock, [3]), env=SHARDED)
+    with pytest.raises(samestep.InvalidValue, match=r"names Block, but .* consist of OneBlock, ModuleList, Linear"):
+        samestep.spawn(train_wrong, 2, (OneBlock, ["Block"]), env=SHARDED)
 
 
 def train_one(optimizer: Callable[..., Any]) -> None:
