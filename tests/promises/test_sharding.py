@@ -492,6 +492,8 @@ def test_a_model_that_two_losses_use_cannot_be_sharded() -> None:
 def test_blocks_are_classes_or_names() -> None:
     with pytest.raises(samestep.InvalidType, match="shard_blocks must hold classes of modules or their names, not 3"):
         samestep.spawn(train_wrong, 2, (OneBlock, [3]), env=SHARDED)
+    with pytest.raises(samestep.InvalidType, match="shard_blocks must be a list of classes of modules"):
+        samestep.spawn(train_wrong, 2, (OneBlock, OneBlock), env=SHARDED)
     with pytest.raises(samestep.InvalidValue, match=r"names Block, but .* consist of OneBlock, ModuleList, Linear"):
         samestep.spawn(train_wrong, 2, (OneBlock, ["Block"]), env=SHARDED)
 

@@ -209,6 +209,8 @@ def _has_forward(module: nn.Module) -> bool:
 
 def _check_blocks(modules: Mapping[str, nn.Module], blocks: Blocks) -> None:
     """Raise InvalidType or InvalidValue if a block is not a class of modules or a name, or no module is of it."""
+    if isinstance(blocks, (str, type)):
+        raise InvalidType(f"shard_blocks must be a list of classes of modules or names, not {blocks!r}", code="SS102")
     for block in blocks:
         if not isinstance(block, str) and not (isinstance(block, type) and issubclass(block, nn.Module)):
             raise InvalidType(f"shard_blocks must hold classes of modules or their names, not {block!r}", code="SS102")
