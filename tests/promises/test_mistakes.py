@@ -153,6 +153,8 @@ def test_scores(num_ranks: int) -> None:
             run.evaluate(lambda _: {"a": 1.0}, [])
         with pytest.raises(samestep.Error, match=r"needs a function score\(batch\) -> dict, not 'accuracy'"):
             run.evaluate("accuracy", Pairs(5))
+        with pytest.raises(samestep.Error, match=r"not a Pairs: call run\.evaluate\(score, data\)"):
+            run.evaluate(Pairs(5), lambda batch: {"a": 1.0})
         inf = float("inf")
         found = run.evaluate(
             lambda b: {"a": inf if len(b[0]) == 2 else -inf, "b": inf, "c": (float("nan"), 0 if len(b[0]) == 2 else 1)},

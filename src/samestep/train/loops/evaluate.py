@@ -67,6 +67,12 @@ class Evaluator:
         self, score: Callable[[Any], Mapping[str, Any]], data: Any, *, micro_batch_size: int | None, **arguments: Any
     ) -> dict[str, Any]:
         """Score every sample. Arguments, result and errors as for `Run.evaluate`."""
+        if not callable(score):
+            raise InvalidType(
+                f"run.evaluate needs a function score(batch) -> dict, not {_describe(score)}: call run.evaluate(score, "
+                "data)",
+                code="SS102",
+            )
         self._state.count_evaluation()
         size = 1 if micro_batch_size is None else micro_batch_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -75,8 +81,6 @@ class Evaluator:
             )
         spec = read_data_arguments(data, **arguments)
         spec = replace(spec, shuffle=False, micro_batch_size=micro_batch_size or spec.micro_batch_size)
-        if not callable(score):
-            raise InvalidType(f"run.evaluate needs a function score(batch) -> dict, not {score!r}", code="SS102")
         try:
             return self._evaluate(score, spec)
         finally:
@@ -192,6 +196,10 @@ def _to_numbers(row: Row) -> Row:
                 f"score {name!r} has weight {value[1]}: a weight is a finite number of at least 0", code="SS223"
             )
     return numbers
+
+
+def _describe(value: object) -> str:
+    return repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
 
 
 def _merge(rows: list[Row]) -> dict[str, Any]:
