@@ -149,6 +149,22 @@ def test_a_part_that_is_missing(missing: int, store: Store) -> None:
     assert find(store).step == 1
 
 
+def test_the_directory_is_removed_before_a_receipt_is_read(store: Store) -> None:
+    """The other ranks have written their parts, so none of them reports a failure."""
+    structure, tensors = encode(make_state(2))
+    place = store.begin_parts(2, None)
+    store.deliver(place, 1, take_rows(tensors, 1, 2))
+    others = OtherParts(2)
+
+    def confirm() -> None:
+        shutil.rmtree(store.path)
+        others.limit_wait("nobody has noticed", patience_s=1.0)  # else a failure of this test would last forever
+
+    own = take_rows(tensors, 0, 2)
+    with pytest.raises(FileNotFoundError, match=place):
+        store.write_encoded(structure, own, step=2, name=None, meta={}, confirm=confirm, place=place, others=others)
+
+
 def test_a_part_that_lacks_rows(store: Store) -> None:
     """Such as when the ranks have built different models."""
     structure, tensors = encode(make_state(2))

@@ -97,7 +97,7 @@ class OtherParts:
         """Return the parts by rank, once all ranks have written theirs.
 
         Raises:
-            OSError: a part will not come, see `limit_wait`, or cannot be read.
+            OSError: a part will not come, see `limit_wait`, or cannot be read, or the directory is gone.
         """
         parts: dict[int, Part] = {}
         sizes: list[int] = []
@@ -110,6 +110,7 @@ class OtherParts:
             missing = [rank for rank in self._ranks if rank not in parts]
             if not missing:
                 break
+            directory.stat()  # raises if it is gone, and with it receipts that were not read yet
             if limit is not None:
                 before, sizes = sizes, [_measure(directory / name_part(rank)) for rank in missing]
                 if sizes != before:
