@@ -19,7 +19,7 @@ from support.runs import digest
 from support.selection import one_in
 from support.tiny import Tiny, tiny_run, update
 from support.trace import Trace, assert_same
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import samestep
 from samestep.torch_internals import get_local, is_shardable
@@ -572,6 +572,35 @@ def test_clipping_by_the_gradients_of_one_rank_is_refused(train: Callable[[], No
         samestep.spawn(train, 2, env=SHARDED)
     samestep.spawn(train, 2)
     samestep.spawn(train, 1, env=DIVIDED)
+
+
+def scale_too_far(is_enabled: bool) -> torch.Tensor:
+    """Return the weights after 3 steps. A scaler of the script skips one, because of one infinite gradient."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=is_enabled)
+
+    def skip(t: Tiny) -> None:
+        grad = t.model[0].weight.grad
+        if t.step.number == 1 and is_enabled and grad is not None and t.run.rank == 0:
+            (get_local(grad) if isinstance(grad, DTensor) else grad)[0] = torch.inf
+        scaler.scale(torch.ones(()))
+        scaler.step(t.optimizer)
+        scaler.update()
+
+    tiny = Tiny(model=lambda: torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1)))
+    tiny.train(num_steps=3, then=skip)
+    params = [param.full_tensor() if isinstance(param, DTensor) else param for param in tiny.model.parameters()]
+    return torch.cat([param.detach().flatten() for param in params])
+
+
+def test_a_scaler_that_sees_the_gradients_of_one_rank_is_refused() -> None:
+    """It would skip the update on that rank only. One that is not enabled skips none."""
+    with pytest.raises(samestep.UsageError, match=r"GradScaler .* sees the gradients of one rank only"):
+        samestep.spawn(scale_too_far, 2, (True,), env=DIVIDED)
+    skipped, whole = (samestep.spawn(scale_too_far, 1, (is_enabled,), env=DIVIDED) for is_enabled in (True, False))
+    assert not torch.equal(skipped, whole)
+    assert torch.equal(samestep.spawn(scale_too_far, 2, (True,), env=SHARDED), skipped)
+    assert torch.equal(samestep.spawn(scale_too_far, 2, (False,), env=SHARDED), whole)
+    assert torch.equal(samestep.spawn(scale_too_far, 2, (False,), env=DIVIDED), whole)
 
 
 def clip(norm_type: float, foreach: bool | None) -> Result:

@@ -7,7 +7,7 @@ and 2. Unlike there, a rank owns whole tensors, so the division changes no bit, 
 (Muon, Shampoo, LARS, Adafactor) work.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import finalize
@@ -22,7 +22,7 @@ from samestep.errors import InvalidValue, UsageError
 from samestep.snapshot.async_copy import locate
 from samestep.snapshot.serialization import SavedState, decode, encode, list_tensors
 from samestep.tagged import find_dtype, name_dtype
-from samestep.torch_internals import watch_norms
+from samestep.torch_internals import watch_norms, watch_scalers
 from samestep.train.state.alike_updates import AlikeUpdates
 from samestep.train.state.stateful import STATE, Objects, list_params, name_optimizers, refuse_held, states
 from samestep.world.group import Group
@@ -65,6 +65,7 @@ class DividedOptimizers:
             optimizer.register_step_post_hook(self._send_updated)
         self._updates = AlikeUpdates(self._optimizers, group, "optimizer")
         finalize(self, watch_norms(partial(_refuse_norm, self.ownership)))
+        finalize(self, watch_scalers(partial(_refuse_scaler, {id(each) for each in self._optimizers.values()})))
 
     def _send_updated(self, optimizer: Optimizer, *_: Any) -> None:
         """After an update on all ranks, copy each parameter from its owner to the other ranks."""
@@ -214,5 +215,15 @@ def _refuse_norm(ownership: Ownership, grads: Sequence[Tensor]) -> None:
         raise UsageError(
             'torch.nn.utils.clip_grad_norm_ (or get_total_norm) with shard="optimizer" sees the gradients of one rank '
             "only: call run.clip_grad_norm_, with the same arguments (max_norm=math.inf gives the norm alone)",
+            code="SS610",
+        )
+
+
+def _refuse_scaler(optimizers: Collection[int], optimizer: Optimizer) -> None:
+    """Refuse to skip an update because of the gradients of one rank. `optimizers`: the ids of the divided ones."""
+    if id(optimizer) in optimizers:
+        raise UsageError(
+            'torch.amp.GradScaler with shard="optimizer" sees the gradients of one rank only, so it may skip an update '
+            "on some ranks: leave it out, samestep.Run(precision='fp16') scales the loss itself",
             code="SS610",
         )
