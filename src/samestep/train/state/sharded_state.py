@@ -307,9 +307,10 @@ def _check_own(name: str, module: nn.Module, group: Group) -> None:
 
 def _check_optimizer(name: str, optimizer: Optimizer) -> None:
     if type(optimizer) not in ELEMENTWISE:
+        mode = "leave out shard" if isinstance(optimizer, torch.optim.LBFGS) else 'use shard="optimizer"'
         raise InvalidValue(
             f'{name} is {type(optimizer).__name__}, which may need whole tensors, and shard="fsdp2" gives it shards: '
-            'use shard="optimizer", or an optimizer of torch.optim that works element by element',
+            f"{mode}, or use an optimizer of torch.optim that works element by element",
             code="SS606",
         )
     if any(group.get("fused") for group in optimizer.param_groups):
