@@ -20,6 +20,7 @@ from support.selection import one_in
 from support.tiny import Tiny, tiny_run, update
 from support.trace import Trace, assert_same
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import samestep
 from samestep.torch_internals import get_local, is_shardable
@@ -535,6 +536,36 @@ def test_optimizers_that_cannot_be_divided(optimizer: Callable[..., Any], messag
 def test_optimizers_that_cannot_be_sharded(optimizer: Callable[..., Any], message: str) -> None:
     with pytest.raises(samestep.InvalidValue, match=message):
         samestep.spawn(train_one, 2, (optimizer,), env=SHARDED)
+
+
+def average_buffers(**options: Any) -> torch.Tensor:
+    """Return a mean of BatchNorm, averaged over 3 steps."""
+
+    def average(t: Tiny) -> None:
+        update(t)
+        t.average.update_parameters(t.model)  # type: ignore[attr-defined]
+
+    def build(t: Tiny) -> dict[str, Any]:
+        return {"average": AveragedModel(t.model, use_buffers=True, **options)}
+
+    def build_model() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+
+    tiny = Tiny(model=build_model, objects=build)
+    tiny.train(num_steps=3, then=average)
+    mean: torch.Tensor = tiny.average.module[1].running_mean  # type: ignore[attr-defined]
+    return mean.clone()
+
+
+def test_averaged_buffers() -> None:
+    """Not by one kernel for parameters and buffers, of which only the parameters are sharded."""
+    at_once: dict[str, Any] = {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}
+    with pytest.raises(samestep.InvalidValue, match=r"average averages parameters and buffers together"):
+        samestep.spawn(functools.partial(average_buffers, **at_once), 2, env=SHARDED)
+    samestep.spawn(functools.partial(average_buffers, **at_once), 1, env=SHARDED)
+    for options in ({}, {"avg_fn": get_ema_avg_fn(0.5)}):
+        train = functools.partial(average_buffers, **options)
+        assert torch.equal(samestep.spawn(train, 2, env=SHARDED), samestep.spawn(train, 1))
 
 
 def test_a_run_that_began_with_a_fused_optimizer_cannot_be_sharded(tmp_path: Path) -> None:

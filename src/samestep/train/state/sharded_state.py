@@ -13,6 +13,7 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from samestep.config import RunConfig
 from samestep.engine.shards import ShardedModels
@@ -247,6 +248,12 @@ def _shard(
                 code="SS607",
             )
         seen |= own.keys()
+        if _averages_together(module):
+            raise InvalidValue(
+                f'{name} averages parameters and buffers together (use_buffers=True), and with shard="fsdp2" only '
+                'parameters are sharded: give it avg_fn= in place of multi_avg_fn=, or use shard="optimizer"',
+                code="SS607",
+            )
         for path, param in module.named_parameters():
             if not param.dim() or not param.numel():
                 raise InvalidValue(
@@ -285,6 +292,16 @@ def _shard(
             with init.whole(part.parameters()):
                 shard_module(part, mesh)
     return {number: getattr(part, key) for part, key, number in places}
+
+
+def _averages_together(module: nn.Module) -> bool:
+    """Return whether a model passes lists of parameters and buffers to one kernel, which takes one kind of tensors."""
+    if not isinstance(module, AveragedModel) or not module.use_buffers:
+        return False
+    dtypes = {param.dtype for param in module.parameters()}
+    is_mixed = any(buffer.dtype in dtypes for buffer in module.module.buffers())
+    is_on_cpu = all(param.device.type == "cpu" for param in module.parameters())  # where torch has no kernel for lists
+    return is_mixed and (module.multi_avg_fn is not None or (module.avg_fn is None and not is_on_cpu))
 
 
 def _check_own(name: str, module: nn.Module, group: Group) -> None:
