@@ -1,5 +1,6 @@
 """Snapshots of which each rank writes its part: every promise of the others holds for each file."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from states import assert_same, make_state, take_rows, write_divided
 from test_store import DAMAGE, flip, remount, small_disk  # noqa: F401 - a fixture
 
-from samestep.errors import InvalidValue
-from samestep.snapshot.manifest import find_damage
+from samestep.errors import InvalidValue, RunDirectoryError
+from samestep.snapshot.manifest import find_damage, seal
 from samestep.snapshot.parts import OtherParts, name_part
 from samestep.snapshot.serialization import digest, encode
 from samestep.snapshot.store import Snapshot, Store
@@ -123,6 +124,28 @@ def test_a_refused_snapshot_is_skipped(store: Store) -> None:
     assert found is not None
     assert found.step == 1
     assert PARTS[1] in warnings[0]
+
+
+@pytest.mark.parametrize("damage", ["removed", "cut by a byte", "a directory"])
+def test_no_digest_of_a_part_that_is_missing(damage: str, store: Store) -> None:
+    path = write_divided(store, 1, step=1)
+    found = find(store)
+    assert store.read_digest(found) == digest(make_state(1))
+    DAMAGE[damage](path / PARTS[1])
+    with pytest.raises(RunDirectoryError, match=rf"step-00000001 can no longer be used: {PARTS[1]}") as error:
+        store.read_digest(found)
+    assert error.value.code == "SS410"
+
+
+def test_no_digest_of_a_manifest_without_a_part(store: Store) -> None:
+    """The files that it names are sound, and do not have all rows."""
+    path = write_divided(store, 1, step=1)
+    found = find(store)
+    files = {name: file for name, file in found.manifest["files"].items() if name != PARTS[1]}
+    manifest = seal({key: value for key, value in {**found.manifest, "files": files}.items() if key != "sha256"})
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RunDirectoryError, match=r"step-00000001 holds no state that can be read"):
+        store.read_digest(find(store))
 
 
 # --- parts that do not come ---------------------------------------------------------------------------------------
