@@ -129,6 +129,8 @@ def test_master(monkeypatch: pytest.MonkeyPatch) -> None:
             ],
         ),
         ({}, ["/bin/samestep", "inspect", "runs/x"], ["--fresh", "--resume 8"]),
+        ({}, ["/lib/samestep/__main__.py", "inspect", "runs/x"], ["--fresh", "--resume 8"]),
+        ({}, ["samestep/a.py"], ["SAMESTEP_FRESH=1 samestep/a.py", "SAMESTEP_RESUME=8 samestep/a.py"]),
         ({"SAMESTEP_LAUNCHER": "script"}, ["python"], ["--fresh", "--resume 8"]),
         (
             {"SAMESTEP_LAUNCHER": "call"},

@@ -109,7 +109,8 @@ def advise(**options: Any) -> str:
     if launcher == "call":
         pairs = ", ".join(f'"{name}": "{value}"' for name, value in variables.items())
         return f"env={{{pairs}}} for samestep.spawn"
-    if launcher is not None or Path(sys.argv[0]).name == "samestep":
+    called = Path(sys.argv[0]).parts[-2:]  # the second is that of `python -m samestep`
+    if launcher is not None or called[-1:] == ("samestep",) or called == ("samestep", "__main__.py"):
         return format_flags(**options)
     if "RANK" in os.environ or "ipykernel" in sys.modules:
         return f"{settings} in the environment"
