@@ -11,11 +11,11 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from samestep.engine.host_copies import copy_to_host
 from samestep.torch_internals import find_first_row, get_local, is_sharded
 
 NUM_PIECES = 4
@@ -45,7 +45,7 @@ class GradientChecksum:
         if not any(grad is not None and grad.is_cuda for grad in grads):
             checksum = _sum_up(pieces)
             return lambda: checksum, False
-        wait = _copy(pieces)
+        wait = copy_to_host(pieces)
         return lambda: _sum_up(wait()), True
 
     def combine(self, checksums: Sequence[int], step: int) -> int:
@@ -137,26 +137,8 @@ def find_zero(grads: Sequence[Tensor | None]) -> Callable[[], bool]:
     if not any(piece.is_cuda for piece in pieces):
         is_zero = not any(bool(piece.any()) for piece in pieces)
         return lambda: is_zero
-    wait = _copy(pieces)
+    wait = copy_to_host(pieces)
     return lambda: not any(bool(piece.any()) for piece in wait())
-
-
-def _copy(pieces: Iterable[Tensor]) -> Callable[[], list[Tensor]]:
-    """Begin to copy pieces to the host. Returns a function that waits for the copies."""
-    copies: list[Tensor] = []
-    events: list[Any] = []
-    for piece in pieces:
-        copies.append(piece.to("cpu", non_blocking=True))
-        if piece.is_cuda:
-            events.append(event := torch.cuda.Event())  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(piece.device))
-
-    def wait() -> list[Tensor]:
-        for event in events:
-            event.synchronize()
-        return copies
-
-    return wait
 
 
 def choose_windows(num_bytes: int, step: int) -> list[tuple[int, int]]:

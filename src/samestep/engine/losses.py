@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from samestep.engine.control import NOT_CALLED, Control
-from samestep.engine.host_value import HostValue
+from samestep.engine.host_copies import HostValue
 from samestep.errors import InvalidValue, UsageError
 from samestep.plan.tree import Layout
 

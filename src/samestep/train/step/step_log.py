@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from samestep.engine.control import NOT_CALLED
-from samestep.engine.host_value import HostValue
+from samestep.engine.host_copies import HostValue
 from samestep.engine.logged_values import Means
 from samestep.engine.losses import describe_value
 from samestep.errors import InvalidType
