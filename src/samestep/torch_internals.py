@@ -376,7 +376,7 @@ class ShardedUnit:
         self.path = path
         self._module = module
         self._group = param_group
-        self._backward_end = _BackwardEnd(param_group.post_backward)
+        self._backward_end = _BackwardEnd(lambda: param_group.post_backward())  # as it is then: `intercept` replaces it
         self.places = [
             [
                 (info.module, info.param_name),
@@ -443,7 +443,6 @@ class ShardedUnit:
             post_backward(*unused)
 
         self._group.post_backward = complete_and_reduce
-        self._backward_end = _BackwardEnd(complete_and_reduce)
         self._await_backward_by_nodes()
 
     def _await_backward_by_nodes(self) -> None:
@@ -455,19 +454,21 @@ class ShardedUnit:
         """
         group = self._group
         post_forward = group.post_forward
-        first: list[int] = []  # the number of the first node of the forward pass, if gradients of its inputs are needed
+        first: int | None = None  # number of the forward pass's first node, if gradients of its inputs are needed
 
         def begin(args: Any, kwargs: Any) -> tuple[Any, Any]:
-            first.clear()
-            if torch.is_grad_enabled() and _find_differentiable((args, kwargs)):
-                first.append(torch._C._autograd._get_sequence_nr())
+            nonlocal first
+            is_needed = torch.is_grad_enabled() and _find_differentiable((args, kwargs))
+            first = torch._C._autograd._get_sequence_nr() if is_needed else None
             return args, kwargs
 
         def end(module: Any, inputs: Any, output: Any) -> Any:
+            nonlocal first
             result = post_forward(module, inputs, output)
-            if first and torch.is_grad_enabled():
+            if first is not None and torch.is_grad_enabled():
                 roots = [tensor.grad_fn for tensor in _find_differentiable(result)]
-                self._backward_end.add(self._find_last_nodes(roots, first.pop()))
+                self._backward_end.add(self._find_last_nodes(roots, first))
+                first = None
             return result
 
         group._register_post_backward_hook = begin
