@@ -162,7 +162,7 @@ print((peak() - before) << 10)
 @pytest.mark.parametrize("words", [["out.safetensors"], *(["out", "--format", form] for form in FORMATS)])
 def test_memory_does_not_grow_with_the_model(words: list[str], tmp_path: Path) -> None:
     write_run(tmp_path / "small", {"a": torch.zeros(4)})
-    write_run(tmp_path / "run", {f"w{index}": torch.zeros(2 * MB) for index in range(32)})  # 256 MB, 8 each
+    write_run(tmp_path / "run", {f"w{index}": torch.zeros(2 * MB) for index in range(48)})  # 384 MB, 8 each
     paths = [str(tmp_path / name) for name in ("run", "small", words[0])]
     command = [sys.executable, "-c", PROGRAM, *paths, *words[1:]]
     done = check(run_command(*command, cwd=tmp_path))
