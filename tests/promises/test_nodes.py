@@ -66,12 +66,12 @@ def start_elastic(trial: Trial, endpoint: str, node_rank: int, host: Host, *faul
 # --- hosts ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", [4, 6])
-def test_two_hosts(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host], version: int) -> None:
+@pytest.mark.parametrize(("version", "shard"), [(4, "none"), (6, "none"), (4, "fsdp2")])
+def test_two_hosts(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host], version: int, shard: str) -> None:
     first = all_hosts[0]
     endpoint = f"{first.address}:29400" if version == 4 else f"[{first.address6}]:29400"
     nodes = [
-        trial.start("launch", 2, "", *flags_at(endpoint, "2", "--node-rank", str(rank)), host=host)
+        trial.start("launch", 2, "", *flags_at(endpoint, "2", "--node-rank", str(rank), "--shard", shard), host=host)
         for rank, host in enumerate(all_hosts[:2])
     ]
     assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)

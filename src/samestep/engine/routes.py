@@ -216,11 +216,29 @@ def run_all_reduce(x: Tensor) -> Route:
     yield [dist.all_reduce(x, async_op=True)]
 
 
-def start_all_to_all(rows: Tensor, chunks: Tensor, process_group: Any) -> Work:
-    """Begin to send chunk k of `chunks` to rank k, and to receive that of rank k into `rows[k]`."""
+Counts = tuple[Sequence[int], Sequence[int]]
+
+
+def start_all_to_all(rows: Tensor, chunks: Tensor, process_group: Any, counts: Counts | None = None) -> Work:
+    """Begin to send chunks to all ranks, and to receive theirs into `rows`. Both are in the order of the ranks.
+
+    Args:
+        counts: per rank, how many chunks to receive from it, and how many to send to it. None: one.
+    """
     received, sent = (each.view(-1).view(torch.uint8) for each in (rows, chunks))  # not all backends know all dtypes
-    work: Work = dist.all_to_all_single(received, sent, group=process_group, async_op=True)
+    to_receive, to_send = counts or (None, None)
+    work: Work = dist.all_to_all_single(
+        received, sent, _split(received, to_receive), _split(sent, to_send), group=process_group, async_op=True
+    )
     return work
+
+
+def _split(data: Tensor, counts: Sequence[int] | None) -> list[int] | None:
+    """Return the sizes of parts of `data` with so many chunks."""
+    if counts is None:
+        return None
+    chunk_bytes = len(data) // max(1, sum(counts))
+    return [count * chunk_bytes for count in counts]
 
 
 class PendingOp:

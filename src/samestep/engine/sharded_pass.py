@@ -1,66 +1,29 @@
 """Sums the gradients of sharded parameters over a step's micro-batches on all ranks, along the canonical tree.
 
-A reduce-scatter of the backend adds the ranks' gradients in an order that depends on their number. Here, each rank
-gets its chunk of every rank's gradient (an all-to-all, with the bytes of a ring's reduce-scatter) and adds them itself.
 The ranks work in rounds: round j brings the gradients of the micro-batches from j * world_size on, one of each rank,
 which are folded at once. So a rank keeps at most log2(micro-batches) + 1 sums of the size of its chunk.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from samestep.engine.chunk_sums import ChunkExchange, ChunkSum
 from samestep.engine.control import Control
 from samestep.engine.exchange import Exchange, Sums
 from samestep.engine.exchange_memory import ExchangeMemory
 from samestep.engine.folding import Grads, RankParts
 from samestep.engine.reduction_plan import ReductionPlan
-from samestep.engine.routes import Work, start_all_to_all
+from samestep.engine.routes import PendingOp, wait_all
 from samestep.engine.script_guards import ParameterGuard
 from samestep.engine.shards import Shards
 from samestep.errors import UsageError
 from samestep.hashing import hash_short
-from samestep.plan.tree import merges
 from samestep.torch_internals import shard_like
 from samestep.world.group import Group
-
-
-class ChunkSum:
-    """The sums of this rank's chunk of a unit's gradients, folded along the canonical tree."""
-
-    def __init__(self, num_micro_batches: int) -> None:
-        self._num_micro_batches = num_micro_batches
-        self._parts: list[Tensor] = []
-
-    def add(self, first: int, rows: Tensor) -> None:
-        """Add the chunks of the micro-batches from `first` on, one row each. Overwrites them."""
-        num_kept = len(self._parts)
-        for v, row in enumerate(rows[: self._num_micro_batches - first], start=first):
-            part = row
-            for _ in merges(self._num_micro_batches, 0, v):
-                part = self._parts.pop().add_(part)
-            self._parts.append(part)
-            num_kept = min(num_kept, len(self._parts) - 1)
-        # A view would keep all rows.
-        self._parts[num_kept:] = [part.clone() for part in self._parts[num_kept:]]
-
-    @property
-    def total(self) -> Tensor | None:
-        """The sum of all micro-batches; None if none was added."""
-        return self._parts[0] if self._parts else None
-
-
-class _Transfer(NamedTuple):
-    """Chunks that are being received: `work` is complete when they are in `rows`."""
-
-    k: int
-    first: int
-    rows: Tensor
-    flat: Tensor
-    work: Work
 
 
 class ShardedPass:
@@ -91,10 +54,12 @@ class ShardedPass:
         self._world_size = group.world_size
         self._parts = RankParts(plan, memory.layout, group.rank)
         self._exchange = Exchange(plan, memory, group, self._parts)
-        self._sums = [ChunkSum(memory.layout.num_micro_batches) for _ in self._models.units]
+        num_micro_batches = memory.layout.num_micro_batches
+        self._chunks = ChunkExchange(num_micro_batches, group.rank, group.world_size, self._models.block_size)
+        self._sums = [ChunkSum(num_micro_batches) for _ in self._models.units]
         self._dtypes: dict[int, torch.dtype] = {}  # of the gradients, per unit
         self._order: list[int] = []  # of the units, in all backward passes
-        self._transfer: _Transfer | None = None
+        self._under_way: list[PendingOp] = []  # exchanges of chunks
         self._round = -1
         # Of the open micro-batch:
         self._slots: set[int] = set()  # of its backward passes
@@ -129,7 +94,7 @@ class ShardedPass:
                 self._fired[i] = 1
 
     def reduce(self, k: int, flat: Tensor, process_group: Any) -> None:
-        """Send the other ranks' chunks of a unit's gradients, and fold the chunks received before."""
+        """Begin to exchange the chunks of a unit's gradients, and advance the exchanges of units before."""
         if self._slots.isdisjoint({0, self._models.slots[k]}):  # a loss of another model
             return
         if k in self._reduced:
@@ -140,20 +105,12 @@ class ShardedPass:
             )
         self._reduced.add(k)
         self._dtypes[k] = flat.dtype
-        flat = self._plan.narrow(flat)
-        rows = torch.empty_like(flat).view(self._world_size, -1)
-        work = start_all_to_all(rows, flat, process_group)
+        first = self._round * self._world_size
+        op = PendingOp(self._chunks.run(self._plan.narrow(flat), first, self._sums[k], process_group))
         if flat.is_cuda:
-            work.wait()  # makes this stream wait, not the host
-        self._fold()
-        self._transfer = _Transfer(k, self._round * self._world_size, rows, flat, work)
-
-    def _fold(self) -> None:
-        """Wait for the chunks under way, and add them."""
-        if self._transfer is not None:
-            self._transfer.work.wait()
-            self._sums[self._transfer.k].add(self._transfer.first, self._transfer.rows)
-            self._transfer = None
+            wait_all([op])  # makes this stream wait, not the host
+        else:
+            self._under_way = [*(each for each in self._under_way if each.advance()), op]
 
     def take(self, i: int, grad: Tensor) -> None:
         """Drop what `fully_shard` leaves in `.grad` of parameter i."""
@@ -166,7 +123,8 @@ class ShardedPass:
             UsageError: a unit was not used, so that other ranks wait for it; or the script has changed a parameter.
         """
         self._models.free_gathered()
-        self._fold()
+        wait_all(self._under_way)
+        self._under_way.clear()
         for param in self._plan.untrained:
             param.grad = None
         models = self._models
@@ -211,7 +169,7 @@ class ShardedPass:
 
     def release(self) -> None:
         """Release the messages of an exchange that has failed."""
-        self._transfer = None
+        self._under_way.clear()
 
     def assign(self, grads: Grads) -> None:
         """Leave gradients in `.grad`. A parameter without one keeps what it had before the pass, or None."""

@@ -26,6 +26,7 @@ class ShardedModels:
 
     Args:
         modules: the models by name.
+        block_size: ranks per block; the ranks of a block are on one host.
 
     Attributes:
         units: their units.
@@ -33,7 +34,8 @@ class ShardedModels:
         slots: per unit, the number of its model.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], block_size: int) -> None:
+        self.block_size = block_size
         self._receiver: Receiver | None = None
         found = [
             (unit, f"{name}.{unit.path}" if unit.path else name, slot)

@@ -132,7 +132,7 @@ def build_layout(n: int, world_size: int, in_rounds: bool = False) -> Layout:
     else:
         starts = [split(0, n, rank, world_size) for rank in range(world_size + 1)]
         ranges = tuple(map(range, starts, starts[1:]))
-        parts = tuple(tuple(_cover(0, n, held.start, held.stop)) for held in ranges)
+        parts = tuple(cover(n, held.start, held.stop) for held in ranges)
     max_parts = max(len(held) for held in parts)
     slots = {node: rank * max_parts + k for rank, held in enumerate(parts) for k, node in enumerate(held)}
     additions: list[tuple[int, int]] = []
@@ -141,8 +141,19 @@ def build_layout(n: int, world_size: int, in_rounds: bool = False) -> Layout:
     return Layout(n, world_size, ranges, in_rounds, parts, max_parts, tuple(additions), root, butterfly)
 
 
+@lru_cache(maxsize=4096)
+def cover(n: int, start: int, stop: int) -> tuple[Node, ...]:
+    """Return the largest nodes of the tree over n micro-batches within start..stop-1, left to right.
+
+    Example::
+
+        >>> cover(8, 2, 7), cover(6, 2, 4)
+        (((2, 4), (4, 6), (6, 7)), ((2, 3), (3, 4)))
+    """
+    return tuple(_cover(0, n, start, stop))
+
+
 def _cover(lo: int, hi: int, start: int, stop: int) -> list[Node]:
-    """Return the largest nodes under (lo, hi) that are within start..stop-1, left to right."""
     if start <= lo and hi <= stop:
         return [(lo, hi)]
     if start >= hi or stop <= lo or start == stop:

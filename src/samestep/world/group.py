@@ -316,6 +316,10 @@ class Group:
         dist.all_gather(numbers, torch.tensor(number))
         return [int(each) for each in numbers]
 
+    def gather_hosts(self) -> list[str]:
+        """Return an identifier of each rank's host, on every rank."""
+        return self.gather(read_host_id("net") or read_host())
+
     def agree(self, values: Mapping[str, Any]) -> None:
         """Compare `values` over the ranks. Raises Error if one of them differs."""
         first, *others = self.gather(dict(values))
@@ -523,7 +527,7 @@ def find_ranks() -> Environment:
             rank=rank,
             code="SS506",
         )
-    hosts = Group(rank, world_size, torch.device("cpu")).gather(read_host_id("net") or read_host())
+    hosts = Group(rank, world_size, torch.device("cpu")).gather_hosts()
     local_ranks = [each for each, host in enumerate(hosts) if host == hosts[rank]]
     launcher = "torchrun" if environment.launcher == "python" else environment.launcher
     return replace(

@@ -34,6 +34,7 @@ from samestep.train.state.alike_updates import AlikeUpdates
 from samestep.train.state.sharded_init import ShardedInit, is_partial
 from samestep.train.state.stateful import STATE, Objects, list_params, name_optimizers, refuse_held, states, unwrap
 from samestep.world.group import Group
+from samestep.world.host import find_block_size
 
 # They compute each element of a parameter from the same elements of its gradient and state.
 ELEMENTWISE = (
@@ -132,7 +133,7 @@ class ShardedState:
         for optimizer in optimizers.values():
             _replace_params(optimizer, sharded)
         del whole  # kept until here, because `sharded` is by id
-        self.models = ShardedModels(modules)
+        self.models = ShardedModels(modules, find_block_size(group.gather_hosts()))
         for optimizer in optimizers.values():
             optimizer.register_step_post_hook(lambda *_: self.models.free_gathered())
         self._updates = AlikeUpdates(optimizers, group, "fsdp2")
