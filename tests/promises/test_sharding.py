@@ -328,6 +328,19 @@ def test_updates_that_differ_between_ranks(then: Callable[[Tiny], None], message
         samestep.spawn(tiny_run, 2, (tmp_path,), {"then": then, "num_steps": 3}, env=SHARDED)
 
 
+@pytest.mark.parametrize(("rank", "then"), [(0, "continues"), (1, "continues"), (0, "evaluates")])
+def test_a_divided_update_on_some_ranks(rank: int, then: str, tmp_path: Path) -> None:
+    def update_on_one(tiny: Tiny) -> None:
+        if tiny.run.rank == rank or tiny.step.number == 0:
+            tiny.optimizer.step()
+        elif then == "evaluates":
+            tiny.run.evaluate(lambda batch: {}, [torch.zeros(1)] * 4)
+
+    message = f"rank {rank} has called optimizer.step, and rank {1 - rank} has "
+    with pytest.raises(samestep.UsageError, match=message + ("called run.evaluate" if then == "evaluates" else "not")):
+        samestep.spawn(tiny_run, 2, (tmp_path,), {"then": update_on_one, "num_steps": 3}, env=DIVIDED)
+
+
 def keep_in_state(run_dir: Path) -> None:
     def keep(tiny: Tiny) -> None:
         tiny.run.state["best"] = {key: value.clone() for key, value in tiny.model.state_dict().items()}

@@ -137,7 +137,8 @@ def prepare_objects(
     optimizers: DividedOptimizers | None = None
     sharded: ShardedState | None = None
     if shard == "optimizer":
-        optimizers = DividedOptimizers(objects, held, context.group, context.say)
+        wait = partial(calls.wait_for_update, context.group)
+        optimizers = DividedOptimizers(objects, held, context.group, wait, context.say)
     elif shard == "fsdp2":
         check_options(config, device_map, context.group)
         sharded = ShardedState(objects, modules, held, shard_blocks, context.group, sharded_init)

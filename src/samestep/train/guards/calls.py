@@ -1,6 +1,7 @@
 """The calls that a script must make on all ranks in the same order, and the check that it does."""
 
 from collections.abc import Sequence
+from functools import cache
 
 from samestep.errors import UsageError
 from samestep.hashing import hash_short
@@ -9,7 +10,7 @@ from samestep.world.group import Group
 
 EPOCH_END = 0
 EPOCH_END_AFTER_STOP = 1
-PREPARE, LOOP, ONCE, EVALUATE, RESTORE, NEW_RUN = range(2, 8)
+PREPARE, LOOP, ONCE, EVALUATE, RESTORE, NEW_RUN, UPDATE = range(2, 9)
 NAMES = {
     PREPARE: "run.prepare",
     LOOP: "run.epochs or run.steps",
@@ -17,8 +18,9 @@ NAMES = {
     EVALUATE: "run.evaluate",
     RESTORE: "run.restore",
     NEW_RUN: "samestep.Run",
+    UPDATE: "optimizer.step",
 }
-OTHERS = (EPOCH_END, EPOCH_END_AFTER_STOP, *(call for call in NAMES if call != NEW_RUN))
+OTHERS = (EPOCH_END, EPOCH_END_AFTER_STOP, *(call for call in NAMES if call not in (NEW_RUN, UPDATE)))
 
 
 def wait_for_call(group: Group, call: int, names: Sequence[str] = ()) -> list[int]:
@@ -55,6 +57,17 @@ def wait_for_call(group: Group, call: int, names: Sequence[str] = ()) -> list[in
     return calls
 
 
+def wait_for_update(group: Group) -> None:
+    """Wait until all ranks have called the step of an optimizer that is divided among them.
+
+    Raises:
+        UsageError: another rank has made another call, or continues with the next step.
+    """
+    known = _list_marks()
+    marks = group.gather_number(UPDATE + (_hash([]) << 8))
+    _check_same([mark & 0xFF if mark in known else EPOCH_END for mark in marks], range(len(marks)))
+
+
 def announce_run(rank: int) -> None:
     """Raise UsageError if another rank waits in another call for this one, which creates a further Run."""
     _check_pairs(rank, NEW_RUN, announce(rank, NEW_RUN, OTHERS))
@@ -81,10 +94,16 @@ def explain_in_loop(own: int, rank: int) -> str:
 
 def _check_in_call(marks: Sequence[int], own: int) -> None:
     """Raise UsageError if a rank is in the exchange of a step, whose message does not begin with the mark of a call."""
-    known = {call + (_hash([]) << 8) for call in (EPOCH_END, EPOCH_END_AFTER_STOP, *NAMES)}
+    known = _list_marks()
     for rank, mark in enumerate(marks):
         if mark not in known:
             raise UsageError(explain_in_loop(own, rank), code="SS501")
+
+
+@cache
+def _list_marks() -> set[int]:
+    """Return the numbers that ranks gather in their calls. The message of a step's exchange begins with another one."""
+    return {call + (_hash([]) << 8) for call in (EPOCH_END, EPOCH_END_AFTER_STOP, *NAMES)}
 
 
 def _check_same(calls: Sequence[int], ranks: Sequence[int]) -> None:

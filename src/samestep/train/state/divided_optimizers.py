@@ -33,6 +33,7 @@ class DividedOptimizers:
 
     Args:
         held: the optimizers that prepared objects hold.
+        wait: returns when all ranks have called the step of an optimizer.
         say: prints a message on rank 0.
 
     Attributes:
@@ -42,11 +43,19 @@ class DividedOptimizers:
         InvalidValue: an optimizer cannot be divided.
     """
 
-    def __init__(self, objects: Objects, held: Sequence[Optimizer], group: Group, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        held: Sequence[Optimizer],
+        group: Group,
+        wait: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
         self.ownership = Ownership(group.rank, group.world_size)
         self._objects = objects
         self._optimizers = name_optimizers(objects)
         self._group = group
+        self._wait = wait
         self._stored: dict[tuple[int, torch.Size], int] = {}  # tensor -> the rank that stores it
         refuse_held(objects, held, 'shard="optimizer" cannot divide')
         for name, optimizer in self._optimizers.items():
@@ -73,6 +82,7 @@ class DividedOptimizers:
         for param in list_params(optimizer):
             if (owner := self.ownership.find(param)) is not None:
                 owned[owner].append(param.detach())
+        self._wait()
         send_owned(owned, self._group)
 
     def drop_others(self) -> None:
