@@ -341,6 +341,17 @@ def test_a_divided_update_on_some_ranks(rank: int, then: str, tmp_path: Path) ->
         samestep.spawn(tiny_run, 2, (tmp_path,), {"then": update_on_one, "num_steps": 3}, env=DIVIDED)
 
 
+def average_unprepared(tiny: Tiny) -> None:
+    update(tiny)
+    torch.optim.swa_utils.AveragedModel(torch.nn.Linear(4, 1)).update_parameters(tiny.model)
+
+
+def test_an_averaged_model_that_was_not_prepared(tmp_path: Path) -> None:
+    message = r"test_sharding.py:\d+ \(.*update_parameters\(tiny.model\)\) computes with a whole tensor and a parameter"
+    with pytest.raises(samestep.UsageError, match=message):
+        samestep.spawn(tiny_run, 2, (tmp_path,), {"then": average_unprepared}, env=SHARDED)
+
+
 def keep_in_state(run_dir: Path) -> None:
     def keep(tiny: Tiny) -> None:
         tiny.run.state["best"] = {key: value.clone() for key, value in tiny.model.state_dict().items()}
