@@ -35,7 +35,7 @@ ACTIONS = ("kill", "kill", "kill", "raise", "exit", "exhaust", "freeze", "preemp
 LAUNCHER_SIGNALS = ("SIGKILL", "SIGTERM", "SIGUSR1", "SIGINT")
 DAMAGES = ("flip a byte", "cut", "empty", "delete")
 HOWS = ("spawn", "launch", "nodes")
-HEALING = ("heal", "heal-nodes")
+HEALING = ("heal", "heal-nodes", "replace", "replace-nodes")
 MAX_ROUNDS = 5
 ROUND_DEADLINE_S = 240.0
 
@@ -47,7 +47,7 @@ class Round:
     Attributes:
         nodes: the number of ranks on each node; one node is a `spawn` or a `launch`.
         how: "spawn", "launch", "nodes" (as many launchers on this machine as there are nodes), "heal" or "heal-nodes"
-            (the same with `--heal`).
+            (the same with `--heal`), "replace" or "replace-nodes" (with `--replace`, too).
         faults: in the grammar of promises/faulty.py.
         struck_node, sent: the launcher that receives a signal while the last fault holds a rank, and the signal.
         snapshot_every: steps.
@@ -166,6 +166,7 @@ def _run_round(trial: Trial, round_: Round) -> None:
         arguments = [word for fault in round_.faults for word in ("--fault", fault)]
         arguments += ["--num-workers", str(round_.num_workers)]
         flags += ["--heal"] if round_.how in HEALING else []
+        flags += ["--replace"] if round_.how.startswith("replace") else []
         if len(round_.nodes) > 1:
             port = stack.enter_context(reserve_port())
             flags += ["--nnodes", str(len(round_.nodes)), "--rdzv-endpoint", f"127.0.0.1:{port}"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from promises.faulty import IN_BODY, IN_STEP
+from promises.test_restarts import read_restarts
 from promises.trial import Outcome, Started, Trial
 from support.runs import ask, read_rows
 from support.selection import one_in
@@ -16,6 +17,11 @@ from support.selection import one_in
 from samestep.world.membership import GENERATION_S
 
 ONCE, FOLDS, COLLECTS = [Path(__file__).with_name(name) for name in ("once.py", "folds.py", "collects.py")]
+KILLED = "kill rank 1 at step 2 in forward"
+# The snapshot of step 5 is complete in step 5 or 6, and all ranks end after that step.
+HELD_LATER = "hold rank 0 at step 6 in forward"
+ENDS = (6, 7)
+KILLED_AGAIN = "kill rank {} at step 6 in start", "kill rank {} at step 7 in start"
 ADVICE = ": --max-restarts N starts again from the newest snapshot"
 Undisturbed = Callable[..., Outcome]
 
@@ -189,6 +195,33 @@ def test_a_further_run_needs_all_ranks(trial: Trial) -> None:
     first, second = [read_rows(trial.dir / fold) for fold in "01"]
     assert len(first) == 6
     assert first == second
+
+
+def replace(trial: Trial, *faults: str) -> int:
+    """Kill rank 1, and let all ranks start again after the next snapshot. Returns how many do."""
+    words = [word for fault in (KILLED, HELD_LATER, *faults) for word in ("--fault", fault)]
+    started = trial.start("launch", 3, "", "--heal", "--replace", arguments=[*words, "--settled"])
+    trial.wait_held()
+    started.wait_for_words("samestep: the ranks stop, and all start again, with one for rank 1\n")
+    started.wait_for_words("a second one ends at once")
+    trial.go_on()
+    assert started.wait() == 0, started.output
+    [row] = read_restarts(trial)
+    assert row["from_step"] in ENDS
+    assert (row["rank"], row["lost_steps"]) == (1, 0)
+    num_ranks: int = row["world_size"]
+    return num_ranks
+
+
+def test_a_rank_that_died_is_replaced(trial: Trial, undisturbed: Undisturbed) -> None:
+    assert replace(trial) == 3
+    assert trial.outcome() == undisturbed()
+
+
+def test_a_rank_that_fails_again_is_left_out(trial: Trial, undisturbed: Undisturbed) -> None:
+    """Its processor may be broken. The others had continued without it, and do so again."""
+    assert replace(trial, *(fault.format(1) for fault in KILLED_AGAIN)) == 2
+    assert trial.outcome() == undisturbed()
 
 
 def test_a_numbered_snapshot_that_is_lost(trial: Trial, undisturbed: Undisturbed) -> None:

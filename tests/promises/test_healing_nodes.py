@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from promises.test_healing import ENDS, HELD_LATER, KILLED_AGAIN
 from promises.test_nodes import HELD, finish, flags_at
 from promises.test_restarts import flags_of, read_restarts
 from promises.trial import Outcome, Started, Trial
@@ -112,6 +113,24 @@ def test_a_node_comes_back(trial: Trial, undisturbed: Undisturbed, all_hosts: li
     [row] = read_restarts(trial)
     assert (row["reason"], row["world_size"], row["lost_steps"]) == ("a node has joined", 2, 0)
     assert [heal["lost"] for heal in read_heals(trial)] == [[1]]
+    assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.parametrize("again", [(), KILLED_AGAIN], ids=["starts", "fails again"])
+def test_a_rank_is_replaced(
+    trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host], again: Sequence[str]
+) -> None:
+    """All ranks start again, after a snapshot. If it fails again, its node starts one less."""
+    faults = ["kill rank 3 at step 2 in forward", HELD_LATER, *(fault.format(3) for fault in again)]
+    nodes = start(trial, all_hosts[:2], 2, "--replace", faults=faults)
+    trial.wait_held()
+    nodes[0].wait_for_words("samestep: the ranks stop, and all start again, with one for rank 3\n")
+    nodes[0].wait_for_words("a second one ends at once")
+    trial.go_on()
+    assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
+    [row] = read_restarts(trial)
+    assert row["from_step"] in ENDS
+    assert (row["rank"], row["world_size"], row["lost_steps"]) == (3, 3 if again else 4, 0)
     assert trial.outcome() == undisturbed()
 
 

@@ -1,13 +1,20 @@
 """Names the ranks that continue after the death of others, for `samestep launch --heal` (docs/decisions/healing.md)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from samestep.console import say
 from samestep.errors import NotHealed, PeerFailed
-from samestep.launch.failure import RankEnds
+from samestep.launch.failure import RankEnds, RankFailure
 from samestep.world.membership import GENERATION_S, READY, read_refusal, write_generation
 
 DEATHS = ("died", "stuck")  # kinds of failures
+
+
+def describe_replaced(failures: Sequence[RankFailure]) -> str:
+    """Return which ranks are replaced, those that have failed: "with one for rank 2"."""
+    ranks = ", ".join(str(failure.rank) for failure in failures)
+    return f"with one for rank {ranks}" if len(failures) == 1 else f"with others for ranks {ranks}"
 
 
 class Healer:
@@ -27,6 +34,11 @@ class Healer:
         self._ends = ends
         self._members = [*range(num_ranks)]
         self._number = 0
+
+    @property
+    def are_ready(self) -> bool:
+        """Whether all ranks have begun their first loop, so that others can continue if one dies."""
+        return int(self._store.add(READY, 0)) >= self._num_ranks
 
     def heal(self) -> None:
         """After a death, let the other ranks continue if they can. If not, the failures remain those of the launch."""
@@ -74,7 +86,7 @@ class Healer:
                 return f"rank {failure.rank} has failed, too"
         if len(dead) == self._num_ranks:
             return "none is left"
-        if not self._are_ready():
+        if not self.are_ready:
             return "not all had begun their first loop"
         for rank, code in self._ends.codes.items():
             if code == 0:
@@ -83,10 +95,7 @@ class Healer:
 
     def _can_continue(self) -> bool:
         # An exception would occur again, in the rank that gets these micro-batches.
-        return all(failure.kind in DEATHS for failure in self._ends.failures) and self._are_ready()
-
-    def _are_ready(self) -> bool:
-        return int(self._store.add(READY, 0)) >= self._num_ranks
+        return all(failure.kind in DEATHS for failure in self._ends.failures) and self.are_ready
 
     def _write(self, members: list[int]) -> None:
         self._number += 1

@@ -27,7 +27,7 @@ from samestep.decoding import convert
 from samestep.errors import Error, add_code
 from samestep.launch.failure import RankEnds, RankFailure
 from samestep.launch.handshake import derive_key, is_proven, make_nonce, prove
-from samestep.launch.healer import Healer
+from samestep.launch.healer import Healer, describe_replaced
 from samestep.launch.local_ranks import open_store
 from samestep.launch.messages import LauncherLink
 from samestep.launch.rendezvous_client import End, Hello, Nodes, find_difference, find_other_arguments, parse_hello
@@ -92,12 +92,14 @@ class Member:
     """A node that was admitted.
 
     Attributes:
+        num_ranks: how many ranks it starts in a round.
         ranks: its ranks in this round.
         outcome: how they ended.
     """
 
     link: LauncherLink
     hello: Hello
+    num_ranks: int
     ranks: range = range(0)
     outcome: NodeOutcome | None = None
 
@@ -114,6 +116,7 @@ class LaunchRound:
         healer: None without `--heal`.
         lost: the names of lost nodes without which the others do not continue.
         is_admitting: a node has joined, so the ranks save and end.
+        is_replacing: they save and end, so that ranks that have died are started again.
         is_stopping: the ranks end at once.
     """
 
@@ -124,6 +127,7 @@ class LaunchRound:
     healer: Healer | None = None
     lost: list[str] = field(default_factory=list)
     is_admitting: bool = False
+    is_replacing: bool = False
     is_stopping: bool = False
 
 
@@ -161,6 +165,7 @@ class RendezvousServer(threading.Thread):
         self._num_restarts = 0
         self._room = sys.maxsize  # how many ranks the run can use, once known
         self._restart: Restart | None = None
+        self._left: list[tuple[Member, int]] = []  # in a round that replaces ranks: how many each node had left
         self._warnings: set[str] = set()  # printed so far
         self._changed_s = time.monotonic()
         self._wait_s = self._changed_s + nodes.timeout_s
@@ -243,6 +248,8 @@ class RendezvousServer(threading.Thread):
             self._room = int(message["num_ranks"])
         elif round_ is None or message["round"] != round_.number or member not in round_.members:
             return
+        elif kind == "saved":
+            self._replace_lost(round_)
         elif kind == "ended":
             member.outcome = outcome = convert(message, NodeOutcome)
             if not outcome.has_succeeded:  # otherwise the other nodes can still be saving
@@ -274,6 +281,15 @@ class RendezvousServer(threading.Thread):
         for member in round_.members if ends.outlived else ():
             member.link.send("outlive", round=round_.number, ranks=[failure.rank for failure in ends.outlived])
         return True
+
+    def _replace_lost(self, round_: LaunchRound) -> None:
+        """After a snapshot, let all ranks end to start again, if a rank has died whose node is there."""
+        there = [rank for member in round_.members for rank in member.ranks]
+        lost = [failure for failure in round_.ends.outlived if failure.rank in there]
+        if lost and not (round_.is_replacing or round_.is_admitting or round_.is_stopping or self._received):
+            round_.is_replacing = True
+            say(f"the ranks stop, and all start again, {describe_replaced(lost)}")
+            _stop_all(round_, "saved")
 
     def _warn(self, sentence: str) -> None:
         """Print a sentence once."""
@@ -315,7 +331,7 @@ class RendezvousServer(threading.Thread):
         warning = find_other_arguments(hello, there[0]) if there else None
         if warning is not None:
             self._warn(warning)
-        member = Member(pending.link, hello)
+        member = Member(pending.link, hello, hello.num_ranks)
         self._pending.remove(pending)
         self._members.append(member)
         self._selector.modify(member.link, selectors.EVENT_READ, member)
@@ -353,7 +369,7 @@ class RendezvousServer(threading.Thread):
         members = sorted(
             self._members, key=lambda member: -1 if member.hello.node_rank is None else member.hello.node_rank
         )
-        sizes = [member.hello.num_ranks for member in members]
+        sizes = [member.num_ranks for member in members]
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         parts = [
             f"{start}{f'-{start + size - 1}' if size > 1 else ''} on {member.hello.name}"
@@ -383,6 +399,7 @@ class RendezvousServer(threading.Thread):
                 round=self._num_rounds,
                 sentence=f"ranks {', '.join(parts)}",
                 address=self._find_address(member),
+                num_ranks=member.num_ranks,
                 place=place,
                 restart=to_builtins(self._restart),
             )
@@ -421,6 +438,7 @@ class RendezvousServer(threading.Thread):
         has_succeeded = all(outcome.has_succeeded for outcome in outcomes)
         is_complete = has_succeeded and all(outcome.is_complete for outcome in outcomes)
         may_restart = self._num_restarts < self._max_restarts
+        left, self._left = self._left, []
         if leaving:
             if is_complete or self._received or len(self._members) - len(leaving) < self._nodes.least:
                 return End(is_complete=is_complete)
@@ -428,6 +446,10 @@ class RendezvousServer(threading.Thread):
                 member.link.send("end", **asdict(End()))
                 self._drop(member)
             return Restart(f"{' and '.join(member.hello.name for member in leaving)} received a signal to stop")
+        if first is not None and left and round_.healer is not None and not round_.healer.are_ready:
+            for member, num_ranks in left:  # what was started again fails again
+                member.num_ranks = num_ranks
+            return Restart(first.reason, first.rank)
         if first is not None and not (first.secondary and (round_.lost or round_.is_admitting)):
             if first.kind != "error" and may_restart:
                 self._num_restarts += 1
@@ -445,6 +467,10 @@ class RendezvousServer(threading.Thread):
             return End(message=f"{reason}: the same commands resume from the newest snapshot", code=1)
         if round_.is_admitting and not is_complete:
             return Restart("a node has joined")
+        if round_.is_replacing and not is_complete:
+            dead = {failure.rank for failure in round_.ends.outlived}
+            self._left = [(member, max(1, len({*member.ranks} - dead))) for member in members]
+            return Restart(round_.ends.outlived[-1].reason, round_.ends.outlived[-1].rank)
         if has_succeeded:
             return End(is_complete=is_complete)
         return End(message="the ranks were stopped, and no node has reported a reason", code=1)

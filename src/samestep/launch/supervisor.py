@@ -4,33 +4,33 @@
 server decides for all of them when the ranks start, stop and restart (docs/decisions/restarts.md).
 """
 
+import dataclasses
 import os
 import shlex
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from samestep.config import Overrides
-from samestep.console import say
+from samestep.console import format_ranks, say
 from samestep.decoding import convert
 from samestep.files import read_bytes, read_text
 from samestep.launch.failure import RankFailure
 from samestep.launch.handshake import derive_key
-from samestep.launch.healer import Healer
+from samestep.launch.healer import Healer, describe_replaced
 from samestep.launch.local_ranks import Placement, Ranks, build_variables, open_store
 from samestep.launch.messages import LauncherLink
 from samestep.launch.rendezvous_client import End, Nodes, build_hello, connect, find_own_address
 from samestep.launch.rendezvous_server import FLUSH_S, RendezvousServer, open_listener
 from samestep.launch.target import Target
-from samestep.world.environment import BEGUN, RANKED, ROOM, STOPPED, Restart, count_job_nodes
+from samestep.world.environment import BEGUN, RANKED, ROOM, SAVED, STOPPED, Restart, count_job_nodes
 from samestep.world.host import list_addresses
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Launch:
     """The parameters of a launch.
 
@@ -38,6 +38,7 @@ class Launch:
         num_ranks: number of ranks on this machine.
         received: the signals that this process has received so far.
         heals: whether the other ranks continue if one dies.
+        replaces: whether all ranks then start again after the next snapshot.
     """
 
     target: Target
@@ -46,6 +47,7 @@ class Launch:
     received: Sequence[int]
     max_restarts: int
     heals: bool = False
+    replaces: bool = False
 
 
 def _start(ranks: Ranks, launch: Launch, place: Placement) -> None:
@@ -58,11 +60,15 @@ def _start(ranks: Ranks, launch: Launch, place: Placement) -> None:
     ranks.start(launch.target, variables)
 
 
-def _poll(ranks: Ranks, received: Sequence[int], healer: Healer | None = None) -> bool:
+def _poll(ranks: Ranks, launch: Launch, healer: Healer | None = None) -> bool:
     """Process events, and forward signals. Returns whether a rank has failed, or a signal came before the start."""
     ranks.poll()
+    received = launch.received
     if healer is not None and not received:
         healer.heal()
+        if _has_saved(ranks, launch) and ranks.ends.outlived and not ranks.is_stopping:
+            say(f"the ranks stop, and all start again, {describe_replaced(ranks.ends.outlived)}")
+            ranks.request_stop()
     if len(received) > 1:
         ranks.kill()
     elif received and not ranks.is_stopping:
@@ -70,40 +76,85 @@ def _poll(ranks: Ranks, received: Sequence[int], healer: Healer | None = None) -
     return bool(ranks.ends.failures or (received and not ranks.started))
 
 
+def _has_saved(ranks: Ranks, launch: Launch) -> bool:
+    """Return whether a snapshot was completed since the last call. False unless dead ranks are replaced."""
+    try:
+        if launch.replaces:
+            (ranks.directory / SAVED).unlink()
+        return launch.replaces
+    except OSError:
+        return False
+
+
 def run_local(ranks: Ranks, launch: Launch) -> End:
     """Run the ranks of a launch on one machine to their end, including restarts."""
-    num_restarts = 0
-    restart = None
+    starts = LocalStarts(ranks, launch)
     try:
-        while True:
-            store = open_store()  # a new one: the old one holds the addresses of the earlier ranks
-            num_keys = store.num_keys()
-            place = Placement(store.port, num_restarts=num_restarts, restart=restart)
-            _start(ranks, launch, place)
-            healer = Healer(store, place.secret, launch.num_ranks, ranks.ends) if launch.heals else None
-            while not (has_failed := _poll(ranks, launch.received, healer)) and not ranks.done:
-                pass
-            if has_failed:
-                if healer is not None:
-                    healer.refuse()
-                ranks.stop()
-            elif ranks.has_succeeded and store.num_keys() == num_keys:
-                _warn_of_copies(ranks, launch.target)
-            failure = ranks.first_failure()
-            may_restart = num_restarts < launch.max_restarts
-            if failure is not None:
-                ranks.record(failure)
-            # An Error is a mistake of the user, and would occur again.
-            is_end = failure is None or failure.kind == "error" or launch.received or ranks.lost or not may_restart
-            if healer is not None and has_failed and not launch.received:
-                healer.report(is_end=bool(is_end))
-            if failure is None or is_end:
-                return End(is_complete=True)
-            num_restarts += 1
-            restart = Restart(failure.reason, failure.rank)
-            ranks.report(failure, f"; restart {num_restarts} of {launch.max_restarts}")
+        while starts.run():
+            pass
+        return End(is_complete=True)
     finally:
         ranks.kill()
+
+
+class LocalStarts:
+    """The starts of all ranks of a launch on one machine."""
+
+    def __init__(self, ranks: Ranks, launch: Launch) -> None:
+        self._ranks = ranks
+        self._launch = launch
+        self._num_restarts = 0
+        self._restart: Restart | None = None
+        self._num_left = 0  # in a start that replaces ranks which have died: how many the others were
+
+    def run(self) -> bool:
+        """Start all ranks, and wait for their end. Returns whether they start again."""
+        ranks = self._ranks
+        launch = self._launch
+        store = open_store()  # a new one: the old one holds the addresses of the earlier ranks
+        num_keys = store.num_keys()
+        place = Placement(store.port, num_restarts=self._num_restarts, restart=self._restart)
+        _start(ranks, launch, place)
+        healer = Healer(store, place.secret, launch.num_ranks, ranks.ends) if launch.heals else None
+        while not (has_failed := _poll(ranks, launch, healer)) and not ranks.done:
+            pass
+        if has_failed:
+            if healer is not None:
+                healer.refuse()
+            ranks.stop()
+        elif ranks.has_succeeded and store.num_keys() == num_keys:
+            _warn_of_copies(ranks, launch.target)
+        failure = ranks.first_failure()
+        if failure is None:
+            return self._replace_lost()
+        ranks.record(failure)
+        can_restart = not (launch.received or ranks.lost)
+        num_left, self._num_left = self._num_left, 0
+        if num_left and can_restart and healer is not None and not healer.are_ready:
+            return self._start_again(failure, f"all start again on {format_ranks(num_left)}", num_left)
+        # An Error is a mistake of the user, and would occur again.
+        is_end = failure.kind == "error" or not can_restart or self._num_restarts >= launch.max_restarts
+        if healer is not None and has_failed and not launch.received:
+            healer.report(is_end=is_end)
+        if is_end:
+            return False
+        self._num_restarts += 1
+        return self._start_again(failure, f"restart {self._num_restarts} of {launch.max_restarts}", launch.num_ranks)
+
+    def _replace_lost(self) -> bool:
+        """If the ranks have ended so that others are replaced, let all start again. Returns whether they do."""
+        lost = self._ranks.ends.outlived
+        if not lost or self._launch.received or not (self._ranks.directory / STOPPED).exists():
+            return False
+        self._restart = Restart(lost[-1].reason, lost[-1].rank)
+        self._num_left = self._launch.num_ranks - len(lost)
+        return True
+
+    def _start_again(self, failure: RankFailure, then: str, num_ranks: int) -> bool:
+        self._restart = Restart(failure.reason, failure.rank)
+        self._launch = dataclasses.replace(self._launch, num_ranks=num_ranks)
+        self._ranks.report(failure, f"; {then}")
+        return True
 
 
 def _warn_of_copies(ranks: Ranks, target: Target) -> None:
@@ -122,6 +173,7 @@ class _Begin(Struct, frozen=True):
     round: int = 0
     sentence: str = ""
     address: str = ""
+    num_ranks: int = 0
     place: dict[str, int] = {}
     restart: Restart | None = None
 
@@ -201,7 +253,7 @@ class NodeSession:
             self._report_restart(place.restart, place.num_restarts)
         if not place.first_rank or count_job_nodes() == 1:  # the nodes of a Slurm job share one output
             say(begun.sentence)
-        _start(self._ranks, self._launch, place)
+        _start(self._ranks, dataclasses.replace(self._launch, num_ranks=begun.num_ranks), place)
 
     def _report_restart(self, restart: Restart, num_restarts: int) -> None:
         own = self._ranks.first_failure()
@@ -218,9 +270,11 @@ class NodeSession:
         ranks = self._ranks
         received = self._launch.received
         self.receive()
-        has_failed = _poll(ranks, received)
+        has_failed = _poll(ranks, self._launch)
         if self._launch.heals and not received:
             self._report_ends()
+            if _has_saved(ranks, self._launch):
+                self._link.send("saved", round=self._round)
         if self.end is not None:
             ranks.stop()
             return True
@@ -282,7 +336,13 @@ def run_node(ranks: Ranks, launch: Launch, nodes: Nodes) -> End:
             server = RendezvousServer(nodes, listener, launch.max_restarts, launch.received, heals=launch.heals)
             server.start()
     hello = build_hello(
-        nodes, launch.target, launch.num_ranks, launch.max_restarts, launch.overrides, heals=launch.heals
+        nodes,
+        launch.target,
+        launch.num_ranks,
+        launch.max_restarts,
+        launch.overrides,
+        heals=launch.heals,
+        replaces=launch.replaces,
     )
     link = connect(nodes, hello, lambda: bool(launch.received))
     if link is None:

@@ -39,6 +39,7 @@ class Snapshotter:
         count_ranks: returns the number of ranks.
         say: prints a message on rank 0.
         gather: as `Group.gather`.
+        note_saved: called in any thread when a numbered snapshot is complete, on the rank that has written it.
 
     Attributes:
         saved_step: the step of the newest numbered snapshot, complete or being written; None if there is none.
@@ -54,12 +55,14 @@ class Snapshotter:
         count_ranks: Callable[[], int],
         say: Callable[[str], None],
         gather: Callable[[Any], list[Any]],
+        note_saved: Callable[[], None],
     ) -> None:
         self._config = config
         self._location = location
         self._count_ranks = count_ranks
         # The ranks agree on what they write if each writes a part. Else each rank knows what rank 0 writes.
         self._gather = gather if location.is_divided else lambda value: [value]
+        self._note_saved = note_saved
         self._failure = ""  # why this rank could not write its part of the last snapshot
         self._is_lost = False  # whether the last numbered snapshot could not be written
         self._say = say
@@ -319,6 +322,8 @@ class Snapshotter:
     def _write(self, order: SnapshotOrder, tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> None:
         """Write all snapshots of an order. May be called in any thread."""
         self.save_s = self._location.write(order, tensors, confirm)
+        if self._location.directory is not None and None in order.names:
+            self._note_saved()
 
     def _take_again(self, order: SnapshotOrder) -> None:
         """Make the snapshots due again after this step."""

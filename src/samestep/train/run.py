@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -33,6 +34,7 @@ from samestep.train.inputs.loop_data import open_loop_data
 from samestep.train.inputs.sampler_orders import Sampler
 from samestep.train.loops.evaluate import Evaluator
 from samestep.train.loops.loop import Epoch, Loop
+from samestep.train.loops.loop_end import notify_launcher
 from samestep.train.loops.run_metrics import RunMetrics
 from samestep.train.loops.services import Services
 from samestep.train.opening import open_loop
@@ -50,6 +52,7 @@ from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import Tracker
 from samestep.watch.trackers.registry import build_trackers
 from samestep.world.announcements import open_announcements
+from samestep.world.environment import SAVED
 from samestep.world.group import choose_device, find_rank, find_ranks, open_group
 
 T = TypeVar("T")
@@ -242,7 +245,10 @@ class Run:
         state = self._state
         built = Trackers(build_trackers(trackers), self._say)
         group = context.group
-        snapshotter = Snapshotter(context.config, context.location, lambda: group.world_size, self._say, group.gather)
+        note_saved = partial(notify_launcher, context.environment, SAVED)
+        snapshotter = Snapshotter(
+            context.config, context.location, lambda: group.world_size, self._say, group.gather, note_saved
+        )
         signals = StopSignals(context.environment, self._say, is_on=self.dir is not None)
         watchdog = Watchdog(context, snapshotter, state)
         return Services(

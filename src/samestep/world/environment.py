@@ -35,6 +35,7 @@ FINISHED = "finished"  # a run's loop has completed
 BEGUN = "begun"  # holds the directory of the run whose loop has begun
 ROOM = "room"  # holds the maximum number of ranks of that run
 RANKED = "ranked"  # a rank has looked up its rank
+SAVED = "saved"  # a snapshot is complete; the launcher removes it
 LEAVE = "leave"  # a rank that receives SIGTERM must end at once: another one has failed
 
 START_AGAIN = 75  # exit code EX_TEMPFAIL: stopped by a signal, and saved; the same command continues the run
