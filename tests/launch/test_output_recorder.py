@@ -23,7 +23,7 @@ START = """
 import ctypes, os, subprocess, sys, torch, samestep
 what, rank = sys.argv[1], int(os.environ["RANK"])
 print("early", rank, flush=True)
-run = samestep.Run("run" if what != "none" else None, batch_size=2, micro_batch_size=1, device="cpu")
+run = samestep.Run(None if "without" in what else "run", batch_size=2, micro_batch_size=1, device="cpu")
 model = torch.nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 run.prepare(model=model, optimizer=optimizer)
@@ -42,7 +42,7 @@ def at_step(number):
     ctypes.CDLL(None).puts(f"C {number}".encode())
     ctypes.CDLL(None).fflush(None)
     os.write(1, b"no newline")
-    if what == "kill" and number == 1 and run.rank == 1 and not os.path.exists("killed"):
+    if "kill" in what and number == 1 and run.rank == 1 and not os.path.exists("killed"):
         open("killed", "w").close()
         os.kill(os.getpid(), 9)
     os.write(1, b"\\n")
@@ -105,6 +105,17 @@ def test_what_ranks_print_is_in_their_logs(command: Command) -> None:
     assert [json.loads(row)["restart"] for row in rows] == [1, 2], "numbered alike"
 
 
+@pytest.mark.parametrize("what", ["kill", "kill without a directory"])
+def test_the_end_of_what_a_hidden_rank_printed_is_shown(command: Command, what: str) -> None:
+    """From its log in the run's directory, if there is one."""
+    write_script(command, PRINTS)
+    done = command.run("launch", "--nproc-per-node", "2", "train.py", what)
+    where = f" ({command.directory}/run/logs/0/1.log)" if what == "kill" else ""
+    last = "\n".join(["early 1", *said_at(0), *said_at(1)])
+    assert f"samestep: the end of rank 1's output{where}:\n{last}\n" in done.stderr
+    assert done.stderr.endswith("samestep: rank 1 was killed by SIGKILL (out of memory?); the others were stopped\n")
+
+
 def test_one_terminal_for_both_keeps_the_order(command: Command) -> None:
     """A progress bar is redrawn in the size of the real terminal. The log has its last state only."""
     write_script(command, REDRAWS)
@@ -162,7 +173,7 @@ def test_ranks_that_fail_in_their_own_ways(command: Command) -> None:
 
 def test_a_run_without_a_directory_has_no_logs(command: Command) -> None:
     write_script(command, PRINTS)
-    done = command.run("launch", "--nproc-per-node", "2", "train.py", "none")
+    done = command.run("launch", "--nproc-per-node", "2", "train.py", "without a directory")
     assert done.returncode == 0, done.stderr
     assert [path.name for path in command.directory.iterdir()] == ["train.py"]
     command.assert_no_files_left()

@@ -42,6 +42,10 @@ FOLLOW_S = 0.5  # after the first failure: time for other ranks to fail, with th
 LEAVE_S = 1.0  # for the other ranks to end after SIGTERM
 KILL_S = 30.0  # for killed ranks to end; a rank inside a driver call can take long
 TAIL_LINES = 20
+OTHER_SIZES = (
+    " (by gloo, since a message had another size than it waited for): let all ranks make the same calls in the same "
+    "order, and use the same parts of a sharded model in each micro-batch"
+)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL)
 
 
@@ -269,9 +273,12 @@ class Ranks:
         failures = [*self.ends.outlived, *self.ends.failures]
         alike = [f for f in failures if first and (f.kind, f.message) == (first.kind, first.message)]
         failure = min(alike, key=lambda failure: (failure.rank not in self.shown, failure.rank), default=None)
-        if failure is None or failure.rank in self.shown:
-            return failure
-        return replace(failure, log=_read_tail(self.directory / f"rank{failure.rank}.log"))
+        if failure is None:
+            return None
+        log = Path(self.find_log(failure.rank) or self.directory / f"rank{failure.rank}.log")
+        if failure.code == -signal.SIGABRT and _has_other_sizes(log):
+            failure = replace(failure, message=f"{failure.message}{OTHER_SIZES}")
+        return failure if failure.rank in self.shown else replace(failure, log=_read_tail(log))
 
     def record(self, failure: RankFailure) -> None:
         """Write the failure that ended this start beside its logs, unless the rank has only lost another one."""
@@ -344,6 +351,14 @@ class Ranks:
         for rank in set(range(self._first_rank, self._first_rank + self.num_ranks)) - set(self.ends.codes):
             self.lost = True
             self._end(rank, -signal.SIGKILL, time.time(), death)
+
+
+def _has_other_sizes(log: Path) -> bool:
+    """Return whether gloo has ended a rank because a message had another size than it expected."""
+    try:
+        return "op.preamble.length <= op.nbytes" in read_tail(log)
+    except OSError:
+        return False
 
 
 def _read_tail(log: Path) -> str:
