@@ -11,6 +11,7 @@ from promises.test_nodes import HELD, finish, flags_at
 from promises.test_restarts import flags_of, read_restarts
 from promises.trial import Outcome, Started, Trial
 from support.hosts import Host
+from support.selection import one_in
 
 Undisturbed = Callable[..., Outcome]
 
@@ -89,13 +90,16 @@ def test_the_plug_is_pulled(trial: Trial, undisturbed: Undisturbed, all_hosts: l
     assert read_lost(trial) == [len(stays)]
 
 
-@pytest.mark.soak
-def test_a_stuck_rank_of_another_host(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
-    """The leader cannot see whether it has died: all start again."""
-    fault = "freeze rank 1 at step 7 in forward"
-    nodes = start(trial, all_hosts[:2], 1, "--max-restarts", "1", "--stuck-after-s", "3", faults=[fault])
+@pytest.mark.parametrize("rank", one_in(2, [1, 0]))
+def test_a_stuck_rank_of_another_host(
+    trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host], rank: int
+) -> None:
+    """It sends no heartbeats, and the leader cannot see its process: its launcher ends it."""
+    fault = f"freeze rank {rank} at step 7 in forward"
+    nodes = start(trial, all_hosts[:2], 1, "--stuck-after-s", "3", faults=[fault])
     assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
-    assert len(read_restarts(trial)) == 1
+    assert read_lost(trial) == [rank]
+    assert f"nothing has moved for too long: stopping rank {rank}" in nodes[1 - rank].output
     assert trial.outcome() == undisturbed()
 
 

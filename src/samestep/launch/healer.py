@@ -6,7 +6,7 @@ from typing import Any
 from samestep.console import say
 from samestep.errors import NotHealed, PeerFailed
 from samestep.launch.failure import RankEnds, RankFailure
-from samestep.world.membership import GENERATION_S, READY, read_refusal, write_generation
+from samestep.world.membership import GENERATION_S, READY, read_refusal, read_stuck, write_generation
 
 DEATHS = ("died", "stuck")  # kinds of failures
 
@@ -52,6 +52,11 @@ class Healer:
         for failure in ends.outlive([failure.rank for failure in ends.failures]):
             if failure.kind == "died":  # another rank has reported one that was stuck
                 say(failure.reason)
+
+    def find_stuck(self) -> tuple[Sequence[int], str]:
+        """Return ranks that do not respond, which their launchers must end, and the reason."""
+        ranks, reason = read_stuck(self._store, self._secret)
+        return [rank for rank in ranks if rank in self._members and rank not in self._ends.codes], reason
 
     def refuse(self) -> None:
         """End the waiting of ranks that have lost another one."""

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -18,9 +19,9 @@ from msgspec.structs import replace
 
 from samestep.config import PREFIX, Overrides, to_variables
 from samestep.console import print_error
-from samestep.errors import Error, InvalidValue, add_code
+from samestep.errors import Error, InvalidValue, Stuck, add_code
 from samestep.files import open_regular, read_tail, replace_file
-from samestep.launch.failure import RankEnds, RankFailure, describe_death, read_failure
+from samestep.launch.failure import RankEnds, RankFailure, describe_death, read_failure, write_failure
 from samestep.launch.forkserver import ForkServer
 from samestep.launch.target import Target
 from samestep.world.environment import (
@@ -228,6 +229,14 @@ class Ranks:
         """Send a signal to the ranks. A run completes its step, saves and ends; other programs are killed by it."""
         self._stopped_s = min(self._stopped_s, time.time())
         self._server.signal(signum)
+
+    def end_stuck(self, ranks: Sequence[int], reason: str) -> None:
+        """Kill ranks that do not respond. `reason`: a sentence, for the failure."""
+        for rank in ranks:
+            if self.started and rank not in self.ends.codes:
+                write_failure(rank, str(self.directory), Stuck(reason), 1)
+                with suppress(OSError):
+                    os.killpg(self._pids[rank - self._first_rank], signal.SIGKILL)
 
     def stop(self) -> None:
         """End the other ranks after a failure, within seconds, also those that wait in a collective."""

@@ -115,6 +115,7 @@ class LaunchRound:
         ends: how ranks have ended, with `--heal`.
         healer: None without `--heal`.
         lost: the names of lost nodes without which the others do not continue.
+        stuck: ranks that their nodes must end.
         is_admitting: a node has joined, so the ranks save and end.
         is_replacing: they save and end, so that ranks that have died are started again.
         is_stopping: the ranks end at once.
@@ -126,6 +127,7 @@ class LaunchRound:
     ends: RankEnds = field(default_factory=RankEnds)
     healer: Healer | None = None
     lost: list[str] = field(default_factory=list)
+    stuck: list[int] = field(default_factory=list)
     is_admitting: bool = False
     is_replacing: bool = False
     is_stopping: bool = False
@@ -188,6 +190,7 @@ class RendezvousServer(threading.Thread):
             for pending in [each for each in self._pending if time.monotonic() > each.since_s + ADMIT_S]:
                 self._drop(pending)
             if self._round is not None:
+                self._end_stuck(self._round)
                 self._conclude_if_ended(self._round)
             else:
                 self._begin_if_complete()
@@ -281,6 +284,15 @@ class RendezvousServer(threading.Thread):
         for member in round_.members if ends.outlived else ():
             member.link.send("outlive", round=round_.number, ranks=[failure.rank for failure in ends.outlived])
         return True
+
+    def _end_stuck(self, round_: LaunchRound) -> None:
+        """Let nodes end ranks that do not respond, so that the others continue."""
+        ranks, reason = ([], "") if round_.healer is None else round_.healer.find_stuck()
+        for member in round_.members:
+            own = [rank for rank in ranks if rank in member.ranks and rank not in round_.stuck]
+            if own:
+                round_.stuck += own
+                member.link.send("kill", round=round_.number, ranks=own, reason=reason)
 
     def _replace_lost(self, round_: LaunchRound) -> None:
         """After a snapshot, let all ranks end to start again, if a rank has died whose node is there."""

@@ -225,6 +225,8 @@ class NodeSession:
                     self.stop = ""
                 elif kind == "stop" and message["round"] == self.begun.round:
                     self.stop = message["how"]
+                elif kind == "kill" and message["round"] == self.begun.round:
+                    self._ranks.end_stuck(message["ranks"], message["reason"])
                 elif kind == "outlive" and message["round"] == self.begun.round:
                     self._ranks.ends.outlive(message["ranks"])
                 elif kind == "end":

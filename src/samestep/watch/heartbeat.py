@@ -43,6 +43,7 @@ INTERVAL_S = 1.0
 NUM_LEADERS = 8  # ranks that can lead if all lower ranks are silent
 MISSED = 4  # missing beats after which a rank counts as silent
 GRACE_S = 2.0  # time from the end of the stuck rank to the end of the others
+END_S = 60.0  # limit for the end of stuck ranks, so that the others continue; then all end
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class RankFacts:
         say: prints a line on the terminal.
         end: ends this process. Takes a message, and whether this rank is the stuck one.
         end_others: ends ranks of this host that cannot end themselves. Takes (rank, pid) pairs and a message.
+        request_end: requests that launchers of other hosts end ranks. Takes these and a message.
         run_dir: directory for ranks.json and timeline.jsonl; None: not written.
         logs: directory for the stacks of a stuck rank; None: not written.
         may_write: whether the directory still belongs to this run.
@@ -67,6 +69,7 @@ class RankFacts:
     say: Callable[[str], None]
     end: Callable[[str, bool], None]
     end_others: Callable[[Sequence[tuple[int, int]], str], None]
+    request_end: Callable[[Sequence[int], str], None]
     run_dir: Path | None = None
     logs: Path | None = None
     may_write: Callable[[], bool] = lambda: True
@@ -133,6 +136,7 @@ class Heartbeat:
         self._reported: Stall | None = None
         self._is_cut_off = False  # and has reported it
         self._still_s = 0.0
+        self._ended_s = 0.0  # when the commands to end were sent
         self._timeline: Timeline | None = None
         if facts.rank == 0 and facts.run_dir is not None:
             self._timeline = Timeline(facts.run_dir / TIMELINE, facts.began_step)
@@ -273,6 +277,9 @@ class Heartbeat:
             return
         self._still_s = min(rank.still_s for rank in ranks)
         if self._commands.end:  # the stuck ranks are ending; the others then form a new group
+            if now_s - self._ended_s > END_S:
+                self._commands = replace(self._commands, is_for_all=True)
+                self._execute(self._commands)
             return
         if self._reported is None or self._reported.blocking != stall.blocking:
             self._report(stall, ranks)
@@ -320,16 +327,19 @@ class Heartbeat:
         frozen = [(beat.rank, beat.pid) for beat in blocking if beat.is_silent and beat.process in ("stopped", "alive")]
         if self._facts.can_heal and all(beat.process == "dead" for beat in blocking):  # the launcher decides
             return
-        is_elsewhere = any(beat.is_silent and not beat.process for beat in blocking)  # it cannot be ended from here
-        is_for_all = not self._facts.can_heal or is_elsewhere or len(blocking) == len(ranks)
+        elsewhere = [beat.rank for beat in blocking if beat.is_silent and not beat.process]
+        is_for_all = not self._facts.can_heal or len(blocking) == len(ranks)
         first = able or ([] if frozen or self._facts.can_heal else [self._facts.rank])
         self._commands = replace(self._commands, end=stall.sentence, first=first, is_for_all=is_for_all)
         ended = "the run" if is_for_all else describe_ranks(stall.blocking)
         self._facts.say(f"nothing has moved for too long: stopping {ended}")
         with at_rest():  # give the other ranks time to read the command
             self._closed.wait(2 * self._interval_s if self._facts.world_size > 1 else 0)
+        self._ended_s = time.monotonic()
         if frozen:
             self._facts.end_others(frozen, stall.sentence)
+        if elsewhere and not is_for_all:
+            self._facts.request_end(elsewhere, stall.sentence)
         self._execute(self._commands)
 
     def _execute(self, commands: Commands) -> None:

@@ -44,6 +44,7 @@ from samestep.world.membership import (
     check_none_gone,
     is_settled,
     write_refusal,
+    write_stuck,
 )
 from samestep.world.rendezvous_store import MAC_BYTES, SignedEntries, read_entry, write_entry
 from samestep.world.version_check import check_alike, describe_software, explain_hashing, explain_torch
@@ -164,6 +165,11 @@ class Group:
         self._refuses = True
         if self.rank == 0:
             write_refusal(_connect_to_store(), environment.secret, reason)
+
+    def request_end(self, environment: Environment, ranks: Sequence[int], reason: str) -> None:
+        """Request that the launchers of other hosts end ranks that are stuck. In any thread."""
+        numbers = [self.members[rank] for rank in ranks]
+        write_stuck(_connect_to_store(), environment.secret, numbers, reason)
 
     @contextmanager
     def together(self) -> Iterator[None]:

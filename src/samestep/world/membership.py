@@ -19,6 +19,7 @@ from samestep.world.rendezvous_store import SignedEntries
 
 READY = "samestep/heal/ready"  # counts the ranks that can continue after the death of another one
 REFUSAL = "heal/refusal"  # the entry that says why none can
+STUCK = "heal/stuck"  # the entry that names ranks which their launcher must end
 GENERATION_S = 15.0  # for the launcher to notice a death, and for the survivors to join
 POLL_S = 0.001
 NOTICE_S = 0.5  # for a rank to notice a death itself, before its connections are broken
@@ -50,6 +51,18 @@ def write_refusal(store: Any, secret: str, reason: str) -> None:
 def read_refusal(store: Any, secret: str) -> str:
     """Return what `write_refusal` stored; "" if there is nothing, or the signature is wrong."""
     return next(iter(SignedEntries(secret.encode(), store).read([REFUSAL]) or ()), "")
+
+
+def write_stuck(store: Any, secret: str, ranks: Sequence[int], reason: str) -> None:
+    """Request that the launcher ends ranks, as numbered at the start, of another host. Signed with the secret."""
+    SignedEntries(secret.encode(), store).put(STUCK, json.dumps([reason, *ranks]))
+
+
+def read_stuck(store: Any, secret: str) -> tuple[Sequence[int], str]:
+    """Return what `write_stuck` stored last; no ranks if there is nothing, or the signature is wrong."""
+    texts = SignedEntries(secret.encode(), store).read([STUCK])
+    reason, *ranks = decode(texts[0], list[str | int]) if texts else [""]
+    return [rank for rank in ranks if isinstance(rank, int)], str(reason)
 
 
 def _name_entry(number: int) -> str:

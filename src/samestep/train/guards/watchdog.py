@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -117,6 +118,7 @@ class Watchdog(PhaseClock, StepObserver):
             say=lambda text: _write_line(self._terminal, text),
             end=self._end,
             end_others=self._end_others,
+            request_end=partial(context.group.request_end, context.environment),
             run_dir=context.location.path,
             logs=context.location.logs,
             may_write=self._may_write,
