@@ -18,13 +18,23 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from promises.faulty import IN_BODY, IN_SAVING, IN_STEP, NUM_MICRO_BATCHES, NUM_STEPS, STEPS_PER_EPOCH, train
+from promises.faulty import (
+    IN_BODY,
+    IN_SAVING,
+    IN_STEP,
+    KINDS,
+    NUM_MICRO_BATCHES,
+    NUM_STEPS,
+    SECOND_PASS,
+    STEPS_PER_EPOCH,
+    train,
+)  # fmt: skip
 from promises.trial import Outcome, Started, Trial, read_outcome
 from support.disks import open_disk
 from support.ports import reserve_port
@@ -35,7 +45,7 @@ ACTIONS = ("kill", "kill", "kill", "raise", "exit", "exhaust", "freeze", "preemp
 LAUNCHER_SIGNALS = ("SIGKILL", "SIGTERM", "SIGUSR1", "SIGINT")
 DAMAGES = ("flip a byte", "cut", "empty", "delete")
 HOWS = ("spawn", "launch", "nodes")
-HEALING = ("heal", "heal-nodes", "replace", "replace-nodes")
+HEALING = ("heal", "heal-nodes", "heal-3-nodes", "replace", "replace-nodes")
 MAX_ROUNDS = 5
 ROUND_DEADLINE_S = 240.0
 
@@ -46,8 +56,8 @@ class Round:
 
     Attributes:
         nodes: the number of ranks on each node; one node is a `spawn` or a `launch`.
-        how: "spawn", "launch", "nodes" (as many launchers on this machine as there are nodes), "heal" or "heal-nodes"
-            (the same with `--heal`), "replace" or "replace-nodes" (with `--replace`, too).
+        how: "spawn", "launch", "nodes" (as many launchers on this machine as there are nodes), "heal", "heal-nodes" or
+            "heal-3-nodes" (the same with `--heal`), "replace" or "replace-nodes" (with `--replace`, too).
         faults: in the grammar of promises/faulty.py.
         struck_node, sent: the launcher that receives a signal while the last fault holds a rank, and the signal.
         snapshot_every: steps.
@@ -74,19 +84,29 @@ class Round:
 def plan_sequence(seed: int, hows: Sequence[str] = HOWS) -> list[Round]:
     """The rounds of the sequence with this seed; the last one has no faults. `hows`: as `Round.how`."""
     choose = random.Random(seed)
+    kind = choose_kind(seed)
     num_rounds = choose.randint(1, MAX_ROUNDS)
     # Faults come later from round to round, so that an early round seldom finishes the run.
     edges = [i * NUM_STEPS // num_rounds for i in range(num_rounds + 1)]
     rounds = [_plan_round(choose, hows, range(*pair)) for pair in pairwise(edges)]
+    if kind == "adversary":  # some in its second pass
+        moved = [tuple(fault.replace("in update", f"in {SECOND_PASS}") for fault in each.faults) for each in rounds]
+        rounds = [replace(each, faults=faults) for each, faults in zip(rounds, moved, strict=True)]
     return [*rounds, Round((choose.randint(1, NUM_MICRO_BATCHES),), "spawn")]
+
+
+def choose_kind(seed: int) -> str:
+    """The model of the sequence with this seed. Apart from the plan, so that a seed keeps its plan."""
+    return random.Random(f"{seed}").choice(KINDS)
 
 
 def _plan_round(choose: random.Random, hows: Sequence[str], steps: range) -> Round:
     how = choose.choice(hows)
     has_nodes = how.endswith("nodes")
-    world_size = choose.randint(2 if has_nodes else 1, NUM_MICRO_BATCHES)
-    first = choose.randint(1, world_size - 1) if has_nodes else world_size
-    nodes = (first, world_size - first) if has_nodes else (world_size,)
+    num_nodes = 3 if how == "heal-3-nodes" else 2 if has_nodes else 1
+    world_size = choose.randint(num_nodes, NUM_MICRO_BATCHES)
+    first = choose.randint(1, world_size - num_nodes + 1) if has_nodes else world_size
+    nodes = (first, *(1 for _ in range(num_nodes - 2)), world_size - first - num_nodes + 2)[:num_nodes]
     num_workers = choose.choice([0, 0, 1])
     faults = [_plan_fault(choose, world_size, num_workers, steps) for _ in range(choose.randint(1, 3))]
     sent = choose.choice(LAUNCHER_SIGNALS) if how != "spawn" and choose.random() < 0.4 else ""
@@ -114,7 +134,9 @@ def _plan_fault(choose: random.Random, world_size: int, num_workers: int, steps:
     return f"{action} {who} at step {step} in {moment}"
 
 
-def run_sequence(rounds: Sequence[Round], reference: Outcome, directory: Path, *, on_small_disk: bool) -> None:
+def run_sequence(
+    rounds: Sequence[Round], reference: Outcome, directory: Path, *, on_small_disk: bool, kind: str = KINDS[0]
+) -> None:
     """Run the rounds in a new directory.
 
     Raises:
@@ -132,7 +154,7 @@ def run_sequence(rounds: Sequence[Round], reference: Outcome, directory: Path, *
             # A run whose only snapshot is damaged is refused.
             if round_.damage and sum(name.startswith("step-") for name in trial.snapshots) > 1:
                 _damage(trial, round_.damage)
-            _run_round(trial, round_)
+            _run_round(trial, round_, kind)
         found = trial.outcome()
         for name in ("digest", "digest_of_best", "metrics", "ledger"):
             assert getattr(found, name) == getattr(reference, name), f"{name} differs from the run without faults"
@@ -154,17 +176,17 @@ def _printing_to(path: Path) -> Iterator[None]:
                 os.close(kept[fd - 1])
 
 
-def _run_round(trial: Trial, round_: Round) -> None:
+def _run_round(trial: Trial, round_: Round, kind: str) -> None:
     flags = ["--snapshot-every", str(round_.snapshot_every)]
     (trial.faults / "go").unlink(missing_ok=True)
     for held in trial.faults.glob("held-*"):
         held.unlink()
     with trial.killing_the_frozen(), ExitStack() as stack:
         if round_.how == "spawn":
-            _spawn(trial, round_)
+            _spawn(trial, round_, kind)
             return
         arguments = [word for fault in round_.faults for word in ("--fault", fault)]
-        arguments += ["--num-workers", str(round_.num_workers)]
+        arguments += ["--num-workers", str(round_.num_workers), "--kind", kind]
         flags += ["--heal"] if round_.how in HEALING else []
         flags += ["--replace"] if round_.how.startswith("replace") else []
         if len(round_.nodes) > 1:
@@ -184,11 +206,12 @@ def _node_rank(round_: Round, node: int) -> list[str]:
     return ["--node-rank", str(node)] if len(round_.nodes) > 1 else []
 
 
-def _spawn(trial: Trial, round_: Round) -> None:
+def _spawn(trial: Trial, round_: Round, kind: str) -> None:
     try:
         trial.spawn(
-            sum(round_.nodes), round_.faults, snapshot_every=round_.snapshot_every, num_workers=round_.num_workers
-        )
+            sum(round_.nodes), round_.faults, snapshot_every=round_.snapshot_every, num_workers=round_.num_workers,
+            kind=kind,
+        )  # fmt: skip
     except Exception:
         if not round_.faults:
             raise
@@ -236,20 +259,21 @@ def main() -> int:
     count = args.sequences or (1 if args.plan else 10**9)
     end_s, failed, num_done = time.monotonic() + 60 * args.minutes, [], 0
     with tempfile.TemporaryDirectory(prefix="chaos-") as reference_dir:
-        reference: Outcome | None = None
+        references: dict[str, Outcome] = {}  # by the kind of model
         for seed in range(first, first + count):
             rounds = plan_sequence(seed, args.hows.split(","))
-            title = f"seed {seed}: " + " | ".join(map(str, rounds))
+            kind = choose_kind(seed)
+            title = f"seed {seed}, {kind}: " + " | ".join(map(str, rounds))
             if args.plan:
                 print(title)
                 continue
             if time.monotonic() > end_s:
                 break
-            if reference is None:
+            if kind not in references:
                 with _printing_to(Path(reference_dir, "output")):
-                    samestep.spawn(train, 1, (Path(reference_dir, "run"),))
-                reference = read_outcome(Path(reference_dir, "run"))
-            if not _report(seed, title, rounds, reference, args.hows):
+                    samestep.spawn(train, 1, (Path(reference_dir, kind),), {"kind": kind})
+                references[kind] = read_outcome(Path(reference_dir, kind))
+            if not _report(seed, title, rounds, references[kind], args.hows):
                 failed.append(seed)
             num_done += 1
     if not args.plan:
@@ -260,10 +284,11 @@ def main() -> int:
 def _report(seed: int, title: str, rounds: list[Round], reference: Outcome, hows: str) -> bool:
     """Run one sequence and print a line; if it fails, also the cause and the command that repeats it."""
     directory = Path(tempfile.mkdtemp(prefix=f"chaos-{seed}-"))
+    kind = choose_kind(seed)
     on_small_disk = seed % 4 == 0 and os.geteuid() == 0 and sys.platform == "linux"
     begin_s = time.monotonic()
     try:
-        run_sequence(rounds, reference, directory, on_small_disk=on_small_disk)
+        run_sequence(rounds, reference, directory, on_small_disk=on_small_disk, kind=kind)
     except BaseException as error:
         print(f"FAILED {title}\n  files: {directory}", flush=True)
         print(f"  again: python tests/chaos.py --seed {seed} --sequences 1 --hows {hows}")

@@ -39,8 +39,10 @@ STEPS_PER_EPOCH = 5  # the last one with 5 samples: 2 + 2 + 1
 NUM_EPOCHS = 3
 NUM_STEPS = NUM_EPOCHS * STEPS_PER_EPOCH
 DEADLINE_S = 60.0
+KINDS = ("images", "transformer", "adversary")  # a convolution with BatchNorm; attention; two models, two passes
 
 IN_STEP = ("forward", "backward", "reduction", "update")
+SECOND_PASS = "second pass"  # of the kind "adversary"
 IN_BODY = ("before validation", "validation", "before schedule", "after schedule")
 IN_SAVING = (
     "staging",
@@ -58,7 +60,8 @@ SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "preempt": signal.S
 ENDINGS = ("raise", "exit", "exhaust")  # an exception; os._exit; too much memory
 ELSEWHERE = ("fill", "protect", "forbid", "remove", "backdate")  # faults of the disk, permissions, names and clock
 ACTIONS = (*SIGNALS, *ENDINGS, *ELSEWHERE, "repair", "hold", "stop")  # repair: undo the last of ELSEWHERE
-FAULT = re.compile(rf"({'|'.join(ACTIONS)}) (?:rank (\d+)|all ranks) at step (\d+) in ({'|'.join(MOMENTS)})")
+WHEN = "|".join([*MOMENTS, SECOND_PASS])
+FAULT = re.compile(rf"({'|'.join(ACTIONS)}) (?:rank (\d+)|all ranks) at step (\d+) in ({WHEN})")
 UNPRIVILEGED = 65534
 DAY_S = 86400
 
@@ -323,7 +326,22 @@ class Images(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         return self.images[index] + 0.3 * torch.randn(1, 4, 4), self.kinds[index]
 
 
-def build_model() -> nn.Module:
+class Tokens(nn.Module):
+    """Cuts the grey values of images into tokens."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.bucketize(images.flatten(1), torch.linspace(-2, 4, 15))
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+def build_model(kind: str) -> nn.Module:
+    if kind == "transformer":
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        return nn.Sequential(Tokens(), nn.Embedding(16, 8), layer, Mean(), nn.Linear(8, 3))
     return nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1, bias=False),
         nn.BatchNorm2d(4),
@@ -336,7 +354,7 @@ def build_model() -> nn.Module:
 
 def train(
     run_dir: str | Path, fault: str | Sequence[str] = (), *, epochs: int = NUM_EPOCHS, num_steps: int | None = None,
-    num_workers: int = 0, with_sampler: bool = False, settled: bool = False, **arguments: Any,
+    num_workers: int = 0, with_sampler: bool = False, settled: bool = False, kind: str = KINDS[0], **arguments: Any,
 ) -> Path:  # fmt: skip
     """Trains a run, or the rest of it. Returns its directory.
 
@@ -344,6 +362,7 @@ def train(
         fault: one or several faults.
         num_steps: train this number of steps by `run.steps`; default: epochs.
         with_sampler: the script gives each epoch's order.
+        kind: one of KINDS.
         settled: each step waits until all snapshots are complete, so that a fault cannot interrupt one.
         arguments: for `samestep.Run`.
     """
@@ -357,11 +376,15 @@ def train(
         faults.watch_saving()
     if faults.are_in("staging"):
         faults.watch_copying()
-    model = build_model()
+    model = build_model(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=0.5)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
-    run.prepare(model=model, optimizer=optimizer, schedule=schedule, average=average)
+    objects = {"model": model, "optimizer": optimizer, "schedule": schedule, "average": average}
+    if kind == "adversary":
+        adversary = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 1, 3, padding=1))
+        objects |= {"adversary": adversary, "its_optimizer": torch.optim.SGD(adversary.parameters(), lr=0.05)}
+    run.prepare(**objects)
     samples, held_out = Images(NUM_SAMPLES, faults), Images(11, faults)
     num_begun = 0
 
@@ -371,8 +394,7 @@ def train(
         if num_begun == len(build_layout(spans, run.world_size).ranges[run.rank]):
             faults.reach("reduction")
 
-    first: Any = model[0]
-    first.weight.register_post_accumulate_grad_hook(on_first_grad)
+    next(model.parameters()).register_post_accumulate_grad_hook(on_first_grad)
 
     def score(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         faults.reach("validation")
@@ -388,15 +410,25 @@ def train(
             run._context.group.barrier()
         for images, kinds in step:
             num_begun += 1
-            scores = model(images)
+            scores = model(images if kind != "adversary" else images + objects["adversary"](images).detach())
             faults.reach("forward")
             scores.register_hook(lambda _: faults.reach("backward"))
-            step.backward(F.cross_entropy(scores, kinds))
+            step.backward(F.cross_entropy(scores, kinds), model=model if kind == "adversary" else None)
             step.log(accuracy=(scores.argmax(1) == kinds).float().mean())
         run.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         average.update_parameters(model)
+        if kind == "adversary":
+            deceive(step)
         faults.reach("update")
+
+    def deceive(step: Any) -> None:
+        """A second pass over the micro-batches, of another model, as that of a GAN."""
+        adversary = objects["adversary"]
+        for images, kinds in step:
+            faults.reach(SECOND_PASS)
+            step.backward(-F.cross_entropy(model(images + adversary(images)), kinds), model=adversary)
+        objects["its_optimizer"].step()
 
     def validate(steps_done: int) -> None:
         faults.reach("before validation")
@@ -451,8 +483,10 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=NUM_EPOCHS)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--settled", action="store_true")
+    parser.add_argument("--kind", choices=KINDS, default=KINDS[0])
     args = parser.parse_args()
-    train(args.run_dir, args.fault, epochs=args.epochs, num_workers=args.num_workers, settled=args.settled)
+    options = {"epochs": args.epochs, "num_workers": args.num_workers, "settled": args.settled, "kind": args.kind}
+    train(args.run_dir, args.fault, **options)
 
 
 if __name__ == "__main__":

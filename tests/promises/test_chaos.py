@@ -6,12 +6,17 @@ from pathlib import Path
 
 import chaos
 import pytest
-from promises.faulty import NUM_MICRO_BATCHES, Fault
+from promises.faulty import KINDS, NUM_MICRO_BATCHES, Fault
 from promises.trial import Outcome
 
 
 def test_plans_are_legal_and_follow_from_the_seed() -> None:
     for seed in range(200):
+        assert chaos.choose_kind(seed) in KINDS
+        for round_ in chaos.plan_sequence(seed, chaos.HEALING):
+            assert len(round_.nodes) == {"heal-3-nodes": 3}.get(round_.how, 1 + round_.how.endswith("nodes"))
+            assert min(round_.nodes) > 0
+            assert sum(round_.nodes) <= NUM_MICRO_BATCHES
         rounds = chaos.plan_sequence(seed)
         assert rounds == chaos.plan_sequence(seed)
         assert not rounds[-1].faults
