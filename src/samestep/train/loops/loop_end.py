@@ -137,4 +137,4 @@ def notify_launcher(environment: Environment, event: str, text: str = "") -> Non
         path = Path(environment.error_dir, event)
         with suppress(OSError):  # the disk is full: the launcher then assumes the default
             make_private(path.parent)
-            replace_file(path, os.fsencode(text))
+            replace_file(path, os.fsencode(text), by_many=True)
