@@ -202,8 +202,7 @@ def replace(trial: Trial, *faults: str) -> int:
     words = [word for fault in (KILLED, HELD_LATER, *faults) for word in ("--fault", fault)]
     started = trial.start("launch", 3, "", "--heal", "--replace", arguments=[*words, "--settled"])
     trial.wait_held()
-    started.wait_for_words("samestep: the ranks stop, and all start again, with one for rank 1\n")
-    started.wait_for_words("a second one ends at once")
+    started.wait_for_words("the ranks stop after their step, and all start again\n")
     trial.go_on()
     assert started.wait() == 0, started.output
     [row] = read_restarts(trial)
@@ -221,6 +220,14 @@ def test_a_rank_that_died_is_replaced(trial: Trial, undisturbed: Undisturbed) ->
 def test_a_rank_that_fails_again_is_left_out(trial: Trial, undisturbed: Undisturbed) -> None:
     """Its processor may be broken. The others had continued without it, and do so again."""
     assert replace(trial, *(fault.format(1) for fault in KILLED_AGAIN)) == 2
+    assert trial.outcome() == undisturbed()
+
+
+def test_nothing_is_replaced_after_the_last_snapshot(trial: Trial, undisturbed: Undisturbed) -> None:
+    """The script's lines after the loop run once, and to their end."""
+    launch(trial, ["kill rank 1 at step 12 in forward"], "--replace", num_ranks=3, arguments=["--settled"])
+    assert trial.num_ends == 1
+    assert not (trial.dir / "restarts.jsonl").exists()
     assert trial.outcome() == undisturbed()
 
 

@@ -128,13 +128,27 @@ def test_a_rank_is_replaced(
     faults = ["kill rank 3 at step 2 in forward", HELD_LATER, *(fault.format(3) for fault in again)]
     nodes = start(trial, all_hosts[:2], 2, "--replace", faults=faults)
     trial.wait_held()
-    nodes[0].wait_for_words("samestep: the ranks stop, and all start again, with one for rank 3\n")
-    nodes[0].wait_for_words("a second one ends at once")
+    nodes[0].wait_for_words("the ranks stop after their step, and all start again\n")
     trial.go_on()
     assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
     [row] = read_restarts(trial)
     assert row["from_step"] in ENDS
     assert (row["rank"], row["world_size"], row["lost_steps"]) == (3, 3 if again else 4, 0)
+    assert trial.outcome() == undisturbed()
+
+
+def test_a_node_without_ranks_is_not_in_the_way(
+    trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]
+) -> None:
+    """Its only rank dies, and fails again when it is replaced. The others continue without it."""
+    faults = ["kill rank 1 at step 2 in forward", HELD_LATER, *(fault.format(1) for fault in KILLED_AGAIN)]
+    nodes = start(trial, all_hosts[:2], 1, "--replace", faults=faults)
+    trial.wait_held()
+    nodes[0].wait_for_words("the ranks stop after their step, and all start again\n")
+    trial.go_on()
+    assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
+    [row] = read_restarts(trial)
+    assert (row["rank"], row["world_size"]) == (1, 1)
     assert trial.outcome() == undisturbed()
 
 

@@ -328,17 +328,22 @@ def test_updates_that_differ_between_ranks(then: Callable[[Tiny], None], message
         samestep.spawn(tiny_run, 2, (tmp_path,), {"then": then, "num_steps": 3}, env=SHARDED)
 
 
-@pytest.mark.parametrize(("rank", "then"), [(0, "continues"), (1, "continues"), (0, "evaluates")])
+@pytest.mark.parametrize(
+    ("rank", "then"), [(0, "continues"), (1, "continues"), (0, "evaluates"), (0, "saves"), (1, "ends")]
+)
 def test_a_divided_update_on_some_ranks(rank: int, then: str, tmp_path: Path) -> None:
+    skipped = 2 if then == "ends" else 1
+
     def update_on_one(tiny: Tiny) -> None:
-        if tiny.run.rank == rank or tiny.step.number == 0:
+        if tiny.run.rank == rank or tiny.step.number < skipped:
             tiny.optimizer.step()
         elif then == "evaluates":
             tiny.run.evaluate(lambda batch: {}, [torch.zeros(1)] * 4)
 
     message = f"rank {rank} has called optimizer.step, and rank {1 - rank} has "
     with pytest.raises(samestep.UsageError, match=message + ("called run.evaluate" if then == "evaluates" else "not")):
-        samestep.spawn(tiny_run, 2, (tmp_path,), {"then": update_on_one, "num_steps": 3}, env=DIVIDED)
+        options = {"then": update_on_one, "num_steps": 3, "snapshot_every": 2 if then == "saves" else 100}
+        samestep.spawn(tiny_run, 2, (tmp_path,), options, env=DIVIDED)
 
 
 def average_unprepared(tiny: Tiny) -> None:

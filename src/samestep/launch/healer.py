@@ -12,9 +12,9 @@ DEATHS = ("died", "stuck")  # kinds of failures
 
 
 def describe_replaced(failures: Sequence[RankFailure]) -> str:
-    """Return which ranks are replaced, those that have failed: "with one for rank 2"."""
+    """Return the reason of a start that replaces the ranks that have failed: "rank 2 is replaced"."""
     ranks = ", ".join(str(failure.rank) for failure in failures)
-    return f"with one for rank {ranks}" if len(failures) == 1 else f"with others for ranks {ranks}"
+    return f"rank {ranks} is replaced" if len(failures) == 1 else f"ranks {ranks} are replaced"
 
 
 class Healer:

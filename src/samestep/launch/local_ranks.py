@@ -18,7 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from samestep.config import PREFIX, Overrides, to_variables
-from samestep.console import print_error
+from samestep.console import print_error, say
 from samestep.errors import Error, InvalidValue, Stuck, add_code
 from samestep.files import open_regular, read_tail, replace_file
 from samestep.launch.failure import RankEnds, RankFailure, describe_death, read_failure, write_failure
@@ -29,6 +29,8 @@ from samestep.world.environment import (
     FINISHED,
     HEAL,
     LEAVE,
+    REPLACE,
+    SAVED,
     SECRET,
     STOPPED,
     Restart,
@@ -172,9 +174,12 @@ class Ranks:
             except PermissionError as error:
                 raise Error(str(error), code="SS513") from None
             for path in self.directory.iterdir():
-                if path.name in (STOPPED, FINISHED, LEAVE) or path.suffix in (".json", ".log"):
+                if path.name in (STOPPED, FINISHED, SAVED, REPLACE, LEAVE) or path.suffix in (".json", ".log"):
                     path.unlink()
         self.num_ranks = len(variables)
+        if not variables:  # all have died on this node
+            self.started = True
+            return
         self._first_rank = int(variables[0]["RANK"])
         self.world_size = int(variables[0]["WORLD_SIZE"])
         marks = {PREFIX + "LAUNCHER": target.kind, PREFIX + "ERROR_DIR": str(self.directory)}
@@ -237,6 +242,26 @@ class Ranks:
                 write_failure(rank, str(self.directory), Stuck(reason), 1)
                 with suppress(OSError):
                     os.killpg(self._pids[rank - self._first_rank], signal.SIGKILL)
+
+    def take_saved(self) -> bool:
+        """Return whether a snapshot was completed since the last call, except at the end of a loop."""
+        try:
+            (self.directory / SAVED).unlink()
+            return True
+        except OSError:
+            return False
+
+    def request_replacement(self) -> None:
+        """Let the ranks save and end after their step, so that all can start again.
+
+        If the loop ends in this step, they do not.
+        """
+        note = self.directory / REPLACE
+        with suppress(OSError):
+            if not note.exists():
+                note.touch()
+                if not self._first_rank:
+                    say("to replace ranks that have died, the ranks stop after their step, and all start again")
 
     def stop(self) -> None:
         """End the other ranks after a failure, within seconds, also those that wait in a collective."""

@@ -92,7 +92,7 @@ class Member:
     """A node that was admitted.
 
     Attributes:
-        num_ranks: how many ranks it starts in a round.
+        num_ranks: how many ranks it starts in a round. It can be 0 after all of them have died.
         ranks: its ranks in this round.
         outcome: how they ended.
     """
@@ -300,8 +300,7 @@ class RendezvousServer(threading.Thread):
         lost = [failure for failure in round_.ends.outlived if failure.rank in there]
         if lost and not (round_.is_replacing or round_.is_admitting or round_.is_stopping or self._received):
             round_.is_replacing = True
-            say(f"the ranks stop, and all start again, {describe_replaced(lost)}")
-            _stop_all(round_, "saved")
+            _stop_all(round_, "replace")
 
     def _warn(self, sentence: str) -> None:
         """Print a sentence once."""
@@ -386,6 +385,7 @@ class RendezvousServer(threading.Thread):
         parts = [
             f"{start}{f'-{start + size - 1}' if size > 1 else ''} on {member.hello.name}"
             for start, size, member in zip(starts, sizes, members, strict=True)
+            if size
         ]
         self._num_rounds += 1
         address = self._listener.getsockname()[0]
@@ -481,8 +481,8 @@ class RendezvousServer(threading.Thread):
             return Restart("a node has joined")
         if round_.is_replacing and not is_complete:
             dead = {failure.rank for failure in round_.ends.outlived}
-            self._left = [(member, max(1, len({*member.ranks} - dead))) for member in members]
-            return Restart(round_.ends.outlived[-1].reason, round_.ends.outlived[-1].rank)
+            self._left = [(member, len({*member.ranks} - dead)) for member in members]
+            return Restart(describe_replaced(round_.ends.outlived), round_.ends.outlived[-1].rank)
         if has_succeeded:
             return End(is_complete=is_complete)
         return End(message="the ranks were stopped, and no node has reported a reason", code=1)

@@ -26,7 +26,7 @@ from samestep.launch.messages import LauncherLink
 from samestep.launch.rendezvous_client import End, Nodes, build_hello, connect, find_own_address
 from samestep.launch.rendezvous_server import FLUSH_S, RendezvousServer, open_listener
 from samestep.launch.target import Target
-from samestep.world.environment import BEGUN, RANKED, ROOM, SAVED, STOPPED, Restart, count_job_nodes
+from samestep.world.environment import BEGUN, RANKED, ROOM, STOPPED, Restart, count_job_nodes
 from samestep.world.host import list_addresses
 
 
@@ -66,24 +66,13 @@ def _poll(ranks: Ranks, launch: Launch, healer: Healer | None = None) -> bool:
     received = launch.received
     if healer is not None and not received:
         healer.heal()
-        if _has_saved(ranks, launch) and ranks.ends.outlived and not ranks.is_stopping:
-            say(f"the ranks stop, and all start again, {describe_replaced(ranks.ends.outlived)}")
-            ranks.request_stop()
+        if launch.replaces and ranks.take_saved() and ranks.ends.outlived:
+            ranks.request_replacement()
     if len(received) > 1:
         ranks.kill()
     elif received and not ranks.is_stopping:
         ranks.request_stop(signal.SIGTERM if received[0] == signal.SIGHUP else received[0])
     return bool(ranks.ends.failures or (received and not ranks.started))
-
-
-def _has_saved(ranks: Ranks, launch: Launch) -> bool:
-    """Return whether a snapshot was completed since the last call. False unless dead ranks are replaced."""
-    try:
-        if launch.replaces:
-            (ranks.directory / SAVED).unlink()
-        return launch.replaces
-    except OSError:
-        return False
 
 
 def run_local(ranks: Ranks, launch: Launch) -> End:
@@ -146,7 +135,7 @@ class LocalStarts:
         lost = self._ranks.ends.outlived
         if not lost or self._launch.received or not (self._ranks.directory / STOPPED).exists():
             return False
-        self._restart = Restart(lost[-1].reason, lost[-1].rank)
+        self._restart = Restart(describe_replaced(lost), lost[-1].rank)
         self._num_left = self._launch.num_ranks - len(lost)
         return True
 
@@ -183,7 +172,8 @@ class NodeSession:
 
     Attributes:
         begun: the server's last "begin" message.
-        stop: how the current round must stop: "now", "saved" (after a snapshot), or "": not at all.
+        stop: how the current round must stop: "now", "saved" (after a snapshot), "replace" (the same, if
+            there is a further step), or "": not at all.
         end: how the launch has ended, once the server has sent that.
     """
 
@@ -275,7 +265,7 @@ class NodeSession:
         has_failed = _poll(ranks, self._launch)
         if self._launch.heals and not received:
             self._report_ends()
-            if _has_saved(ranks, self._launch):
+            if self._launch.replaces and ranks.take_saved():
                 self._link.send("saved", round=self._round)
         if self.end is not None:
             ranks.stop()
@@ -284,6 +274,8 @@ class NodeSession:
             return True
         if self.stop == "now" or (has_failed and not self._is_undecided):
             ranks.stop()
+        elif self.stop == "replace":
+            ranks.request_replacement()
         elif self.stop == "saved" and ranks.started and not ranks.is_stopping:
             ranks.request_stop()
         if not self._has_sent_room:

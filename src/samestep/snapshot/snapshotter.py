@@ -39,7 +39,8 @@ class Snapshotter:
         count_ranks: returns the number of ranks.
         say: prints a message on rank 0.
         gather: as `Group.gather`.
-        note_saved: called in any thread when a numbered snapshot is complete, on the rank that has written it.
+        note_saved: called in any thread when a numbered snapshot is complete that is not the last one of a loop, on the
+            rank that has written it.
 
     Attributes:
         saved_step: the step of the newest numbered snapshot, complete or being written; None if there is none.
@@ -322,7 +323,7 @@ class Snapshotter:
     def _write(self, order: SnapshotOrder, tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> None:
         """Write all snapshots of an order. May be called in any thread."""
         self.save_s = self._location.write(order, tensors, confirm)
-        if self._location.directory is not None and None in order.names:
+        if self._location.directory is not None and None in order.names and not order.is_last:
             self._note_saved()
 
     def _take_again(self, order: SnapshotOrder) -> None:

@@ -247,7 +247,12 @@ class Run:
         group = context.group
         note_saved = partial(notify_launcher, context.environment, SAVED)
         snapshotter = Snapshotter(
-            context.config, context.location, lambda: group.world_size, self._say, group.gather, note_saved
+            context.config,
+            context.location,
+            lambda: group.world_size,
+            self._say,
+            partial(calls.gather_after_step, group),
+            note_saved,
         )
         signals = StopSignals(context.environment, self._say, is_on=self.dir is not None)
         watchdog = Watchdog(context, snapshotter, state)

@@ -36,12 +36,16 @@ BEGUN = "begun"  # holds the directory of the run whose loop has begun
 ROOM = "room"  # holds the maximum number of ranks of that run
 RANKED = "ranked"  # a rank has looked up its rank
 SAVED = "saved"  # a snapshot is complete; the launcher removes it
+REPLACE = "replace"  # the ranks save and end after their step, so that all start again
 LEAVE = "leave"  # a rank that receives SIGTERM must end at once: another one has failed
 
 START_AGAIN = 75  # exit code EX_TEMPFAIL: stopped by a signal, and saved; the same command continues the run
 
 
 FAILURE = "failure.json"  # in the directory of a start's logs: the rank whose failure ended it, and the reason
+
+
+REPLACING = 1000  # in place of the number of a signal: the ranks end because of the note REPLACE
 
 
 def stop_code(signum: int) -> int:

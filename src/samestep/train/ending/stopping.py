@@ -26,7 +26,7 @@ class Stopping(StepObserver):
         signals: the signals that this rank has received.
 
     Attributes:
-        signal: the signal that stops the run on all ranks; 0 for none.
+        signal: the signal that stops the run on all ranks, or REPLACING; 0 for none.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Stopping(StepObserver):
     def cast_vote(self, **more: Any) -> Vote:
         """Return this rank's vote. `more`: the entries of `Vote` that others give."""
         snapshotter = self._snapshotter
-        return Vote(self.signals.heard, snapshotter.is_time(), snapshotter.is_copying, **more)
+        return Vote(self.signals.find_request(), snapshotter.is_time(), snapshotter.is_copying, **more)
 
     def take_votes(self, votes: Sequence[Vote]) -> None:
         """Apply the votes of all ranks.
@@ -112,13 +112,13 @@ class Stopping(StepObserver):
 
     def vote_alone(self) -> None:
         """With one rank, react at the end of a body to a signal that arrived after the exchange."""
-        if self._context.world_size == 1 and self.signals.heard:
-            self.take_votes([Vote(self.signals.heard)])
+        if self._context.world_size == 1 and (request := self.signals.find_request()):
+            self.take_votes([Vote(request)])
 
     def vote_together(self) -> None:
         """Exchange votes outside of a step, on all ranks."""
         if self.signals.is_on:
-            self.take_votes([Vote(signal) for signal in self._context.group.gather_number(self.signals.heard)])
+            self.take_votes([Vote(signal) for signal in self._context.group.gather_number(self.signals.find_request())])
 
     # --- steps ------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 from samestep.errors import UsageError
 from samestep.hashing import hash_short
@@ -66,6 +67,18 @@ def wait_for_update(group: Group) -> None:
     known = _list_marks()
     marks = group.gather_number(UPDATE + (_hash([]) << 8))
     _check_same([mark & 0xFF if mark in known else EPOCH_END for mark in marks], range(len(marks)))
+
+
+def gather_after_step(group: Group, value: Any) -> list[Any]:
+    """Gather a value of each rank between two steps, as `Group.gather`.
+
+    Raises:
+        UsageError: another rank waits in the step of a divided optimizer.
+    """
+    known = _list_marks()
+    marks = group.gather_number(EPOCH_END + (_hash([]) << 8))
+    _check_same([mark & 0xFF if mark in known else EPOCH_END for mark in marks], range(len(marks)))
+    return group.gather(value)
 
 
 def announce_run(rank: int) -> None:
