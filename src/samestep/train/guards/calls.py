@@ -21,6 +21,14 @@ NAMES = {
     NEW_RUN: "samestep.Run",
     UPDATE: "optimizer.step",
 }
+ADVICE = {
+    EVALUATE: "call it on every rank, since they divide the data set, and print or save the result on rank 0",
+    UPDATE: "base the decision to update on values that are the same on all ranks, such as step.loss",
+}
+OTHER_ADVICE = (
+    "make the same calls in the same order on every rank, and check what ranks can see differently, such as whether a "
+    "file exists, in the function that run.once calls"
+)
 OTHERS = (EPOCH_END, EPOCH_END_AFTER_STOP, *(call for call in NAMES if call not in (NEW_RUN, UPDATE)))
 
 
@@ -129,12 +137,7 @@ def _check_same(calls: Sequence[int], ranks: Sequence[int]) -> None:
     call = calls[first]
     other, others_call = next(each for each in zip(ranks, calls, strict=True) if each[1] != call)
     does = f"has called {NAMES[others_call]}" if others_call in NAMES else "has not"
-    advice = (
-        "call it on every rank, since they divide the data set, and print or save the result on rank 0"
-        if call == EVALUATE
-        else "make the same calls in the same order on every rank, and check what ranks can see differently, such as "
-        "whether a file exists, in the function that run.once calls"
-    )
+    advice = ADVICE.get(call, OTHER_ADVICE)
     raise UsageError(f"rank {rank} has called {name}, and rank {other} {does}: {advice}", code="SS501")
 
 
