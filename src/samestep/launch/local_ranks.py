@@ -309,10 +309,13 @@ class Ranks:
         failure = min(alike, key=lambda failure: (failure.rank not in self.shown, failure.rank), default=None)
         if failure is None:
             return None
-        log = Path(self.find_log(failure.rank) or self.directory / f"rank{failure.rank}.log")
-        if failure.code == -signal.SIGABRT and _has_other_sizes(log):
+        try:
+            text = read_tail(Path(self.find_log(failure.rank) or self.directory / f"rank{failure.rank}.log"))
+        except OSError:
+            text = ""
+        if failure.code == -signal.SIGABRT and "op.preamble.length <= op.nbytes" in text:  # gloo's message
             failure = replace(failure, message=f"{failure.message}{OTHER_SIZES}")
-        return failure if failure.rank in self.shown else replace(failure, log=_read_tail(log))
+        return failure if failure.rank in self.shown else replace(failure, log=_cut(text))
 
     def record(self, failure: RankFailure) -> None:
         """Write the failure that ended this start beside its logs, unless the rank has only lost another one."""
@@ -387,19 +390,7 @@ class Ranks:
             self._end(rank, -signal.SIGKILL, time.time(), death)
 
 
-def _has_other_sizes(log: Path) -> bool:
-    """Return whether gloo has ended a rank because a message had another size than it expected."""
-    try:
-        return "op.preamble.length <= op.nbytes" in read_tail(log)
-    except OSError:
-        return False
-
-
-def _read_tail(log: Path) -> str:
-    """Read the last lines of a log, without samestep's frames in a traceback of faulthandler."""
-    try:
-        lines = read_tail(log).splitlines()
-    except OSError:
-        return ""
+def _cut(log: str) -> str:
+    """Return the last lines of a log, without samestep's frames in a traceback of faulthandler."""
     own = f'  File "{Path(__file__).parent}'
-    return "\n".join([line for line in lines if not line.startswith(own)][-TAIL_LINES:])
+    return "\n".join([line for line in log.splitlines() if not line.startswith(own)][-TAIL_LINES:])

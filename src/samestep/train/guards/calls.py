@@ -49,7 +49,7 @@ def wait_for_call(group: Group, call: int, names: Sequence[str] = ()) -> list[in
     if call != NEW_RUN and group.world_size > 1:  # a rank that creates a Run may wait in another exchange
         is_end = call in (EPOCH_END, EPOCH_END_AFTER_STOP)  # of an epoch that can be short: without a round trip
         _check_pairs(group.rank, call, announce(group.rank, call, [] if is_end else [NEW_RUN]))
-    marks = group.gather_number(call + (_hash(names) << 8))
+    marks = group.gather_number(_mark(call, names))
     if call == NEW_RUN:
         _check_in_call(marks, group.rank)
     calls = [mark & 0xFF for mark in marks]
@@ -72,9 +72,7 @@ def wait_for_update(group: Group) -> None:
     Raises:
         UsageError: another rank has made another call, or continues with the next step.
     """
-    known = _list_marks()
-    marks = group.gather_number(UPDATE + (_hash([]) << 8))
-    _check_same([mark & 0xFF if mark in known else EPOCH_END for mark in marks], range(len(marks)))
+    _wait_between_steps(group, UPDATE)
 
 
 def gather_after_step(group: Group, value: Any) -> list[Any]:
@@ -83,10 +81,14 @@ def gather_after_step(group: Group, value: Any) -> list[Any]:
     Raises:
         UsageError: another rank waits in the step of a divided optimizer.
     """
-    known = _list_marks()
-    marks = group.gather_number(EPOCH_END + (_hash([]) << 8))
-    _check_same([mark & 0xFF if mark in known else EPOCH_END for mark in marks], range(len(marks)))
+    _wait_between_steps(group, EPOCH_END)
     return group.gather(value)
+
+
+def _wait_between_steps(group: Group, call: int) -> None:
+    known = _list_marks()
+    marks = group.gather_number(_mark(call))
+    _check_same([mark & 0xFF if mark in known else EPOCH_END for mark in marks], range(len(marks)))
 
 
 def announce_run(rank: int) -> None:
@@ -124,7 +126,12 @@ def _check_in_call(marks: Sequence[int], own: int) -> None:
 @cache
 def _list_marks() -> set[int]:
     """Return the numbers that ranks gather in their calls. The message of a step's exchange begins with another one."""
-    return {call + (_hash([]) << 8) for call in (EPOCH_END, EPOCH_END_AFTER_STOP, *NAMES)}
+    return {_mark(call) for call in (EPOCH_END, EPOCH_END_AFTER_STOP, *NAMES)}
+
+
+def _mark(call: int, names: Sequence[str] = ()) -> int:
+    """Return the number that stands for a call. `names`: as for `wait_for_call`."""
+    return call + (_hash(names) << 8)
 
 
 def _check_same(calls: Sequence[int], ranks: Sequence[int]) -> None:
