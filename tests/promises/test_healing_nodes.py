@@ -120,20 +120,32 @@ def test_a_node_comes_back(trial: Trial, undisturbed: Undisturbed, all_hosts: li
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.parametrize("again", [(), KILLED_AGAIN], ids=["starts", "fails again"])
-def test_a_rank_is_replaced(
-    trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host], again: Sequence[str]
-) -> None:
-    """All ranks start again, after a snapshot. If it fails again, its node starts one less."""
-    faults = ["kill rank 3 at step 2 in forward", HELD_LATER, *(fault.format(3) for fault in again)]
-    nodes = start(trial, all_hosts[:2], 2, "--replace", faults=faults)
+def replace(trial: Trial, hosts: Sequence[Host], num_ranks: int, rank: int, again: Sequence[str]) -> dict[str, Any]:
+    """Kill a rank, and let all ranks start again after the next snapshot. Returns the row of restarts.jsonl.
+
+    Args:
+        num_ranks: on each host.
+        again: the faults that strike the rank in that start.
+    """
+    faults = [f"kill rank {rank} at step 2 in forward", HELD_LATER, *(fault.format(rank) for fault in again)]
+    nodes = start(trial, hosts, num_ranks, "--replace", faults=faults)
     trial.wait_held()
     nodes[0].wait_for_words("the ranks stop after their step, and all start again\n")
     trial.go_on()
     assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
     [row] = read_restarts(trial)
     assert row["from_step"] in ENDS
-    assert (row["rank"], row["world_size"], row["lost_steps"]) == (3, 3 if again else 4, 0)
+    assert (row["rank"], row["lost_steps"]) == (rank, 0)
+    return row
+
+
+@pytest.mark.parametrize("again", [(), KILLED_AGAIN], ids=["starts", "fails again"])
+def test_a_rank_is_replaced(
+    trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host], again: Sequence[str]
+) -> None:
+    """All ranks start again, after a snapshot. If it fails again, its node starts one less."""
+    row = replace(trial, all_hosts[:2], 2, 3, again)
+    assert row["world_size"] == (3 if again else 4)
     assert trial.outcome() == undisturbed()
 
 
@@ -141,14 +153,7 @@ def test_a_node_without_ranks_is_not_in_the_way(
     trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]
 ) -> None:
     """Its only rank dies, and fails again when it is replaced. The others continue without it."""
-    faults = ["kill rank 1 at step 2 in forward", HELD_LATER, *(fault.format(1) for fault in KILLED_AGAIN)]
-    nodes = start(trial, all_hosts[:2], 1, "--replace", faults=faults)
-    trial.wait_held()
-    nodes[0].wait_for_words("the ranks stop after their step, and all start again\n")
-    trial.go_on()
-    assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
-    [row] = read_restarts(trial)
-    assert (row["rank"], row["world_size"]) == (1, 1)
+    assert replace(trial, all_hosts[:2], 1, 1, KILLED_AGAIN)["world_size"] == 1
     assert trial.outcome() == undisturbed()
 
 
