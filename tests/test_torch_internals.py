@@ -101,6 +101,23 @@ def test_broken_connections_end_a_wait() -> None:
     assert "gloo/transport" in samestep.spawn(wait_for_one_that_is_cut_off, 2)
 
 
+def test_the_backend_of_gpus_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `_get_backend`: `torch.distributed.distributed_c10d._abort_process_group`, which also destroys the group,
+    so that a thread cannot call it while another one waits.
+    """
+    torch_internals.abort_nccl()  # there is no group
+    aborted: list[Any] = []
+    gloo: Any = dist.ProcessGroupGloo  # type: ignore[attr-defined]
+    monkeypatch.setattr(gloo, "abort", lambda backend: aborted.append(backend))
+    dist.Backend.register_backend("double", lambda *place: gloo(*place), devices=["cuda"])
+    dist.init_process_group("cpu:gloo,cuda:double", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        torch_internals.abort_nccl()
+        assert len(aborted) == 1
+    finally:
+        dist.destroy_process_group()
+
+
 def test_collectives_are_counted(tmp_path: Path) -> None:
     """Without `_world.pg_map` and sequence numbers: count calls in `torch.profiler`, which records collectives."""
     assert torch_internals.count_collectives() == 0

@@ -307,6 +307,16 @@ def break_gloo_connections() -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
+def abort_nccl() -> None:
+    """Let NCCL's kernels end that wait for other ranks, with wrong results, in any thread.
+
+    Call it before the process group is destroyed. It does nothing if there is none, or if it was called before.
+    """
+    group: Any = dist.group.WORLD
+    if group is not None:
+        group._get_backend(torch.device("cuda")).abort()
+
+
 def set_timeout(timeout: timedelta) -> None:
     """Set the limit for exchanges of the process group."""
     dist.distributed_c10d._set_pg_timeout(timeout)

@@ -344,13 +344,17 @@ assert "nccl" in dist.get_backend_config()
 """
 
 
+def find_tests() -> str:
+    """Return the PYTHONPATH of a script that imports this file."""
+    return os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+
+
 def launch_nodes(directory: Path, world_size: int, *flags: str, **arguments: Any) -> tuple[list[int], str]:
     """Train on nodes of one rank, which share a GPU over NCCL. It permits this only between hosts (NCCL_HOSTID).
 
     Returns the exit codes of the launchers, and what they have printed.
     """
     (directory / "script.py").write_text(NODE)
-    tests = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     nodes = []
     with reserve_port() as port:
         for k in range(world_size):
@@ -359,7 +363,8 @@ def launch_nodes(directory: Path, world_size: int, *flags: str, **arguments: Any
                 "--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{port}", "--device", "cuda:0", *flags,
                 "script.py", repr(arguments),
             ]  # fmt: skip
-            variables = {"SAMESTEP_RDZV_SECRET": "secret of the nodes", "NCCL_HOSTID": f"host-{k}", "PYTHONPATH": tests}
+            variables = {"SAMESTEP_RDZV_SECRET": "secret of the nodes", "NCCL_HOSTID": f"host-{k}"}
+            variables["PYTHONPATH"] = find_tests()
             with (directory / f"node-{k}.txt").open("w") as output:
                 nodes.append(
                     Popen(
@@ -428,10 +433,40 @@ def test_a_rank_is_lost_over_nccl(fault: str, shard: str | None, tmp_path: Path)
 
 
 @pytest.mark.gpu
-def test_the_others_restart_where_they_cannot_heal(tmp_path: Path) -> None:
-    codes, output = launch_nodes(tmp_path, 2, "--max-restarts", "1", "--heal", fault="SIGKILL")
-    assert codes == [0, 0], output
-    assert digest(tmp_path / "runs/nccl") == spawn(tmp_path / "one", "cuda")
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize(
+    ("world_size", "arguments"),
+    [(2, {}), (3, {}), (3, {"width": 30_000}), (3, {"precision": "bf16"}), (3, {"reduction": "fast"})],
+    ids=str,
+)
+def test_the_others_continue_over_nccl(
+    world_size: int, arguments: dict[str, Any], fault: str, tmp_path: Path
+) -> None:
+    codes, output = launch_nodes(tmp_path, world_size, "--heal", "--stuck-after-s", "8", fault=fault, **arguments)
+    assert codes == [0] * world_size, output
+    assert len((tmp_path / "runs/nccl/heals.jsonl").read_text().splitlines()) == 1
+    if "reduction" not in arguments:  # the sum of the backend depends on the number of ranks
+        assert digest(tmp_path / "runs/nccl") == spawn(tmp_path / "one", "cuda", **arguments)
+
+
+@pytest.mark.parametrize("device", [CUDA, "cpu"])
+def test_the_others_continue_on_one_gpu(device: str, tmp_path: Path) -> None:
+    """Over gloo, through host memory."""
+    arguments = {"fault": "SIGKILL", "is_staged": device == "cpu"}
+    code = f"from gpu.test_gpu import train\ntrain('runs/gloo', **{arguments})"
+    (tmp_path / "script.py").write_text(code)
+    command = ["launch", "--nproc-per-node", "3", "--heal", "--device", device, "--backend", "gloo", "script.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "samestep", *command],
+        cwd=tmp_path,
+        env=clean_variables({"PYTHONPATH": find_tests()}),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len((tmp_path / "runs/gloo/heals.jsonl").read_text().splitlines()) == 1
+    assert digest(tmp_path / "runs/gloo") == spawn(tmp_path / "one", device, is_staged=device == "cpu")
 
 
 @pytest.mark.gpu

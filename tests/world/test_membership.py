@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
+from samestep.errors import PeerFailed
 from samestep.world import membership
-from samestep.world.membership import name_generation, read_generation, write_generation
+from samestep.world.membership import Membership, name_generation, read_generation, write_generation
 
 NUM_COLLECTIVES = 2  # two steps
 IS_CONFIRMED = True  # a rank continues when it knows that all have the result
@@ -199,3 +200,24 @@ def test_only_the_launcher_names_a_generation(store: Any) -> None:
     assert read_generation(store, "secret", 2) is None
     store.set(name_generation(3), b"")
     assert read_generation(store, "secret", 3) is None
+
+
+def test_a_wait_that_was_ended_does_not_count(store: Any) -> None:
+    """NCCL's collectives return without an error when the connections are broken, with a wrong result."""
+    survivor = Membership(store, "secret", rank=0, world_size=3)
+    is_noticed = []
+
+    def end_wait() -> None:
+        with pytest.raises(PeerFailed, match="another rank has died"):
+            survivor.check_connected()
+        is_noticed.append(True)
+
+    write_generation(store, "secret", 1, [0, 2])
+    seen = survivor.break_late(store, 0, end_wait)
+    survivor.check_connected()  # it may still notice the death itself
+    assert survivor.break_late(store, seen, end_wait) == 1
+    assert is_noticed == [True]
+    survivor.leave(lambda: None)
+    survivor.check_connected()
+    survivor.break_late(store, seen, end_wait)
+    assert is_noticed == [True]

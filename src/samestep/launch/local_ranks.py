@@ -87,7 +87,7 @@ def build_variables(
     common = {
         "OMP_NUM_THREADS": str(overrides.get("num_threads") or 1),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # for determinism; read when CUDA starts
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0" if heals else "1",  # 1 ends a rank if NCCL finds that another has died
         **({f"{backend}_SOCKET_IFNAME": place.interface for backend in backends} if place.interface else {}),
         **child_variables(),
         **to_variables(overrides),

@@ -21,7 +21,7 @@ from samestep.console import say, saying_when_slow, warn
 from samestep.errors import KINDS, Error, InvalidType, InvalidValue, NotHealed, PeerFailed, UsageError, name_kind
 from samestep.hashing import hash_pieces
 from samestep.tagged import view_bytes
-from samestep.torch_internals import add_gloo, break_gloo_connections, list_gloo_sockets, set_timeout
+from samestep.torch_internals import abort_nccl, add_gloo, break_gloo_connections, list_gloo_sockets, set_timeout
 from samestep.waiting import wait_until
 from samestep.world import wire
 from samestep.world.environment import (
@@ -60,6 +60,7 @@ POLL_S = 0.05
 PATIENCE_S = 30.0  # a rank that waits longer for the others prints where it waits
 TIMEOUT_S = 1800.0  # limit for an exchange
 JOIN_S = 300.0  # limit for the tasks of a Slurm step to join, as in `samestep launch`
+NCCL = "cpu:gloo,cuda:nccl"
 
 _numbers = count()
 
@@ -120,6 +121,7 @@ class Group:
         self.local_sockets: LocalSockets | None = None
         self._key = b""  # from the launcher's secret and random parts of all ranks, which the store never holds
         self._membership: Membership | None = None
+        self._uses_nccl = False  # set if ranks can continue after a death
         self._refuses = False  # to continue after a death, in this loop
         self._is_in_part = False  # within `together`
         self._notify: Callable[[Change], None] = lambda change: None
@@ -156,8 +158,9 @@ class Group:
             self._membership = Membership(
                 _connect_to_store(), environment.secret, environment.rank, environment.world_size
             )
-            if self.local_sockets is None:  # several hosts
-                LossWatch(self._membership, _connect_to_store, break_gloo_connections)
+            self._uses_nccl = self.device.type == "cuda" and not self.needs_staging(self.device)
+            if self.local_sockets is None or self._uses_nccl:  # waits that the end of a process does not end
+                LossWatch(self._membership, _connect_to_store, self._break_connections)
             self._membership.announce()
 
     def refuse_healing(self, environment: Environment, reason: str) -> None:
@@ -180,13 +183,19 @@ class Group:
         finally:
             self._is_in_part = False
 
-    def settle(self) -> None:
+    def settle(self, *, on_device: bool = True) -> None:
         """Return when the collective before this call is complete on all ranks. Without healing, at once.
+
+        Args:
+            on_device: whether it exchanges tensors on this rank's device. NCCL returns before their results are there.
 
         Raises:
             RuntimeError: a rank has died.
         """
         if (membership := self._healing) is not None:
+            if on_device and self._uses_nccl:
+                torch.cuda.current_stream(self.device).synchronize()
+                membership.check_connected()
             self._gather_number_now(1)
             membership.complete()
 
@@ -229,9 +238,17 @@ class Group:
         self._notify(Change(lost, membership.members, began_s))
         return counts
 
+    def _break_connections(self) -> None:
+        """Let the waits for other ranks end: gloo's raise, and NCCL's leave a wrong result. In any thread."""
+        break_gloo_connections()
+        if self._uses_nccl:
+            abort_nccl()
+
     def _leave(self) -> None:
         """Leave the process group, which ends the waits of other ranks for this one."""
         self.close()
+        if self._uses_nccl:
+            abort_nccl()  # to destroy the group would wait for ranks that are gone
         close_group()
 
     def _join(self, membership: Membership) -> None:
@@ -241,11 +258,12 @@ class Group:
             return
         limit = timedelta(seconds=GENERATION_S)
         store = membership.open_store()
-        dist.init_process_group("gloo", timeout=limit, store=store, rank=self.rank, world_size=self.world_size)
+        backend = NCCL if self._uses_nccl else "gloo"
+        dist.init_process_group(backend, timeout=limit, store=store, rank=self.rank, world_size=self.world_size)
         self.local_sockets = connect(self, TIMEOUT_S, watch=membership.check_newest)
         set_timeout(timedelta(seconds=TIMEOUT_S))
 
-    def _complete(self, collective: Callable[[], T]) -> T:
+    def _complete(self, collective: Callable[[], T], *, on_device: bool = False) -> T:
         """Run a collective. If a rank dies meanwhile, form a new group, and repeat it unless it counts."""
         if not self.can_heal or self._is_in_part:
             return collective()
@@ -253,7 +271,7 @@ class Group:
             result: list[T] = []
             try:
                 result.append(collective())
-                self.settle()
+                self.settle(on_device=on_device)
                 return result[0]
             except RuntimeError as error:
                 reason = str(error)
@@ -400,7 +418,7 @@ class Group:
         """Overwrite `tensors` on every rank with those of rank `source`, in a few large messages."""
         if self.world_size == 1:
             return
-        self._complete(lambda: self._broadcast_tensors_now(tensors, source))
+        self._complete(lambda: self._broadcast_tensors_now(tensors, source), on_device=True)
 
     def _broadcast_tensors_now(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -564,7 +582,7 @@ def open_group(
         torch.cuda.set_device(device)
     if environment.world_size > 1 and not dist.is_initialized():
         check_interface()
-        backend = "gloo" if device.type == "cpu" or backend == "gloo" else "cpu:gloo,cuda:nccl"
+        backend = "gloo" if device.type == "cpu" or backend == "gloo" else NCCL
         host, port = read_master()
         sentence = (
             f"rank {environment.rank} has waited {PATIENCE_S:.0f} s for all {environment.world_size} ranks to join at "

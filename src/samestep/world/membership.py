@@ -135,6 +135,7 @@ class Membership:
         self.number = 0
         self.position = 0
         self._is_connected = True
+        self._is_broken = False
         self._connection = threading.Lock()  # held while the process group is being left or broken
         self._store = store
         self._secret = secret
@@ -157,6 +158,7 @@ class Membership:
         """Leave the process group by calling `close`."""
         with self._connection:
             self._is_connected = False
+            self._is_broken = False
             close()
 
     def break_late(self, store: Any, seen: int, break_connections: Callable[[], None]) -> int:
@@ -173,8 +175,18 @@ class Membership:
         newest = number + (read_generation(store, self._secret, number + 1) is not None)
         with self._connection:
             if self._is_connected and self.number == number < newest == seen:
+                self._is_broken = True  # before the waits end
                 break_connections()
         return newest
+
+    def check_connected(self) -> None:
+        """Check that `break_late` has not broken the connections of this generation.
+
+        Raises:
+            PeerFailed: it has.
+        """
+        if self._is_broken:
+            raise PeerFailed("another rank has died")
 
     def open_store(self) -> Any:  # PrefixStore
         """Return the store of the current generation's process group, which this rank now joins."""

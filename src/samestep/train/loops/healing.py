@@ -56,9 +56,7 @@ def _find_problem(context: RunContext, data: LoopData, interceptors: Interceptor
         return "data that can only be read in order, because a rank's position in it dies with it"
     if context.location.is_replicated:
         return "a run directory that the nodes do not share"
-    if not interceptors.permits_healing:
-        return "check_compute_every and the tools that observe a run"
-    return "GPUs yet" if context.device.type != "cpu" else ""
+    return "" if interceptors.permits_healing else "check_compute_every and the tools that observe a run"
 
 
 def _describe(change: Change, step: int, seconds: float) -> str:
