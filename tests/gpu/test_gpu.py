@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.commands import Popen
+from support.commands import Popen, run
 from support.ports import reserve_port
 from support.runs import check, clean_variables, digest, kill_tree, read_rows, samestep_command
 from torch import Tensor, nn
@@ -456,7 +456,7 @@ def test_the_others_continue_on_one_gpu(device: str, tmp_path: Path) -> None:
     code = f"from gpu.test_gpu import train\ntrain('runs/gloo', **{arguments})"
     (tmp_path / "script.py").write_text(code)
     command = ["launch", "--nproc-per-node", "3", "--heal", "--device", device, "--backend", "gloo", "script.py"]
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-m", "samestep", *command],
         cwd=tmp_path,
         env=clean_variables({"PYTHONPATH": find_tests()}),

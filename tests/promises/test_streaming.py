@@ -3,14 +3,17 @@
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.runs import digest
+from support.commands import run
+from support.runs import clean_variables, digest
 from support.selection import one_in
 from support.shards import MAKERS, make_tars, read_x
 from support.tiny import Tiny, update
@@ -19,6 +22,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import samestep
 from samestep.cli import main
+from samestep.data.content import hash_content
+from samestep.snapshot.store import Store
 from samestep.sources import WebDataset
 
 NUM_EPOCHS, NUM_STEPS, DIES_AT = 3, 30, 23
@@ -112,12 +117,19 @@ STREAMS: dict[str, Callable[[], Any]] = {"plain": Stream, "stateful": Stateful, 
 
 
 def train(
-    run_dir: Path | None, data: Any, num_workers: int = 0, dies_at: int = -1, max_steps: int | None = None, **feed: Any
-) -> list[float]:
-    """Trains on a source for some epochs, or on a stream for some steps. Returns the samples of the first 4 steps."""
+    run_dir: Path | None, data: Any, num_workers: int = 0, dies_at: int = -1, max_steps: int | None = None,
+    deaths: Sequence[tuple[int, int]] = (), **feed: Any,
+) -> list[float]:  # fmt: skip
+    """Trains on a source for some epochs, or on a stream for some steps. Returns the samples of the first 4 steps.
+
+    Args:
+        deaths: step, and the rank that kills itself among its micro-batches.
+    """
     used: list[float] = []
 
     def body(t: Tiny, batch: Any) -> None:
+        if (t.step.number, int(os.environ["RANK"])) in deaths:
+            os.kill(os.getpid(), signal.SIGKILL)
         x = batch[:, :2].sum(1, dtype=torch.float32) if isinstance(batch, Tensor) else batch["x"]
         t.step.backward(t.model(x[:, None]).square().mean())
         used.extend(read_x(batch) if t.step.number < 4 else [])
@@ -161,6 +173,28 @@ def test_the_same_bits_through_a_kill_at_any_number_of_ranks(kind: str, tmp_path
     for name in ("ledger.bin", "metrics.jsonl"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
     assert main(["inspect", str(tmp_path / "killed"), "--samples"]) == 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", one_in(3, STREAMS))
+def test_the_others_continue_a_stream(kind: str, num_workers: int, tmp_path: Path) -> None:
+    """They read the lanes of a rank that has died from the newest snapshot on, and have the same positions."""
+    samestep.spawn(train, 1, (tmp_path / "alone", load(kind, tmp_path)))
+    deaths = [(3, 2), (23, 0)]  # before the first snapshot, and after a state at step 16
+    call = f"train(Path('healed'), STREAMS[{kind!r}](), {num_workers}, deaths={deaths})"
+    (tmp_path / "script.py").write_text(f"from promises.test_streaming import *\n{call}\n")
+    command = [sys.executable, "-m", "samestep", "launch", "--heal", "--nproc-per-node", "3", "script.py"]
+    env = clean_variables({"PYTHONPATH": f"{Path(__file__).parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"})
+    done = run(command, cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len((tmp_path / "healed" / "heals.jsonl").read_text().splitlines()) == 2
+    assert digest(tmp_path / "healed") == digest(tmp_path / "alone")
+    for name in ("ledger.bin", "metrics.jsonl"):
+        assert (tmp_path / "healed" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+    stores = [Store(tmp_path / name) for name in ("healed", "alone")]
+    healed, alone = [store.read(store.snapshots()[-1])["position"]["lanes"] for store in stores]
+    assert hash_content(healed) == hash_content(alone)
+    assert main(["inspect", str(tmp_path / "healed"), "--samples"]) == 0
 
 
 def test_lanes_begin_again_when_they_end() -> None:

@@ -199,6 +199,16 @@ class Lanes:
         for lane, (row, lane_s) in enumerate(zip(rows, spent_s, strict=True)):
             self.positions[lane] = LanePosition(lane, row["samples"], row["mark"], lane_s, LaneStart(*row["start"]))
 
+    def move(self, positions: Mapping[int, LanePosition]) -> None:
+        """Let lanes that are opened from now on be read from these positions, if they are newer, or their starts."""
+        for lane, position in positions.items():
+            if lane not in self.positions or self.positions[lane].num_samples < position.num_samples:
+                self.positions[lane] = position
+
+    def close(self) -> None:
+        """Forget how far this process has read the lanes."""
+        self._open.clear()
+
     def list_compared(self) -> list[int]:
         """Return the first, the middle and the last lane, whose samples are compared at a start."""
         return sorted({0, self.num_lanes // 2, self.num_lanes - 1})
@@ -233,14 +243,18 @@ class Lanes:
         lane, start = self._locate(indices[0])
         reader = self._open.get(lane)
         position = self.positions.get(lane)
-        known = position.start if position is not None and position.num_samples <= start else None
+        known = position.start if position is not None else None
+        if known is not None and known.num_samples > start:
+            known = None
+        self._starts.pop(lane, None)
         if reader is None or reader.num_samples > start or (known and reader.num_samples < known.num_samples):
             usable = known if known is not None and known.state is not None else None
             reader = self._open[lane] = _Lane(self.dataset, lane, self.num_lanes, usable)
             reader.spent_s = position.spent_s if position is not None and usable is not None else 0.0
+            if usable is not None:
+                self._starts[lane] = usable
         if reader.num_samples < start:
             self._catch_up(reader, lane, start)
-        self._starts.pop(lane, None)
         if start % (STATE_EVERY * self._size) == 0:
             self._starts[lane] = reader.read_start()
         return reader.draw(len(indices))
@@ -254,7 +268,10 @@ class Lanes:
     def _catch_up(self, reader: _Lane, lane: int, start: int) -> None:
         """Read the samples before position `start`, with the generators seeded as they were then."""
         position = self.positions.get(lane)
+        newest = start - start % (STATE_EVERY * self._size)
         while (at := reader.num_samples) < start:
+            if at == newest and (lane not in self._starts or self._starts[lane].num_samples < newest):
+                self._starts[lane] = reader.read_start()
             self._seed_for(lane, at // self._size)
             reader.draw(min(self._size - at % self._size, start - at))
             is_known = position is not None and position.num_samples == reader.num_samples

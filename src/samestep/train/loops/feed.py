@@ -8,6 +8,7 @@ from samestep.data.attributes import Attributes
 from samestep.data.lanes import LanePosition
 from samestep.data.loader import Loaded, Loader
 from samestep.data.order_files import keep_order
+from samestep.data.spec import DataSpec
 from samestep.errors import InvalidValue
 from samestep.plan.ledger import fingerprint
 from samestep.plan.loop_plan import Task
@@ -48,11 +49,7 @@ class Feed:
         self._is_closed = False
         if has_steps:
             self._call_sampler()
-        num_workers = 0
-        if not state.place.is_past:
-            wanted = data.spec.num_workers
-            num_workers = self.plan.count_workers(wanted, rank=context.rank, world_size=context.world_size)
-        self._spec = replace(data.spec, num_workers=num_workers)
+        self._spec = self._choose_workers()
         positions = {} if data.lanes is None else data.lanes.positions
         self.loader = Loader(self._spec, self._begin_tasks(), device=context.device, positions=positions)
         self._attributes = Attributes(data.spec)
@@ -65,18 +62,26 @@ class Feed:
         """
         if step >= self._loader_begin:
             return next(self.loader)
-        with Loader(
-            replace(self._spec, num_workers=0), [self.plan.task(step, v)], device=self._context.device
-        ) as loader:
-            return next(loader)
+        alone = replace(self._spec, num_workers=0)
+        positions = self.loader.positions
+        with Loader(alone, [self.plan.task(step, v)], device=self._context.device, positions=positions) as loader:
+            loaded = next(loader)
+        positions |= loader.positions
+        if self.data.lanes is not None and self._spec.num_workers:
+            self.data.lanes.close()  # the workers read on
+        return loaded
 
     def divide_again(self) -> None:
         """Load what this rank computes now that the group has changed. The present step is loaded in this process."""
         if self._is_closed:
             return
         self.loader.close()
+        self._spec = self._choose_workers()
         self._loader_begin = max(self._state.steps_done, self._state.newest_step + 1)
-        self.loader = Loader(self._spec, self._begin_tasks(), device=self._context.device)
+        positions = self.loader.positions
+        if self.data.lanes is not None:
+            self.data.lanes.move(positions)
+        self.loader = Loader(self._spec, self._begin_tasks(), device=self._context.device, positions=positions)
 
     def find_change(self) -> str | None:
         """Describe a change of the data set by the script since the last call, such as by set_epoch; None without."""
@@ -105,12 +110,22 @@ class Feed:
             for lane, position in group.unseal(sealed).items():
                 if lane not in newest or newest[lane].num_samples < position.num_samples:
                     newest[lane] = position
+        self.data.lanes.move(newest)  # if the rank that reads a lane dies, another one continues from there
         return [newest[lane] for lane in sorted(newest)]
 
     def close(self) -> None:
         """End the workers."""
         self._is_closed = True
         self.loader.close()
+
+    def _choose_workers(self) -> DataSpec:
+        """Return the data set with the number of workers that suits the lanes of this rank."""
+        context = self._context
+        spec = self.data.spec
+        num_workers = 0
+        if not self._state.place.is_past:
+            num_workers = self.plan.count_workers(spec.num_workers, rank=context.rank, world_size=context.world_size)
+        return replace(spec, num_workers=num_workers)
 
     def _begin_tasks(self) -> Iterator[Task]:
         """Return this rank's tasks for the steps whose samples are known: all, or with a sampler those of its epochs.

@@ -52,8 +52,6 @@ def _find_problem(context: RunContext, data: LoopData, interceptors: Interceptor
     config = context.config
     if config.shard is not None:
         return f'shard="{config.shard}", because a rank\'s part of the state dies with it'
-    if data.lanes is not None:
-        return "data that can only be read in order, because a rank's position in it dies with it"
     if context.location.is_replicated:
         return "a run directory that the nodes do not share"
     return "" if interceptors.permits_healing else "check_compute_every and the tools that observe a run"
