@@ -11,6 +11,7 @@ and rows of its own.
 import argparse
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -39,7 +40,8 @@ STEPS_PER_EPOCH = 5  # the last one with 5 samples: 2 + 2 + 1
 NUM_EPOCHS = 3
 NUM_STEPS = NUM_EPOCHS * STEPS_PER_EPOCH
 DEADLINE_S = 60.0
-KINDS = ("images", "transformer", "adversary")  # a convolution with BatchNorm; attention; two models, two passes
+# A convolution with BatchNorm; attention; two models and two passes; a stream, which has no epochs.
+KINDS = ("images", "transformer", "adversary", "stream")
 
 IN_STEP = ("forward", "backward", "reduction", "update")
 SECOND_PASS = "second pass"  # of the kind "adversary"
@@ -326,6 +328,17 @@ class Images(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         return self.images[index] + 0.3 * torch.randn(1, 4, 4), self.kinds[index]
 
 
+class ImageStream:
+    """The same images, each lane in another order."""
+
+    def __init__(self, images: Images) -> None:
+        self._images = images
+
+    def lane(self, lane: int, num_lanes: int) -> Iterator[tuple[Tensor, Tensor]]:
+        numbers = [*range(lane, len(self._images), num_lanes)]
+        return (self._images[number] for number in random.Random(lane).sample(numbers, len(numbers)))
+
+
 class Tokens(nn.Module):
     """Cuts the grey values of images into tokens."""
 
@@ -385,7 +398,11 @@ def train(
         adversary = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 1, 3, padding=1))
         objects |= {"adversary": adversary, "its_optimizer": torch.optim.SGD(adversary.parameters(), lr=0.05)}
     run.prepare(**objects)
-    samples, held_out = Images(NUM_SAMPLES, faults), Images(11, faults)
+    samples: Any = Images(NUM_SAMPLES, faults)
+    held_out = Images(11, faults)
+    validates_every = 4
+    if kind == "stream":
+        samples, num_steps, validates_every = ImageStream(samples), NUM_STEPS, STEPS_PER_EPOCH
     num_begun = 0
 
     def on_first_grad(_: Tensor) -> None:
@@ -449,7 +466,7 @@ def train(
     if num_steps is not None:
         for step in run.steps(samples, num_steps, num_workers=num_workers):
             train_step(step)
-            if step.number % 4 == 3:
+            if (step.number + 1) % validates_every == 0:
                 validate(step.number + 1)
     else:
         sampler = rotate if with_sampler else None
