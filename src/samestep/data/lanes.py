@@ -200,13 +200,13 @@ class Lanes:
             self.positions[lane] = LanePosition(lane, row["samples"], row["mark"], lane_s, LaneStart(*row["start"]))
 
     def move(self, positions: Mapping[int, LanePosition]) -> None:
-        """Let lanes that are opened from now on be read from these positions, if they are newer, or their starts."""
+        """Note the positions that are newer than the known ones. A lane that is opened later begins at its start."""
         for lane, position in positions.items():
             if lane not in self.positions or self.positions[lane].num_samples < position.num_samples:
                 self.positions[lane] = position
 
     def close(self) -> None:
-        """Forget how far this process has read the lanes."""
+        """Close the lanes that this process has open. A further request opens them again."""
         self._open.clear()
 
     def list_compared(self) -> list[int]:
