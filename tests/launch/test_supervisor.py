@@ -13,13 +13,12 @@ def test_a_snapshot_found_together_with_a_death_replaces_no_rank() -> None:
         poll=lambda: None,
         take_saved=lambda: True,
         request_replacement=lambda: requests.append(True),
-        ends=SimpleNamespace(failures=[], outlived=["a rank"]),
+        ends=SimpleNamespace(failures=[], outlived=[]),
         started=True,
         is_stopping=False,
     )
     launch: Any = SimpleNamespace(received=[], replaces=True)
-    has_lost = iter([True, False])
-    healer: Any = SimpleNamespace(heal=lambda: next(has_lost))
+    healer: Any = SimpleNamespace(heal=lambda: ranks.ends.outlived.append("a rank"))
     supervisor._poll(ranks, launch, healer)
     assert not requests
     supervisor._poll(ranks, launch, healer)

@@ -40,23 +40,18 @@ class Healer:
         """Whether all ranks have begun their first loop, so that others can continue if one dies."""
         return int(self._store.add(READY, 0)) >= self._num_ranks
 
-    def heal(self) -> bool:
-        """After a death, let the other ranks continue if they can. If not, the failures remain those of the launch.
-
-        Returns:
-            Whether the members have changed.
-        """
+    def heal(self) -> None:
+        """After a death, let the other ranks continue if they can. If not, the failures remain those of the launch."""
         ends = self._ends
         left = [rank for rank in self._members if rank not in ends.codes]
         has_died = ends.failures or ends.outlived  # until then, a rank that ends lets the others fail: they wait
         if not has_died or not left or left == self._members or not self._can_continue():
-            return False
+            return
         self._members = left
         self._write(left)
         for failure in ends.outlive([failure.rank for failure in ends.failures]):
             if failure.kind == "died":  # another rank has reported one that was stuck
                 say(failure.reason)
-        return True
 
     def find_stuck(self) -> tuple[Sequence[int], str]:
         """Return ranks that do not respond, which their launchers must end, and the reason."""

@@ -65,10 +65,9 @@ def _poll(ranks: Ranks, launch: Launch, healer: Healer | None = None) -> bool:
     ranks.poll()
     received = launch.received
     if healer is not None and not received:
-        has_saved = launch.replaces and ranks.take_saved()
-        has_lost = healer.heal()
-        if has_saved and ranks.ends.outlived and not has_lost:  # else the snapshot may be older than the death
+        if launch.replaces and ranks.take_saved() and ranks.ends.outlived:
             ranks.request_replacement()
+        healer.heal()  # afterwards, since the snapshot may be older than a death
     if len(received) > 1:
         ranks.kill()
     elif received and not ranks.is_stopping:
