@@ -102,16 +102,13 @@ class Feed:
 
     def gather_lanes(self) -> list[LanePosition]:
         """Gather the positions of a stream's lanes from the ranks that read them, on all ranks. [] without a stream."""
-        if self.data.lanes is None:
+        lanes = self.data.lanes
+        if lanes is None:
             return []
         group = self._context.group
-        newest = dict[int, LanePosition]()
         for sealed in group.gather(group.seal(self.loader.positions)):
-            for lane, position in group.unseal(sealed).items():
-                if lane not in newest or newest[lane].num_samples < position.num_samples:
-                    newest[lane] = position
-        self.data.lanes.move(newest)  # if the rank that reads a lane dies, another one continues from there
-        return [newest[lane] for lane in sorted(newest)]
+            lanes.move(group.unseal(sealed))  # if the rank that reads a lane dies, another one continues from there
+        return [lanes.positions[lane] for lane in sorted(lanes.positions)]
 
     def close(self) -> None:
         """End the workers."""
