@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.commands import Popen, run
+from support.commands import Popen
 from support.ports import reserve_port
-from support.runs import check, clean_variables, digest, kill_tree, read_rows, samestep_command
+from support.runs import check, clean_variables, digest, find_tests, kill_tree, read_rows, samestep_command
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -344,11 +344,6 @@ assert "nccl" in dist.get_backend_config()
 """
 
 
-def find_tests() -> str:
-    """Return the PYTHONPATH of a script that imports this file."""
-    return os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-
-
 def launch_nodes(directory: Path, world_size: int, *flags: str, **arguments: Any) -> tuple[list[int], str]:
     """Train on nodes of one rank, which share a GPU over NCCL. It permits this only between hosts (NCCL_HOSTID).
 
@@ -456,15 +451,7 @@ def test_the_others_continue_on_one_gpu(device: str, tmp_path: Path) -> None:
     code = f"from gpu.test_gpu import train\ntrain('runs/gloo', **{arguments})"
     (tmp_path / "script.py").write_text(code)
     command = ["launch", "--nproc-per-node", "3", "--heal", "--device", device, "--backend", "gloo", "script.py"]
-    done = run(
-        [sys.executable, "-m", "samestep", *command],
-        cwd=tmp_path,
-        env=clean_variables({"PYTHONPATH": find_tests()}),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    check(samestep_command(*command, cwd=tmp_path, env={"PYTHONPATH": find_tests()}))
     assert len((tmp_path / "runs/gloo/heals.jsonl").read_text().splitlines()) == 1
     assert digest(tmp_path / "runs/gloo") == spawn(tmp_path / "one", device, is_staged=device == "cpu")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import check, run_command
+from support.runs import check, find_tests, run_command
 from support.tiny import Pairs, Tiny, tiny_run, update
 from support.waiting import wait_until
 
@@ -78,7 +78,7 @@ def test_forked_from_plain_python(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from promises.test_ends import train; train(Path(sys.argv[1]), 'raise')"
     )
-    env = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
+    env = {"PYTHONPATH": find_tests()}
     done = check(run_command(sys.executable, "-c", code, tmp_path / "x", cwd=tmp_path, env=env))
     assert done.stderr.startswith("Traceback")
     assert done.stderr.endswith("ValueError: in the child\n")

@@ -3,8 +3,6 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.commands import run
-from support.runs import clean_variables, digest
+from support.runs import check, digest, find_tests, samestep_command
 from support.selection import one_in
 from support.shards import MAKERS, make_tars, read_x
 from support.tiny import Tiny, update
@@ -183,10 +180,8 @@ def test_the_others_continue_a_stream(kind: str, num_workers: int, tmp_path: Pat
     deaths = [(3, 2), (23, 0)]  # before the first snapshot, and after a state at step 16
     call = f"train(Path('healed'), STREAMS[{kind!r}](), {num_workers}, deaths={deaths})"
     (tmp_path / "script.py").write_text(f"from promises.test_streaming import *\n{call}\n")
-    command = [sys.executable, "-m", "samestep", "launch", "--heal", "--nproc-per-node", "3", "script.py"]
-    env = clean_variables({"PYTHONPATH": f"{Path(__file__).parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"})
-    done = run(command, cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = ["launch", "--heal", "--nproc-per-node", "3", "script.py"]
+    check(samestep_command(*command, cwd=tmp_path, env={"PYTHONPATH": find_tests()}))
     assert len((tmp_path / "healed" / "heals.jsonl").read_text().splitlines()) == 2
     assert digest(tmp_path / "healed") == digest(tmp_path / "alone")
     for name in ("ledger.bin", "metrics.jsonl"):

@@ -25,6 +25,11 @@ def clean_variables(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return kept | dict(extra or {})
 
 
+def find_tests() -> str:
+    """Return the PYTHONPATH of a program that imports modules of these tests."""
+    return os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+
+
 def run_command(
     *command: str | Path, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 120, real: bool = False
 ) -> subprocess.CompletedProcess[str]:
