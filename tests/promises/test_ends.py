@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -298,8 +299,11 @@ def test_the_status_of_a_loop_that_was_left(tmp_path: Path, how: str) -> None:
     assert "in step 3" in status["reason"] or how == "held"
 
 
-def test_an_error_at_the_end_without_a_place_to_report_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_at_the_end_without_a_place_to_report_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a full disk: the rank prints the error, and its exit code stays."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def train() -> None:
         leave(Tiny(tmp_path / "x"), "break")

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from promises.faulty import IN_BODY, IN_STEP
-from promises.test_restarts import read_restarts
+from promises.test_restarts import flags_of, read_restarts
 from promises.trial import Outcome, Started, Trial
 from support.runs import ask, read_rows
 from support.selection import one_in
 
+from samestep.world.environment import SAVED
 from samestep.world.membership import GENERATION_S
 
 ONCE, FOLDS, COLLECTS = [Path(__file__).with_name(name) for name in ("once.py", "folds.py", "collects.py")]
@@ -223,9 +224,26 @@ def test_a_rank_that_fails_again_is_left_out(trial: Trial, undisturbed: Undistur
     assert trial.outcome() == undisturbed()
 
 
+@pytest.mark.parametrize("faults", [[], [KILLED]], ids=["no death", "a death"])
+def test_rank_0_reports_the_snapshots_after_a_death(
+    trial: Trial, faults: Sequence[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Only these, so that the launcher need not know which came first."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    words = flags_of(*faults, "hold rank 0 at step 12 in forward")  # the snapshot of step 5 is reported by then
+    started = trial.start("launch", 3, "", "--heal", arguments=words)
+    trial.wait_held()
+    notes = [*scratch.glob(f"*/{SAVED}")]
+    trial.go_on()
+    assert started.wait() == 0, started.output
+    assert len(notes) == len(faults)
+
+
 def test_nothing_is_replaced_after_the_last_snapshot(trial: Trial, undisturbed: Undisturbed) -> None:
     """The script's lines after the loop run once, and to their end."""
-    launch(trial, ["kill rank 1 at step 12 in forward"], "--replace", num_ranks=3, arguments=["--settled"])
+    launch(trial, ["kill rank 1 at step 11 in forward"], "--replace", num_ranks=3, arguments=["--settled"])
     assert trial.num_ends == 1
     assert not (trial.dir / "restarts.jsonl").exists()
     assert trial.outcome() == undisturbed()

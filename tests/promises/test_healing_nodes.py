@@ -157,6 +157,16 @@ def test_a_node_without_ranks_is_not_in_the_way(
     assert trial.outcome() == undisturbed()
 
 
+def test_nothing_is_replaced_after_the_last_snapshot(
+    trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]
+) -> None:
+    """The node of rank 0 may report a snapshot after another node has reported a death that came later."""
+    nodes = start(trial, all_hosts[:2], 1, "--replace", faults=["kill rank 1 at step 11 in forward"])
+    assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
+    assert read_lost(trial) == [1]
+    assert trial.outcome() == undisturbed()
+
+
 @pytest.mark.soak
 def test_what_cannot_be_healed(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
     fault = "raise rank 1 at step 7 in forward"

@@ -244,7 +244,7 @@ class Ranks:
                     os.killpg(self._pids[rank - self._first_rank], signal.SIGKILL)
 
     def take_saved(self) -> bool:
-        """Return whether a snapshot was completed since the last call, except at the end of a loop."""
+        """Return whether a snapshot was completed since the last call, after a death and not at the end of a loop."""
         try:
             (self.directory / SAVED).unlink()
             return True

@@ -65,9 +65,9 @@ def _poll(ranks: Ranks, launch: Launch, healer: Healer | None = None) -> bool:
     ranks.poll()
     received = launch.received
     if healer is not None and not received:
-        if launch.replaces and ranks.take_saved() and ranks.ends.outlived:
+        healer.heal()
+        if launch.replaces and ranks.take_saved():
             ranks.request_replacement()
-        healer.heal()  # afterwards, since the snapshot may be older than a death
     if len(received) > 1:
         ranks.kill()
     elif received and not ranks.is_stopping:
@@ -264,9 +264,9 @@ class NodeSession:
         self.receive()
         has_failed = _poll(ranks, self._launch)
         if self._launch.heals and not received:
+            self._report_ends()
             if self._launch.replaces and ranks.take_saved():
                 self._link.send("saved", round=self._round)
-            self._report_ends()  # afterwards, since the snapshot may be older than a death
         if self.end is not None:
             ranks.stop()
             return True

@@ -245,7 +245,11 @@ class Run:
         state = self._state
         built = Trackers(build_trackers(trackers), self._say)
         group = context.group
-        note_saved = partial(notify_launcher, context.environment, SAVED)
+
+        def note_saved() -> None:
+            if group.has_healed:  # a snapshot of before the death is no reason to replace the rank that died
+                notify_launcher(context.environment, SAVED)
+
         snapshotter = Snapshotter(
             context.config,
             context.location,

@@ -35,7 +35,7 @@ FINISHED = "finished"  # a run's loop has completed
 BEGUN = "begun"  # holds the directory of the run whose loop has begun
 ROOM = "room"  # holds the maximum number of ranks of that run
 RANKED = "ranked"  # a rank has looked up its rank
-SAVED = "saved"  # a snapshot is complete; the launcher removes it
+SAVED = "saved"  # after a death, a snapshot is complete; the launcher removes it
 REPLACE = "replace"  # the ranks save and end after their step, so that all start again
 LEAVE = "leave"  # a rank that receives SIGTERM must end at once: another one has failed
 

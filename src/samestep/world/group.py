@@ -135,6 +135,11 @@ class Group:
         return range(self.world_size) if self._membership is None else self._membership.members
 
     @property
+    def has_healed(self) -> bool:
+        """Whether the other ranks have continued after a death."""
+        return self._membership is not None and self._membership.number > 0
+
+    @property
     def can_heal(self) -> bool:
         """Whether the other ranks continue if one dies."""
         return self._healing is not None
