@@ -20,6 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 from promises.faulty import train
 from promises.test_node_replication import damage
 from promises.trial import Outcome, Trial, ask
+from support.runs import check, find_tests, samestep_command
 from support.selection import one_in
 from support.waiting import wait_until
 
@@ -167,6 +168,26 @@ def test_killed_during_an_upload(cluster: Cluster, undisturbed: Undisturbed, mom
     cluster.spawn(1, 2)
     assert cluster.outcome() == undisturbed()
     assert [start for start, _ in cluster.starts()] == ([step] if step else [])
+    assert not list(cluster.store.rglob(".*")), "no incomplete file"
+
+
+@pytest.mark.parametrize("moment", one_in(5, [moment for moment in MOMENTS if moment != "record"] + ["last"]))
+def test_another_rank_continues_an_upload(
+    cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path, moment: str
+) -> None:
+    """Rank 0 dies in it. No rank starts again, and nothing is missing at the URL."""
+    part, count, _ = (MOMENTS | {"last": ("step-00000015/tensors.safetensors", 0, 15)})[moment]
+    words = [cluster.url, part, str(count)]
+    env = {"PYTHONPATH": find_tests(), "SAMESTEP_LOCAL_DIR": str(cluster.machine(0))}
+    command = ["launch", "--nproc-per-node", "3", "--heal", str(Path(__file__).with_name("planted.py")), *words]
+    done = check(samestep_command(*command, cwd=tmp_path, env=env))
+    assert "rank 0 is gone in step " in done.stdout
+    assert cluster.outcome() == undisturbed()
+    assert not cluster.starts()
+    assert [name for name in cluster.snapshots() if name.startswith("step-")] == [
+        "step-00000009", "step-00000012", "step-00000015",
+    ]  # fmt: skip
+    assert json.loads((cluster.store / "status.json").read_text())["status"] == "done"
     assert not list(cluster.store.rglob(".*")), "no incomplete file"
 
 

@@ -36,7 +36,7 @@ def open_location(config: RunConfig, group: Group, say: Callable[[str], None], *
         return str(remote.path), remote.url
 
     path, url_in_use = group.once(open_remote)
-    copies = _open_directory(group, Path(path), config, say, fresh=False)
+    copies = _open_directory(group, Path(path), config, say, fresh=False, keeps=keeps)
     return RemoteLocation(group, copies, config, say, url_in_use, remote)
 
 

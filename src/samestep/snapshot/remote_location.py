@@ -12,10 +12,11 @@ from torch import Tensor
 
 from samestep.config import RunConfig
 from samestep.data.order_files import list_orders
-from samestep.errors import Error, RunDirectoryError
+from samestep.errors import Error, NotHealed, RunDirectoryError
 from samestep.files import open_regular, replace_file
 from samestep.hashing import hash_bytes
 from samestep.snapshot.inspection import TrainingState
+from samestep.snapshot.kept_logs import KeptLogs
 from samestep.snapshot.location import LocalLocation, RunLocation, SnapshotOrder
 from samestep.snapshot.object_store import ObjectStore, find_copy, place_of
 from samestep.snapshot.resume_point import ResumePoint
@@ -54,6 +55,7 @@ class RemoteLocation(RunLocation):
         self._copies = copies
         self._remote = remote
         self._keep = config.keep_last
+        self._local_dir = config.local_dir
         self._rewinds: Sequence[int] = ()
 
     @property
@@ -70,6 +72,10 @@ class RemoteLocation(RunLocation):
     @property
     def directory(self) -> RunDirectory | None:
         return self._copies.directory
+
+    @property
+    def kept(self) -> KeptLogs | None:
+        return self._copies.kept
 
     @property
     def logs(self) -> Path | None:
@@ -128,6 +134,17 @@ class RemoteLocation(RunLocation):
         self._copies.write_status(status, reason, end)
         if self._remote is not None and self.directory is not None:
             self._remote.push_status(self.directory)
+
+    def take_over(self, steps_done: int, *, is_in_loop: bool) -> None:
+        self._copies.take_over(steps_done, is_in_loop=is_in_loop)
+        try:
+            self._remote = RemoteRun(self.shown, fresh=False, local_dir=self._local_dir, warn=self.warn)
+            self._remote.take()
+        except Error as error:
+            raise NotHealed(f"no other rank can write the run ({error})") from error
+        problem = "" if is_in_loop else self._push()  # what the other rank was uploading at the end
+        if problem:
+            raise NotHealed(f"the snapshot of step {steps_done} {problem}")
 
     def end(self) -> str:
         problem = self._push()
@@ -213,12 +230,16 @@ class RemoteRun:
         """
         if self._holder and f" on {read_host()} since " not in self._holder:
             self._warn(f"{self.url} was written by {self._holder}: if it still runs, it ends at its next snapshot")
-        self._store.take(self._run)
-        self._store.clean()
+        self.take()
         self._push_file(directory, RECORD)  # first: it lists the steps that the run went back to
         for each in reversed(self._store.snapshots()):
             if each.step > step:
                 self._store.abandon(each)
+
+    def take(self) -> None:
+        """Make this process the writer, and remove incomplete snapshots of the one before. Raises Unreachable."""
+        self._store.take(self._run)
+        self._store.clean()
 
     @at_rest()  # the network may take long
     def push(self, directory: RunDirectory, keep: int) -> str:
