@@ -61,8 +61,9 @@ def test_ranks_that_die_are_started_again(trial: Trial, undisturbed: Undisturbed
         assert (row["reason"], row["rank"], row["world_size"]) == (reason, rank, 2)
         assert row["from_step"] in (0, 3, 6, 9)
         done = row["from_step"] + row["lost_steps"]
-        # Rank 0 may have completed that step. A kill loses its records of the last tenth of a second.
-        assert done in range(row["from_step"] if rank == 0 else step, step + 1 + ("update" in fault))
+        # Rank 0 may have completed that step. It loses its records of the last tenth of a second if it is killed, by
+        # the fault or because it does not end in time after another rank has failed.
+        assert done in range(row["from_step"], step + 1 + ("update" in fault))
     assert said.count("Traceback") == 1, "only that of the exception, none of the ranks that lost a peer"
     logs = {path.parent.name: path.read_text() for path in sorted(trial.dir.glob("logs/*/1.log"))}
     assert [name for name, text in logs.items() if "Traceback" in text] == ["1"]
@@ -94,7 +95,7 @@ def test_the_last_failure_is_reported(trial: Trial, undisturbed: Undisturbed) ->
     rows = read_restarts(trial)
     assert [(row["reason"], row["rank"]) for row in rows] == [(reasons[0], 0), (reasons[1], 1)]
     assert (rows[1]["from_step"], rows[1]["world_size"]) == (5, 3)
-    assert rows[1]["lost_steps"] in (1, 2), "rank 0 may end before it has recorded step 6"
+    assert rows[1]["lost_steps"] in range(3), "rank 0 may be ended before it has recorded steps 5 and 6"
     assert trial.outcome() == undisturbed()
 
 
