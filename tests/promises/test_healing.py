@@ -229,13 +229,11 @@ def test_rank_0_reports_the_snapshots_after_a_death(
     trial: Trial, faults: Sequence[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Only these, so that the launcher need not know which came first."""
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     words = flags_of(*faults, "hold rank 0 at step 12 in forward")  # the snapshot of step 5 is reported by then
     started = trial.start("launch", 3, "", "--heal", arguments=words)
     trial.wait_held()
-    notes = [*scratch.glob(f"*/{SAVED}")]
+    notes = [*tmp_path.glob(f"*/{SAVED}")]
     trial.go_on()
     assert started.wait() == 0, started.output
     assert len(notes) == len(faults)
