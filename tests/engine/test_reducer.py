@@ -1,5 +1,6 @@
 """The reducer alone, on real ranks: what it adds up, what it leaves unchanged, and what it refuses."""
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,8 +17,9 @@ from samestep.engine.control import Control, Vote
 from samestep.engine.reducer import Reducer
 from samestep.engine.reduction_plan import build_reduction_plan
 from samestep.plan.tree import build_layout, split
+from samestep.torch_internals import break_gloo_connections, list_gloo_sockets
 from samestep.world.environment import read_environment
-from samestep.world.group import open_group
+from samestep.world.group import close_group, open_group
 
 SHAPES = [(3,), (5, 7), (1,), (2, 3, 4, 4), (33,)]
 DTYPES = [torch.float32, torch.float32, torch.float64, torch.float32, torch.float64]
@@ -167,6 +169,35 @@ def reduce_again_and_again() -> tuple[bool, int]:
 
 def test_a_pass_takes_no_memory_that_the_one_before_has_not() -> None:
     assert samestep.spawn(reduce_again_and_again, 2) == (True, 0)
+
+
+def release_after_a_failure() -> tuple[bool, int]:
+    """Returns whether the exchange failed in the backward, and the number of connections that are open at the end."""
+    routes.DIRECT_MAX_BYTES = 0
+    ranks = Ranks()
+    layout = build_layout(4, ranks.group.world_size)
+    reduction = ranks.reducer.begin(layout, kept=ranks.reducer.keep(has_grads=False))
+    held = layout.ranges[ranks.group.rank]
+    gc.disable()  # it would end what a cycle of references holds, at some time
+    break_gloo_connections()
+    for v in held:
+        reduction.open(v)
+        terms = [(param * draw(i, v)).sum().double() for i, param in enumerate(ranks.params)]
+        ranks.reducer.hooks.backward(torch.stack(terms).sum(), 1.0, (), reduction.take)
+        reduction.close(v)
+    with pytest.raises(RuntimeError) as caught:
+        reduction.finish(ranks.build_control(held))
+    has_failed_before = "_attempt" in [entry.name for entry in caught.traceback]
+    del caught
+    reduction.release()
+    ranks.reducer.forget_memory()
+    close_group()
+    return has_failed_before, len(list_gloo_sockets())
+
+
+def test_a_pass_that_has_failed_keeps_no_connection_open() -> None:
+    """Other ranks may wait for this one until its connections close."""
+    assert samestep.spawn(release_after_a_failure, 3) == (True, 0)
 
 
 def reduce_fast(n: int, is_divided: bool) -> list[list[float] | None]:

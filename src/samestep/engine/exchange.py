@@ -109,6 +109,11 @@ class Exchange:
         except RuntimeError as error:
             self._failure = error
 
+    def release(self) -> None:
+        """Release the messages. They keep the connections open, as the traceback of an error keeps them."""
+        self._pending.clear()
+        self._failure = None
+
     def _send_next(self, grads: Grads | None) -> None:
         """Start the exchange of the next bucket, and advance that of the bucket before it.
 
