@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,11 +14,13 @@ from promises.test_restarts import flags_of, read_restarts
 from promises.trial import Outcome, Started, Trial
 from support.runs import ask, read_rows
 from support.selection import one_in
+from support.waiting import DEADLINE_S
 
 from samestep.world.environment import SAVED
 from samestep.world.membership import GENERATION_S
 
-ONCE, FOLDS, COLLECTS = [Path(__file__).with_name(name) for name in ("once.py", "folds.py", "collects.py")]
+SCRIPTS = "once.py", "folds.py", "collects.py", "inherited.py"
+ONCE, FOLDS, COLLECTS, INHERITED = [Path(__file__).with_name(name) for name in SCRIPTS]
 KILLED = "kill rank 1 at step 2 in forward"
 # The snapshot of step 5 is complete in step 5 or 6, and all ranks end after that step.
 HELD_LATER = "hold rank 0 at step 6 in forward"
@@ -91,6 +94,22 @@ def test_far_from_the_death(trial: Trial, undisturbed: Undisturbed) -> None:
     launch(trial, [fault], "--micro-batch-size", "1", num_ranks=5, arguments=["--num-workers", "1"])
     trial.note_strike(fault, "kill a rank, others continue")
     assert trial.outcome() == undisturbed(micro_batch_size=1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="gloo's connections are found by /proc")
+def test_a_program_of_the_script_has_the_connections_open(tmp_path: Path) -> None:
+    """So that no rank notices by them that another one is gone."""
+    trial, fifo = Trial(tmp_path / "run", []), tmp_path / "fifo"
+    os.mkfifo(fifo)
+    writer = os.open(fifo, os.O_RDWR)
+    started = trial.start("launch", 4, "", "--heal", script=INHERITED, arguments=[str(fifo)])
+    try:
+        started.process.wait(DEADLINE_S)
+    finally:
+        os.close(writer)
+    assert started.wait() == 0, started.output
+    trial.close()
+    assert "rank 3 is gone in step 3: ranks 0, 1, 2 continue" in started.output
 
 
 def test_a_later_start_continues(trial: Trial, undisturbed: Undisturbed) -> None:

@@ -164,8 +164,7 @@ class Group:
                 _connect_to_store(), environment.secret, environment.rank, environment.world_size
             )
             self._uses_nccl = self.device.type == "cuda" and not self.needs_staging(self.device)
-            if self.local_sockets is None or self._uses_nccl:  # waits that the end of a process does not end
-                LossWatch(self._membership, _connect_to_store, self._break_connections)
+            LossWatch(self._membership, _connect_to_store, self._break_connections)
             self._membership.announce()
 
     def refuse_healing(self, environment: Environment, reason: str) -> None:

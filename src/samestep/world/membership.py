@@ -234,7 +234,9 @@ class Membership:
 
 
 class LossWatch(threading.Thread):
-    """Ends this rank's wait for a host that has vanished from the network: no connection to it closes.
+    """Ends this rank's wait for another one that is gone, although the connection to it does not close.
+
+    Its host has vanished from the network, or a program that it has started has inherited gloo's connections.
 
     Args:
         open_store: opens a further connection to the launcher's store.
