@@ -79,6 +79,19 @@ def test_a_stuck_rank_is_ended(trial: Trial, undisturbed: Undisturbed, fault: st
     assert "ranks 0, 2 continue as ranks 0 to 1" in started.output
 
 
+@pytest.mark.parametrize("stuck", ["freeze rank {} at step 7 in forward", "hold rank {} at step 7 in forward"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stuck_after_a_death_is_ended(
+    trial: Trial, undisturbed: Undisturbed, stuck: str, rank: int
+) -> None:
+    """The others wait for it, in the new generation, without a limit."""
+    faults = ["kill rank 2 at step 7 in forward", stuck.format(rank)]
+    started = launch(trial, faults, "--stuck-after-s", "2", arguments=["--settled"])
+    assert trial.struck == set(faults)
+    assert trial.outcome() == undisturbed()
+    assert f"stopping rank {rank}" in started.output
+
+
 def test_with_loader_workers(trial: Trial, undisturbed: Undisturbed) -> None:
     """One rank is killed, and the worker of another one."""
     faults = ["kill rank 2 at step 7 in forward", "kill rank 1 at step 9 in worker"]

@@ -221,3 +221,41 @@ def test_a_wait_that_was_ended_does_not_count(store: Any) -> None:
     survivor.check_connected()
     survivor.break_late(store, seen, end_wait)
     assert is_noticed == [True]
+
+
+class LateStore:
+    """A store to which `arrive` is called when a rank has looked for another one three times."""
+
+    def __init__(self, store: Any, arrive: Callable[[], None]) -> None:
+        self._store = store
+        self._arrive = arrive
+        self.num_missing = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        is_there = bool(self._store.check(keys))
+        if not is_there and f"{name_generation(1)}/2" in keys:
+            self.num_missing += 1
+            if self.num_missing == 3:
+                self._arrive()
+        return is_there
+
+
+def test_a_survivor_may_come_late(monkeypatch: pytest.MonkeyPatch, store: Any) -> None:
+    """The limit is for the launcher."""
+    monkeypatch.setattr(membership, "GENERATION_S", 0.0)
+    monkeypatch.setattr(membership, "_gone", [])  # this process has lost no rank
+    late = Membership(store, "secret", rank=2, world_size=3)
+    watched = LateStore(store, lambda: late.advance("a rank is gone"))
+    survivor = Membership(watched, "secret", rank=0, world_size=3)
+    with pytest.raises(PeerFailed, match="a rank is gone"):
+        survivor.advance("a rank is gone")
+    write_generation(store, "secret", 1, [0, 2])
+    survivor.advance("a rank is gone")
+    assert watched.num_missing == 3
+    assert (survivor.members, survivor.number) == (late.members, late.number) == ([0, 2], 1)
+    write_generation(store, "secret", 2, [])
+    with pytest.raises(PeerFailed, match="a rank is gone"):
+        survivor.advance("a rank is gone")

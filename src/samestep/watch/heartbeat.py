@@ -60,6 +60,7 @@ class RankFacts:
         may_write: whether the directory still belongs to this run.
         began_step: the first step of this start of the run.
         can_heal: whether the other ranks continue if the stuck ones end.
+        find_lost: returns the ranks that have died and without which the others continue.
     """
 
     rank: int
@@ -76,6 +77,7 @@ class RankFacts:
     micro_batch_size: int = 1
     began_step: int = 0
     can_heal: bool = False
+    find_lost: Callable[[], Sequence[int]] = lambda: ()
 
 
 class Commands(Struct, frozen=True):
@@ -269,6 +271,8 @@ class Heartbeat:
         if ranks is None:
             return
         self._publish(ranks)
+        lost = facts.find_lost()
+        ranks = [beat for beat in ranks if beat.rank not in lost]
         self._request_stacks(ranks, now_s)
         self._slow.observe(ranks, now_s)
         stall = diagnose(ranks, facts.limits, now_s - self._awake_since_s)

@@ -24,6 +24,7 @@ TORCH = _find_package("torch")
 REDUCTION = f"{OWN}engine/"
 # A thread waits for other ranks if its innermost frame outside torch and the standard library is in one of these.
 ROUTES = f"{OWN}engine/routes.py"
+MEMBERSHIP = f"{OWN}world/membership.py"
 EXCHANGES = (ROUTES, f"{OWN}world/group.py", f"{OWN}world/local_sockets.py")
 DISTRIBUTED = f"{TORCH}distributed/"
 COMPILERS = (f"{TORCH}_dynamo/", f"{TORCH}_inductor/", f"{TORCH}_functorch/")
@@ -90,6 +91,8 @@ def trim_stack(stack: list[Frame]) -> list[Frame]:
 
 def _find_exchange(stack: list[Frame]) -> str:
     """Return the exchange with other ranks in which a thread is; "" for none."""
+    if any(frame.file == MEMBERSHIP for frame in stack):
+        return "the new group"
     name = ""
     for frame in stack:
         if frame.file.startswith(DISTRIBUTED):

@@ -173,10 +173,13 @@ class Group:
         if self.rank == 0:
             write_refusal(_connect_to_store(), environment.secret, reason)
 
-    def request_end(self, environment: Environment, ranks: Sequence[int], reason: str) -> None:
-        """Request that the launchers of other hosts end ranks that are stuck. In any thread."""
-        numbers = [self.members[rank] for rank in ranks]
-        write_stuck(_connect_to_store(), environment.secret, numbers, reason)
+    def request_end(self, environment: Environment, members: Sequence[int], reason: str) -> None:
+        """Request that the launchers of other hosts end stuck ranks, as numbered at the start. In any thread."""
+        write_stuck(_connect_to_store(), environment.secret, members, reason)
+
+    def is_lost(self, member: int) -> bool:
+        """Return whether the other ranks continue without this one, as numbered at the start. In any thread."""
+        return self._membership is not None and self._membership.is_lost(member)
 
     @contextmanager
     def together(self) -> Iterator[None]:

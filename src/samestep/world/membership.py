@@ -20,7 +20,7 @@ from samestep.world.rendezvous_store import SignedEntries
 READY = "samestep/heal/ready"  # counts the ranks that can continue after the death of another one
 REFUSAL = "heal/refusal"  # the entry that says why none can
 STUCK = "heal/stuck"  # the entry that names ranks which their launcher must end
-GENERATION_S = 15.0  # for the launcher to notice a death, and for the survivors to join
+GENERATION_S = 15.0  # for the launcher to notice a death, and for the survivors to connect
 POLL_S = 0.001
 NOTICE_S = 0.5  # for a rank to notice a death itself, before its connections are broken
 
@@ -134,6 +134,7 @@ class Membership:
         self.members: Sequence[int] = range(world_size)
         self.number = 0
         self.position = 0
+        self._named: Sequence[int] = self.members  # of the newest generation that `break_late` has found
         self._is_connected = True
         self._is_broken = False
         self._connection = threading.Lock()  # held while the process group is being left or broken
@@ -162,7 +163,8 @@ class Membership:
             close()
 
     def break_late(self, store: Any, seen: int, break_connections: Callable[[], None]) -> int:
-        """Break the connections if this rank is still in an older generation than at the last call. In any thread.
+        """Break the connections if this rank is still in an older generation than the launcher had named at the last
+        call. In any thread.
 
         Args:
             store: the launcher's store, in a connection of the calling thread.
@@ -171,10 +173,12 @@ class Membership:
         Returns:
             The number of the newest generation.
         """
-        number = self.number
-        newest = number + (read_generation(store, self._secret, number + 1) is not None)
+        number = newest = self.number
+        while (members := read_generation(store, self._secret, newest + 1)) is not None:
+            newest += 1
+            self._named = members
         with self._connection:
-            if self._is_connected and self.number == number < newest == seen:
+            if self._is_connected and self.number == number < seen:
                 self._is_broken = True  # before the waits end
                 break_connections()
         return newest
@@ -188,6 +192,10 @@ class Membership:
         if self._is_broken:
             raise PeerFailed("another rank has died")
 
+    def is_lost(self, member: int) -> bool:
+        """Return whether the launcher has named a generation without this rank, as numbered at the start."""
+        return member not in self.members or member not in self._named
+
     def open_store(self) -> Any:  # PrefixStore
         """Return the store of the current generation's process group, which this rank now joins."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -198,10 +206,13 @@ class Membership:
     def advance(self, reason: str) -> None:
         """Move to the newest generation, and wait until all of its members have done so.
 
+        This wait has no limit of its own: a member may have a long step to complete. If it dies, or is ended because
+        it is stuck, the launcher names a further generation.
+
         Raises:
             PeerFailed: the launcher ends the run, or names no further generation in time. `reason`: its message.
         """
-        deadline_s = time.monotonic() + GENERATION_S
+        began_s = time.monotonic()
         is_later = False
         while not is_later or not self._have_all_come():
             if (members := read_generation(self._store, self._secret, self.number + 1)) is not None:
@@ -212,10 +223,11 @@ class Membership:
                 self.members = members
                 is_later = True
                 self._store.set(self._name_arrival(self._own), b"")
-            elif time.monotonic() > deadline_s:
+                continue
+            waited_s = time.monotonic() - began_s
+            if not is_later and waited_s > GENERATION_S:
                 raise PeerFailed(reason)
-            else:
-                time.sleep(POLL_S)
+            time.sleep(max(POLL_S, waited_s / 100))  # a rank that computes meanwhile may share the processor
 
     def _have_all_come(self) -> bool:
         return bool(self._store.check([self._name_arrival(member) for member in self.members]))

@@ -110,23 +110,28 @@ class Watchdog(PhaseClock, StepObserver):
 
     def _start_heartbeat(self, limits: Limits) -> None:
         context = self._context
+        group = context.group
+        members = group.members  # a rank that waits for the others after a death has later ones
         facts = RankFacts(
             rank=context.rank,
             world_size=context.world_size,
             host=read_host(),
             limits=limits,
             say=lambda text: _write_line(self._terminal, text),
-            end=self._end,
-            end_others=self._end_others,
-            request_end=partial(context.group.request_end, context.environment),
+            end=partial(self._end, members[context.rank]),
+            end_others=partial(self._end_others, members),
+            request_end=lambda ranks, sentence: group.request_end(
+                context.environment, [members[rank] for rank in ranks], sentence
+            ),
             run_dir=context.location.path,
             logs=context.location.logs,
             may_write=self._may_write,
             micro_batch_size=context.config.micro_batch_size,
             began_step=self._state.steps_done,
-            can_heal=context.group.can_heal,
+            can_heal=group.can_heal,
+            find_lost=lambda: [rank for rank, member in enumerate(members) if group.is_lost(member)],
         )
-        self._heartbeat = Heartbeat(self, facts, context.group.open_entries())
+        self._heartbeat = Heartbeat(self, facts, group.open_entries())
 
     def _may_write(self) -> bool:
         """Return whether the directory still belongs to this run: another run may have taken it over."""
@@ -171,19 +176,24 @@ class Watchdog(PhaseClock, StepObserver):
             atexit.unregister(self.close)
             _open.remove(self)
 
-    def _end(self, sentence: str, is_first: bool) -> None:
-        """End this process, because its main thread is stuck. The launcher shows the message of the first such rank."""
+    def _end(self, member: int, sentence: str, is_first: bool) -> None:
+        """End this process, because its main thread is stuck. The launcher shows the message of the first such rank.
+
+        Args:
+            member: this rank, as numbered at the start.
+        """
         error = Stuck(sentence) if is_first else PeerFailed(sentence)
-        self._leave_error(self._context.rank, error)
+        self._leave_error(member, error)
         directory = self._context.location.directory
         if directory is not None:
             with suppress(Exception):
                 directory.write_status("failed", sentence)
         os._exit(EXIT_CODE)
 
-    def _end_others(self, ranks: Sequence[tuple[int, int]], sentence: str) -> None:
+    def _end_others(self, members: Sequence[int], ranks: Sequence[tuple[int, int]], sentence: str) -> None:
         for rank, pid in ranks:
-            self._leave_error(rank, Stuck(sentence))  # first: the launcher looks for it after the process has ended
+            # First: the launcher looks for it after the process has ended.
+            self._leave_error(members[rank], Stuck(sentence))
             kill_sibling(pid)
 
     def check_further_run(self) -> None:
@@ -196,10 +206,10 @@ class Watchdog(PhaseClock, StepObserver):
         else:  # an exchange over gloo that does not end would keep this process from ending
             wait_for_all(group.rank, group.world_size, self._build_check())
 
-    def _leave_error(self, rank: int, error: BaseException) -> None:
+    def _leave_error(self, member: int, error: BaseException) -> None:
         error_dir = self._context.environment.error_dir
         if error_dir is not None and Path(error_dir).is_dir():
-            write_failure(self._context.group.members[rank], error_dir, error, EXIT_CODE)
+            write_failure(member, error_dir, error, EXIT_CODE)
 
 
 def check_further_run(rank: int) -> None:
