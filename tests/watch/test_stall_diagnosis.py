@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from samestep.watch.stall_diagnosis import (
     LEARNT,
+    NEW_GROUP,
     PHASES,
     STOP_S,
     WARM_UP,
@@ -154,6 +155,12 @@ def test_a_collective_that_one_rank_skips() -> None:
     assert verdict.blocking == (1,)
     assert "rank 1 (host h0) in the reduction at step 121" in verdict.sentence
     assert "ranks 0, 2 and 3 (host h0) in all_reduce (train.py:31 in main) at step 120" in verdict.sentence
+
+
+def test_ranks_that_have_left_after_a_death_wait_for_the_others() -> None:
+    verdict = diagnose([wait(0, 25, waits_in=NEW_GROUP), wait(1, 25), wait(2, 25)], Limits())
+    assert verdict is not None
+    assert verdict.blocking == (1, 2), "although they are more"
 
 
 def test_all_wait_in_the_same_exchange() -> None:

@@ -26,6 +26,7 @@ PHASES = {
     "left": "been outside the loop",
     "ended": "ended its part",
 }
+NEW_GROUP = "the new group"  # after a death, ranks wait in it for all others
 BUSY = ("loading", "forward", "backward", "updating")  # phases in which a rank waits for no other rank
 # Phases whose earlier durations predict the next one. The others contain any code that a script runs now and then.
 LEARNT = ("loading", "forward", "backward", "reducing", "validating")
@@ -348,12 +349,12 @@ def _describe_silent(silent: Sequence[Beat], responding: Sequence[Beat], still_s
 
 
 def _group(waiting: Sequence[Beat]) -> list[list[Beat]]:
-    """Group ranks by the exchange that they wait in, the smallest group first."""
+    """Group ranks by the exchange that they wait in: the smallest group first, and those of `NEW_GROUP` last."""
     groups: dict[tuple[str, int, str], list[Beat]] = {}
     for beat in waiting:
         place = "" if beat.waits_in.startswith("the ") else beat.place
         groups.setdefault((_describe_exchange(beat), beat.step, place), []).append(beat)
-    return sorted(groups.values(), key=len)
+    return sorted(groups.values(), key=lambda group: (group[0].waits_in == NEW_GROUP, len(group)))
 
 
 def _describe_waiting(groups: Sequence[Sequence[Beat]], still_s: float) -> str:

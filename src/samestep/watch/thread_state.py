@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.files import read_text
-from samestep.watch.stall_diagnosis import ThreadState
+from samestep.watch.stall_diagnosis import NEW_GROUP, ThreadState
 
 
 def _find_package(name: str) -> str:
@@ -92,7 +92,7 @@ def trim_stack(stack: list[Frame]) -> list[Frame]:
 def _find_exchange(stack: list[Frame]) -> str:
     """Return the exchange with other ranks in which a thread is; "" for none."""
     if any(frame.file == MEMBERSHIP for frame in stack):
-        return "the new group"
+        return NEW_GROUP
     name = ""
     for frame in stack:
         if frame.file.startswith(DISTRIBUTED):
