@@ -109,10 +109,11 @@ class Exchange:
         except RuntimeError as error:
             self._failure = error
 
-    def release(self) -> None:
-        """Release the messages. They keep the connections open, as the traceback of an error keeps them."""
-        self._pending.clear()
-        self._failure = None
+    def _pop_failure(self) -> RuntimeError:
+        """Return the error. Its traceback refers to this object: the cycle would keep the connections open."""
+        failure, self._failure = self._failure, None
+        assert failure is not None
+        return failure
 
     def _send_next(self, grads: Grads | None) -> None:
         """Start the exchange of the next bucket, and advance that of the bucket before it.
@@ -144,7 +145,7 @@ class Exchange:
             RuntimeError: another rank is gone.
         """
         if self._failure is not None:
-            raise self._failure
+            raise self._pop_failure()
         rank = self._group.rank
         memory = self._memory
         control.used = self._parts.used.to_bytes(len(self._plan.params))

@@ -118,8 +118,6 @@ class ReductionPass:
 
     def release(self) -> None:
         """Release the messages of an exchange that has failed."""
-        if self._exchange is not None:
-            self._exchange.release()
         self._exchange = self._sender = None
 
     def assign(self, grads: Grads) -> None:
