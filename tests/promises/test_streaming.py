@@ -115,11 +115,12 @@ STREAMS: dict[str, Callable[[], Any]] = {"plain": Stream, "stateful": Stateful, 
 
 def train(
     run_dir: Path | None, data: Any, num_workers: int = 0, dies_at: int = -1, max_steps: int | None = None,
-    deaths: Sequence[tuple[int, int]] = (), **feed: Any,
+    deaths: Sequence[tuple[int, int]] = (), dying_rank: int = 0, **feed: Any,
 ) -> list[float]:  # fmt: skip
     """Trains on a source for some epochs, or on a stream for some steps. Returns the samples of the first 4 steps.
 
     Args:
+        dies_at, dying_rank: the step after whose update a rank kills itself.
         deaths: step, and the rank that kills itself among its micro-batches.
     """
     used: list[float] = []
@@ -134,7 +135,7 @@ def train(
     tiny = build(run_dir, snapshot_every=5, max_steps=max_steps)
     is_stream = not hasattr(data, "__getitems__")
     length = {"num_steps": NUM_STEPS} if is_stream else {"num_epochs": NUM_EPOCHS}
-    tiny.train(data=data, body=body, then=kill_at(dies_at), num_workers=num_workers, **length, **feed)
+    tiny.train(data=data, body=body, then=kill_at(dies_at, dying_rank), num_workers=num_workers, **length, **feed)
     return used
 
 
@@ -143,12 +144,12 @@ def build(run_dir: Path | None, num_inputs: int = 1, **arguments: Any) -> Tiny:
     return Tiny(run_dir, model=lambda: nn.Linear(num_inputs, 1), optimizer=optimizer, batch_size=12, **arguments)
 
 
-def kill_at(step: int) -> Callable[[Tiny], None]:
-    """An update, and after that of `step` rank 0 kills itself."""
+def kill_at(step: int, rank: int = 0) -> Callable[[Tiny], None]:
+    """An update, and after that of `step` a rank kills itself."""
 
     def then(t: Tiny) -> None:
         update(t)
-        if t.step.number == step and t.run.rank == 0:
+        if t.step.number == step and t.run.rank == rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
     return then
@@ -172,17 +173,26 @@ def test_the_same_bits_through_a_kill_at_any_number_of_ranks(kind: str, tmp_path
     assert main(["inspect", str(tmp_path / "killed"), "--samples"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("deaths", "dies_at", "num_steps"),
+    [
+        ([(3, 2), (23, 0)], -1, NUM_STEPS),  # before the first snapshot, and after a state at step 16
+        ([], 4, 5),  # directly before the ranks gather the positions for the only snapshot
+        ([(3, 2)], 17, 18),  # and for the last one
+    ],
+)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", one_in(3, STREAMS))
-def test_the_others_continue_a_stream(kind: str, num_workers: int, tmp_path: Path) -> None:
+def test_the_others_continue_a_stream(
+    kind: str, num_workers: int, deaths: Sequence[tuple[int, int]], dies_at: int, num_steps: int, tmp_path: Path
+) -> None:
     """They read the lanes of a rank that has died from the newest snapshot on, and have the same positions."""
-    samestep.spawn(train, 1, (tmp_path / "alone", load(kind, tmp_path)))
-    deaths = [(3, 2), (23, 0)]  # before the first snapshot, and after a state at step 16
-    call = f"train(Path('healed'), STREAMS[{kind!r}](), {num_workers}, deaths={deaths})"
+    samestep.spawn(train, 1, (tmp_path / "alone", load(kind, tmp_path), 0, -1, num_steps))
+    call = f"train(Path('healed'), STREAMS[{kind!r}](), {num_workers}, {dies_at}, {num_steps}, {deaths}, 1)"
     (tmp_path / "script.py").write_text(f"from promises.test_streaming import *\n{call}\n")
     command = ["launch", "--heal", "--nproc-per-node", "3", "script.py"]
     check(samestep_command(*command, cwd=tmp_path, env={"PYTHONPATH": find_tests()}))
-    assert len((tmp_path / "healed" / "heals.jsonl").read_text().splitlines()) == 2
+    assert len((tmp_path / "healed" / "heals.jsonl").read_text().splitlines()) == len(deaths) + (dies_at >= 0)
     assert digest(tmp_path / "healed") == digest(tmp_path / "alone")
     for name in ("ledger.bin", "metrics.jsonl"):
         assert (tmp_path / "healed" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()

@@ -205,6 +205,12 @@ class Lanes:
             if lane not in self.positions or self.positions[lane].num_samples < position.num_samples:
                 self.positions[lane] = position
 
+    def list_behind(self, steps_done: int) -> list[int]:
+        """Return the lanes whose positions are not those after so many steps of the run."""
+        num_samples = (steps_done - self._first_step) * self._size
+        known = {lane: position.num_samples for lane, position in self.positions.items()}
+        return [lane for lane in range(self.num_lanes) if known.get(lane, 0) < num_samples]
+
     def close(self) -> None:
         """Close the lanes that this process has open. A further request opens them again."""
         self._open.clear()

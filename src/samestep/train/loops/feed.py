@@ -13,6 +13,7 @@ from samestep.errors import InvalidValue
 from samestep.plan.ledger import fingerprint
 from samestep.plan.loop_plan import Task
 from samestep.train.context import RunContext
+from samestep.train.generators import keeping_generators
 from samestep.train.inputs.loop_data import LoopData
 from samestep.train.state.run_state import RunState
 
@@ -105,10 +106,21 @@ class Feed:
         lanes = self.data.lanes
         if lanes is None:
             return []
-        group = self._context.group
-        for sealed in group.gather(group.seal(self.loader.positions)):
-            lanes.move(group.unseal(sealed))  # if the rank that reads a lane dies, another one continues from there
-        return [lanes.positions[lane] for lane in sorted(lanes.positions)]
+        context = self._context
+        steps_done = self._state.steps_done
+        while True:
+            for sealed in context.group.gather(context.group.seal(self.loader.positions)):
+                # If the rank that reads a lane dies, another one continues from there.
+                lanes.move(context.group.unseal(sealed))
+            behind = lanes.list_behind(steps_done)
+            if not behind:
+                return [lanes.positions[lane] for lane in sorted(lanes.positions)]
+            # A rank has died after it had read them. The rank that reads these lanes now does so again.
+            held = context.build_layout(lanes.num_lanes).ranges[context.rank]
+            with keeping_generators():
+                for lane in behind:
+                    if lane in held:
+                        self.load(steps_done - 1, lane)
 
     def close(self) -> None:
         """End the workers."""
