@@ -99,6 +99,15 @@ class Forgetful(Stateful):
         self.at = state["at"] + 1
 
 
+class Shuffled(Stream):
+    """Draws its order while it is read, from the global generator, and has no state."""
+
+    def draw(self, lane: int, num_lanes: int, start: int) -> Iterator[Tensor]:
+        samples = [*super().draw(lane, num_lanes, start)]
+        while samples:
+            yield samples.pop(random.randrange(len(samples))) + torch.rand(2)
+
+
 class Given:
     """Has a method `lane`, and cannot be copied."""
 
@@ -200,6 +209,14 @@ def test_the_others_continue_a_stream(
     healed, alone = [store.read(store.snapshots()[-1])["position"]["lanes"] for store in stores]
     assert hash_content(healed) == hash_content(alone)
     assert main(["inspect", str(tmp_path / "healed"), "--samples"]) == 0
+
+
+def test_a_stream_continues_after_any_step(tmp_path: Path) -> None:
+    """What the start reads to compare the samples with those of the run has no effect on what is read later."""
+    samestep.spawn(train, 1, (tmp_path / "alone", Shuffled(), 0, -1, 6))
+    for max_steps in (1, 4, 6):
+        samestep.spawn(train, 1, (tmp_path / "stopped", Shuffled(), 0, -1, max_steps))
+    assert digest(tmp_path / "stopped") == digest(tmp_path / "alone")
 
 
 def test_lanes_begin_again_when_they_end() -> None:

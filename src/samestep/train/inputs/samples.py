@@ -91,6 +91,8 @@ def add_samples(
         return now, describe_changes({"samples": before or now}, {"samples": now})
 
     samples, changed = group.once(check)
+    if data.lanes is not None:
+        data.lanes.close()  # they were read with other seeds
     return replace(options, samples=samples, changed_data=changed)
 
 
