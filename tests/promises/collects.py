@@ -1,8 +1,8 @@
 """A script that changes something in a pass over the micro-batches of a step: `collects.py D KIND WHEN`.
 
 KIND is what it collects for a further pass: "embeddings", for the contrastive loss of docs/techniques.md, or "noise",
-which each rank uses again by position. Or the script changes batches in place: "scaled" in its only pass, "scaled
-twice" in both.
+which each rank uses again by position; or "values", which it gathers by `step.collect`. Or the script changes batches
+in place: "scaled" in its only pass, "scaled twice" in both.
 Rank 1 dies WHEN step 3 of the first start is in a pass or between the two.
 """
 
@@ -35,10 +35,15 @@ def main() -> None:
 
     for step in run.steps(data, 6):
         own: list[Tensor] = []
+        values = {}
         for x in step:
             if kind == "noise":
                 own.append(torch.randn(4))
                 step.backward((model(x) + own[-1]).square().mean())
+            elif kind == "values":
+                loss = model(x).square().mean()
+                values[step.micro_batch] = loss.item()
+                step.backward(loss)
             elif kind.startswith("scaled"):
                 step.backward(model(x.mul_(0.5)).square().mean())
             else:
@@ -50,6 +55,8 @@ def main() -> None:
             for k, x in enumerate(step):
                 step.backward((model(x) * own[k]).mean())
                 reach("second", step.number)
+        elif kind == "values":
+            run.log(sum=sum(step.collect(values)))
         elif kind == "scaled twice":
             for x in step:
                 step.backward(model(x.mul_(0.5)).square().mean())

@@ -195,6 +195,8 @@ def test_rank_0_dies_around_a_call_that_it_makes_alone(tmp_path: Path) -> None:
         ("embeddings", "second", ""),
         ("noise", "first", "step 3 lost a rank, and has a further pass over its micro-batches"),
         ("noise", "between", "rank [02] has failed, too"),  # it lacks the dead rank's part of the first pass
+        ("values", "first", ""),
+        ("values", "between", "a rank died before it sent the values of its micro-batches in step 3"),
         ("scaled", "first", ""),
         ("scaled twice", "second", "a rank died in a further pass of step 3, and the script changes batches in place"),
     ],

@@ -204,6 +204,7 @@ class Step:
         self._fingerprints: list[int] = []
         self._vote: Vote | None = None  # of an exchange that has failed
         self._members: Sequence[int] = ()  # at the beginning of the first pass
+        self._num_ranks = 0  # in the current pass
         self._is_left = False
         self._is_probe = False
         self.held = range(0)
@@ -392,6 +393,7 @@ class Step:
             self._pass = self._pass.repeat()
             self.borrowed = ()
             self._load_again()
+        self._num_ranks = self._context.world_size
         self.held = self._pass.held
         self._log = StepLog(len(self.held))
         return self.held
@@ -476,12 +478,17 @@ class Step:
         Args:
             values: micro-batch of this rank -> value (as for `Group.gather`). A micro-batch may have none. If none has
                 one, this is one short exchange, else three.
+
+        Raises:
+            NotHealed: a rank died before it sent its values.
         """
         group = self._context.group
         mine = [(v, values[v]) for v in self.held if v in values]
-        if not any(group.gather_number(len(mine))):
-            return []
-        found = dict(pair for of_rank in group.gather(mine) for pair in of_rank)
+        counts = group.gather_number(len(mine))
+        rows = group.gather(mine) if any(counts) else [[] for _ in counts]
+        if len(rows) < self._num_ranks:
+            raise NotHealed(f"a rank died before it sent the values of its micro-batches in step {self.number}")
+        found = dict(pair for of_rank in rows for pair in of_rank)
         return [found[v] for v in sorted(found)]
 
     def refuse_inside(self, what: str, instead: str) -> None:
