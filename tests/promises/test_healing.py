@@ -19,8 +19,8 @@ from support.waiting import DEADLINE_S
 from samestep.world.environment import SAVED
 from samestep.world.membership import GENERATION_S
 
-SCRIPTS = "once.py", "folds.py", "collects.py", "inherited.py"
-ONCE, FOLDS, COLLECTS, INHERITED = [Path(__file__).with_name(name) for name in SCRIPTS]
+SCRIPTS = "once.py", "folds.py", "collects.py", "inherited.py", "partial.py"
+ONCE, FOLDS, COLLECTS, INHERITED, PARTIAL = [Path(__file__).with_name(name) for name in SCRIPTS]
 KILLED = "kill rank 1 at step 2 in forward"
 # The snapshot of step 5 is complete in step 5 or 6, and all ranks end after that step.
 HELD_LATER = "hold rank 0 at step 6 in forward"
@@ -123,6 +123,18 @@ def test_a_program_of_the_script_has_the_connections_open(tmp_path: Path) -> Non
     assert started.wait() == 0, started.output
     trial.close()
     assert "rank 3 is gone in step 3: ranks 0, 1, 2 continue" in started.output
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="gloo's connections are found by /proc")
+def test_a_part_of_a_message_is_not_waited_for(tmp_path: Path) -> None:
+    """gloo would wait for the rest of it until its timeout."""
+    whole, healed = (Trial(tmp_path / name, []) for name in ("whole", "healed"))
+    whole.run("launch", 2, "", script=PARTIAL, arguments=["lives"])
+    started = healed.run("launch", 2, "", "--heal", script=PARTIAL)
+    assert "rank 1 is gone in step 3: rank 0 continues alone" in started.output
+    assert ask("inspect", healed.dir, "--digest") == ask("inspect", whole.dir, "--digest")
+    whole.close()
+    healed.close()
 
 
 def test_a_later_start_continues(trial: Trial, undisturbed: Undisturbed) -> None:

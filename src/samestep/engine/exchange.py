@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -129,7 +130,8 @@ class Exchange:
                     self.pack(i, None if grads is None else grads[i])
         elif not self._plan.exact:
             memory.root.zero_()
-        self._pending.append(routes.PendingOp(memory.exchange(tag=place)))
+        wait = partial(self._group.wait_for, num_bytes=memory.root.nbytes)
+        self._pending.append(routes.PendingOp(memory.exchange(tag=place), wait))
         # At this fixed point, so that all ranks issue their messages in the same order.
         if place and self._memory.buckets[place - 1].route in ("butterfly", "chunks"):
             self._pending[place - 1].advance()

@@ -5,7 +5,7 @@ The reducer resumes it, so that the exchange overlaps with the backward. Every r
 the same order, from the thread that runs the backward, never from a callback.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -241,19 +241,28 @@ def _split(data: Tensor, counts: Sequence[int] | None) -> list[int] | None:
     return [count * chunk_bytes for count in counts]
 
 
-class PendingOp:
-    """A route that has started and may not be complete."""
+def _wait(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()
 
-    def __init__(self, route: Route) -> None:
+
+class PendingOp:
+    """A route that has started and may not be complete.
+
+    Args:
+        wait: waits for messages.
+    """
+
+    def __init__(self, route: Route, wait: Callable[[Sequence[Work]], None] = _wait) -> None:
         self._route = route
+        self._wait = wait
         self._works = next(route, None)
 
     def advance(self) -> bool:
         """Wait for the issued messages, and let the route issue the next ones. Returns False when it is complete."""
         if self._works is None:
             return False
-        for work in self._works:
-            work.wait()
+        self._wait(self._works)
         self._works = next(self._route, None)
         return self._works is not None
 

@@ -21,7 +21,13 @@ from samestep.console import say, saying_when_slow, warn
 from samestep.errors import KINDS, Error, InvalidType, InvalidValue, NotHealed, PeerFailed, UsageError, name_kind
 from samestep.hashing import hash_pieces
 from samestep.tagged import view_bytes
-from samestep.torch_internals import abort_nccl, add_gloo, break_gloo_connections, list_gloo_sockets, set_timeout
+from samestep.torch_internals import (
+    abort_nccl,
+    add_gloo,
+    break_gloo_connections,
+    list_gloo_sockets,
+    set_timeout,
+)
 from samestep.waiting import wait_until
 from samestep.world import wire
 from samestep.world.environment import (
@@ -48,6 +54,7 @@ from samestep.world.membership import (
 )
 from samestep.world.rendezvous_store import MAC_BYTES, SignedEntries, read_entry, write_entry
 from samestep.world.version_check import check_alike, describe_software, explain_hashing, explain_torch
+from samestep.world.waiter import LARGE_BYTES, Transfer, Waiter
 
 T = TypeVar("T")
 
@@ -121,6 +128,7 @@ class Group:
         self.local_sockets: LocalSockets | None = None
         self._key = b""  # from the launcher's secret and random parts of all ranks, which the store never holds
         self._membership: Membership | None = None
+        self._waiter: Waiter | None = None  # if ranks can continue after a death
         self._uses_nccl = False  # set if ranks can continue after a death
         self._refuses = False  # to continue after a death, in this loop
         self._is_in_part = False  # within `together`
@@ -164,6 +172,7 @@ class Group:
                 _connect_to_store(), environment.secret, environment.rank, environment.world_size
             )
             self._uses_nccl = self.device.type == "cuda" and not self.needs_staging(self.device)
+            self._waiter = None if self._uses_nccl else Waiter()
             LossWatch(self._membership, _connect_to_store, self._break_connections)
             self._membership.announce()
 
@@ -248,12 +257,17 @@ class Group:
     def _break_connections(self) -> None:
         """Let the waits for other ranks end: gloo's raise, and NCCL's leave a wrong result. In any thread."""
         break_gloo_connections()
+        if self._waiter is not None:
+            self._waiter.give_up()
         if self._uses_nccl:
             abort_nccl()
 
     def _leave(self) -> None:
         """Leave the process group, which ends the waits of other ranks for this one."""
         self.close()
+        if self._waiter is not None:
+            self._waiter.close()
+            self._waiter = Waiter()
         if self._uses_nccl:
             abort_nccl()  # to destroy the group would wait for ranks that are gone
         close_group()
@@ -286,6 +300,18 @@ class Group:
                 return result[0]
 
     # --- collectives ------------------------------------------------------------------------------------------
+
+    def wait_for(self, messages: Sequence[Transfer], num_bytes: int) -> None:
+        """Wait for messages of at most `num_bytes` each. If a rank has died, a part of one does not end the wait.
+
+        Raises:
+            RuntimeError: another rank is gone.
+        """
+        if self._waiter is not None and num_bytes >= LARGE_BYTES:
+            self._waiter.wait(messages)
+            return
+        for message in messages:
+            message.wait()
 
     def open_entries(self) -> "SignedEntries | None":
         """Open a connection for signed entries of the store; None with one rank."""

@@ -1,0 +1,68 @@
+"""Waits for messages of gloo that may never be complete."""
+
+import atexit
+import threading
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Protocol
+
+from samestep.errors import PeerFailed
+
+LARGE_BYTES = 1 << 16  # smaller messages are sent at once, and a change of thread costs as much time as one of them
+
+
+class Transfer(Protocol):
+    """A message that is under way, or several."""
+
+    def wait(self) -> object:
+        """Wait until it is complete."""
+
+
+class Waiter:
+    """Waits for messages in another thread, so that this one can give up.
+
+    If a rank dies after it has sent a part of a message, the wait for the rest of it ends only with gloo's timeout: a
+    connection that closes fails the receives that have not begun, and that of the next message.
+    """
+
+    def __init__(self) -> None:
+        self._requests = SimpleQueue[Sequence[Transfer] | None]()
+        self._results = SimpleQueue[RuntimeError | None]()
+        thread = threading.Thread(
+            target=_run, args=(self._requests, self._results), name="samestep waiter", daemon=True
+        )
+        thread.start()
+        atexit.register(self.close)
+
+    def wait(self, messages: Sequence[Transfer]) -> None:
+        """Wait for messages.
+
+        Raises:
+            RuntimeError: another rank is gone.
+            PeerFailed: `give_up` was called, before or meanwhile.
+        """
+        self._requests.put(messages)
+        if (error := self._results.get()) is not None:
+            raise error
+
+    def give_up(self) -> None:
+        """End the wait, and all later ones. In any thread."""
+        self._results.put(PeerFailed("another rank has died"))
+
+    def close(self) -> None:
+        """End the thread when it no longer waits."""
+        atexit.unregister(self.close)
+        self._requests.put(None)
+
+
+def _run(requests: SimpleQueue[Sequence[Transfer] | None], results: SimpleQueue[RuntimeError | None]) -> None:
+    while (messages := requests.get()) is not None:
+        error: RuntimeError | None = None
+        try:
+            for message in messages:
+                message.wait()
+        except RuntimeError as failure:
+            error = failure.with_traceback(None)  # it would refer to the messages, which keep the connections open
+        del messages
+        results.put(error)
+        del error
