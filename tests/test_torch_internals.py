@@ -5,6 +5,7 @@ changed. Each test names an alternative.
 import functools
 import selectors
 import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -352,3 +353,16 @@ def test_fully_shard_leaves_the_reduction_to_us() -> None:
     assert seen["first row"] == 0
     assert seen["whole"]
     assert seen["like"]
+
+
+def test_groups_have_the_same_name_after_one_has_failed() -> None:
+    """Without `group_count`: the ranks that meet after a death have other names for their group, and wait in vain."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError):
+        dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=0.05))
+    torch_internals.reset_group_names()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    group: Any = dist.group.WORLD
+    name = group.group_name
+    dist.destroy_process_group()
+    assert name == "0"

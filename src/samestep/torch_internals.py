@@ -317,6 +317,11 @@ def abort_nccl() -> None:
         group._get_backend(torch.device("cuda")).abort()
 
 
+def reset_group_names() -> None:
+    """Let the next process group have the name that it has on other ranks, also if the creation of one has failed."""
+    dist.distributed_c10d._world.group_count = 0
+
+
 def set_timeout(timeout: timedelta) -> None:
     """Set the limit for exchanges of the process group."""
     dist.distributed_c10d._set_pg_timeout(timeout)

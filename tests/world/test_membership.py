@@ -223,6 +223,17 @@ def test_a_wait_that_was_ended_does_not_count(store: Any) -> None:
     assert is_noticed == [True]
 
 
+def test_a_rank_goes_to_the_newest_generation(monkeypatch: pytest.MonkeyPatch, store: Any) -> None:
+    """Although all members of an earlier one have come: one of them has died since."""
+    monkeypatch.setattr(membership, "_gone", [])  # this process has lost no rank
+    survivor = Membership(store, "secret", rank=0, world_size=3)
+    write_generation(store, "secret", 1, [0, 1])
+    store.set(f"{name_generation(1)}/1", b"")
+    write_generation(store, "secret", 2, [0])
+    survivor.advance("a rank is gone")
+    assert (survivor.members, survivor.number) == ([0], 2)
+
+
 class LateStore:
     """A store to which `arrive` is called when a rank has looked for another one three times."""
 

@@ -26,6 +26,7 @@ from samestep.torch_internals import (
     add_gloo,
     break_gloo_connections,
     list_gloo_sockets,
+    reset_group_names,
     set_timeout,
 )
 from samestep.waiting import wait_until
@@ -740,6 +741,8 @@ def close_group() -> None:
     """Leave the process group, if there is one."""
     if has_group():
         dist.destroy_process_group()
+    elif dist.is_available():
+        reset_group_names()
 
 
 def _release_connections() -> None:

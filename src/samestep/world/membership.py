@@ -214,7 +214,7 @@ class Membership:
         """
         began_s = time.monotonic()
         is_later = False
-        while not is_later or not self._have_all_come():
+        while True:
             if (members := read_generation(self._store, self._secret, self.number + 1)) is not None:
                 if self._own not in members:
                     raise PeerFailed(reason)
@@ -224,6 +224,8 @@ class Membership:
                 is_later = True
                 self._store.set(self._name_arrival(self._own), b"")
                 continue
+            if is_later and self._have_all_come():
+                return
             waited_s = time.monotonic() - began_s
             if not is_later and waited_s > GENERATION_S:
                 raise PeerFailed(reason)
