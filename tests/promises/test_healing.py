@@ -137,6 +137,14 @@ def test_a_part_of_a_message_is_not_waited_for(tmp_path: Path) -> None:
     healed.close()
 
 
+def test_a_rank_that_is_preempted_after_a_death_stops_the_run(trial: Trial) -> None:
+    """As without the death: nothing is replaced."""
+    faults = ["kill rank 2 at step 3 in forward", "preempt rank 1 at step 7 in forward"]
+    started = launch(trial, faults, num_ranks=3, code=75)
+    assert "stopped by a signal after step" in started.output
+    assert not (trial.dir / "restarts.jsonl").exists()
+
+
 def test_a_later_start_continues(trial: Trial, undisturbed: Undisturbed) -> None:
     """What a run writes after the death of a rank is complete."""
     faults = ["kill rank 2 at step 3 in backward", "kill all ranks at step 12 in update"]

@@ -1,5 +1,7 @@
 """Names the ranks that continue after the death of others, for `samestep launch --heal` (docs/decisions/healing.md)."""
 
+import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +36,7 @@ class Healer:
         self._ends = ends
         self._members = [*range(num_ranks)]
         self._number = 0
+        self._refuses_s = 0.0  # when `refuse_late` does so
 
     @property
     def are_ready(self) -> bool:
@@ -57,6 +60,14 @@ class Healer:
         """Return ranks that do not respond, which their launchers must end, and the reason."""
         ranks, reason = read_stuck(self._store, self._secret)
         return [rank for rank in ranks if rank in self._members and rank not in self._ends.codes], reason
+
+    def refuse_late(self) -> None:
+        """Call it repeatedly after a signal: if not all ranks have ended soon after the first, end their waiting."""
+        if self._ends.codes and not self._refuses_s:
+            self._refuses_s = time.monotonic() + GENERATION_S
+        if 0 < self._refuses_s < time.monotonic():
+            self._refuses_s = math.inf
+            self.refuse()
 
     def refuse(self) -> None:
         """End the waiting of ranks that have lost another one."""

@@ -26,7 +26,7 @@ from samestep.launch.messages import LauncherLink
 from samestep.launch.rendezvous_client import End, Nodes, build_hello, connect, find_own_address
 from samestep.launch.rendezvous_server import FLUSH_S, RendezvousServer, open_listener
 from samestep.launch.target import Target
-from samestep.world.environment import BEGUN, RANKED, ROOM, STOPPED, Restart, count_job_nodes
+from samestep.world.environment import BEGUN, RANKED, REPLACE, ROOM, STOPPED, Restart, count_job_nodes
 from samestep.world.host import list_addresses
 
 
@@ -64,7 +64,9 @@ def _poll(ranks: Ranks, launch: Launch, healer: Healer | None = None) -> bool:
     """Process events, and forward signals. Returns whether a rank has failed, or a signal came before the start."""
     ranks.poll()
     received = launch.received
-    if healer is not None and not received:
+    if healer is not None and received:
+        healer.refuse_late()
+    elif healer is not None:
         healer.heal()
         if launch.replaces and ranks.take_saved():
             ranks.request_replacement()
@@ -133,7 +135,8 @@ class LocalStarts:
     def _replace_lost(self) -> bool:
         """If the ranks have ended so that others are replaced, let all start again. Returns whether they do."""
         lost = self._ranks.ends.outlived
-        if not lost or self._launch.received or not (self._ranks.directory / STOPPED).exists():
+        notes = [self._ranks.directory / name for name in (STOPPED, REPLACE)]
+        if not lost or self._launch.received or not all(note.exists() for note in notes):
             return False
         self._restart = Restart(describe_replaced(lost), lost[-1].rank)
         self._num_left = self._launch.num_ranks - len(lost)

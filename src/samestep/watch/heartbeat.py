@@ -329,10 +329,10 @@ class Heartbeat:
         blocking = [beat for beat in ranks if beat.rank in stall.blocking]
         able = [beat.rank for beat in blocking if not beat.is_silent]
         frozen = [(beat.rank, beat.pid) for beat in blocking if beat.is_silent and beat.process in ("stopped", "alive")]
-        if self._facts.can_heal and all(beat.process == "dead" for beat in blocking):  # the launcher decides
-            return
+        if self._facts.can_heal and blocking and all(beat.process == "dead" for beat in blocking):
+            return  # the launcher decides
         elsewhere = [beat.rank for beat in blocking if beat.is_silent and not beat.process]
-        is_for_all = not self._facts.can_heal or len(blocking) == len(ranks)
+        is_for_all = not self._facts.can_heal or len(blocking) in (0, len(ranks))
         first = able or ([] if frozen or self._facts.can_heal else [self._facts.rank])
         self._commands = replace(self._commands, end=stall.sentence, first=first, is_for_all=is_for_all)
         ended = "the run" if is_for_all else describe_ranks(stall.blocking)

@@ -1,0 +1,28 @@
+"""What the launcher names after a death, without ranks."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from samestep.launch import healer
+from samestep.launch.failure import RankEnds
+from samestep.launch.healer import Healer
+from samestep.world.membership import read_generation
+
+
+def test_after_a_signal_nobody_waits_for_a_rank_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others may save for as long as they like, but a rank that waits for it after a death ends."""
+    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    ends = RankEnds()
+    late = Healer(store, "secret", 3, ends)
+    late.refuse_late()
+    ends.add(1, 0)
+    late.refuse_late()
+    assert read_generation(store, "secret", 1) is None, "the others may end soon"
+    monkeypatch.setattr(healer, "GENERATION_S", 0.0)
+    late = Healer(store, "secret", 3, ends)
+    for _ in range(3):
+        late.refuse_late()
+    assert read_generation(store, "secret", 1) == []
+    assert read_generation(store, "secret", 2) is None, "once"
