@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from samestep.launch import healer
-from samestep.launch.failure import RankEnds
-from samestep.launch.healer import Healer
+from samestep.launch.failure import RankEnds, RankFailure
+from samestep.launch.healer import Healer, LateEnds
 from samestep.world.membership import read_generation
 
 
@@ -26,3 +26,15 @@ def test_after_a_signal_nobody_waits_for_a_rank_that_has_ended(monkeypatch: pyte
         late.refuse_late()
     assert read_generation(store, "secret", 1) == []
     assert read_generation(store, "secret", 2) is None, "once"
+
+
+def test_after_a_signal_the_others_complete_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that have outlived a rank do not wait for it, and a refusal would break their connections."""
+    monkeypatch.setattr(healer, "GENERATION_S", 0.0)
+    ends = RankEnds()
+    late = LateEnds(ends)
+    ends.add(2, -9, RankFailure(2, 0.0, -9, False, "died", "was killed"))
+    ends.outlive([2])
+    assert not late.are_due()
+    ends.add(0, 0)
+    assert [late.are_due(), late.are_due()] == [True, False]

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from msgspec import structs
+from support.waiting import wait_until
 
 from samestep.errors import Error
-from samestep.launch.handshake import make_nonce, prove, read_secret, share_secret
+from samestep.launch.handshake import derive_key, make_nonce, prove, read_secret, share_secret
 from samestep.launch.launcher import _conclude
 from samestep.launch.local_ranks import Ranks
 from samestep.launch.messages import MAX_LINE_BYTES, LauncherLink
@@ -32,6 +34,7 @@ from samestep.launch.rendezvous_client import (
 )
 from samestep.launch.rendezvous_server import ADMIT_S, MAX_PENDING, RendezvousServer
 from samestep.launch.target import Target
+from samestep.world.membership import read_generation
 
 SECRET = "a secret of this run's nodes"
 ENDED = {"kind": "ended", "round": 1, "failure": None, "signum": 0, "has_succeeded": True, "is_complete": True}
@@ -41,17 +44,21 @@ FAILED = ENDED | {"has_succeeded": False}
 class Place:
     """A running server for `least` to `most` nodes, and the connections to it."""
 
-    def __init__(self, least: int = 2, most: int = 2, last_call_s: float = LAST_CALL_S) -> None:
+    def __init__(
+        self, least: int = 2, most: int = 2, last_call_s: float = LAST_CALL_S, *, heals: bool = False
+    ) -> None:
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         port = listener.getsockname()[1]
         self.nodes = Nodes(least, most, None, "127.0.0.1", port, "an id", 60.0, SECRET, last_call_s)
-        self.server = RendezvousServer(self.nodes, listener, 0, [])
+        self.heals = heals
+        self.server = RendezvousServer(self.nodes, listener, 0, [], heals=heals)
         self.server.start()
         self.opened: list[LauncherLink] = []
 
     def hello(self, rank: int, **changes: Any) -> Hello:
         nodes = replace(self.nodes, node_rank=rank)
-        return structs.replace(build_hello(nodes, Target("script", __file__, []), 1, 0), **changes)
+        hello = build_hello(nodes, Target("script", __file__, []), 1, 0, heals=self.heals)
+        return structs.replace(hello, **changes)
 
     def join(self, rank: int) -> LauncherLink:
         link = connect(self.nodes, self.hello(rank), lambda: False)
@@ -78,8 +85,8 @@ class Place:
 def open_place() -> Iterator[Callable[..., Place]]:
     places: list[Place] = []
 
-    def make(*arguments: float) -> Place:
-        places.append(Place(*arguments))
+    def make(*arguments: Any, **options: Any) -> Place:
+        places.append(Place(*arguments, **options))
         return places[-1]
 
     yield make
@@ -299,6 +306,18 @@ def test_ranks_that_were_stopped_for_no_reason(open_place: Callable[..., Place])
     end = link.receive(GREETING_S)
     assert end is not None
     assert (end["kind"], end["code"]) == ("end", 1)
+
+
+def test_after_a_signal_no_node_waits_for_a_rank_that_has_ended(open_place: Callable[..., Place]) -> None:
+    """A node that has received a signal does not report the ends of its ranks, but how long it has waited for all."""
+    place = open_place(1, 1, heals=True)
+    link = place.join(0)
+    begin = link.receive(GREETING_S)
+    assert begin is not None
+    link.send("refuse", round=begin["round"])
+    store = dist.TCPStore("127.0.0.1", begin["place"]["port"], None, False)  # type: ignore[attr-defined]
+    secret = derive_key(SECRET, "the ranks")
+    wait_until(lambda: read_generation(store, secret, 1) == [], "the refusal")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,31 @@ def describe_replaced(failures: Sequence[RankFailure]) -> str:
     return f"rank {ranks} is replaced" if len(failures) == 1 else f"ranks {ranks} are replaced"
 
 
+class LateEnds:
+    """The limit after which a rank, once the launcher has received a signal, no longer waits for one that has ended.
+
+    Without a signal, the launcher would name a further generation.
+
+    Args:
+        ends: how the ranks have ended so far.
+    """
+
+    def __init__(self, ends: RankEnds) -> None:
+        self._ends = ends
+        self._due_s = math.inf
+        self._has_begun = False
+
+    def are_due(self) -> bool:
+        """Return True once, if a rank that the others need ended `GENERATION_S` ago. Call it repeatedly."""
+        if not self._has_begun and len(self._ends.codes) > len(self._ends.outlived):
+            self._has_begun = True
+            self._due_s = time.monotonic() + GENERATION_S
+        if time.monotonic() < self._due_s:
+            return False
+        self._due_s = math.inf
+        return True
+
+
 class Healer:
     """Names the ranks that continue after the death of others. Each such list is a generation.
 
@@ -36,7 +61,7 @@ class Healer:
         self._ends = ends
         self._members = [*range(num_ranks)]
         self._number = 0
-        self._refuses_s = 0.0  # when `refuse_late` does so
+        self._late = LateEnds(ends)
 
     @property
     def are_ready(self) -> bool:
@@ -62,11 +87,8 @@ class Healer:
         return [rank for rank in ranks if rank in self._members and rank not in self._ends.codes], reason
 
     def refuse_late(self) -> None:
-        """Call it repeatedly after a signal: if not all ranks have ended soon after the first, end their waiting."""
-        if self._ends.codes and not self._refuses_s:
-            self._refuses_s = time.monotonic() + GENERATION_S
-        if 0 < self._refuses_s < time.monotonic():
-            self._refuses_s = math.inf
+        """Call it repeatedly after a signal: end the waiting of ranks that have lost one which has ended."""
+        if self._late.are_due():
             self.refuse()
 
     def refuse(self) -> None:

@@ -253,6 +253,8 @@ class RendezvousServer(threading.Thread):
             return
         elif kind == "saved":
             self._replace_lost(round_)
+        elif kind == "refuse" and round_.healer is not None:
+            round_.healer.refuse()
         elif kind == "ended":
             member.outcome = outcome = convert(message, NodeOutcome)
             if not outcome.has_succeeded:  # otherwise the other nodes can still be saving

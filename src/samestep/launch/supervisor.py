@@ -20,7 +20,7 @@ from samestep.decoding import convert
 from samestep.files import read_bytes, read_text
 from samestep.launch.failure import RankFailure
 from samestep.launch.handshake import derive_key
-from samestep.launch.healer import Healer, describe_replaced
+from samestep.launch.healer import Healer, LateEnds, describe_replaced
 from samestep.launch.local_ranks import Placement, Ranks, build_variables, open_store
 from samestep.launch.messages import LauncherLink
 from samestep.launch.rendezvous_client import End, Nodes, build_hello, connect, find_own_address
@@ -189,6 +189,7 @@ class NodeSession:
         self._seen_restarts = 0
         self._num_reported = 0  # ranks whose ends the server knows
         self._has_reported = self._has_sent_room = False
+        self._late = LateEnds(ranks.ends)
         self.begun = _Begin()
         self.stop = ""
         self.end: End | None = None
@@ -249,6 +250,7 @@ class NodeSession:
         if not place.first_rank or count_job_nodes() == 1:  # the nodes of a Slurm job share one output
             say(begun.sentence)
         _start(self._ranks, dataclasses.replace(self._launch, num_ranks=begun.num_ranks), place)
+        self._late = LateEnds(self._ranks.ends)
 
     def _report_restart(self, restart: Restart, num_restarts: int) -> None:
         own = self._ranks.first_failure()
@@ -266,7 +268,10 @@ class NodeSession:
         received = self._launch.received
         self.receive()
         has_failed = _poll(ranks, self._launch)
-        if self._launch.heals and not received:
+        if self._launch.heals and received:
+            if self._late.are_due():
+                self._link.send("refuse", round=self._round)
+        elif self._launch.heals:
             self._report_ends()
             if self._launch.replaces and ranks.take_saved():
                 self._link.send("saved", round=self._round)
