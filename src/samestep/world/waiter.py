@@ -42,8 +42,12 @@ class Waiter:
             PeerFailed: `give_up` was called, before or meanwhile.
         """
         self._requests.put(messages)
-        if (error := self._results.get()) is not None:
-            raise error
+        error = self._results.get()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # it refers to this frame: the cycle would keep the messages
 
     def give_up(self) -> None:
         """End the wait, and all later ones. In any thread."""
@@ -57,12 +61,16 @@ class Waiter:
 
 def _run(requests: SimpleQueue[Sequence[Transfer] | None], results: SimpleQueue[RuntimeError | None]) -> None:
     while (messages := requests.get()) is not None:
-        error: RuntimeError | None = None
-        try:
-            for message in messages:
-                message.wait()
-        except RuntimeError as failure:
-            error = failure.with_traceback(None)  # it would refer to the messages, which keep the connections open
-        del messages
+        error = _wait(messages)
+        del messages  # they keep the connections open
         results.put(error)
         del error
+
+
+def _wait(messages: Sequence[Transfer]) -> RuntimeError | None:
+    try:
+        for message in messages:
+            message.wait()
+    except RuntimeError as error:
+        return error.with_traceback(None)  # it would refer to the messages
+    return None

@@ -1,0 +1,74 @@
+"""The thread that waits for large messages."""
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from samestep.errors import PeerFailed
+from samestep.world.waiter import Waiter
+
+
+class Message:
+    """A message that is complete when `is_there` is set."""
+
+    def __init__(self, error: str = "") -> None:
+        self.is_waited_for = threading.Event()
+        self.is_there = threading.Event()
+        self._error = error
+
+    def wait(self) -> None:
+        self.is_waited_for.set()
+        self.is_there.wait()
+        if self._error:
+            raise RuntimeError(self._error)
+
+
+@pytest.fixture
+def waiter() -> Iterator[Waiter]:
+    others = {*threading.enumerate()}
+    waiter = Waiter()
+    (thread,) = {*threading.enumerate()} - others
+    yield waiter
+    waiter.close()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("error", ["", "Connection closed by peer"])
+def test_no_message_is_kept(waiter: Waiter, error: str) -> None:
+    """It would keep the connections open, and its memory."""
+    message = Message(error)
+    message.is_there.set()
+    with suppress(RuntimeError):
+        waiter.wait([message])
+    is_there = weakref.ref(message)
+    del message
+    assert is_there() is None
+
+
+def test_an_error_is_raised_by_the_wait_for_its_message(waiter: Waiter) -> None:
+    complete, failed = Message(), Message("Connection closed by peer")
+    for message in (complete, failed):
+        message.is_there.set()
+    waiter.wait([complete])
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        waiter.wait([complete, failed])
+    waiter.wait([complete])
+
+
+def test_a_wait_is_given_up(waiter: Waiter) -> None:
+    message = Message()
+
+    def give_up() -> None:
+        message.is_waited_for.wait()
+        waiter.give_up()
+
+    thread = threading.Thread(target=give_up)
+    thread.start()
+    with pytest.raises(PeerFailed, match="another rank has died"):
+        waiter.wait([message])
+    thread.join()
+    message.is_there.set()
