@@ -1,7 +1,7 @@
 """What `samestep launch --heal` costs while no rank dies: a step of about 20 ms with and without its parts, in turns.
 
-Its parts are the confirmation after each exchange, and the rows and records that every rank keeps. (`restart.py`
-measures what a death costs with it.)
+Its parts are the confirmation after each exchange, the thread that waits for large messages, and the rows and records
+that every rank keeps. (`restart.py` measures what a death costs with it.)
 """
 
 import io
@@ -39,14 +39,16 @@ def time_steps(run_dir: str, num_rounds: int, steps_per_block: int) -> Times:
     group: Any = run._context.group
     location: Any = run._context.location
     kept = location.kept
+    waiter = group._waiter
 
     def switch(is_on: bool, block: Callable[[int], None]) -> Callable[[int], None]:
         def timed(num_steps: int) -> None:
             location._kept = kept if is_on else None
+            group._waiter = waiter if is_on else None
             if is_on:
                 vars(group).pop("settle", None)
             else:
-                group.settle = lambda: None
+                group.settle = lambda **_: None
             block(num_steps)
 
         return timed
