@@ -1,5 +1,6 @@
 """What the launcher names after a death, without ranks."""
 
+import signal
 from typing import Any
 
 import pytest
@@ -10,20 +11,22 @@ from samestep.launch.failure import RankEnds, RankFailure
 from samestep.launch.healer import Healer, LateEnds
 from samestep.world.membership import read_generation
 
+SIGNAL = [signal.SIGTERM]
+
 
 def test_after_a_signal_nobody_waits_for_a_rank_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others may save for as long as they like, but a rank that waits for it after a death ends."""
     store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
     ends = RankEnds()
     late = Healer(store, "secret", 3, ends)
-    late.refuse_late()
+    late.heal(SIGNAL)
     ends.add(1, 0)
-    late.refuse_late()
+    late.heal(SIGNAL)
     assert read_generation(store, "secret", 1) is None, "the others may end soon"
     monkeypatch.setattr(healer, "GENERATION_S", 0.0)
     late = Healer(store, "secret", 3, ends)
     for _ in range(3):
-        late.refuse_late()
+        late.heal(SIGNAL)
     assert read_generation(store, "secret", 1) == []
     assert read_generation(store, "secret", 2) is None, "once"
 

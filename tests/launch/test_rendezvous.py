@@ -309,7 +309,7 @@ def test_ranks_that_were_stopped_for_no_reason(open_place: Callable[..., Place])
 
 
 def test_after_a_signal_no_node_waits_for_a_rank_that_has_ended(open_place: Callable[..., Place]) -> None:
-    """A node that has received a signal does not report the ends of its ranks, but how long it has waited for all."""
+    """A node whose ranks have waited for too long lets the server end their waiting."""
     place = open_place(1, 1, heals=True)
     link = place.join(0)
     begin = link.receive(GREETING_S)

@@ -16,8 +16,8 @@ from support.runs import ask, read_rows
 from support.selection import one_in
 from support.waiting import DEADLINE_S
 
+from samestep.watch.stall_diagnosis import describe_ranks
 from samestep.world.environment import SAVED
-from samestep.world.membership import GENERATION_S
 
 SCRIPTS = "once.py", "folds.py", "collects.py", "inherited.py", "partial.py"
 ONCE, FOLDS, COLLECTS, INHERITED, PARTIAL = [Path(__file__).with_name(name) for name in SCRIPTS]
@@ -62,7 +62,7 @@ def test_the_others_continue(trial: Trial, undisturbed: Undisturbed, faults: Seq
     ranks = [int(re.findall(r"rank (\d)", fault)[0]) for fault in faults]
     assert sorted(rank for heal in heals for rank in heal["lost"]) == sorted(ranks)
     [shown] = re.findall(r"^ranks that died +(.+)$", started.output, re.M)
-    assert sorted(map(int, shown.split(", "))) == sorted(ranks)
+    assert shown == f"{len(ranks)} ({describe_ranks(ranks)})"
 
 
 def test_every_moment_is_among_the_faults() -> None:
@@ -76,7 +76,7 @@ def test_a_stuck_rank_is_ended(trial: Trial, undisturbed: Undisturbed, fault: st
     trial.note_strike(fault, "freeze a rank, others continue")
     assert trial.outcome() == undisturbed()
     assert "nothing has moved for too long: stopping rank 1" in started.output
-    assert "ranks 0, 2 continue as ranks 0 to 1" in started.output
+    assert "ranks 0 and 2 continue as ranks 0 and 1" in started.output
 
 
 @pytest.mark.parametrize("stuck", ["freeze rank {} at step 7 in forward", "hold rank {} at step 7 in forward"])
@@ -90,6 +90,17 @@ def test_a_rank_that_is_stuck_after_a_death_is_ended(
     assert trial.struck == set(faults)
     assert trial.outcome() == undisturbed()
     assert f"stopping rank {rank}" in started.output
+
+
+def test_a_rank_keeps_its_number_in_messages(trial: Trial, undisturbed: Undisturbed) -> None:
+    """After the death of rank 1, rank 2 is rank 1 of its group, and its log is still that of rank 2."""
+    faults = ["kill rank 1 at step 3 in forward", "hold rank 2 at step 7 in forward"]
+    started = launch(trial, faults, "--stuck-after-s", "2", num_ranks=3)
+    assert trial.outcome() == undisturbed()
+    assert "rank 2 (host " in started.output
+    assert "nothing has moved for too long: stopping rank 2" in started.output
+    assert "rank 2 is gone in step 7: rank 0 continues alone" in started.output
+    assert "forward" in (trial.dir / "logs" / "0" / "stacks-2.txt").read_text()
 
 
 def test_with_loader_workers(trial: Trial, undisturbed: Undisturbed) -> None:
@@ -122,7 +133,7 @@ def test_a_program_of_the_script_has_the_connections_open(tmp_path: Path) -> Non
         os.close(writer)
     assert started.wait() == 0, started.output
     trial.close()
-    assert "rank 3 is gone in step 3: ranks 0, 1, 2 continue" in started.output
+    assert "rank 3 is gone in step 3: ranks 0, 1 and 2 continue" in started.output
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="gloo's connections are found by /proc")
@@ -157,16 +168,24 @@ def test_a_later_start_continues(trial: Trial, undisturbed: Undisturbed) -> None
 
 
 @pytest.mark.parametrize("flags", [["--heal"], []])
-def test_a_death_while_the_run_stops_ends_it(trial: Trial, flags: Sequence[str]) -> None:
-    """At once, and it is the reason: the steps since the last snapshot are not saved."""
+def test_a_death_while_the_run_stops(trial: Trial, undisturbed: Undisturbed, flags: Sequence[str]) -> None:
+    """The others complete their step, and save. Without --heal, the launch ends at once, for the death."""
     faults = ["--fault", "hold rank 0 at step 7 in forward"]
     started = trial.start("launch", 3, "", *flags, arguments=faults)
     trial.wait_held()
     trial.tell(started, signal.SIGINT)
     os.kill(trial.pid(1), signal.SIGKILL)
     trial.go_on()
-    assert started.wait(GENERATION_S) == 137
-    assert "samestep: rank 1 was killed by SIGKILL (out of memory?); the others were stopped" in started.output
+    code = started.wait()
+    if not flags:
+        assert code == 137
+        assert "samestep: rank 1 was killed by SIGKILL (out of memory?); the others were stopped" in started.output
+        return
+    assert code == 130
+    assert "rank 1 is gone in step 7: ranks 0 and 2 continue" in started.output
+    assert "stopped by a signal after step 8, saved" in started.output
+    launch(trial, [], num_ranks=2)
+    assert trial.outcome() == undisturbed()
 
 
 def test_an_exception_ends_the_run(trial: Trial) -> None:
@@ -331,7 +350,7 @@ def test_a_named_snapshot_that_is_lost(trial: Trial, undisturbed: Undisturbed) -
     ("flags", "reason"),
     [
         (["--check-compute-every", "5"], "--heal does not support check_compute_every and the tools that"),
-        (["--shard", "optimizer"], '--heal does not support shard="optimizer", because '),
+        (["--shard", "optimizer"], '--heal does not support shard="optimizer" (a rank'),
     ],
     ids=["check_compute_every", "shard"],
 )

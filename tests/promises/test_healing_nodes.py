@@ -1,7 +1,9 @@
 """With `samestep launch --heal` on several nodes, the ranks of all nodes continue without those that die."""
 
 import json
+import os
 import re
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,6 +66,21 @@ def test_a_node_without_ranks(trial: Trial, undisturbed: Undisturbed, all_hosts:
     assert read_lost(trial) == [0]
     assert "rank 0 is gone in step 7: rank 1 continues alone" in nodes[1].output
     assert "step 15/15" in nodes[1].output
+
+
+def test_a_rank_dies_while_the_run_stops(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
+    """The other ranks, also those of its host, save and end."""
+    nodes = start(trial, all_hosts[:2], 2, faults=[HELD])
+    trial.wait_held()
+    trial.tell(nodes[0], signal.SIGINT)
+    os.kill(trial.pid(3), signal.SIGKILL)
+    trial.go_on()
+    assert finish(*nodes) == [130, 75], "\n".join(node.output for node in nodes)
+    assert "rank 3 was killed by SIGKILL" in nodes[0].output
+    assert "stopped by a signal after step 8, saved" in nodes[0].output
+    assert read_lost(trial) == [3]
+    trial.run("launch", 2, "")
+    assert trial.outcome() == undisturbed()
 
 
 def test_a_launcher_is_killed(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:

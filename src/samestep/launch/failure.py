@@ -108,6 +108,11 @@ class RankEnds:
         return found
 
     @property
+    def are_failures(self) -> bool:
+        """Whether each rank that has ended has failed, so that the others wait for none that ended by itself."""
+        return len(self.codes) == len(self.failures) + len(self.outlived)
+
+    @property
     def have_succeeded(self) -> bool:
         """Whether all ranks that have ended did so with exit code 0, but for those that the others have outlived."""
         gone = {failure.rank for failure in self.outlived}

@@ -15,12 +15,12 @@ DEATHS = ("died", "stuck")  # kinds of failures
 
 def describe_replaced(failures: Sequence[RankFailure]) -> str:
     """Return the reason of a start that replaces the ranks that have failed: "rank 2 is replaced"."""
-    ranks = ", ".join(str(failure.rank) for failure in failures)
+    ranks = ", ".join(map(str, sorted(failure.rank for failure in failures)))
     return f"rank {ranks} is replaced" if len(failures) == 1 else f"ranks {ranks} are replaced"
 
 
 class LateEnds:
-    """The limit after which a rank, once the launcher has received a signal, no longer waits for one that has ended.
+    """The limit after which, once the launcher has received a signal, ranks no longer wait for one that has saved.
 
     Without a signal, the launcher would name a further generation.
 
@@ -68,9 +68,17 @@ class Healer:
         """Whether all ranks have begun their first loop, so that others can continue if one dies."""
         return int(self._store.add(READY, 0)) >= self._num_ranks
 
-    def heal(self) -> None:
-        """After a death, let the other ranks continue if they can. If not, the failures remain those of the launch."""
+    def heal(self, received: Sequence[int]) -> None:
+        """After a death, let the other ranks continue if they can. If not, the failures remain those of the launch.
+
+        Args:
+            received: the signals that the launcher has received. After one, ranks save and end.
+        """
         ends = self._ends
+        if received and self._late.are_due():
+            self.refuse()
+        if len(received) > 1 or (received and not ends.are_failures):
+            return
         left = [rank for rank in self._members if rank not in ends.codes]
         has_died = ends.failures or ends.outlived  # until then, a rank that ends lets the others fail: they wait
         if not has_died or not left or left == self._members or not self._can_continue():
@@ -85,11 +93,6 @@ class Healer:
         """Return ranks that do not respond, which their launchers must end, and the reason."""
         ranks, reason = read_stuck(self._store, self._secret)
         return [rank for rank in ranks if rank in self._members and rank not in self._ends.codes], reason
-
-    def refuse_late(self) -> None:
-        """Call it repeatedly after a signal: end the waiting of ranks that have lost one which has ended."""
-        if self._late.are_due():
-            self.refuse()
 
     def refuse(self) -> None:
         """End the waiting of ranks that have lost another one."""
@@ -108,7 +111,7 @@ class Healer:
     def _explain(self) -> str:
         failures = self._ends.failures
         dead = {failure.rank for failure in (*self._ends.outlived, *failures) if failure.kind in DEATHS}
-        if not dead or any(failure.kind == "error" for failure in failures):
+        if self._num_ranks == 1 or not dead or any(failure.kind == "error" for failure in failures):
             return ""
         if refusal := read_refusal(self._store, self._secret):
             return refusal

@@ -278,8 +278,8 @@ class RendezvousServer(threading.Thread):
         ends = round_.ends
         for rank in ended.keys() - ends.codes.keys():
             ends.add(rank, *ended[rank])
-        if not round_.is_stopping and not self._received:
-            round_.healer.heal()
+        if not round_.is_stopping:
+            round_.healer.heal(self._received)
         if ends.failures:
             _stop_all(round_, "now")
             return False

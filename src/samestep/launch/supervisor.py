@@ -64,11 +64,9 @@ def _poll(ranks: Ranks, launch: Launch, healer: Healer | None = None) -> bool:
     """Process events, and forward signals. Returns whether a rank has failed, or a signal came before the start."""
     ranks.poll()
     received = launch.received
-    if healer is not None and received:
-        healer.refuse_late()
-    elif healer is not None:
-        healer.heal()
-        if launch.replaces and ranks.take_saved():
+    if healer is not None:
+        healer.heal(received)
+        if launch.replaces and not received and ranks.take_saved():
             ranks.request_replacement()
     if len(received) > 1:
         ranks.kill()
@@ -268,12 +266,11 @@ class NodeSession:
         received = self._launch.received
         self.receive()
         has_failed = _poll(ranks, self._launch)
-        if self._launch.heals and received:
-            if self._late.are_due():
-                self._link.send("refuse", round=self._round)
-        elif self._launch.heals:
+        if self._launch.heals:
             self._report_ends()
-            if self._launch.replaces and ranks.take_saved():
+            if received and self._late.are_due():
+                self._link.send("refuse", round=self._round)
+            if self._launch.replaces and not received and ranks.take_saved():
                 self._link.send("saved", round=self._round)
         if self.end is not None:
             ranks.stop()
@@ -308,7 +305,7 @@ class NodeSession:
     @property
     def _is_undecided(self) -> bool:
         """Whether the server has not answered yet if the other ranks continue without those that failed here."""
-        is_asked = self._launch.heals and not self._launch.received and self.stop != "now"
+        is_asked = self._launch.heals and len(self._launch.received) < 2 and self.stop != "now"
         return is_asked and bool(self._ranks.ends.failures)
 
     def _report_ends(self) -> None:
