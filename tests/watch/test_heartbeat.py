@@ -64,7 +64,7 @@ def heartbeat(
 
     pulse = PhaseClock()
     limits = replace(build_limits(stuck_after_s), stop_s=1e9)
-    facts = RankFacts(rank, world_size, "here", limits, said.append, refuse, refuse, refuse, **more)
+    facts = RankFacts(rank, range(world_size), "here", limits, said.append, refuse, refuse, refuse, **more)
     entries: Any = box
     beating = Heartbeat(pulse, facts, entries)
     try:
@@ -161,7 +161,7 @@ def test_an_old_beat_that_is_written_again_is_not_news() -> None:
         with heartbeat(0, box, world_size=3):
             wait_until(lambda: "beat/0" in box.texts, "rank 0 tells")
             texts.append(box.texts.pop("beat/0"))
-    facts = RankFacts(1, 1, "here", build_limits(3), print, print, print, print)
+    facts = RankFacts(1, range(2), "here", build_limits(3), print, print, print, print)
     beating = Heartbeat(PhaseClock(), facts, None)
     try:
         for text, newest in ((texts[0], texts[0]), (texts[1], texts[1]), (texts[0], texts[1])):
@@ -394,7 +394,7 @@ def test_all_end_if_a_rank_that_is_stuck_elsewhere_does_not(monkeypatch: pytest.
     ended: list[tuple[str, bool]] = []
     requested: list[Sequence[int]] = []
     facts = RankFacts(
-        0, 2, "here", build_limits(1), print, lambda *end: ended.append(end), lambda *_: None,
+        0, range(2), "here", build_limits(1), print, lambda *end: ended.append(end), lambda *_: None,
         lambda ranks, _: requested.append(ranks), can_heal=True,
     )  # fmt: skip
     clock = PhaseClock()

@@ -48,9 +48,10 @@ END_S = 60.0  # limit for the end of stuck ranks, so that the others continue; t
 
 @dataclass(frozen=True)
 class RankFacts:
-    """The rank, its run, and the functions that a heartbeat calls.
+    """The rank, its run, and the functions that a heartbeat calls. Ranks are numbered as at the start of all ranks.
 
     Attributes:
+        members: the ranks that exchange heartbeats, in order. The first one publishes them.
         say: prints a line on the terminal.
         end: ends this process. Takes a message, and whether this rank is the stuck one.
         end_others: ends ranks of this host that cannot end themselves. Takes (rank, pid) pairs and a message.
@@ -60,11 +61,11 @@ class RankFacts:
         may_write: whether the directory still belongs to this run.
         began_step: the first step of this start of the run.
         can_heal: whether the other ranks continue if the stuck ones end.
-        find_lost: returns the ranks that have died and without which the others continue.
+        is_lost: returns whether a rank has died without which the others continue.
     """
 
     rank: int
-    world_size: int
+    members: Sequence[int]
     host: str
     limits: Limits
     say: Callable[[str], None]
@@ -77,7 +78,7 @@ class RankFacts:
     micro_batch_size: int = 1
     began_step: int = 0
     can_heal: bool = False
-    find_lost: Callable[[], Sequence[int]] = lambda: ()
+    is_lost: Callable[[int], bool] = lambda rank: False
 
 
 class Commands(Struct, frozen=True):
@@ -140,7 +141,7 @@ class Heartbeat:
         self._still_s = 0.0
         self._ended_s = 0.0  # when the commands to end were sent
         self._timeline: Timeline | None = None
-        if facts.rank == 0 and facts.run_dir is not None:
+        if self._is_first and facts.run_dir is not None:
             self._timeline = Timeline(facts.run_dir / TIMELINE, facts.began_step)
         loops = [self._watch] if entries is None else [self._exchange, self._watch]
         self._threads = [threading.Thread(target=loop, name=f"samestep {loop.__name__}", daemon=True) for loop in loops]
@@ -151,6 +152,10 @@ class Heartbeat:
     def limits(self) -> Limits:
         return self._facts.limits
 
+    @property
+    def _is_first(self) -> bool:
+        return self._facts.rank == self._facts.members[0]
+
     def close(self) -> None:
         """End the threads, unless they are blocked. A second call does nothing."""
         if self._closed.is_set():
@@ -158,7 +163,7 @@ class Heartbeat:
         self._closed.set()
         for thread in self._threads:
             thread.join(GRACE_S)
-        if (self._facts.rank == 0 or self._published) and self._facts.run_dir is not None and self._facts.may_write():
+        if (self._is_first or self._published) and self._facts.run_dir is not None and self._facts.may_write():
             if self._timeline is not None and (ranks := self._collect()) is not None:
                 self._timeline.add(ranks, is_last=True)
             with suppress(OSError):
@@ -195,7 +200,7 @@ class Heartbeat:
         while not self._closed.is_set():
             with suppress(RuntimeError, OSError, ValueError), at_work():
                 self._put(self._entries, self._sent.build(self._published), self._commands)
-                ranks = range(facts.world_size) if self._leads() else range(min(facts.rank, NUM_LEADERS))
+                ranks = facts.members if self._leads() else self._find_lower()
                 texts = self._entries.read([f"beat/{rank}" for rank in ranks if rank != facts.rank])
                 if texts is not None:
                     self._process(texts)
@@ -227,14 +232,18 @@ class Heartbeat:
     def _leads(self) -> bool:
         """Return whether this rank is the leader, because all lower ranks are silent."""
         now_s = time.monotonic()
-        rank = self._facts.rank
-        return rank < NUM_LEADERS and all(
-            other in self._beats and self._is_silent(other, now_s) for other in range(rank)
+        lower = self._find_lower()
+        return len(lower) < NUM_LEADERS and all(
+            other in self._beats and self._is_silent(other, now_s) for other in lower
         )
+
+    def _find_lower(self) -> Sequence[int]:
+        """Return the ranks that lead before this one."""
+        return [rank for rank in self._facts.members[:NUM_LEADERS] if rank < self._facts.rank]
 
     def _collect(self) -> list[Beat] | None:
         """Return the state of all ranks; None before the first beat of each other rank."""
-        if self._entries is not None and len(self._beats) < self._facts.world_size - 1:
+        if self._entries is not None and len(self._beats) < len(self._facts.members) - 1:
             return None
         now_s = time.monotonic()
         ranks = [self._current.build(self._published)]
@@ -271,8 +280,7 @@ class Heartbeat:
         if ranks is None:
             return
         self._publish(ranks)
-        lost = facts.find_lost()
-        ranks = [beat for beat in ranks if beat.rank not in lost]
+        ranks = [beat for beat in ranks if not facts.is_lost(beat.rank)]
         self._request_stacks(ranks, now_s)
         self._slow.observe(ranks, now_s)
         stall = diagnose(ranks, facts.limits, now_s - self._awake_since_s)
@@ -338,7 +346,7 @@ class Heartbeat:
         ended = "the run" if is_for_all else describe_ranks(stall.blocking)
         self._facts.say(f"nothing has moved for too long: stopping {ended}")
         with at_rest():  # give the other ranks time to read the command
-            self._closed.wait(2 * self._interval_s if self._facts.world_size > 1 else 0)
+            self._closed.wait(2 * self._interval_s if len(self._facts.members) > 1 else 0)
         self._ended_s = time.monotonic()
         if frozen:
             self._facts.end_others(frozen, stall.sentence)
@@ -395,9 +403,9 @@ class Heartbeat:
             self._timeline.add(ranks)
 
 
-def read_beats(entries: SignedEntries, world_size: int) -> list[Beat]:
+def read_beats(entries: SignedEntries, members: Sequence[int]) -> list[Beat]:
     """Return the newest beat of each rank; [] before each has sent one, or if the store has closed."""
     with suppress(RuntimeError):
-        texts = entries.read([f"beat/{rank}" for rank in range(world_size)]) or []
+        texts = entries.read([f"beat/{rank}" for rank in members]) or []
         return [decode(text, _Message).beat for text in texts]
     return []

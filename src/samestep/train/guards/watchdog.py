@@ -112,24 +112,23 @@ class Watchdog(PhaseClock, StepObserver):
         context = self._context
         group = context.group
         members = group.members  # a rank that waits for the others after a death has later ones
+        own = members[context.rank]
         facts = RankFacts(
-            rank=context.rank,
-            world_size=context.world_size,
+            rank=own,
+            members=members,
             host=read_host(),
             limits=limits,
             say=lambda text: _write_line(self._terminal, text),
-            end=partial(self._end, members[context.rank]),
-            end_others=partial(self._end_others, members),
-            request_end=lambda ranks, sentence: group.request_end(
-                context.environment, [members[rank] for rank in ranks], sentence
-            ),
+            end=partial(self._end, own),
+            end_others=self._end_others,
+            request_end=partial(group.request_end, context.environment),
             run_dir=context.location.path,
             logs=context.location.logs,
             may_write=self._may_write,
             micro_batch_size=context.config.micro_batch_size,
             began_step=self._state.steps_done,
             can_heal=group.can_heal,
-            find_lost=lambda: [rank for rank, member in enumerate(members) if group.is_lost(member)],
+            is_lost=group.is_lost,
         )
         self._heartbeat = Heartbeat(self, facts, group.open_entries())
 
@@ -155,16 +154,18 @@ class Watchdog(PhaseClock, StepObserver):
     def _build_check(self) -> Callable[[], None]:
         """Return a function that raises UsageError if a rank waits elsewhere than in samestep.Run for this one."""
         group = self._context.group
+        members = group.members
+        own = members[group.rank]
         num_done = self.tallies["reducing"].num
         earlier = dict[int, int]()
         entries = group.open_entries()
 
         def check() -> None:
             check_run(group.rank)
-            for beat in read_beats(entries, group.world_size) if entries is not None else ():
+            for beat in read_beats(entries, members) if entries is not None else ():
                 is_ahead = beat.phase == "reducing" and beat.num_seen >= num_done  # in an exchange that comes later
                 if is_ahead and beat.number > earlier.setdefault(beat.rank, beat.number):  # one beat may mix two phases
-                    raise UsageError(explain_in_loop(group.rank, beat.rank), code="SS501")
+                    raise UsageError(explain_in_loop(own, beat.rank), code="SS501")
 
         return check
 
@@ -176,24 +177,24 @@ class Watchdog(PhaseClock, StepObserver):
             atexit.unregister(self.close)
             _open.remove(self)
 
-    def _end(self, member: int, sentence: str, is_first: bool) -> None:
+    def _end(self, rank: int, sentence: str, is_first: bool) -> None:
         """End this process, because its main thread is stuck. The launcher shows the message of the first such rank.
 
         Args:
-            member: this rank, as numbered at the start.
+            rank: this rank, as numbered at the start.
         """
         error = Stuck(sentence) if is_first else PeerFailed(sentence)
-        self._leave_error(member, error)
+        self._leave_error(rank, error)
         directory = self._context.location.directory
         if directory is not None:
             with suppress(Exception):
                 directory.write_status("failed", sentence)
         os._exit(EXIT_CODE)
 
-    def _end_others(self, members: Sequence[int], ranks: Sequence[tuple[int, int]], sentence: str) -> None:
+    def _end_others(self, ranks: Sequence[tuple[int, int]], sentence: str) -> None:
         for rank, pid in ranks:
             # First: the launcher looks for it after the process has ended.
-            self._leave_error(members[rank], Stuck(sentence))
+            self._leave_error(rank, Stuck(sentence))
             kill_sibling(pid)
 
     def check_further_run(self) -> None:
@@ -206,10 +207,10 @@ class Watchdog(PhaseClock, StepObserver):
         else:  # an exchange over gloo that does not end would keep this process from ending
             wait_for_all(group.rank, group.world_size, self._build_check())
 
-    def _leave_error(self, member: int, error: BaseException) -> None:
+    def _leave_error(self, rank: int, error: BaseException) -> None:
         error_dir = self._context.environment.error_dir
         if error_dir is not None and Path(error_dir).is_dir():
-            write_failure(member, error_dir, error, EXIT_CODE)
+            write_failure(rank, error_dir, error, EXIT_CODE)
 
 
 def check_further_run(rank: int) -> None:
