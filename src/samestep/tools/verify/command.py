@@ -85,9 +85,9 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
 
     With --shard, also compares the ways to divide the state of a run among the ranks. With --heal, also kills all ranks
     of a run but one, one after the other, while the others continue.
-    Then trains once more, kills ranks at random moments, including during a save, and resumes on a different number of
-    ranks (and with another shard) each time. Compares the state after every step, the losses and the samples. Prints
-    the first difference and its likely cause. Writes nothing to the run directory named by the script.
+    In one more run, kills ranks at random moments, including during a save, and resumes on a different number of ranks
+    (and with another shard) each time. Compares the state after every step, the losses and the samples. Prints the
+    first difference and its likely cause. Writes nothing to the run directory named by the script.
     Exit code: 0 if all runs are the same; 1 if they differ or if no kill happened; 2 if the script does not train.
 
     --plain takes a script that does not use samestep (DDP, Accelerate, Trainer, Lightning). It runs the script on 1 and
@@ -350,9 +350,9 @@ class _Verification:
         if result != "same":
             self._is_same = False
             self._lines.append(REPEATED)
-        elif not outcome.num_heals:
+        elif not outcome.num_lost:
             self._lines.append("with --heal, the ranks did not continue without the one that died: see docs/running.md")
-        shown = f"{result}, {format_count(outcome.num_heals, 'heal')}"
+        shown = f"{result}, {outcome.num_lost} of {size} died"
         steps = f"0-{len(outcome.ledger) - 1}"
         self._print_row("healed", format_ranks(size), steps, shown, f"{outcome.seconds:.1f} s")
 

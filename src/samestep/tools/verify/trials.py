@@ -42,7 +42,7 @@ class TrialOutcome:
         trace: the traces of the ranks.
         final: the digest of the newest snapshot.
         ledger: the record of each step.
-        num_heals: how often ranks have died and the others continued.
+        num_lost: the number of ranks that have died while others continued.
         logged: (step, name) -> the value in `metrics.jsonl`, the last of several.
     """
 
@@ -57,7 +57,7 @@ class TrialOutcome:
     trace: Traced
     final: str | None
     ledger: tuple[Entry, ...]
-    num_heals: int
+    num_lost: int
     logged: Mapping[tuple[int, str], Any]
 
     @property
@@ -187,7 +187,7 @@ class Trials:
                 if "step" in row
             },
             ledger=tuple(read_records(run_dir / LEDGER)),
-            num_heals=len(read_rows(run_dir / HEALS)),
+            num_lost=sum(len(row["lost"]) for row in read_rows(run_dir / HEALS)),
         )
 
     def _start(self, command: list[str], variables: Mapping[str, str], place: Path) -> int:
