@@ -9,6 +9,7 @@ from samestep.train.loops.feed import Feed
 from samestep.train.loops.services import Services
 from samestep.train.state.run_state import RunState
 from samestep.train.step.interception import Interceptors
+from samestep.watch.stall_diagnosis import describe_ranks
 from samestep.world.announcements import move_announcements
 from samestep.world.membership import Change
 
@@ -51,18 +52,17 @@ def _find_problem(context: RunContext, data: LoopData, interceptors: Interceptor
     """Return what prevents that the other ranks continue after the death of one; "" if nothing does."""
     config = context.config
     if config.shard is not None:
-        return f'shard="{config.shard}", because a rank\'s part of the state dies with it'
+        return f'shard="{config.shard}" (a rank\'s part of the state dies with it)'
     if context.location.is_replicated:
         return "a run directory that the nodes do not share"
     return "" if interceptors.permits_healing else "check_compute_every and the tools that observe a run"
 
 
 def _describe(change: Change, step: int, seconds: float) -> str:
-    lost = ", ".join(map(str, change.lost))
-    left = ", ".join(map(str, change.left))
-    others = f"rank {left} continues alone"
+    be = "is" if len(change.lost) == 1 else "are"
+    left = describe_ranks(change.left)
+    others = f"{left} continues alone"
     if len(change.left) > 1:
-        are_renumbered = [*change.left] != [*range(len(change.left))]
-        others = f"ranks {left} continue" + (f" as ranks 0 to {len(change.left) - 1}" if are_renumbered else "")
-    who = f"rank {lost} is" if len(change.lost) == 1 else f"ranks {lost} are"
-    return f"{who} gone in step {step}: {others}, after {seconds:.2f} s"
+        numbers = range(len(change.left))
+        others = f"{left} continue" + (f" as {describe_ranks(numbers)}" if [*change.left] != [*numbers] else "")
+    return f"{describe_ranks(change.lost)} {be} gone in step {step}: {others}, after {seconds:.2f} s"

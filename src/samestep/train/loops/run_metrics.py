@@ -21,7 +21,7 @@ from samestep.train.state.run_state import RunState
 from samestep.train.state.stateful import Objects, Wrapped, find_wrapped, learning_rates
 from samestep.train.step.steps import Step, StepObserver
 from samestep.watch.progress import Progress
-from samestep.watch.stall_diagnosis import describe_spent, share_spent
+from samestep.watch.stall_diagnosis import describe_ranks, describe_spent, share_spent
 from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import TrackerInfo
 
@@ -273,7 +273,7 @@ class RunMetrics(StepObserver):
             rows["steps without an update"] = f"{num_skipped} of {num_steps}"
         members = self._context.group.members
         if lost := [rank for rank in range(self._context.environment.world_size) if rank not in members]:
-            rows["ranks that died"] = ", ".join(map(str, lost))
+            rows["ranks that died"] = f"{len(lost)} ({describe_ranks(lost)})"
         rows |= {"samples/s": f"{samples_per_s:,.0f}", "wall time": f"{wall_s:.1f} s"}
         if spent := describe_spent(spent_s):
             rows["time"] = spent
