@@ -109,7 +109,7 @@ class RankEnds:
 
     @property
     def are_failures(self) -> bool:
-        """Whether each rank that has ended has failed, so that the others wait for none that ended by itself."""
+        """Whether each rank that has ended has failed, and none has ended as it should."""
         return len(self.codes) == len(self.failures) + len(self.outlived)
 
     @property

@@ -72,7 +72,8 @@ class Healer:
         """After a death, let the other ranks continue if they can. If not, the failures remain those of the launch.
 
         Args:
-            received: the signals that the launcher has received. After one, ranks save and end.
+            received: the signals that the launcher has received. After one, ranks save and end, and those that remain
+                may need one that has ended.
         """
         ends = self._ends
         if received and self._late.are_due():

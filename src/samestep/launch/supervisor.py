@@ -267,7 +267,8 @@ class NodeSession:
         self.receive()
         has_failed = _poll(ranks, self._launch)
         if self._launch.heals:
-            self._report_ends()
+            if len(received) < 2:  # after a second signal, all ranks of this node are killed
+                self._report_ends()
             if received and self._late.are_due():
                 self._link.send("refuse", round=self._round)
             if self._launch.replaces and not received and ranks.take_saved():
