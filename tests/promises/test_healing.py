@@ -264,7 +264,7 @@ def test_what_a_script_changes_in_a_pass_is_never_used_twice(tmp_path: Path, kin
 def test_a_further_run_needs_all_ranks(trial: Trial) -> None:
     """The first of two runs continues after a death. The second one begins in a new start."""
     started = trial.run("launch", 3, "", "--heal", "--max-restarts", "1", script=FOLDS)
-    assert started.output.count("ranks 0, 2 continue") == 1
+    assert started.output.count("ranks 0 and 2 continue") == 1
     assert started.output.count("restart 1 of 1") == 1
     first, second = [read_rows(trial.dir / fold) for fold in "01"]
     assert len(first) == 6
