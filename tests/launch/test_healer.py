@@ -9,7 +9,7 @@ import torch.distributed as dist
 from samestep.launch import healer
 from samestep.launch.failure import RankEnds, RankFailure
 from samestep.launch.healer import Healer, LateEnds
-from samestep.world.membership import read_generation
+from samestep.world.membership import READY, read_generation
 
 SIGNAL = [signal.SIGTERM]
 
@@ -41,3 +41,17 @@ def test_after_a_signal_the_others_complete_a_long_step(monkeypatch: pytest.Monk
     assert not late.are_due()
     ends.add(0, 0)
     assert [late.are_due(), late.are_due()] == [True, False]
+
+
+def test_a_death_after_a_signal_is_no_end_that_others_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others continue without that rank, and a refusal would break their connections in a long step."""
+    monkeypatch.setattr(healer, "GENERATION_S", 0.0)
+    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store.add(READY, 3)
+    ends = RankEnds()
+    healing = Healer(store, "secret", 3, ends)
+    ends.add(2, -9, RankFailure(2, 0.0, -9, False, "died", "was killed"))
+    for _ in range(3):
+        healing.heal(SIGNAL)
+    assert read_generation(store, "secret", 1) == [0, 1]
+    assert read_generation(store, "secret", 2) is None

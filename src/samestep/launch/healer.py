@@ -34,8 +34,8 @@ class LateEnds:
         self._has_begun = False
 
     def are_due(self) -> bool:
-        """Return True once, if a rank that the others need ended `GENERATION_S` ago. Call it repeatedly."""
-        if not self._has_begun and len(self._ends.codes) > len(self._ends.outlived):
+        """Return True once, if a rank ended without a failure `GENERATION_S` ago. Call it repeatedly."""
+        if not self._has_begun and not self._ends.are_failures:
             self._has_begun = True
             self._due_s = time.monotonic() + GENERATION_S
         if time.monotonic() < self._due_s:
