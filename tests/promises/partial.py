@@ -1,6 +1,6 @@
-"""A script whose rank 1 dies in step 3 after it has sent a part of a message: `partial.py D`.
+"""A script in which a rank dies after it has sent a part of a message: `partial.py D MOMENT`.
 
-With a word after D, it does not die.
+MOMENT is "exchange", "once", "evaluate", "restore" or "never".
 """
 
 import fcntl
@@ -32,16 +32,19 @@ def count_unsent() -> int:
 
 
 def main() -> None:
+    moment = sys.argv[2]
     run = samestep.Run(sys.argv[1], batch_size=4, micro_batch_size=1, bucket_cap_mb=32)
     model = torch.nn.Sequential(*(torch.nn.Linear(3072, 3072) for _ in range(3)))  # with a bucket each
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     run.prepare(model=model, optimizer=optimizer)
     send = dist.isend
-    step_number = -1
+    # Rank 0 sends what `once` and `restore` broadcast.
+    doomed = {"exchange": 1, "evaluate": 1, "once": 0, "restore": 0}.get(moment)
+    reached = ""
 
     def send_a_part(*arguments: Any, **options: Any) -> Any:
         work = send(*arguments, **options)
-        if step_number == DOOMED and os.environ["RANK"] == "1" and not sys.argv[2:]:
+        if reached == moment and os.environ["RANK"] == str(doomed):
             deadline_s = time.monotonic() + 30
             while count_unsent() < LEAST_BYTES and time.monotonic() < deadline_s:
                 pass
@@ -50,10 +53,20 @@ def main() -> None:
 
     dist.isend = send_a_part
     for step in run.steps(torch.randn(16, 3072), 5):
-        step_number = step.number
+        if step.number == DOOMED:
+            reached = "once"
+            assert len(run.once(bytes, 100 << 20)) == 100 << 20
+            reached = "evaluate"
+            texts = run.evaluate(lambda batch: {"text": ["x" * (8 << 20)] * len(batch)}, range(8))["text"]
+            assert len(texts) == 8
+            reached = "exchange"
         for x in step:
             step.backward(model(x).square().mean())
         optimizer.step()
+        reached = ""
+    reached = "restore"
+    run.restore("latest")
+    reached = ""
 
 
 if __name__ == "__main__":

@@ -137,12 +137,16 @@ def test_a_program_of_the_script_has_the_connections_open(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="gloo's connections are found by /proc")
-def test_a_part_of_a_message_is_not_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("moment", "step", "dead"), [("exchange", 3, 1), ("once", 3, 0), ("evaluate", 3, 1), ("restore", 5, 0)]
+)
+def test_a_part_of_a_message_is_not_waited_for(tmp_path: Path, moment: str, step: int, dead: int) -> None:
     """gloo would wait for the rest of it until its timeout."""
     whole, healed = (Trial(tmp_path / name, []) for name in ("whole", "healed"))
-    whole.run("launch", 2, "", script=PARTIAL, arguments=["lives"])
-    started = healed.run("launch", 2, "", "--heal", script=PARTIAL)
-    assert "rank 1 is gone in step 3: rank 0 continues alone" in started.output
+    whole.run("launch", 3, "", script=PARTIAL, arguments=["never"])
+    started = healed.run("launch", 3, "", "--heal", script=PARTIAL, arguments=[moment])
+    left = describe_ranks([rank for rank in range(3) if rank != dead])
+    assert f"rank {dead} is gone in step {step}: {left} continue" in started.output
     assert ask("inspect", healed.dir, "--digest") == ask("inspect", whole.dir, "--digest")
     whole.close()
     healed.close()

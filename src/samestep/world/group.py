@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]  # what DDP itself calls
 
 from samestep.console import say, saying_when_slow, warn
 from samestep.errors import KINDS, Error, InvalidType, InvalidValue, NotHealed, PeerFailed, UsageError, name_kind
@@ -69,6 +68,7 @@ PATIENCE_S = 30.0  # a rank that waits longer for the others prints where it wai
 TIMEOUT_S = 1800.0  # limit for an exchange
 JOIN_S = 300.0  # limit for the tasks of a Slurm step to join, as in `samestep launch`
 NCCL = "cpu:gloo,cuda:nccl"
+TAG = 1 << 20  # of messages that are no part of a gradient's exchange
 
 _numbers = count()
 
@@ -333,8 +333,14 @@ class Group:
         sizes = self._gather_number(len(data))
         row_bytes = max(sizes)
         row = torch.frombuffer(bytearray(data.ljust(row_bytes, b"\0")), dtype=torch.uint8)
-        rows = [torch.empty(row_bytes, dtype=torch.uint8) for _ in range(self.world_size)]
-        dist.all_gather(rows, row)
+        rows = torch.empty(self.world_size, row_bytes, dtype=torch.uint8)
+        if self._waiter is None or row_bytes < LARGE_BYTES:
+            dist.all_gather([*rows], row)
+        else:
+            rows[self.rank] = row
+            peers = [rank for rank in range(self.world_size) if rank != self.rank]
+            receives = [dist.irecv(rows[peer], peer, tag=TAG) for peer in peers]
+            self._waiter.wait([*receives, *(dist.isend(row, peer, tag=TAG) for peer in peers)])
         return [wire.decode(memoryview(each.numpy())[:size]) for each, size in zip(rows, sizes, strict=True)]  # type: ignore[arg-type]
 
     def seal(self, value: Any) -> Any:
@@ -410,7 +416,7 @@ class Group:
         size = torch.tensor(len(data))
         dist.broadcast(size, source)
         buffer = torch.frombuffer(bytearray(data if self.rank == source else int(size)), dtype=torch.uint8)
-        dist.broadcast(buffer, source)
+        self._broadcast_piece(buffer, source)
         return wire.decode(memoryview(buffer.numpy()))  # type: ignore[arg-type]
 
     def once(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -456,20 +462,33 @@ class Group:
 
     def _broadcast_tensors_now(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        process_group = dist.group.WORLD
-        if process_group is None:  # all other ranks have died
+        if self.world_size == 1:  # all other ranks have died
             return
         with torch.no_grad():
             for tensor in tensors:
                 bits = tensor if tensor.is_complex() else tensor.view(CARRIERS[tensor.element_size()])
                 by_kind.setdefault((bits.dtype, bits.device), []).append(bits)
-            for same_kind in by_kind.values():
-                is_staged = self.needs_staging(same_kind[0].device)
-                sent = [bits.to("cpu", copy=True) for bits in same_kind] if is_staged else same_kind
-                _broadcast_coalesced(process_group, sent, BROADCAST_CHUNK_BYTES, source)
-                if is_staged:
-                    for bits, copy in zip(same_kind, sent, strict=True):
-                        bits.copy_(copy)
+            for (_, device), same_kind in by_kind.items():
+                for chunk in cut_into_chunks(same_kind, BROADCAST_CHUNK_BYTES):
+                    piece = torch.cat([bits.reshape(-1) for bits in chunk])
+                    sent = piece.cpu() if self.needs_staging(device) else piece
+                    self._broadcast_piece(sent, source)
+                    if self.rank != source:
+                        parts = sent.to(device).split([bits.numel() for bits in chunk])
+                        for bits, part in zip(chunk, parts, strict=True):
+                            bits.copy_(part.view(bits.shape))
+
+    def _broadcast_piece(self, piece: torch.Tensor, source: int) -> None:
+        """Overwrite a contiguous tensor with that of rank `source`. With healing, a rank can give up waiting for it."""
+        if self._waiter is None or piece.nbytes < LARGE_BYTES:
+            dist.broadcast(piece, source)
+            return
+        place = (self.rank - source) % self.world_size  # in a binary tree, whose root is the source
+        if place:
+            self._waiter.wait([dist.irecv(piece, (source + (place - 1) // 2) % self.world_size, tag=TAG)])
+        below = [each for each in (2 * place + 1, 2 * place + 2) if each < self.world_size]
+        if below:
+            self._waiter.wait([dist.isend(piece, (source + each) % self.world_size, tag=TAG) for each in below])
 
     def gather_parts(self, part: torch.Tensor) -> torch.Tensor:
         """Return the bytes of all ranks, of which each has as many, in rank order, on every rank."""
@@ -556,6 +575,27 @@ def _try(fn: Callable[[], Any]) -> tuple[BaseException | None, bytes]:
         return None, wire.encode(("error", (name_kind(error), str(error), error.code)))
     except BaseException as error:
         return error, wire.encode(("failure", f"{type(error).__name__}: {error}"))
+
+
+def cut_into_chunks(tensors: Sequence[torch.Tensor], chunk_bytes: int) -> list[list[torch.Tensor]]:
+    """Divide tensors, in their order, into lists of at most `chunk_bytes`. A larger tensor is a list of its own.
+
+    Example::
+
+        >>> import torch
+        >>> sizes = (2, 6, 1, 9, 1, 1)
+        >>> [[len(each) for each in chunk] for chunk in cut_into_chunks([torch.ones(n).byte() for n in sizes], 8)]
+        [[2, 6], [1], [9], [1, 1]]
+    """
+    chunks: list[list[torch.Tensor]] = []
+    left = 0
+    for tensor in tensors:
+        if not chunks or tensor.nbytes > left:
+            chunks.append([])
+            left = chunk_bytes
+        chunks[-1].append(tensor)
+        left -= tensor.nbytes
+    return chunks
 
 
 def find_rank() -> int:
