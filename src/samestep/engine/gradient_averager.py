@@ -85,6 +85,10 @@ class GradientAverager:
         )
         return Reducer(plan, context.group)
 
+    def forget_names(self) -> None:
+        """Forget the names of logged values, which ranks that join do not know. On all ranks, between two steps."""
+        self._context.logged.names.clear()
+
     def has_new_weights(self) -> bool:
         """Return whether any parameter was written to, or got other memory, since the last pass began."""
         return self._reducer.guard.has_new_weights()

@@ -79,8 +79,7 @@ def build_reduction_plan(
     """
     params = [param for _, param, _ in trained]
     if bucket_cap_bytes is None:
-        one_host = group.world_size == 1 or group.local_sockets is not None
-        bucket_cap_bytes = choose_cap_bytes(params, one_host=one_host)
+        bucket_cap_bytes = choose_cap_bytes(params, one_host=group.is_on_one_host)
     dtypes = [choose_dtype(param, exchange_dtype) for param in params]
     buckets = build_buckets(params if models is None else [], bucket_cap_bytes, owners, dtypes)
     numbers = {i: number for number, bucket in enumerate(buckets) for i in bucket.indices}

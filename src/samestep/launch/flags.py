@@ -21,9 +21,7 @@ FLAGS: dict[str, Option] = {
         int, "N", "how often to restart all ranks from the newest snapshot after one has failed; default: 0", whole(0)
     ),
     "heal": Option(bool, "", "if a rank dies, the others compute its micro-batches, and continue"),
-    "replace": Option(
-        bool, "", "with --heal: after the next snapshot, all ranks start again, with one for each that has died"
-    ),
+    "replace": Option(bool, "", "with --heal: a further rank joins the others in the place of each one that has died"),
     "nnodes": Option(str, "N", "number of nodes, or MIN:MAX if nodes may join and leave; default: 1"),
     "node_rank": Option(int, "R", "rank of this node, from 0; default: in the order in which nodes connect"),
     "rdzv_endpoint": Option(str, "H:P", "rendezvous: the address of one node ([v6]) and a free port there"),

@@ -73,7 +73,10 @@ class ForkServer:
         return pid
 
     def start(self, ranks: list[dict[str, Any]], **common: Any) -> None:
-        """Fork ranks (see `rank_process.run_rank` for the fields). They inherit this process's stdout and stderr."""
+        """Fork ranks (see `rank_process.run_rank` for the fields), also while others run.
+
+        They inherit this process's stdout and stderr.
+        """
         with suppress(OSError):  # `receive` reports that the server has ended
             self._connection.send({"start": ranks, "common": common})
             for file in (1, 2):
@@ -221,7 +224,7 @@ class _Server:
         self.client = client
         self.ranks: dict[int, int] = {}  # pid -> rank
         self.last_end: dict[str, Any] | None = None  # of the last rank, sent when all output is recorded
-        self.recording: Recording | None = None
+        self.recordings: list[Recording] = []
         self.is_stopping = False  # the ranks were sent a signal
         self.directory: str | None = None
         self.woken, self.waker = socket.socketpair()
@@ -242,14 +245,15 @@ class _Server:
             if self.woken in ready:
                 self.woken.recv(READ_BYTES)
                 self.reap()
-            if self.recording in ready or (is_limited and not ready):
-                self.stop_recording()
+            for recording in [each for each in self.recordings if each in ready or (is_limited and not ready)]:
+                self.stop_recording(recording)
             if self.client in ready and not self.process_request():
                 break
         self.send_signal(signal.SIGKILL)
         for pid in self.ranks:
             os.waitpid(pid, 0)
-        self.stop_recording()
+        for recording in [*self.recordings]:
+            self.stop_recording(recording)
         if self.directory is not None:  # the client was killed and has not removed it
             shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -278,14 +282,17 @@ class _Server:
             return
         self.is_stopping = False
         shown = {fields["rank"]: fields.pop("is_shown") for fields in ranks}
-        self.recording = Recording(shown, out, err, common["directory"], self.fork)
-        self.selector.register(self.recording, selectors.EVENT_READ)
+        recording = Recording(shown, out, err, common["directory"], self.fork)
+        self.recordings.append(recording)
+        self.selector.register(recording, selectors.EVENT_READ)
         gate = os.pipe()
+        pids = {}
         for fields in ranks:
-            pid = self.fork(partial(self.become_rank, os.getpid(), self.recording, gate, {**common, **fields}))
+            pid = self.fork(partial(self.become_rank, os.getpid(), recording, gate, {**common, **fields}))
             self.ranks[pid] = fields["rank"]
-        self.recording.begin()
-        self.send({"started": list(self.ranks)})
+            pids[fields["rank"]] = pid
+        recording.begin()
+        self.send({"started": pids})
         for file in gate:  # closing it lets the ranks continue, after the event was sent
             os.close(file)
 
@@ -314,6 +321,8 @@ class _Server:
             signal.signal(signum, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, keep_signal)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        for other in self.recordings:
+            other.leave()
         fields["variables"] |= recording.enter(fields["rank"])
         waits, opens = gate
         os.close(opens)
@@ -333,25 +342,25 @@ class _Server:
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
             end = {"rank": rank, "code": os.waitstatus_to_exitcode(status), "time_s": time.time()}
-            if self.ranks or self.recording is None:
+            if self.ranks or not self.recordings:
                 self.send(end)
-            else:
-                self.last_end = end
-                self.recording.finish()
+                continue
+            self.last_end = end
+            for recording in self.recordings:
+                recording.finish()
 
-    def stop_recording(self) -> None:
-        """End the recorder before the last event is sent: after it, the client can rely on complete output."""
-        if self.recording is not None:
-            self.selector.unregister(self.recording)
-            self.recording.close()
-            self.recording = None
-            if self.last_end is None and not self.is_stopping:
-                with suppress(OSError):
-                    say(
-                        "the process that records the ranks' output has died or was killed (out of memory?): from here "
-                        "on their output is lost, and a rank that prints can fail with BrokenPipeError"
-                    )
-        if self.last_end is not None:
+    def stop_recording(self, recording: Recording) -> None:
+        """End a recorder. All end before the last event is sent: after it, the client can rely on complete output."""
+        self.selector.unregister(recording)
+        recording.close()
+        self.recordings.remove(recording)
+        if self.last_end is None and not self.is_stopping:
+            with suppress(OSError):
+                say(
+                    "the process that records the ranks' output has died or was killed (out of memory?): from here "
+                    "on their output is lost, and a rank that prints can fail with BrokenPipeError"
+                )
+        if self.last_end is not None and not self.recordings:
             self.send(self.last_end)
             self.last_end = None
 

@@ -8,15 +8,19 @@ from typing import Any
 from samestep.console import say
 from samestep.errors import NotHealed, PeerFailed
 from samestep.launch.failure import RankEnds, RankFailure
-from samestep.world.membership import GENERATION_S, READY, read_refusal, read_stuck, write_generation
+from samestep.world.membership import (
+    GENERATION_S,
+    READY,
+    is_closed,
+    is_coming,
+    read_refusal,
+    read_stuck,
+    read_waiting,
+    write_asked,
+    write_generation,
+)
 
 DEATHS = ("died", "stuck")  # kinds of failures
-
-
-def describe_replaced(failures: Sequence[RankFailure]) -> str:
-    """Return the reason of a start that replaces the ranks that have failed: "rank 2 is replaced"."""
-    ranks = ", ".join(map(str, sorted(failure.rank for failure in failures)))
-    return f"rank {ranks} is replaced" if len(failures) == 1 else f"ranks {ranks} are replaced"
 
 
 class LateEnds:
@@ -61,6 +65,8 @@ class Healer:
         self._ends = ends
         self._members = [*range(num_ranks)]
         self._number = 0
+        self._coming: list[int] = []  # ranks that were started to join the others
+        self._asked = -1  # the generation that was asked to take them in
         self._late = LateEnds(ends)
 
     @property
@@ -89,6 +95,59 @@ class Healer:
         for failure in ends.outlive([failure.rank for failure in ends.failures]):
             if failure.kind == "died":  # another rank has reported one that was stuck
                 say(failure.reason)
+
+    def expect(self, ranks: Sequence[int]) -> None:
+        """Let ranks join the others when they are ready. They were started for that."""
+        self._coming += ranks
+
+    def forget(self, failure: RankFailure, received: Sequence[int]) -> bool:
+        """Note that a rank has ended. Returns whether it was to join the others, and had not.
+
+        Args:
+            received: as in `heal`. After a signal, such ranks are killed.
+        """
+        if failure.rank in self._coming:
+            self._coming.remove(failure.rank)
+            if not received:
+                say(f"{failure.reason}, before it joined the others: they continue without it until the next snapshot")
+        return failure.rank not in self._members
+
+    @property
+    def can_join(self) -> bool:
+        """Whether ranks can join the others now, if those that are left have not ended."""
+        return self.are_ready and not self.is_over and not is_closed(self._store, self._secret)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no rank is left."""
+        return all(rank in self._ends.codes for rank in self._members)
+
+    @property
+    def are_coming(self) -> bool:
+        """Whether ranks that were started may still join the others."""
+        return bool(self._coming)
+
+    def admit(self) -> Sequence[int]:
+        """Let ranks that are ready join the others, between two of their steps. Call it repeatedly.
+
+        Returns:
+            The ranks that belong to the others from now on.
+        """
+        if not self._coming and self._asked != self._number:
+            return ()
+        if self._coming and not self.can_join:
+            self._coming = []
+        ready = [rank for rank in self._coming if is_coming(self._store, self._secret, rank)]
+        if ready and self._asked != self._number:
+            self._asked = self._number
+            say(f"rank {', '.join(map(str, ready))} is ready to join the others")
+            write_asked(self._store, self._secret, self._number)
+        if self._asked != self._number or read_waiting(self._store, self._secret) != self._number:
+            return ()
+        self._coming = [rank for rank in self._coming if rank not in ready]
+        self._members = [*self._members, *ready]
+        self._write(self._members)  # without any, if those that were ready have ended
+        return ready
 
     def find_stuck(self) -> tuple[Sequence[int], str]:
         """Return ranks that do not respond, which their launchers must end, and the reason."""

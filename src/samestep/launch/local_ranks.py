@@ -18,7 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from samestep.config import PREFIX, Overrides, to_variables
-from samestep.console import print_error, say
+from samestep.console import print_error
 from samestep.errors import Error, InvalidValue, Stuck, add_code
 from samestep.files import open_regular, read_tail, replace_file
 from samestep.launch.failure import RankEnds, RankFailure, describe_death, read_failure, write_failure
@@ -28,8 +28,8 @@ from samestep.world.environment import (
     FAILURE,
     FINISHED,
     HEAL,
+    JOIN,
     LEAVE,
-    REPLACE,
     SAVED,
     SECRET,
     STOPPED,
@@ -75,13 +75,11 @@ class Placement:
     secret: str = field(default_factory=secrets.token_hex)
 
 
-def build_variables(
-    num_ranks: int, place: Placement, overrides: Overrides, *, heals: bool = False
-) -> list[dict[str, str]]:
+def build_variables(num_ranks: int, place: Placement, overrides: Overrides, *, heals: str = "") -> list[dict[str, str]]:
     """Build the environment of each of the `num_ranks` ranks on this machine.
 
     Args:
-        heals: whether the others continue if a rank dies.
+        heals: whether the others continue if a rank dies: the value of `HEAL`, or "".
     """
     backends = ("GLOO", "NCCL") if place.num_nodes > 1 else ("GLOO",)
     common = {
@@ -93,7 +91,7 @@ def build_variables(
         **to_variables(overrides),
         **(place.restart.to_variables() if place.restart is not None else {}),
         SECRET: place.secret,
-        **({HEAL: "1"} if heals else {}),
+        **({HEAL: heals} if heals else {}),
         "WORLD_SIZE": str(place.world_size or num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "GROUP_RANK": str(place.node),
@@ -107,6 +105,21 @@ def build_variables(
         "TORCHELASTIC_RUN_ID": str(place.port),
     }
     return [{**common, "RANK": str(place.first_rank + i), "LOCAL_RANK": str(i)} for i in range(num_ranks)]
+
+
+def build_joining(variables: dict[str, str], number: int) -> dict[str, str]:
+    """Build the environment of a rank that joins the others in the place of one that has died.
+
+    Args:
+        variables: of the rank that has died.
+        number: of the new one, which no rank has had.
+    """
+    last = int(variables["WORLD_SIZE"]) - 1  # as `Group.begin_joining`
+    return {**variables, "RANK": str(last), JOIN: str(number)}
+
+
+def _find_number(variables: dict[str, str]) -> int:
+    return int(variables.get(JOIN, variables["RANK"]))
 
 
 def open_store(listener: socket.socket | None = None, address: str = HOST) -> Any:  # TCPStore
@@ -158,35 +171,62 @@ class Ranks:
         self.ends = RankEnds()
         self._stopped_s = self._killed_s = math.inf
         self._server = server
-        self._first_rank = 0
         self._succeeded: dict[int, float] = {}  # rank -> time of its end with exit code 0, without a signal
-        self._pids: list[int] = []
+        self._pids: dict[int, int] = {}
+        self._target: Target | None = None
+        self._joining: set[int] = set()  # ranks that do not belong to the others yet
+        self._lost_joining: list[RankFailure] = []
 
     def start(self, target: Target, variables: list[dict[str, str]]) -> None:
-        """Request one rank per element of `variables`, its whole environment. Returns before the processes exist."""
+        """Request one rank per element of `variables`, its whole environment. Returns before the processes exist.
+
+        Ranks that join those of other nodes do not count until `take_in`.
+        """
         if self.started:
             self.started = False
             self._stopped_s = self._killed_s = math.inf
             self.ends = RankEnds()
             self._succeeded = {}
+            self._pids = {}
+            self._lost_joining = []
             try:
                 make_private(self.directory)
             except PermissionError as error:
                 raise Error(str(error), code="SS513") from None
             for path in self.directory.iterdir():
-                if path.name in (STOPPED, FINISHED, SAVED, REPLACE, LEAVE) or path.suffix in (".json", ".log"):
+                if path.name in (STOPPED, FINISHED, SAVED, LEAVE) or path.suffix in (".json", ".log"):
                     path.unlink()
-        self.num_ranks = len(variables)
-        if not variables:  # all have died on this node
-            self.started = True
-            return
-        self._first_rank = int(variables[0]["RANK"])
+        self._joining = {_find_number(own) for own in variables if JOIN in own}
+        self.num_ranks = len(variables) - len(self._joining)
         self.world_size = int(variables[0]["WORLD_SIZE"])
+        self._target = target
+        self._fork(target, variables)
+
+    def add(self, variables: list[dict[str, str]]) -> None:
+        """Request further ranks of the same target, which join the others. Until `take_in`, they do not count."""
+        assert self._target is not None
+        self._joining |= {_find_number(own) for own in variables}
+        self._fork(self._target, variables)
+
+    def take_in(self, ranks: Sequence[int]) -> None:
+        """Count ranks that have joined the others."""
+        joined = self._joining & {*ranks}  # others have ended meanwhile
+        self._joining -= joined
+        self.num_ranks += len(joined)
+
+    def take_lost(self) -> Sequence[RankFailure]:
+        """Return the failures of ranks that have ended since the last call, and had not joined the others."""
+        lost, self._lost_joining = self._lost_joining, []
+        return lost
+
+    def _fork(self, target: Target, variables: list[dict[str, str]]) -> None:
         marks = {PREFIX + "LAUNCHER": target.kind, PREFIX + "ERROR_DIR": str(self.directory)}
+        are_all_shown = 1 < self.world_size <= len(self.shown)
+        numbers = [_find_number(own) for own in variables]
         self._server.start(
             [
-                {"rank": rank, "variables": {**own, **marks}, "is_shown": rank in self.shown}
-                for rank, own in enumerate(variables, start=self._first_rank)
+                {"rank": rank, "variables": {**own, **marks}, "is_shown": are_all_shown or rank in self.shown}
+                for rank, own in zip(numbers, variables, strict=True)
             ],
             target=asdict(target),
             cwd=os.getcwd(),
@@ -196,7 +236,7 @@ class Ranks:
     @property
     def done(self) -> bool:
         """Whether every rank has ended."""
-        return len(self.ends.codes) == self.num_ranks
+        return len(self.ends.codes) == self.num_ranks and not self._joining
 
     @property
     def has_succeeded(self) -> bool:
@@ -226,14 +266,21 @@ class Ranks:
             return
         if event is not None and "started" in event:
             self.started = True
-            self._pids = event["started"]
+            self._pids |= event["started"]
         elif event is not None:
             self._end(event["rank"], event["code"], event["time_s"])
 
     def request_stop(self, signum: int = signal.SIGTERM) -> None:
         """Send a signal to the ranks. A run completes its step, saves and ends; other programs are killed by it."""
         self._stopped_s = min(self._stopped_s, time.time())
+        self.kill_joining()
         self._server.signal(signum)
+
+    def kill_joining(self) -> None:
+        """Kill the ranks that have not joined the others, and are not to do so any more."""
+        for rank in self._joining & self._pids.keys():
+            with suppress(OSError):
+                os.killpg(self._pids[rank], signal.SIGKILL)
 
     def end_stuck(self, ranks: Sequence[int], reason: str) -> None:
         """Kill ranks that do not respond. `reason`: a sentence, for the failure."""
@@ -241,7 +288,7 @@ class Ranks:
             if self.started and rank not in self.ends.codes:
                 write_failure(rank, str(self.directory), Stuck(reason), 1)
                 with suppress(OSError):
-                    os.killpg(self._pids[rank - self._first_rank], signal.SIGKILL)
+                    os.killpg(self._pids[rank], signal.SIGKILL)
 
     def take_saved(self) -> bool:
         """Return whether a snapshot was completed since the last call, after a death and not at the end of a loop."""
@@ -250,18 +297,6 @@ class Ranks:
             return True
         except OSError:
             return False
-
-    def request_replacement(self) -> None:
-        """Let the ranks save and end after their step, so that all can start again.
-
-        If the loop ends in this step, they do not.
-        """
-        note = self.directory / REPLACE
-        with suppress(OSError):
-            if not note.exists():
-                note.touch()
-                if not self._first_rank:
-                    say("to replace ranks that have died, the ranks stop after their step, and all start again")
 
     def stop(self) -> None:
         """End the other ranks after a failure, within seconds, also those that wait in a collective."""
@@ -363,6 +398,11 @@ class Ranks:
             return ""
 
     def _end(self, rank: int, code: int, time_s: float, death: str = "") -> None:
+        if rank in self._joining:
+            self._joining.remove(rank)
+            died = RankFailure(rank, time_s, code, False, "died", describe_death(code))
+            self._lost_joining.append(read_failure(rank, self.directory) or died)
+            return
         if not code and not self.is_stopping:
             self._succeeded[rank] = time_s
         # A rank that ends by the signal that it was sent has not failed. An event can arrive later than the end itself.
@@ -382,10 +422,11 @@ class Ranks:
 
     def _give_up(self, death: str) -> None:
         """Treat the remaining ranks as killed: the server has ended, or cannot kill them. `death`: for the message."""
-        for pid in self._pids:
+        for pid in self._pids.values():
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
-        for rank in set(range(self._first_rank, self._first_rank + self.num_ranks)) - set(self.ends.codes):
+        joining, self._joining = self._joining, set()
+        for rank in self._pids.keys() - joining - self.ends.codes.keys():
             self.lost = True
             self._end(rank, -signal.SIGKILL, time.time(), death)
 

@@ -208,7 +208,6 @@ class Recording:
 
     def enter(self, rank: int) -> dict[str, str]:
         """In the process of `rank`: install its streams. Returns environment variables for it."""
-        self._socket.close()
         for stream in self._streams:
             for file in stream.files if stream.rank == rank else ():
                 os.dup2(stream.inner, file)
@@ -217,6 +216,10 @@ class Recording:
         os.close(out)
         os.set_inheritable(err, False)
         return {TERMINAL: f"{os.getpid()}:{err}", LOG: f"{os.getpid()}:{self._path_writer}"}
+
+    def leave(self) -> None:
+        """In the process of a rank: close what only the process that has forked it uses."""
+        self._socket.close()
 
     def begin(self) -> None:
         """After the fork of all ranks: close the files that only they and the recorder use."""

@@ -27,10 +27,11 @@ from samestep.decoding import convert
 from samestep.errors import Error, add_code
 from samestep.launch.failure import RankEnds, RankFailure
 from samestep.launch.handshake import derive_key, is_proven, make_nonce, prove
-from samestep.launch.healer import Healer, describe_replaced
+from samestep.launch.healer import Healer
 from samestep.launch.local_ranks import open_store
 from samestep.launch.messages import LauncherLink
 from samestep.launch.rendezvous_client import End, Hello, Nodes, find_difference, find_other_arguments, parse_hello
+from samestep.launch.replacements import Replacements
 from samestep.world.environment import Restart
 from samestep.world.host import is_loopback
 
@@ -92,16 +93,22 @@ class Member:
     """A node that was admitted.
 
     Attributes:
-        num_ranks: how many ranks it starts in a round. It can be 0 after all of them have died.
-        ranks: its ranks in this round.
+        ranks: its ranks at the start of this round.
+        joined: those that it has started since.
+        is_coming: whether some of these may still join the others.
         outcome: how they ended.
     """
 
     link: LauncherLink
     hello: Hello
-    num_ranks: int
     ranks: range = range(0)
+    joined: list[int] = field(default_factory=list)
+    is_coming: bool = False
     outcome: NodeOutcome | None = None
+
+    def has(self, rank: int) -> bool:
+        """Return whether a rank is, or was, one of this node in this round."""
+        return rank in self.ranks or rank in self.joined
 
 
 @dataclass
@@ -112,25 +119,38 @@ class LaunchRound:
         number: from 1.
         members: the nodes whose ranks run. A node that is lost is removed.
         store: that of the ranks.
+        world_size: number of ranks at the start.
         ends: how ranks have ended, with `--heal`.
         healer: None without `--heal`.
+        replacements: None without `--replace`.
         lost: the names of lost nodes without which the others do not continue.
         stuck: ranks that their nodes must end.
         is_admitting: a node has joined, so the ranks save and end.
-        is_replacing: they save and end, so that ranks that have died are started again.
         is_stopping: the ranks end at once.
     """
 
     number: int
     members: list[Member]
     store: Any  # TCPStore
+    world_size: int
     ends: RankEnds = field(default_factory=RankEnds)
     healer: Healer | None = None
+    replacements: Replacements | None = None
     lost: list[str] = field(default_factory=list)
     stuck: list[int] = field(default_factory=list)
     is_admitting: bool = False
-    is_replacing: bool = False
     is_stopping: bool = False
+
+    def build_place(self, node: int, first_rank: int, num_restarts: int) -> dict[str, int]:
+        """Return the fields of a node's `Placement`."""
+        return {
+            "port": self.store.port,
+            "node": node,
+            "num_nodes": len(self.members),
+            "first_rank": first_rank,
+            "world_size": self.world_size,
+            "num_restarts": num_restarts,
+        }
 
 
 class RendezvousServer(threading.Thread):
@@ -139,6 +159,7 @@ class RendezvousServer(threading.Thread):
     Args:
         received: the signals that the launcher on this machine has received so far.
         heals: whether the other ranks continue if one dies.
+        replaces: whether further ranks then join them.
     """
 
     def __init__(
@@ -149,6 +170,7 @@ class RendezvousServer(threading.Thread):
         received: Sequence[int],
         *,
         heals: bool = False,
+        replaces: bool = False,
     ) -> None:
         super().__init__(name="samestep rendezvous", daemon=True)
         self._nodes = nodes
@@ -156,6 +178,7 @@ class RendezvousServer(threading.Thread):
         self._max_restarts = max_restarts
         self._received = received
         self._heals = heals
+        self._replaces = replaces
         self._members: list[Member] = []
         self._pending: list[PendingNode] = []
         self._round: LaunchRound | None = None  # None between rounds
@@ -167,7 +190,6 @@ class RendezvousServer(threading.Thread):
         self._num_restarts = 0
         self._room = sys.maxsize  # how many ranks the run can use, once known
         self._restart: Restart | None = None
-        self._left: list[tuple[Member, int]] = []  # in a round that replaces ranks: how many each node had left
         self._warnings: set[str] = set()  # printed so far
         self._changed_s = time.monotonic()
         self._wait_s = self._changed_s + nodes.timeout_s
@@ -191,6 +213,7 @@ class RendezvousServer(threading.Thread):
                 self._drop(pending)
             if self._round is not None:
                 self._end_stuck(self._round)
+                self._replace_lost(self._round)
                 self._conclude_if_ended(self._round)
             else:
                 self._begin_if_complete()
@@ -251,8 +274,8 @@ class RendezvousServer(threading.Thread):
             self._room = int(message["num_ranks"])
         elif round_ is None or message["round"] != round_.number or member not in round_.members:
             return
-        elif kind == "saved":
-            self._replace_lost(round_)
+        elif kind == "saved" and round_.replacements is not None:
+            round_.replacements.note_saved()
         elif kind == "refuse" and round_.healer is not None:
             round_.healer.refuse()
         elif kind == "ended":
@@ -262,7 +285,13 @@ class RendezvousServer(threading.Thread):
         elif kind == "ends":
             ends = convert(message, NewEnds)
             failures = {failure.rank: failure for failure in ends.failures}
-            self._heal_without(round_, {rank: (code, failures.get(rank)) for rank, code in ends.codes})
+            ended = {rank: (code, failures.get(rank)) for rank, code in ends.codes}
+            for failure in ends.failures:
+                healer, replacements = round_.healer, round_.replacements
+                if healer is not None and replacements is not None and healer.forget(failure, self._received):
+                    replacements.note_lost(failure.rank)
+                    del ended[failure.rank]
+            self._heal_without(round_, ended)
 
     def _heal_without(self, round_: LaunchRound, ended: Mapping[int, tuple[int, RankFailure | None]]) -> bool:
         """Let the other ranks continue without ranks that have ended. If they cannot, stop all.
@@ -291,18 +320,32 @@ class RendezvousServer(threading.Thread):
         """Let nodes end ranks that do not respond, so that the others continue."""
         ranks, reason = ([], "") if round_.healer is None else round_.healer.find_stuck()
         for member in round_.members:
-            own = [rank for rank in ranks if rank in member.ranks and rank not in round_.stuck]
+            own = [rank for rank in ranks if member.has(rank) and rank not in round_.stuck]
             if own:
                 round_.stuck += own
                 member.link.send("kill", round=round_.number, ranks=own, reason=reason)
 
     def _replace_lost(self, round_: LaunchRound) -> None:
-        """After a snapshot, let all ranks end to start again, if a rank has died whose node is there."""
-        there = [rank for member in round_.members for rank in member.ranks]
-        lost = [failure for failure in round_.ends.outlived if failure.rank in there]
-        if lost and not (round_.is_replacing or round_.is_admitting or round_.is_stopping or self._received):
-            round_.is_replacing = True
-            _stop_all(round_, "replace")
+        """Let nodes start ranks in the place of those that have died there, and let these join the others."""
+        if round_.healer is None or round_.replacements is None:
+            return
+        is_ending = round_.is_admitting or round_.is_stopping or self._received or not round_.healer.can_join
+        homes = {rank: member for member in round_.members for rank in (*member.ranks, *member.joined)}
+        for number, lost in ({} if is_ending else round_.replacements.take(lambda rank: rank in homes)).items():
+            member = homes[lost]
+            member.joined.append(number)
+            member.is_coming = True
+            member.outcome = None
+            member.link.send("replace", round=round_.number, rank=lost, number=number)
+            round_.healer.expect([number])
+        joined = round_.healer.admit()
+        for member in round_.members:
+            if own := [rank for rank in joined if rank in member.joined]:
+                member.link.send("joined", round=round_.number, ranks=own)
+        for member in round_.members if not round_.healer.are_coming else ():
+            if member.is_coming:
+                member.is_coming = False
+                member.link.send("dismiss", round=round_.number)
 
     def _warn(self, sentence: str) -> None:
         """Print a sentence once."""
@@ -344,16 +387,43 @@ class RendezvousServer(threading.Thread):
         warning = find_other_arguments(hello, there[0]) if there else None
         if warning is not None:
             self._warn(warning)
-        member = Member(pending.link, hello, hello.num_ranks)
+        member = Member(pending.link, hello)
         self._pending.remove(pending)
         self._members.append(member)
         self._selector.modify(member.link, selectors.EVENT_READ, member)
         self._changed_s = time.monotonic()
         member.link.send("welcome")
         if self._round is not None and not self._round.is_admitting:
-            self._round.is_admitting = True
-            _stop_all(self._round, "saved")
+            self._take_in(self._round, member)
         return member
+
+    def _take_in(self, round_: LaunchRound, member: Member) -> None:
+        """Let the ranks of a new node join the others; if they cannot, let all save and start again with them."""
+        healer = round_.healer
+        if healer is None or round_.replacements is None or not healer.can_join or round_.is_stopping or self._received:
+            round_.is_admitting = True
+            _stop_all(round_, "saved")
+            return
+        member.joined = round_.replacements.take_numbers(member.hello.num_ranks)
+        member.is_coming = True
+        healer.expect(member.joined)
+        round_.members.append(member)
+        place = round_.build_place(len(round_.members) - 1, 0, self._num_restarts)
+        ranks = ", ".join(map(str, member.joined))
+        self._send_begin(member, f"rank {ranks} on {member.hello.name}", place, None)
+
+    def _send_begin(self, member: Member, sentence: str, place: Mapping[str, Any], restart: Restart | None) -> None:
+        """Let a node start its ranks."""
+        member.link.send(
+            "begin",
+            round=self._num_rounds,
+            sentence=sentence,
+            address=self._find_address(member),
+            num_ranks=member.hello.num_ranks,
+            place=place,
+            restart=to_builtins(restart),
+            numbers=member.joined,
+        )
 
     # --- rounds -----------------------------------------------------------------------------------------------------
 
@@ -382,41 +452,29 @@ class RendezvousServer(threading.Thread):
         members = sorted(
             self._members, key=lambda member: -1 if member.hello.node_rank is None else member.hello.node_rank
         )
-        sizes = [member.num_ranks for member in members]
+        sizes = [member.hello.num_ranks for member in members]
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         parts = [
             f"{start}{f'-{start + size - 1}' if size > 1 else ''} on {member.hello.name}"
             for start, size, member in zip(starts, sizes, members, strict=True)
-            if size
         ]
         self._num_rounds += 1
         address = self._listener.getsockname()[0]
         address = "" if ipaddress.ip_address(address).is_unspecified else address
         store = open_store(open_listener(address, 0), address or "localhost")
-        self._round = LaunchRound(self._num_rounds, members, store)
+        self._round = LaunchRound(self._num_rounds, members, store, sum(sizes))
         if self._heals:
             secret = derive_key(self._nodes.secret, "the ranks")
             self._round.healer = Healer(store, secret, sum(sizes), self._round.ends)
+        if self._replaces:
+            self._round.replacements = Replacements(self._round.ends, sum(sizes))
         for node, member in enumerate(members):
             member.outcome = None
+            member.joined = []
+            member.is_coming = False
             member.ranks = range(starts[node], starts[node] + sizes[node])
-            place = {
-                "port": store.port,
-                "node": node,
-                "num_nodes": len(members),
-                "first_rank": starts[node],
-                "world_size": sum(sizes),
-                "num_restarts": self._num_restarts,
-            }
-            member.link.send(
-                "begin",
-                round=self._num_rounds,
-                sentence=f"ranks {', '.join(parts)}",
-                address=self._find_address(member),
-                num_ranks=member.num_ranks,
-                place=place,
-                restart=to_builtins(self._restart),
-            )
+            place = self._round.build_place(node, starts[node], self._num_restarts)
+            self._send_begin(member, f"ranks {', '.join(parts)}", place, self._restart)
 
     def _find_address(self, member: Member) -> str:
         """Return the address at which the other nodes reach a node. For the server's own node, that of the server."""
@@ -452,7 +510,6 @@ class RendezvousServer(threading.Thread):
         has_succeeded = all(outcome.has_succeeded for outcome in outcomes)
         is_complete = has_succeeded and all(outcome.is_complete for outcome in outcomes)
         may_restart = self._num_restarts < self._max_restarts
-        left, self._left = self._left, []
         if leaving:
             if is_complete or self._received or len(self._members) - len(leaving) < self._nodes.least:
                 return End(is_complete=is_complete)
@@ -460,15 +517,11 @@ class RendezvousServer(threading.Thread):
                 member.link.send("end", **asdict(End()))
                 self._drop(member)
             return Restart(f"{' and '.join(member.hello.name for member in leaving)} received a signal to stop")
-        if first is not None and left and round_.healer is not None and not round_.healer.are_ready:
-            for member, num_ranks in left:  # what was started again fails again
-                member.num_ranks = num_ranks
-            return Restart(first.reason, first.rank)
         if first is not None and not (first.secondary and (round_.lost or round_.is_admitting)):
             if first.kind != "error" and may_restart:
                 self._num_restarts += 1
                 return Restart(first.reason, first.rank)
-            where = "".join(f", on {member.hello.name}" for member in members if first.rank in member.ranks)
+            where = "".join(f", on {member.hello.name}" for member in members if member.has(first.rank))
             return End(failure=f"{first.reason}{where}", code=first.exit_code)
         if round_.lost:
             reason = f"{' and '.join(round_.lost)} {'was' if len(round_.lost) == 1 else 'were'} lost"
@@ -481,10 +534,6 @@ class RendezvousServer(threading.Thread):
             return End(message=f"{reason}: the same commands resume from the newest snapshot", code=1)
         if round_.is_admitting and not is_complete:
             return Restart("a node has joined")
-        if round_.is_replacing and not is_complete:
-            dead = {failure.rank for failure in round_.ends.outlived}
-            self._left = [(member, len({*member.ranks} - dead)) for member in members]
-            return Restart(describe_replaced(round_.ends.outlived), round_.ends.outlived[-1].rank)
         if has_succeeded:
             return End(is_complete=is_complete)
         return End(message="the ranks were stopped, and no node has reported a reason", code=1)
@@ -509,7 +558,8 @@ def _stop_all(round_: LaunchRound, how: str) -> None:
 def _build_lost(member: Member) -> dict[int, tuple[int, RankFailure]]:
     """Return the ends of the ranks of a node that was lost."""
     message = f"was lost with {member.hello.name}"
-    return {rank: (1, RankFailure(rank, time.time(), 1, False, "died", message)) for rank in member.ranks}
+    ranks = (*member.ranks, *member.joined)
+    return {rank: (1, RankFailure(rank, time.time(), 1, False, "died", message)) for rank in ranks}
 
 
 def open_listener(address: str, port: int) -> socket.socket:

@@ -15,16 +15,17 @@ from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from samestep.config import Overrides
-from samestep.console import format_ranks, say
+from samestep.console import say
 from samestep.decoding import convert
 from samestep.files import read_bytes, read_text
 from samestep.launch.failure import RankFailure
 from samestep.launch.handshake import derive_key
-from samestep.launch.healer import Healer, LateEnds, describe_replaced
-from samestep.launch.local_ranks import Placement, Ranks, build_variables, open_store
+from samestep.launch.healer import Healer, LateEnds
+from samestep.launch.local_ranks import Placement, Ranks, build_joining, build_variables, open_store
 from samestep.launch.messages import LauncherLink
 from samestep.launch.rendezvous_client import End, Nodes, build_hello, connect, find_own_address
 from samestep.launch.rendezvous_server import FLUSH_S, RendezvousServer, open_listener
+from samestep.launch.replacements import Replacements
 from samestep.launch.target import Target
 from samestep.world.environment import BEGUN, RANKED, REPLACE, ROOM, STOPPED, Restart, count_job_nodes
 from samestep.world.host import list_addresses
@@ -38,7 +39,7 @@ class Launch:
         num_ranks: number of ranks on this machine.
         received: the signals that this process has received so far.
         heals: whether the other ranks continue if one dies.
-        replaces: whether all ranks then start again after the next snapshot.
+        replaces: whether further ranks then join them.
     """
 
     target: Target
@@ -50,14 +51,22 @@ class Launch:
     replaces: bool = False
 
 
-def _start(ranks: Ranks, launch: Launch, place: Placement) -> None:
+def _start(ranks: Ranks, launch: Launch, place: Placement, numbers: Sequence[int] = ()) -> dict[int, dict[str, str]]:
+    """Start the ranks. Returns their environments.
+
+    Args:
+        numbers: of ranks that join those of other nodes; none at a start of all.
+    """
     overrides = launch.overrides
     begun = ranks.directory / BEGUN
     if place.restart is not None and begun.exists():  # resume that run, whatever options the first start had
         run_dir = os.fsdecode(read_bytes(begun)) if overrides.get("fresh") else overrides.get("run_dir")
         overrides = {**overrides, "resume": "latest", "fresh": False, "run_dir": run_dir}
-    variables = build_variables(launch.num_ranks, place, overrides, heals=launch.heals)
+    heals = REPLACE if launch.replaces else "1" if launch.heals else ""
+    variables = build_variables(launch.num_ranks, place, overrides, heals=heals)
+    variables = [build_joining(own, number) for own, number in zip(variables, numbers)] or variables  # noqa: B905
     ranks.start(launch.target, variables)
+    return dict(zip(numbers or range(place.first_rank, place.first_rank + len(variables)), variables, strict=True))
 
 
 def _poll(ranks: Ranks, launch: Launch, healer: Healer | None = None) -> bool:
@@ -66,8 +75,6 @@ def _poll(ranks: Ranks, launch: Launch, healer: Healer | None = None) -> bool:
     received = launch.received
     if healer is not None:
         healer.heal(received)
-        if launch.replaces and not received and ranks.take_saved():
-            ranks.request_replacement()
     if len(received) > 1:
         ranks.kill()
     elif received and not ranks.is_stopping:
@@ -94,7 +101,6 @@ class LocalStarts:
         self._launch = launch
         self._num_restarts = 0
         self._restart: Restart | None = None
-        self._num_left = 0  # in a start that replaces ranks which have died: how many the others were
 
     def run(self) -> bool:
         """Start all ranks, and wait for their end. Returns whether they start again."""
@@ -103,10 +109,12 @@ class LocalStarts:
         store = open_store()  # a new one: the old one holds the addresses of the earlier ranks
         num_keys = store.num_keys()
         place = Placement(store.port, num_restarts=self._num_restarts, restart=self._restart)
-        _start(ranks, launch, place)
+        variables = _start(ranks, launch, place)
         healer = Healer(store, place.secret, launch.num_ranks, ranks.ends) if launch.heals else None
+        replacements = Replacements(ranks.ends, launch.num_ranks)
         while not (has_failed := _poll(ranks, launch, healer)) and not ranks.done:
-            pass
+            if healer is not None and launch.replaces:
+                _replace(ranks, healer, replacements, variables, launch)
         if has_failed:
             if healer is not None:
                 healer.refuse()
@@ -115,36 +123,46 @@ class LocalStarts:
             _warn_of_copies(ranks, launch.target)
         failure = ranks.first_failure()
         if failure is None:
-            return self._replace_lost()
+            return False
         ranks.record(failure)
-        can_restart = not (launch.received or ranks.lost)
-        num_left, self._num_left = self._num_left, 0
-        if num_left and can_restart and healer is not None and not healer.are_ready:
-            return self._start_again(failure, f"all start again on {format_ranks(num_left)}", num_left)
         # An Error is a mistake of the user, and would occur again.
-        is_end = failure.kind == "error" or not can_restart or self._num_restarts >= launch.max_restarts
+        can_restart = not (launch.received or ranks.lost or failure.kind == "error")
+        is_end = not can_restart or self._num_restarts >= launch.max_restarts
         if healer is not None and has_failed and not launch.received:
             healer.report(is_end=is_end)
         if is_end:
             return False
         self._num_restarts += 1
-        return self._start_again(failure, f"restart {self._num_restarts} of {launch.max_restarts}", launch.num_ranks)
-
-    def _replace_lost(self) -> bool:
-        """If the ranks have ended so that others are replaced, let all start again. Returns whether they do."""
-        lost = self._ranks.ends.outlived
-        notes = [self._ranks.directory / name for name in (STOPPED, REPLACE)]
-        if not lost or self._launch.received or not all(note.exists() for note in notes):
-            return False
-        self._restart = Restart(describe_replaced(lost), lost[-1].rank)
-        self._num_left = self._launch.num_ranks - len(lost)
-        return True
-
-    def _start_again(self, failure: RankFailure, then: str, num_ranks: int) -> bool:
         self._restart = Restart(failure.reason, failure.rank)
-        self._launch = dataclasses.replace(self._launch, num_ranks=num_ranks)
-        self._ranks.report(failure, f"; {then}")
+        ranks.report(failure, f"; restart {self._num_restarts} of {launch.max_restarts}")
         return True
+
+
+def _replace(
+    ranks: Ranks,
+    healer: Healer,
+    replacements: Replacements,
+    variables: dict[int, dict[str, str]],
+    launch: Launch,
+) -> None:
+    """Start ranks in the place of those that have died, and let them join the others. Call it repeatedly.
+
+    Args:
+        variables: the environment of each rank so far.
+    """
+    if ranks.take_saved():
+        replacements.note_saved()
+    if not launch.received and healer.can_join and (replaced := replacements.take()):
+        for number, rank in replaced.items():
+            variables[number] = build_joining(variables[rank], number)
+        ranks.add([variables[number] for number in replaced])
+        healer.expect([*replaced])
+    for failure in ranks.take_lost():
+        if healer.forget(failure, launch.received):
+            replacements.note_lost(failure.rank)
+    ranks.take_in(healer.admit())
+    if not healer.are_coming:
+        ranks.kill_joining()
 
 
 def _warn_of_copies(ranks: Ranks, target: Target) -> None:
@@ -166,6 +184,7 @@ class _Begin(Struct, frozen=True):
     num_ranks: int = 0
     place: dict[str, int] = {}
     restart: Restart | None = None
+    numbers: list[int] = []
 
 
 class NodeSession:
@@ -173,8 +192,7 @@ class NodeSession:
 
     Attributes:
         begun: the server's last "begin" message.
-        stop: how the current round must stop: "now", "saved" (after a snapshot), "replace" (the same, if
-            there is a further step), or "": not at all.
+        stop: how the current round must stop: "now", "saved" (after a snapshot), or "": not at all.
         end: how the launch has ended, once the server has sent that.
     """
 
@@ -186,6 +204,7 @@ class NodeSession:
         self._round = 0  # whose ranks were started
         self._seen_restarts = 0
         self._num_reported = 0  # ranks whose ends the server knows
+        self._variables: dict[int, dict[str, str]] = {}  # the environment of each rank of this round
         self._has_reported = self._has_sent_room = False
         self._late = LateEnds(ranks.ends)
         self.begun = _Begin()
@@ -221,6 +240,12 @@ class NodeSession:
                     self._ranks.end_stuck(message["ranks"], message["reason"])
                 elif kind == "outlive" and message["round"] == self.begun.round:
                     self._ranks.ends.outlive(message["ranks"])
+                elif kind == "replace" and message["round"] == self.begun.round:
+                    self._replace(message["rank"], message["number"])
+                elif kind == "dismiss" and message["round"] == self.begun.round:
+                    self._ranks.kill_joining()
+                elif kind == "joined" and message["round"] == self.begun.round:
+                    self._ranks.take_in(message["ranks"])
                 elif kind == "end":
                     self.end = convert(message, End)
         except OSError:
@@ -247,8 +272,16 @@ class NodeSession:
             self._report_restart(place.restart, place.num_restarts)
         if not place.first_rank or count_job_nodes() == 1:  # the nodes of a Slurm job share one output
             say(begun.sentence)
-        _start(self._ranks, dataclasses.replace(self._launch, num_ranks=begun.num_ranks), place)
+        launch = dataclasses.replace(self._launch, num_ranks=begun.num_ranks)
+        self._variables = _start(self._ranks, launch, place, begun.numbers)
         self._late = LateEnds(self._ranks.ends)
+
+    def _replace(self, rank: int, number: int) -> None:
+        """Start a rank in the place of one that has died."""
+        if not self._ranks.is_stopping:
+            self._has_reported = False
+            self._variables[number] = build_joining(self._variables[rank], number)
+            self._ranks.add([self._variables[number]])
 
     def _report_restart(self, restart: Restart, num_restarts: int) -> None:
         own = self._ranks.first_failure()
@@ -280,8 +313,6 @@ class NodeSession:
             return True
         if self.stop == "now" or (has_failed and not self._is_undecided):
             ranks.stop()
-        elif self.stop == "replace":
-            ranks.request_replacement()
         elif self.stop == "saved" and ranks.started and not ranks.is_stopping:
             ranks.request_stop()
         if not self._has_sent_room:
@@ -312,6 +343,9 @@ class NodeSession:
     def _report_ends(self) -> None:
         """Report the ranks that have ended since the last call."""
         codes = [*self._ranks.ends.codes.items()][self._num_reported :]
+        for failure in self._ranks.take_lost():
+            failures = to_builtins([_shorten(failure)])
+            self._link.send("ends", round=self._round, codes=[(failure.rank, failure.code)], failures=failures)
         if codes:
             self._num_reported += len(codes)
             ended = {rank for rank, _ in codes}
@@ -330,10 +364,11 @@ def run_node(ranks: Ranks, launch: Launch, nodes: Nodes) -> End:
     The launcher at the endpoint also runs the rendezvous server. Raises Error if the nodes do not join.
     """
     server = None
+    heal_flags = {"heals": launch.heals, "replaces": launch.replaces}
     if (address := find_own_address(nodes.host)) is not None:
         with suppress(OSError):  # the port is in use, by a launcher of another node on this machine
             listener = open_listener(address, nodes.port)
-            server = RendezvousServer(nodes, listener, launch.max_restarts, launch.received, heals=launch.heals)
+            server = RendezvousServer(nodes, listener, launch.max_restarts, launch.received, **heal_flags)
             server.start()
     hello = build_hello(
         nodes,
@@ -341,8 +376,7 @@ def run_node(ranks: Ranks, launch: Launch, nodes: Nodes) -> End:
         launch.num_ranks,
         launch.max_restarts,
         launch.overrides,
-        heals=launch.heals,
-        replaces=launch.replaces,
+        **heal_flags,
     )
     link = connect(nodes, hello, lambda: bool(launch.received))
     if link is None:

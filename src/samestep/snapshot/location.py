@@ -376,7 +376,8 @@ class LocalLocation(RunLocation):
 
         start, num_bytes = self._each_directory(begin_one)[0]
         self._logs = self._path / LOGS / str(start)
-        start_log(self._group.rank, self._logs / f"{self._group.rank}.log")
+        number = self._group.number
+        start_log(number, self._logs / f"{number}.log")
         if self._kept is not None and not point.is_beginning:
             self._kept.resume(num_bytes)
 

@@ -360,17 +360,19 @@ class RunDirectory:
             self._add_line(path, row)
         self.write_status("running", "")
 
-    def write_heal(self, step: int, lost: Sequence[int], world_size: int, seconds: float) -> None:
-        """Add a line to `heals.jsonl`: the other ranks continue after a death.
+    def write_heal(
+        self, step: int, lost: Sequence[int], world_size: int, seconds: float, *, joined: Sequence[int] = ()
+    ) -> None:
+        """Add a line to `heals.jsonl`: ranks have died and the others continue, or ranks have joined them.
 
         Args:
-            step: the step in which the ranks were lost.
-            lost: the ranks that are gone, as numbered at the start.
+            step: the step in which the ranks were lost, or before which they joined.
+            lost, joined: these ranks, as numbered at the start.
             world_size: number of ranks that continue.
-            seconds: the time from the notice of the death until the others were a group again.
+            seconds: the time until they were a group.
         """
-        row = {"time": _now(), "step": step, "lost": [*lost], "world_size": world_size, "seconds": round(seconds, 3)}
-        self._add_line(self.path / HEALS, row)
+        row = {"time": _now(), "step": step, "lost": [*lost], "joined": [*joined], "world_size": world_size}
+        self._add_line(self.path / HEALS, {**row, "seconds": round(seconds, 3)})
 
     def _add_line(self, path: Path, row: Mapping[str, Any]) -> None:
         try:

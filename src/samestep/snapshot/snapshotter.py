@@ -17,7 +17,6 @@ from samestep.snapshot.async_copy import Copy, Refused, Staging, Watch, Writer, 
 from samestep.snapshot.inspection import Inspection, TrainingState
 from samestep.snapshot.location import RunLocation, SnapshotOrder
 from samestep.snapshot.parts import PATIENCE_S
-from samestep.snapshot.resume_point import ResumePoint
 from samestep.snapshot.serialization import encode
 
 
@@ -83,9 +82,9 @@ class Snapshotter:
         if location.directory is not None:
             location.directory.call_before_close(self._wait_alone)
 
-    def resume(self, point: ResumePoint) -> None:
-        """Continue at a point, of which there is a snapshot."""
-        self.saved_step = point.step
+    def resume(self, saved_step: int | None) -> None:
+        """Continue a run. `saved_step`: as the attribute."""
+        self.saved_step = saved_step
 
     def take_over(self) -> None:
         """Write the snapshots from now on, on a rank that has become rank 0. The location has been taken over.

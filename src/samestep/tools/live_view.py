@@ -279,7 +279,7 @@ def _choose_style(rank: Beat) -> str | None:
 
 def _name_table(run_dir: Path, record: RankStates) -> str:
     age_s = time.time() - record.time_s
-    heals = read_rows(run_dir / HEALS)
+    heals = [row for row in read_rows(run_dir / HEALS) if row["lost"]]
     healed = f", {format_count(len(heals), 'heal')}, the last in step {heals[-1]['step']}" if heals else ""
     return f"{format_count(len(record.ranks), 'rank')}{healed}" + (
         f", {describe_seconds(age_s)} ago" if age_s > 2 * POLL_S else ""

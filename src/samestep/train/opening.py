@@ -62,7 +62,7 @@ def open_loop(
     feed = Feed(context, data, state, interceptors.borrow, has_steps=has_steps)
     loop = Loop(context, state, prepared, services, feed, observers)
     services.resources.watch(loop.conclude)
-    begin_healing(context, state, data, feed, services, interceptors)
+    begin_healing(context, state, feed, services, interceptors, prepared.handover)
     if not state.place.is_past:
         prepared.misuse.watch()
         services.metrics.start_trackers()

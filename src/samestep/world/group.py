@@ -49,10 +49,12 @@ from samestep.world.membership import (
     Membership,
     check_none_gone,
     is_settled,
+    write_closed,
     write_refusal,
     write_stuck,
 )
 from samestep.world.rendezvous_store import MAC_BYTES, SignedEntries, read_entry, write_entry
+from samestep.world.transcript import TRANSCRIPT, Transcript
 from samestep.world.version_check import check_alike, describe_software, explain_hashing, explain_torch
 from samestep.world.waiter import LARGE_BYTES, Transfer, Waiter
 
@@ -119,6 +121,7 @@ class Group:
         local_rank: index among the ranks of this node.
         device: where this rank computes.
         local_sockets: sockets to the other ranks if all run on one host, else None.
+        is_on_one_host: whether all ranks ran on one host at the start.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -127,11 +130,14 @@ class Group:
         self.local_rank = rank
         self.device = device
         self.local_sockets: LocalSockets | None = None
+        self.is_on_one_host = True
         self._key = b""  # from the launcher's secret and random parts of all ranks, which the store never holds
         self._membership: Membership | None = None
         self._waiter: Waiter | None = None  # if ranks can continue after a death
         self._uses_nccl = False  # set if ranks can continue after a death
         self._refuses = False  # to continue after a death, in this loop
+        self._recorded: Transcript | None = None  # before the first step, if others may join later
+        self._replayed: Transcript | None = None  # before the first step of a rank that joins
         self._is_in_part = False  # within `together`
         self._notify: Callable[[Change], None] = lambda change: None
         self.forget_stops()
@@ -142,6 +148,11 @@ class Group:
     def members(self) -> Sequence[int]:
         """The number that each rank had at the start."""
         return range(self.world_size) if self._membership is None else self._membership.members
+
+    @property
+    def number(self) -> int:
+        """This rank's number at the start."""
+        return self.rank if self._membership is None else self._membership.own
 
     @property
     def has_healed(self) -> bool:
@@ -169,13 +180,16 @@ class Group:
             write_refusal(_connect_to_store(), environment.secret, "")
         self._refuses = False
         if self._membership is None:
-            self._membership = Membership(
-                _connect_to_store(), environment.secret, environment.rank, environment.world_size
-            )
+            store = _connect_to_store()
+            membership = Membership(store, environment.secret, environment.rank, range(environment.world_size))
             self._uses_nccl = self.device.type == "cuda" and not self.needs_staging(self.device)
-            self._waiter = None if self._uses_nccl else Waiter()
-            LossWatch(self._membership, _connect_to_store, self._break_connections)
-            self._membership.announce()
+            self._begin_membership(membership)
+            membership.announce()
+
+    def _begin_membership(self, membership: Membership) -> None:
+        self._membership = membership
+        self._waiter = None if self._uses_nccl else Waiter()
+        LossWatch(membership, _connect_to_store, self._break_connections)
 
     def refuse_healing(self, environment: Environment, reason: str) -> None:
         """Let no rank continue if one dies, until the next call of `begin_healing`. `reason`: a clause."""
@@ -236,24 +250,156 @@ class Group:
             raise PeerFailed(reason)
         began_s = time.monotonic()
         before = membership.members
-        while True:
-            membership.leave(self._leave)
-            membership.advance(reason)
-            try:
-                with self.together():
-                    self._join(membership)
-                    positions = self.gather_number(membership.position)
-            except RuntimeError:  # a further rank has died
-                continue
-            break
-        counts = is_settled(membership.position, positions)
+        membership.leave(self._leave)
+        membership.advance(reason)
+        counts = is_settled(membership.position, self._join_all(membership, reason))
         if counts:
             membership.complete()
         elif unrepeatable:
             raise NotHealed(unrepeatable)
-        lost = [rank for rank in before if rank not in membership.members]
-        self._notify(Change(lost, membership.members, began_s))
+        self._notify_of_lost(before, membership.members, began_s)
         return counts
+
+    def _notify_of_lost(self, before: Sequence[int], members: Sequence[int], began_s: float) -> None:
+        if lost := [rank for rank in before if rank not in members]:
+            self._notify(Change(lost, [rank for rank in before if rank in members], began_s))
+
+    def _join_all(self, membership: Membership, reason: str) -> list[int]:
+        """Join the members of the newest generation, who have all come. Return the positions of all."""
+        while True:
+            try:
+                with self.together():
+                    self._join(membership)
+                    return self.gather_number(membership.position)
+            except RuntimeError:  # a further rank has died
+                membership.leave(self._leave)
+                membership.advance(reason)
+
+    # --- ranks that join --------------------------------------------------------------------------------------
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether this rank runs the script's lines before the loop alone, see `Transcript`."""
+        return self._replayed is not None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether ranks wait to join, and this rank knows it."""
+        return self._healing is not None and self._healing.is_asked
+
+    def begin_recording(self) -> None:
+        """Record the results of collectives from here on, for ranks that join later."""
+        self._recorded = Transcript()
+
+    def end_recording(self, environment: Environment) -> None:
+        """End the recording, since the first step begins, and put it into the launcher's store."""
+        if self._recorded is not None and self.rank == 0:
+            secret = environment.secret.encode()
+            is_on_one_host = self.is_on_one_host
+            packed = self._recorded.pack(secret, self._key, self.world_size, is_on_one_host=is_on_one_host)
+            _connect_to_store().set(TRANSCRIPT, packed)
+        self._recorded = None
+
+    def close_joining(self, environment: Environment) -> None:
+        """Let no rank join from here on, since a further loop begins. On all ranks."""
+        if self.rank == 0:
+            write_closed(_connect_to_store(), environment.secret)
+
+    def admit(self) -> Sequence[int]:
+        """Form a new group with the ranks that have come. On all ranks, between two steps.
+
+        Returns:
+            Their numbers; none if they have died meanwhile, or another rank has.
+        """
+        membership = self._healing
+        if membership is None:
+            return ()
+        began_s = time.monotonic()
+        before = membership.members
+
+        def find_generation() -> int:
+            self._barrier()
+            return membership.number
+
+        # If a rank dies meanwhile, some ranks may be in a later generation already. All decide by this result.
+        if self.complete(find_generation) == membership.number:
+            reason = "the launcher has not named the ranks that continue"
+            membership.wait_for_others()
+            membership.leave(self._leave)
+            membership.advance(reason)
+            self._join_all(membership, reason)
+            self._notify_of_lost(before, membership.members, began_s)
+        return self._agree_on_joined(before)
+
+    def _agree_on_joined(self, before: Sequence[int]) -> Sequence[int]:
+        """Return the members that are not among those before, the same on all ranks, also if one dies meanwhile."""
+
+        def find_joined() -> Sequence[int]:
+            self._barrier()
+            return [rank for rank in self.members if rank not in before]
+
+        return self.complete(find_joined)
+
+    def begin_joining(self, environment: Environment, *, uses_nccl: bool) -> None:
+        """Run the script's lines before the loop alone, on a rank that joins the others later.
+
+        Raises:
+            NotHealed: their recording is not there.
+        """
+        store = _connect_to_store()
+        data = bytes(store.get(TRANSCRIPT))
+        secret = environment.secret.encode()
+        self._replayed, self._key, self.world_size, self.is_on_one_host = Transcript.unpack(data, secret)
+        self.rank = self.world_size - 1  # not 0, which alone writes files
+        self._uses_nccl = uses_nccl
+
+    @contextmanager
+    def joined(self, environment: Environment) -> Iterator[None]:
+        """Join the others, on a rank that is joining, when the launcher and they have taken it in.
+
+        In the block, it takes part in `complete`. After it, the script's lines before the loop continue.
+        """
+        shown = self.rank, self.world_size
+        membership = Membership(_connect_to_store(), environment.secret, environment.number, ())
+        membership.come()
+        self._begin_membership(membership)
+        reason = "the others have not taken this rank in"
+        membership.advance(reason, is_later=True)
+        membership.catch_up(self._join_all(membership, reason))
+        self._agree_on_joined(())
+        yield
+        self.rank, self.world_size = shown
+
+    def end_joining(self, notify: Callable[[Change], None]) -> None:
+        """Take part in the others' collectives from here on."""
+        assert self._membership is not None
+        self._notify = notify
+        self._replayed = None
+        self.rank = self._membership.rank
+        self.world_size = len(self._membership.members)
+        self._membership.announce()
+
+    def exchange_tensors(
+        self, sent: Sequence[tuple[torch.Tensor, int]], received: Sequence[tuple[torch.Tensor, int]]
+    ) -> None:
+        """Send tensors to ranks, and overwrite contiguous ones in host memory with those that ranks send here.
+
+        Args:
+            sent: tensors of any dtype and device, none of them empty, and the ranks that receive them.
+            received: tensors, and the ranks that send them. Between two ranks, the order is the same on both.
+
+        Raises:
+            RuntimeError: another rank is gone.
+        """
+        messages = [_receive(torch.frombuffer(view_bytes(each), dtype=torch.uint8), rank) for each, rank in received]
+        messages += [_send(torch.frombuffer(view_bytes(each), dtype=torch.uint8), rank) for each, rank in sent]
+        self.wait_for(messages, LARGE_BYTES)
+
+    # --- the process group ------------------------------------------------------------------------------------
+
+    def _barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
 
     def _break_connections(self) -> None:
         """Let the waits for other ranks end: gloo's raise, and NCCL's leave a wrong result. In any thread."""
@@ -285,16 +431,28 @@ class Group:
         self.local_sockets = connect(self, TIMEOUT_S, watch=membership.check_newest)
         set_timeout(timedelta(seconds=TIMEOUT_S))
 
-    def _complete(self, collective: Callable[[], T], *, on_device: bool = False) -> T:
+    def _complete(self, collective: Callable[[], T], alone: T, *, on_device: bool = False) -> T:
+        """Run a collective, see `complete`. `alone`: as for `Transcript.read`."""
+        if self._replayed is not None and not self._is_in_part:
+            return self._replayed.read(alone)  # type: ignore[no-any-return]
+        result = self.complete(collective, on_device=on_device)
+        if self._recorded is not None and not self._is_in_part:
+            self._recorded.add(result)
+        return result
+
+    def complete(self, collective: Callable[[], T], *, on_device: bool = False) -> T:
         """Run a collective. If a rank dies meanwhile, form a new group, and repeat it unless it counts."""
         if not self.can_heal or self._is_in_part:
             return collective()
         while True:
             result: list[T] = []
             try:
-                result.append(collective())
+                with self.together():
+                    result.append(collective())
                 self.settle(on_device=on_device)
                 return result[0]
+            except NotHealed:
+                raise
             except RuntimeError as error:
                 reason = str(error)
             if self.heal(reason):
@@ -325,7 +483,7 @@ class Group:
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value` (as for `wire.encode`, or from `seal`), in rank order, on every rank."""
         data = wire.encode(value) if self.world_size > 1 else b""
-        return self._complete(lambda: self._gather(value, data))
+        return self._complete(lambda: self._gather(value, data), [value] * self.world_size)
 
     def _gather(self, value: Any, data: bytes) -> list[Any]:
         if self.world_size == 1:
@@ -339,9 +497,9 @@ class Group:
         else:
             rows[self.rank] = row
             peers = [rank for rank in range(self.world_size) if rank != self.rank]
-            receives = [dist.irecv(rows[peer], peer, tag=TAG) for peer in peers]
-            self._waiter.wait([*receives, *(dist.isend(row, peer, tag=TAG) for peer in peers)])
-        return [wire.decode(memoryview(each.numpy())[:size]) for each, size in zip(rows, sizes, strict=True)]  # type: ignore[arg-type]
+            receives = [_receive(rows[peer], peer) for peer in peers]
+            self._waiter.wait([*receives, *(_send(row, peer) for peer in peers)])
+        return [wire.decode(memoryview(each.numpy())[:size]) for each, size in zip(rows, sizes, strict=True)]
 
     def seal(self, value: Any) -> Any:
         """Prepare a value of any type for `gather`, `broadcast` and `once`. Receivers call `unseal`.
@@ -364,7 +522,7 @@ class Group:
 
     def gather_number(self, number: int) -> list[int]:
         """Return every rank's `number` (from 0 to 2**63 - 1), in rank order, on every rank. One exchange."""
-        return self._complete(lambda: self._gather_number_now(number))
+        return self._complete(lambda: self._gather_number_now(number), [number] * self.world_size)
 
     def _gather_number_now(self, number: int) -> list[int]:
         if self.world_size == 1:
@@ -408,7 +566,7 @@ class Group:
         def broadcast() -> Any:
             return self._broadcast_now(get_data() if self.rank == source else b"", source)
 
-        return self._complete(broadcast)
+        return self._complete(broadcast, ("value", None))
 
     def _broadcast_now(self, data: bytes, source: int) -> Any:
         if self.world_size == 1:
@@ -441,7 +599,7 @@ class Group:
                 tried.append(_try(fn))
             return tried[0][1]
 
-        if self.rank in on:
+        if self.rank in on and self._replayed is None:
             call_once()  # at the same time on all such ranks
         outcomes = [self._broadcast(call_once, rank) for rank in on]
         if tried and (failure := tried[0][0]) is not None:
@@ -458,7 +616,7 @@ class Group:
         """Overwrite `tensors` on every rank with those of rank `source`, in a few large messages."""
         if self.world_size == 1:
             return
-        self._complete(lambda: self._broadcast_tensors_now(tensors, source), on_device=True)
+        self._complete(lambda: self._broadcast_tensors_now(tensors, source), None, on_device=True)
 
     def _broadcast_tensors_now(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -474,7 +632,7 @@ class Group:
                     sent = piece.cpu() if self.needs_staging(device) else piece
                     self._broadcast_piece(sent, source)
                     if self.rank != source:
-                        parts = sent.to(device).split([bits.numel() for bits in chunk])
+                        parts = torch.split(sent.to(device), [bits.numel() for bits in chunk])
                         for bits, part in zip(chunk, parts, strict=True):
                             bits.copy_(part.view(bits.shape))
 
@@ -485,10 +643,10 @@ class Group:
             return
         place = (self.rank - source) % self.world_size  # in a binary tree, whose root is the source
         if place:
-            self._waiter.wait([dist.irecv(piece, (source + (place - 1) // 2) % self.world_size, tag=TAG)])
+            self._waiter.wait([_receive(piece, (source + (place - 1) // 2) % self.world_size)])
         below = [each for each in (2 * place + 1, 2 * place + 2) if each < self.world_size]
         if below:
-            self._waiter.wait([dist.isend(piece, (source + each) % self.world_size, tag=TAG) for each in below])
+            self._waiter.wait([_send(piece, (source + each) % self.world_size) for each in below])
 
     def gather_parts(self, part: torch.Tensor) -> torch.Tensor:
         """Return the bytes of all ranks, of which each has as many, in rank order, on every rank."""
@@ -516,7 +674,7 @@ class Group:
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        self._complete(lambda: dist.barrier() if self.world_size > 1 else None)
+        self._complete(self._barrier, None)
 
     def find_continuing(self, step: int) -> int | None:
         """Call before stopping instead of starting another step; detects ranks that did not stop and would deadlock.
@@ -565,6 +723,20 @@ class Group:
         if self.local_sockets is not None:
             self.local_sockets.close()
             self.local_sockets = None
+
+
+def _send(tensor: torch.Tensor, rank: int) -> Transfer:
+    """Begin to send a tensor in host memory to a rank, which calls `_receive`."""
+    work = dist.isend(tensor, rank, tag=TAG)
+    assert work is not None
+    return work
+
+
+def _receive(tensor: torch.Tensor, rank: int) -> Transfer:
+    """Begin to overwrite a tensor in host memory with the one that a rank sends."""
+    work = dist.irecv(tensor, rank, tag=TAG)
+    assert work is not None
+    return work
 
 
 def _try(fn: Callable[[], Any]) -> tuple[BaseException | None, bytes]:
@@ -654,9 +826,14 @@ def open_group(
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    backend = "gloo" if device.type == "cpu" or backend == "gloo" else NCCL
+    if environment.joins is not None:
+        group = Group(environment.rank, environment.world_size, device)
+        group.local_rank = environment.local_rank
+        group.begin_joining(environment, uses_nccl=backend == NCCL)
+        return group
     if environment.world_size > 1 and not dist.is_initialized():
         check_interface()
-        backend = "gloo" if device.type == "cpu" or backend == "gloo" else NCCL
         host, port = read_master()
         sentence = (
             f"rank {environment.rank} has waited {PATIENCE_S:.0f} s for all {environment.world_size} ranks to join at "
@@ -686,6 +863,9 @@ def open_group(
         with saying_when_slow(sentence, PATIENCE_S), _ended_by_ctrl_c():
             own = (describe_software(), secrets.token_bytes(MAC_BYTES))
             group.local_sockets = connect(group, timeout_s, own, check)
+        group.is_on_one_host = group.local_sockets is not None
+        if environment.replaces:
+            group.begin_recording()
     return group
 
 

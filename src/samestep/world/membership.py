@@ -20,8 +20,13 @@ from samestep.world.rendezvous_store import SignedEntries
 READY = "samestep/heal/ready"  # counts the ranks that can continue after the death of another one
 REFUSAL = "heal/refusal"  # the entry that says why none can
 STUCK = "heal/stuck"  # the entry that names ranks which their launcher must end
+COMING = "heal/coming"  # + rank: the entry of a rank that is ready to join
+ASKED = "heal/asked"  # the entry with the generation that the launcher asks to take in others
+CLOSED = "heal/closed"  # the entry that says that no rank can join any more
+WAITING = "heal/waiting"  # the entry with the generation whose ranks wait for the next one, to take in others
 GENERATION_S = 15.0  # for the launcher to notice a death, and for the survivors to connect
 POLL_S = 0.001
+MAX_POLL_S = 0.05  # of a rank that waits until it can join
 NOTICE_S = 0.5  # for a rank to notice a death itself, before its connections are broken
 
 _gone: list[int] = []  # ranks that have died while this process continued
@@ -63,6 +68,37 @@ def read_stuck(store: Any, secret: str) -> tuple[Sequence[int], str]:
     texts = SignedEntries(secret.encode(), store).read([STUCK])
     reason, *ranks = decode(texts[0], list[str | int]) if texts else [""]
     return [rank for rank in ranks if isinstance(rank, int)], str(reason)
+
+
+def write_coming(store: Any, secret: str, rank: int) -> None:
+    """Announce to the launcher that a rank is ready to join the others. Signed with the secret."""
+    SignedEntries(secret.encode(), store).put(f"{COMING}/{rank}", "")
+
+
+def is_coming(store: Any, secret: str, rank: int) -> bool:
+    """Return whether the rank has called `write_coming`."""
+    return bool(SignedEntries(secret.encode(), store).read([f"{COMING}/{rank}"]))
+
+
+def write_asked(store: Any, secret: str, generation: int) -> None:
+    """Ask the ranks of a generation to take in others after their step. Signed with the secret."""
+    SignedEntries(secret.encode(), store).put(ASKED, str(generation))
+
+
+def write_closed(store: Any, secret: str) -> None:
+    """Announce to the launcher that no rank can join the others any more. Signed with the secret."""
+    SignedEntries(secret.encode(), store).put(CLOSED, "")
+
+
+def is_closed(store: Any, secret: str) -> bool:
+    """Return whether a rank has called `write_closed`."""
+    return bool(SignedEntries(secret.encode(), store).read([CLOSED]))
+
+
+def read_waiting(store: Any, secret: str) -> int | None:
+    """Return the generation whose ranks wait for the launcher to name the next one; None before the first time."""
+    texts = SignedEntries(secret.encode(), store).read([WAITING])
+    return int(texts[0]) if texts else None
 
 
 def _name_entry(number: int) -> str:
@@ -116,44 +152,84 @@ class Change:
         return min(self.lost) < min(self.left)
 
 
+def list_gone() -> Sequence[int]:
+    """Return the ranks that have died so far, as numbered at the start."""
+    return tuple(_gone)
+
+
+def note_gone(ranks: Sequence[int]) -> None:
+    """Note the ranks that had died before this one joined the others."""
+    _gone[:] = ranks
+
+
 class Membership:
     """The members of this rank's group, and its position.
 
     Args:
         store: the launcher's store.
         secret: the ranks' secret.
-        rank, world_size: at the start.
+        rank: this rank, as numbered at the start.
+        members: as below; none of a rank that joins later.
 
     Attributes:
+        own: this rank, as numbered at the start.
         members: the ranks of the current generation, as numbered at the start.
         number: number of the current generation.
         position: the number of collectives that this rank knows to be complete on all ranks.
     """
 
-    def __init__(self, store: Any, secret: str, rank: int, world_size: int) -> None:
-        self.members: Sequence[int] = range(world_size)
+    def __init__(self, store: Any, secret: str, rank: int, members: Sequence[int]) -> None:
+        self.members = members
         self.number = 0
         self.position = 0
         self._named: Sequence[int] = self.members  # of the newest generation that `break_late` has found
+        self._asked = -1  # the generation that `break_late` has found
         self._is_connected = True
         self._is_broken = False
         self._connection = threading.Lock()  # held while the process group is being left or broken
         self._store = store
         self._secret = secret
-        self._own = rank
+        self.own = rank
 
     @property
     def rank(self) -> int:
         """This rank's number in the current generation."""
-        return self.members.index(self._own)
+        return self.members.index(self.own)
 
     def complete(self) -> None:
         """Note that a collective is complete on all ranks."""
         self.position += 1
 
+    def catch_up(self, positions: Sequence[int]) -> None:
+        """Take the position of the others, on a rank that joins them."""
+        self.position = max(positions)
+
     def announce(self) -> None:
         """Announce to the launcher that this rank can continue after the death of another one."""
         self._store.add(READY, 1)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the launcher asks the ranks of this generation to take in others. Not at the same time on all."""
+        return self._asked == self.number
+
+    def wait_for_others(self) -> None:
+        """Let the launcher name a further generation, with the ranks that are ready to join. All leave this one."""
+        SignedEntries(self._secret.encode(), self._store).put(WAITING, str(self.number))
+
+    def come(self) -> None:
+        """Wait until the launcher has named a generation with this rank, which is ready to join the others."""
+        write_coming(self._store, self._secret, self.own)
+        wait_s = POLL_S
+        while self.own not in self.members:
+            members = read_generation(self._store, self._secret, self.number + 1)
+            if members is None:
+                wait_s = min(2 * wait_s, MAX_POLL_S)
+                time.sleep(wait_s)
+            else:
+                self.number += 1
+                self.members = members
+        self._store.set(self._name_arrival(self.own), b"")
 
     def leave(self, close: Callable[[], None]) -> None:
         """Leave the process group by calling `close`."""
@@ -177,6 +253,8 @@ class Membership:
         while (members := read_generation(store, self._secret, newest + 1)) is not None:
             newest += 1
             self._named = members
+        if asked := SignedEntries(self._secret.encode(), store).read([ASKED]):
+            self._asked = int(asked[0])
         with self._connection:
             if self._is_connected and self.number == number < seen:
                 self._is_broken = True  # before the waits end
@@ -203,26 +281,29 @@ class Membership:
         self._is_connected = True
         return PrefixStore(f"{name_generation(self.number)}/group", self._store)
 
-    def advance(self, reason: str) -> None:
+    def advance(self, reason: str, *, is_later: bool = False) -> None:
         """Move to the newest generation, and wait until all of its members have done so.
 
         This wait has no limit of its own: a member may have a long step to complete. If it dies, or is ended because
         it is stuck, the launcher names a further generation.
 
+        Args:
+            reason: the message of the error.
+            is_later: whether this rank has moved to a generation and not met its members yet.
+
         Raises:
-            PeerFailed: the launcher ends the run, or names no further generation in time. `reason`: its message.
+            PeerFailed: the launcher ends the run, or names no further generation in time.
         """
         began_s = time.monotonic()
-        is_later = False
         while True:
             if (members := read_generation(self._store, self._secret, self.number + 1)) is not None:
-                if self._own not in members:
+                if self.own not in members:
                     raise PeerFailed(reason)
                 _gone[:] = [*_gone, *(rank for rank in self.members if rank not in members)]
                 self.number += 1
                 self.members = members
                 is_later = True
-                self._store.set(self._name_arrival(self._own), b"")
+                self._store.set(self._name_arrival(self.own), b"")
                 continue
             if is_later and self._have_all_come():
                 return

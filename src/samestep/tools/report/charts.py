@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from samestep.console import escape, format_ranks
 from samestep.tools.report.decimation import Floats, colour, decimate, merge_rows, shorten
 from samestep.tools.report.run_data import MAX_STEPS, Intervals, Points, RunData
+from samestep.watch.stall_diagnosis import describe_ranks
 
 # After Okabe and Ito, who chose colours that colour-blind people can tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")
@@ -144,14 +145,12 @@ def find_marks(runs: Sequence[RunData]) -> list[Mark]:
             ranks = f" on {format_ranks(row['world_size'])}" if type(row.get("world_size")) is int else ""
             marks.append(Mark(row["from_step"], "restart", f"{prefix}restart at {row['from_step']}{ranks}"))
         for row in run.heals:
-            marks.append(Mark(row["step"], "heal", f"{prefix}{_name_lost(row['lost'])} at {row['step']}"))
+            changes = {"lost": row["lost"], "joined": row.get("joined")}
+            parts = [f"{describe_ranks(ranks)} {what}" for what, ranks in changes.items() if ranks]
+            marks.append(Mark(row["step"], "heal", f"{prefix}{', '.join(parts)} at {row['step']}"))
     if len(runs) == 1:
         marks += [Mark(each["step"], "snapshot", f"snapshot {each['step']}") for each in runs[0].snapshots]
     return marks
-
-
-def _name_lost(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} lost"
 
 
 def find_bands(runs: Sequence[RunData]) -> list[Band]:

@@ -129,7 +129,7 @@ def _build_summary(runs: Sequence[RunData]) -> str:
             "newest snapshots": _name_steps([each["step"] for each in run.snapshots[-5:]]),
             "digest": run.digest,
             "restarts": str(len(run.restarts)),
-            "heals": str(len(run.heals)) if run.heals else "",
+            "heals": str(num_heals) if (num_heals := sum(bool(row["lost"]) for row in run.heals)) else "",
             "samples/s": f"{measured['samples_per_s']:,.0f}" if "samples_per_s" in measured else "",
             "samples": run.audit,
         }

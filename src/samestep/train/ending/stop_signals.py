@@ -13,7 +13,7 @@ from typing import Any
 
 from samestep.launch.rank_process import kept_signals
 from samestep.watch.records import read_rows
-from samestep.world.environment import LEAVE, REPLACE, REPLACING, START_AGAIN, Environment, stop_code
+from samestep.world.environment import LEAVE, START_AGAIN, Environment, stop_code
 
 # Seconds in which a further signal counts as a repetition of the first one: a scheduler that signals every process of a
 # job reaches a rank directly and also through its launcher. After a real second signal, samestep's launcher kills the
@@ -29,8 +29,6 @@ MAX_IDLE_STOPS = 3
 
 def describe_stop(signum: int) -> str:
     """Return the reason of a stop, as in `status.json` and `restarts.jsonl`."""
-    if signum == REPLACING:
-        return "stopped to replace ranks that have died"
     return f"stopped by {signal.Signals(signum).name}"
 
 
@@ -69,8 +67,6 @@ class StopSignals:
         self.is_on = is_on
         self._say = say
         self._leave_note = None if environment.error_dir is None else Path(environment.error_dir, LEAVE)
-        has_launcher = environment.heals and environment.error_dir is not None
-        self._replace_note = os.path.join(environment.error_dir or "", REPLACE) if has_launcher else ""
         self._launcher = environment.launcher
         self._same_for_s = SAME_SIGNAL_S[environment.launcher]
         self._heard_at_s = 0.0
@@ -117,12 +113,6 @@ class StopSignals:
         self.heard = number
         self._heard_at_s = now_s
         return getattr(self._before.get(number), "__self__", None)
-
-    def find_request(self) -> int:
-        """Return the number of the signal that asks for a stop, or REPLACING; 0 for none."""
-        if not self.heard and self._replace_note and os.path.exists(self._replace_note):
-            return REPLACING
-        return self.heard
 
     @property
     def exit_code(self) -> int:

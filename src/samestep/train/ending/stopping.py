@@ -26,7 +26,8 @@ class Stopping(StepObserver):
         signals: the signals that this rank has received.
 
     Attributes:
-        signal: the signal that stops the run on all ranks, or REPLACING; 0 for none.
+        signal: the signal that stops the run on all ranks; 0 for none.
+        is_admitting: whether the ranks take in others after this body.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Stopping(StepObserver):
         self.signals = signals
         self._grace_s = context.config.grace_s
         self.signal = 0
+        self.is_admitting = False
         self._has_agreed = False
         self._began_s = 0.0
 
@@ -75,7 +77,8 @@ class Stopping(StepObserver):
     def cast_vote(self, **more: Any) -> Vote:
         """Return this rank's vote. `more`: the entries of `Vote` that others give."""
         snapshotter = self._snapshotter
-        return Vote(self.signals.find_request(), snapshotter.is_time(), snapshotter.is_copying, **more)
+        joining = self._context.group.is_asked and not self._state.place.is_further
+        return Vote(self.signals.heard, snapshotter.is_time(), snapshotter.is_copying, joining=joining, **more)
 
     def take_votes(self, votes: Sequence[Vote]) -> None:
         """Apply the votes of all ranks.
@@ -106,19 +109,20 @@ class Stopping(StepObserver):
             if any(vote.snapshot for vote in votes):
                 self._snapshotter.want()
             self.signal = max(vote.stop for vote in votes)
+            self.is_admitting = any(vote.joining for vote in votes)
 
     def exchanged(self, step: Step, report: PassReport) -> None:
         self.take_votes(report.votes)
 
     def vote_alone(self) -> None:
         """With one rank, react at the end of a body to a signal that arrived after the exchange."""
-        if self._context.world_size == 1 and (request := self.signals.find_request()):
-            self.take_votes([Vote(request)])
+        if self._context.world_size == 1 and self.signals.heard:
+            self.take_votes([Vote(self.signals.heard)])
 
     def vote_together(self) -> None:
         """Exchange votes outside of a step, on all ranks."""
         if self.signals.is_on:
-            self.take_votes([Vote(signal) for signal in self._context.group.gather_number(self.signals.find_request())])
+            self.take_votes([Vote(signal) for signal in self._context.group.gather_number(self.signals.heard)])
 
     # --- steps ------------------------------------------------------------------------------------------------
 

@@ -1,16 +1,25 @@
 """What happens between the bodies of a loop: votes, comparisons of replicas, and snapshots."""
 
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
 from samestep.data.loader import seed_all
 from samestep.engine.control import Vote
 from samestep.plan.seeds import derive
 from samestep.snapshot.inspection import TrainingState
 from samestep.train.context import RunContext
 from samestep.train.loops.feed import Feed
+from samestep.train.loops.healing import continue_with
 from samestep.train.loops.loop_end import LoopEnd, announce_start
 from samestep.train.loops.services import Services
 from samestep.train.prepared import Prepared
+from samestep.train.state.handover import hand_over
 from samestep.train.state.run_state import RunState
 from samestep.train.step.steps import Observers, Step
+from samestep.world.announcements import count_calls
+from samestep.world.membership import list_gone
 
 
 class Boundary:
@@ -55,9 +64,17 @@ class Boundary:
             world_size = self._context.world_size
             location.directory.write_start(restart, from_step=self._state.steps_done, world_size=world_size)
         announce_start(self._context)
+        if self._has_joined:
+            self._prepared.replicas.compare_joined(self._state.steps_done)
+            return
         stopping.vote_together()
         self.end.exit_after_signal()
         stopping.agree_together()
+
+    @property
+    def _has_joined(self) -> bool:
+        """Whether this rank begins the loop at the step in which it joins the others."""
+        return self._prepared.handover is not None and not self._state.place.is_further
 
     def begin_body(self, purpose: str, number: int) -> None:
         """Seed the body and its evaluations from its number, so that they do not depend on where the run resumed."""
@@ -107,6 +124,44 @@ class Boundary:
             )
             self._services.watchdog.leave_saving(steps_done)
         self.end.exit_after_signal()
+        if stopping.is_admitting and numbered and not stopping.is_ending:
+            epoch = self._feed.plan.epoch_of(steps_done) if epochs_done is None else epochs_done
+            self._admit(epoch)
+
+    def _admit(self, epoch: int) -> None:
+        """Take in the ranks that wait to join. `epoch`: the epoch of the next step."""
+        context = self._context
+        steps_done = self._state.steps_done
+        snapshotter = self._services.snapshotter
+        began_s = time.monotonic()
+        self._services.watchdog.enter("reducing", steps_done)
+        snapshotter.wait_until_written()  # a rank that joins has no copy in progress
+        state = self._get_state(epoch)  # while only ranks that have it are in the group
+        if joined := context.group.admit():
+            hand_over(
+                context.group,
+                state.build(),
+                step=steps_done,
+                meta=self._describe(epoch, state.notes),
+                saved_step=snapshotter.saved_step,
+                num_calls=count_calls(),
+                gone=list_gone(),
+            )
+            self._prepared.gradients.forget_names()
+            seconds = time.monotonic() - began_s
+            continue_with(context, self._state, self._feed, self._services, joined, seconds)
+            self._prepared.replicas.compare_joined(steps_done)
+        self._services.watchdog.enter("script", steps_done)
+
+    def _describe(self, epoch: int, notes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the `meta` of a snapshot of this moment, and write all rows and records."""
+        context = self._context
+        directory = context.location.directory
+        if directory is not None:
+            with suppress(OSError):  # the rows that could not be written are kept
+                return directory.mark(epoch=epoch, world_size=context.world_size, notes=notes)
+        settings = self._prepared.contents.options.in_force
+        return {"epoch": epoch, "metrics_bytes": 0, "world_size": context.world_size, "settings": settings, **notes}
 
     def _get_state(self, epoch: int) -> TrainingState:
         """Return the content of a snapshot. `epoch`: the epoch of the next step."""

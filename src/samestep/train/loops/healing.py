@@ -1,54 +1,103 @@
 """Continues a loop after the death of a rank (docs/decisions/healing.md)."""
 
 import time
+from collections.abc import Sequence
+from functools import partial
 
+from samestep.console import format_ranks
 from samestep.launch.output_recorder import show_instead
 from samestep.train.context import RunContext
-from samestep.train.inputs.loop_data import LoopData
 from samestep.train.loops.feed import Feed
 from samestep.train.loops.services import Services
+from samestep.train.state.handover import Handover
 from samestep.train.state.run_state import RunState
 from samestep.train.step.interception import Interceptors
 from samestep.watch.stall_diagnosis import describe_ranks
-from samestep.world.announcements import move_announcements
-from samestep.world.membership import Change
+from samestep.world.announcements import begin_announcements, move_announcements
+from samestep.world.membership import Change, note_gone
 
 TRACKED_STEPS = 1000  # whose rows may not have reached the trackers when rank 0 dies
 
 
 def begin_healing(
-    context: RunContext, state: RunState, data: LoopData, feed: Feed, services: Services, interceptors: Interceptors
+    context: RunContext,
+    state: RunState,
+    feed: Feed,
+    services: Services,
+    interceptors: Interceptors,
+    handover: Handover | None,
 ) -> None:
-    """If the launcher was started with --heal, let the other ranks continue after the death of one, if they can."""
-    if not context.environment.heals or context.environment.world_size == 1:
+    """If the launcher was started with --heal, let the other ranks continue after the death of one, if they can.
+
+    A rank that joins the others takes part in their collectives from here on.
+
+    Args:
+        handover: see `Prepared`.
+    """
+    environment = context.environment
+    if not environment.heals or environment.world_size == 1:
         return
-    if problem := _find_problem(context, data, interceptors):
+    group = context.group
+    if problem := _find_problem(context, interceptors):
         reason = f"--heal does not support {problem}"
-        context.group.refuse_healing(context.environment, reason)
+        group.refuse_healing(environment, reason)
         then = "all start again from the newest snapshot, as often as --max-restarts permits"
         context.say(f"{reason}: if a rank dies, {then}")
         return
-
-    def adapt(change: Change) -> None:
+    notify = partial(continue_without, context, state, feed, services)
+    if not group.is_joining:
+        if not state.place.is_past:
+            group.end_recording(environment)
+        group.begin_healing(environment, notify)
+        if state.place.is_further and environment.replaces:
+            group.close_joining(environment)
+    elif handover is not None and not state.place.is_past:
+        group.end_joining(notify)
+        note_gone(handover.gone)
+        begin_announcements(group, handover.num_calls)
         feed.divide_again()
-        if context.rank == 0 and change.has_lost_first:
-            show_instead(change.left[0], min(change.lost))
-            kept = context.location.kept
-            rows = [] if kept is None else kept.get_rows(state.steps_done - TRACKED_STEPS)
-            context.location.take_over(state.steps_done, is_in_loop=state.is_in_loop)
-            services.snapshotter.take_over()
-            services.metrics.take_over(rows)
-        services.watchdog.change_group()
-        move_announcements(context.group)
-        seconds = time.monotonic() - change.began_s
-        if context.rank == 0 and context.location.directory is not None:
-            context.location.directory.write_heal(state.steps_done, change.lost, len(change.left), seconds)
-        context.say(_describe(change, state.steps_done, seconds))
-
-    context.group.begin_healing(context.environment, adapt)
+        if context.location.kept is not None:
+            context.location.kept.resume(handover.point.metrics_bytes)
 
 
-def _find_problem(context: RunContext, data: LoopData, interceptors: Interceptors) -> str:
+def continue_without(context: RunContext, state: RunState, feed: Feed, services: Services, change: Change) -> None:
+    """Continue without ranks that have died, in the new group."""
+    feed.divide_again()
+    if context.rank == 0 and change.has_lost_first:
+        show_instead(change.left[0], min(change.lost))
+        kept = context.location.kept
+        rows = [] if kept is None else kept.get_rows(state.steps_done - TRACKED_STEPS)
+        context.location.take_over(state.steps_done, is_in_loop=state.is_in_loop)
+        services.snapshotter.take_over()
+        services.metrics.take_over(rows)
+    services.watchdog.change_group()
+    move_announcements(context.group)
+    seconds = time.monotonic() - change.began_s
+    if context.rank == 0 and context.location.directory is not None:
+        context.location.directory.write_heal(state.steps_done, change.lost, len(change.left), seconds)
+    context.say(_describe(change, state.steps_done, seconds))
+
+
+def continue_with(
+    context: RunContext, state: RunState, feed: Feed, services: Services, joined: Sequence[int], seconds: float
+) -> None:
+    """Continue with ranks that have joined this one, in the new group.
+
+    Args:
+        seconds: the time from the request until they have the state.
+    """
+    feed.divide_again()
+    services.watchdog.change_group()
+    move_announcements(context.group)
+    directory = context.location.directory
+    if directory is not None:
+        directory.write_heal(state.steps_done, [], context.world_size, seconds, joined=joined)
+    verb = "joins" if len(joined) == 1 else "join"
+    ranks = format_ranks(context.world_size)
+    context.say(f"{describe_ranks(joined)} {verb} before step {state.steps_done}: {ranks}, after {seconds:.2f} s")
+
+
+def _find_problem(context: RunContext, interceptors: Interceptors) -> str:
     """Return what prevents that the other ranks continue after the death of one; "" if nothing does."""
     config = context.config
     if config.shard is not None:

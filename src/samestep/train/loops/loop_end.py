@@ -14,7 +14,7 @@ from samestep.train.loops.feed import Feed
 from samestep.train.loops.services import Services
 from samestep.train.state.run_state import RunState
 from samestep.watch.records import RESTARTS
-from samestep.world.environment import BEGUN, FINISHED, REPLACING, ROOM, START_AGAIN, STOPPED, Environment, stop_code
+from samestep.world.environment import BEGUN, FINISHED, ROOM, START_AGAIN, STOPPED, Environment, stop_code
 from samestep.world.workdir import make_private
 
 
@@ -46,11 +46,8 @@ class LoopEnd:
         saved = ""
         if self._services.snapshotter.saved_step == steps_done:
             saved = f", saved in {context.location.named}"
-        if stopping.signal == REPLACING:
-            context.say(f"stopped after step {steps_done}{saved}")
-        else:
-            then = ": the same command continues from there" if saved else ""
-            context.say(f"stopped by a signal after step {steps_done}{saved}{then}")
+        then = ": the same command continues from there" if saved else ""
+        context.say(f"stopped by a signal after step {steps_done}{saved}{then}")
         stopping.signals.ignore_further()
         self._end("stopped", describe_stop(stopping.signal))
         if self.failure is not None:

@@ -24,6 +24,7 @@ from samestep.watch.progress import Progress
 from samestep.watch.stall_diagnosis import describe_ranks, describe_spent, share_spent
 from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import TrackerInfo
+from samestep.world.membership import list_gone
 
 MAX_ZERO = 5  # steps in a row whose loss and gradient may be exactly 0
 
@@ -271,8 +272,7 @@ class RunMetrics(StepObserver):
         samples_per_s = self._num_samples / wall_s
         if num_skipped:
             rows["steps without an update"] = f"{num_skipped} of {num_steps}"
-        members = self._context.group.members
-        if lost := [rank for rank in range(self._context.environment.world_size) if rank not in members]:
+        if lost := list_gone():
             rows["ranks that died"] = f"{len(lost)} ({describe_ranks(lost)})"
         rows |= {"samples/s": f"{samples_per_s:,.0f}", "wall time": f"{wall_s:.1f} s"}
         if spent := describe_spent(spent_s):
