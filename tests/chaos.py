@@ -28,6 +28,7 @@ from promises.faulty import (
     IN_BODY,
     IN_SAVING,
     IN_STEP,
+    JOINING,
     KINDS,
     NUM_MICRO_BATCHES,
     NUM_STEPS,
@@ -46,6 +47,7 @@ LAUNCHER_SIGNALS = ("SIGKILL", "SIGTERM", "SIGUSR1", "SIGINT")
 DAMAGES = ("flip a byte", "cut", "empty", "delete")
 HOWS = ("spawn", "launch", "nodes")
 HEALING = ("heal", "heal-nodes", "heal-3-nodes", "replace", "replace-nodes")
+MAX_JOINED = 2  # of the ranks that join the others in a round, how many have faults
 MAX_ROUNDS = 5
 ROUND_DEADLINE_S = 240.0
 
@@ -108,7 +110,13 @@ def _plan_round(choose: random.Random, hows: Sequence[str], steps: range) -> Rou
     first = choose.randint(1, world_size - num_nodes + 1) if has_nodes else world_size
     nodes = (first, *(1 for _ in range(num_nodes - 2)), world_size - first - num_nodes + 2)[:num_nodes]
     num_workers = choose.choice([0, 0, 1])
-    faults = [_plan_fault(choose, world_size, num_workers, steps) for _ in range(choose.randint(1, 3))]
+    replaces = how.startswith("replace")
+    # Ranks that join the others have the next numbers.
+    num_ranks = world_size + (MAX_JOINED if replaces else 0)
+    faults = [_plan_fault(choose, num_ranks, num_workers, steps) for _ in range(choose.randint(1, 3))]
+    if replaces and choose.random() < 0.3:
+        who = choose.choice([0, *range(world_size, num_ranks)])
+        faults.append(f"kill rank {who} at step 0 in {choose.choice(JOINING) if who else 'joining'}")
     sent = choose.choice(LAUNCHER_SIGNALS) if how != "spawn" and choose.random() < 0.4 else ""
     if sent:
         faults.append(f"hold rank {choose.randrange(world_size)} at step {choose.choice(steps)} in forward")
@@ -178,7 +186,8 @@ def _printing_to(path: Path) -> Iterator[None]:
 
 def _run_round(trial: Trial, round_: Round, kind: str) -> None:
     flags = ["--snapshot-every", str(round_.snapshot_every)]
-    (trial.faults / "go").unlink(missing_ok=True)
+    for name in ("go", "launcher"):
+        (trial.faults / name).unlink(missing_ok=True)
     for held in trial.faults.glob("held-*"):
         held.unlink()
     with trial.killing_the_frozen(), ExitStack() as stack:
@@ -187,6 +196,8 @@ def _run_round(trial: Trial, round_: Round, kind: str) -> None:
             return
         arguments = [word for fault in round_.faults for word in ("--fault", fault)]
         arguments += ["--num-workers", str(round_.num_workers), "--kind", kind]
+        if round_.how.startswith("replace"):  # the steps wait for ranks that join, which take longer to start
+            arguments += ["--whole", str(sum(round_.nodes))]
         flags += ["--heal"] if round_.how in HEALING else []
         flags += ["--replace"] if round_.how.startswith("replace") else []
         if len(round_.nodes) > 1:
@@ -226,6 +237,7 @@ def _strike_launcher(trial: Trial, started: list[Started], round_: Round) -> Non
     struck = started[round_.struck_node].process
     if struck.poll() is None:
         struck.send_signal(signal.Signals[round_.sent])
+        (trial.faults / "launcher").touch()
     trial.go_on()
 
 

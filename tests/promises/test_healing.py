@@ -7,10 +7,11 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from promises.faulty import IN_BODY, IN_STEP
-from promises.test_restarts import flags_of, read_restarts
+from promises.faulty import IN_BODY, IN_STEP, JOINING, KINDS
+from promises.test_restarts import flags_of
 from promises.trial import Outcome, Started, Trial
 from support.runs import ask, read_rows
 from support.selection import one_in
@@ -22,10 +23,6 @@ from samestep.world.environment import SAVED
 SCRIPTS = "once.py", "folds.py", "collects.py", "inherited.py", "partial.py"
 ONCE, FOLDS, COLLECTS, INHERITED, PARTIAL = [Path(__file__).with_name(name) for name in SCRIPTS]
 KILLED = "kill rank 1 at step 2 in forward"
-# The snapshot of step 5 is complete in step 5 or 6, and all ranks end after that step.
-HELD_LATER = "hold rank 0 at step 6 in forward"
-ENDS = (6, 7)
-KILLED_AGAIN = "kill rank {} at step 6 in start", "kill rank {} at step 7 in start"
 ADVICE = ": --max-restarts N starts again from the newest snapshot"
 Undisturbed = Callable[..., Outcome]
 
@@ -275,29 +272,56 @@ def test_a_further_run_needs_all_ranks(trial: Trial) -> None:
     assert first == second
 
 
-def replace(trial: Trial, *faults: str) -> int:
-    """Kill rank 1, and let all ranks start again after the next snapshot. Returns how many do."""
-    words = [word for fault in (KILLED, HELD_LATER, *faults) for word in ("--fault", fault)]
-    started = trial.start("launch", 3, "", "--heal", "--replace", arguments=[*words, "--settled"])
-    trial.wait_held()
-    started.wait_for_words("the ranks stop after their step, and all start again\n")
-    trial.go_on()
-    assert started.wait() == 0, started.output
-    [row] = read_restarts(trial)
-    assert row["from_step"] in ENDS
-    assert (row["rank"], row["lost_steps"]) == (1, 0)
-    num_ranks: int = row["world_size"]
-    return num_ranks
+def replace(trial: Trial, faults: Sequence[str], *more: str) -> Started:
+    """Kill ranks, and let others join in their place."""
+    started = launch(trial, faults, "--replace", num_ranks=3, arguments=["--settled", "--whole", "3", *more])
+    assert not (trial.dir / "restarts.jsonl").exists(), "no rank has started again"
+    return started
 
 
-def test_a_rank_that_died_is_replaced(trial: Trial, undisturbed: Undisturbed) -> None:
-    assert replace(trial) == 3
+def read_heals(trial: Trial) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (trial.dir / "heals.jsonl").read_text().splitlines()]
+
+
+def read_joined(trial: Trial) -> list[int]:
+    return [rank for heal in read_heals(trial) for rank in heal["joined"]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_died_is_replaced(trial: Trial, undisturbed: Undisturbed, kind: str) -> None:
+    # A death in an earlier pass of a step is not healed.
+    fault = KILLED if kind != "adversary" else "kill rank 1 at step 2 in second pass"
+    replace(trial, [fault], "--kind", kind)
+    assert read_joined(trial) == [3]
+    assert trial.outcome() == undisturbed(kind=kind)
+
+
+def test_every_rank_is_replaced(trial: Trial, undisturbed: Undisturbed) -> None:
+    """Until none of the first ones is left. Rank 0 is the first of those that are."""
+    kills = ["kill rank 0 at step 2 in forward", "kill rank 1 at step 6 in update", "kill rank 2 at step 9 in start"]
+    kills[2:] = ["kill rank 2 at step 11 in reduction", "kill rank 3 at step 13 in backward"]
+    started = replace(trial, kills, "--num-workers", "1")
+    assert read_joined(trial) == [3, 4, 5]
+    assert "ranks that died  4 (ranks 0, 1, 2 and 3)\n" in started.output
     assert trial.outcome() == undisturbed()
 
 
-def test_a_rank_that_fails_again_is_left_out(trial: Trial, undisturbed: Undisturbed) -> None:
-    """Its processor may be broken. The others had continued without it, and do so again."""
-    assert replace(trial, *(fault.format(1) for fault in KILLED_AGAIN)) == 2
+def test_two_ranks_are_replaced(trial: Trial, undisturbed: Undisturbed) -> None:
+    replace(trial, ["kill rank 1 at step 6 in reduction", "kill rank 0 at step 6 in forward"])
+    assert sorted(read_joined(trial)) == [3, 4]
+    assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.parametrize("rank", [0, 2, 3])
+@pytest.mark.parametrize("moment", JOINING)
+def test_a_rank_dies_while_another_one_joins(
+    trial: Trial, undisturbed: Undisturbed, moment: str, rank: int
+) -> None:
+    if rank < 3 and moment != "joining":
+        pytest.skip("only a rank that joins has this moment")
+    fault = f"kill rank {rank} at step 0 in {moment}"
+    replace(trial, [KILLED, fault])
+    assert trial.struck == {KILLED, fault}
     assert trial.outcome() == undisturbed()
 
 
@@ -316,11 +340,11 @@ def test_rank_0_reports_the_snapshots_after_a_death(
     assert len(notes) == len(faults)
 
 
-def test_nothing_is_replaced_after_the_last_snapshot(trial: Trial, undisturbed: Undisturbed) -> None:
-    """The script's lines after the loop run once, and to their end."""
-    launch(trial, ["kill rank 1 at step 11 in forward"], "--replace", num_ranks=3, arguments=["--settled"])
+def test_the_run_ends_before_a_rank_can_join(trial: Trial, undisturbed: Undisturbed) -> None:
+    """The rank ends, too, without a word."""
+    started = launch(trial, ["kill rank 1 at step 14 in forward"], "--replace", num_ranks=3, arguments=["--settled"])
     assert trial.num_ends == 1
-    assert not (trial.dir / "restarts.jsonl").exists()
+    assert "joined" not in started.output
     assert trial.outcome() == undisturbed()
 
 

@@ -224,7 +224,7 @@ def test_numbers_of_ranks_are_bands(tmp_path: Path) -> None:
     data = read_data(page)
     bands = [(band["first"], band["label"]) for band in data["bands"]]
     assert bands == [(0, "2 ranks"), (20, "3 ranks"), (40, "1 rank")]
-    labels = ["restart at 20 on 3 ranks", "restart at 40 on 1 rank", "ranks 0, 2 lost at 30"]
+    labels = ["restart at 20 on 3 ranks", "restart at 40 on 1 rank", "ranks 0 and 2 lost at 30"]
     assert [mark["label"] for mark in data["marks"]] == labels
     assert re.search(r"heals\s*1", Texts(page).text)
     [(start, width)] = re.findall(r'<rect class="band1" x="([\d.]+)" width="([\d.]+)"', page)

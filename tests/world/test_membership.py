@@ -11,13 +11,20 @@ from samestep.errors import PeerFailed
 from samestep.world import membership
 from samestep.world.membership import Membership, name_generation, read_generation, write_generation
 
-NUM_COLLECTIVES = 2  # two steps
 IS_CONFIRMED = True  # a rank continues when it knows that all have the result
+ARE_AGREED = True  # on which ranks have joined, by a collective
 
 # What a rank does: it takes part in a collective, in its confirmation, or in the comparison of positions; or it has
-# left its group, waits for the other members of a later one, has done all collectives, or is dead.
+# left its group, waits for the other members of a later one, has done all collectives, or is dead. A rank that joins
+# is coming until a generation is named with it.
 COLLECTIVE, CONFIRMATION, COMPARISON = "collective", "confirmation", "comparison"
-LEFT, WAITS, DONE, DEAD = "left", "waits", "done", "dead"
+LEFT, WAITS, DONE, DEAD, COMING = "left", "waits", "done", "dead", "coming"
+
+# The collectives: two steps, and between them, if a rank is to join, those of `Group.admit` and the handover.
+STEP, GENERATION, JOINED, HANDOVER = "step", "generation", "joined", "handover"
+WITHOUT_JOINING = (STEP, STEP)
+GIVEN_UP = (STEP, GENERATION, JOINED, STEP)
+WITH_JOINING = (STEP, GENERATION, JOINED, HANDOVER, STEP)
 
 
 class Rank(NamedTuple):
@@ -25,12 +32,16 @@ class Rank(NamedTuple):
 
     Attributes:
         has_result: of the collective or confirmation.
+        value: that result: a generation, or whether the rank has joined.
         num_received: in its generation, of each of them.
+        plan: the collectives as far as this rank knows.
     """
 
+    plan: tuple[str, ...]
     doing: str = COLLECTIVE
     position: int = 0
     has_result: bool = False
+    value: int = -1
     generation: int = 0
     num_received: int = 0
 
@@ -38,6 +49,7 @@ class Rank(NamedTuple):
 class Message(NamedTuple):
     doing: str
     position: int
+    collective: str
 
 
 class State(NamedTuple):
@@ -48,15 +60,26 @@ class State(NamedTuple):
 
     Attributes:
         sent: the messages of each rank in each generation that has a member who may read them.
-        ended: the ranks that have ended, in the order in which the launcher noticed. Each makes a new generation.
+        named: the members of each generation from 1 on.
+        ended: the ranks whose end the launcher has noticed. Each makes a new generation.
+        waiting: the generation whose ranks wait for the next one; -1 before.
     """
 
     ranks: tuple[Rank, ...]
-    sent: tuple[tuple[tuple[int, int], tuple[Message, ...]], ...]
-    ended: tuple[int, ...] = ()
+    sent: tuple[tuple[tuple[int, int], tuple[Message, ...]], ...] = ()
+    named: tuple[tuple[int, ...], ...] = ()
+    ended: frozenset[int] = frozenset()
+    waiting: int = -1
 
-    def get_members(self, generation: int) -> list[int]:
-        return [r for r in range(len(self.ranks)) if r not in self.ended[:generation]]
+    def get_members(self, generation: int) -> tuple[int, ...]:
+        first = (r for r, rank in enumerate(self.ranks) if rank.doing != COMING and not self._joins(r))
+        return self.named[generation - 1] if generation else tuple(first)
+
+    def _joins(self, r: int) -> bool:
+        return r == len(self.ranks) - 1 and self.ranks[0].plan != WITHOUT_JOINING
+
+    def name(self, members: Sequence[int]) -> "State":
+        return self._replace(named=(*self.named, tuple(members)))
 
 
 class Disagreement(AssertionError):
@@ -68,32 +91,43 @@ def send(state: State, r: int, rank: Rank) -> State:
     ranks = (*state.ranks[:r], rank, *state.ranks[r + 1 :])
     sent = dict(state.sent)
     if rank.doing in (COLLECTIVE, CONFIRMATION, COMPARISON):
-        sent[rank.generation, r] = (*sent.get((rank.generation, r), ()), Message(rank.doing, rank.position))
-    oldest = min((each.generation for each in ranks if each.doing not in (LEFT, DONE, DEAD)), default=100)
-    kept = {key: messages for key, messages in sent.items() if key[0] >= oldest}
+        message = Message(rank.doing, rank.position, rank.plan[rank.position] if rank.doing == COLLECTIVE else "")
+        sent[rank.generation, r] = (*sent.get((rank.generation, r), ()), message)
+    busy = [each.generation for each in ranks if each.doing not in (LEFT, DONE, DEAD, COMING)]
+    kept = {key: messages for key, messages in sent.items() if key[0] >= min(busy, default=100)}
     return state._replace(ranks=ranks, sent=tuple(sorted(kept.items())))
 
 
 def find_next(state: State, max_deaths: int) -> Iterator[State]:
     """Every state that one action of one rank, of the launcher or of fate leads to."""
+    members = state.get_members(len(state.named))
+    num_dead = sum(each.doing == DEAD for each in state.ranks)
     for r, rank in enumerate(state.ranks):
         if rank.doing in (DEAD, DONE):
             # `Healer.heal`: the end of a rank that is done matters only after a death.
-            if r not in state.ended and (rank.doing == DEAD or state.ended):
-                yield state._replace(ended=(*state.ended, r))
+            if r in members and r not in state.ended and (rank.doing == DEAD or state.ended):
+                ended = state._replace(ended=state.ended | {r})
+                yield ended.name([member for member in members if member != r])
             continue
-        if sum(each.doing == DEAD for each in state.ranks) < max_deaths:
+        if num_dead < max_deaths:
             yield send(state, r, rank._replace(doing=DEAD))
-        if rank.doing in (LEFT, WAITS):
+        if rank.doing == COMING:
+            if r in members:  # `Membership.come`
+                yield send(state, r, rank._replace(doing=WAITS, generation=len(state.named)))
+            elif all(state.ranks[member].doing in (DEAD, DONE) for member in members):
+                yield send(state, r, rank._replace(doing=DEAD))  # `Healer.is_over`
+        elif rank.doing in (LEFT, WAITS):
             yield from wait(state, r)
         else:
             yield from take_part(state, r)
+    if state.waiting == len(state.named):  # `Healer.admit`
+        yield state.name([*members, *(r for r, rank in enumerate(state.ranks) if rank.doing == COMING)])
 
 
 def wait(state: State, r: int) -> Iterator[State]:
     """`Membership.advance`: go to a newer generation, or join the present one if all have come to it."""
     rank = state.ranks[r]
-    if rank.generation < len(state.ended):
+    if rank.generation < len(state.named):
         yield send(state, r, rank._replace(doing=WAITS, generation=rank.generation + 1, num_received=0))
     elif rank.doing == WAITS:
         members = state.get_members(rank.generation)
@@ -103,49 +137,83 @@ def wait(state: State, r: int) -> Iterator[State]:
 
 def take_part(state: State, r: int) -> Iterator[State]:
     rank = state.ranks[r]
-    others = [other for other in state.get_members(rank.generation) if other != r]
+    members = state.get_members(rank.generation)
+    others = [other for other in members if other != r]
     sent = dict(state.sent)
     boxes = [sent.get((rank.generation, other), ())[rank.num_received :] for other in others]
     if all(boxes):
-        yield send(state, r, complete(rank, [box[0] for box in boxes])._replace(num_received=rank.num_received + 1))
-    if any(has_left(state.ranks[other], rank.generation) for other in others):
+        received = rank._replace(num_received=rank.num_received + 1)
+        yield complete(state, r, received, [box[0] for box in boxes])
+    if any(has_left(state, state.ranks[other], rank.generation) for other in others):
         yield send(state, r, rank._replace(doing=LEFT))
 
 
-def has_left(other: Rank, generation: int) -> bool:
-    return other.doing in (DEAD, DONE, LEFT) or other.generation != generation
+def has_left(state: State, other: Rank, generation: int) -> bool:
+    if other.doing == DONE and not state.ended:
+        return False  # its messages are there
+    return other.doing in (DEAD, DONE, LEFT, COMING) or other.generation != generation
 
 
-def complete(rank: Rank, received: Sequence[Message]) -> Rank:
-    """`Group._complete`, `settle` and `heal`, once all messages have been received."""
+def complete(state: State, r: int, rank: Rank, received: Sequence[Message]) -> State:
+    """`Group.complete`, `settle` and `heal`, once rank r has received all messages, as `rank`."""
     if {message.doing for message in received} - {rank.doing}:
         raise Disagreement("ranks have exchanged messages of different kinds")
     if rank.doing == COMPARISON:
-        counts = membership.is_settled(rank.position, [rank.position, *(message.position for message in received)])
+        positions = [rank.position, *(message.position for message in received)]
+        if rank.position < 0:  # `Group.joined`
+            return begin(state, r, rank._replace(position=max(positions), has_result=False))
+        counts = membership.is_settled(rank.position, positions)
         if counts and not rank.has_result:
             raise Disagreement("a rank continues after a collective whose result it does not have")
-        return begin(rank, rank.position + counts)
+        return apply(state, r, rank) if counts else begin(state, r, rank._replace(has_result=False))
     if {message.position for message in received} - {rank.position}:
         raise Disagreement("ranks have exchanged messages of different collectives")
-    if rank.doing == COLLECTIVE and IS_CONFIRMED:
-        return rank._replace(doing=CONFIRMATION, has_result=True)
-    return begin(rank, rank.position + 1)
+    if rank.doing == COLLECTIVE:
+        collective = rank.plan[rank.position]
+        if {message.collective for message in received} - {collective}:
+            raise Disagreement("ranks do not agree on which have joined")
+        value = len(state.ranks) - 1 in state.get_members(rank.generation)
+        rank = rank._replace(has_result=True, value=rank.generation if collective == GENERATION else value)
+        if IS_CONFIRMED:
+            return send(state, r, rank._replace(doing=CONFIRMATION))
+    return apply(state, r, rank)
 
 
-def begin(rank: Rank, position: int) -> Rank:
-    return rank._replace(doing=DONE if position == NUM_COLLECTIVES else COLLECTIVE, position=position, has_result=False)
+def apply(state: State, r: int, rank: Rank) -> State:
+    """Continue after a collective that counts."""
+    collective, value = rank.plan[rank.position], rank.value
+    rank = rank._replace(position=rank.position + 1, has_result=False, value=-1)
+    if collective == GENERATION and value == rank.generation:  # `Group.admit`
+        return send(state._replace(waiting=rank.generation), r, rank._replace(doing=LEFT))
+    if collective == JOINED:
+        rank = rank._replace(plan=WITH_JOINING if value else GIVEN_UP)
+    return begin(state, r, rank)
 
 
-def search(num_ranks: int, max_deaths: int) -> int:
-    """Visit every state that can occur. Returns their number.
+def begin(state: State, r: int, rank: Rank) -> State:
+    """Begin the collective at the rank's position."""
+    if not ARE_AGREED and rank.position < len(rank.plan) and rank.plan[rank.position] == JOINED:
+        has_joined = len(state.ranks) - 1 in state.get_members(rank.generation)
+        rank = rank._replace(position=rank.position + 1, plan=WITH_JOINING if has_joined else GIVEN_UP)
+    is_last = rank.position == len(rank.plan)
+    members = state.get_members(rank.generation)
+    # A rank without the state of the run cannot continue alone.
+    has_failed = not is_last and rank.plan[rank.position] == HANDOVER and members == (len(state.ranks) - 1,)
+    return send(state, r, rank._replace(doing=DONE if is_last or has_failed else COLLECTIVE))
+
+
+def search(num_ranks: int, max_deaths: int, *, has_joining: bool = False) -> int:
+    """Visit every state that can occur. Returns their number. `has_joining`: a further rank joins between two steps.
 
     Raises:
         Disagreement: two ranks disagree in one of them.
         AssertionError: nothing can happen in one, and a rank that lives is not done.
     """
-    state = State((Rank(),) * num_ranks, ())
+    plan = GIVEN_UP if has_joining else WITHOUT_JOINING
+    joining = [Rank(WITH_JOINING, COMING, position=-1, generation=-1)] if has_joining else []
+    state = State((*(Rank(plan) for _ in range(num_ranks)), *joining))
     for r in range(num_ranks):
-        state = send(state, r, Rank())
+        state = send(state, r, state.ranks[r])
     seen, frontier = {state}, [state]
     while frontier:
         state = frontier.pop()
@@ -161,9 +229,14 @@ def test_no_state_has_ranks_that_disagree_or_wait_for_ever() -> None:
     assert search(3, 2) > 9_000
 
 
+def test_the_same_while_a_rank_joins() -> None:
+    assert search(2, 2, has_joining=True) > 5_000
+
+
 @pytest.mark.soak  # 30 s
 def test_the_same_with_a_further_rank() -> None:
     assert search(4, 2) > 150_000
+    assert search(3, 1, has_joining=True) > 10_000
 
 
 RULES: dict[str, Callable[[int, Sequence[int]], bool]] = {
@@ -186,6 +259,12 @@ def test_the_search_finds_that_a_confirmation_is_needed(monkeypatch: pytest.Monk
         search(3, 2)
 
 
+def test_the_search_finds_that_ranks_must_agree_on_who_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ARE_AGREED", False)
+    with pytest.raises(Disagreement, match=r"agree|different|does not have"):
+        search(2, 2, has_joining=True)
+
+
 @pytest.fixture
 def store() -> Any:
     return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -204,7 +283,7 @@ def test_only_the_launcher_names_a_generation(store: Any) -> None:
 
 def test_a_wait_that_was_ended_does_not_count(store: Any) -> None:
     """NCCL's collectives return without an error when the connections are broken, with a wrong result."""
-    survivor = Membership(store, "secret", rank=0, world_size=3)
+    survivor = Membership(store, "secret", rank=0, members=range(3))
     is_noticed = []
 
     def end_wait() -> None:
@@ -226,7 +305,7 @@ def test_a_wait_that_was_ended_does_not_count(store: Any) -> None:
 def test_a_rank_goes_to_the_newest_generation(monkeypatch: pytest.MonkeyPatch, store: Any) -> None:
     """Although all members of an earlier one have come: one of them has died since."""
     monkeypatch.setattr(membership, "_gone", [])  # this process has lost no rank
-    survivor = Membership(store, "secret", rank=0, world_size=3)
+    survivor = Membership(store, "secret", rank=0, members=range(3))
     write_generation(store, "secret", 1, [0, 1])
     store.set(f"{name_generation(1)}/1", b"")
     write_generation(store, "secret", 2, [0])
@@ -258,9 +337,9 @@ def test_a_survivor_may_come_late(monkeypatch: pytest.MonkeyPatch, store: Any) -
     """The limit is for the launcher."""
     monkeypatch.setattr(membership, "GENERATION_S", 0.0)
     monkeypatch.setattr(membership, "_gone", [])  # this process has lost no rank
-    late = Membership(store, "secret", rank=2, world_size=3)
+    late = Membership(store, "secret", rank=2, members=range(3))
     watched = LateStore(store, lambda: late.advance("a rank is gone"))
-    survivor = Membership(watched, "secret", rank=0, world_size=3)
+    survivor = Membership(watched, "secret", rank=0, members=range(3))
     with pytest.raises(PeerFailed, match="a rank is gone"):
         survivor.advance("a rank is gone")
     write_generation(store, "secret", 1, [0, 2])
