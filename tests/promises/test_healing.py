@@ -20,8 +20,8 @@ from support.waiting import DEADLINE_S
 from samestep.watch.stall_diagnosis import describe_ranks
 from samestep.world.environment import SAVED
 
-SCRIPTS = "once.py", "folds.py", "collects.py", "inherited.py", "partial.py"
-ONCE, FOLDS, COLLECTS, INHERITED, PARTIAL = [Path(__file__).with_name(name) for name in SCRIPTS]
+SCRIPTS = "once.py", "folds.py", "collects.py", "inherited.py", "partial.py", "heads.py"
+ONCE, FOLDS, COLLECTS, INHERITED, PARTIAL, HEADS = [Path(__file__).with_name(name) for name in SCRIPTS]
 KILLED = "kill rank 1 at step 2 in forward"
 ADVICE = ": --max-restarts N starts again from the newest snapshot"
 Undisturbed = Callable[..., Outcome]
@@ -310,6 +310,17 @@ def test_two_ranks_are_replaced(trial: Trial, undisturbed: Undisturbed) -> None:
     replace(trial, ["kill rank 1 at step 6 in reduction", "kill rank 0 at step 6 in forward"])
     assert sorted(read_joined(trial)) == [3, 4]
     assert trial.outcome() == undisturbed()
+
+
+def test_a_rank_joins_where_it_makes_the_same_calls(tmp_path: Path) -> None:
+    """The others have made the calls at the head of the epoch, so it joins at the end."""
+    whole, healed = (Trial(tmp_path / name, []) for name in ("whole", "healed"))
+    whole.run("launch", 3, "", script=HEADS, arguments=["lives"])
+    started = healed.run("launch", 3, "", "--heal", "--replace", script=HEADS)
+    assert "rank 3 joins before step 4: 3 ranks" in started.output
+    assert ask("inspect", healed.dir, "--digest") == ask("inspect", whole.dir, "--digest")
+    whole.close()
+    healed.close()
 
 
 @pytest.mark.parametrize("rank", [0, 2, 3])

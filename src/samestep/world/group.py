@@ -155,6 +155,11 @@ class Group:
         return self.rank if self._membership is None else self._membership.own
 
     @property
+    def position(self) -> int:
+        """The number of collectives that are complete on all ranks, since the first loop has begun."""
+        return 0 if self._membership is None else self._membership.position
+
+    @property
     def has_healed(self) -> bool:
         """Whether the other ranks have continued after a death."""
         return self._membership is not None and self._membership.number > 0

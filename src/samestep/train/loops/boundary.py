@@ -47,6 +47,8 @@ class Boundary:
         self._services = services
         self._feed = feed
         self._on = observers
+        self._position = 0
+        self._has_calls_in_head = False
         self.end = LoopEnd(context, state, services, feed, prepared.misuse)
 
     def begin(self) -> None:
@@ -80,6 +82,25 @@ class Boundary:
         """Seed the body and its evaluations from its number, so that they do not depend on where the run resumed."""
         seed_all(derive(self._context.config.seed, purpose, step=number))
         self._state.begin_body()
+
+    def begin_head(self) -> None:
+        """The script's lines at the head of an epoch begin."""
+        self._position = self._context.group.position
+
+    def end_head(self) -> None:
+        """The steps of an epoch begin."""
+        self._has_calls_in_head = self._context.group.position != self._position
+
+    def _can_admit(self, *, numbered: bool, is_epoch_end: bool) -> bool:
+        """Return whether ranks that join here make the same calls as the others from here on.
+
+        Within an epoch, they also run the script's lines at its head. At its end, a sampler is called for the next one,
+        by ranks that have not done so yet.
+        """
+        stopping = self._services.stopping
+        if not (stopping.is_admitting and numbered) or stopping.is_ending:
+            return False
+        return not (self._feed.plan.has_sampler if is_epoch_end else self._has_calls_in_head)
 
     def cast_vote(self) -> Vote:
         """Return this rank's vote, for the exchange of a step."""
@@ -124,7 +145,7 @@ class Boundary:
             )
             self._services.watchdog.leave_saving(steps_done)
         self.end.exit_after_signal()
-        if stopping.is_admitting and numbered and not stopping.is_ending:
+        if self._can_admit(numbered=numbered, is_epoch_end=epochs_done is not None):
             epoch = self._feed.plan.epoch_of(steps_done) if epochs_done is None else epochs_done
             self._admit(epoch)
 
