@@ -296,6 +296,18 @@ def test_a_rank_that_died_is_replaced(trial: Trial, undisturbed: Undisturbed, ki
     assert trial.outcome() == undisturbed(kind=kind)
 
 
+def test_a_rank_that_has_joined_gets_stuck(trial: Trial, undisturbed: Undisturbed) -> None:
+    """It is ended like any other, and the others continue."""
+    fault = "freeze rank 3 at step 9 in forward"
+    with trial.killing_the_frozen():
+        words = [word for each in (KILLED, fault) for word in ("--fault", each)]
+        flags = ["--heal", "--replace", "--stuck-after-s", "3"]
+        started = trial.run("launch", 3, "", *flags, arguments=[*words, "--settled", "--whole", "3"])
+    assert [heal["lost"] for heal in read_heals(trial)] == [[1], [], [3]]
+    assert trial.struck == {KILLED, fault}, started.output
+    assert trial.outcome() == undisturbed()
+
+
 def test_every_rank_is_replaced(trial: Trial, undisturbed: Undisturbed) -> None:
     """Until none of the first ones is left. Rank 0 is the first of those that are."""
     kills = ["kill rank 0 at step 2 in forward", "kill rank 1 at step 6 in update", "kill rank 2 at step 9 in start"]

@@ -11,6 +11,7 @@ from samestep.launch.failure import RankEnds, RankFailure
 from samestep.world.membership import (
     GENERATION_S,
     READY,
+    has_begun,
     is_closed,
     is_coming,
     read_refusal,
@@ -21,6 +22,7 @@ from samestep.world.membership import (
 )
 
 DEATHS = ("died", "stuck")  # kinds of failures
+BEGIN_S = 300.0  # for a rank that has joined to run the script's lines before the loop, while the others wait
 
 
 class LateEnds:
@@ -67,7 +69,18 @@ class Healer:
         self._number = 0
         self._coming: list[int] = []  # ranks that were started to join the others
         self._asked = -1  # the generation that was asked to take them in
+        self._joined: Sequence[int] = ()  # the last ranks that have joined
+        self._joined_s = 0.0
         self._late = LateEnds(ends)
+
+    def find_late(self) -> tuple[Sequence[int], str]:
+        """Return ranks that have joined, and do not take part in the others' steps, and the reason to end them."""
+        if not self._joined or time.monotonic() - self._joined_s < BEGIN_S:
+            return (), ""
+        joined, self._joined = self._joined, ()
+        late = [rank for rank in joined if not has_begun(self._store, self._secret, rank)]
+        ranks = ", ".join(map(str, late))
+        return late, f"rank {ranks} has joined the others, and not begun its loop within {BEGIN_S:g} s"
 
     @property
     def are_ready(self) -> bool:
@@ -109,7 +122,8 @@ class Healer:
         if failure.rank in self._coming:
             self._coming.remove(failure.rank)
             if not received:
-                say(f"{failure.reason}, before it joined the others: they continue without it until the next snapshot")
+                then = "they continue without it, and a further one is started after the next snapshot"
+                say(f"{failure.reason}, before it joined the others: {then}")
         return failure.rank not in self._members
 
     @property
@@ -140,12 +154,15 @@ class Healer:
         ready = [rank for rank in self._coming if is_coming(self._store, self._secret, rank)]
         if ready and self._asked != self._number:
             self._asked = self._number
-            say(f"rank {', '.join(map(str, ready))} is ready to join the others")
+            ranks = ", ".join(map(str, ready))
+            say(f"rank {ranks} is ready to join the others" if len(ready) == 1 else f"ranks {ranks} are ready to join")
             write_asked(self._store, self._secret, self._number)
         if self._asked != self._number or read_waiting(self._store, self._secret) != self._number:
             return ()
         self._coming = [rank for rank in self._coming if rank not in ready]
         self._members = [*self._members, *ready]
+        self._joined = [*self._joined, *ready]
+        self._joined_s = time.monotonic()
         self._write(self._members)  # without any, if those that were ready have ended
         return ready
 

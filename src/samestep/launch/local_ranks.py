@@ -401,7 +401,10 @@ class Ranks:
         if rank in self._joining:
             self._joining.remove(rank)
             died = RankFailure(rank, time_s, code, False, "died", describe_death(code))
-            self._lost_joining.append(read_failure(rank, self.directory) or died)
+            lost = read_failure(rank, self.directory) or died
+            if lost.traceback:
+                print_error(lost.traceback.rstrip("\n"))  # its log is not in the run's directory yet
+            self._lost_joining.append(lost)
             return
         if not code and not self.is_stopping:
             self._succeeded[rank] = time_s

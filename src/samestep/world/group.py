@@ -382,7 +382,7 @@ class Group:
         self._replayed = None
         self.rank = self._membership.rank
         self.world_size = len(self._membership.members)
-        self._membership.announce()
+        self._membership.begin()
 
     def exchange_tensors(
         self, sent: Sequence[tuple[torch.Tensor, int]], received: Sequence[tuple[torch.Tensor, int]]

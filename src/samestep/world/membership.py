@@ -21,6 +21,7 @@ READY = "samestep/heal/ready"  # counts the ranks that can continue after the de
 REFUSAL = "heal/refusal"  # the entry that says why none can
 STUCK = "heal/stuck"  # the entry that names ranks which their launcher must end
 COMING = "heal/coming"  # + rank: the entry of a rank that is ready to join
+BEGUN = "heal/begun"  # + rank: the entry of a rank that has joined, and has begun its loop
 ASKED = "heal/asked"  # the entry with the generation that the launcher asks to take in others
 CLOSED = "heal/closed"  # the entry that says that no rank can join any more
 WAITING = "heal/waiting"  # the entry with the generation whose ranks wait for the next one, to take in others
@@ -78,6 +79,16 @@ def write_coming(store: Any, secret: str, rank: int) -> None:
 def is_coming(store: Any, secret: str, rank: int) -> bool:
     """Return whether the rank has called `write_coming`."""
     return bool(SignedEntries(secret.encode(), store).read([f"{COMING}/{rank}"]))
+
+
+def write_begun(store: Any, secret: str, rank: int) -> None:
+    """Announce to the launcher that a rank which has joined takes part in the others' steps. Signed with the secret."""
+    SignedEntries(secret.encode(), store).put(f"{BEGUN}/{rank}", "")
+
+
+def has_begun(store: Any, secret: str, rank: int) -> bool:
+    """Return whether the rank has called `write_begun`."""
+    return bool(SignedEntries(secret.encode(), store).read([f"{BEGUN}/{rank}"]))
 
 
 def write_asked(store: Any, secret: str, generation: int) -> None:
@@ -208,6 +219,10 @@ class Membership:
         """Announce to the launcher that this rank can continue after the death of another one."""
         self._store.add(READY, 1)
 
+    def begin(self) -> None:
+        """Announce to the launcher that this rank, which has joined the others, takes part in their steps."""
+        write_begun(self._store, self._secret, self.own)
+
     @property
     def is_asked(self) -> bool:
         """Whether the launcher asks the ranks of this generation to take in others. Not at the same time on all."""
@@ -228,7 +243,7 @@ class Membership:
                 time.sleep(wait_s)
             else:
                 self.number += 1
-                self.members = members
+                self.members = self._named = members
         self._store.set(self._name_arrival(self.own), b"")
 
     def leave(self, close: Callable[[], None]) -> None:
@@ -301,7 +316,7 @@ class Membership:
                     raise PeerFailed(reason)
                 _gone[:] = [*_gone, *(rank for rank in self.members if rank not in members)]
                 self.number += 1
-                self.members = members
+                self.members = self._named = members
                 is_later = True
                 self._store.set(self._name_arrival(self.own), b"")
                 continue

@@ -94,7 +94,8 @@ def continue_with(
         directory.write_heal(state.steps_done, [], context.world_size, seconds, joined=joined)
     verb = "joins" if len(joined) == 1 else "join"
     ranks = format_ranks(context.world_size)
-    context.say(f"{describe_ranks(joined)} {verb} before step {state.steps_done}: {ranks}, after {seconds:.2f} s")
+    pause = f"a pause of {seconds:.2f} s"
+    context.say(f"{describe_ranks(joined)} {verb} before step {state.steps_done}: {ranks} continue after {pause}")
 
 
 def _find_problem(context: RunContext, interceptors: Interceptors) -> str:
