@@ -9,7 +9,7 @@ import torch.distributed as dist
 from samestep.launch import healer
 from samestep.launch.failure import RankEnds, RankFailure
 from samestep.launch.healer import Healer, LateEnds
-from samestep.world.membership import READY, read_generation
+from samestep.world.membership import READY, Membership, read_generation, write_begun, write_coming
 
 SIGNAL = [signal.SIGTERM]
 
@@ -55,3 +55,25 @@ def test_a_death_after_a_signal_is_no_end_that_others_wait_for(monkeypatch: pyte
         healing.heal(SIGNAL)
     assert read_generation(store, "secret", 1) == [0, 1]
     assert read_generation(store, "secret", 2) is None
+
+
+def test_a_rank_that_joined_and_does_not_begin_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for it. One that has begun is left alone."""
+    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store.add(READY, 2)
+    healing = Healer(store, "secret", 2, RankEnds())
+    healing.expect([2, 3])
+    assert healing.admit() == ()
+    for rank in (2, 3):
+        write_coming(store, "secret", rank)
+    assert healing.admit() == (), "the others have a step to complete"
+    Membership(store, "secret", rank=0, members=range(2)).wait_for_others()
+    assert healing.admit() == [2, 3]
+    assert read_generation(store, "secret", 1) == [0, 1, 2, 3]
+    assert healing.find_late() == ((), "")
+    write_begun(store, "secret", 2)
+    monkeypatch.setattr(healer, "BEGIN_S", 0.0)
+    late, reason = healing.find_late()
+    assert late == [3]
+    assert reason.startswith("rank 3 has joined the others, and not begun its loop")
+    assert healing.find_late() == ((), ""), "once"
