@@ -331,9 +331,10 @@ class RendezvousServer(threading.Thread):
         """Let nodes start ranks in the place of those that have died there, and let these join the others."""
         if round_.healer is None or round_.replacements is None:
             return
-        is_ending = round_.is_admitting or round_.is_stopping or self._received or not round_.healer.can_join
+        is_ending = round_.is_admitting or round_.is_stopping or self._received
         homes = {rank: member for member in round_.members for rank in (*member.ranks, *member.joined)}
-        for number, lost in ({} if is_ending else round_.replacements.take(lambda rank: rank in homes)).items():
+        starts = not is_ending and round_.replacements.are_due and round_.healer.can_join
+        for number, lost in (round_.replacements.take(lambda rank: rank in homes) if starts else {}).items():
             member = homes[lost]
             member.joined.append(number)
             member.is_coming = True

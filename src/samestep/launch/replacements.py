@@ -20,7 +20,7 @@ class Replacements:
         self._ends = ends
         self._num_ranks = num_ranks
         self._next = num_ranks
-        self._num_seen = 0
+        self._num_seen = 0  # of the outlived failures
         self._due: list[int] = []
         self._later: list[int] = []
 
@@ -33,17 +33,22 @@ class Replacements:
         """Note that a rank has ended which was to join the others, and had not."""
         self._later.append(rank)
 
+    @property
+    def are_due(self) -> bool:
+        """Whether `take` has ranks to return, if their nodes are there."""
+        outlived = self._ends.outlived
+        for failure in outlived[self._num_seen :]:
+            (self._due if failure.rank < self._num_ranks else self._later).append(failure.rank)
+        self._num_seen = len(outlived)
+        return bool(self._due)
+
     def take(self, is_here: Callable[[int], bool] = lambda _: True) -> Mapping[int, int]:
         """Return the ranks to start now, and the one that each of them replaces.
 
         Args:
             is_here: whether the node of a rank is still there. If not, the rank is not replaced.
         """
-        outlived = self._ends.outlived
-        for failure in outlived[self._num_seen :]:
-            (self._due if failure.rank < self._num_ranks else self._later).append(failure.rank)
-        self._num_seen = len(outlived)
-        due = [rank for rank in self._due if is_here(rank)]
+        due = [rank for rank in self._due if is_here(rank)] if self.are_due else []
         self._due = []
         return dict(zip(self.take_numbers(len(due)), due, strict=True))
 

@@ -64,7 +64,8 @@ def _start(ranks: Ranks, launch: Launch, place: Placement, numbers: Sequence[int
         overrides = {**overrides, "resume": "latest", "fresh": False, "run_dir": run_dir}
     heals = REPLACE if launch.replaces else "1" if launch.heals else ""
     variables = build_variables(launch.num_ranks, place, overrides, heals=heals)
-    variables = [build_joining(own, number) for own, number in zip(variables, numbers)] or variables  # noqa: B905
+    if numbers:
+        variables = [build_joining(own, number) for own, number in zip(variables, numbers, strict=True)]
     ranks.start(launch.target, variables)
     return dict(zip(numbers or range(place.first_rank, place.first_rank + len(variables)), variables, strict=True))
 
@@ -152,7 +153,8 @@ def _replace(
     """
     if ranks.take_saved():
         replacements.note_saved()
-    if not launch.received and healer.can_join and (replaced := replacements.take()):
+    if not launch.received and replacements.are_due and healer.can_join:
+        replaced = replacements.take()
         for number, rank in replaced.items():
             variables[number] = build_joining(variables[rank], number)
         ranks.add([variables[number] for number in replaced])
