@@ -133,8 +133,8 @@ class Boundary:
             stopping.agree()
         else:
             stopping.agree_together(snapshotter.take_asked())
+        epoch = self._feed.plan.epoch_of(steps_done) if epochs_done is None else epochs_done
         if self._context.location.path is not None:
-            epoch = self._feed.plan.epoch_of(steps_done) if epochs_done is None else epochs_done
             self._services.watchdog.enter("saving", steps_done)
             snapshotter.save_what_is_due(
                 lambda: self._get_state(epoch),
@@ -146,7 +146,6 @@ class Boundary:
             self._services.watchdog.leave_saving(steps_done)
         self.end.exit_after_signal()
         if self._can_admit(numbered=numbered, is_epoch_end=epochs_done is not None):
-            epoch = self._feed.plan.epoch_of(steps_done) if epochs_done is None else epochs_done
             self._admit(epoch)
 
     def _admit(self, epoch: int) -> None:
