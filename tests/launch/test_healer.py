@@ -9,7 +9,7 @@ import torch.distributed as dist
 from samestep.launch import healer
 from samestep.launch.failure import RankEnds, RankFailure
 from samestep.launch.healer import Healer, LateEnds
-from samestep.world.membership import READY, Membership, read_generation, write_begun, write_coming
+from samestep.world.membership import BEGUN, COMING, READY, Membership, read_generation, write_note
 
 SIGNAL = [signal.SIGTERM]
 
@@ -65,13 +65,13 @@ def test_a_rank_that_joined_and_does_not_begin_is_ended(monkeypatch: pytest.Monk
     healing.expect([2, 3])
     assert healing.admit() == ()
     for rank in (2, 3):
-        write_coming(store, "secret", rank)
+        write_note(store, "secret", f"{COMING}/{rank}")
     assert healing.admit() == (), "the others have a step to complete"
     Membership(store, "secret", rank=0, members=range(2)).wait_for_others()
     assert healing.admit() == [2, 3]
     assert read_generation(store, "secret", 1) == [0, 1, 2, 3]
     assert healing.find_late() == ((), "")
-    write_begun(store, "secret", 2)
+    write_note(store, "secret", f"{BEGUN}/2")
     monkeypatch.setattr(healer, "BEGIN_S", 0.0)
     late, reason = healing.find_late()
     assert late == [3]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from samestep.engine.routes import pass_along_ring
+from samestep.world.chunks import split_chunks
 from samestep.world.group import Group
 
 CHUNK_BYTES = 4 << 20  # on 4 ranks, 1 and 16 MiB took longer
@@ -33,25 +34,6 @@ def send_owned(owned: Sequence[Sequence[Tensor]], group: Group) -> None:
     chunks = [[*split_chunks(tensors, CHUNK_BYTES)] for tensors in owned]
     for number in range(max(map(len, chunks))):
         _pass_on([of_rank[number] if number < len(of_rank) else [] for of_rank in chunks], group.rank)
-
-
-def split_chunks(tensors: Sequence[Tensor], chunk_bytes: int) -> Iterator[list[Tensor]]:
-    """Yield the tensors in lists of at most `chunk_bytes`, or of one tensor. Empty ones are left out.
-
-    Example::
-
-        >>> [len(chunk) for chunk in split_chunks([torch.zeros(2), torch.zeros(2), torch.zeros(9), torch.zeros(0)], 16)]
-        [2, 1]
-    """
-    chunk: list[Tensor] = []
-    for tensor in tensors:
-        if chunk and sum(each.nbytes for each in chunk) + tensor.nbytes > chunk_bytes:
-            yield chunk
-            chunk = []
-        if tensor.numel():
-            chunk.append(tensor)
-    if chunk:
-        yield chunk
 
 
 def _pass_on(chunks: Sequence[Sequence[Tensor]], rank: int) -> None:

@@ -9,11 +9,12 @@ from samestep.console import say
 from samestep.errors import NotHealed, PeerFailed
 from samestep.launch.failure import RankEnds, RankFailure
 from samestep.world.membership import (
+    BEGUN,
+    CLOSED,
+    COMING,
     GENERATION_S,
     READY,
-    has_begun,
-    is_closed,
-    is_coming,
+    has_note,
     read_refusal,
     read_stuck,
     read_waiting,
@@ -78,7 +79,7 @@ class Healer:
         if not self._joined or time.monotonic() - self._joined_s < BEGIN_S:
             return (), ""
         joined, self._joined = self._joined, ()
-        late = [rank for rank in joined if not has_begun(self._store, self._secret, rank)]
+        late = [rank for rank in joined if not has_note(self._store, self._secret, f"{BEGUN}/{rank}")]
         ranks = ", ".join(map(str, late))
         return late, f"rank {ranks} has joined the others, and not begun its loop within {BEGIN_S:g} s"
 
@@ -129,7 +130,7 @@ class Healer:
     @property
     def can_join(self) -> bool:
         """Whether ranks can join the others now, if those that are left have not ended."""
-        return self.are_ready and not self.is_over and not is_closed(self._store, self._secret)
+        return self.are_ready and not self.is_over and not has_note(self._store, self._secret, CLOSED)
 
     @property
     def is_over(self) -> bool:
@@ -151,7 +152,7 @@ class Healer:
             return ()
         if self._coming and not self.can_join:
             self._coming = []
-        ready = [rank for rank in self._coming if is_coming(self._store, self._secret, rank)]
+        ready = [rank for rank in self._coming if has_note(self._store, self._secret, f"{COMING}/{rank}")]
         if ready and self._asked != self._number:
             self._asked = self._number
             ranks = ", ".join(map(str, ready))

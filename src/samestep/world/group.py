@@ -30,6 +30,7 @@ from samestep.torch_internals import (
 )
 from samestep.waiting import wait_until
 from samestep.world import wire
+from samestep.world.chunks import split_chunks
 from samestep.world.environment import (
     Environment,
     check_interface,
@@ -43,13 +44,14 @@ from samestep.world.environment import (
 from samestep.world.host import read_host_id
 from samestep.world.local_sockets import LocalSockets, connect
 from samestep.world.membership import (
+    CLOSED,
     GENERATION_S,
     Change,
     LossWatch,
     Membership,
     check_none_gone,
     is_settled,
-    write_closed,
+    write_note,
     write_refusal,
     write_stuck,
 )
@@ -255,9 +257,7 @@ class Group:
             raise PeerFailed(reason)
         began_s = time.monotonic()
         before = membership.members
-        membership.leave(self._leave)
-        membership.advance(reason)
-        counts = is_settled(membership.position, self._join_all(membership, reason))
+        counts = is_settled(membership.position, self._regroup(membership, reason))
         if counts:
             membership.complete()
         elif unrepeatable:
@@ -269,16 +269,17 @@ class Group:
         if lost := [rank for rank in before if rank not in members]:
             self._notify(Change(lost, [rank for rank in before if rank in members], began_s))
 
-    def _join_all(self, membership: Membership, reason: str) -> list[int]:
-        """Join the members of the newest generation, who have all come. Return the positions of all."""
+    def _regroup(self, membership: Membership, reason: str, *, is_later: bool = False) -> list[int]:
+        """Join the members of the newest generation, and return the positions of all. Arguments as for `advance`."""
         while True:
+            membership.leave(self._leave)
+            membership.advance(reason, is_later=is_later)
             try:
                 with self.together():
                     self._join(membership)
                     return self.gather_number(membership.position)
             except RuntimeError:  # a further rank has died
-                membership.leave(self._leave)
-                membership.advance(reason)
+                is_later = False
 
     # --- ranks that join --------------------------------------------------------------------------------------
 
@@ -308,7 +309,7 @@ class Group:
     def close_joining(self, environment: Environment) -> None:
         """Let no rank join from here on, since a further loop begins. On all ranks."""
         if self.rank == 0:
-            write_closed(_connect_to_store(), environment.secret)
+            write_note(_connect_to_store(), environment.secret, CLOSED)
 
     def admit(self) -> Sequence[int]:
         """Form a new group with the ranks that have come. On all ranks, between two steps.
@@ -328,11 +329,8 @@ class Group:
 
         # If a rank dies meanwhile, some ranks may be in a later generation already. All decide by this result.
         if self.complete(find_generation) == membership.number:
-            reason = "the launcher has not named the ranks that continue"
             membership.wait_for_others()
-            membership.leave(self._leave)
-            membership.advance(reason)
-            self._join_all(membership, reason)
+            self._regroup(membership, "the launcher has not named the ranks that continue")
             self._notify_of_lost(before, membership.members, began_s)
         return self._agree_on_joined(before)
 
@@ -368,9 +366,7 @@ class Group:
         membership = Membership(_connect_to_store(), environment.secret, environment.number, ())
         membership.come()
         self._begin_membership(membership)
-        reason = "the others have not taken this rank in"
-        membership.advance(reason, is_later=True)
-        membership.catch_up(self._join_all(membership, reason))
+        membership.catch_up(self._regroup(membership, "the others have not taken this rank in", is_later=True))
         self._agree_on_joined(())
         yield
         self.rank, self.world_size = shown
@@ -632,7 +628,7 @@ class Group:
                 bits = tensor if tensor.is_complex() else tensor.view(CARRIERS[tensor.element_size()])
                 by_kind.setdefault((bits.dtype, bits.device), []).append(bits)
             for (_, device), same_kind in by_kind.items():
-                for chunk in cut_into_chunks(same_kind, BROADCAST_CHUNK_BYTES):
+                for chunk in split_chunks(same_kind, BROADCAST_CHUNK_BYTES):
                     piece = torch.cat([bits.reshape(-1) for bits in chunk])
                     sent = piece.cpu() if self.needs_staging(device) else piece
                     self._broadcast_piece(sent, source)
@@ -752,27 +748,6 @@ def _try(fn: Callable[[], Any]) -> tuple[BaseException | None, bytes]:
         return None, wire.encode(("error", (name_kind(error), str(error), error.code)))
     except BaseException as error:
         return error, wire.encode(("failure", f"{type(error).__name__}: {error}"))
-
-
-def cut_into_chunks(tensors: Sequence[torch.Tensor], chunk_bytes: int) -> list[list[torch.Tensor]]:
-    """Divide tensors, in their order, into lists of at most `chunk_bytes`. A larger tensor is a list of its own.
-
-    Example::
-
-        >>> import torch
-        >>> sizes = (2, 6, 1, 9, 1, 1)
-        >>> [[len(each) for each in chunk] for chunk in cut_into_chunks([torch.ones(n).byte() for n in sizes], 8)]
-        [[2, 6], [1], [9], [1, 1]]
-    """
-    chunks: list[list[torch.Tensor]] = []
-    left = 0
-    for tensor in tensors:
-        if not chunks or tensor.nbytes > left:
-            chunks.append([])
-            left = chunk_bytes
-        chunks[-1].append(tensor)
-        left -= tensor.nbytes
-    return chunks
 
 
 def find_rank() -> int:

@@ -71,39 +71,19 @@ def read_stuck(store: Any, secret: str) -> tuple[Sequence[int], str]:
     return [rank for rank in ranks if isinstance(rank, int)], str(reason)
 
 
-def write_coming(store: Any, secret: str, rank: int) -> None:
-    """Announce to the launcher that a rank is ready to join the others. Signed with the secret."""
-    SignedEntries(secret.encode(), store).put(f"{COMING}/{rank}", "")
+def write_note(store: Any, secret: str, name: str) -> None:
+    """Announce something to the launcher, by an entry without a text. Signed with the secret."""
+    SignedEntries(secret.encode(), store).put(name, "")
 
 
-def is_coming(store: Any, secret: str, rank: int) -> bool:
-    """Return whether the rank has called `write_coming`."""
-    return bool(SignedEntries(secret.encode(), store).read([f"{COMING}/{rank}"]))
-
-
-def write_begun(store: Any, secret: str, rank: int) -> None:
-    """Announce to the launcher that a rank which has joined takes part in the others' steps. Signed with the secret."""
-    SignedEntries(secret.encode(), store).put(f"{BEGUN}/{rank}", "")
-
-
-def has_begun(store: Any, secret: str, rank: int) -> bool:
-    """Return whether the rank has called `write_begun`."""
-    return bool(SignedEntries(secret.encode(), store).read([f"{BEGUN}/{rank}"]))
+def has_note(store: Any, secret: str, name: str) -> bool:
+    """Return whether a rank has called `write_note`."""
+    return bool(SignedEntries(secret.encode(), store).read([name]))
 
 
 def write_asked(store: Any, secret: str, generation: int) -> None:
     """Ask the ranks of a generation to take in others after their step. Signed with the secret."""
     SignedEntries(secret.encode(), store).put(ASKED, str(generation))
-
-
-def write_closed(store: Any, secret: str) -> None:
-    """Announce to the launcher that no rank can join the others any more. Signed with the secret."""
-    SignedEntries(secret.encode(), store).put(CLOSED, "")
-
-
-def is_closed(store: Any, secret: str) -> bool:
-    """Return whether a rank has called `write_closed`."""
-    return bool(SignedEntries(secret.encode(), store).read([CLOSED]))
 
 
 def read_waiting(store: Any, secret: str) -> int | None:
@@ -221,7 +201,7 @@ class Membership:
 
     def begin(self) -> None:
         """Announce to the launcher that this rank, which has joined the others, takes part in their steps."""
-        write_begun(self._store, self._secret, self.own)
+        write_note(self._store, self._secret, f"{BEGUN}/{self.own}")
 
     @property
     def is_asked(self) -> bool:
@@ -234,7 +214,7 @@ class Membership:
 
     def come(self) -> None:
         """Wait until the launcher has named a generation with this rank, which is ready to join the others."""
-        write_coming(self._store, self._secret, self.own)
+        write_note(self._store, self._secret, f"{COMING}/{self.own}")
         wait_s = POLL_S
         while self.own not in self.members:
             members = read_generation(self._store, self._secret, self.number + 1)
