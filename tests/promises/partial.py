@@ -55,9 +55,9 @@ def main() -> None:
     for step in run.steps(torch.randn(16, 3072), 5):
         if step.number == DOOMED:
             reached = "once"
-            assert len(run.once(bytes, 100 << 20)) == 100 << 20
+            assert len(run.once(bytes, 32 << 20)) == 32 << 20
             reached = "evaluate"
-            texts = run.evaluate(lambda batch: {"text": ["x" * (8 << 20)] * len(batch)}, range(8))["text"]
+            texts = run.evaluate(lambda batch: {"text": ["x" * (2 << 20)] * len(batch)}, range(8))["text"]
             assert len(texts) == 8
             reached = "exchange"
         for x in step:
