@@ -339,9 +339,8 @@ class Ranks:
                 "of the script, run.evaluate among them"
             )
             return RankFailure(rank, time_s, 1, False, "died", message)
-        failures = [*self.ends.outlived, *self.ends.failures]
-        alike = [f for f in failures if first and (f.kind, f.message) == (first.kind, first.message)]
-        failure = min(alike, key=lambda failure: (failure.rank not in self.shown, failure.rank), default=None)
+        alike = [f for f in self.ends.failures if first and (f.kind, f.message) == (first.kind, first.message)]
+        failure = min(alike, key=lambda failure: (failure.rank not in self.shown, failure.rank), default=first)
         if failure is None:
             return None
         try:

@@ -1,0 +1,17 @@
+"""Which failure of several is reported."""
+
+from samestep.launch.failure import RankFailure
+from samestep.launch.local_ranks import Ranks
+
+
+def test_a_rank_that_the_others_have_outlived_is_not_blamed_for_a_later_death() -> None:
+    ranks = Ranks(None)  # type: ignore[arg-type]
+    for rank in (1, 3):
+        ranks.ends.add(rank, -9, RankFailure(rank, float(rank), -9, False, "died", "was killed by SIGKILL"))
+        if rank == 1:
+            ranks.ends.outlive([1])
+    ranks.ends.add(0, 1, RankFailure(0, 4.0, 1, True, "exception", "PeerFailed: another rank has died"))
+    failure = ranks.first_failure()
+    ranks.close()
+    assert failure is not None
+    assert failure.rank == 3
