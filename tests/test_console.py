@@ -5,6 +5,8 @@ import sys
 
 from support.commands import Popen, run
 
+from samestep.console import describe_ranks
+
 INTERRUPTED = """
 import signal
 from samestep.console import print_error
@@ -36,3 +38,7 @@ def test_only_a_slow_block_is_announced() -> None:
         assert process.stderr.readline() == "samestep: starting 2 ranks\n"
         process.stdin.close()
         assert process.stderr.read() == ""
+
+
+def test_many_ranks_are_counted() -> None:
+    assert describe_ranks(range(100)) == "100 ranks (0, 1, 2, 3, 4, 5 ...)"

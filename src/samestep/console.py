@@ -169,6 +169,22 @@ def format_ranks(number: int) -> str:
     return format_count(number, "rank")
 
 
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks; of many, only the first.
+
+    Example::
+
+        >>> describe_ranks([3]), describe_ranks([5, 1, 2])
+        ('rank 3', 'ranks 1, 2 and 5')
+    """
+    ranks = sorted(ranks)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 8:
+        return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:6]))} ...)"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
 def describe_size(size_bytes: float) -> str:
     """Format a size in powers of 1000, such as "12.3 MB"."""
     for unit in ("B", "KB", "MB", "GB"):

@@ -75,5 +75,5 @@ def test_a_rank_that_joined_and_does_not_begin_is_ended(monkeypatch: pytest.Monk
     monkeypatch.setattr(healer, "BEGIN_S", 0.0)
     late, reason = healing.find_late()
     assert late == [3]
-    assert reason.startswith("rank 3 has joined the others, and not begun its loop")
+    assert reason.startswith("rank 3 did not begin the loop")
     assert healing.find_late() == ((), ""), "once"

@@ -17,7 +17,7 @@ from support.runs import ask, read_rows
 from support.selection import one_in
 from support.waiting import DEADLINE_S
 
-from samestep.watch.stall_diagnosis import describe_ranks
+from samestep.console import describe_ranks
 from samestep.world.environment import SAVED
 
 SCRIPTS = "once.py", "folds.py", "collects.py", "inherited.py", "partial.py", "heads.py"

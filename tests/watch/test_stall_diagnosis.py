@@ -16,7 +16,6 @@ from samestep.watch.stall_diagnosis import (
     Beat,
     Limits,
     build_limits,
-    describe_ranks,
     describe_spent,
     diagnose,
     explain_slow_saving,
@@ -218,11 +217,6 @@ def test_where_the_time_went() -> None:
     spent = {"starting": 99.0, "loading": 1.0, "forward": 2.0, "backward": 4.0, "reducing": 2.0, "saving": 1.0}
     assert describe_spent(spent) == "compute 60 %, gradient reduction 20 %, snapshots 10 %, data 10 %"
     assert describe_spent({}) == ""
-
-
-def test_many_ranks_are_counted() -> None:
-    assert describe_ranks([5, 1, 2]) == "ranks 1, 2 and 5"
-    assert describe_ranks(range(100)) == "100 ranks (0, 1, 2, 3, 4, 5 ...)"
 
 
 @pytest.mark.parametrize(

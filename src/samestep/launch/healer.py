@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from samestep.console import say
+from samestep.console import describe_ranks, say
 from samestep.errors import NotHealed, PeerFailed
 from samestep.launch.failure import RankEnds, RankFailure
 from samestep.world.membership import (
@@ -80,8 +80,9 @@ class Healer:
             return (), ""
         joined, self._joined = self._joined, ()
         late = [rank for rank in joined if not has_note(self._store, self._secret, f"{BEGUN}/{rank}")]
-        ranks = ", ".join(map(str, late))
-        return late, f"rank {ranks} has joined the others, and not begun its loop within {BEGIN_S:g} s"
+        if not late:
+            return (), ""
+        return late, f"{describe_ranks(late)} did not begin the loop within {BEGIN_S:g} s of joining the others"
 
     @property
     def are_ready(self) -> bool:
@@ -155,8 +156,7 @@ class Healer:
         ready = [rank for rank in self._coming if has_note(self._store, self._secret, f"{COMING}/{rank}")]
         if ready and self._asked != self._number:
             self._asked = self._number
-            ranks = ", ".join(map(str, ready))
-            say(f"rank {ranks} is ready to join the others" if len(ready) == 1 else f"ranks {ranks} are ready to join")
+            say(f"{describe_ranks(ready)} {'is' if len(ready) == 1 else 'are'} ready to join the others")
             write_asked(self._store, self._secret, self._number)
         if self._asked != self._number or read_waiting(self._store, self._secret) != self._number:
             return ()

@@ -18,7 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from samestep.config import PREFIX, Overrides, to_variables
-from samestep.console import print_error
+from samestep.console import describe_ranks, print_error
 from samestep.errors import Error, InvalidValue, Stuck, add_code
 from samestep.files import open_regular, read_tail, replace_file
 from samestep.launch.failure import RankEnds, RankFailure, describe_death, read_failure, write_failure
@@ -373,8 +373,7 @@ class Ranks:
             lines += [f"samestep: {other.reason}" for other in own if other.rank not in same]
             others = ""
             if self.world_size > 1:
-                ranks = ", ".join(map(str, sorted(same)))
-                others = f"; the same for rank {ranks}" if same else "; the others were stopped"
+                others = f"; the same for {describe_ranks(same)}" if same else "; the others were stopped"
             if failure.traceback:
                 lines += [f"samestep: rank {failure.rank} of {self.world_size} failed{others}"] if others else []
                 lines.append(failure.traceback.rstrip("\n"))

@@ -22,7 +22,7 @@ from typing import Any
 from msgspec import Struct, to_builtins
 from msgspec.structs import asdict
 
-from samestep.console import say
+from samestep.console import describe_ranks, say
 from samestep.decoding import convert
 from samestep.errors import Error, add_code
 from samestep.launch.failure import RankEnds, RankFailure
@@ -412,8 +412,7 @@ class RendezvousServer(threading.Thread):
         healer.expect(member.joined)
         round_.members.append(member)
         place = round_.build_place(len(round_.members) - 1, 0, self._num_restarts)
-        ranks = ", ".join(map(str, member.joined))
-        self._send_begin(member, f"rank {ranks} on {member.hello.name}", place, None)
+        self._send_begin(member, f"{describe_ranks(member.joined)} on {member.hello.name}", place, None)
 
     def _send_begin(self, member: Member, sentence: str, place: Mapping[str, Any], restart: Restart | None) -> None:
         """Let a node start its ranks."""

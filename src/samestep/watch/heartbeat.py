@@ -15,25 +15,15 @@ from pathlib import Path
 from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
+from samestep.console import describe_ranks
 from samestep.decoding import decode
 from samestep.files import replace_file
 from samestep.watch.beat_builder import BeatBuilder
 from samestep.watch.phase_clock import PhaseClock
 from samestep.watch.records import RANKS, STACKS_WANTED, TIMELINE, RankStates
 from samestep.watch.slow_ranks import SlowRanks
-from samestep.watch.stall_diagnosis import (
-    Beat,
-    Limits,
-    Stall,
-    describe_ranks,
-    describe_seconds,
-    diagnose,
-)
-from samestep.watch.thread_state import (
-    read_process_state,
-    read_stacks,
-    trim_stack,
-)
+from samestep.watch.stall_diagnosis import Beat, Limits, Stall, describe_seconds, diagnose
+from samestep.watch.thread_state import read_process_state, read_stacks, trim_stack
 from samestep.watch.timeline import Timeline
 from samestep.world.forking import at_rest, at_work
 from samestep.world.host import read_host_id

@@ -7,6 +7,7 @@ from statistics import median
 
 from msgspec import Struct
 
+from samestep.console import describe_ranks
 from samestep.decoding import Count, Number
 
 # snapshots that take more than both slow a run
@@ -250,16 +251,6 @@ def find_slow(paces: Mapping[int, Mapping[str, float]]) -> dict[int, tuple[str, 
 def describe_seconds(seconds: float) -> str:
     """Format a duration, such as "48 s" or "12 min"."""
     return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
-
-
-def describe_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks, such as "rank 3" or "ranks 1, 2 and 5"; of many, only the first."""
-    ranks = sorted(ranks)
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 8:
-        return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:6]))} ...)"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def describe_spent(spent_s: Mapping[str, float]) -> str:

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.console import escape, format_ranks
+from samestep.console import describe_ranks, escape, format_ranks
 from samestep.tools.report.decimation import Floats, colour, decimate, merge_rows, shorten
 from samestep.tools.report.run_data import MAX_STEPS, Intervals, Points, RunData
-from samestep.watch.stall_diagnosis import describe_ranks
 
 # After Okabe and Ito, who chose colours that colour-blind people can tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")

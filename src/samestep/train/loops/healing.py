@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from samestep.console import format_ranks
+from samestep.console import describe_ranks, format_ranks
 from samestep.launch.output_recorder import show_instead
 from samestep.train.context import RunContext
 from samestep.train.loops.feed import Feed
@@ -12,7 +12,6 @@ from samestep.train.loops.services import Services
 from samestep.train.state.handover import Handover
 from samestep.train.state.run_state import RunState
 from samestep.train.step.interception import Interceptors
-from samestep.watch.stall_diagnosis import describe_ranks
 from samestep.world.announcements import begin_announcements, move_announcements
 from samestep.world.membership import Change, note_gone
 

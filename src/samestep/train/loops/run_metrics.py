@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from samestep.console import warn
+from samestep.console import describe_ranks, warn
 from samestep.engine.gradient_averager import GradientAverager
 from samestep.engine.gradient_checksum import GradientChecksum, PartialChecksums, find_zero
 from samestep.engine.gradient_pass import PassReport
@@ -21,7 +21,7 @@ from samestep.train.state.run_state import RunState
 from samestep.train.state.stateful import Objects, Wrapped, find_wrapped, learning_rates
 from samestep.train.step.steps import Step, StepObserver
 from samestep.watch.progress import Progress
-from samestep.watch.stall_diagnosis import describe_ranks, describe_spent, share_spent
+from samestep.watch.stall_diagnosis import describe_spent, share_spent
 from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import TrackerInfo
 from samestep.world.membership import list_gone
