@@ -19,7 +19,8 @@ from samestep.engine.reduction_plan import build_reduction_plan
 from samestep.plan.tree import build_layout, split
 from samestep.torch_internals import break_gloo_connections, list_gloo_sockets
 from samestep.world.environment import read_environment
-from samestep.world.group import close_group, open_group
+from samestep.world.group_opening import open_group
+from samestep.world.process_group import close_group
 
 SHAPES = [(3,), (5, 7), (1,), (2, 3, 4, 4), (33,)]
 DTYPES = [torch.float32, torch.float32, torch.float64, torch.float32, torch.float64]

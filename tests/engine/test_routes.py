@@ -14,7 +14,7 @@ from samestep.engine.reducer import Reducer
 from samestep.engine.reduction_plan import build_reduction_plan
 from samestep.plan.tree import build_layout, split
 from samestep.world.environment import read_environment
-from samestep.world.group import open_group
+from samestep.world.group_opening import open_group
 
 
 def draw_leaf(v: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from support.waiting import wait_until
 import samestep
 from samestep import console
 from samestep.errors import PeerFailed
-from samestep.world import group, local_sockets
+from samestep.world import group_opening, local_sockets
 
 # --- processes forked by the script -----------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ def test_a_run_that_one_rank_creates_later(tmp_path: Path) -> None:
     def train() -> str:
         Tiny(tmp_path / "x").train(num_steps=1)
         if os.environ["RANK"] == "0":
-            group.PATIENCE_S, console.say = 0.1, said.write_text  # type: ignore[assignment]
+            group_opening.PATIENCE_S, console.say = 0.1, said.write_text  # type: ignore[assignment]
         else:
             wait_until(said.exists, "rank 0 has waited")
         Tiny(tmp_path / "y")

@@ -19,8 +19,11 @@ from samestep.launch.local_ranks import open_store
 from samestep.snapshot.store import Unreachable
 from samestep.torch_internals import list_gloo_sockets
 from samestep.world import group as group_module
+from samestep.world import group_opening
 from samestep.world.environment import Environment, read_environment
-from samestep.world.group import Group, choose_device, close_group, find_ranks, open_group
+from samestep.world.group import Group
+from samestep.world.group_opening import choose_device, find_ranks, open_group
+from samestep.world.process_group import close_group
 from samestep.world.rendezvous_store import SignedEntries, is_first, is_left_by_rank_0, read_entry, write_entry
 
 CPU = torch.device("cpu")
@@ -269,7 +272,7 @@ def test_missing_ranks_are_reported(tmp_path: Path, free_port: int) -> None:
                 time.sleep(0.01)
             join()
             return
-        group_module.PATIENCE_S = 0.2
+        group_opening.PATIENCE_S = 0.2
         with open(said, "w") as sys.stderr:
             join()
 

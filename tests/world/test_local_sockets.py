@@ -20,7 +20,7 @@ from samestep.errors import PeerFailed
 from samestep.world import host
 from samestep.world import local_sockets as sockets_module
 from samestep.world.environment import read_environment
-from samestep.world.group import open_group
+from samestep.world.group_opening import open_group
 from samestep.world.host import read_host_id
 from samestep.world.local_sockets import LocalSockets, connect
 

@@ -55,13 +55,13 @@ def test_hashes_that_differ_are_explained_once() -> None:
 
 def test_a_rank_that_hashes_strings_differently_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     def start(filter_: str = "default") -> None:
-        from samestep.world import group
+        from samestep.world import group_opening
 
         warnings.filterwarnings(filter_, "ranks hash strings differently")  # type: ignore[arg-type]
 
-        usual = group.describe_software()
+        usual = group_opening.describe_software()
         if os.environ["RANK"] == "1":
-            group.describe_software = lambda: {**usual, "hashing": usual["hashing"] + 1}
+            group_opening.describe_software = lambda: {**usual, "hashing": usual["hashing"] + 1}
         samestep.Run(None, batch_size=3, micro_batch_size=1)
 
     samestep.spawn(start, 3)

@@ -14,7 +14,7 @@ from samestep.plan.schedule import check_numbers, default_micro_batch_size, find
 from samestep.snapshot.run_record import read_record
 from samestep.train.ending.shutdown import report_errors
 from samestep.world.environment import Environment, advise
-from samestep.world.group import find_rank
+from samestep.world.process_group import find_rank
 
 P = ParamSpec("P")
 T = TypeVar("T")

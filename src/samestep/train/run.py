@@ -53,7 +53,8 @@ from samestep.watch.trackers.protocol import Tracker
 from samestep.watch.trackers.registry import build_trackers
 from samestep.world.announcements import open_announcements
 from samestep.world.environment import SAVED
-from samestep.world.group import choose_device, find_rank, find_ranks, open_group
+from samestep.world.group_opening import choose_device, find_ranks, open_group
+from samestep.world.process_group import find_rank
 
 T = TypeVar("T")
 

@@ -7,7 +7,8 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from samestep.waiting import wait_until
-from samestep.world.group import PATIENCE_S, POLL_S, Group
+from samestep.world.group import POLL_S, Group
+from samestep.world.group_opening import PATIENCE_S
 from samestep.world.rendezvous_store import SignedEntries
 
 

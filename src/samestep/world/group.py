@@ -1,46 +1,23 @@
-"""The group of all ranks: backend, and the collectives on values and whole tensors other than gradients."""
+"""The group of all ranks, and its collectives on values and whole tensors other than gradients."""
 
-import os
-import secrets
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
-from functools import cache
 from itertools import count
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from samestep.console import say, saying_when_slow, warn
 from samestep.errors import KINDS, Error, InvalidType, InvalidValue, NotHealed, PeerFailed, UsageError, name_kind
 from samestep.hashing import hash_pieces
 from samestep.tagged import view_bytes
-from samestep.torch_internals import (
-    abort_nccl,
-    add_gloo,
-    break_gloo_connections,
-    list_gloo_sockets,
-    reset_group_names,
-    set_timeout,
-)
+from samestep.torch_internals import abort_nccl, break_gloo_connections, set_timeout
 from samestep.waiting import wait_until
 from samestep.world import wire
 from samestep.world.chunks import split_chunks
-from samestep.world.environment import (
-    Environment,
-    check_interface,
-    has_agent_store,
-    read_environment,
-    read_host,
-    read_master,
-    read_rank,
-    read_restarts,
-)
+from samestep.world.environment import Environment, has_agent_store, read_host
 from samestep.world.host import read_host_id
 from samestep.world.local_sockets import LocalSockets, connect
 from samestep.world.membership import (
@@ -49,15 +26,14 @@ from samestep.world.membership import (
     Change,
     LossWatch,
     Membership,
-    check_none_gone,
     is_settled,
     write_note,
     write_refusal,
     write_stuck,
 )
-from samestep.world.rendezvous_store import MAC_BYTES, SignedEntries, read_entry, write_entry
+from samestep.world.process_group import NCCL, close_group, connect_to_store, has_group
+from samestep.world.rendezvous_store import SignedEntries, read_entry, write_entry
 from samestep.world.transcript import TRANSCRIPT, Transcript
-from samestep.world.version_check import check_alike, describe_software, explain_hashing, explain_torch
 from samestep.world.waiter import LARGE_BYTES, Transfer, Waiter
 
 T = TypeVar("T")
@@ -68,48 +44,10 @@ CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 STOPPED = b"samestep stopped"  # shorter than the exchange of any step, so that it cannot be mistaken for one
 STOP_S = 300.0  # without local sockets: limit for the other ranks to stop as well
 POLL_S = 0.05
-PATIENCE_S = 30.0  # a rank that waits longer for the others prints where it waits
 TIMEOUT_S = 1800.0  # limit for an exchange
-JOIN_S = 300.0  # limit for the tasks of a Slurm step to join, as in `samestep launch`
-NCCL = "cpu:gloo,cuda:nccl"
 TAG = 1 << 20  # of messages that are no part of a gradient's exchange
 
 _numbers = count()
-
-
-def choose_device(environment: Environment, wanted: str | None, backend: str | None = None) -> torch.device:
-    """Return the device of this rank.
-
-    `wanted` is "cpu", "cuda" (a GPU per local rank) or one GPU such as "cuda:1"; None: "cuda" if there is a GPU.
-    With the backend gloo, ranks may share a GPU; NCCL does not permit it.
-    Raises Error if there is no such GPU, or there are more local ranks than GPUs.
-    """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    kind, _, index = (wanted or ("cuda" if num_gpus else "cpu")).partition(":")
-    if kind == "cpu":
-        return torch.device("cpu")
-    if num_gpus == 0:
-        raise InvalidValue(
-            f"device {wanted} was asked for, but torch finds no GPU: leave the option out, or give cpu", code="SS111"
-        )
-    if index and environment.local_world_size > 1 and backend != "gloo":
-        raise InvalidValue(
-            f"device {wanted} is one GPU, and {environment.local_world_size} ranks run on this host: give cuda",
-            code="SS111",
-        )
-    if index and int(index) >= num_gpus:
-        raise InvalidValue(
-            f"device {wanted} does not exist: torch finds {num_gpus} GPUs, cuda:0 to cuda:{num_gpus - 1}", code="SS111"
-        )
-    if index or (environment.launcher == "srun" and num_gpus == 1):  # Slurm may show each task only its own GPU.
-        return torch.device("cuda", int(index or 0))
-    if environment.local_rank >= num_gpus and backend != "gloo":
-        raise InvalidValue(
-            f"{environment.local_world_size} ranks on a machine with {num_gpus} GPUs: "
-            f"start at most {num_gpus} ranks here, or give --device cpu, or --backend gloo to let ranks share GPUs",
-            code="SS111",
-        )
-    return torch.device("cuda", environment.local_rank % num_gpus)
 
 
 class Group:
@@ -126,10 +64,10 @@ class Group:
         is_on_one_host: whether all ranks ran on one host at the start.
     """
 
-    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(self, rank: int, world_size: int, device: torch.device, *, local_rank: int = 0) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.local_rank = rank
+        self.local_rank = local_rank
         self.device = device
         self.local_sockets: LocalSockets | None = None
         self.is_on_one_host = True
@@ -184,10 +122,10 @@ class Group:
         """
         self._notify = notify
         if self._refuses and self.rank == 0:
-            write_refusal(_connect_to_store(), environment.secret, "")
+            write_refusal(connect_to_store(), environment.secret, "")
         self._refuses = False
         if self._membership is None:
-            store = _connect_to_store()
+            store = connect_to_store()
             membership = Membership(store, environment.secret, environment.rank, range(environment.world_size))
             self._uses_nccl = self.device.type == "cuda" and not self.needs_staging(self.device)
             self._begin_membership(membership)
@@ -196,17 +134,17 @@ class Group:
     def _begin_membership(self, membership: Membership) -> None:
         self._membership = membership
         self._waiter = None if self._uses_nccl else Waiter()
-        LossWatch(membership, _connect_to_store, self._break_connections)
+        LossWatch(membership, connect_to_store, self._break_connections)
 
     def refuse_healing(self, environment: Environment, reason: str) -> None:
         """Let no rank continue if one dies, until the next call of `begin_healing`. `reason`: a clause."""
         self._refuses = True
         if self.rank == 0:
-            write_refusal(_connect_to_store(), environment.secret, reason)
+            write_refusal(connect_to_store(), environment.secret, reason)
 
     def request_end(self, environment: Environment, members: Sequence[int], reason: str) -> None:
         """Request that the launchers of other hosts end stuck ranks, as numbered at the start. In any thread."""
-        write_stuck(_connect_to_store(), environment.secret, members, reason)
+        write_stuck(connect_to_store(), environment.secret, members, reason)
 
     def is_lost(self, member: int) -> bool:
         """Return whether the other ranks continue without this one, as numbered at the start. In any thread."""
@@ -303,13 +241,13 @@ class Group:
             secret = environment.secret.encode()
             is_on_one_host = self.is_on_one_host
             packed = self._recorded.pack(secret, self._key, self.world_size, is_on_one_host=is_on_one_host)
-            _connect_to_store().set(TRANSCRIPT, packed)
+            connect_to_store().set(TRANSCRIPT, packed)
         self._recorded = None
 
     def close_joining(self, environment: Environment) -> None:
         """Let no rank join from here on, since a further loop begins. On all ranks."""
         if self.rank == 0:
-            write_note(_connect_to_store(), environment.secret, CLOSED)
+            write_note(connect_to_store(), environment.secret, CLOSED)
 
     def admit(self) -> Sequence[int]:
         """Form a new group with the ranks that have come. On all ranks, between two steps.
@@ -349,7 +287,7 @@ class Group:
         Raises:
             NotHealed: their recording is not there.
         """
-        store = _connect_to_store()
+        store = connect_to_store()
         data = bytes(store.get(TRANSCRIPT))
         secret = environment.secret.encode()
         self._replayed, self._key, self.world_size, self.is_on_one_host = Transcript.unpack(data, secret)
@@ -363,7 +301,7 @@ class Group:
         In the block, it takes part in `complete`. After it, the script's lines before the loop continue.
         """
         shown = self.rank, self.world_size
-        membership = Membership(_connect_to_store(), environment.secret, environment.number, ())
+        membership = Membership(connect_to_store(), environment.secret, environment.number, ())
         membership.come()
         self._begin_membership(membership)
         membership.catch_up(self._regroup(membership, "the others have not taken this rank in", is_later=True))
@@ -476,6 +414,11 @@ class Group:
     def open_entries(self) -> "SignedEntries | None":
         """Open a connection for signed entries of the store; None with one rank."""
         return SignedEntries(self._key) if self.world_size > 1 else None
+
+    def connect_locally(self, timeout_s: float, value: Any, check: Callable[[Sequence[Any]], None]) -> None:
+        """Open sockets to the other ranks if all run on one host. Arguments as for `connect`."""
+        self.local_sockets = connect(self, timeout_s, value, check)
+        self.is_on_one_host = self.local_sockets is not None
 
     def derive_key(self, secret: bytes, parts: Sequence[bytes]) -> None:
         """Set the key that seals messages, from the launcher's secret and a random part of each rank."""
@@ -748,213 +691,3 @@ def _try(fn: Callable[[], Any]) -> tuple[BaseException | None, bytes]:
         return None, wire.encode(("error", (name_kind(error), str(error), error.code)))
     except BaseException as error:
         return error, wire.encode(("failure", f"{type(error).__name__}: {error}"))
-
-
-def find_rank() -> int:
-    """Return this process's rank in the process group, else in the environment."""
-    return dist.get_rank() if has_group() else read_rank()
-
-
-def find_ranks() -> Environment:
-    """Read the environment. The rank and the number of ranks are those of the process group, if there is one.
-
-    If only the process group defines them, local ranks are counted per machine. Raises Error as `read_environment`, or
-    if a launcher has set other ranks than those of the group.
-    """
-    environment = read_environment()
-    check_none_gone()
-    if not has_group():
-        return environment
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    add_gloo()
-    if (rank, world_size) == (environment.rank, environment.world_size):
-        return environment
-    if environment.world_size > 1:
-        raise InvalidValue(
-            f"this process is rank {rank} of {world_size} in its process group, and RANK is {environment.rank} and "
-            f"WORLD_SIZE {environment.world_size}: create the process group with the launcher's ranks, or unset both",
-            rank=rank,
-            code="SS506",
-        )
-    hosts = Group(rank, world_size, torch.device("cpu")).gather_hosts()
-    local_ranks = [each for each, host in enumerate(hosts) if host == hosts[rank]]
-    launcher = "torchrun" if environment.launcher == "python" else environment.launcher
-    return replace(
-        environment,
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_ranks.index(rank),
-        local_world_size=len(local_ranks),
-        launcher=launcher,
-    )
-
-
-def open_group(
-    environment: Environment,
-    device: torch.device,
-    *,
-    backend: str | None = None,
-    timeout_s: float = TIMEOUT_S,
-    compares: bool = True,
-) -> Group:
-    """Join the ranks, with gloo on CPU and NCCL (gloo for host tensors) on CUDA.
-
-    With the backend gloo, tensors on GPUs are exchanged through host memory. A process group that the script has
-    created is used as it is. If `compares`, all ranks must have the same script and versions. Raises Error if they
-    differ, or not all ranks join.
-    """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "gloo" if device.type == "cpu" or backend == "gloo" else NCCL
-    if environment.joins is not None:
-        group = Group(environment.rank, environment.world_size, device)
-        group.local_rank = environment.local_rank
-        group.begin_joining(environment, uses_nccl=backend == NCCL)
-        return group
-    if environment.world_size > 1 and not dist.is_initialized():
-        check_interface()
-        host, port = read_master()
-        sentence = (
-            f"rank {environment.rank} has waited {PATIENCE_S:.0f} s for all {environment.world_size} ranks to join at "
-            f"{host}:{port}: check that each is started, and that rank 0 listens there"
-        )
-        with saying_when_slow(sentence, PATIENCE_S), _ended_by_ctrl_c():
-            _join(backend, timedelta(seconds=timeout_s), environment)
-    group = Group(environment.rank, environment.world_size, device)
-    group.local_rank = environment.local_rank
-
-    def check(values: Sequence[tuple[Mapping[str, Any], bytes]]) -> None:
-        group.derive_key(environment.secret.encode(), [part for _, part in values])
-        if not compares:
-            return
-        software = [theirs for theirs, _ in values]
-        check_alike(software)
-        if group.rank == 0 and (sentence := explain_hashing(software)):
-            warn(say, sentence, start="ranks hash strings differently")
-
-    if compares and group.rank == 0:
-        _warn_of_torch()
-    if group.world_size > 1:
-        sentence = (
-            f"rank {group.rank} has waited {PATIENCE_S:g} s in samestep.Run for the other ranks: create each Run on "
-            "every rank, in the same order"
-        )
-        with saying_when_slow(sentence, PATIENCE_S), _ended_by_ctrl_c():
-            own = (describe_software(), secrets.token_bytes(MAC_BYTES))
-            group.local_sockets = connect(group, timeout_s, own, check)
-        group.is_on_one_host = group.local_sockets is not None
-        if environment.replaces:
-            group.begin_recording()
-    return group
-
-
-@cache
-def _warn_of_torch() -> None:
-    """Warn once in this process about an unsupported torch."""
-    if sentence := explain_torch(torch.__version__):
-        say(sentence)
-
-
-@contextmanager
-def _ended_by_ctrl_c() -> Iterator[None]:
-    """Let SIGINT end this process at once: torch waits for other ranks without returning to Python's handler."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _join(backend: str, timeout: timedelta, environment: Environment) -> None:
-    """Join the other ranks. Raises Error if rank 0 cannot open its port, or not all tasks of a Slurm step join."""
-    host, port = read_master()
-    rank = environment.rank
-    world_size = environment.world_size
-    try:
-        store = _open_store(environment, timeout)
-        if store is None:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        if "EADDRINUSE" in str(error):
-            raise Error(
-                f"port {port} is in use here: set MASTER_PORT to a free one, the same for all ranks", code="SS509"
-            ) from None
-        if environment.launcher != "srun":
-            raise
-        problem = f"not all {world_size} tasks" if rank == 0 else "the first task did not answer: not all tasks"
-        raise Error(
-            f"{problem} of this Slurm step joined at {host}:{port} within {JOIN_S:.0f} s: start this script in every "
-            "task of the step, and check that no firewall closes the port between the nodes",
-            code="SS507",
-        ) from None
-
-
-def _open_store(environment: Environment, timeout: timedelta) -> Any:  # Store
-    """Open the store through which the ranks join; None: the one that torch opens from the environment.
-
-    After a restart torchrun keeps its store, with the addresses of the earlier ranks, and gloo tries to connect to
-    those. With one torchrun, the restart count makes the keys of each start distinct. Several torchruns count their
-    restarts separately, so there this is not possible.
-    """
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
-    host, port = read_master()
-    rank = environment.rank
-    world_size = environment.world_size
-    if environment.launcher == "srun":
-        # multi_tenant: shares a store that this process has already opened (`StoreExchange`), as torch's env:// does.
-        return TCPStore(host, port, world_size, rank == 0, timedelta(seconds=JOIN_S), multi_tenant=True)
-    if environment.launcher != "torchrun" or not has_agent_store():
-        return None
-    num_restarts, most = read_restarts()
-    if environment.local_world_size == world_size:
-        store = TCPStore(host, port, world_size, False, timeout)
-        return PrefixStore(f"samestep/restart-{num_restarts}", store)
-    if most and rank == 0:
-        say(
-            "torchrun restarts the ranks of several nodes with the store of the previous start, in which gloo finds "
-            "ranks that have ended: run export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, or use samestep "
-            "launch"
-        )
-    return None
-
-
-def _connect_to_store() -> Any:  # TCPStore
-    """Open a further connection to the launcher's store."""
-    host, port = read_master()
-    return dist.TCPStore(host, port, None, False, timedelta(seconds=JOIN_S))  # type: ignore[attr-defined]
-
-
-def has_group() -> bool:
-    """Return whether this process is in a process group."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def close_group() -> None:
-    """Leave the process group, if there is one."""
-    if has_group():
-        dist.destroy_process_group()
-    elif dist.is_available():
-        reset_group_names()
-
-
-def _release_connections() -> None:
-    """In a forked child: close its copies of the process group's connections.
-
-    Another rank notices that this one has left, or is dead, when no process has the connection open any more.
-    """
-    if has_group():
-        null = os.open(os.devnull, os.O_RDWR)
-        for fd in list_gloo_sockets():
-            os.dup2(null, fd, inheritable=False)  # gloo's objects in this process may still close this number
-        os.close(null)
-
-
-os.register_at_fork(after_in_child=_release_connections)

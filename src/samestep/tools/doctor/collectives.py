@@ -29,8 +29,10 @@ from samestep.tools.doctor.facts import (
     warning,
     well,
 )
-from samestep.world.group import Group, choose_device, close_group, open_group
+from samestep.world.group import Group
+from samestep.world.group_opening import choose_device, open_group
 from samestep.world.memory_room import read_memory_room
+from samestep.world.process_group import close_group
 
 TIMEOUT_S = 10.0
 FIRST_BYTES = 1 << 10

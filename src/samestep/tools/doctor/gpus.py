@@ -26,7 +26,7 @@ def look_at_gpus(context: Context) -> dict[str, Any]:
     """Collect the device of this rank, and on the first rank of a node all GPUs of the node."""
     import torch
 
-    from samestep.world.group import choose_device
+    from samestep.world.group_opening import choose_device
 
     facts: dict[str, Any] = {"device": "cpu", "problem": ""}
     try:

@@ -26,7 +26,7 @@ from samestep.train.context import RunContext
 from samestep.train.ending.stop_signals import StopSignals
 from samestep.watch.progress import Progress
 from samestep.world.environment import FINISHED, ready_standard_files, stop_code
-from samestep.world.group import close_group, has_group
+from samestep.world.process_group import close_group, has_group
 from samestep.world.rendezvous_store import is_first, is_left_by_rank_0
 
 SAY_AFTER_S = 10.0

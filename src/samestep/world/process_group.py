@@ -1,0 +1,52 @@
+"""The process group of torch.distributed, and the launcher's store."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from samestep.torch_internals import list_gloo_sockets, reset_group_names
+from samestep.world.environment import read_master, read_rank
+
+NCCL = "cpu:gloo,cuda:nccl"  # a backend
+JOIN_S = 300.0  # limit for the tasks of a Slurm step to join, as in `samestep launch`
+
+
+def has_group() -> bool:
+    """Return whether this process is in a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def find_rank() -> int:
+    """Return this process's rank in the process group, else in the environment."""
+    return dist.get_rank() if has_group() else read_rank()
+
+
+def close_group() -> None:
+    """Leave the process group, if there is one."""
+    if has_group():
+        dist.destroy_process_group()
+    elif dist.is_available():
+        reset_group_names()
+
+
+def connect_to_store() -> Any:  # TCPStore
+    """Open a further connection to the launcher's store."""
+    host, port = read_master()
+    return dist.TCPStore(host, port, None, False, timedelta(seconds=JOIN_S))  # type: ignore[attr-defined]
+
+
+def _release_connections() -> None:
+    """In a forked child: close its copies of the process group's connections.
+
+    Another rank notices that this one has left, or is dead, when no process has the connection open any more.
+    """
+    if has_group():
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in list_gloo_sockets():
+            os.dup2(null, fd, inheritable=False)  # gloo's objects in this process may still close this number
+        os.close(null)
+
+
+os.register_at_fork(after_in_child=_release_connections)
