@@ -223,8 +223,8 @@ class _Server:
     def __init__(self, client: "Connection[Any, Any]") -> None:
         self.client = client
         self.ranks: dict[int, int] = {}  # pid -> rank
-        self.last_end: dict[str, Any] | None = None  # of the last rank, sent when all output is recorded
-        self.recordings: list[Recording] = []
+        self.recordings: dict[Recording, set[int]] = {}  # with the pids of its ranks that have not ended
+        self.last_ends: dict[Recording, dict[str, Any]] = {}  # of the last rank, sent when all output is recorded
         self.is_stopping = False  # the ranks were sent a signal
         self.directory: str | None = None
         self.woken, self.waker = socket.socketpair()
@@ -240,12 +240,13 @@ class _Server:
         """Serve until the client closes the connection."""
         while True:
             # After a signal, do not wait forever for a terminal that does not accept the last output.
-            is_limited = self.is_stopping and self.last_end is not None
+            is_limited = self.is_stopping and bool(self.last_ends)
             ready = [key.fileobj for key, _ in self.selector.select(DRAIN_S if is_limited else None)]
             if self.woken in ready:
                 self.woken.recv(READ_BYTES)
                 self.reap()
-            for recording in [each for each in self.recordings if each in ready or (is_limited and not ready)]:
+            ended = self.last_ends if is_limited and not ready else ready
+            for recording in [each for each in self.recordings if each in ended]:
                 self.stop_recording(recording)
             if self.client in ready and not self.process_request():
                 break
@@ -283,13 +284,14 @@ class _Server:
         self.is_stopping = False
         shown = {fields["rank"]: fields.pop("is_shown") for fields in ranks}
         recording = Recording(shown, out, err, common["directory"], self.fork)
-        self.recordings.append(recording)
+        self.recordings[recording] = set()
         self.selector.register(recording, selectors.EVENT_READ)
         gate = os.pipe()
         pids = {}
         for fields in ranks:
             pid = self.fork(partial(self.become_rank, os.getpid(), recording, gate, {**common, **fields}))
             self.ranks[pid] = fields["rank"]
+            self.recordings[recording].add(pid)
             pids[fields["rank"]] = pid
         recording.begin()
         self.send({"started": pids})
@@ -342,27 +344,29 @@ class _Server:
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
             end = {"rank": rank, "code": os.waitstatus_to_exitcode(status), "time_s": time.time()}
-            if self.ranks or not self.recordings:
+            recording = next((each for each, pids in self.recordings.items() if pid in pids), None)
+            if recording is not None:
+                self.recordings[recording].remove(pid)
+            if recording is None or self.recordings[recording]:
                 self.send(end)
-                continue
-            self.last_end = end
-            for recording in self.recordings:
+            else:
+                self.last_ends[recording] = end
                 recording.finish()
 
     def stop_recording(self, recording: Recording) -> None:
-        """End a recorder. All end before the last event is sent: after it, the client can rely on complete output."""
+        """End a recorder. It ends before the last of its ranks is reported: then the output is complete."""
         self.selector.unregister(recording)
         recording.close()
-        self.recordings.remove(recording)
-        if self.last_end is None and not self.is_stopping:
+        del self.recordings[recording]
+        end = self.last_ends.pop(recording, None)
+        if end is not None:
+            self.send(end)
+        elif not self.is_stopping:
             with suppress(OSError):
                 say(
                     "the process that records the ranks' output has died or was killed (out of memory?): from here "
                     "on their output is lost, and a rank that prints can fail with BrokenPipeError"
                 )
-        if self.last_end is not None and not self.recordings:
-            self.send(self.last_end)
-            self.last_end = None
 
     def send_signal(self, signum: int) -> None:
         self.is_stopping = True
