@@ -77,3 +77,46 @@ def test_a_rank_that_joined_and_does_not_begin_is_ended(monkeypatch: pytest.Monk
     assert late == [3]
     assert reason.startswith("rank 3 did not begin the loop")
     assert healing.find_late() == ((), ""), "once"
+
+
+def test_ranks_that_wait_for_one_that_has_died_continue() -> None:
+    """The rank that was to join has died with another one, after the others had been asked."""
+    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store.add(READY, 2)
+    ends = RankEnds()
+    healing = Healer(store, "secret", 2, ends)
+    healing.expect([2])
+    write_note(store, "secret", f"{COMING}/2")
+    assert healing.admit() == ()
+    died = [RankFailure(rank, 0.0, -9, False, "died", "was killed") for rank in (1, 2)]
+    ends.add(1, -9, died[0])
+    assert healing.forget(died[1], [])
+    healing.heal([])
+    assert read_generation(store, "secret", 1) == [0]
+    waiting = Membership(store, "secret", rank=0, members=range(2))
+    waiting.advance("")
+    waiting.wait_for_others()
+    assert healing.admit() == []
+    assert read_generation(store, "secret", 2) == [0]
+
+
+def test_a_rank_that_fails_before_it_begins_has_died(capfd: pytest.CaptureFixture[str]) -> None:
+    """No other rank will do what it did."""
+    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store.add(READY, 2)
+    ends = RankEnds()
+    healing = Healer(store, "secret", 2, ends)
+    healing.expect([2, 3])
+    for rank in (2, 3):
+        write_note(store, "secret", f"{COMING}/{rank}")
+    healing.admit()
+    Membership(store, "secret", rank=0, members=range(2)).wait_for_others()
+    assert healing.admit() == [2, 3]
+    write_note(store, "secret", f"{BEGUN}/3")
+    ends.add(2, 1, RankFailure(2, 0.0, 1, False, "exception", "OSError: no such file"))
+    healing.heal([])
+    assert read_generation(store, "secret", 2) == [0, 1, 3]
+    assert "rank 2 raised OSError: no such file" in capfd.readouterr().err
+    ends.add(3, 1, RankFailure(3, 0.0, 1, False, "exception", "OSError: no such file"))
+    healing.heal([])
+    assert read_generation(store, "secret", 3) is None, "its micro-batches would fail in another rank"

@@ -14,6 +14,7 @@ from promises.test_restarts import flags_of, read_restarts
 from promises.trial import Outcome, Started, Trial
 from support.hosts import Host
 from support.selection import one_in
+from support.waiting import wait_until
 
 Undisturbed = Callable[..., Outcome]
 
@@ -171,6 +172,31 @@ def test_a_further_node_joins(trial: Trial, undisturbed: Undisturbed, all_hosts:
     assert finish(first, second) == [0, 0], first.output + second.output
     assert not (trial.dir / "restarts.jsonl").exists()
     assert read_joined(trial) == [2]
+    assert trial.outcome() == undisturbed()
+
+
+def test_a_node_is_lost_before_its_ranks_have_joined(
+    trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]
+) -> None:
+    """The others continue, as they did before it came."""
+    endpoint = f"{all_hosts[0].address}:29400"
+    words = [*flags_of("hold rank 2 at step 0 in unprepared"), "--settled", "--whole", "3"]
+
+    def start_one(rank: int, num_ranks: int) -> Started:
+        at = flags_at(endpoint, "1:2", "--heal", "--replace", "--node-rank", str(rank))
+        return trial.start("launch", num_ranks, "", *at, arguments=words, host=all_hosts[rank])
+
+    first = start_one(0, 2)
+    first.wait_for_words("micro-batches on 2 ranks")
+    second = start_one(1, 1)
+    wait_until((trial.faults / "held-2").exists, "rank 2 is there")
+    second.process.kill()
+    second.wait()
+    first.wait_for_words("rank 2 was lost with node 1 (h2), before it joined the others: they continue without it")
+    (trial.faults / "launcher").touch()  # so that the steps no longer wait for it
+    assert finish(first) == [0], first.output
+    assert not (trial.dir / "restarts.jsonl").exists()
+    assert not (trial.dir / "heals.jsonl").exists()
     assert trial.outcome() == undisturbed()
 
 

@@ -21,6 +21,7 @@ from samestep.files import replace_file
 from samestep.world.workdir import make_private, read_private
 
 MAX_REASON = 200  # characters
+SOON_S = 300.0  # from a death until the others fail, if they cannot continue after it
 # A RuntimeError or ConnectionError that is raised in these packages means that another rank was lost.
 COMMUNICATION = ("torch.distributed", "samestep.engine", "samestep.world")
 DISPATCH = ("torch._ops", "torch._library")  # torch calls its functional collectives through these
@@ -120,9 +121,11 @@ class RankEnds:
 
     @property
     def first_failure(self) -> RankFailure | None:
-        """The failure that caused the others."""
+        """The failure that caused the others. It can be a death that they had outlived, if they failed soon after."""
         first = find_first(self.failures)
-        return self.outlived[-1] if first is not None and first.secondary and self.outlived else first
+        if first is not None and first.secondary and self.outlived and first.time_s < self.outlived[-1].time_s + SOON_S:
+            return self.outlived[-1]
+        return first
 
 
 def write_failure(rank: int, directory: str, error: BaseException, code: int) -> None:

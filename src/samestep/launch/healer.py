@@ -78,8 +78,8 @@ class Healer:
         """Return ranks that have joined, and do not take part in the others' steps, and the reason to end them."""
         if not self._joined or time.monotonic() - self._joined_s < BEGIN_S:
             return (), ""
-        joined, self._joined = self._joined, ()
-        late = [rank for rank in joined if not has_note(self._store, self._secret, f"{BEGUN}/{rank}")]
+        late = [rank for rank in self._joined if rank not in self._ends.codes and self._is_beginning(rank)]
+        self._joined = ()
         if not late:
             return (), ""
         return late, f"{describe_ranks(late)} did not begin the loop within {BEGIN_S:g} s of joining the others"
@@ -108,7 +108,7 @@ class Healer:
         self._members = left
         self._write(left)
         for failure in ends.outlive([failure.rank for failure in ends.failures]):
-            if failure.kind == "died":  # another rank has reported one that was stuck
+            if failure.kind != "stuck":  # another rank has reported one that was stuck
                 say(failure.reason)
 
     def expect(self, ranks: Sequence[int]) -> None:
@@ -124,8 +124,7 @@ class Healer:
         if failure.rank in self._coming:
             self._coming.remove(failure.rank)
             if not received:
-                then = "they continue without it, and a further one is started after the next snapshot"
-                say(f"{failure.reason}, before it joined the others: {then}")
+                say(f"{failure.reason}, before it joined the others: they continue without it")
         return failure.rank not in self._members
 
     @property
@@ -149,7 +148,7 @@ class Healer:
         Returns:
             The ranks that belong to the others from now on.
         """
-        if not self._coming and self._asked != self._number:
+        if not self._coming and self._asked < 0:
             return ()
         if self._coming and not self.can_join:
             self._coming = []
@@ -158,7 +157,7 @@ class Healer:
             self._asked = self._number
             say(f"{describe_ranks(ready)} {'is' if len(ready) == 1 else 'are'} ready to join the others")
             write_asked(self._store, self._secret, self._number)
-        if self._asked != self._number or read_waiting(self._store, self._secret) != self._number:
+        if read_waiting(self._store, self._secret) != self._number:  # also if those that were asked for have died since
             return ()
         self._coming = [rank for rank in self._coming if rank not in ready]
         self._members = [*self._members, *ready]
@@ -213,8 +212,13 @@ class Healer:
         return f"they have not formed a new group within {GENERATION_S:g} s"
 
     def _can_continue(self) -> bool:
-        # An exception would occur again, in the rank that gets these micro-batches.
-        return all(failure.kind in DEATHS for failure in self._ends.failures) and self.are_ready
+        # An exception would occur again, in the rank that gets these micro-batches. One that has just joined has none.
+        failures = [failure for failure in self._ends.failures if failure.kind not in DEATHS]
+        return self.are_ready and all(self._is_beginning(failure.rank) for failure in failures)
+
+    def _is_beginning(self, rank: int) -> bool:
+        """Whether a rank has joined the others, and not begun its loop."""
+        return rank in self._joined and not has_note(self._store, self._secret, f"{BEGUN}/{rank}")
 
     def _write(self, members: list[int]) -> None:
         self._number += 1

@@ -114,7 +114,7 @@ def build_joining(variables: dict[str, str], number: int) -> dict[str, str]:
         variables: of the rank that has died.
         number: of the new one, which no rank has had.
     """
-    last = int(variables["WORLD_SIZE"]) - 1  # as `Group.begin_joining`
+    last = int(variables["WORLD_SIZE"]) - 1  # not 0, which alone writes files
     return {**variables, "RANK": str(last), JOIN: str(number)}
 
 
@@ -175,6 +175,7 @@ class Ranks:
         self._pids: dict[int, int] = {}
         self._target: Target | None = None
         self._joining: set[int] = set()  # ranks that do not belong to the others yet
+        self._dismissed: set[int] = set()  # those that are not to join any more
         self._lost_joining: list[RankFailure] = []
 
     def start(self, target: Target, variables: list[dict[str, str]]) -> None:
@@ -197,6 +198,7 @@ class Ranks:
                 if path.name in (STOPPED, FINISHED, SAVED, LEAVE) or path.suffix in (".json", ".log"):
                     path.unlink()
         self._joining = {_find_number(own) for own in variables if JOIN in own}
+        self._dismissed = set()
         self.num_ranks = len(variables) - len(self._joining)
         self.world_size = int(variables[0]["WORLD_SIZE"])
         self._target = target
@@ -267,6 +269,7 @@ class Ranks:
         if event is not None and "started" in event:
             self.started = True
             self._pids |= event["started"]
+            self._kill_dismissed()
         elif event is not None:
             self._end(event["rank"], event["code"], event["time_s"])
 
@@ -277,8 +280,12 @@ class Ranks:
         self._server.signal(signum)
 
     def kill_joining(self) -> None:
-        """Kill the ranks that have not joined the others, and are not to do so any more."""
-        for rank in self._joining & self._pids.keys():
+        """Kill the ranks that have not joined the others, and are not to do so any more, also those not started yet."""
+        self._dismissed |= self._joining
+        self._kill_dismissed()
+
+    def _kill_dismissed(self) -> None:
+        for rank in self._joining & self._dismissed & self._pids.keys():
             with suppress(OSError):
                 os.killpg(self._pids[rank], signal.SIGKILL)
 
@@ -375,7 +382,8 @@ class Ranks:
             if self.world_size > 1:
                 others = f"; the same for {describe_ranks(same)}" if same else "; the others were stopped"
             if failure.traceback:
-                lines += [f"samestep: rank {failure.rank} of {self.world_size} failed{others}"] if others else []
+                of_all = f" of {self.world_size}" if failure.rank < self.world_size else ""  # else it has joined
+                lines += [f"samestep: rank {failure.rank}{of_all} failed{others}"] if others else []
                 lines.append(failure.traceback.rstrip("\n"))
             elif not then:
                 lines.append(f"samestep: {failure}{others}")

@@ -50,6 +50,7 @@ class NodeOutcome(Struct, frozen=True, forbid_unknown_fields=True):
         signum: the signal that its launcher has received, or 0.
         has_succeeded: all ranks have ended with exit code 0.
         is_complete: the run has reached its end.
+        num_joined: number of ranks that it has started to join the others.
     """
 
     round: int
@@ -57,6 +58,7 @@ class NodeOutcome(Struct, frozen=True, forbid_unknown_fields=True):
     signum: int
     has_succeeded: bool
     is_complete: bool
+    num_joined: int
 
 
 class NewEnds(Struct, frozen=True, forbid_unknown_fields=True):
@@ -279,19 +281,15 @@ class RendezvousServer(threading.Thread):
         elif kind == "refuse" and round_.healer is not None:
             round_.healer.refuse()
         elif kind == "ended":
-            member.outcome = outcome = convert(message, NodeOutcome)
+            outcome = convert(message, NodeOutcome)
+            if outcome.num_joined == len(member.joined):  # else it has a further rank to start, and reports again
+                member.outcome = outcome
             if not outcome.has_succeeded:  # otherwise the other nodes can still be saving
                 _stop_all(round_, "now")
         elif kind == "ends":
             ends = convert(message, NewEnds)
             failures = {failure.rank: failure for failure in ends.failures}
-            ended = {rank: (code, failures.get(rank)) for rank, code in ends.codes}
-            for failure in ends.failures:
-                healer, replacements = round_.healer, round_.replacements
-                if healer is not None and replacements is not None and healer.forget(failure, self._received):
-                    replacements.note_lost(failure.rank)
-                    del ended[failure.rank]
-            self._heal_without(round_, ended)
+            self._heal_without(round_, {rank: (code, failures.get(rank)) for rank, code in ends.codes})
 
     def _heal_without(self, round_: LaunchRound, ended: Mapping[int, tuple[int, RankFailure | None]]) -> bool:
         """Let the other ranks continue without ranks that have ended. If they cannot, stop all.
@@ -306,7 +304,11 @@ class RendezvousServer(threading.Thread):
             return False
         ends = round_.ends
         for rank in ended.keys() - ends.codes.keys():
-            ends.add(rank, *ended[rank])
+            code, failure = ended[rank]
+            if failure and round_.replacements and round_.healer.forget(failure, self._received):
+                round_.replacements.note_lost(rank)
+            else:
+                ends.add(rank, code, failure)
         if not round_.is_stopping:
             round_.healer.heal(self._received)
         if ends.failures:

@@ -207,6 +207,7 @@ class NodeSession:
         self._round = 0  # whose ranks were started
         self._seen_restarts = 0
         self._num_reported = 0  # ranks whose ends the server knows
+        self._num_joined = 0  # ranks that the server let this node start to join the others
         self._variables: dict[int, dict[str, str]] = {}  # the environment of each rank of this round
         self._has_reported = self._has_sent_room = False
         self._late = LateEnds(ranks.ends)
@@ -264,6 +265,7 @@ class NodeSession:
         self._round = begun.round
         self._has_reported = False
         self._num_reported = 0
+        self._num_joined = len(begun.numbers)
         place = Placement(
             **begun.place,
             host=self._nodes.host,
@@ -281,8 +283,9 @@ class NodeSession:
 
     def _replace(self, rank: int, number: int) -> None:
         """Start a rank in the place of one that has died."""
+        self._has_reported = False
+        self._num_joined += 1
         if not self._ranks.is_stopping:
-            self._has_reported = False
             self._variables[number] = build_joining(self._variables[rank], number)
             self._ranks.add([self._variables[number]])
 
@@ -334,6 +337,7 @@ class NodeSession:
                 signum=received[0] if received else 0,
                 has_succeeded=ranks.has_succeeded,
                 is_complete=not (ranks.directory / STOPPED).exists(),
+                num_joined=self._num_joined,
             )
         return self._has_reported and (len(received) > 1 or ranks.lost)  # do not wait for the other nodes
 
