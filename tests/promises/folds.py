@@ -1,4 +1,4 @@
-"""A script with two runs, one after the other: `folds.py D`. Rank 1 dies in the first run of the first start."""
+"""A script with two runs, one after the other: `folds.py D N`. Rank 1 dies in run N of the first start."""
 
 import os
 import signal
@@ -25,4 +25,4 @@ def train(run_dir: str, *, is_fatal: bool) -> None:
 
 is_first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 for fold in range(2):
-    train(f"{sys.argv[1]}/{fold}", is_fatal=is_first_start and not fold)
+    train(f"{sys.argv[1]}/{fold}", is_fatal=is_first_start and str(fold) == sys.argv[2])

@@ -7,9 +7,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from samestep.errors import PeerFailed
+from samestep.errors import NotHealed, PeerFailed
 from samestep.world import membership
-from samestep.world.membership import Membership, name_generation, read_generation, write_generation
+from samestep.world.membership import (
+    Membership,
+    check_none_gone,
+    name_generation,
+    read_generation,
+    write_generation,
+)
 
 IS_CONFIRMED = True  # a rank continues when it knows that all have the result
 ARE_AGREED = True  # on which ranks have joined, by a collective
@@ -349,3 +355,16 @@ def test_a_survivor_may_come_late(monkeypatch: pytest.MonkeyPatch, store: Any) -
     write_generation(store, "secret", 2, [])
     with pytest.raises(PeerFailed, match="a rank is gone"):
         survivor.advance("a rank is gone")
+
+
+def test_a_further_run_does_not_begin_after_a_rank_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "_gone", [])
+    monkeypatch.setattr(membership, "_came", [])
+    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    own = Membership(store, "secret", rank=0, members=range(1))
+    write_generation(store, "secret", 1, [0, 1])
+    store.set(f"{name_generation(1)}/1", b"")
+    check_none_gone()
+    own.advance("")
+    with pytest.raises(NotHealed, match="after rank 1 has joined"):
+        check_none_gone()

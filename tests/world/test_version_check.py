@@ -24,14 +24,14 @@ def build(**changes: Any) -> dict[str, Any]:
 
 
 def test_equal_files_may_have_different_paths() -> None:
-    check_alike([build(), build(host="b", file="other.py")])
+    check_alike(dict(enumerate([build(), build(host="b", file="other.py")])))
 
 
 @pytest.mark.parametrize("name", ["samestep", "torch", "Python"])
 def test_versions_that_differ(name: str) -> None:
     usual = build()
     with pytest.raises(Error) as caught:
-        check_alike([usual, usual, build(host="b", **{name: "0.1"}), build(host="c", **{name: "0.2"})])
+        check_alike(dict(enumerate([usual, usual, build(host="b", **{name: "0.1"}), build(host="c", **{name: "0.2"})])))
     assert str(caught.value) == (
         f"rank 2 on b has another {name} than rank 0 on a (0.1, not {usual[name]}): make them the same on all ranks"
     )
@@ -39,16 +39,16 @@ def test_versions_that_differ(name: str) -> None:
 
 def test_scripts_that_differ() -> None:
     """A program without a file is not compared."""
-    check_alike([build(script=None), build(), build(script=None)])
+    check_alike(dict(enumerate([build(script=None), build(), build(script=None)])))
     with pytest.raises(Error, match=r"rank 3 on b runs another train\.py than rank 1 on a \(1, not 0{12}\)"):
-        check_alike([build(script=None), build(), build(), build(host="b", script="1")])
+        check_alike(dict(enumerate([build(script=None), build(), build(), build(host="b", script="1")])))
 
 
 def test_hashes_that_differ_are_explained_once() -> None:
     usual = build(hashing=1)
     assert explain_hashing([usual, usual]) == ""
     others = [build(host="b", hashing=2), build(host="c", hashing=3)]
-    check_alike([usual, *others])
+    check_alike(dict(enumerate([usual, *others])))
     said = explain_hashing([usual, usual, *others])
     assert said.startswith("ranks hash strings differently, such as rank 2 on b and rank 0 on a, so that the order")
 

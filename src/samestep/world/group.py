@@ -48,6 +48,7 @@ TIMEOUT_S = 1800.0  # limit for an exchange
 TAG = 1 << 20  # of messages that are no part of a gradient's exchange
 
 _numbers = count()
+_recordings = count()  # of this process
 
 
 class Group:
@@ -76,6 +77,7 @@ class Group:
         self._waiter: Waiter | None = None  # if ranks can continue after a death
         self._uses_nccl = False  # set if ranks can continue after a death
         self._refuses = False  # to continue after a death, in this loop
+        self._admits = False  # ranks may join
         self._recorded: Transcript | None = None  # before the first step, if others may join later
         self._replayed: Transcript | None = None  # before the first step of a rank that joins
         self._is_in_part = False  # within `together`
@@ -229,18 +231,25 @@ class Group:
     @property
     def is_asked(self) -> bool:
         """Whether ranks wait to join, and this rank knows it."""
-        return self._healing is not None and self._healing.is_asked
+        return self._admits and self._healing is not None and self._healing.is_asked
 
-    def begin_recording(self) -> None:
-        """Record the results of collectives from here on, for ranks that join later."""
+    def begin_recording(self, environment: Environment) -> None:
+        """Record the results of collectives from here on, for ranks that join later.
+
+        They join the first run of a script, since they run its lines from the beginning. So in a further run, which has
+        another group, none can join.
+        """
+        if next(_recordings):
+            self.close_joining(environment)
+            return
+        self._admits = True
         self._recorded = Transcript()
 
     def end_recording(self, environment: Environment) -> None:
         """End the recording, since the first step begins, and put it into the launcher's store."""
         if self._recorded is not None and self.rank == 0:
             secret = environment.secret.encode()
-            is_on_one_host = self.is_on_one_host
-            packed = self._recorded.pack(secret, self._key, self.world_size, is_on_one_host=is_on_one_host)
+            packed = self._recorded.pack(secret, self._key, is_on_one_host=self.is_on_one_host)
             connect_to_store().set(TRANSCRIPT, packed)
         self._recorded = None
 
@@ -290,8 +299,8 @@ class Group:
         store = connect_to_store()
         data = bytes(store.get(TRANSCRIPT))
         secret = environment.secret.encode()
-        self._replayed, self._key, self.world_size, self.is_on_one_host = Transcript.unpack(data, secret)
-        self.rank = self.world_size - 1  # not 0, which alone writes files
+        self._replayed, self._key, self.is_on_one_host = Transcript.unpack(data, secret)
+        self._admits = True
         self._uses_nccl = uses_nccl
 
     @contextmanager
@@ -351,9 +360,7 @@ class Group:
     def _leave(self) -> None:
         """Leave the process group, which ends the waits of other ranks for this one."""
         self.close()
-        if self._waiter is not None:
-            self._waiter.close()
-            self._waiter = Waiter()
+        self._waiter = None if self._uses_nccl else Waiter()
         if self._uses_nccl:
             abort_nccl()  # to destroy the group would wait for ranks that are gone
         close_group()
@@ -372,11 +379,12 @@ class Group:
 
     def _complete(self, collective: Callable[[], T], alone: T, *, on_device: bool = False) -> T:
         """Run a collective, see `complete`. `alone`: as for `Transcript.read`."""
+        name = collective.__qualname__
         if self._replayed is not None and not self._is_in_part:
-            return self._replayed.read(alone)  # type: ignore[no-any-return]
+            return self._replayed.read(name, alone)  # type: ignore[no-any-return]
         result = self.complete(collective, on_device=on_device)
         if self._recorded is not None and not self._is_in_part:
-            self._recorded.add(result)
+            self._recorded.add(name, result)
         return result
 
     def complete(self, collective: Callable[[], T], *, on_device: bool = False) -> T:
@@ -489,6 +497,8 @@ class Group:
     def agree(self, values: Mapping[str, Any]) -> None:
         """Compare `values` over the ranks. Raises Error if one of them differs."""
         first, *others = self.gather(dict(values))
+        if self.is_joining:  # the others have compared theirs
+            others = [first] * (self.rank - 1) + [wire.decode(memoryview(wire.encode(dict(values))))]
         for rank, theirs in enumerate(others, start=1):
             for name, value in theirs.items():
                 if value != first.get(name):
@@ -663,10 +673,13 @@ class Group:
             )
 
     def close(self) -> None:
-        """Close the local sockets. The process group stays."""
+        """Close the local sockets, and end the thread that waits for messages. The process group stays."""
         if self.local_sockets is not None:
             self.local_sockets.close()
             self.local_sockets = None
+        if self._waiter is not None:
+            self._waiter.close()
+            self._waiter = None
 
 
 def _send(tensor: torch.Tensor, rank: int) -> Transfer:

@@ -121,8 +121,10 @@ def open_group(
         torch.cuda.set_device(device)
     backend = "gloo" if device.type == "cpu" or backend == "gloo" else NCCL
     group = Group(environment.rank, environment.world_size, device, local_rank=environment.local_rank)
+    own = describe_software()
     if environment.joins is not None:
         group.begin_joining(environment, uses_nccl=backend == NCCL)
+        check_alike({0: group.broadcast(own), environment.number: own})
         return group
     if environment.world_size > 1 and not dist.is_initialized():
         check_interface()
@@ -139,7 +141,7 @@ def open_group(
         if not compares:
             return
         software = [theirs for theirs, _ in values]
-        check_alike(software)
+        check_alike(dict(enumerate(software)))
         if group.rank == 0 and (sentence := explain_hashing(software)):
             warn(say, sentence, start="ranks hash strings differently")
 
@@ -151,10 +153,10 @@ def open_group(
             "every rank, in the same order"
         )
         with saying_when_slow(sentence, PATIENCE_S), _ended_by_ctrl_c():
-            own = (describe_software(), secrets.token_bytes(MAC_BYTES))
-            group.connect_locally(timeout_s, own, check)
+            group.connect_locally(timeout_s, (own, secrets.token_bytes(MAC_BYTES)), check)
         if environment.replaces:
-            group.begin_recording()
+            group.begin_recording(environment)
+            group.broadcast(own)  # for ranks that join
     return group
 
 

@@ -31,6 +31,7 @@ MAX_POLL_S = 0.05  # of a rank that waits until it can join
 NOTICE_S = 0.5  # for a rank to notice a death itself, before its connections are broken
 
 _gone: list[int] = []  # ranks that have died while this process continued
+_came: list[int] = []  # ranks that have joined since this process began, or this one if it has joined others
 
 
 def name_generation(number: int) -> str:
@@ -115,13 +116,15 @@ def is_settled(position: int, positions: Sequence[int]) -> bool:
 
 
 def check_none_gone() -> None:
-    """Check that no rank has died while this process continued: a further run needs all ranks of the launcher.
+    """Check that no rank has died or joined while this process continued: a run begins with the launcher's ranks.
 
     Raises:
         NotHealed: one has. With --max-restarts, all ranks start again.
     """
     if _gone:
         raise NotHealed(f"a further samestep.Run begins without rank {_gone[0]}, which has died")
+    if _came:
+        raise NotHealed(f"a further samestep.Run begins after rank {_came[0]} has joined")
 
 
 @dataclass(frozen=True)
@@ -224,6 +227,7 @@ class Membership:
             else:
                 self.number += 1
                 self.members = self._named = members
+        _came.append(self.own)
         self._store.set(self._name_arrival(self.own), b"")
 
     def leave(self, close: Callable[[], None]) -> None:
@@ -294,7 +298,8 @@ class Membership:
             if (members := read_generation(self._store, self._secret, self.number + 1)) is not None:
                 if self.own not in members:
                     raise PeerFailed(reason)
-                _gone[:] = [*_gone, *(rank for rank in self.members if rank not in members)]
+                _gone.extend(rank for rank in self.members if rank not in members)
+                _came.extend(rank for rank in members if rank not in self.members)
                 self.number += 1
                 self.members = self._named = members
                 is_later = True
@@ -341,6 +346,9 @@ class LossWatch(threading.Thread):
         self._open_store = open_store
         self._break_connections = break_connections
         self._is_closed = threading.Event()
+        while _watches:  # of an earlier run, which must not break the connections of this one
+            _watches.pop().close()
+        _watches.append(self)
         atexit.register(self.close)  # a thread that runs Python code must not outlive the interpreter
         self.start()
 
@@ -353,5 +361,9 @@ class LossWatch(threading.Thread):
 
     def close(self) -> None:
         """End the thread, unless it is blocked."""
+        atexit.unregister(self.close)
         self._is_closed.set()
         self.join(NOTICE_S)
+
+
+_watches: list[LossWatch] = []  # of this process: at most one

@@ -52,10 +52,10 @@ def describe_software() -> dict[str, Any]:
     }
 
 
-def check_alike(software: Sequence[Mapping[str, Any]]) -> None:
-    """Compare the results of `describe_software` of all ranks. Raises Error if versions or scripts differ."""
+def check_alike(software: Mapping[int, Mapping[str, Any]]) -> None:
+    """Compare the results of `describe_software` of ranks. Raises Error if versions or scripts differ."""
     for name in ("samestep", "torch", "Python", "script"):
-        known = {rank: mine for rank, mine in enumerate(software) if mine[name] is not None}
+        known = {rank: mine for rank, mine in software.items() if mine[name] is not None}
         if not known:
             continue
         first = min(known)
