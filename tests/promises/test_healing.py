@@ -270,9 +270,19 @@ def test_what_a_script_changes_in_a_pass_is_never_used_twice(tmp_path: Path, kin
 
 def test_a_further_run_needs_all_ranks(trial: Trial) -> None:
     """The first of two runs continues after a death. The second one begins in a new start."""
-    started = trial.run("launch", 3, "", "--heal", "--max-restarts", "1", script=FOLDS)
+    started = trial.run("launch", 3, "", "--heal", "--max-restarts", "1", script=FOLDS, arguments=["0"])
     assert started.output.count("ranks 0 and 2 continue") == 1
     assert started.output.count("restart 1 of 1") == 1
+    first, second = [read_rows(trial.dir / fold) for fold in "01"]
+    assert len(first) == 6
+    assert first == second
+
+
+def test_a_death_in_a_further_run(trial: Trial) -> None:
+    """The others continue. No rank joins: it would run the lines of the first run, and get the state of this one."""
+    started = trial.run("launch", 3, "", "--heal", "--replace", script=FOLDS, arguments=["1"])
+    assert "ranks 0 and 2 continue as ranks 0 and 1" in started.output
+    assert "join" not in started.output
     first, second = [read_rows(trial.dir / fold) for fold in "01"]
     assert len(first) == 6
     assert first == second
@@ -282,6 +292,7 @@ def replace(trial: Trial, faults: Sequence[str], *more: str) -> Started:
     """Kill ranks, and let others join in their place."""
     started = launch(trial, faults, "--replace", num_ranks=3, arguments=["--settled", "--whole", "3", *more])
     assert not (trial.dir / "restarts.jsonl").exists(), "no rank has started again"
+    assert "calls of run.log differ" not in started.output
     return started
 
 
@@ -330,15 +341,52 @@ def test_two_ranks_are_replaced(trial: Trial, undisturbed: Undisturbed) -> None:
     assert trial.outcome() == undisturbed()
 
 
-def test_a_rank_joins_where_it_makes_the_same_calls(tmp_path: Path) -> None:
-    """The others have made the calls at the head of the epoch, so it joins at the end."""
+@pytest.mark.parametrize(("how", "when", "joins"), [("epochs", "1", 4), ("epochs", "head", 8), ("steps", "2", 5)])
+def test_a_rank_joins_where_it_makes_the_same_calls(tmp_path: Path, how: str, when: str, joins: int) -> None:
+    """The others have made the calls at the head of the epoch, so it joins at the end; or call the sampler next."""
     whole, healed = (Trial(tmp_path / name, []) for name in ("whole", "healed"))
-    whole.run("launch", 3, "", script=HEADS, arguments=["lives"])
-    started = healed.run("launch", 3, "", "--heal", "--replace", script=HEADS)
-    assert "rank 3 joins before step 4: 3 ranks" in started.output
+    whole.run("launch", 3, "", script=HEADS, arguments=[how, "never"])
+    started = healed.run("launch", 3, "", "--heal", "--replace", script=HEADS, arguments=[how, when])
+    assert f"rank 3 joins before step {joins}: 3 ranks" in started.output
+    assert "calls of run.log differ" not in started.output
     assert ask("inspect", healed.dir, "--digest") == ask("inspect", whole.dir, "--digest")
+    assert read_rows(healed.dir) == read_rows(whole.dir)
     whole.close()
     healed.close()
+
+
+def test_a_rank_joins_a_run_that_was_resumed_in_its_second_loop(tmp_path: Path) -> None:
+    """The loop before that has no steps, and the script's lines between them run again."""
+    whole, healed = (Trial(tmp_path / name, []) for name in ("whole", "healed"))
+    whole.run("launch", 3, "", script=HEADS, arguments=["loops", "never"])
+    assert healed.start("launch", 3, "", script=HEADS, arguments=["loops", "7"]).wait() != 0
+    started = healed.run("launch", 3, "", "--heal", "--replace", script=HEADS, arguments=["loops", "9"])
+    assert "resumed at step 6" in started.output
+    assert "rank 3 joins before step 11: 3 ranks" in started.output
+    assert ask("inspect", healed.dir, "--digest") == ask("inspect", whole.dir, "--digest")
+    assert read_rows(healed.dir) == read_rows(whole.dir)
+    whole.close()
+    healed.close()
+
+
+def test_a_rank_with_another_script_does_not_join(tmp_path: Path) -> None:
+    """It would train something else, with the same parameters."""
+    script = tmp_path / "script.py"
+    script.write_text(HEADS.read_text())
+    trial = Trial(tmp_path / "run", [])
+    started = trial.run("launch", 3, "", "--heal", "--replace", script=script, arguments=["edited", "1"])
+    assert re.search(r"rank 3 on \S+ runs another script\.py than rank 0", started.output)
+    assert "joins" not in started.output
+    trial.close()
+
+
+def test_a_rank_that_fails_before_its_first_step_does_not_end_the_others(
+    trial: Trial, undisturbed: Undisturbed
+) -> None:
+    fault = "raise rank 3 at step 0 in joined"
+    started = replace(trial, [KILLED, fault])
+    assert f"rank 3 raised RuntimeError: a fault: {fault}" in started.output
+    assert trial.outcome() == undisturbed()
 
 
 @pytest.mark.parametrize("rank", [0, 2, 3])

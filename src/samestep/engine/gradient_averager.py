@@ -85,9 +85,14 @@ class GradientAverager:
         )
         return Reducer(plan, context.group)
 
-    def forget_names(self) -> None:
-        """Forget the names of logged values, which ranks that join do not know. On all ranks, between two steps."""
+    def forget_group(self) -> None:
+        """Forget what depends on the group, which others have joined. On all ranks, between two steps.
+
+        These are the names of logged values, which the new ranks do not know, and the memory for exchanges, which
+        refers to the connections of the old group.
+        """
         self._context.logged.names.clear()
+        self._reducer.forget_memory()
 
     def has_new_weights(self) -> bool:
         """Return whether any parameter was written to, or got other memory, since the last pass began."""

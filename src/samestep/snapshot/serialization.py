@@ -283,16 +283,20 @@ class HeldTensors:
     """
 
     def __init__(self, tensors: Mapping[str, "Tensor"]) -> None:
-        self._tensors = tensors
+        self._tensors = {**tensors}
+
+    def clear(self) -> None:
+        """Free the tensors."""
+        self._tensors.clear()
 
     def outline(self, name: str) -> "Tensor":
         """As `SavedTensors.outline`."""
         return self._tensors[name].to("meta")
 
     def read(self, name: str, first: int = 0, num_rows: int | None = None) -> "Tensor":
-        """As `SavedTensors.read`."""
+        """As `SavedTensors.read`: a copy."""
         tensor = self._tensors[name]
-        return tensor if num_rows is None else tensor[first : first + num_rows]
+        return (tensor if num_rows is None else tensor[first : first + num_rows]).clone()
 
 
 def _read_into(file: Any, start: int, data: memoryview, name: str) -> None:

@@ -62,7 +62,7 @@ def open_loop(
     feed = Feed(context, data, state, interceptors.borrow, has_steps=has_steps)
     loop = Loop(context, state, prepared, services, feed, observers)
     services.resources.watch(loop.conclude)
-    begin_healing(context, state, feed, services, interceptors, prepared.handover)
+    begin_healing(context, state, feed, services, interceptors)
     if not state.place.is_past:
         prepared.misuse.watch()
         services.metrics.start_trackers()
@@ -119,7 +119,7 @@ def resume_state(data: LoopData, context: RunContext, state: RunState, prepared:
     if state.place.is_further:
         services.resources.begin_loop()
     if state.place.is_replayed:
-        state.set_script(prepared.restore_again(context.location.open(prepared.point)))
+        state.set_script(prepared.restore_again(context))
 
 
 def build_observers(

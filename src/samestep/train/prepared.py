@@ -89,8 +89,10 @@ class Prepared:
         """Call on all ranks before a snapshot. Returns a function that returns the objects' states, whole on rank 0."""
         return partial(states, self.objects) if self.divided is None else self.divided.collect()
 
-    def restore_again(self, saved: SavedState) -> dict[str, Any]:
-        """Call `SnapshotContents.restore_again`."""
+    def restore_again(self, context: RunContext) -> dict[str, Any]:
+        """Restore the state in which the run resumed, see `SnapshotContents.restore_again`."""
+        saved = _open(self.point, self.handover, context)
+        assert saved is not None
         return self.contents.restore_again(_read(saved, self.divided))
 
 

@@ -225,7 +225,7 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks. It becomes smaller if a rank dies and the others continue (`--heal`).
+        """The number of ranks. It changes when ranks die and the others continue (`--heal`), or join (`--replace`).
 
         Example: see `Run.rank`.
         """
@@ -637,9 +637,9 @@ class Run:
         """
         self._check_call("run.log", "it knows this rank's part only; call step.log, which averages over all ranks")
         row = collect_values("run.log", values, named)
-        self._services.metrics.note_names(row)
         if self.steps_done if self._loop is None else self._loop.repeats_head:
             return
+        self._services.metrics.note_names(row)
         step = None if self._loop is None else self._loop.step
         in_body = step is not None and step.number == self.steps_done
         self._services.metrics.write_row(row, self.steps_done + in_body)

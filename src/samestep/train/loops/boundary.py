@@ -11,7 +11,7 @@ from samestep.plan.seeds import derive
 from samestep.snapshot.inspection import TrainingState
 from samestep.train.context import RunContext
 from samestep.train.loops.feed import Feed
-from samestep.train.loops.healing import continue_with
+from samestep.train.loops.healing import continue_with, join
 from samestep.train.loops.loop_end import LoopEnd, announce_start
 from samestep.train.loops.services import Services
 from samestep.train.prepared import Prepared
@@ -66,17 +66,15 @@ class Boundary:
             world_size = self._context.world_size
             location.directory.write_start(restart, from_step=self._state.steps_done, world_size=world_size)
         announce_start(self._context)
-        if self._has_joined:
+        handover = None if self._state.place.is_further else self._prepared.handover
+        if handover is not None:
+            join(self._context, self._state, self._feed, self._services, handover)
             self._prepared.replicas.compare_joined(self._state.steps_done)
             return
+        self._context.group.end_recording(self._context.environment)
         stopping.vote_together()
         self.end.exit_after_signal()
         stopping.agree_together()
-
-    @property
-    def _has_joined(self) -> bool:
-        """Whether this rank begins the loop at the step in which it joins the others."""
-        return self._prepared.handover is not None and not self._state.place.is_further
 
     def begin_body(self, purpose: str, number: int) -> None:
         """Seed the body and its evaluations from its number, so that they do not depend on where the run resumed."""
@@ -94,13 +92,12 @@ class Boundary:
     def _can_admit(self, *, numbered: bool, is_epoch_end: bool) -> bool:
         """Return whether ranks that join here make the same calls as the others from here on.
 
-        Within an epoch, they also run the script's lines at its head. At its end, a sampler is called for the next one,
-        by ranks that have not done so yet.
+        Within an epoch, they also run the script's lines at its head. They have called the sampler for the next step.
         """
         stopping = self._services.stopping
-        if not (stopping.is_admitting and numbered) or stopping.is_ending:
+        if not (stopping.is_admitting and numbered) or stopping.is_ending or self._feed.calls_sampler:
             return False
-        return not (self._feed.plan.has_sampler if is_epoch_end else self._has_calls_in_head)
+        return is_epoch_end or not self._has_calls_in_head
 
     def cast_vote(self) -> Vote:
         """Return this rank's vote, for the exchange of a step."""
@@ -154,8 +151,9 @@ class Boundary:
         steps_done = self._state.steps_done
         snapshotter = self._services.snapshotter
         began_s = time.monotonic()
+        self._services.watchdog.enter("saving", steps_done)
+        snapshotter.wait_until_written()  # a rank that joins knows of no snapshot in progress
         self._services.watchdog.enter("reducing", steps_done)
-        snapshotter.wait_until_written()  # a rank that joins has no copy in progress
         state = self._get_state(epoch)  # while only ranks that have it are in the group
         if joined := context.group.admit():
             hand_over(
@@ -167,7 +165,7 @@ class Boundary:
                 num_calls=count_calls(),
                 gone=list_gone(),
             )
-            self._prepared.gradients.forget_names()
+            self._prepared.gradients.forget_group()
             seconds = time.monotonic() - began_s
             continue_with(context, self._state, self._feed, self._services, joined, seconds)
             self._prepared.replicas.compare_joined(steps_done)

@@ -104,11 +104,12 @@ class Evaluator:
             rows = self._score(score, spec, spans, layout)
             self._clock.enter("reducing", steps_done)
             vote = self._stopping.cast_vote()
-            gathered = group.gather((group.seal(rows), vote.stop, vote.copying))
+            gathered = group.gather((group.seal(rows), vote.stop, vote.copying, vote.joining))
             if len(gathered) == layout.world_size:  # else a rank has died before it sent its rows
                 break
         # A validation can be long: react to a signal before the next step.
-        self._stopping.take_votes([Vote(stop, copying=copying) for _, stop, copying in gathered])
+        votes = [Vote(stop, copying=copying, joining=joining) for _, stop, copying, joining in gathered]
+        self._stopping.take_votes(votes)
         self._clock.enter("script", steps_done)
         return _merge(layout.sort(group.unseal(sealed) for sealed, *_ in gathered))
 

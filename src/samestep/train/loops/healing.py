@@ -24,15 +24,8 @@ def begin_healing(
     feed: Feed,
     services: Services,
     interceptors: Interceptors,
-    handover: Handover | None,
 ) -> None:
-    """If the launcher was started with --heal, let the other ranks continue after the death of one, if they can.
-
-    A rank that joins the others takes part in their collectives from here on.
-
-    Args:
-        handover: see `Prepared`.
-    """
+    """If the launcher was started with --heal, let the other ranks continue after the death of one, if they can."""
     environment = context.environment
     if not environment.heals or environment.world_size == 1:
         return
@@ -43,20 +36,22 @@ def begin_healing(
         then = "all start again from the newest snapshot, as often as --max-restarts permits"
         context.say(f"{reason}: if a rank dies, {then}")
         return
-    notify = partial(continue_without, context, state, feed, services)
     if not group.is_joining:
-        if not state.place.is_past:
-            group.end_recording(environment)
-        group.begin_healing(environment, notify)
+        group.begin_healing(environment, partial(continue_without, context, state, feed, services))
         if state.place.is_further and environment.replaces:
             group.close_joining(environment)
-    elif handover is not None and not state.place.is_past:
-        group.end_joining(notify)
-        note_gone(handover.gone)
-        begin_announcements(group, handover.num_calls)
-        feed.divide_again()
-        if context.location.kept is not None:
-            context.location.kept.resume(handover.point.metrics_bytes)
+
+
+def join(context: RunContext, state: RunState, feed: Feed, services: Services, handover: Handover) -> None:
+    """Take part in the others' collectives from here on, on a rank that joins them."""
+    context.group.end_joining(partial(continue_without, context, state, feed, services))
+    note_gone(handover.gone)
+    begin_announcements(context.group, handover.num_calls)
+    feed.divide_again()
+    services.metrics.take_names()  # as the others, in `continue_with`
+    if context.location.kept is not None:
+        context.location.kept.resume(handover.point.metrics_bytes)
+    handover.release()
 
 
 def continue_without(context: RunContext, state: RunState, feed: Feed, services: Services, change: Change) -> None:
@@ -87,6 +82,7 @@ def continue_with(
     """
     feed.divide_again()
     services.watchdog.change_group()
+    services.metrics.take_names()  # those that join have not made these calls
     move_announcements(context.group)
     directory = context.location.directory
     if directory is not None:

@@ -30,6 +30,7 @@ class Handover:
     Attributes:
         point: where it joins, without a snapshot.
         saved: the state at this point.
+        tensors: those of `saved`.
         saved_step: as `Snapshotter.saved_step`.
         num_calls: how many calls the others have announced.
         gone: the ranks that have died so far.
@@ -37,9 +38,14 @@ class Handover:
 
     point: ResumePoint
     saved: SavedState
+    tensors: HeldTensors
     saved_step: int | None
     num_calls: int
     gone: Sequence[int]
+
+    def release(self) -> None:
+        """Free the tensors, once the loop begins."""
+        self.tensors.clear()
 
 
 def receive_state(context: RunContext) -> Handover:
@@ -50,9 +56,10 @@ def receive_state(context: RunContext) -> Handover:
     """
     with context.group.joined(context.environment):
         plain, tensors = _exchange(context.group, None)
-    saved = SavedState(parse_json(plain["structure"]), HeldTensors(tensors))
+    held = HeldTensors(tensors)
+    saved = SavedState(parse_json(plain["structure"]), held)
     point = ResumePoint(plain["step"], plain["meta"])
-    return Handover(point, saved, plain["saved_step"], plain["num_calls"], plain["gone"])
+    return Handover(point, saved, held, plain["saved_step"], plain["num_calls"], plain["gone"])
 
 
 def hand_over(
