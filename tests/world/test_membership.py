@@ -316,7 +316,7 @@ def test_a_rank_goes_to_the_newest_generation(monkeypatch: pytest.MonkeyPatch, s
     store.set(f"{name_generation(1)}/1", b"")
     write_generation(store, "secret", 2, [0])
     survivor.advance("a rank is gone")
-    assert (survivor.members, survivor.number) == ([0], 2)
+    assert (survivor.members, survivor.generation) == ([0], 2)
 
 
 class LateStore:
@@ -351,7 +351,7 @@ def test_a_survivor_may_come_late(monkeypatch: pytest.MonkeyPatch, store: Any) -
     write_generation(store, "secret", 1, [0, 2])
     survivor.advance("a rank is gone")
     assert watched.num_missing == 3
-    assert (survivor.members, survivor.number) == (late.members, late.number) == ([0, 2], 1)
+    assert (survivor.members, survivor.generation) == (late.members, late.generation) == ([0, 2], 1)
     write_generation(store, "secret", 2, [])
     with pytest.raises(PeerFailed, match="a rank is gone"):
         survivor.advance("a rank is gone")

@@ -109,7 +109,7 @@ class RankEnds:
         return found
 
     @property
-    def are_failures(self) -> bool:
+    def have_all_failed(self) -> bool:
         """Whether each rank that has ended has failed, and none has ended as it should."""
         return len(self.codes) == len(self.failures) + len(self.outlived)
 

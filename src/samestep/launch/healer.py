@@ -42,7 +42,7 @@ class LateEnds:
 
     def are_due(self) -> bool:
         """Return True once, if a rank ended without a failure `GENERATION_S` ago. Call it repeatedly."""
-        if not self._has_begun and not self._ends.are_failures:
+        if not self._has_begun and not self._ends.have_all_failed:
             self._has_begun = True
             self._due_s = time.monotonic() + GENERATION_S
         if time.monotonic() < self._due_s:
@@ -99,7 +99,7 @@ class Healer:
         ends = self._ends
         if received and self._late.are_due():
             self.refuse()
-        if len(received) > 1 or (received and not ends.are_failures):
+        if len(received) > 1 or (received and not ends.have_all_failed):
             return
         left = [rank for rank in self._members if rank not in ends.codes]
         has_died = ends.failures or ends.outlived  # until then, a rank that ends lets the others fail: they wait

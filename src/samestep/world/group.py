@@ -104,7 +104,7 @@ class Group:
     @property
     def has_healed(self) -> bool:
         """Whether the other ranks have continued after a death."""
-        return self._membership is not None and self._membership.number > 0
+        return self._membership is not None and self._membership.generation > 0
 
     @property
     def can_heal(self) -> bool:
@@ -209,17 +209,17 @@ class Group:
         if lost := [rank for rank in before if rank not in members]:
             self._notify(Change(lost, [rank for rank in before if rank in members], began_s))
 
-    def _regroup(self, membership: Membership, reason: str, *, is_later: bool = False) -> list[int]:
+    def _regroup(self, membership: Membership, reason: str, *, has_moved: bool = False) -> list[int]:
         """Join the members of the newest generation, and return the positions of all. Arguments as for `advance`."""
         while True:
             membership.leave(self._leave)
-            membership.advance(reason, is_later=is_later)
+            membership.advance(reason, has_moved=has_moved)
             try:
                 with self.together():
                     self._join(membership)
                     return self.gather_number(membership.position)
             except RuntimeError:  # a further rank has died
-                is_later = False
+                has_moved = False
 
     # --- ranks that join --------------------------------------------------------------------------------------
 
@@ -272,10 +272,10 @@ class Group:
 
         def find_generation() -> int:
             self._barrier()
-            return membership.number
+            return membership.generation
 
         # If a rank dies meanwhile, some ranks may be in a later generation already. All decide by this result.
-        if self.complete(find_generation) == membership.number:
+        if self.complete(find_generation) == membership.generation:
             membership.wait_for_others()
             self._regroup(membership, "the launcher has not named the ranks that continue")
             self._notify_of_lost(before, membership.members, began_s)
@@ -313,7 +313,7 @@ class Group:
         membership = Membership(connect_to_store(), environment.secret, environment.number, ())
         membership.come()
         self._begin_membership(membership)
-        membership.catch_up(self._regroup(membership, "the others have not taken this rank in", is_later=True))
+        membership.catch_up(self._regroup(membership, "the others have not taken this rank in", has_moved=True))
         self._agree_on_joined(())
         yield
         self.rank, self.world_size = shown

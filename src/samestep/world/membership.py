@@ -168,13 +168,13 @@ class Membership:
     Attributes:
         own: this rank, as numbered at the start.
         members: the ranks of the current generation, as numbered at the start.
-        number: number of the current generation.
+        generation: number of the current generation.
         position: the number of collectives that this rank knows to be complete on all ranks.
     """
 
     def __init__(self, store: Any, secret: str, rank: int, members: Sequence[int]) -> None:
         self.members = members
-        self.number = 0
+        self.generation = 0
         self.position = 0
         self._named: Sequence[int] = self.members  # of the newest generation that `break_late` has found
         self._asked = -1  # the generation that `break_late` has found
@@ -209,23 +209,23 @@ class Membership:
     @property
     def is_asked(self) -> bool:
         """Whether the launcher asks the ranks of this generation to take in others. Not at the same time on all."""
-        return self._asked == self.number
+        return self._asked == self.generation
 
     def wait_for_others(self) -> None:
         """Let the launcher name a further generation, with the ranks that are ready to join. All leave this one."""
-        SignedEntries(self._secret.encode(), self._store).put(WAITING, str(self.number))
+        SignedEntries(self._secret.encode(), self._store).put(WAITING, str(self.generation))
 
     def come(self) -> None:
         """Wait until the launcher has named a generation with this rank, which is ready to join the others."""
         write_note(self._store, self._secret, f"{COMING}/{self.own}")
         wait_s = POLL_S
         while self.own not in self.members:
-            members = read_generation(self._store, self._secret, self.number + 1)
+            members = read_generation(self._store, self._secret, self.generation + 1)
             if members is None:
                 wait_s = min(2 * wait_s, MAX_POLL_S)
                 time.sleep(wait_s)
             else:
-                self.number += 1
+                self.generation += 1
                 self.members = self._named = members
         _came.append(self.own)
         self._store.set(self._name_arrival(self.own), b"")
@@ -248,14 +248,14 @@ class Membership:
         Returns:
             The number of the newest generation.
         """
-        number = newest = self.number
+        own = newest = self.generation
         while (members := read_generation(store, self._secret, newest + 1)) is not None:
             newest += 1
             self._named = members
         if asked := SignedEntries(self._secret.encode(), store).read([ASKED]):
             self._asked = int(asked[0])
         with self._connection:
-            if self._is_connected and self.number == number < seen:
+            if self._is_connected and self.generation == own < seen:
                 self._is_broken = True  # before the waits end
                 break_connections()
         return newest
@@ -278,9 +278,9 @@ class Membership:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         self._is_connected = True
-        return PrefixStore(f"{name_generation(self.number)}/group", self._store)
+        return PrefixStore(f"{name_generation(self.generation)}/group", self._store)
 
-    def advance(self, reason: str, *, is_later: bool = False) -> None:
+    def advance(self, reason: str, *, has_moved: bool = False) -> None:
         """Move to the newest generation, and wait until all of its members have done so.
 
         This wait has no limit of its own: a member may have a long step to complete. If it dies, or is ended because
@@ -288,27 +288,27 @@ class Membership:
 
         Args:
             reason: the message of the error.
-            is_later: whether this rank has moved to a generation and not met its members yet.
+            has_moved: whether this rank has moved to a generation and not met its members yet.
 
         Raises:
             PeerFailed: the launcher ends the run, or names no further generation in time.
         """
         began_s = time.monotonic()
         while True:
-            if (members := read_generation(self._store, self._secret, self.number + 1)) is not None:
+            if (members := read_generation(self._store, self._secret, self.generation + 1)) is not None:
                 if self.own not in members:
                     raise PeerFailed(reason)
                 _gone.extend(rank for rank in self.members if rank not in members)
                 _came.extend(rank for rank in members if rank not in self.members)
-                self.number += 1
+                self.generation += 1
                 self.members = self._named = members
-                is_later = True
+                has_moved = True
                 self._store.set(self._name_arrival(self.own), b"")
                 continue
-            if is_later and self._have_all_come():
+            if has_moved and self._have_all_come():
                 return
             waited_s = time.monotonic() - began_s
-            if not is_later and waited_s > GENERATION_S:
+            if not has_moved and waited_s > GENERATION_S:
                 raise PeerFailed(reason)
             time.sleep(max(POLL_S, waited_s / 100))  # a rank that computes meanwhile may share the processor
 
@@ -321,11 +321,11 @@ class Membership:
         Raises:
             PeerFailed: the launcher has named a later generation.
         """
-        if read_generation(self._store, self._secret, self.number + 1) is not None:
+        if read_generation(self._store, self._secret, self.generation + 1) is not None:
             raise PeerFailed("a further rank has died")
 
     def _name_arrival(self, member: int) -> str:
-        return f"{name_generation(self.number)}/{member}"
+        return f"{name_generation(self.generation)}/{member}"
 
 
 class LossWatch(threading.Thread):
