@@ -55,6 +55,9 @@ class Boundary:
         """Begin the loop. A run that has already received a signal to stop ends here."""
         if self._state.place.is_past:
             return
+        handover = None if self._state.place.is_further else self._prepared.handover
+        if handover is not None:  # what follows needs its number in the group
+            join(self._context, self._state, self._feed, self._services, handover)
         location = self._context.location
         stopping = self._services.stopping
         stopping.signals.take()
@@ -66,9 +69,7 @@ class Boundary:
             world_size = self._context.world_size
             location.directory.write_start(restart, from_step=self._state.steps_done, world_size=world_size)
         announce_start(self._context)
-        handover = None if self._state.place.is_further else self._prepared.handover
         if handover is not None:
-            join(self._context, self._state, self._feed, self._services, handover)
             self._prepared.replicas.compare_joined(self._state.steps_done)
             return
         self._context.group.end_recording(self._context.environment)
