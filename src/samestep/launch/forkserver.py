@@ -222,8 +222,8 @@ def is_preloaded() -> bool:
 class _Server:
     def __init__(self, client: "Connection[Any, Any]") -> None:
         self.client = client
-        self.ranks: dict[int, int] = {}  # pid -> rank
-        self.recordings: dict[Recording, set[int]] = {}  # with the pids of its ranks that have not ended
+        self.ranks: dict[int, tuple[int, Recording]] = {}  # pid -> rank, and what records its output
+        self.recordings: list[Recording] = []
         self.last_ends: dict[Recording, dict[str, Any]] = {}  # of the last rank, sent when all output is recorded
         self.is_stopping = False  # the ranks were sent a signal
         self.directory: str | None = None
@@ -284,14 +284,13 @@ class _Server:
         self.is_stopping = False
         shown = {fields["rank"]: fields.pop("is_shown") for fields in ranks}
         recording = Recording(shown, out, err, common["directory"], self.fork)
-        self.recordings[recording] = set()
+        self.recordings.append(recording)
         self.selector.register(recording, selectors.EVENT_READ)
         gate = os.pipe()
         pids = {}
         for fields in ranks:
             pid = self.fork(partial(self.become_rank, os.getpid(), recording, gate, {**common, **fields}))
-            self.ranks[pid] = fields["rank"]
-            self.recordings[recording].add(pid)
+            self.ranks[pid] = fields["rank"], recording
             pids[fields["rank"]] = pid
         recording.begin()
         self.send({"started": pids})
@@ -340,14 +339,12 @@ class _Server:
                 break
             if pid not in self.ranks:  # the recorder, whose end its socket reports
                 continue
-            rank = self.ranks.pop(pid)
+            rank, recording = self.ranks.pop(pid)
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
             end = {"rank": rank, "code": os.waitstatus_to_exitcode(status), "time_s": time.time()}
-            recording = next((each for each, pids in self.recordings.items() if pid in pids), None)
-            if recording is not None:
-                self.recordings[recording].remove(pid)
-            if recording is None or self.recordings[recording]:
+            is_last = not any(other is recording for _, other in self.ranks.values())
+            if recording not in self.recordings or not is_last:
                 self.send(end)
             else:
                 self.last_ends[recording] = end
@@ -357,7 +354,7 @@ class _Server:
         """End a recorder. It ends before the last of its ranks is reported: then the output is complete."""
         self.selector.unregister(recording)
         recording.close()
-        del self.recordings[recording]
+        self.recordings.remove(recording)
         end = self.last_ends.pop(recording, None)
         if end is not None:
             self.send(end)
