@@ -11,7 +11,7 @@ from samestep.errors import NotHealed, PeerFailed
 from samestep.world import membership
 from samestep.world.membership import (
     Membership,
-    check_none_gone,
+    check_ranks_unchanged,
     name_generation,
     read_generation,
     write_generation,
@@ -364,7 +364,7 @@ def test_a_further_run_does_not_begin_after_a_rank_has_joined(monkeypatch: pytes
     own = Membership(store, "secret", rank=0, members=range(1))
     write_generation(store, "secret", 1, [0, 1])
     store.set(f"{name_generation(1)}/1", b"")
-    check_none_gone()
+    check_ranks_unchanged()
     own.advance("")
     with pytest.raises(NotHealed, match="after rank 1 has joined"):
-        check_none_gone()
+        check_ranks_unchanged()

@@ -25,7 +25,7 @@ from samestep.world.environment import (
     read_restarts,
 )
 from samestep.world.group import TIMEOUT_S, Group
-from samestep.world.membership import check_none_gone
+from samestep.world.membership import check_ranks_unchanged
 from samestep.world.process_group import JOIN_S, NCCL, has_group
 from samestep.world.rendezvous_store import MAC_BYTES
 from samestep.world.version_check import check_alike, describe_software, explain_hashing, explain_torch
@@ -75,7 +75,7 @@ def find_ranks() -> Environment:
     if a launcher has set other ranks than those of the group.
     """
     environment = read_environment()
-    check_none_gone()
+    check_ranks_unchanged()
     if not has_group():
         return environment
     rank = dist.get_rank()

@@ -115,7 +115,7 @@ def is_settled(position: int, positions: Sequence[int]) -> bool:
     return position < max(positions)
 
 
-def check_none_gone() -> None:
+def check_ranks_unchanged() -> None:
     """Check that no rank has died or joined while this process continued: a run begins with the launcher's ranks.
 
     Raises:
