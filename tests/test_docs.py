@@ -123,6 +123,7 @@ def test_pages(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         pytest.skip(f"all of {page.name} ran but {', '.join(words)}: make test-adapters runs them")
 
 
+# Two starts of the README's script, in new interpreters that import torch: 15 s, and 22 s on a busy machine.
 def test_the_script_of_the_readme_survives_a_second_start(tmp_path: Path) -> None:
     """Its loop has no step left then, so that `epoch` and `step` are not set after it."""
     write_scripts(ROOT / "README.md", tmp_path)

@@ -110,6 +110,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return digest(directory / "run")
 
 
+# New interpreters import torch: a script, a launch, and the commands after them: 36 s, and 40 s on a busy machine.
 @pytest.mark.parametrize("feature", one_in(9, ["all", *FEATURES]))
 def test_without_a_feature(feature: str, tmp_path: Path, expected: str) -> None:
     without = [*FEATURES] if feature == "all" else [feature]
@@ -136,6 +137,7 @@ def test_without_a_feature(feature: str, tmp_path: Path, expected: str) -> None:
     assert find_commands(without) <= failed <= find_commands([*without, *dependent])
 
 
+# New interpreters import torch: a script, a launcher and its server: 23 s, and 27 s on a busy machine.
 def test_a_module_that_a_run_needs_is_missed_in_every_process(tmp_path: Path) -> None:
     variables = block_in_programs(["samestep.engine.folding"], tmp_path / "hook")
     (tmp_path / "train.py").write_text(TRAIN)

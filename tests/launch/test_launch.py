@@ -379,6 +379,7 @@ def test_a_signal_before_there_are_ranks(command: Command) -> None:
     command.assert_nothing_left()
 
 
+# The launcher is a new interpreter, and imports torch: 18 s, and 36 s on a busy machine.
 def test_a_signal_before_there_are_handlers(command: Command) -> None:
     """The signal stays pending until the launcher has handlers. Then it ends without starting ranks."""
     command.write("plain.py", "open('begun', 'w').close()")

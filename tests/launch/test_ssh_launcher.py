@@ -266,6 +266,7 @@ def test_hosts_with_networks_of_their_own(command: Command, tmp_path: Path, name
             command.assert_nothing_left()
 
 
+# Launchers and ranks on three hosts are new interpreters that import torch: 29 s, and 41 s on a busy machine.
 def test_the_other_hosts_continue(command: Command, tmp_path: Path) -> None:
     """With --heal, the launcher of one host is killed; all others end with 0."""
     if reason := why_not() or why_no_hosts():

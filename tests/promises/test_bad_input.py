@@ -353,6 +353,7 @@ def test_after_a_poisoned_step(tmp_path: Path) -> None:
 # --- disks ------------------------------------------------------------------------------------------------------------
 
 
+# Three trainings, whose snapshots fill a small disk: 8 s, and 16 s on a busy machine.
 def test_full_disk(disk: Disk) -> None:
     """The older snapshot stays, and the run continues with a message. Once there is space, the command saves again."""
     run_dir = disk.path / "x"

@@ -82,6 +82,7 @@ def train_large(limit: str) -> int:
     return run.steps_done
 
 
+# Two starts of two ranks, with a model of 128 MB and its optimizer: 36 s, and 48 s on a busy machine.
 def test_a_model_that_fits_only_in_parts() -> None:
     with pytest.raises(samestep.Error) as caught:
         samestep.spawn(train_large, 2, ("RLIMIT_DATA",))

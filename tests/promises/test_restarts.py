@@ -128,6 +128,7 @@ def test_a_busy_rank_ends_at_once(trial: Trial, undisturbed: Undisturbed) -> Non
     assert trial.outcome() == undisturbed()
 
 
+# Five starts of one run: 14 s, and 19 s on a busy machine.
 def test_the_record_of_starts_by_the_user(trial: Trial, undisturbed: Undisturbed) -> None:
     """After a stop by a signal, a crash without a message, `run.stop`, and for a run that is longer now."""
     stopped = trial.start("launch", 2, "hold rank 0 at step 2 in forward")

@@ -98,6 +98,7 @@ def test_the_same_bits(tmp_path: Path, undisturbed: Undisturbed, loop: str, num_
     assert read(tmp_path / "run") == undisturbed[loop]
 
 
+# Four to six starts, some of them with loader workers: 12 s, and 16 s on a busy machine.
 @pytest.mark.parametrize("loop", LOOPS)
 def test_killed_and_resumed(tmp_path: Path, undisturbed: Undisturbed, loop: str) -> None:
     """Within an epoch, at its end, before the snapshot of its end, and with other numbers of ranks and workers."""

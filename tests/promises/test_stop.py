@@ -406,6 +406,7 @@ def test_signal_handlers_of_plain_python(tmp_path: Path) -> None:
     assert "the loop over the steps was left by break" in check(done, 2).stderr
 
 
+# A new interpreter imports torch: 32 s, and 71 s on a busy machine.
 def test_ctrl_c_outside_of_the_loop_ends_with_130(tmp_path: Path) -> None:
     """Python itself would end with 1 here: it forgets the KeyboardInterrupt when it evaluates a text at its end."""
     code = (

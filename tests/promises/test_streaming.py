@@ -182,6 +182,7 @@ def test_the_same_bits_through_a_kill_at_any_number_of_ranks(kind: str, tmp_path
     assert main(["inspect", str(tmp_path / "killed"), "--samples"]) == 0
 
 
+# Three ranks, and an undisturbed run to compare with: 10 s, and 16 s on a busy machine.
 @pytest.mark.parametrize(
     ("deaths", "dies_at", "num_steps"),
     [

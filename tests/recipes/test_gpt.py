@@ -524,6 +524,7 @@ def test_exported_weights_load_without_samestep(run_dir: Path, tmp_path: Path) -
     assert f"the c{printed}" == ask("sample", run_dir, "--prompt", "the c", "--temperature", "0", "--max-tokens", "8")
 
 
+# Five starts of a recipe, on one to three ranks: 24 s, and 25 s on a busy machine.
 def test_the_same_bits_on_any_ranks_and_after_a_stop(tokens: Path, tmp_path: Path) -> None:
     """On one rank, on two ranks that are replaced by three after step 2, and sharded in two ways."""
     arguments = [

@@ -159,6 +159,7 @@ print((peak() - before) << 10)
 """
 
 
+# 384 MB are written and exported in a new interpreter: 23 s, and 26 s on a busy machine.
 @pytest.mark.parametrize("words", [["out.safetensors"], *(["out", "--format", form] for form in FORMATS)])
 def test_memory_does_not_grow_with_the_model(words: list[str], tmp_path: Path) -> None:
     write_run(tmp_path / "small", {"a": torch.zeros(4)})

@@ -106,6 +106,7 @@ def test_each_step_is_counted_once(tmp_path: Path) -> None:
     assert [line["step"] for line in read_lines(tmp_path / "rank-0.jsonl")] == [0, 1, 2]
 
 
+# Six plans, each of which predicts the steps of many batch sizes and ranks: 12 s, and 20 s on a busy machine.
 def test_a_plan_keeps_the_budget(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The plan is the smallest batch that fits, on the ranks that minimize what the budget does not limit."""
     file = str(home / "scale.json")

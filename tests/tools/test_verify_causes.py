@@ -254,6 +254,7 @@ def test_kills_that_come_too_late_prove_nothing(
     assert printed.endswith("\neverything is the same\n") == (code == 0)
 
 
+# Several runs on one to three ranks, with a kill and a resume: 17 s, and 19 s on a busy machine.
 @pytest.mark.parametrize(
     ("in_step", "words"),
     one_in(2, [
@@ -290,6 +291,7 @@ ZEROS = (
 )
 
 
+# Several runs on one and three ranks: 20 s, and 23 s on a busy machine.
 @pytest.mark.parametrize(
     ("shard", "faults", "words"),
     one_in(4, [
@@ -329,6 +331,7 @@ def test_a_fault_of_a_sharded_run_is_found_and_named(
         assert expected in printed, f"{expected!r} is not in\n{printed}"
 
 
+# Runs on one and three ranks, in three modes: 33 s, and 39 s on a busy machine.
 def test_the_modes_of_a_sound_script_are_the_same(verify: Any) -> None:
     """Each resume is on another number of ranks or in another mode than the start before it."""
     code, printed = verify(num_steps=9, num_kills=2, shard=MODES)
@@ -379,6 +382,7 @@ CROSS_ENTROPY = "F.cross_entropy(model(x), y)"
 WEIGHTED = "(F.cross_entropy(model(x), y, reduction='none') * (1 + y)).sum() / (1 + y).sum()"
 
 
+# Several runs on one to three ranks: 15 s, and 17 s on a busy machine.
 @pytest.mark.parametrize(
     ("faults", "words"),
     one_in(12, [
