@@ -1,7 +1,7 @@
 """A script in which a rank dies after it has sent a part of a message: `partial.py D MOMENT`.
 
-MOMENT is "exchange", "once", "evaluate", "restore" or "never". The rank stops the others while it sends, so that the
-message fills the buffers of the connection, and dies in that state.
+MOMENT is "exchange", "once", "evaluate", "restore" or "never". The rank stops the others when they wait for its
+message, sends what the connection's buffers hold, and dies.
 """
 
 import fcntl
@@ -12,7 +12,9 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,33 +53,51 @@ def stop(pids: list[int]) -> None:
         os.kill(pid, signal.SIGSTOP)
 
 
+def wait_until(reached: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not reached():
+        if time.monotonic() > deadline_s:
+            print("no part of a message was sent", flush=True)
+            return
+        time.sleep(0.001)
+
+
 def main() -> None:
     moment = sys.argv[2]
     run = samestep.Run(sys.argv[1], batch_size=4, micro_batch_size=1, bucket_cap_mb=1)
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(3)))  # with a bucket each
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     run.prepare(model=model, optimizer=optimizer)
-    send = dist.isend
+    send, receive = dist.isend, dist.irecv
     # Rank 0 sends what `once` and `restore` broadcast.
     doomed = {"exchange": 1, "evaluate": 1, "once": 0, "restore": 0}.get(moment)
     reached = ""
-    pids: list[int] = [0] * run.world_size
+    rank, pids = run.rank, [0] * run.world_size  # at the start
     dist.all_gather_object(pids, os.getpid())
 
-    def send_a_part(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        if reached != moment or os.environ["RANK"] != str(doomed) or tensor.nbytes < 4 * BUFFER_BYTES:
-            return send(tensor, *arguments, **options)
+    def is_cut(tensor: torch.Tensor) -> bool:
+        return reached == moment and tensor.nbytes >= 4 * BUFFER_BYTES
+
+    def send_a_part(tensor: torch.Tensor, peer: int, **options: Any) -> Any:
+        if not is_cut(tensor) or rank != doomed:
+            return send(tensor, peer, **options)
+        wait_until(awaited(peer).exists)  # Before that gloo sends nothing.
         stop([pid for pid in pids if pid != os.getpid()])
-        work = send(tensor, *arguments, **options)
-        deadline_s = time.monotonic() + DEADLINE_S
-        while count_unsent() < LEAST_BYTES:
-            if time.monotonic() > deadline_s:
-                print("the whole message was sent", flush=True)
-                break
-            time.sleep(0.001)
+        work = send(tensor, peer, **options)
+        wait_until(lambda: count_unsent() >= LEAST_BYTES)
         os.kill(os.getpid(), signal.SIGKILL)
         return work
 
+    def note_and_receive(tensor: torch.Tensor, peer: int, **options: Any) -> Any:
+        work = receive(tensor, peer, **options)
+        if is_cut(tensor) and peer == doomed:
+            awaited(rank).touch()
+        return work
+
+    def awaited(rank: int) -> Path:
+        return Path(f"{sys.argv[1]}.awaited-by-{rank}")
+
+    dist.irecv = note_and_receive
     dist.isend = send_a_part
     for step in run.steps(torch.randn(16, 512), 5):
         if step.number == DOOMED:
