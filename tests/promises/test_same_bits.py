@@ -19,7 +19,7 @@ import samestep
 
 WORLD_SIZES = (2, 3, 4, 5, 12)
 # These need a core for each thread, or a compiler for each rank: fewer ranks.
-HEAVY = {"two_threads": (2, 3), "compiled_by_aot_eager": (2, 5)}
+HEAVY = {"two_threads": (2, 3), "compiled_by_aot_eager": (2, 3)}
 ENDINGS = ("metrics.jsonl", "ledger.bin")
 
 
