@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from support.source import parse_source
+
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "samestep"
 # What a script's calls, data, models and optimizers go through. Other modules check files, options and hosts.
 SCANNED = (
     "checks", "data", "engine", "plan", "snapshot/inspection.py", "snapshot/snapshotter.py",
@@ -35,17 +36,16 @@ def read_text(node: ast.AST) -> str:
 
 @cache
 def read_builder(name: str) -> str:
-    tree = ast.parse((SOURCE / BUILDERS[name]).read_text())
+    tree = parse_source()[BUILDERS[name]]
     function = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
     return " ".join(read_text(node) for node in ast.walk(function))
 
 
 def find_messages() -> Iterator[tuple[str, str]]:
     """Yield the place and the text of each error, and of the beginning of each warning of any module."""
-    for file in sorted(SOURCE.rglob("*.py")):
-        path = file.relative_to(SOURCE)
-        is_scanned = any(path.is_relative_to(entry) for entry in SCANNED)
-        for node in ast.walk(ast.parse(file.read_text())):
+    for path, tree in parse_source().items():
+        is_scanned = any(Path(path).is_relative_to(entry) for entry in SCANNED)
+        for node in ast.walk(tree):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args):
                 continue
             place, first = f"{path}:{node.lineno}", node.args[0]
@@ -63,8 +63,8 @@ def find_messages() -> Iterator[tuple[str, str]]:
 def find_printed_explanations() -> list[str]:
     """Find functions whose sentence, if there is one, is printed by `say`: the page does not list these."""
     found = []
-    for file in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+    for tree in parse_source().values():
+        for node in ast.walk(tree):
             if isinstance(node, ast.If) and any(isinstance(each, ast.NamedExpr) for each in ast.walk(node.test)):
                 asked = re.findall(r":= (explain_\w+)\(", ast.unparse(node.test))
                 found += [name for name in asked if ast.unparse(node.body[0]) == "say(sentence)"]
@@ -77,7 +77,6 @@ def read_rows() -> set[str]:
     return {part for row in rows for part in re.findall(r"`` (.+?) ``|`([^`]+)`", row) for part in part if part}
 
 
-# Every module of the source is parsed and its syntax tree walked: 17 s, and 26 s on a busy machine.
 def test_the_page_lists_every_check() -> None:
     messages, rows = [*find_messages()], read_rows()
     assert len(messages) > 100
@@ -85,18 +84,16 @@ def test_the_page_lists_every_check() -> None:
     assert [row for row in rows if not any(row in text for _, text in messages)] == [], "no check has this message"
 
 
-# Every module of the source is parsed and its syntax tree walked: 14 s, and 20 s on a busy machine.
 def test_what_the_page_leaves_out_is_no_check_of_a_script() -> None:
     """A check that is printed by `say`, not by `warn`, would be on no page and could not be hidden."""
     assert find_printed_explanations() == ["explain_torch"], "of what is installed"
 
 
-# Every module of the source is parsed and its syntax tree walked: 26 s, and 34 s on a busy machine.
 def test_each_warning_names_how_to_hide_it() -> None:
     """A filter's message is compared with the beginning, and PYTHONWARNINGS is split at commas and colons."""
-    trees = [ast.parse(file.read_text()) for file in SOURCE.rglob("*.py")]
-    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    starts = {read_text(each.value) for call in calls for each in call.keywords if ast.unparse(call.func) == "warn"}
+    calls = [node for tree in parse_source().values() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    warnings = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "warn"]
+    starts = {read_text(each.value) for call in warnings for each in call.keywords}
     page = (ROOT / "docs" / "checks.md").read_text()
     rows = re.findall(r"^\| `(.*?)` \|", page.partition("## The loop")[0], re.MULTILINE)
     assert sorted(starts) == sorted(rows)

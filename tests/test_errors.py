@@ -9,7 +9,7 @@ import pickle
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +19,7 @@ import pytest
 from support.commands import find_programs, run
 from support.runs import clean_variables
 from support.selection import one_in
+from support.source import parse_source
 from support.tiny import Pairs, Tiny
 from torch import Tensor
 
@@ -31,7 +32,6 @@ from samestep.snapshot.resume_point import Holding, choose
 from samestep.snapshot.store import Unreachable
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "samestep"
 CODE = re.compile(r"SS\d{3}")
 # Of an error that another process has sent, or that has been found before: not written where it is raised.
 PASSED_ON = {"code", "error.code", "failure.code", "failed.code", "answer.get('code', '')"}
@@ -51,7 +51,7 @@ def list_kinds(kind: type[Error] = Error) -> Iterator[type[Error]]:
         yield from list_kinds(other)
 
 
-def find_codes(trees: dict[str, ast.Module]) -> tuple[set[str], list[str]]:
+def find_codes(trees: Mapping[str, ast.Module]) -> tuple[set[str], list[str]]:
     """All codes that modules write, and the places of errors without a code."""
     bases = {"Error"}
     classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
@@ -85,11 +85,9 @@ def is_code(node: ast.AST) -> bool:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-# Every module of the source is parsed and its syntax tree walked several times: 41 s, and 53 s on a busy machine.
+# Every module of the source is parsed and its syntax tree walked several times: 41 s on a busy machine.
 def test_each_error_has_a_code_and_each_code_a_section() -> None:
-    codes, missing = find_codes(
-        {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in SOURCE.rglob("*.py")}
-    )
+    codes, missing = find_codes(parse_source())
     assert missing == []
     headings = [each[:5] for each in SECTIONS]
     assert headings == sorted(codes)

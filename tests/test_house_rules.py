@@ -9,12 +9,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-
-SOURCE = Path(__file__).parents[1] / "src" / "samestep"
-FILES = sorted(SOURCE.rglob("*.py"))
+from support.source import parse_source
 
 # Files are opened by files.py, which follows no link, blocks on no FIFO, and replaces files atomically.
 # Module, or its package with "/" -> why it opens files itself.
@@ -69,7 +66,7 @@ BANNED_NAMES = {
 
 def read_exports() -> dict[str, str]:
     """Public name of `samestep` -> the module that holds it."""
-    for node in ast.walk(ast.parse((SOURCE / "__init__.py").read_text())):
+    for node in ast.walk(parse_source()["__init__.py"]):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_EXPORTS":
             return {str(key): str(value) for key, value in ast.literal_eval(node.value).items()}
     raise AssertionError("samestep/__init__.py has no _EXPORTS")
@@ -149,11 +146,10 @@ RULES: list[Rule] = [find_name_faults, find_model_faults, find_file_faults, find
 
 # Every module of the source is parsed and its syntax tree walked by each rule: 31 s, and 39 s on a busy machine.
 def test_the_source_follows_the_rules() -> None:
-    assert FILES, f"no source at {SOURCE}"
+    assert parse_source()
     faults = []
-    for file in FILES:
-        tree = ast.parse(file.read_text())
-        faults += [fault for rule in RULES for fault in rule(str(file.relative_to(SOURCE)), tree)]
+    for path, tree in parse_source().items():
+        faults += [fault for rule in RULES for fault in rule(path, tree)]
     assert not faults, "\n".join(faults)
 
 
@@ -181,18 +177,17 @@ def test_each_rule_sees_faults(rule: Rule, path: str, source: str, num_faults: i
 
 def test_no_two_modules_have_one_name() -> None:
     """Packages, too: tracebacks and tabs of editors show the last part only."""
-    names = [name_of(str(file.relative_to(SOURCE))).rpartition(".")[2] for file in FILES]
+    names = [name_of(path).rpartition(".")[2] for path in parse_source()]
     assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
-# Every module of the source is parsed and its syntax tree walked: 14 s, and 16 s on a busy machine.
 def test_no_two_classes_have_one_name() -> None:
     """Private ones, too: a search for a class, or its name in a traceback, then leads to one place."""
     places: dict[str, list[str]] = {}
-    for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text())):
+    for path, tree in parse_source().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(str(file.relative_to(SOURCE)))
+                places.setdefault(node.name, []).append(path)
     assert {name: files for name, files in places.items() if len(files) > 1 and name not in SHARED_CLASS_NAMES} == {}
 
 
@@ -207,5 +202,5 @@ def test_importing_it_imports_nothing_slow(name: str) -> None:
 
 
 def test_what_samestep_exports_has_a_module() -> None:
-    known = {name_of(str(file.relative_to(SOURCE))) for file in FILES}
+    known = {name_of(path) for path in parse_source()}
     assert {*read_exports().values()} <= known
