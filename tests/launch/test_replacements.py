@@ -1,44 +1,80 @@
 """Which ranks are replaced, and when."""
 
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
 from samestep.launch.failure import RankEnds, RankFailure
+from samestep.launch.healer import Healer
 from samestep.launch.replacements import Replacements
+from samestep.world.membership import READY
 
 
-def outlive(ends: RankEnds, rank: int) -> None:
-    ends.add(rank, -9, RankFailure(rank, 0.0, -9, False, "died", "was killed by SIGKILL"))
-    ends.outlive([rank])
+class Launched:
+    """Three ranks that have begun their first loop, or not."""
+
+    def __init__(self, *, are_ready: bool = True) -> None:
+        self.store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+        self.store.add(READY, 3 if are_ready else 2)
+        self.ends = RankEnds()
+        self.healer = Healer(self.store, "secret", 3, self.ends)
+        self.replacements = Replacements(self.healer, self.ends, 3)
+
+    def outlive(self, rank: int) -> None:
+        self.ends.add(rank, -9, build_failure(rank))
+        self.ends.outlive([rank])
+
+
+def build_failure(rank: int) -> RankFailure:
+    return RankFailure(rank, 0.0, -9, False, "died", "was killed by SIGKILL")
 
 
 def test_a_rank_is_replaced_at_once() -> None:
-    ends = RankEnds()
-    replacements = Replacements(ends, 3)
-    assert replacements.take() == {}
-    outlive(ends, 2)
-    outlive(ends, 0)
-    assert replacements.take() == {3: 2, 4: 0}
-    assert replacements.take() == {}
+    launched = Launched()
+    assert launched.replacements.take() == {}
+    launched.outlive(2)
+    launched.outlive(0)
+    assert launched.replacements.take() == {3: 2, 4: 0}
+    assert launched.healer.are_coming
+    assert launched.replacements.take() == {}
 
 
-def test_a_rank_that_has_replaced_another_is_replaced_after_a_snapshot() -> None:
-    ends = RankEnds()
-    replacements = Replacements(ends, 3)
-    outlive(ends, 1)
+def test_a_rank_that_has_replaced_another_is_replaced_after_a_snapshot(capsys: pytest.CaptureFixture[str]) -> None:
+    launched = Launched()
+    replacements = launched.replacements
+    launched.outlive(1)
     assert replacements.take() == {3: 1}
-    outlive(ends, 3)
+    launched.outlive(3)
     assert replacements.take() == {}
     replacements.note_saved()
     assert replacements.take() == {4: 3}
-    replacements.note_lost(4)  # before it joined the others
+    assert replacements.forget(build_failure(4), [])
+    assert "before it joined the others" in capsys.readouterr().err
     assert replacements.take() == {}
     replacements.note_saved()
     assert replacements.take() == {5: 4}
 
 
+def test_one_of_the_others_is_not_forgotten() -> None:
+    launched = Launched()
+    assert not launched.replacements.forget(build_failure(1), [])
+    launched.replacements.note_saved()
+    assert launched.replacements.take() == {}
+
+
+def test_a_rank_is_replaced_when_it_can_join() -> None:
+    launched = Launched(are_ready=False)
+    launched.outlive(2)
+    assert launched.replacements.take() == {}
+    launched.store.add(READY, 1)
+    assert launched.replacements.take() == {3: 2}
+
+
 def test_a_rank_whose_node_is_lost_is_not_replaced() -> None:
-    ends = RankEnds()
-    replacements = Replacements(ends, 3)
-    outlive(ends, 1)
-    outlive(ends, 2)
-    assert replacements.take(lambda rank: rank == 2) == {3: 2}
-    assert replacements.take_numbers(2) == [4, 5]
-    assert replacements.take() == {}
+    launched = Launched()
+    launched.outlive(1)
+    launched.outlive(2)
+    assert launched.replacements.take(lambda rank: rank == 2) == {3: 2}
+    assert [*launched.replacements.add(2)] == [4, 5]
+    assert launched.replacements.take() == {}

@@ -305,9 +305,7 @@ class RendezvousServer(threading.Thread):
         ends = round_.ends
         for rank in ended.keys() - ends.codes.keys():
             code, failure = ended[rank]
-            if failure and round_.replacements and round_.healer.forget(failure, self._received):
-                round_.replacements.note_lost(rank)
-            else:
+            if not (failure and round_.replacements and round_.replacements.forget(failure, self._received)):
                 ends.add(rank, code, failure)
         if not round_.is_stopping:
             round_.healer.heal(self._received)
@@ -335,14 +333,13 @@ class RendezvousServer(threading.Thread):
             return
         is_ending = round_.is_admitting or round_.is_stopping or self._received
         homes = {rank: member for member in round_.members for rank in (*member.ranks, *member.joined)}
-        starts = not is_ending and round_.replacements.are_due and round_.healer.can_join
-        for number, lost in (round_.replacements.take(lambda rank: rank in homes) if starts else {}).items():
+        replaced = {} if is_ending else round_.replacements.take(lambda rank: rank in homes)
+        for number, lost in replaced.items():
             member = homes[lost]
             member.joined.append(number)
             member.is_coming = True
             member.outcome = None
             member.link.send("replace", round=round_.number, rank=lost, number=number)
-            round_.healer.expect([number])
         joined = round_.healer.admit()
         for member in round_.members:
             if own := [rank for rank in joined if rank in member.joined]:
@@ -409,9 +406,8 @@ class RendezvousServer(threading.Thread):
             round_.is_admitting = True
             _stop_all(round_, "saved")
             return
-        member.joined = round_.replacements.take_numbers(member.hello.num_ranks)
+        member.joined = [*round_.replacements.add(member.hello.num_ranks)]
         member.is_coming = True
-        healer.expect(member.joined)
         round_.members.append(member)
         place = round_.build_place(len(round_.members) - 1, 0, self._num_restarts)
         self._send_begin(member, f"{describe_ranks(member.joined)} on {member.hello.name}", place, None)
@@ -469,9 +465,9 @@ class RendezvousServer(threading.Thread):
         self._round = LaunchRound(self._num_rounds, members, store, sum(sizes))
         if self._heals:
             secret = derive_key(self._nodes.secret, "the ranks")
-            self._round.healer = Healer(store, secret, sum(sizes), self._round.ends)
-        if self._replaces:
-            self._round.replacements = Replacements(self._round.ends, sum(sizes))
+            healer = self._round.healer = Healer(store, secret, sum(sizes), self._round.ends)
+            if self._replaces:
+                self._round.replacements = Replacements(healer, self._round.ends, sum(sizes))
         for node, member in enumerate(members):
             member.outcome = None
             member.joined = []

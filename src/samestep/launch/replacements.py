@@ -1,8 +1,9 @@
 """Starts ranks in the place of those that have died, for `samestep launch --heal --replace`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from samestep.launch.failure import RankEnds
+from samestep.launch.failure import RankEnds, RankFailure
+from samestep.launch.healer import Healer
 
 
 class Replacements:
@@ -12,11 +13,13 @@ class Replacements:
     replaced after the next snapshot.
 
     Args:
+        healer: lets the new ranks join the others.
         ends: how the ranks have ended so far.
         num_ranks: number of ranks at the start. Further ones have the next numbers.
     """
 
-    def __init__(self, ends: RankEnds, num_ranks: int) -> None:
+    def __init__(self, healer: Healer, ends: RankEnds, num_ranks: int) -> None:
+        self._healer = healer
         self._ends = ends
         self._num_ranks = num_ranks
         self._next = num_ranks
@@ -29,30 +32,32 @@ class Replacements:
         self._due += self._later
         self._later = []
 
-    def note_lost(self, rank: int) -> None:
-        """Note that a rank has ended which was to join the others, and had not."""
-        self._later.append(rank)
-
-    @property
-    def are_due(self) -> bool:
-        """Whether `take` has ranks to return, if their nodes are there."""
-        outlived = self._ends.outlived
-        for failure in outlived[self._num_seen :]:
-            (self._due if failure.rank < self._num_ranks else self._later).append(failure.rank)
-        self._num_seen = len(outlived)
-        return bool(self._due)
+    def forget(self, failure: RankFailure, received: Sequence[int]) -> bool:
+        """As `Healer.forget`. A rank that had not joined is replaced after the next snapshot."""
+        had_not_joined = self._healer.forget(failure, received)
+        if had_not_joined:
+            self._later.append(failure.rank)
+        return had_not_joined
 
     def take(self, is_here: Callable[[int], bool] = lambda _: True) -> Mapping[int, int]:
-        """Return the ranks to start now, and the one that each of them replaces.
+        """Return the ranks that must be started now, and the one that each of them replaces.
 
         Args:
             is_here: whether the node of a rank is still there. If not, the rank is not replaced.
         """
-        due = [rank for rank in self._due if is_here(rank)] if self.are_due else []
+        outlived = self._ends.outlived
+        for failure in outlived[self._num_seen :]:
+            (self._due if failure.rank < self._num_ranks else self._later).append(failure.rank)
+        self._num_seen = len(outlived)
+        if not self._due or not self._healer.can_join:
+            return {}
+        due = [rank for rank in self._due if is_here(rank)]
         self._due = []
-        return dict(zip(self.take_numbers(len(due)), due, strict=True))
+        return dict(zip(self.add(len(due)), due, strict=True))
 
-    def take_numbers(self, count: int) -> list[int]:
-        """Return numbers for ranks that join the others, which no rank has had."""
+    def add(self, count: int) -> Sequence[int]:
+        """Return numbers for ranks that must be started now and join the others. No rank has had them."""
+        numbers = range(self._next, self._next + count)
         self._next += count
-        return [*range(self._next - count, self._next)]
+        self._healer.expect(numbers)
+        return numbers

@@ -112,9 +112,9 @@ class LocalStarts:
         place = Placement(store.port, num_restarts=self._num_restarts, restart=self._restart)
         variables = _start(ranks, launch, place)
         healer = Healer(store, place.secret, launch.num_ranks, ranks.ends) if launch.heals else None
-        replacements = Replacements(ranks.ends, launch.num_ranks)
+        replacements = Replacements(healer, ranks.ends, launch.num_ranks) if healer and launch.replaces else None
         while not (has_failed := _poll(ranks, launch, healer)) and not ranks.done:
-            if healer is not None and launch.replaces:
+            if healer is not None and replacements is not None:
                 _replace(ranks, healer, replacements, variables, launch)
         if has_failed:
             if healer is not None:
@@ -153,15 +153,12 @@ def _replace(
     """
     if ranks.take_saved():
         replacements.note_saved()
-    if not launch.received and replacements.are_due and healer.can_join:
-        replaced = replacements.take()
+    if not launch.received and (replaced := replacements.take()):
         for number, rank in replaced.items():
             variables[number] = build_joining(variables[rank], number)
         ranks.add([variables[number] for number in replaced])
-        healer.expect([*replaced])
     for failure in ranks.take_lost():
-        if healer.forget(failure, launch.received):
-            replacements.note_lost(failure.rank)
+        replacements.forget(failure, launch.received)
     ranks.take_in(healer.admit())
     if not healer.are_coming:
         ranks.kill_joining()
