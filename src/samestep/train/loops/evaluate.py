@@ -104,14 +104,16 @@ class Evaluator:
             rows = self._score(score, spec, spans, layout)
             self._clock.enter("reducing", steps_done)
             vote = self._stopping.cast_vote()
-            gathered = group.gather((group.seal(rows), vote.stop, vote.copying, vote.joining))
-            if len(gathered) == layout.world_size:  # else a rank has died before it sent its rows
+            gathered = group.gather(
+                (layout.world_size, group.seal(rows), vote.stop, vote.copying, vote.joining),
+            )
+            if {size for size, *_ in gathered} == {len(gathered)}:  # else a rank has died since `build_layout` on one
                 break
         # A validation can be long: react to a signal before the next step.
-        votes = [Vote(stop, copying=copying, joining=joining) for _, stop, copying, joining in gathered]
+        votes = [Vote(stop, copying=copying, joining=joining) for _, _, stop, copying, joining in gathered]
         self._stopping.take_votes(votes)
         self._clock.enter("script", steps_done)
-        return _merge(layout.sort(group.unseal(sealed) for sealed, *_ in gathered))
+        return _merge(layout.sort(group.unseal(sealed) for _, sealed, *_ in gathered))
 
     def _score(
         self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec, spans: Sequence[Span], layout: Layout
