@@ -435,7 +435,7 @@ class LocalLocation(RunLocation):
         if self._kept is None or self._logs is None:
             raise NotHealed("no other rank can write the run")
         try:
-            self._directory = RunDirectory(self._named, warn=self.warn)
+            self._directory = RunDirectory(self._path, warn=self.warn)  # the script may have changed the directory
             self._directory.continue_start(int(self._logs.name), self._kept, steps_done, is_in_loop=is_in_loop)
         except (Error, OSError) as error:
             raise NotHealed(f"no other rank can write the run ({error})") from error
