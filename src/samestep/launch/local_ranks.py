@@ -292,10 +292,10 @@ class Ranks:
     def end_stuck(self, ranks: Sequence[int], reason: str) -> None:
         """Kill ranks that do not respond. `reason`: a sentence, for the failure."""
         for rank in ranks:
-            if self.started and rank not in self.ends.codes:
+            if (pid := self._pids.get(rank)) is not None:
                 write_failure(rank, str(self.directory), Stuck(reason), 1)
                 with suppress(OSError):
-                    os.killpg(self._pids[rank], signal.SIGKILL)
+                    os.killpg(pid, signal.SIGKILL)
 
     def take_saved(self) -> bool:
         """Return whether a snapshot was completed since the last call, after a death and not at the end of a loop."""
@@ -404,6 +404,7 @@ class Ranks:
             return ""
 
     def _end(self, rank: int, code: int, time_s: float, death: str = "") -> None:
+        self._pids.pop(rank, None)  # another process may get its number
         if rank in self._joining:
             self._joining.remove(rank)
             died = RankFailure(rank, time_s, code, False, "died", describe_death(code))
@@ -435,7 +436,7 @@ class Ranks:
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
         joining, self._joining = self._joining, set()
-        for rank in self._pids.keys() - joining - self.ends.codes.keys():
+        for rank in self._pids.keys() - joining:
             self.lost = True
             self._end(rank, -signal.SIGKILL, time.time(), death)
 
