@@ -21,8 +21,9 @@ class _Announcements:
         self.num_calls = num_calls  # the same on all ranks
 
     def is_valid(self) -> bool:
-        """Return whether the script has not replaced the process group."""
-        return self._process_group() is dist.group.WORLD
+        """Return whether the process group exists, and the script has not replaced it."""
+        process_group = self._process_group()
+        return process_group is not None and process_group is dist.group.WORLD
 
 
 _current: list[_Announcements] = []  # at most one
@@ -48,10 +49,9 @@ def count_calls() -> int:
 
 
 def move_announcements(group: Group) -> None:
-    """Continue in the group's new process group, after the death of a rank."""
-    if _current:
-        entries = group.open_entries()
-        _current[:] = [] if entries is None else [_Announcements(entries, _current[0].num_calls)]
+    """Continue in the group's new process group. With one rank there is none, and the count is kept for later ones."""
+    if _current and (entries := group.open_entries()) is not None:
+        _current[:] = [_Announcements(entries, _current[0].num_calls)]
 
 
 def announce(rank: int, call: int, others: Sequence[int]) -> list[tuple[int, int]]:
