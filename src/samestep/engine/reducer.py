@@ -85,5 +85,7 @@ class Reducer:
             return None
         memory = self._memory.get(layout)
         if memory is None or memory.is_kept:
+            for other in [each for each in self._memory if each.world_size != layout.world_size]:
+                del self._memory[other]  # a rank has died since
             memory = self._memory[layout] = ExchangeMemory(self.plan, layout, self._group, self._num_names)
         return memory
