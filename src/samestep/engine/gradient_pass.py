@@ -337,17 +337,18 @@ class GradientPass:
                 context.group.broadcast_tensors(buffers, rank)
         return Outcome(grads, means, has_any, [control.parts for control in controls], buffers)
 
-    def apply(self, outcome: Outcome) -> PassResult:
-        """Leave the averaged gradient in `.grad`, and advance the buffers.
+    def apply(self, outcome: Outcome, logged: Means) -> PassResult:
+        """Leave the averaged gradient in `.grad`, advance the buffers, and note the names of logged values.
 
         Does not wait for other ranks, unless each has a part of the gradients only.
 
         Raises:
             Error: a loss is not finite, or no parameter got a gradient.
         """
+        context = self._context
+        context.logged.add(logged)
         if outcome.error is not None:
             raise outcome.error
-        context = self._context
         plan = self._reducer.plan
         means = outcome.means
         self._first.assign(outcome.grads)
