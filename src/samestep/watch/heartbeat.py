@@ -7,7 +7,7 @@ slow.
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,9 +101,19 @@ class Heartbeat:
 
     Args:
         entries: None with one rank.
+        beats: those of an earlier heartbeat of this run, as the attribute.
+
+    Attributes:
+        beats: other rank -> its newest beat, and the time of arrival.
     """
 
-    def __init__(self, clock: PhaseClock, facts: RankFacts, entries: SignedEntries | None) -> None:
+    def __init__(
+        self,
+        clock: PhaseClock,
+        facts: RankFacts,
+        entries: SignedEntries | None,
+        beats: Mapping[int, tuple[Beat, float]] | None = None,
+    ) -> None:
         self._clock = clock
         self._facts = facts
         self._entries = entries
@@ -120,7 +130,8 @@ class Heartbeat:
         self._slow = SlowRanks(facts.limits.floor_s, facts.say)
         self._closed = threading.Event()
         self._published = 0  # bytes
-        self._beats: dict[int, tuple[Beat, float]] = {}  # other rank -> newest beat, and its time of arrival
+        # With the earlier ones, a rank that is stuck before its first beat is found, too.
+        self.beats = {rank: beat for rank, beat in (beats or {}).items() if rank in facts.members}
         self._exchanged_s = time.monotonic()
         self._awake_since_s = self._exchanged_s
         self._commands = Commands()
@@ -209,14 +220,14 @@ class Heartbeat:
         for text in texts:
             message = decode(text, _Message)
             beat = message.beat
-            known = self._beats.get(beat.rank)
+            known = self.beats.get(beat.rank)
             if known is None or known[0].number < beat.number:  # an older one was written again
-                self._beats[beat.rank] = (beat, now_s)
+                self.beats[beat.rank] = (beat, now_s)
                 if not self._is_silent(beat.rank, now_s):
                     self._execute(message.commands)
 
     def _is_silent(self, rank: int, now_s: float) -> bool:
-        known = self._beats.get(rank)
+        known = self.beats.get(rank)
         return known is not None and now_s - known[1] > MISSED * self._interval_s
 
     def _leads(self) -> bool:
@@ -224,7 +235,7 @@ class Heartbeat:
         now_s = time.monotonic()
         lower = self._find_lower()
         return len(lower) < NUM_LEADERS and all(
-            other in self._beats and self._is_silent(other, now_s) for other in lower
+            other in self.beats and self._is_silent(other, now_s) for other in lower
         )
 
     def _find_lower(self) -> Sequence[int]:
@@ -233,11 +244,11 @@ class Heartbeat:
 
     def _collect(self) -> list[Beat] | None:
         """Return the state of all ranks; None before the first beat of each other rank."""
-        if self._entries is not None and len(self._beats) < len(self._facts.members) - 1:
+        if self._entries is not None and len(self.beats) < len(self._facts.members) - 1:
             return None
         now_s = time.monotonic()
         ranks = [self._current.build(self._published)]
-        for rank, (beat, came_s) in self._beats.items():
+        for rank, (beat, came_s) in self.beats.items():
             is_silent = self._is_silent(rank, now_s)
             is_here = (beat.host, beat.system) == (self._facts.host, self._system)
             process = read_process_state(beat.pid) if is_silent and is_here else ""
@@ -336,7 +347,8 @@ class Heartbeat:
         ended = "the run" if is_for_all else describe_ranks(stall.blocking)
         self._facts.say(f"nothing has moved for too long: stopping {ended}")
         with at_rest():  # give the other ranks time to read the command
-            self._closed.wait(2 * self._interval_s if len(self._facts.members) > 1 else 0)
+            if self._closed.wait(2 * self._interval_s if len(self._facts.members) > 1 else 0):
+                return  # the others have formed a new group meanwhile
         self._ended_s = time.monotonic()
         if frozen:
             self._facts.end_others(frozen, stall.sentence)
@@ -356,7 +368,8 @@ class Heartbeat:
                 return
             if not is_first:
                 with at_rest():
-                    self._closed.wait(GRACE_S)
+                    if self._closed.wait(GRACE_S):
+                        return
             self._facts.end(commands.end, is_first)
 
     def _report_cut_off(self, cut_off_s: float) -> None:

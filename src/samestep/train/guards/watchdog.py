@@ -6,7 +6,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ from samestep.train.state.run_state import RunState
 from samestep.train.step.steps import Step, StepObserver
 from samestep.watch.heartbeat import Heartbeat, RankFacts, read_beats
 from samestep.watch.phase_clock import PhaseClock
-from samestep.watch.stall_diagnosis import Limits, build_limits, explain_slow_saving
+from samestep.watch.stall_diagnosis import Beat, Limits, build_limits, explain_slow_saving
 from samestep.world.announcements import wait_for_all
 from samestep.world.environment import read_host, read_terminal
 
@@ -104,11 +104,11 @@ class Watchdog(PhaseClock, StepObserver):
     def change_group(self) -> None:
         """Exchange heartbeats with the ranks that the group has now."""
         if self._heartbeat is not None:
-            limits = self._heartbeat.limits
-            self._heartbeat.close()
-            self._start_heartbeat(limits)
+            earlier = self._heartbeat
+            earlier.close()
+            self._start_heartbeat(earlier.limits, earlier.beats)
 
-    def _start_heartbeat(self, limits: Limits) -> None:
+    def _start_heartbeat(self, limits: Limits, beats: Mapping[int, tuple[Beat, float]] | None = None) -> None:
         context = self._context
         group = context.group
         members = group.members  # a rank that waits for the others after a death has later ones
@@ -130,7 +130,7 @@ class Watchdog(PhaseClock, StepObserver):
             can_heal=group.can_heal,
             is_lost=group.is_lost,
         )
-        self._heartbeat = Heartbeat(self, facts, group.open_entries())
+        self._heartbeat = Heartbeat(self, facts, group.open_entries(), beats)
 
     def _may_write(self) -> bool:
         """Return whether the directory still belongs to this run: another run may have taken it over."""
