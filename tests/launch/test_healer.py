@@ -10,7 +10,7 @@ from samestep.launch import healer
 from samestep.launch.failure import RankEnds, RankFailure
 from samestep.launch.healer import Healer, LateEnds
 from samestep.world import membership
-from samestep.world.membership import BEGUN, COMING, READY, Membership, read_generation, write_note
+from samestep.world.membership import BEGUN, COMING, READY, Membership, name_generation, read_generation, write_note
 
 SIGNAL = [signal.SIGTERM]
 
@@ -78,6 +78,46 @@ def test_a_rank_that_joined_and_does_not_begin_is_ended(monkeypatch: pytest.Monk
     assert late == [3]
     assert reason.startswith("rank 3 did not begin the loop")
     assert healing.find_late() == ((), ""), "once"
+
+
+def test_a_rank_that_was_ready_and_does_not_join_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for it."""
+    monkeypatch.setattr(membership, "_came", [])  # of this process
+    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store.add(READY, 2)
+    healing = Healer(store, "secret", 2, RankEnds())
+    healing.expect([2, 3])
+    for rank in (2, 3):
+        write_note(store, "secret", f"{COMING}/{rank}")
+    assert healing.admit() == ()
+    Membership(store, "secret", rank=0, members=range(2)).wait_for_others()
+    assert healing.admit() == [2, 3]
+    Membership(store, "secret", rank=2, members=()).come()
+    monkeypatch.setattr(healer, "GENERATION_S", 0.0)
+    late, reason = healing.find_late()
+    assert late == [3]
+    assert reason.startswith("rank 3 did not join the others")
+    assert healing.find_late() == ((), ""), "once"
+
+
+def test_a_rank_that_ends_after_a_healed_death_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the death, the others would fail, too. But ranks that wait for it after a death continue without it."""
+    monkeypatch.setattr(membership, "_gone", [])  # of this process
+    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store.add(READY, 4)
+    ends = RankEnds()
+    healing = Healer(store, "secret", 4, ends)
+    ends.add(3, -9, RankFailure(3, 0.0, -9, False, "died", "was killed"))
+    healing.heal([])
+    assert read_generation(store, "secret", 1) == [0, 1, 2]
+    ends.add(2, 0)  # and has not come
+    healing.heal([])
+    assert read_generation(store, "secret", 2) == [0, 1]
+    for rank in (0, 1):
+        store.set(f"{name_generation(2)}/{rank}", b"")
+    ends.add(1, 0)
+    healing.heal([])
+    assert read_generation(store, "secret", 3) is None
 
 
 def test_ranks_that_wait_for_one_that_has_died_continue(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from samestep.world.membership import (
     GENERATION_S,
     READY,
     has_note,
+    have_come,
     read_refusal,
     read_stuck,
     read_waiting,
@@ -69,20 +70,29 @@ class Healer:
         self._members = [*range(num_ranks)]
         self._number = 0
         self._coming: list[int] = []  # ranks that were started to join the others
+        self._ready: set[int] = set()  # those that were ready
         self._asked = -1  # the generation that was asked to take them in
-        self._joined: Sequence[int] = ()  # the last ranks that have joined
+        self._joined: dict[int, int] = {}  # the last ranks that were taken in, and the generation of that
         self._joined_s = 0.0
         self._late = LateEnds(ends)
 
     def find_late(self) -> tuple[Sequence[int], str]:
         """Return ranks that have joined, and do not take part in the others' steps, and the reason to end them."""
-        if not self._joined or time.monotonic() - self._joined_s < BEGIN_S:
+        if not self._joined:
             return (), ""
-        late = [rank for rank in self._joined if rank not in self._ends.codes and self._is_beginning(rank)]
-        self._joined = ()
-        if not late:
-            return (), ""
-        return late, f"{describe_ranks(late)} did not begin the loop within {BEGIN_S:g} s of joining the others"
+        waited_s = time.monotonic() - self._joined_s
+        here = {rank: number for rank, number in self._joined.items() if rank not in self._ends.codes}
+        if waited_s >= BEGIN_S:
+            self._joined = {}
+            late = [rank for rank in here if not has_note(self._store, self._secret, f"{BEGUN}/{rank}")]
+            sentence = f"did not begin the loop within {BEGIN_S:g} s of joining the others"
+        elif waited_s >= GENERATION_S:
+            late = [rank for rank, number in here.items() if not have_come(self._store, number, [rank])]
+            sentence = f"did not join the others within {GENERATION_S:g} s of being ready"
+            self._joined = {rank: number for rank, number in here.items() if rank not in late}
+        else:
+            late, sentence = [], ""
+        return (late, f"{describe_ranks(late)} {sentence}") if late else ((), "")
 
     @property
     def are_ready(self) -> bool:
@@ -102,8 +112,10 @@ class Healer:
         if len(received) > 1 or (received and not ends.have_all_failed):
             return
         left = [rank for rank in self._members if rank not in ends.codes]
-        has_died = ends.failures or ends.outlived  # until then, a rank that ends lets the others fail: they wait
-        if not has_died or not left or left == self._members or not self._can_continue():
+        if not left or left == self._members:
+            return
+        # A rank that ends its script is replaced only where the others wait for it after a death.
+        if not (ends.failures or self._are_meeting()) or not self._can_continue():
             return
         self._members = left
         self._write(left)
@@ -155,15 +167,17 @@ class Healer:
         ready = [rank for rank in self._coming if has_note(self._store, self._secret, f"{COMING}/{rank}")]
         if ready and self._asked != self._number:
             self._asked = self._number
-            say(f"{describe_ranks(ready)} {'is' if len(ready) == 1 else 'are'} ready to join the others")
+            if new := [rank for rank in ready if rank not in self._ready]:
+                say(f"{describe_ranks(new)} {'is' if len(new) == 1 else 'are'} ready to join the others")
+                self._ready |= {*new}
             write_asked(self._store, self._secret, self._number)
         if read_waiting(self._store, self._secret) != self._number:  # also if those that were asked for have died since
             return ()
         self._coming = [rank for rank in self._coming if rank not in ready]
         self._members = [*self._members, *ready]
-        self._joined = [*self._joined, *ready]
         self._joined_s = time.monotonic()
-        self._write(self._members)  # without any, if those that were ready have ended
+        self._write(self._members)  # also if none is ready any more, because the others wait for it
+        self._joined |= dict.fromkeys(ready, self._number)
         return ready
 
     def find_stuck(self) -> tuple[Sequence[int], str]:
@@ -219,6 +233,10 @@ class Healer:
     def _is_beginning(self, rank: int) -> bool:
         """Whether a rank has joined the others, and not begun its loop."""
         return rank in self._joined and not has_note(self._store, self._secret, f"{BEGUN}/{rank}")
+
+    def _are_meeting(self) -> bool:
+        """Whether ranks of the newest generation may wait for others of it to come."""
+        return self._number > 0 and not have_come(self._store, self._number, self._members)
 
     def _write(self, members: list[int]) -> None:
         self._number += 1

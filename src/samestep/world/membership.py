@@ -50,6 +50,15 @@ def read_generation(store: Any, secret: str, number: int) -> list[int] | None:
     return decode(texts[0], list[int]) if texts else None
 
 
+def have_come(store: Any, number: int, members: Sequence[int]) -> bool:
+    """Return whether ranks, as numbered at the start, have moved to a generation."""
+    return bool(store.check([_name_arrival(number, member) for member in members]))
+
+
+def _name_arrival(number: int, member: int) -> str:
+    return f"{name_generation(number)}/{member}"
+
+
 def write_refusal(store: Any, secret: str, reason: str) -> None:
     """Store why no rank of this run can continue after the death of another one: a clause. Signed with the secret."""
     SignedEntries(secret.encode(), store).put(REFUSAL, reason)
@@ -152,8 +161,8 @@ def list_gone() -> Sequence[int]:
 
 
 def note_gone(ranks: Sequence[int]) -> None:
-    """Note the ranks that had died before this one joined the others."""
-    _gone[:] = ranks
+    """Note ranks that had died before this one joined the others. It may have seen the death of some."""
+    _gone[:] = [*ranks, *(rank for rank in _gone if rank not in ranks)]
 
 
 class Membership:
@@ -180,6 +189,7 @@ class Membership:
         self._asked = -1  # the generation that `break_late` has found
         self._is_connected = True
         self._is_broken = False
+        self._is_announced = False
         self._connection = threading.Lock()  # held while the process group is being left or broken
         self._store = store
         self._secret = secret
@@ -199,8 +209,10 @@ class Membership:
         self.position = max(positions)
 
     def announce(self) -> None:
-        """Announce to the launcher that this rank can continue after the death of another one."""
-        self._store.add(READY, 1)
+        """Announce to the launcher that this rank can continue after the death of another one. Once."""
+        if not self._is_announced:
+            self._is_announced = True
+            self._store.add(READY, 1)
 
     def begin(self) -> None:
         """Announce to the launcher that this rank, which has joined the others, takes part in their steps."""
@@ -228,7 +240,7 @@ class Membership:
                 self.generation += 1
                 self.members = self._named = members
         _came.append(self.own)
-        self._store.set(self._name_arrival(self.own), b"")
+        self._store.set(_name_arrival(self.generation, self.own), b"")
 
     def leave(self, close: Callable[[], None]) -> None:
         """Leave the process group by calling `close`."""
@@ -303,17 +315,14 @@ class Membership:
                 self.generation += 1
                 self.members = self._named = members
                 has_moved = True
-                self._store.set(self._name_arrival(self.own), b"")
+                self._store.set(_name_arrival(self.generation, self.own), b"")
                 continue
-            if has_moved and self._have_all_come():
+            if has_moved and have_come(self._store, self.generation, self.members):
                 return
             waited_s = time.monotonic() - began_s
             if not has_moved and waited_s > GENERATION_S:
                 raise PeerFailed(reason)
             time.sleep(max(POLL_S, waited_s / 100))  # a rank that computes meanwhile may share the processor
-
-    def _have_all_come(self) -> bool:
-        return bool(self._store.check([self._name_arrival(member) for member in self.members]))
 
     def check_newest(self) -> None:
         """Check that no member of the current generation has died.
@@ -323,9 +332,6 @@ class Membership:
         """
         if read_generation(self._store, self._secret, self.generation + 1) is not None:
             raise PeerFailed("a further rank has died")
-
-    def _name_arrival(self, member: int) -> str:
-        return f"{name_generation(self.generation)}/{member}"
 
 
 class LossWatch(threading.Thread):
