@@ -43,6 +43,7 @@ class Snapshotter:
 
     Attributes:
         saved_step: the step of the newest numbered snapshot, complete or being written; None if there is none.
+        recent: steps of the last snapshots, complete or being written, and their names.
         save_s: duration of writing the last snapshot, in seconds; 0 before the first one, and on ranks that do not
             write.
         unsaved: step and reason, if the last snapshot could not be written; else None. On ranks that write.
@@ -77,14 +78,15 @@ class Snapshotter:
         self._staging = Staging()
         self._saved_s = time.monotonic()
         self._pending: _Pending | None = None
-        # Steps and names of the last snapshots. Before rank 0 begins to write the next ones, others may be past that.
-        self._recent: deque[tuple[int, list[str | None]]] = deque(maxlen=2)
+        # Before rank 0 begins to write the next ones, others may be past that.
+        self.recent: deque[tuple[int, Sequence[str | None]]] = deque(maxlen=2)
         if location.directory is not None:
             location.directory.call_before_close(self._wait_alone)
 
-    def resume(self, saved_step: int | None) -> None:
-        """Continue a run. `saved_step`: as the attribute."""
+    def resume(self, saved_step: int | None, recent: Sequence[Sequence[Any]] = ()) -> None:
+        """Continue a run. Arguments: as the attributes."""
         self.saved_step = saved_step
+        self.recent.extend((step, names) for step, names in recent)
 
     def take_over(self) -> None:
         """Write the snapshots from now on, on a rank that has become rank 0. The location has been taken over.
@@ -98,7 +100,7 @@ class Snapshotter:
             return
         directory.call_before_close(self._wait_alone)
         written = {each.name: each.step for each in directory.store.snapshots() if each.problem is None}
-        for step, names in self._recent:
+        for step, names in self.recent:
             for name in names:
                 if name is not None and written.get(name, -1) < step:
                     raise NotHealed(f"the snapshot {name} of step {step} is lost with the rank that was writing it")
@@ -191,7 +193,7 @@ class Snapshotter:
             self.saved_step = step
             self._saved_s = time.monotonic()
             self._is_wanted = False
-        self._recent.append((step, names))
+        self.recent.append((step, names))
         state = get_state()
         inspection = Inspection(state, step)
         self._start_writer(self._align(self._build_order(state, step, names), state), inspection, state)

@@ -31,7 +31,7 @@ class Handover:
         point: where it joins, without a snapshot.
         saved: the state at this point.
         tensors: those of `saved`.
-        saved_step: as `Snapshotter.saved_step`.
+        saved_step, recent: as in `Snapshotter`.
         num_calls: how many calls the others have announced.
         gone: the ranks that have died so far.
     """
@@ -40,6 +40,7 @@ class Handover:
     saved: SavedState
     tensors: HeldTensors
     saved_step: int | None
+    recent: Sequence[Sequence[Any]]
     num_calls: int
     gone: Sequence[int]
 
@@ -59,23 +60,20 @@ def receive_state(context: RunContext) -> Handover:
     held = HeldTensors(tensors)
     saved = SavedState(parse_json(plain["structure"]), held)
     point = ResumePoint(plain["step"], plain["meta"])
-    return Handover(point, saved, held, plain["saved_step"], plain["num_calls"], plain["gone"])
+    return Handover(point, saved, held, *(plain[name] for name in ("saved_step", "recent", "num_calls", "gone")))
 
 
-def hand_over(
-    group: Group, contents: Any, *, step: int, meta: Any, saved_step: int | None, num_calls: int, gone: Sequence[int]
-) -> None:
+def hand_over(group: Group, contents: Any, *, step: int, meta: Any, **more: Any) -> None:
     """Send the state of the run to the ranks that have joined. On all ranks that have it, with the same values.
 
     Args:
         contents: of a snapshot of this step.
         step: the number of steps done.
         meta: as in `ResumePoint`.
-        saved_step, num_calls, gone: as in `Handover`.
+        more: the other attributes of `Handover`.
     """
     structure, tensors = encode(contents)
-    plain = {"structure": json.dumps(structure), "step": step, "meta": meta, "saved_step": saved_step}
-    _exchange(group, ({**plain, "num_calls": num_calls, "gone": [*gone]}, tensors))
+    _exchange(group, ({"structure": json.dumps(structure), "step": step, "meta": meta, **more}, tensors))
 
 
 def _exchange(group: Group, own: tuple[Plain, Tensors] | None) -> tuple[Plain, Tensors]:
