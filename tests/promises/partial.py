@@ -57,7 +57,7 @@ def wait_until(reached: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + DEADLINE_S
     while not reached():
         if time.monotonic() > deadline_s:
-            print("no part of a message was sent", flush=True)
+            print("no part of a message was sent", reached.__qualname__, count_unsent(), flush=True)
             return
         time.sleep(0.001)
 
@@ -74,6 +74,7 @@ def main() -> None:
     reached = ""
     rank, pids = run.rank, [0] * run.world_size  # at the start
     dist.all_gather_object(pids, os.getpid())
+    limit_buffers()  # before they grow
 
     def is_cut(tensor: torch.Tensor) -> bool:
         return reached == moment and tensor.nbytes >= 4 * BUFFER_BYTES
@@ -101,7 +102,6 @@ def main() -> None:
     dist.isend = send_a_part
     for step in run.steps(torch.randn(16, 512), 5):
         if step.number == DOOMED:
-            limit_buffers()
             reached = "once"
             assert len(run.once(bytes, 1 << 20)) == 1 << 20
             reached = "evaluate"

@@ -20,8 +20,8 @@ from support.waiting import DEADLINE_S
 from samestep.console import describe_ranks
 from samestep.world.environment import SAVED
 
-SCRIPTS = "once.py", "folds.py", "collects.py", "inherited.py", "partial.py", "heads.py"
-ONCE, FOLDS, COLLECTS, INHERITED, PARTIAL, HEADS = [Path(__file__).with_name(name) for name in SCRIPTS]
+SCRIPTS = "once.py", "folds.py", "collects.py", "inherited.py", "partial.py", "heads.py", "moments.py"
+ONCE, FOLDS, COLLECTS, INHERITED, PARTIAL, HEADS, MOMENTS = [Path(__file__).with_name(name) for name in SCRIPTS]
 KILLED = "kill rank 1 at step 2 in forward"
 ADVICE = ": --max-restarts N starts again from the newest snapshot"
 Undisturbed = Callable[..., Outcome]
@@ -469,3 +469,63 @@ def test_what_it_does_not_support(trial: Trial, undisturbed: Undisturbed, flags:
     assert f"samestep: the other ranks do not continue, because {reason}" in started.output
     assert len((trial.dir / "restarts.jsonl").read_text().splitlines()) == 1
     assert trial.outcome() == undisturbed()
+
+
+def read_run(directory: Path) -> tuple[str, bytes, bytes]:
+    files = [(directory / name).read_bytes() for name in ("metrics.jsonl", "ledger.bin")]
+    return ask("inspect", directory, "--digest"), files[0], files[1]
+
+
+@pytest.fixture(scope="module")
+def moments(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, bytes, bytes]:
+    """A run of moments.py in which no rank dies."""
+    whole = Trial(tmp_path_factory.mktemp("moments") / "run", [])
+    whole.run("launch", 1, "", script=MOMENTS, arguments=["never"])
+    whole.close()
+    return read_run(whole.dir)
+
+
+@pytest.mark.parametrize("moment", ["evaluate", "step", "names", "stop"])
+def test_one_of_the_others_is_ahead(trial: Trial, moments: tuple[str, bytes, bytes], moment: str) -> None:
+    """It knows that a collective is complete on all ranks, and the others do not; or a rank dies after run.stop()."""
+    started = trial.run("launch", 3, "", "--heal", script=MOMENTS, arguments=[moment])
+    assert f"rank {1 if moment == 'stop' else 2} is gone in step" in started.output
+    assert read_run(trial.dir) == moments
+
+
+def test_rank_0_dies_after_the_script_has_changed_the_directory(
+    trial: Trial, moments: tuple[str, bytes, bytes]
+) -> None:
+    """The run's directory was named by a relative path."""
+    trial.run("launch", 3, "", "--heal", script=MOMENTS, arguments=["moved"])
+    assert read_run(trial.dir) == moments
+    assert list(Path(f"{trial.dir}-other").iterdir()) == []
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_dies_when_another_one_may_join(trial: Trial, moments: tuple[str, bytes, bytes], rank: int) -> None:
+    """Its death is recorded once."""
+    started = trial.run("launch", 4, "", "--heal", "--replace", script=MOMENTS, arguments=[f"admitting-{rank}"])
+    heals = [json.loads(line) for line in (trial.dir / "heals.jsonl").read_text().splitlines()]
+    assert [lost for heal in heals for lost in heal["lost"]] == [1, rank]
+    assert f"rank {rank} is gone in step 3" in started.output
+    assert read_run(trial.dir) == moments
+
+
+def test_rank_0_dies_between_the_beginning_of_its_loop_and_its_first_step(
+    trial: Trial, moments: tuple[str, bytes, bytes]
+) -> None:
+    """No other rank does what it does there. All start again, also those of a launch that replaces ranks."""
+    flags = ["--heal", "--replace", "--max-restarts", "1"]
+    started = trial.run("launch", 3, "", *flags, script=MOMENTS, arguments=["start"])
+    assert "because not all had begun their first loop" in started.output
+    assert read_run(trial.dir) == moments
+
+
+def test_a_rank_is_stuck_before_its_first_heartbeat_in_a_new_group(
+    trial: Trial, moments: tuple[str, bytes, bytes]
+) -> None:
+    flags = ["--heal", "--stuck-after-s", "3"]
+    started = trial.run("launch", 3, "", *flags, script=MOMENTS, arguments=["stuck"])
+    assert "rank 1 continues alone" in started.output
+    assert read_run(trial.dir) == moments

@@ -51,6 +51,19 @@ _numbers = count()
 _recordings = count()  # of this process
 
 
+class _Continues(Exception):
+    """Rank `rank` has started another step, and this one has stopped."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+
+def may_be_death(error: RuntimeError) -> bool:
+    """Return whether an exchange may have raised this because another rank has died."""
+    return not isinstance(error, (Error, NotHealed, torch.OutOfMemoryError))
+
+
 class Group:
     """All ranks of the run. With one rank there is no process group and every call returns at once.
 
@@ -131,12 +144,16 @@ class Group:
             membership = Membership(store, environment.secret, environment.rank, range(environment.world_size))
             self._uses_nccl = self.device.type == "cuda" and not self.needs_staging(self.device)
             self._begin_membership(membership)
-            membership.announce()
 
     def _begin_membership(self, membership: Membership) -> None:
         self._membership = membership
         self._waiter = None if self._uses_nccl else Waiter()
         LossWatch(membership, connect_to_store, self._break_connections)
+
+    def announce_ready(self) -> None:
+        """Announce to the launcher that this rank can continue after the death of another one. Once, on all ranks."""
+        if self._membership is not None:
+            self._membership.announce()
 
     def refuse_healing(self, environment: Environment, reason: str) -> None:
         """Let no rank continue if one dies, until the next call of `begin_healing`. `reason`: a clause."""
@@ -276,9 +293,10 @@ class Group:
 
         # If a rank dies meanwhile, some ranks may be in a later generation already. All decide by this result.
         if self.complete(find_generation) == membership.generation:
+            here = membership.members
             membership.wait_for_others()
             self._regroup(membership, "the launcher has not named the ranks that continue")
-            self._notify_of_lost(before, membership.members, began_s)
+            self._notify_of_lost(here, membership.members, began_s)
         return self._agree_on_joined(before)
 
     def _agree_on_joined(self, before: Sequence[int]) -> Sequence[int]:
@@ -398,9 +416,9 @@ class Group:
                     result.append(collective())
                 self.settle(on_device=on_device)
                 return result[0]
-            except NotHealed:
-                raise
             except RuntimeError as error:
+                if not may_be_death(error):
+                    raise
                 reason = str(error)
             if self.heal(reason):
                 return result[0]
@@ -636,17 +654,33 @@ class Group:
         Returns the first rank that has started another step; None when all ranks have called this. Raises PeerFailed if
         another rank has ended.
         """
+        try:
+            self.complete(lambda: self._check_all_stop(step))
+        except _Continues as other:
+            return other.rank
+        return None
+
+    def _check_all_stop(self, step: int) -> None:
         if self.world_size == 1:
-            return None
-        write_entry(self._name_stop(self.rank), str(step))
+            return
+        write_entry(self._name_stop(self.number), str(step))
         if self.local_sockets is not None:
             rows = [bytearray(STOPPED if rank == self.rank else len(STOPPED)) for rank in range(self.world_size)]
             self.local_sockets.exchange([memoryview(row) for row in rows])
-            return next((rank for rank, row in enumerate(rows) if row != STOPPED), None)
-        # A rank in another step waits for this one, and writes no entry.
-        if not has_agent_store() or wait_until(lambda: None not in self._read_stops(), STOP_S, every_s=POLL_S):
-            return None
-        return next((rank for rank, step in enumerate(self._read_stops()) if step is None), None)
+            continuing = [rank for rank, row in enumerate(rows) if row != STOPPED]
+        elif has_agent_store():
+            wait_until(self._have_all_stopped, STOP_S, every_s=POLL_S)
+            # A rank in another step waits for this one, and writes no entry.
+            continuing = [rank for rank, step in enumerate(self._read_stops()) if step is None]
+        else:
+            continuing = []
+        if continuing:
+            raise _Continues(continuing[0])
+
+    def _have_all_stopped(self) -> bool:
+        if self._healing is not None:
+            self._healing.check_newest()
+        return None not in self._read_stops()
 
     def forget_stops(self) -> None:
         """Start a new loop, in which no rank has called `find_continuing` yet. Call on all ranks."""
@@ -657,10 +691,10 @@ class Group:
         return next(((rank, step) for rank, step in enumerate(self._read_stops()) if step is not None), None)
 
     def _read_stops(self) -> list[str | None]:
-        return [read_entry(self._name_stop(rank)) for rank in range(self.world_size)]
+        return [read_entry(self._name_stop(member)) for member in self.members]
 
-    def _name_stop(self, rank: int) -> str:
-        return f"stopped/{self._number}/{rank}"
+    def _name_stop(self, member: int) -> str:
+        return f"stopped/{self._number}/{member}"
 
     def check_process_group(self) -> None:
         """Raise Error if the script has created a process group of other ranks since this was opened."""

@@ -73,6 +73,7 @@ class Boundary:
             self._prepared.replicas.compare_joined(self._state.steps_done)
             return
         self._context.group.end_recording(self._context.environment)
+        self._context.group.announce_ready()  # rank 0 has done what no other rank does again
         stopping.vote_together()
         self.end.exit_after_signal()
         stopping.agree_together()
@@ -153,7 +154,7 @@ class Boundary:
         snapshotter = self._services.snapshotter
         began_s = time.monotonic()
         self._services.watchdog.enter("saving", steps_done)
-        snapshotter.wait_until_written()  # a rank that joins knows of no snapshot in progress
+        snapshotter.join_copy()  # a rank that joins has no copy in progress
         self._services.watchdog.enter("reducing", steps_done)
         state = self._get_state(epoch)  # while only ranks that have it are in the group
         if joined := context.group.admit():
@@ -163,8 +164,9 @@ class Boundary:
                 step=steps_done,
                 meta=self._describe(epoch, state.notes),
                 saved_step=snapshotter.saved_step,
+                recent=[[step, [*names]] for step, names in snapshotter.recent],
                 num_calls=count_calls(),
-                gone=list_gone(),
+                gone=[*list_gone()],
             )
             self._prepared.gradients.forget_group()
             seconds = time.monotonic() - began_s

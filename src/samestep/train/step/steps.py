@@ -22,6 +22,7 @@ from samestep.plan.seeds import derive
 from samestep.train.context import RunContext
 from samestep.train.state.run_state import RunState
 from samestep.train.step.step_log import StepLog, Value, average_batch, collect_values, read_number
+from samestep.world.group import may_be_death
 
 
 class StepObserver:
@@ -440,7 +441,7 @@ class Step:
                 exchanged = (report, current.complete(sums))
             group.settle()
         except RuntimeError as error:
-            if isinstance(error, Error) or not group.can_heal:
+            if not group.can_heal or not may_be_death(error):
                 self._on.exchange_failed(self, error)
                 raise
             reason = str(error)
@@ -455,7 +456,7 @@ class Step:
     def _apply(self, report: PassReport, outcome: Outcome) -> None:
         self._vote = None
         self._on.exchanged(self, report)
-        self.averaged_loss, self.has_gradients = self._find_pass().apply(outcome)
+        self.averaged_loss, self.has_gradients = self._find_pass().apply(outcome, report.logged)
         if self.has_gradients:
             self.is_skipped = False
         if self.averaged_loss is not None:
