@@ -48,11 +48,11 @@ def main() -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     run.prepare(model=model, optimizer=optimizer)
-    settle, gather = Group.settle, Group.gather
+    confirm, gather = Group.confirm, Group.gather
     is_armed = False
     num_ranks = run.world_size
 
-    def settle_late(group: Group, **options: Any) -> None:
+    def confirm_late(group: Group, **options: Any) -> None:
         """Rank 2 sends what the others wait for, and dies; rank 1 sends it later, when only rank 0 can get it."""
         nonlocal is_armed
         if is_armed and number == 2:
@@ -60,7 +60,7 @@ def main() -> None:
         elif is_armed and number == 1:
             wait_until(lambda: not is_alive(pids[2]), JOIN_S)
         is_armed = False
-        settle(group, **options)
+        confirm(group, **options)
 
     def gather_and_fail(group: Group, value: Any) -> Any:
         nonlocal is_armed
@@ -75,7 +75,7 @@ def main() -> None:
         return values
 
     if moment in ("evaluate", "step"):
-        Group.settle = settle_late  # type: ignore[method-assign]
+        Group.confirm = confirm_late  # type: ignore[method-assign]
     Group.gather = gather_and_fail  # type: ignore[method-assign]
     if moment == "stuck" and number == 0:
         Watchdog.change_group = lambda watchdog: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[method-assign]

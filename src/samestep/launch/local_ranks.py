@@ -212,7 +212,7 @@ class Ranks:
 
     def take_in(self, ranks: Sequence[int]) -> None:
         """Count ranks that have joined the others."""
-        joined = self._joining & {*ranks}  # others have ended meanwhile
+        joined = self._joining & {*ranks}  # without those that have ended since
         self._joining -= joined
         self.num_ranks += len(joined)
 

@@ -171,14 +171,14 @@ class Group:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Make the collectives in this block part of one, which `settle` completes: a death in them raises."""
+        """Make the collectives in this block part of one, which `confirm` completes: a death in them raises."""
         self._is_in_part = True
         try:
             yield
         finally:
             self._is_in_part = False
 
-    def settle(self, *, on_device: bool = True) -> None:
+    def confirm(self, *, on_device: bool = True) -> None:
         """Return when the collective before this call is complete on all ranks. Without healing, at once.
 
         Args:
@@ -195,7 +195,7 @@ class Group:
             membership.complete()
 
     def heal(self, reason: str, unrepeatable: str = "") -> bool:
-        """Form a new group of the survivors, after a collective, or `settle` after it, has failed.
+        """Form a new group of the survivors, after a collective, or `confirm` after it, has failed.
 
         Args:
             reason: its error.
@@ -414,7 +414,7 @@ class Group:
             try:
                 with self.together():
                     result.append(collective())
-                self.settle(on_device=on_device)
+                self.confirm(on_device=on_device)
                 return result[0]
             except RuntimeError as error:
                 if not may_be_death(error):

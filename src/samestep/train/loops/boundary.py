@@ -94,7 +94,8 @@ class Boundary:
     def _can_admit(self, *, numbered: bool, is_epoch_end: bool) -> bool:
         """Return whether ranks that join here make the same calls as the others from here on.
 
-        Within an epoch, they also run the script's lines at its head. They have called the sampler for the next step.
+        Within an epoch, a rank that joins also runs the script's lines at the epoch's head. And it has called the
+        sampler for the next step, when it opened its loop.
         """
         stopping = self._services.stopping
         if not (stopping.is_admitting and numbered) or stopping.is_ending or self._feed.calls_sampler:

@@ -439,7 +439,7 @@ class Step:
                 report, sums = current.exchange(self._vote, fingerprints, self._log.compute_means())
                 yield from self._interceptors.after_exchange(self, report)
                 exchanged = (report, current.complete(sums))
-            group.settle()
+            group.confirm()
         except RuntimeError as error:
             if not group.can_heal or not may_be_death(error):
                 self._on.exchange_failed(self, error)
