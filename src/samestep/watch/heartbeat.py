@@ -347,14 +347,20 @@ class Heartbeat:
         ended = "the run" if is_for_all else describe_ranks(stall.blocking)
         self._facts.say(f"nothing has moved for too long: stopping {ended}")
         with at_rest():  # give the other ranks time to read the command
-            if self._closed.wait(2 * self._interval_s if len(self._facts.members) > 1 else 0):
-                return  # the others have formed a new group meanwhile
+            self._closed.wait(2 * self._interval_s if len(self._facts.members) > 1 else 0)
+        if self._has_healed:
+            return
         self._ended_s = time.monotonic()
         if frozen:
             self._facts.end_others(frozen, stall.sentence)
         if elsewhere and not is_for_all:
             self._facts.request_end(elsewhere, stall.sentence)
         self._execute(self._commands)
+
+    @property
+    def _has_healed(self) -> bool:
+        """Whether this rank is in a new group, in which it has another heartbeat."""
+        return self._facts.can_heal and self._closed.is_set()
 
     def _execute(self, commands: Commands) -> None:
         """Execute the leader's commands."""
@@ -368,8 +374,9 @@ class Heartbeat:
                 return
             if not is_first:
                 with at_rest():
-                    if self._closed.wait(GRACE_S):
-                        return
+                    self._closed.wait(GRACE_S)
+                if self._has_healed:
+                    return
             self._facts.end(commands.end, is_first)
 
     def _report_cut_off(self, cut_off_s: float) -> None:
