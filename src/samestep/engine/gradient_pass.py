@@ -337,8 +337,8 @@ class GradientPass:
                 context.group.broadcast_tensors(buffers, rank)
         return Outcome(grads, means, has_any, [control.parts for control in controls], buffers)
 
-    def apply(self, outcome: Outcome, logged: Means) -> PassResult:
-        """Leave the averaged gradient in `.grad`, advance the buffers, and note the names of logged values.
+    def apply(self, outcome: Outcome) -> PassResult:
+        """Leave the averaged gradient in `.grad`, advance the buffers, and add the new names of logged values.
 
         Does not wait for other ranks, unless each has a part of the gradients only.
 
@@ -346,7 +346,7 @@ class GradientPass:
             Error: a loss is not finite, or no parameter got a gradient.
         """
         context = self._context
-        context.logged.add(logged)
+        context.logged.add_new()
         if outcome.error is not None:
             raise outcome.error
         plan = self._reducer.plan

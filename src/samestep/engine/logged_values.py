@@ -19,6 +19,7 @@ class LoggedNames:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self._new: list[str] = []  # of the pass in progress
 
     def has_new(self, logged: Means) -> bool:
         """Return whether this rank's values have names without an entry."""
@@ -31,20 +32,24 @@ class LoggedNames:
         entries = [[values.get(name, (0.0, 0)) for name in self.names] for values in logged]
         return [[mean for mean, _ in row] for row in entries], [[count for _, count in row] for row in entries]
 
-    def add(self, logged: Means) -> None:
-        """Add the names of all ranks' logged values, once all ranks have them."""
-        self.names += sorted({name for values in logged for name in values} - {*self.names})
+    def add_new(self) -> None:
+        """Add the new names that `collect` has found, once all ranks have them."""
+        self.names += self._new
+        self._new = []
 
     def collect(self, logged: Means, controls: Sequence[Control], group: Group, layout: Layout) -> Means:
         """Return the logged values of all ranks' micro-batches; nothing if no rank has logged a value yet.
 
-        Values under new names need an additional exchange.
+        Values under new names need an additional exchange. `add_new` adds these names.
         """
+        self._new = []
         has_new = any(control.has_new_names for control in controls)
         if not self.names and not has_new:
             return []
         if has_new:
-            return layout.sort(group.gather(logged))
+            collected = layout.sort(group.gather(logged))
+            self._new = sorted({name for values in collected for name in values} - {*self.names})
+            return collected
         return [
             {name: (value, count) for name, value, count in zip(self.names, values, counts, strict=True) if count}
             for values, counts in zip(

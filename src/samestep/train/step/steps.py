@@ -456,7 +456,7 @@ class Step:
     def _apply(self, report: PassReport, outcome: Outcome) -> None:
         self._vote = None
         self._on.exchanged(self, report)
-        self.averaged_loss, self.has_gradients = self._find_pass().apply(outcome, report.logged)
+        self.averaged_loss, self.has_gradients = self._find_pass().apply(outcome)
         if self.has_gradients:
             self.is_skipped = False
         if self.averaged_loss is not None:
