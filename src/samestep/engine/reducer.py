@@ -39,7 +39,9 @@ class Reducer:
         self.inspecting = InspectingPass(plan)
         self._group = group
         self._memory: dict[Layout, ExchangeMemory] = {}
+        # There is memory for this number of names, and for this one of ranks.
         self._num_names = 0
+        self._world_size = group.world_size
 
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
@@ -64,8 +66,8 @@ class Reducer:
             param.grad = None
         self.guard.begin()
         self.hooks.attach()
-        if num_names != self._num_names:
-            self._num_names = num_names
+        if (num_names, layout.world_size) != (self._num_names, self._world_size):
+            self._num_names, self._world_size = num_names, layout.world_size
             self._memory.clear()
         memory = self._find_memory(layout)
         if self.plan.shards is not None and memory is not None:
@@ -85,7 +87,5 @@ class Reducer:
             return None
         memory = self._memory.get(layout)
         if memory is None or memory.is_kept:
-            for other in [each for each in self._memory if each.world_size != layout.world_size]:
-                del self._memory[other]  # a rank has died since
             memory = self._memory[layout] = ExchangeMemory(self.plan, layout, self._group, self._num_names)
         return memory
