@@ -157,7 +157,8 @@ def prepare_objects(
         if sharded is not None:  # their settings are those of the run now
             sharded.check_optimizers()
         state.load_state_dict(read["position"], read["state"], meta, is_latest=config.resume == "latest")
-        snapshotter.resume(*((point.step,) if handover is None else (handover.saved_step, handover.recent)))
+        saved_step, recent = (point.step, ()) if handover is None else (handover.saved_step, handover.recent)
+        snapshotter.resume(saved_step, recent)
     gradients = GradientAverager(
         modules,
         context.group,

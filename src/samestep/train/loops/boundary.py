@@ -165,9 +165,9 @@ class Boundary:
                 step=steps_done,
                 meta=self._describe(epoch, state.notes),
                 saved_step=snapshotter.saved_step,
-                recent=[[step, [*names]] for step, names in snapshotter.recent],
+                recent=[*snapshotter.recent],
                 num_calls=count_calls(),
-                gone=[*list_gone()],
+                gone=list_gone(),
             )
             self._prepared.gradients.forget_group()
             seconds = time.monotonic() - began_s

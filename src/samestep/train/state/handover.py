@@ -60,20 +60,32 @@ def receive_state(context: RunContext) -> Handover:
     held = HeldTensors(tensors)
     saved = SavedState(parse_json(plain["structure"]), held)
     point = ResumePoint(plain["step"], plain["meta"])
-    return Handover(point, saved, held, *(plain[name] for name in ("saved_step", "recent", "num_calls", "gone")))
+    return Handover(point, saved, held, plain["saved_step"], plain["recent"], plain["num_calls"], plain["gone"])
 
 
-def hand_over(group: Group, contents: Any, *, step: int, meta: Any, **more: Any) -> None:
+def hand_over(
+    group: Group,
+    contents: Any,
+    *,
+    step: int,
+    meta: Any,
+    saved_step: int | None,
+    recent: Sequence[Sequence[Any]],
+    num_calls: int,
+    gone: Sequence[int],
+) -> None:
     """Send the state of the run to the ranks that have joined. On all ranks that have it, with the same values.
 
     Args:
         contents: of a snapshot of this step.
         step: the number of steps done.
         meta: as in `ResumePoint`.
-        more: the other attributes of `Handover`.
+        saved_step, recent, num_calls, gone: as in `Handover`.
     """
     structure, tensors = encode(contents)
-    _exchange(group, ({"structure": json.dumps(structure), "step": step, "meta": meta, **more}, tensors))
+    plain = {"structure": json.dumps(structure), "step": step, "meta": meta, "saved_step": saved_step}
+    lists = {"recent": [[saved, [*names]] for saved, names in recent], "gone": [*gone]}
+    _exchange(group, ({**plain, **lists, "num_calls": num_calls}, tensors))
 
 
 def _exchange(group: Group, own: tuple[Plain, Tensors] | None) -> tuple[Plain, Tensors]:
