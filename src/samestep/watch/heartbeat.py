@@ -7,7 +7,7 @@ slow.
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +89,9 @@ class Commands(Struct, frozen=True):
     is_for_all: bool = True
 
 
+Beats = dict[int, tuple[Beat, float]]  # rank -> its newest beat, and the time of arrival
+
+
 class _Message(Struct, frozen=True):
     beat: Beat
     commands: Commands
@@ -104,7 +107,7 @@ class Heartbeat:
         beats: those of an earlier heartbeat of this run, as the attribute.
 
     Attributes:
-        beats: other rank -> its newest beat, and the time of arrival.
+        beats: those of the other ranks.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class Heartbeat:
         clock: PhaseClock,
         facts: RankFacts,
         entries: SignedEntries | None,
-        beats: Mapping[int, tuple[Beat, float]] | None = None,
+        beats: Beats | None = None,
     ) -> None:
         self._clock = clock
         self._facts = facts
@@ -131,7 +134,7 @@ class Heartbeat:
         self._closed = threading.Event()
         self._published = 0  # bytes
         # With the earlier ones, a rank that is stuck before its first beat is found, too.
-        self.beats = {rank: beat for rank, beat in (beats or {}).items() if rank in facts.members}
+        self.beats: Beats = {rank: beat for rank, beat in (beats or {}).items() if rank in facts.members}
         self._exchanged_s = time.monotonic()
         self._awake_since_s = self._exchanged_s
         self._commands = Commands()

@@ -6,7 +6,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -24,9 +24,9 @@ from samestep.train.context import RunContext
 from samestep.train.guards.calls import NEW_RUN, announce_run, check_run, explain_in_loop, wait_for_call
 from samestep.train.state.run_state import RunState
 from samestep.train.step.steps import Step, StepObserver
-from samestep.watch.heartbeat import Heartbeat, RankFacts, read_beats
+from samestep.watch.heartbeat import Beats, Heartbeat, RankFacts, read_beats
 from samestep.watch.phase_clock import PhaseClock
-from samestep.watch.stall_diagnosis import Beat, Limits, build_limits, explain_slow_saving
+from samestep.watch.stall_diagnosis import Limits, build_limits, explain_slow_saving
 from samestep.world.announcements import wait_for_all
 from samestep.world.environment import read_host, read_terminal
 
@@ -108,7 +108,7 @@ class Watchdog(PhaseClock, StepObserver):
             earlier.close()
             self._start_heartbeat(earlier.limits, earlier.beats)
 
-    def _start_heartbeat(self, limits: Limits, beats: Mapping[int, tuple[Beat, float]] | None = None) -> None:
+    def _start_heartbeat(self, limits: Limits, beats: Beats | None = None) -> None:
         context = self._context
         group = context.group
         members = group.members  # a rank that waits for the others after a death has later ones
