@@ -81,17 +81,17 @@ class Healer:
         if not self._joined:
             return (), ""
         waited_s = time.monotonic() - self._joined_s
-        here = {rank: number for rank, number in self._joined.items() if rank not in self._ends.codes}
+        here = [rank for rank in self._joined if rank not in self._ends.codes]
         if waited_s >= BEGIN_S:
-            self._joined = {}
-            late = [rank for rank in here if not has_note(self._store, self._secret, f"{BEGUN}/{rank}")]
+            late = [rank for rank in here if self._is_beginning(rank)]
             sentence = f"did not begin the loop within {BEGIN_S:g} s of joining the others"
+            here = []
         elif waited_s >= GENERATION_S:
-            late = [rank for rank, number in here.items() if not have_come(self._store, number, [rank])]
+            late = [rank for rank in here if not have_come(self._store, self._joined[rank], [rank])]
             sentence = f"did not join the others within {GENERATION_S:g} s of being ready"
-            self._joined = {rank: number for rank, number in here.items() if rank not in late}
         else:
-            late, sentence = [], ""
+            return (), ""
+        self._joined = {rank: self._joined[rank] for rank in here if rank not in late}
         return (late, f"{describe_ranks(late)} {sentence}") if late else ((), "")
 
     @property
@@ -114,7 +114,7 @@ class Healer:
         left = [rank for rank in self._members if rank not in ends.codes]
         if not left or left == self._members:
             return
-        # A rank that ends its script is replaced only where the others wait for it after a death.
+        # A rank that has ended its script counts as gone only if the others wait for it in a new generation.
         if not (ends.failures or self._are_meeting()) or not self._can_continue():
             return
         self._members = left
