@@ -671,7 +671,7 @@ class Group:
         elif has_agent_store():
             wait_until(self._have_all_stopped, STOP_S, every_s=POLL_S)
             # A rank in another step waits for this one, and writes no entry.
-            continuing = [rank for rank, step in enumerate(self._read_stops()) if step is None]
+            continuing = [rank for rank, stop in enumerate(self._read_stops()) if stop is None]
         else:
             continuing = []
         if continuing:
