@@ -4,20 +4,35 @@ import signal
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from samestep.launch import healer
 from samestep.launch.failure import RankEnds, RankFailure
 from samestep.launch.healer import Healer, LateEnds
+from samestep.launch.local_ranks import open_store
 from samestep.world import membership
 from samestep.world.membership import BEGUN, COMING, READY, Membership, name_generation, read_generation, write_note
 
 SIGNAL = [signal.SIGTERM]
 
 
+def take_in_two() -> tuple[Any, Healer]:
+    """Let ranks 2 and 3 join two others. Returns the store, too."""
+    store = open_store()
+    store.add(READY, 2)
+    healing = Healer(store, "secret", 2, RankEnds())
+    healing.expect([2, 3])
+    assert healing.admit() == ()
+    for rank in (2, 3):
+        write_note(store, "secret", f"{COMING}/{rank}")
+    assert healing.admit() == (), "the others have a step to complete"
+    Membership(store, "secret", rank=0, members=range(2)).wait_for_others()
+    assert healing.admit() == [2, 3]
+    return store, healing
+
+
 def test_after_a_signal_nobody_waits_for_a_rank_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others may save for as long as they like, but a rank that waits for it after a death ends."""
-    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = open_store()
     ends = RankEnds()
     late = Healer(store, "secret", 3, ends)
     late.heal(SIGNAL)
@@ -47,7 +62,7 @@ def test_after_a_signal_the_others_complete_a_long_step(monkeypatch: pytest.Monk
 def test_a_death_after_a_signal_is_no_end_that_others_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others continue without that rank, and a refusal would break their connections in a long step."""
     monkeypatch.setattr(healer, "GENERATION_S", 0.0)
-    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = open_store()
     store.add(READY, 3)
     ends = RankEnds()
     healing = Healer(store, "secret", 3, ends)
@@ -60,16 +75,7 @@ def test_a_death_after_a_signal_is_no_end_that_others_wait_for(monkeypatch: pyte
 
 def test_a_rank_that_joined_and_does_not_begin_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for it. One that has begun is left alone."""
-    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
-    store.add(READY, 2)
-    healing = Healer(store, "secret", 2, RankEnds())
-    healing.expect([2, 3])
-    assert healing.admit() == ()
-    for rank in (2, 3):
-        write_note(store, "secret", f"{COMING}/{rank}")
-    assert healing.admit() == (), "the others have a step to complete"
-    Membership(store, "secret", rank=0, members=range(2)).wait_for_others()
-    assert healing.admit() == [2, 3]
+    store, healing = take_in_two()
     assert read_generation(store, "secret", 1) == [0, 1, 2, 3]
     assert healing.find_late() == ((), "")
     write_note(store, "secret", f"{BEGUN}/2")
@@ -83,15 +89,7 @@ def test_a_rank_that_joined_and_does_not_begin_is_ended(monkeypatch: pytest.Monk
 def test_a_rank_that_was_ready_and_does_not_join_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for it."""
     monkeypatch.setattr(membership, "_came", [])  # of this process
-    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
-    store.add(READY, 2)
-    healing = Healer(store, "secret", 2, RankEnds())
-    healing.expect([2, 3])
-    for rank in (2, 3):
-        write_note(store, "secret", f"{COMING}/{rank}")
-    assert healing.admit() == ()
-    Membership(store, "secret", rank=0, members=range(2)).wait_for_others()
-    assert healing.admit() == [2, 3]
+    store, healing = take_in_two()
     Membership(store, "secret", rank=2, members=()).come()
     monkeypatch.setattr(healer, "GENERATION_S", 0.0)
     late, reason = healing.find_late()
@@ -100,10 +98,10 @@ def test_a_rank_that_was_ready_and_does_not_join_is_ended(monkeypatch: pytest.Mo
     assert healing.find_late() == ((), ""), "once"
 
 
-def test_a_rank_that_ends_after_a_healed_death_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_ends_after_a_healed_death_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the death, the others would fail, too. But ranks that wait for it after a death continue without it."""
     monkeypatch.setattr(membership, "_gone", [])  # of this process
-    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = open_store()
     store.add(READY, 4)
     ends = RankEnds()
     healing = Healer(store, "secret", 4, ends)
@@ -123,7 +121,7 @@ def test_a_rank_that_ends_after_a_healed_death_is_not_replaced(monkeypatch: pyte
 def test_ranks_that_wait_for_one_that_has_died_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank that was to join has died with another one, after the others had been asked."""
     monkeypatch.setattr(membership, "_gone", [])  # of this process
-    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = open_store()
     store.add(READY, 2)
     ends = RankEnds()
     healing = Healer(store, "secret", 2, ends)
@@ -144,7 +142,7 @@ def test_ranks_that_wait_for_one_that_has_died_continue(monkeypatch: pytest.Monk
 
 def test_a_rank_that_fails_before_it_begins_has_died(capfd: pytest.CaptureFixture[str]) -> None:
     """No other rank will do what it did."""
-    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = open_store()
     store.add(READY, 2)
     ends = RankEnds()
     healing = Healer(store, "secret", 2, ends)

@@ -1,12 +1,10 @@
 """Which ranks are replaced, and when."""
 
-from typing import Any
-
 import pytest
-import torch.distributed as dist
 
 from samestep.launch.failure import RankEnds, RankFailure
 from samestep.launch.healer import Healer
+from samestep.launch.local_ranks import open_store
 from samestep.launch.replacements import Replacements
 from samestep.world.membership import READY
 
@@ -15,7 +13,7 @@ class Launched:
     """Three ranks that have begun their first loop, or not."""
 
     def __init__(self, *, are_ready: bool = True) -> None:
-        self.store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+        self.store = open_store()
         self.store.add(READY, 3 if are_ready else 2)
         self.ends = RankEnds()
         self.healer = Healer(self.store, "secret", 3, self.ends)

@@ -11,9 +11,9 @@ import os
 import signal
 import sys
 import threading
-from contextlib import suppress
 from typing import Any
 
+import psutil
 import torch
 
 import samestep
@@ -28,13 +28,6 @@ JOIN_S = 60.0  # for another rank to be ready
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def is_alive(pid: int) -> bool:
-    with suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        return True
-    return False
 
 
 def main() -> None:
@@ -58,29 +51,30 @@ def main() -> None:
         if is_armed and number == 2:
             threading.Timer(0.5, die).start()  # when it waits for rank 1
         elif is_armed and number == 1:
-            wait_until(lambda: not is_alive(pids[2]), JOIN_S)
+            wait_until(lambda: not psutil.pid_exists(pids[2]), JOIN_S)
         is_armed = False
         confirm(group, **options)
 
     def gather_and_fail(group: Group, value: Any) -> Any:
         nonlocal is_armed
         values = gather(group, value)
-        if is_armed and moment == "names" and group._is_in_part:
+        if is_armed and group._is_in_part:
             is_armed = False
             if number == 2:
                 die()
-            wait_until(lambda: not is_alive(pids[2]), JOIN_S)
+            wait_until(lambda: not psutil.pid_exists(pids[2]), JOIN_S)
             if number == 1:
                 raise RuntimeError("rank 2 is gone")
         return values
 
     if moment in ("evaluate", "step"):
         Group.confirm = confirm_late  # type: ignore[method-assign]
-    Group.gather = gather_and_fail  # type: ignore[method-assign]
+    if moment == "names":
+        Group.gather = gather_and_fail  # type: ignore[method-assign]
     if moment == "stuck" and number == 0:
         Watchdog.change_group = lambda watchdog: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[method-assign]
     data = torch.arange(24.0).view(12, 2) / 12
-    steps = run.steps(data, NUM_STEPS if moment != "stop" and moment != "stopped" else 2 * NUM_STEPS)
+    steps = run.steps(data, 2 * NUM_STEPS if moment == "stop" else NUM_STEPS)
     if moment == "start" and number == 0 and not os.path.exists(f"{directory}-started"):
         with open(f"{directory}-started", "w"):
             die()
@@ -105,9 +99,9 @@ def main() -> None:
         run.log(run.evaluate(lambda batch: {"score": model(batch).mean(), "sum": batch.sum()}, data))
         if moment == f"admitting-{number}" and run._services.stopping.is_admitting and is_first:
             die()
-        if moment in ("stop", "stopped") and step.number == NUM_STEPS - 1:
+        if moment == "stop" and step.number == NUM_STEPS - 1:
             run.stop("enough")
-            if moment == "stop" and number == 1:
+            if number == 1:
                 die()
 
 

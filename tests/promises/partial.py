@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 import samestep
 from samestep.torch_internals import list_gloo_sockets
+from samestep.waiting import wait_until
 
 DOOMED = 3
 BUFFER_BYTES = 1 << 16  # of a connection, on each side
@@ -53,13 +53,9 @@ def stop(pids: list[int]) -> None:
         os.kill(pid, signal.SIGSTOP)
 
 
-def wait_until(reached: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not reached():
-        if time.monotonic() > deadline_s:
-            print("no part of a message was sent", reached.__qualname__, count_unsent(), flush=True)
-            return
-        time.sleep(0.001)
+def wait_for(condition: Callable[[], bool]) -> None:
+    if not wait_until(condition, DEADLINE_S, every_s=0.001):
+        print("no part of a message was sent", condition.__qualname__, count_unsent(), flush=True)
 
 
 def main() -> None:
@@ -82,10 +78,10 @@ def main() -> None:
     def send_a_part(tensor: torch.Tensor, peer: int, **options: Any) -> Any:
         if not is_cut(tensor) or rank != doomed:
             return send(tensor, peer, **options)
-        wait_until(awaited(peer).exists)  # Before that gloo sends nothing.
+        wait_for(awaited(peer).exists)  # Before that gloo sends nothing.
         stop([pid for pid in pids if pid != os.getpid()])
         work = send(tensor, peer, **options)
-        wait_until(lambda: count_unsent() >= LEAST_BYTES)
+        wait_for(lambda: count_unsent() >= LEAST_BYTES)
         os.kill(os.getpid(), signal.SIGKILL)
         return work
 

@@ -13,7 +13,7 @@ import pytest
 from promises.faulty import IN_BODY, IN_STEP, JOINING, KINDS
 from promises.test_restarts import flags_of
 from promises.trial import Outcome, Started, Trial
-from support.runs import ask, read_rows
+from support.runs import ask, read_bits, read_rows
 from support.selection import one_in
 from support.waiting import DEADLINE_S
 
@@ -471,18 +471,13 @@ def test_what_it_does_not_support(trial: Trial, undisturbed: Undisturbed, flags:
     assert trial.outcome() == undisturbed()
 
 
-def read_run(directory: Path) -> tuple[str, bytes, bytes]:
-    files = [(directory / name).read_bytes() for name in ("metrics.jsonl", "ledger.bin")]
-    return ask("inspect", directory, "--digest"), files[0], files[1]
-
-
 @pytest.fixture(scope="module")
 def moments(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, bytes, bytes]:
     """A run of moments.py in which no rank dies."""
     whole = Trial(tmp_path_factory.mktemp("moments") / "run", [])
     whole.run("launch", 1, "", script=MOMENTS, arguments=["never"])
     whole.close()
-    return read_run(whole.dir)
+    return read_bits(whole.dir)
 
 
 @pytest.mark.parametrize("moment", ["evaluate", "step", "names", "stop"])
@@ -490,7 +485,7 @@ def test_one_of_the_others_is_ahead(trial: Trial, moments: tuple[str, bytes, byt
     """It knows that a collective is complete on all ranks, and the others do not; or a rank dies after run.stop()."""
     started = trial.run("launch", 3, "", "--heal", script=MOMENTS, arguments=[moment])
     assert f"rank {1 if moment == 'stop' else 2} is gone in step" in started.output
-    assert read_run(trial.dir) == moments
+    assert read_bits(trial.dir) == moments
 
 
 def test_rank_0_dies_after_the_script_has_changed_the_directory(
@@ -498,7 +493,7 @@ def test_rank_0_dies_after_the_script_has_changed_the_directory(
 ) -> None:
     """The run's directory was named by a relative path."""
     trial.run("launch", 3, "", "--heal", script=MOMENTS, arguments=["moved"])
-    assert read_run(trial.dir) == moments
+    assert read_bits(trial.dir) == moments
     assert list(Path(f"{trial.dir}-other").iterdir()) == []
 
 
@@ -509,7 +504,7 @@ def test_a_rank_dies_when_another_one_may_join(trial: Trial, moments: tuple[str,
     heals = [json.loads(line) for line in (trial.dir / "heals.jsonl").read_text().splitlines()]
     assert [lost for heal in heals for lost in heal["lost"]] == [1, rank]
     assert f"rank {rank} is gone in step 3" in started.output
-    assert read_run(trial.dir) == moments
+    assert read_bits(trial.dir) == moments
 
 
 def test_rank_0_dies_between_the_beginning_of_its_loop_and_its_first_step(
@@ -519,7 +514,7 @@ def test_rank_0_dies_between_the_beginning_of_its_loop_and_its_first_step(
     flags = ["--heal", "--replace", "--max-restarts", "1"]
     started = trial.run("launch", 3, "", *flags, script=MOMENTS, arguments=["start"])
     assert "because not all had begun their first loop" in started.output
-    assert read_run(trial.dir) == moments
+    assert read_bits(trial.dir) == moments
 
 
 def test_a_rank_is_stuck_before_its_first_heartbeat_in_a_new_group(
@@ -528,4 +523,4 @@ def test_a_rank_is_stuck_before_its_first_heartbeat_in_a_new_group(
     flags = ["--heal", "--stuck-after-s", "3"]
     started = trial.run("launch", 3, "", *flags, script=MOMENTS, arguments=["stuck"])
     assert "rank 1 continues alone" in started.output
-    assert read_run(trial.dir) == moments
+    assert read_bits(trial.dir) == moments

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from promises.models import Transformer, build_pairs, build_texts
-from support.runs import digest
+from support.runs import read_bits
 from support.selection import one_in
 from torch import Tensor, nn
 
@@ -108,11 +108,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "frozen and unused": (Frozen, None),
     "lora": (Adapters, None),
 }
-
-
-def read_bits(run_dir: Path) -> tuple[str, bytes, bytes]:
-    """Return what must be the same in all modes."""
-    return digest(run_dir), (run_dir / "metrics.jsonl").read_bytes(), (run_dir / "ledger.bin").read_bytes()
 
 
 def dies(run: samestep.Run, kill_at: int | None, steps: Iterator[Any]) -> Iterator[Any]:

@@ -109,6 +109,11 @@ def digest(run_dir: Path, step: int | str | None = None) -> str:
     return printed
 
 
+def read_bits(run_dir: Path) -> tuple[str, bytes, bytes]:
+    """Return what must be the same in all modes: the digest, the metrics and the ledger."""
+    return digest(run_dir), (run_dir / "metrics.jsonl").read_bytes(), (run_dir / "ledger.bin").read_bytes()
+
+
 def read_rows(run_dir: Path) -> list[dict[str, Any]]:
     """Return the rows of `metrics.jsonl`."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
