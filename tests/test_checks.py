@@ -77,6 +77,7 @@ def read_rows() -> set[str]:
     return {part for row in rows for part in re.findall(r"`` (.+?) ``|`([^`]+)`", row) for part in part if part}
 
 
+# The first test of a process that needs it parses the whole source: 21 s, and 26 s on a busy machine.
 def test_the_page_lists_every_check() -> None:
     messages, rows = [*find_messages()], read_rows()
     assert len(messages) > 100
@@ -84,11 +85,13 @@ def test_the_page_lists_every_check() -> None:
     assert [row for row in rows if not any(row in text for _, text in messages)] == [], "no check has this message"
 
 
+# The first test of a process that needs it parses the whole source: 21 s, and 26 s on a busy machine.
 def test_what_the_page_leaves_out_is_no_check_of_a_script() -> None:
     """A check that is printed by `say`, not by `warn`, would be on no page and could not be hidden."""
     assert find_printed_explanations() == ["explain_torch"], "of what is installed"
 
 
+# The first test of a process that needs it parses the whole source: 21 s, and 26 s on a busy machine.
 def test_each_warning_names_how_to_hide_it() -> None:
     """A filter's message is compared with the beginning, and PYTHONWARNINGS is split at commas and colons."""
     calls = [node for tree in parse_source().values() for node in ast.walk(tree) if isinstance(node, ast.Call)]
