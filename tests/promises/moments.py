@@ -3,6 +3,7 @@
 "evaluate", "step" and "names" (the exchange of new names of logged values): one of the others knows that this exchange
 is complete on all ranks, and another one does not. "moved": rank 0 dies after the script has changed the directory.
 "stop": after `run.stop()`. "admitting-0" or "admitting-2": that rank dies when another one is to join after this step.
+"admitting-4": the one that is to join dies.
 "start": rank 0 dies before its first step.
 "stuck": rank 2 dies, and rank 0 stops in the new group, before its first heartbeat there. Any other MOMENT: none dies.
 """
@@ -11,17 +12,22 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
 import samestep
+from samestep.files import read_text, replace_file
 from samestep.train.guards.watchdog import Watchdog
 from samestep.waiting import wait_until
 from samestep.world.group import Group
+from samestep.world.membership import ASKED, COMING, Membership, write_note
+from samestep.world.rendezvous_store import SignedEntries
 
 DIES_AT = 2
+JOINS_AT = 3  # after this step
 NUM_STEPS = 6
 JOIN_S = 60.0  # for another rank to be ready
 
@@ -38,6 +44,20 @@ def main() -> None:
     is_first = "SAMESTEP_JOIN" not in os.environ
     number = run.rank if is_first else run.world_size
     pids = run._context.group.gather(os.getpid())
+    ended = Path(f"{directory}-ended")  # the number of the process that was to join
+
+    def come_and_die(membership: Membership) -> None:
+        write_note(membership._store, membership._secret, f"{COMING}/{membership.own}")
+        entries = SignedEntries(membership._secret.encode(), membership._store)
+        wait_until(lambda: bool(entries.read([ASKED])), JOIN_S)
+        replace_file(ended, str(os.getpid()).encode())
+        die()
+
+    def is_gone() -> bool:
+        return ended.exists() and not psutil.pid_exists(int(read_text(ended)))
+
+    if moment == "admitting-4" and os.environ.get("SAMESTEP_JOIN") == "4":
+        Membership.come = come_and_die  # type: ignore[method-assign]
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     run.prepare(model=model, optimizer=optimizer)
@@ -91,8 +111,10 @@ def main() -> None:
                 die()
             if moment.startswith("admitting") and number == 1 and step.number == DIES_AT:
                 die()
-        if moment.startswith("admitting") and run.world_size < 4 and is_first:
+        if moment.startswith("admitting") and step.number == JOINS_AT and is_first:
             wait_until(lambda: run._context.group.is_asked, JOIN_S)
+            if moment == "admitting-4":
+                wait_until(is_gone, JOIN_S)
         optimizer.step()
         if step.number == DIES_AT and moment == "evaluate":
             is_armed = is_first

@@ -503,7 +503,15 @@ def test_a_rank_dies_when_another_one_may_join(trial: Trial, moments: tuple[str,
     started = trial.run("launch", 4, "", "--heal", "--replace", script=MOMENTS, arguments=[f"admitting-{rank}"])
     heals = [json.loads(line) for line in (trial.dir / "heals.jsonl").read_text().splitlines()]
     assert [lost for heal in heals for lost in heal["lost"]] == [1, rank]
-    assert f"rank {rank} is gone in step 3" in started.output
+    assert f"rank {rank} is gone in step 4" in started.output
+    assert read_bits(trial.dir) == moments
+
+
+def test_a_rank_that_is_to_join_dies(trial: Trial, moments: tuple[str, bytes, bytes]) -> None:
+    """The others form a new group without it. The next rank joins after a snapshot."""
+    started = trial.run("launch", 4, "", "--heal", "--replace", script=MOMENTS, arguments=["admitting-4"])
+    assert "rank 4 was killed by SIGKILL (out of memory?), before it joined the others" in started.output
+    assert "rank 1 is gone in step 2" in started.output
     assert read_bits(trial.dir) == moments
 
 

@@ -85,14 +85,9 @@ class GradientAverager:
         )
         return Reducer(plan, context.group)
 
-    def forget_group(self) -> None:
-        """Forget what depends on the group, which others have joined. On all ranks, between two steps.
-
-        These are the names of logged values, which the new ranks do not know, and the memory for exchanges, which
-        refers to the connections of the old group.
-        """
+    def forget_names(self) -> None:
+        """Forget the names of logged values, which ranks that have joined do not know. On all ranks."""
         self._context.logged.names.clear()
-        self._reducer.forget_memory()
 
     def has_new_weights(self) -> bool:
         """Return whether any parameter was written to, or got other memory, since the last pass began."""

@@ -39,9 +39,9 @@ class Reducer:
         self.inspecting = InspectingPass(plan)
         self._group = group
         self._memory: dict[Layout, ExchangeMemory] = {}
-        # There is memory for this number of names, and for this one of ranks.
+        # There is memory for this number of names, and for this group: it refers to the connections.
         self._num_names = 0
-        self._world_size = group.world_size
+        self._generation = group.generation
 
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
@@ -66,8 +66,8 @@ class Reducer:
             param.grad = None
         self.guard.begin()
         self.hooks.attach()
-        if (num_names, layout.world_size) != (self._num_names, self._world_size):
-            self._num_names, self._world_size = num_names, layout.world_size
+        if (num_names, self._group.generation) != (self._num_names, self._generation):
+            self._num_names, self._generation = num_names, self._group.generation
             self._memory.clear()
         memory = self._find_memory(layout)
         if self.plan.shards is not None and memory is not None:

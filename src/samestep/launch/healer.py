@@ -92,7 +92,11 @@ class Healer:
         else:
             return (), ""
         self._joined = {rank: self._joined[rank] for rank in here if rank not in late}
-        return (late, f"{describe_ranks(late)} {sentence}") if late else ((), "")
+        if not late:
+            return (), ""
+        reason = f"{describe_ranks(late)} {sentence}"
+        say(reason)
+        return late, reason
 
     @property
     def are_ready(self) -> bool:
@@ -120,7 +124,7 @@ class Healer:
         self._members = left
         self._write(left)
         for failure in ends.outlive([failure.rank for failure in ends.failures]):
-            if failure.kind != "stuck":  # another rank has reported one that was stuck
+            if failure.kind != "stuck":  # the reason to end such a rank was printed before
                 say(failure.reason)
 
     def expect(self, ranks: Sequence[int]) -> None:

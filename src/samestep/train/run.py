@@ -248,7 +248,7 @@ class Run:
         group = context.group
 
         def note_saved() -> None:
-            if group.has_healed:  # a snapshot of before the death is no reason to replace the rank that died
+            if group.generation:  # a snapshot of before the death is no reason to replace the rank that died
                 notify_launcher(context.environment, SAVED)
 
         snapshotter = Snapshotter(

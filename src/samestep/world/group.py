@@ -115,9 +115,9 @@ class Group:
         return 0 if self._membership is None else self._membership.position
 
     @property
-    def has_healed(self) -> bool:
-        """Whether the other ranks have continued after a death."""
-        return self._membership is not None and self._membership.generation > 0
+    def generation(self) -> int:
+        """How often the ranks have formed a new group, after a death or to take in others."""
+        return 0 if self._membership is None else self._membership.generation
 
     @property
     def can_heal(self) -> bool:

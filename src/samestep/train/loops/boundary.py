@@ -169,7 +169,7 @@ class Boundary:
                 num_calls=count_calls(),
                 gone=list_gone(),
             )
-            self._prepared.gradients.forget_group()
+            self._prepared.gradients.forget_names()
             seconds = time.monotonic() - began_s
             continue_with(context, self._state, self._feed, self._services, joined, seconds)
             self._prepared.replicas.compare_joined(steps_done)
