@@ -30,7 +30,7 @@ from weakref import WeakSet
 from samestep.console import say
 from samestep.launch.messages import READ_BYTES
 from samestep.launch.output_recorder import DRAIN_S, Recording
-from samestep.launch.rank_process import keep_signal, run_rank
+from samestep.launch.rank_process import FATAL_SIGNALS, keep_signal, run_rank
 from samestep.processes import die_with_parent, wait_or_kill
 from samestep.world.environment import child_variables
 
@@ -288,10 +288,12 @@ class _Server:
         self.selector.register(recording, selectors.EVENT_READ)
         gate = os.pipe()
         pids = {}
+        signal.pthread_sigmask(signal.SIG_BLOCK, FATAL_SIGNALS)  # `run_rank` unblocks them: this process ignores them
         for fields in ranks:
             pid = self.fork(partial(self.become_rank, os.getpid(), recording, gate, {**common, **fields}))
             self.ranks[pid] = fields["rank"], recording
             pids[fields["rank"]] = pid
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FATAL_SIGNALS)
         recording.begin()
         self.send({"started": pids})
         for file in gate:  # closing it lets the ranks continue, after the event was sent
