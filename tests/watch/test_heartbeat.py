@@ -166,7 +166,7 @@ def test_an_old_beat_that_is_written_again_is_not_news() -> None:
     try:
         for text, newest in ((texts[0], texts[0]), (texts[1], texts[1]), (texts[0], texts[1])):
             beating._process([text])
-            assert beating.beats[0][0].number == json.loads(newest)["beat"]["number"]
+            assert beating._beats[0][0].number == json.loads(newest)["beat"]["number"]
     finally:
         beating.close()
 

@@ -104,10 +104,6 @@ class Heartbeat:
 
     Args:
         entries: None with one rank.
-        beats: those of an earlier heartbeat of this run, as the attribute.
-
-    Attributes:
-        beats: those of the other ranks.
     """
 
     def __init__(
@@ -115,7 +111,6 @@ class Heartbeat:
         clock: PhaseClock,
         facts: RankFacts,
         entries: SignedEntries | None,
-        beats: Beats | None = None,
     ) -> None:
         self._clock = clock
         self._facts = facts
@@ -133,8 +128,7 @@ class Heartbeat:
         self._slow = SlowRanks(facts.limits.floor_s, facts.say)
         self._closed = threading.Event()
         self._published = 0  # bytes
-        # With the earlier ones, a rank that is stuck before its first beat is found, too.
-        self.beats: Beats = {rank: beat for rank, beat in (beats or {}).items() if rank in facts.members}
+        self._beats: Beats = {}  # of the other ranks
         self._exchanged_s = time.monotonic()
         self._awake_since_s = self._exchanged_s
         self._commands = Commands()
@@ -147,6 +141,10 @@ class Heartbeat:
         self._timeline: Timeline | None = None
         if self._is_first and facts.run_dir is not None:
             self._timeline = Timeline(facts.run_dir / TIMELINE, facts.began_step)
+        # The first one now: a rank that gets stuck before its thread runs is found, also in a later group.
+        if entries is not None:
+            with suppress(RuntimeError, OSError):
+                self._put(entries, self._sent.build(self._published), self._commands)
         loops = [self._watch] if entries is None else [self._exchange, self._watch]
         self._threads = [threading.Thread(target=loop, name=f"samestep {loop.__name__}", daemon=True) for loop in loops]
         for started in self._threads:
@@ -223,14 +221,14 @@ class Heartbeat:
         for text in texts:
             message = decode(text, _Message)
             beat = message.beat
-            known = self.beats.get(beat.rank)
+            known = self._beats.get(beat.rank)
             if known is None or known[0].number < beat.number:  # an older one was written again
-                self.beats[beat.rank] = (beat, now_s)
+                self._beats[beat.rank] = (beat, now_s)
                 if not self._is_silent(beat.rank, now_s):
                     self._execute(message.commands)
 
     def _is_silent(self, rank: int, now_s: float) -> bool:
-        known = self.beats.get(rank)
+        known = self._beats.get(rank)
         return known is not None and now_s - known[1] > MISSED * self._interval_s
 
     def _leads(self) -> bool:
@@ -238,7 +236,7 @@ class Heartbeat:
         now_s = time.monotonic()
         lower = self._find_lower()
         return len(lower) < NUM_LEADERS and all(
-            other in self.beats and self._is_silent(other, now_s) for other in lower
+            other in self._beats and self._is_silent(other, now_s) for other in lower
         )
 
     def _find_lower(self) -> Sequence[int]:
@@ -247,11 +245,11 @@ class Heartbeat:
 
     def _collect(self) -> list[Beat] | None:
         """Return the state of all ranks; None before the first beat of each other rank."""
-        if self._entries is not None and len(self.beats) < len(self._facts.members) - 1:
+        if self._entries is not None and len(self._beats) < len(self._facts.members) - 1:
             return None
         now_s = time.monotonic()
         ranks = [self._current.build(self._published)]
-        for rank, (beat, came_s) in self.beats.items():
+        for rank, (beat, came_s) in self._beats.items():
             is_silent = self._is_silent(rank, now_s)
             is_here = (beat.host, beat.system) == (self._facts.host, self._system)
             process = read_process_state(beat.pid) if is_silent and is_here else ""

@@ -24,7 +24,7 @@ from samestep.train.context import RunContext
 from samestep.train.guards.calls import NEW_RUN, announce_run, check_run, explain_in_loop, wait_for_call
 from samestep.train.state.run_state import RunState
 from samestep.train.step.steps import Step, StepObserver
-from samestep.watch.heartbeat import Beats, Heartbeat, RankFacts, read_beats
+from samestep.watch.heartbeat import Heartbeat, RankFacts, read_beats
 from samestep.watch.phase_clock import PhaseClock
 from samestep.watch.stall_diagnosis import Limits, build_limits, explain_slow_saving
 from samestep.world.announcements import wait_for_all
@@ -106,9 +106,9 @@ class Watchdog(PhaseClock, StepObserver):
         if self._heartbeat is not None:
             earlier = self._heartbeat
             earlier.close()
-            self._start_heartbeat(earlier.limits, earlier.beats)
+            self._start_heartbeat(earlier.limits)
 
-    def _start_heartbeat(self, limits: Limits, beats: Beats | None = None) -> None:
+    def _start_heartbeat(self, limits: Limits) -> None:
         context = self._context
         group = context.group
         members = group.members  # a rank that waits for the others after a death has later ones
@@ -130,7 +130,7 @@ class Watchdog(PhaseClock, StepObserver):
             can_heal=group.can_heal,
             is_lost=group.is_lost,
         )
-        self._heartbeat = Heartbeat(self, facts, group.open_entries(), beats)
+        self._heartbeat = Heartbeat(self, facts, group.open_lasting_entries())
 
     def _may_write(self) -> bool:
         """Return whether the directory still belongs to this run: another run may have taken it over."""
@@ -158,7 +158,7 @@ class Watchdog(PhaseClock, StepObserver):
         own = members[group.rank]
         num_done = self.tallies["reducing"].num
         earlier = dict[int, int]()
-        entries = group.open_entries()
+        entries = group.open_lasting_entries()
 
         def check() -> None:
             check_run(group.rank)
