@@ -61,6 +61,8 @@ def main() -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     run.prepare(model=model, optimizer=optimizer)
+    with torch.no_grad():  # once: a rank that joins gets weights that the others have changed already
+        model.weight.mul_(0.5)
     confirm, gather = Group.confirm, Group.gather
     is_armed = False
     num_ranks = run.world_size

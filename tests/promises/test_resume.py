@@ -495,6 +495,27 @@ def test_unfrozen_in_the_loop(tmp_path: Path) -> None:
     assert samestep.spawn(train, 2, ("groups", 6, 0, True)) == whole, "the group that was added is there again"
 
 
+@pytest.mark.parametrize("shard", [None, "optimizer"])
+def test_weights_that_the_script_changes_before_the_loop(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], shard: Any
+) -> None:
+    """After `run.prepare`. A run that resumes has changed them already: it continues with those that it has saved."""
+
+    def train(name: str, num_steps: int) -> list[list[float]]:
+        tiny = Tiny(tmp_path / name, optimizer=lambda params: Adam(params, 0.1), shard=shard)
+        with torch.no_grad():
+            tiny.model.weight.mul_(1.5)
+        tiny.train(num_steps=num_steps)
+        return [param.tolist() for param in tiny.model.parameters()]
+
+    whole = samestep.spawn(train, 2, ("whole", 4))
+    samestep.spawn(train, 2, ("resumed", 2))
+    assert "restored again" not in capfd.readouterr().out
+    assert samestep.spawn(train, 2, ("resumed", 4)) == whole
+    said = "the script has changed model.weight since run.prepare: the state of step 2 is restored again"
+    assert capfd.readouterr().out.count(said) == 1
+
+
 def test_a_changed_config(tmp_path: Path) -> None:
     """It is reported, and recorded with the step from which it applies. Earlier steps keep their config."""
 

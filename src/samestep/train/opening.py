@@ -113,13 +113,18 @@ def record_start(data: LoopData, context: RunContext, prepared: Prepared) -> Tra
 
 
 def resume_state(data: LoopData, context: RunContext, state: RunState, prepared: Prepared, services: Services) -> None:
-    """Bring the stream, and the objects if the script's lines before this loop ran again, to the loop's position."""
+    """Bring the stream to the loop's position, and objects that the script's lines before this loop have changed."""
     if data.lanes is not None and (warning := state.resume_lanes(data.lanes, data.plan)):
         context.say(warning)
     if state.place.is_further:
         services.resources.begin_loop()
     if state.place.is_replayed:
         state.set_script(prepared.restore_again(context))
+    elif not (state.place.is_further or state.place.is_past) and (name := prepared.replicas.find_change()):
+        prepared.restore_again(context)
+        context.say(
+            f"the script has changed {name} since run.prepare: the state of step {state.steps_done} is restored again"
+        )
 
 
 def build_observers(

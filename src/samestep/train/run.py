@@ -447,6 +447,8 @@ class Run:
             shard_blocks=shard_blocks,
             sharded_init=self._sharded_init,
         )
+        if not self._prepared.point.is_beginning:
+            self._prepared.replicas.note_restored()
 
     def epochs(
         self,

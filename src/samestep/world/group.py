@@ -523,11 +523,12 @@ class Group:
         if self.is_joining:  # the others have compared theirs
             others = [first] * (self.rank - 1) + [wire.decode(memoryview(wire.encode(dict(values))))]
         for rank, theirs in enumerate(others, start=1):
+            where = "the rank that joins" if self.is_joining else f"rank {rank}"
             for name, value in theirs.items():
                 if value != first.get(name):
                     raise InvalidValue(
-                        f"{name} is {first.get(name)!r} on rank 0 and {value!r} on rank {rank}: make it the same on "
-                        "all ranks",
+                        f"{name} is {first.get(name)!r} on rank 0 and {value!r} on {where}: make it the same on all "
+                        "ranks",
                         code="SS504",
                     )
 

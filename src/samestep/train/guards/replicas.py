@@ -78,6 +78,19 @@ class ReplicaChecks(StepObserver):
         self._begun_infinite: set[str] = set()  # labels of `list_checked`
         self._alike_s = time.monotonic()
         self._is_wanted = False
+        self._restored: Mapping[str, int] = {}
+
+    def note_restored(self) -> None:
+        """Note the state in which the run resumes, for `find_change`."""
+        self._restored = self._read_checksums(self._name_replicated())
+
+    def find_change(self) -> str:
+        """Return the name of a tensor that the script has changed since `note_restored`; "" if there is none."""
+        if not self._restored:
+            return ""
+        now = self._read_checksums(self._name_replicated())
+        before, self._restored = self._restored, {}
+        return next((name for name, value in before.items() if now.get(name) != value), "")
 
     def watch(self, snapshotter: Snapshotter) -> None:
         """Begin to watch, before the first step of a loop, so that a change before its update is noticed."""
@@ -110,7 +123,10 @@ class ReplicaChecks(StepObserver):
         if self._alike_at == step:
             return
         replicated = self._name_replicated()
-        self._compare(step, replicated, read_back({name: checksum(tensor) for name, tensor in replicated.items()}))
+        self._compare(step, replicated, self._read_checksums(replicated))
+
+    def _read_checksums(self, tensors: Mapping[str, Tensor]) -> Mapping[str, int]:
+        return read_back({name: checksum(tensor) for name, tensor in tensors.items()})
 
     def _compare(self, step: int, replicated: Mapping[str, Tensor], checksums: Mapping[str, int]) -> None:
         checksums = {name: value for name, value in checksums.items() if name not in self._ignored}

@@ -273,7 +273,8 @@ class RunMetrics(StepObserver):
         if num_skipped:
             rows["steps without an update"] = f"{num_skipped} of {num_steps}"
         if lost := list_gone():
-            rows["ranks that died"] = f"{len(lost)} ({describe_ranks(lost)})"
+            who = describe_ranks(lost)
+            rows["ranks that died"] = who if "(" in who else f"{len(lost)} ({who})"
         rows |= {"samples/s": f"{samples_per_s:,.0f}", "wall time": f"{wall_s:.1f} s"}
         if spent := describe_spent(spent_s):
             rows["time"] = spent

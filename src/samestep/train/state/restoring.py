@@ -181,7 +181,7 @@ class SnapshotContents:
             self.options = StartOptions({**asked, **begun}, {name: asked[name] for name in changed})
 
     def restore_again(self, contents: Mapping[str, Any]) -> dict[str, Any]:
-        """Undo changes since `restore`, when the script's lines before a later loop have run again.
+        """Undo changes since `restore`, by the script's lines before the loop.
 
         Returns:
             `run.state`.
