@@ -160,3 +160,36 @@ def test_a_rank_that_fails_before_it_begins_has_died(capfd: pytest.CaptureFixtur
     ends.add(3, 1, RankFailure(3, 0.0, 1, False, "exception", "OSError: no such file"))
     healing.heal([])
     assert read_generation(store, "secret", 3) is None, "its micro-batches would fail in another rank"
+
+
+def test_no_rank_is_left_that_has_the_state_of_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+    """It dies while others join: they do not continue, and it is blamed."""
+    store, healing = take_in_two()
+    ends = healing._ends
+    for rank in (0, 1):
+        ends.add(rank, -9, RankFailure(rank, 1.0, -9, False, "died", "was killed by SIGKILL"))
+        healing.heal([])
+    assert read_generation(store, "secret", 3) == [2, 3]
+    ends.add(2, 1, RankFailure(2, 2.0, 1, True, "exception", "NotHealed: no rank is left", "Traceback ..."))
+    healing.heal([])
+    assert read_generation(store, "secret", 4) is None
+    ends.add(3, 1, RankFailure(3, 2.0, 1, True, "exception", "NotHealed: no rank is left", "Traceback ..."))
+    assert ends.first_failure is not None
+    assert ends.first_failure.rank == 1
+    healing.report(is_end=False)
+    assert capfd.readouterr().err.endswith("the other ranks do not continue, because no rank is left\n")
+
+
+def test_the_last_rank_is_killed_before_it_continues(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its number is not the number of ranks, since others have died before."""
+    store = open_store()
+    store.add(READY, 3)
+    ends = RankEnds()
+    healing = Healer(store, "secret", 3, ends)
+    for rank in (0, 2):
+        ends.add(rank, -9, RankFailure(rank, 0.0, -9, False, "died", "was killed by SIGKILL"))
+        healing.heal([])
+    ends.add(1, -9, RankFailure(1, 0.0, -9, False, "died", "was killed by SIGKILL"))
+    healing.heal([])
+    healing.report(is_end=False)
+    assert capfd.readouterr().err.endswith("the other ranks do not continue, because none is left\n")

@@ -76,3 +76,23 @@ def test_a_rank_whose_node_is_lost_is_not_replaced() -> None:
     assert launched.replacements.take(lambda rank: rank == 2) == {3: 2}
     assert [*launched.replacements.add(2)] == [4, 5]
     assert launched.replacements.take() == {}
+
+
+def test_ranks_are_not_replaced_after_the_script_has_failed_in_three(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before they join, or after."""
+    launched = Launched()
+    replacements = launched.replacements
+    launched.outlive(1)
+    for number in (3, 4, 5):
+        assert [*replacements.take()] == [number]
+        failure = RankFailure(number, 0.0, 1, False, "exception", "ValueError: none")
+        if number == 4:
+            launched.ends.add(number, 1, failure)
+            launched.ends.outlive([number])
+        else:
+            assert replacements.forget(failure, [])
+        assert replacements.take() == {}
+        replacements.note_saved()
+    assert "3 new ranks have failed" in capsys.readouterr().err
+    launched.outlive(2)
+    assert replacements.take() == {}

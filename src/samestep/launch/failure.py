@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from samestep.decoding import decode
-from samestep.errors import Error, PeerFailed, Stuck, WorkerDied, add_code, describe, is_out_of_memory
+from samestep.errors import Error, NotHealed, PeerFailed, Stuck, WorkerDied, add_code, describe, is_out_of_memory
 from samestep.files import replace_file
 from samestep.world.workdir import make_private, read_private
 
@@ -61,8 +61,14 @@ class RankFailure(Struct, frozen=True):
     def _sentence(self) -> str:
         if self.kind == "stuck":
             return self.message
-        verb = {"exit": "exited with ", "exception": "raised ", "error": "raised "}.get(self.kind, "")
+        verb = {"exit": "exited with ", "exception": "raised ", "error": "failed: "}.get(self.kind, "")
         return f"rank {self.rank} {verb}{self.message}"
+
+    @property
+    def refusal(self) -> str:
+        """The clause of a NotHealed, why the rank did not continue after the death of another one; "" if it is none."""
+        name, _, clause = self.message.partition(": ")
+        return clause if name == NotHealed.__name__ else ""
 
     @property
     def reason(self) -> str:
@@ -123,8 +129,9 @@ class RankEnds:
     def first_failure(self) -> RankFailure | None:
         """The failure that caused the others. It can be a death that they had outlived, if they failed soon after."""
         first = find_first(self.failures)
-        if first is not None and first.secondary and self.outlived and first.time_s < self.outlived[-1].time_s + SOON_S:
-            return self.outlived[-1]
+        last = next((failure for failure in reversed(self.outlived) if not failure.secondary), None)
+        if first is not None and first.secondary and last is not None and first.time_s < last.time_s + SOON_S:
+            return last
         return first
 
 

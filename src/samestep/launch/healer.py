@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from samestep.console import describe_ranks, say
-from samestep.errors import NotHealed, PeerFailed
+from samestep.errors import PeerFailed
 from samestep.launch.failure import RankEnds, RankFailure
 from samestep.world.membership import (
     BEGUN,
@@ -139,7 +139,7 @@ class Healer:
         """
         if failure.rank in self._coming:
             self._coming.remove(failure.rank)
-            if not received:
+            if not (received or self.is_over):
                 say(f"{failure.reason}, before it joined the others: they continue without it")
         return failure.rank not in self._members
 
@@ -211,19 +211,19 @@ class Healer:
         if refusal := read_refusal(self._store, self._secret):
             return refusal
         for failure in failures:
-            kind, _, clause = failure.message.partition(": ")
-            if kind == NotHealed.__name__:
-                return clause
+            if failure.refusal:
+                return failure.refusal
+        if not self.are_ready:
+            return "not all had begun their first loop"
         for failure in failures:
-            if failure.secondary and failure.call and not failure.message.startswith(PeerFailed.__name__):
+            is_own = failure.call and not self._is_beginning(failure.rank)
+            if failure.secondary and is_own and not failure.message.startswith(PeerFailed.__name__):
                 return f"rank {failure.rank} was in a collective of the script, {failure.call}, which is not repeated"
         for failure in failures:
             if failure.kind not in DEATHS and not failure.secondary:
                 return f"rank {failure.rank} has failed, too"
-        if len(dead) == self._num_ranks:
+        if dead.issuperset(self._members):
             return "none is left"
-        if not self.are_ready:
-            return "not all had begun their first loop"
         for rank, code in self._ends.codes.items():
             if code == 0:
                 return f"rank {rank} had already ended its script"
@@ -232,7 +232,8 @@ class Healer:
     def _can_continue(self) -> bool:
         # An exception would occur again, in the rank that gets these micro-batches. One that has just joined has none.
         failures = [failure for failure in self._ends.failures if failure.kind not in DEATHS]
-        return self.are_ready and all(self._is_beginning(failure.rank) for failure in failures)
+        are_new = all(self._is_beginning(failure.rank) and not failure.refusal for failure in failures)
+        return self.are_ready and are_new
 
     def _is_beginning(self, rank: int) -> bool:
         """Whether a rank has joined the others, and not begun its loop."""

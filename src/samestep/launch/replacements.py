@@ -2,15 +2,18 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from samestep.console import say
 from samestep.launch.failure import RankEnds, RankFailure
-from samestep.launch.healer import Healer
+from samestep.launch.healer import DEATHS, Healer
+
+MAX_FAILED = 3  # new ranks whose script may fail; a further one would probably fail, too
 
 
 class Replacements:
     """Decides which ranks are replaced, and when.
 
     A rank that died is replaced at once. One that had replaced another may have died for the same reason, so it is
-    replaced after the next snapshot.
+    replaced after the next snapshot. None is replaced after the script has failed in `MAX_FAILED` new ranks.
 
     Args:
         healer: lets the new ranks join the others.
@@ -26,6 +29,7 @@ class Replacements:
         self._num_seen = 0  # of the outlived failures
         self._due: list[int] = []
         self._later: list[int] = []
+        self._num_failed = 0  # new ranks whose script has failed
 
     def note_saved(self) -> None:
         """Note that a snapshot was completed after the last death."""
@@ -36,7 +40,7 @@ class Replacements:
         """As `Healer.forget`. A rank that had not joined is replaced after the next snapshot."""
         had_not_joined = self._healer.forget(failure, received)
         if had_not_joined:
-            self._later.append(failure.rank)
+            self._delay(failure)
         return had_not_joined
 
     def take(self, is_here: Callable[[int], bool] = lambda _: True) -> Mapping[int, int]:
@@ -47,9 +51,12 @@ class Replacements:
         """
         outlived = self._ends.outlived
         for failure in outlived[self._num_seen :]:
-            (self._due if failure.rank < self._num_ranks else self._later).append(failure.rank)
+            if failure.rank < self._num_ranks:
+                self._due.append(failure.rank)
+            else:
+                self._delay(failure)
         self._num_seen = len(outlived)
-        if not self._due or not self._healer.can_join:
+        if not self._due or self._num_failed >= MAX_FAILED or not self._healer.can_join:
             return {}
         due = [rank for rank in self._due if is_here(rank)]
         self._due = []
@@ -61,3 +68,11 @@ class Replacements:
         self._next += count
         self._healer.expect(numbers)
         return numbers
+
+    def _delay(self, failure: RankFailure) -> None:
+        """Replace a new rank after the next snapshot."""
+        self._later.append(failure.rank)
+        if failure.kind not in DEATHS and not failure.secondary:
+            self._num_failed += 1
+            if self._num_failed == MAX_FAILED:
+                say(f"{MAX_FAILED} new ranks have failed: ranks that have died are not replaced any more")
