@@ -30,7 +30,7 @@ from weakref import WeakSet
 from samestep.console import say
 from samestep.launch.messages import READ_BYTES
 from samestep.launch.output_recorder import DRAIN_S, Recording
-from samestep.launch.rank_process import FATAL_SIGNALS, keep_signal, run_rank
+from samestep.launch.rank_process import FORWARDED_SIGNALS, keep_signal, run_rank
 from samestep.processes import die_with_parent, wait_or_kill
 from samestep.world.environment import child_variables
 
@@ -288,12 +288,13 @@ class _Server:
         self.selector.register(recording, selectors.EVENT_READ)
         gate = os.pipe()
         pids = {}
-        signal.pthread_sigmask(signal.SIG_BLOCK, FATAL_SIGNALS)  # `run_rank` unblocks them: this process ignores them
+        # This process ignores them, and a rank would lose one until it has its handlers: `run_rank` unblocks them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)
         for fields in ranks:
             pid = self.fork(partial(self.become_rank, os.getpid(), recording, gate, {**common, **fields}))
             self.ranks[pid] = fields["rank"], recording
             pids[fields["rank"]] = pid
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FATAL_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
         recording.begin()
         self.send({"started": pids})
         for file in gate:  # closing it lets the ranks continue, after the event was sent

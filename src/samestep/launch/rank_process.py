@@ -27,7 +27,7 @@ from samestep.launch.failure import format_error, write_failure
 from samestep.world.environment import HOOK, RANKED, note_rank_reads
 from samestep.world.workdir import read_private
 
-FATAL_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # that a rank may get from its launcher
+FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # from the launcher to its ranks
 LEAVE_S = 30  # limit for the atexit functions of a failed rank
 
 kept_signals: list[int] = []
@@ -66,7 +66,7 @@ def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str
     os.environ.clear()  # noqa: TID251 that of the fork server
     os.environ.update(variables)  # noqa: TID251 that of the rank
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FATAL_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
         _set_up_streams()
         os.chdir(cwd)
         _separate_from_server(variables)
