@@ -65,6 +65,11 @@ class RankFailure(Struct, frozen=True):
         return f"rank {self.rank} {verb}{self.message}"
 
     @property
+    def is_death(self) -> bool:
+        """Whether another rank could do what this one was to do: its script has not failed."""
+        return self.kind in ("died", "stuck")
+
+    @property
     def refusal(self) -> str:
         """The clause of a NotHealed, why the rank did not continue after the death of another one; "" if it is none."""
         name, _, clause = self.message.partition(": ")

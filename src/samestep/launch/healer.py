@@ -23,7 +23,6 @@ from samestep.world.membership import (
     write_generation,
 )
 
-DEATHS = ("died", "stuck")  # kinds of failures
 BEGIN_S = 300.0  # for a rank that has joined to run the script's lines before the loop, while the others wait
 
 
@@ -205,7 +204,7 @@ class Healer:
 
     def _explain(self) -> str:
         failures = self._ends.failures
-        dead = {failure.rank for failure in (*self._ends.outlived, *failures) if failure.kind in DEATHS}
+        dead = {failure.rank for failure in (*self._ends.outlived, *failures) if failure.is_death}
         if self._num_ranks == 1 or not dead or any(failure.kind == "error" for failure in failures):
             return ""
         if refusal := read_refusal(self._store, self._secret):
@@ -220,7 +219,7 @@ class Healer:
             if failure.secondary and is_own and not failure.message.startswith(PeerFailed.__name__):
                 return f"rank {failure.rank} was in a collective of the script, {failure.call}, which is not repeated"
         for failure in failures:
-            if failure.kind not in DEATHS and not failure.secondary:
+            if not (failure.is_death or failure.secondary):
                 return f"rank {failure.rank} has failed, too"
         if dead.issuperset(self._members):
             return "none is left"
@@ -231,7 +230,7 @@ class Healer:
 
     def _can_continue(self) -> bool:
         # An exception would occur again, in the rank that gets these micro-batches. One that has just joined has none.
-        failures = [failure for failure in self._ends.failures if failure.kind not in DEATHS]
+        failures = [failure for failure in self._ends.failures if not failure.is_death]
         are_new = all(self._is_beginning(failure.rank) and not failure.refusal for failure in failures)
         return self.are_ready and are_new
 

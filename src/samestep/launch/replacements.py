@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from samestep.console import say
 from samestep.launch.failure import RankEnds, RankFailure
-from samestep.launch.healer import DEATHS, Healer
+from samestep.launch.healer import Healer
 
 MAX_FAILED = 3  # new ranks whose script may fail; a further one would probably fail, too
 
@@ -72,7 +72,7 @@ class Replacements:
     def _delay(self, failure: RankFailure) -> None:
         """Replace a new rank after the next snapshot."""
         self._later.append(failure.rank)
-        if failure.kind not in DEATHS and not failure.secondary:
+        if not (failure.is_death or failure.secondary):
             self._num_failed += 1
             if self._num_failed == MAX_FAILED:
                 say(f"{MAX_FAILED} new ranks have failed: ranks that have died are not replaced any more")
