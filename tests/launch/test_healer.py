@@ -77,13 +77,13 @@ def test_a_rank_that_joined_and_does_not_begin_is_ended(monkeypatch: pytest.Monk
     """The others wait for it. One that has begun is left alone."""
     store, healing = take_in_two()
     assert read_generation(store, "secret", 1) == [0, 1, 2, 3]
-    assert healing.find_late() == ((), "")
+    assert healing.take_late() == ((), "")
     write_note(store, "secret", f"{BEGUN}/2")
     monkeypatch.setattr(healer, "BEGIN_S", 0.0)
-    late, reason = healing.find_late()
+    late, reason = healing.take_late()
     assert late == [3]
     assert reason.startswith("rank 3 did not begin the loop")
-    assert healing.find_late() == ((), ""), "once"
+    assert healing.take_late() == ((), ""), "once"
 
 
 def test_a_rank_that_was_ready_and_does_not_join_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,10 +92,10 @@ def test_a_rank_that_was_ready_and_does_not_join_is_ended(monkeypatch: pytest.Mo
     store, healing = take_in_two()
     Membership(store, "secret", rank=2, members=()).come()
     monkeypatch.setattr(healer, "GENERATION_S", 0.0)
-    late, reason = healing.find_late()
+    late, reason = healing.take_late()
     assert late == [3]
     assert reason.startswith("rank 3 did not join the others")
-    assert healing.find_late() == ((), ""), "once"
+    assert healing.take_late() == ((), ""), "once"
 
 
 def test_a_rank_that_ends_after_a_healed_death_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,8 +75,12 @@ class Healer:
         self._joined_s = 0.0
         self._late = LateEnds(ends)
 
-    def find_late(self) -> tuple[Sequence[int], str]:
-        """Return ranks that have joined, and do not take part in the others' steps, and the reason to end them."""
+    def take_late(self) -> tuple[Sequence[int], str]:
+        """Return, once, ranks that have joined and do not take part in the others' steps, and print why they must end.
+
+        Returns:
+            The ranks, and that reason.
+        """
         if not self._joined:
             return (), ""
         waited_s = time.monotonic() - self._joined_s

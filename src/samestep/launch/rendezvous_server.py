@@ -320,7 +320,7 @@ class RendezvousServer(threading.Thread):
         """Let nodes end ranks that do not respond, so that the others continue."""
         ranks, reason = ([], "") if round_.healer is None else round_.healer.find_stuck()
         if round_.healer is not None and not ranks:
-            ranks, reason = round_.healer.find_late()
+            ranks, reason = round_.healer.take_late()
         for member in round_.members:
             own = [rank for rank in ranks if member.has(rank) and rank not in round_.stuck]
             if own:

@@ -162,7 +162,7 @@ def _replace(
     ranks.take_in(healer.admit())
     if not healer.are_coming:
         ranks.kill_joining()
-    ranks.end_stuck(*healer.find_late())
+    ranks.end_stuck(*healer.take_late())
 
 
 def _warn_of_copies(ranks: Ranks, target: Target) -> None:
