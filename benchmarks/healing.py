@@ -33,6 +33,13 @@ TARGET = 1.01
 ON, OFF = "with", "without"
 
 
+def set_existing(owner: Any, **values: Any) -> None:
+    """Set attributes. Raises AttributeError if one does not exist, so that a new name in the source is noticed."""
+    for name, value in values.items():
+        getattr(owner, name)
+        setattr(owner, name, value)
+
+
 def time_steps(run_dir: str, num_rounds: int, steps_per_block: int) -> Times:
     """On each rank: times blocks of steps."""
     run, steps = build_paced_run(run_dir, log_every=1)
@@ -43,12 +50,8 @@ def time_steps(run_dir: str, num_rounds: int, steps_per_block: int) -> Times:
 
     def switch(is_on: bool, block: Callable[[int], None]) -> Callable[[int], None]:
         def timed(num_steps: int) -> None:
-            location._kept = kept if is_on else None
-            group._waiter = waiter if is_on else None
-            if is_on:
-                vars(group).pop("settle", None)
-            else:
-                group.settle = lambda **_: None
+            set_existing(location, _kept=kept if is_on else None)
+            set_existing(group, _waiter=waiter if is_on else None, _refuses=not is_on)
             block(num_steps)
 
         return timed
