@@ -54,7 +54,8 @@ def test_ranks_die(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]
     assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
     assert trial.outcome() == undisturbed()
     assert read_lost(trial) == [3, 0]
-    assert "rank 3 was killed by SIGKILL" in nodes[0].output
+    assert "rank 3 was killed by SIGKILL (out of memory?), on node 1 (h2)\n" in nodes[0].output
+    assert "rank 0 was killed by SIGKILL (out of memory?), on node 0 (h1)\n" in nodes[0].output
     lines = re.findall(r"step (\d+)/15", nodes[0].output)
     assert lines[-1] == "15"
 
@@ -233,7 +234,7 @@ def test_a_rank_dies_while_it_joins(
     assert fault in trial.struck
     assert read_joined(trial) in ([], [2], [2, 3], [3])
     assert trial.outcome() == undisturbed()
-    assert "rank 2 was killed by SIGKILL" in nodes[0].output
+    assert "rank 2 was killed by SIGKILL (out of memory?), on node 1 (h2)" in nodes[0].output
 
 
 @pytest.mark.soak

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from samestep.console import describe_ranks, say
@@ -59,13 +59,22 @@ class Healer:
         secret: the ranks' secret.
         num_ranks: number of ranks at the start.
         ends: how they have ended so far, on all machines.
+        locate: returns a clause that names the node of a rank, for messages about its death.
     """
 
-    def __init__(self, store: Any, secret: str, num_ranks: int, ends: RankEnds) -> None:  # TCPStore
+    def __init__(
+        self,
+        store: Any,  # TCPStore
+        secret: str,
+        num_ranks: int,
+        ends: RankEnds,
+        locate: Callable[[int], str] = lambda _: "",
+    ) -> None:
         self._store = store
         self._secret = secret
         self._num_ranks = num_ranks
         self._ends = ends
+        self._locate = locate
         self._members = [*range(num_ranks)]
         self._number = 0
         self._coming: list[int] = []  # ranks that were started to join the others
@@ -128,7 +137,7 @@ class Healer:
         self._write(left)
         for failure in ends.outlive([failure.rank for failure in ends.failures]):
             if failure.kind != "stuck":  # the reason to end such a rank was printed before
-                say(failure.reason)
+                say(f"{failure.reason}{self._locate(failure.rank)}")
 
     def expect(self, ranks: Sequence[int]) -> None:
         """Let ranks join the others when they are ready. They were started for that."""
@@ -143,7 +152,8 @@ class Healer:
         if failure.rank in self._coming:
             self._coming.remove(failure.rank)
             if not (received or self.is_over):
-                say(f"{failure.reason}, before it joined the others: they continue without it")
+                where = self._locate(failure.rank)
+                say(f"{failure.reason}{where}, before it joined the others: they continue without it")
         return failure.rank not in self._members
 
     @property

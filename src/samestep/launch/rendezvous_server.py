@@ -154,6 +154,10 @@ class LaunchRound:
             "num_restarts": num_restarts,
         }
 
+    def locate(self, rank: int) -> str:
+        """Return a clause that names the node of a rank; "" if that node is lost."""
+        return next((f", on {member.hello.name}" for member in self.members if member.has(rank)), "")
+
 
 class RendezvousServer(threading.Thread):
     """The server thread. It sends each decision to all nodes.
@@ -465,7 +469,7 @@ class RendezvousServer(threading.Thread):
         self._round = LaunchRound(self._num_rounds, members, store, sum(sizes))
         if self._heals:
             secret = derive_key(self._nodes.secret, "the ranks")
-            healer = self._round.healer = Healer(store, secret, sum(sizes), self._round.ends)
+            healer = self._round.healer = Healer(store, secret, sum(sizes), self._round.ends, self._round.locate)
             if self._replaces:
                 self._round.replacements = Replacements(healer, self._round.ends, sum(sizes))
         for node, member in enumerate(members):
@@ -521,8 +525,7 @@ class RendezvousServer(threading.Thread):
             if first.kind != "error" and may_restart:
                 self._num_restarts += 1
                 return Restart(first.reason, first.rank)
-            where = "".join(f", on {member.hello.name}" for member in members if member.has(first.rank))
-            return End(failure=f"{first.reason}{where}", code=first.exit_code)
+            return End(failure=f"{first.reason}{round_.locate(first.rank)}", code=first.exit_code)
         if round_.lost:
             reason = f"{' and '.join(round_.lost)} {'was' if len(round_.lost) == 1 else 'were'} lost"
             if len(self._members) >= self._nodes.least:
