@@ -1,7 +1,7 @@
-"""What `samestep launch --heal` costs while no rank dies: a step of about 20 ms with and without its parts, in turns.
+"""What `samestep launch --heal` costs while no rank dies: a step of about 20 ms with and without it, in turns.
 
-Its parts are the confirmation after each exchange, the thread that waits for large messages, and the rows and records
-that every rank keeps. (`restart.py` measures what a death costs with it.)
+Its parts, which are also measured one at a time, are the confirmation after each exchange, the thread that waits for
+large messages, and the rows and records that every rank keeps. (`restart.py` measures what a death costs with it.)
 """
 
 import io
@@ -11,12 +11,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from common import (
+    Contestant,
     Times,
     build_contestant,
     build_parser,
@@ -30,7 +31,9 @@ from common import (
 from paced_run import build_paced_run
 
 TARGET = 1.01
-ON, OFF = "with", "without"
+CONFIRMATION, THREAD, ROWS = PARTS = "its confirmation", "its thread", "its rows and records"
+ON, OFF = "with it", "without it"
+WAYS = {OFF: (), ON: PARTS} | {part: (part,) for part in PARTS}  # -> the parts that are on
 
 
 def set_existing(owner: Any, **values: Any) -> None:
@@ -48,17 +51,16 @@ def time_steps(run_dir: str, num_rounds: int, steps_per_block: int) -> Times:
     kept = location.kept
     waiter = group._waiter
 
-    def switch(is_on: bool, block: Callable[[int], None]) -> Callable[[int], None]:
+    def switch(parts: Sequence[str], block: Callable[[int], None]) -> Callable[[int], None]:
         def timed(num_steps: int) -> None:
-            set_existing(location, _kept=kept if is_on else None)
-            set_existing(group, _waiter=waiter if is_on else None, _refuses=not is_on)
+            set_existing(location, _kept=kept if ROWS in parts else None)
+            set_existing(group, _waiter=waiter if THREAD in parts else None, _refuses=CONFIRMATION not in parts)
             block(num_steps)
 
         return timed
 
-    block = build_contestant("", steps).run_steps
-    contestants = [build_contestant(name, iter(())) for name in (ON, OFF)]
-    contestants = [type(each)(each.name, switch(each.name == ON, block), True) for each in contestants]
+    steps_of = build_contestant("", steps).run_steps
+    contestants = [Contestant(way, switch(parts, steps_of), deterministic=True) for way, parts in WAYS.items()]
     return measure(contestants, num_rounds=num_rounds, steps_per_block=steps_per_block)
 
 
@@ -93,11 +95,12 @@ def main() -> None:
         print_json(results={str(ranks): times for ranks, times in results.items()})
         return
     print_machine()
-    rows = [
-        [str(ranks), f"{1000 * statistics.median(times[OFF]):.1f} ms", judge(compute_ratio(times, ON, OFF), TARGET)]
-        for ranks, times in results.items()
-    ]
-    print_table(["ranks", "a step without it", "with it, relative"], rows)
+    rows = []
+    for ranks, times in results.items():
+        ratios = {way: compute_ratio(times, way, OFF) for way in WAYS if way != OFF}
+        judged = [judge(ratio, TARGET if way == ON else None) for way, ratio in ratios.items()]
+        rows.append([str(ranks), f"{1000 * statistics.median(times[OFF]):.1f} ms", *judged])
+    print_table(["ranks", f"a step {OFF}", f"{ON}, relative", *PARTS], rows)
 
 
 if __name__ == "__main__":
