@@ -27,9 +27,9 @@ BEGIN_S = 300.0  # for a rank that has joined to run the script's lines before t
 
 
 class LateEnds:
-    """The limit after which, once the launcher has received a signal, ranks no longer wait for one that has saved.
+    """Decides when ranks must no longer wait for one that has exited after a signal to stop.
 
-    Without a signal, the launcher would name a further generation.
+    Without a signal, it is not needed: the launcher then names a generation without the rank that has exited.
 
     Args:
         ends: how the ranks have ended so far.
@@ -130,7 +130,7 @@ class Healer:
         left = [rank for rank in self._members if rank not in ends.codes]
         if not left or left == self._members:
             return
-        # A rank that has ended its script counts as gone only if the others wait for it in a new generation.
+        # A rank that has ended its script counts as gone if another has failed, or if the others wait for it to come.
         if not (ends.failures or self._are_meeting()) or not self._can_continue():
             return
         self._members = left

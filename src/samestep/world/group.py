@@ -166,7 +166,7 @@ class Group:
         write_stuck(connect_to_store(), environment.secret, members, reason)
 
     def is_lost(self, member: int) -> bool:
-        """Return whether the other ranks continue without this one, as numbered at the start. In any thread."""
+        """Return whether the other ranks continue without `member`, as numbered at the start. In any thread."""
         return self._membership is not None and self._membership.is_lost(member)
 
     @contextmanager

@@ -282,7 +282,7 @@ class Membership:
             raise PeerFailed("another rank has died")
 
     def is_lost(self, member: int) -> bool:
-        """Return whether the launcher has named a generation without this rank, as numbered at the start."""
+        """Return whether `member`, as numbered at the start, is missing from the current or the newest generation."""
         return member not in self.members or member not in self._named
 
     def open_store(self) -> Any:  # PrefixStore
@@ -335,9 +335,10 @@ class Membership:
 
 
 class LossWatch(threading.Thread):
-    """Ends this rank's wait for another one that is gone, although the connection to it does not close.
+    """Ends this rank's wait for a dead rank whose connections stay open.
 
-    Its host has vanished from the network, or a program that it has started has inherited gloo's connections.
+    They stay open if the dead rank's host has vanished from the network, or if a program that the dead rank has started
+    has inherited gloo's connections.
 
     Args:
         open_store: opens a further connection to the launcher's store.
