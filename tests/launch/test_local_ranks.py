@@ -53,10 +53,11 @@ def test_a_death_is_blamed_if_the_others_fail_soon_after(later_s: float, blamed:
     assert failure.rank == blamed
 
 
-def test_a_rank_that_starts_after_it_was_dismissed_is_killed(server: Server) -> None:
+@pytest.mark.parametrize("leads_group", [True, False])  # the second: it was forked a moment ago
+def test_a_rank_that_starts_after_it_was_dismissed_is_killed(server: Server, leads_group: bool) -> None:
     """Its launcher was still busy when the others ended."""
     ranks = Ranks(server)  # type: ignore[arg-type]
-    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    process = subprocess.Popen(["sleep", "60"], start_new_session=leads_group)
     try:
         ranks.start(Target("script", "x.py", []), [{"RANK": "1", "WORLD_SIZE": "2", JOIN: "2"}])
         ranks.kill_joining()
