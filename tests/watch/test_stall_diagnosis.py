@@ -162,6 +162,13 @@ def test_ranks_that_have_left_after_a_death_wait_for_the_others() -> None:
     assert verdict.blocking == (1, 2), "although they are more"
 
 
+def test_all_wait_for_a_rank_that_joins() -> None:
+    """The launcher ends it after 15 s if it does not come, whatever the limits of the run are."""
+    for limits in (Limits(), Limits(floor_s=5.0, first_s=6.0, stop_s=6.0)):
+        assert diagnose([wait(rank, 299, waits_in=NEW_GROUP) for rank in range(2)], limits) is None
+        assert diagnose([wait(rank, 301, waits_in=NEW_GROUP) for rank in range(2)], limits) is not None
+
+
 def test_all_wait_in_the_same_exchange() -> None:
     verdict = diagnose([wait(rank, 25) for rank in range(3)], Limits())
     assert verdict is not None
