@@ -158,8 +158,12 @@ class Heartbeat:
     def _is_first(self) -> bool:
         return self._facts.rank == self._facts.members[0]
 
-    def close(self) -> None:
-        """End the threads, unless they are blocked. A second call does nothing."""
+    def close(self, *, is_last: bool = True) -> None:
+        """End the threads, unless they are blocked. A second call does nothing.
+
+        Args:
+            is_last: whether this start has no further heartbeat. Then `ranks.json` is removed.
+        """
         if self._closed.is_set():
             return
         self._closed.set()
@@ -168,8 +172,9 @@ class Heartbeat:
         if (self._is_first or self._published) and self._facts.run_dir is not None and self._facts.may_write():
             if self._timeline is not None and (ranks := self._collect()) is not None:
                 self._timeline.add(ranks, is_last=True)
-            with suppress(OSError):
-                (self._facts.run_dir / RANKS).unlink()
+            if is_last:
+                with suppress(OSError):
+                    (self._facts.run_dir / RANKS).unlink()
 
     # --- this rank --------------------------------------------------------------------------------------------------
 

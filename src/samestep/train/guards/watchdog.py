@@ -105,7 +105,7 @@ class Watchdog(PhaseClock, StepObserver):
         """Exchange heartbeats with the ranks that the group has now."""
         if self._heartbeat is not None:
             earlier = self._heartbeat
-            earlier.close()
+            earlier.close(is_last=False)
             self._start_heartbeat(earlier.limits)
 
     def _start_heartbeat(self, limits: Limits) -> None:
