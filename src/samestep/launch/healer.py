@@ -206,14 +206,16 @@ class Healer:
         """End the waiting of ranks that have lost another one."""
         self._write([])
 
-    def report(self, *, is_end: bool) -> None:
+    def report(self, *, is_end: bool, could_restart: bool = False) -> None:
         """When all ranks have ended, print why the others have not continued after a death, if one has died.
 
         Args:
             is_end: whether the launch ends, too.
+            could_restart: whether it would have started again with --max-restarts.
         """
         if why := self._explain():
-            advice = ": --max-restarts N starts again from the newest snapshot" if is_end else ""
+            how = "--max-restarts N starts again" if could_restart else "the same command resumes"
+            advice = f": {how} from the newest snapshot" if is_end else ""
             say(f"the other ranks do not continue, because {why}{advice}")
 
     def _explain(self) -> str:

@@ -498,8 +498,9 @@ class RendezvousServer(threading.Thread):
         self._changed_s = time.monotonic()
         self._wait_s = self._changed_s + self._nodes.timeout_s
         decision = self._decide(round_, outcomes)
-        if round_.healer is not None and round_.is_stopping and not self._received:
-            round_.healer.report(is_end=isinstance(decision, End))
+        if round_.healer is not None and round_.is_stopping and len(self._received) < 2:
+            could_restart = not (self._received or self._max_restarts)
+            round_.healer.report(is_end=isinstance(decision, End), could_restart=could_restart)
         if isinstance(decision, End):
             self._end(decision)
         else:

@@ -129,8 +129,8 @@ class LocalStarts:
         # An Error is a mistake of the user, and would occur again.
         can_restart = not (launch.received or ranks.lost or failure.kind == "error")
         is_end = not can_restart or self._num_restarts >= launch.max_restarts
-        if healer is not None and has_failed and not launch.received:
-            healer.report(is_end=is_end)
+        if healer is not None and has_failed and len(launch.received) < 2:
+            healer.report(is_end=is_end, could_restart=can_restart and not launch.max_restarts)
         if is_end:
             return False
         self._num_restarts += 1
