@@ -225,11 +225,11 @@ def test_the_request_to_show_a_rank_is_read_first(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(LOG, f"{os.getpid()}:{writer}")
     monkeypatch.setattr(output_recorder, "READ_S", DEADLINE_S)
     with ThreadPoolExecutor(1) as pool:
-        shown = pool.submit(output_recorder.show_instead, 3, 0)
+        shown = pool.submit(output_recorder.show_instead, 3, [0, 1])
         assert select.select([reader], [], [], DEADLINE_S)[0]
         with pytest.raises(TimeoutError):
             shown.result(0.05)
-        assert json.loads(os.read(reader, 1 << 12)) == {"rank": 3, "gone": 0}
+        assert json.loads(os.read(reader, 1 << 12)) == {"rank": 3, "gone": [0, 1]}
         shown.result(DEADLINE_S)
     os.close(reader)
     os.close(writer)

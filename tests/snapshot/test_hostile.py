@@ -26,6 +26,7 @@ import samestep
 from samestep.errors import Error, RunDirectoryError, explain
 from samestep.files import read_bytes
 from samestep.plan.ledger import Entry
+from samestep.snapshot.kept_logs import Heal
 from samestep.snapshot.manifest import parse_manifest, seal
 from samestep.snapshot.object_store import ObjectStore
 from samestep.snapshot.remote_location import RemoteRun
@@ -506,7 +507,7 @@ def use(run: Path) -> None:
         directory.look("latest", [])
         directory.begin(ResumePoint(), numbers={}, machine={}, config={}, options=StartOptions({}))
         directory.write_start(None, from_step=0, world_size=1)
-        directory.write_heal(0, [1], 1, 0.1)
+        directory.write_heal(Heal(0, [1], [], 1, 0.1))
         directory.write_row({"loss": 1.0})
         directory.enter(lambda: Entry(0, 0, 8, 1))
         directory.store.make_inbox()

@@ -15,7 +15,7 @@ import shutil
 import socket
 import sys
 import termios
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -46,17 +46,17 @@ def start_log(rank: int, path: Path) -> None:
             os.write(pipe, encode_message({"rank": rank, "path": str(path.absolute())}))
 
 
-def show_instead(rank: int, gone: int) -> None:
-    """Show the future output of this rank, if that of `gone` was shown, which has died. As `start_log` otherwise.
+def show_instead(rank: int, gone: Sequence[int]) -> None:
+    """Show the future output of this rank, if that of a rank was shown which has died. As `start_log` otherwise.
 
-    If `gone` was on another host, it is shown on the terminal of this one.
+    If such a rank was on another host, it is shown on the terminal of this one.
 
     Returns when the recorder has read the request: it would not show what it reads together with it.
     """
     pipe = read_log_pipe()
     if pipe is not None:
         with suppress(OSError):
-            os.write(pipe, encode_message({"rank": rank, "gone": gone}))
+            os.write(pipe, encode_message({"rank": rank, "gone": [*gone]}))
             wait_until(lambda: not _count_unread(pipe), READ_S, every_s=0.001)
 
 
@@ -283,8 +283,8 @@ class Recording:
         except OSError:  # all ranks have ended
             self._selector.unregister(self._paths)
 
-    def _show(self, rank: int, gone: int) -> None:
-        if gone in self._shown or gone not in self._logs:  # the second: it was on another host
+    def _show(self, rank: int, gone: Sequence[int]) -> None:
+        if any(other in self._shown or other not in self._logs for other in gone):  # the second: it was on another host
             self._shown.add(rank)
             for stream in self._streams:
                 if stream.rank == rank and stream.target is None:

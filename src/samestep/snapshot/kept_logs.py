@@ -1,7 +1,8 @@
 """Rows and records that a rank keeps in memory, so that it can take the place of the rank that writes the run."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from samestep.decoding import parse_json
@@ -14,6 +15,24 @@ MAX_KEPT = 10_000  # rows, and records: the writer's files are at most a second 
 TAIL_BYTES = 1 << 16
 
 
+@dataclass(frozen=True)
+class Heal:
+    """A change of the ranks without a new start.
+
+    Attributes:
+        step: in which ranks were lost, or before which others joined.
+        lost, joined: these ranks, as numbered at the start.
+        world_size: number of ranks that continue.
+        seconds: the time until they were a group.
+    """
+
+    step: int
+    lost: Sequence[int]
+    joined: Sequence[int]
+    world_size: int
+    seconds: float
+
+
 class KeptLogs:
     """The last rows of metrics and records of the ledger, as the writer of the run appends them.
 
@@ -21,6 +40,7 @@ class KeptLogs:
     """
 
     def __init__(self) -> None:
+        self.heals: list[Heal] = []  # of this start
         self._rows: deque[tuple[int, bytes]] = deque(maxlen=MAX_KEPT)  # step, line
         self._records: deque[tuple[int, bytes]] = deque(maxlen=MAX_KEPT)
         self._last_entry = LastEntry(lambda entry: self._records.append((entry.step, entry.pack())))
@@ -31,6 +51,10 @@ class KeptLogs:
         """Keep a row. It has a "step"."""
         self._has_dropped = self._has_dropped or len(self._rows) == MAX_KEPT
         self._rows.append((row["step"], format_row(row)))
+
+    def keep_heal(self, heal: Heal) -> None:
+        """Keep a change of the ranks, which the writer may not record before it dies."""
+        self.heals.append(heal)
 
     def enter(self, get_entry: Callable[[], Entry | None], *, is_late: bool = False) -> None:
         """Keep the record of a finished step. Arguments as for `RunDirectory.enter`."""

@@ -17,7 +17,7 @@ from samestep.config import RunConfig
 from samestep.errors import Error, NotHealed, RunDirectoryError
 from samestep.launch.output_recorder import start_log
 from samestep.snapshot.inspection import TrainingState
-from samestep.snapshot.kept_logs import KeptLogs
+from samestep.snapshot.kept_logs import Heal, KeptLogs
 from samestep.snapshot.manifest import find_damage
 from samestep.snapshot.parts import OtherParts
 from samestep.snapshot.resume_point import Holding, ResumePoint, choose
@@ -192,6 +192,9 @@ class RunLocation:
 
     def write_status(self, status: str, reason: str, end: Mapping[str, Any] | None) -> None:
         """Call `RunDirectory.write_status`, on this rank, for all copies of the run."""
+
+    def write_heal(self, heal: Heal) -> None:
+        """Record a change of the ranks. Call it on all ranks: those that do not write keep it."""
 
     def take_over(self, steps_done: int, *, is_in_loop: bool) -> None:
         """Write the run from now on, on a rank that has become rank 0 because others have died.
@@ -430,6 +433,12 @@ class LocalLocation(RunLocation):
     def write_status(self, status: str, reason: str, end: Mapping[str, Any] | None) -> None:
         if self._directory is not None:
             self._directory.write_status(status, reason, end)
+
+    def write_heal(self, heal: Heal) -> None:
+        if self._directory is not None:
+            self._directory.write_heal(heal)
+        elif self._kept is not None:
+            self._kept.keep_heal(heal)
 
     def take_over(self, steps_done: int, *, is_in_loop: bool) -> None:
         if self._kept is None or self._logs is None:

@@ -16,7 +16,7 @@ from samestep.errors import Error, NotHealed, RunDirectoryError
 from samestep.files import open_regular, replace_file
 from samestep.hashing import hash_bytes
 from samestep.snapshot.inspection import TrainingState
-from samestep.snapshot.kept_logs import KeptLogs
+from samestep.snapshot.kept_logs import Heal, KeptLogs
 from samestep.snapshot.location import LocalLocation, RunLocation, SnapshotOrder
 from samestep.snapshot.object_store import ObjectStore, find_copy, place_of
 from samestep.snapshot.resume_point import ResumePoint
@@ -134,6 +134,9 @@ class RemoteLocation(RunLocation):
         self._copies.write_status(status, reason, end)
         if self._remote is not None and self.directory is not None:
             self._remote.push_status(self.directory)
+
+    def write_heal(self, heal: Heal) -> None:
+        self._copies.write_heal(heal)
 
     def take_over(self, steps_done: int, *, is_in_loop: bool) -> None:
         self._copies.take_over(steps_done, is_in_loop=is_in_loop)

@@ -19,7 +19,7 @@ from samestep.files import overwrite, replace_file
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.plan.ledger import Entry
 from samestep.snapshot.append_log import AppendLog, LastEntry, format_row
-from samestep.snapshot.kept_logs import KeptLogs
+from samestep.snapshot.kept_logs import Heal, KeptLogs
 from samestep.snapshot.ledger_file import count_records
 from samestep.snapshot.lock import Lock, detach, refuse_links
 from samestep.snapshot.parts import OtherParts
@@ -39,6 +39,7 @@ from samestep.watch.records import (
     count_lines,
     list_logs,
     read_or_empty,
+    read_rows,
     read_status,
 )
 from samestep.world.environment import Restart, advise, read_host
@@ -328,6 +329,8 @@ class RunDirectory:
         self.store.clean()
         kept.complete(*self._open_logs(), steps_done)
         self._start = start
+        for heal in kept.heals:
+            self.write_heal(heal)
         self._is_begun = True
         if is_in_loop:
             self.write_status("running", "")  # of this process
@@ -360,19 +363,17 @@ class RunDirectory:
             self._add_line(path, row)
         self.write_status("running", "")
 
-    def write_heal(
-        self, step: int, lost: Sequence[int], world_size: int, seconds: float, *, joined: Sequence[int] = ()
-    ) -> None:
-        """Add a line to `heals.jsonl`: ranks have died and the others continue, or ranks have joined them.
-
-        Args:
-            step: the step in which the ranks were lost, or before which they joined.
-            lost, joined: these ranks, as numbered at the start.
-            world_size: number of ranks that continue.
-            seconds: the time until they were a group.
-        """
-        row = {"time": _now(), "step": step, "lost": [*lost], "joined": [*joined], "world_size": world_size}
-        self._add_line(self.path / HEALS, {**row, "seconds": round(seconds, 3)})
+    def write_heal(self, heal: Heal) -> None:
+        """Add a line to `heals.jsonl`, without ranks that another writer of this start has recorded before it died."""
+        path = self.path / HEALS
+        rows = [row for row in read_rows(path) if row.get("start") == self._start]
+        lost, joined = [
+            [rank for rank in ranks if not any(rank in row[key] for row in rows)]
+            for key, ranks in (("lost", heal.lost), ("joined", heal.joined))
+        ]
+        if lost or joined:
+            row = {"time": _now(), "start": self._start, "step": heal.step, "lost": lost, "joined": joined}
+            self._add_line(path, {**row, "world_size": heal.world_size, "seconds": round(heal.seconds, 3)})
 
     def _add_line(self, path: Path, row: Mapping[str, Any]) -> None:
         try:

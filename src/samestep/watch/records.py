@@ -109,6 +109,7 @@ class _Heal(Struct):
     step: Count
     lost: Annotated[list[Count], Meta(max_length=MAX_RANKS)]
     joined: Annotated[list[Count], Meta(max_length=MAX_RANKS)] = []
+    start: Count = 0
 
 
 class _Interval(Struct):

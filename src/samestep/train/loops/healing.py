@@ -6,6 +6,7 @@ from functools import partial
 
 from samestep.console import describe_ranks, format_ranks
 from samestep.launch.output_recorder import show_instead
+from samestep.snapshot.kept_logs import Heal
 from samestep.train.context import RunContext
 from samestep.train.loops.feed import Feed
 from samestep.train.loops.services import Services
@@ -13,7 +14,7 @@ from samestep.train.state.handover import Handover
 from samestep.train.state.run_state import RunState
 from samestep.train.step.interception import Interceptors
 from samestep.world.announcements import begin_announcements, move_announcements
-from samestep.world.membership import Change, note_gone
+from samestep.world.membership import Change, list_gone, note_gone
 
 TRACKED_STEPS = 1000  # whose rows may not have reached the trackers when rank 0 dies
 
@@ -58,7 +59,8 @@ def continue_without(context: RunContext, state: RunState, feed: Feed, services:
     """Continue without ranks that have died, in the new group."""
     feed.divide_again()
     if context.rank == 0 and change.has_lost_first:
-        show_instead(change.left[0], min(change.lost))
+        # Also those that have died before: one that became rank 0 may have died before it asked to be shown.
+        show_instead(change.left[0], [rank for rank in list_gone() if rank < change.left[0]])
         kept = context.location.kept
         rows = [] if kept is None else kept.get_rows(state.steps_done - TRACKED_STEPS)
         context.location.take_over(state.steps_done, is_in_loop=state.is_in_loop)
@@ -67,8 +69,7 @@ def continue_without(context: RunContext, state: RunState, feed: Feed, services:
     services.watchdog.change_group()
     move_announcements(context.group)
     seconds = time.monotonic() - change.began_s
-    if context.rank == 0 and context.location.directory is not None:
-        context.location.directory.write_heal(state.steps_done, change.lost, len(change.left), seconds)
+    context.location.write_heal(Heal(state.steps_done, change.lost, (), len(change.left), seconds))
     context.say(_describe(change, state.steps_done, seconds))
 
 
@@ -84,9 +85,7 @@ def continue_with(
     services.watchdog.change_group()
     services.metrics.take_names()  # those that join have not made these calls
     move_announcements(context.group)
-    directory = context.location.directory
-    if directory is not None:
-        directory.write_heal(state.steps_done, [], context.world_size, seconds, joined=joined)
+    context.location.write_heal(Heal(state.steps_done, (), joined, context.world_size, seconds))
     verb = "joins" if len(joined) == 1 else "join"
     ranks = format_ranks(context.world_size)
     pause = f"a pause of {seconds:.2f} s"
