@@ -191,5 +191,10 @@ def test_the_last_rank_is_killed_before_it_continues(capfd: pytest.CaptureFixtur
         healing.heal([])
     ends.add(1, -9, RankFailure(1, 0.0, -9, False, "died", "was killed by SIGKILL"))
     healing.heal([])
+    sentence = "the other ranks do not continue, because none is left"
     healing.report(is_end=False)
-    assert capfd.readouterr().err.endswith("the other ranks do not continue, because none is left\n")
+    assert capfd.readouterr().err.endswith(f"{sentence}\n")
+    healing.report(is_end=True)
+    assert capfd.readouterr().err.endswith(f"{sentence}: the same command resumes from the newest snapshot\n")
+    healing.report(is_end=True, could_restart=True)
+    assert capfd.readouterr().err.endswith(f"{sentence}: --max-restarts N starts again from the newest snapshot\n")

@@ -8,7 +8,9 @@ import pytest
 from samestep.errors import NotHealed
 from samestep.plan.ledger import RECORD, Entry
 from samestep.snapshot.append_log import AppendLog, format_row
-from samestep.snapshot.kept_logs import MAX_KEPT, TAIL_BYTES, KeptLogs
+from samestep.snapshot.kept_logs import MAX_KEPT, TAIL_BYTES, Heal, KeptLogs
+from samestep.snapshot.run_directory import RunDirectory
+from samestep.watch.records import HEALS, read_rows
 
 ROWS = [
     {"step": step, name: step / 3}
@@ -110,3 +112,29 @@ def test_memory_is_limited() -> None:
         kept.write_row({"step": step})
     assert len(kept.get_rows(-1)) == MAX_KEPT
     assert json.dumps(kept.get_rows(MAX_KEPT + 8)) == json.dumps([{"step": MAX_KEPT + 9}])
+
+
+@pytest.mark.parametrize("num_recorded", [0, 1, 2])
+def test_each_death_is_recorded_once(tmp_path: Path, num_recorded: int) -> None:
+    """Ranks 0 and 1 have died in turn. Rank 1 may have recorded one death, or both, before its own."""
+    heals = [Heal(4, [0], [], 3, 0.1), Heal(5, [], [4], 4, 0.1)]
+    (tmp_path / "run").mkdir()
+    earlier = RunDirectory(tmp_path / "run", warn=pytest.fail)
+    for heal in heals:
+        earlier.write_heal(heal)  # of an earlier start, with the same ranks
+    kept = keep()
+    for heal in heals:
+        kept.keep_heal(heal)
+    dying = RunDirectory(tmp_path / "run", warn=pytest.fail)
+    dying.continue_start(1, KeptLogs(), 0, is_in_loop=False)
+    for heal in heals[:num_recorded]:
+        dying.write_heal(heal)
+    for directory in (earlier, dying):
+        directory.close()
+    directory = RunDirectory(tmp_path / "run", warn=pytest.fail)
+    directory.continue_start(1, kept, 4, is_in_loop=False)
+    directory.write_heal(Heal(6, [0, 1], [], 3, 0.1))  # it saw both deaths together
+    directory.close()
+    rows = [(row["start"], row["step"], row["lost"], row["joined"]) for row in read_rows(tmp_path / "run" / HEALS)]
+    assert rows[:2] == [(0, 4, [0], []), (0, 5, [], [4])]
+    assert rows[2:] == [(1, 4, [0], []), (1, 5, [], [4]), (1, 6, [1], [])]

@@ -366,13 +366,16 @@ class RunDirectory:
     def write_heal(self, heal: Heal) -> None:
         """Add a line to `heals.jsonl`, without ranks that another writer of this start has recorded before it died."""
         path = self.path / HEALS
-        rows = [row for row in read_rows(path) if row.get("start") == self._start]
+        start = self._start or 0
+        rows: list[dict[str, Any]] = []
+        with suppress(OSError):  # `_add_line` then warns
+            rows = [row for row in read_rows(path) if row.get("start") == start]
         lost, joined = [
             [rank for rank in ranks if not any(rank in row[key] for row in rows)]
             for key, ranks in (("lost", heal.lost), ("joined", heal.joined))
         ]
         if lost or joined:
-            row = {"time": _now(), "start": self._start, "step": heal.step, "lost": lost, "joined": joined}
+            row = {"time": _now(), "start": start, "step": heal.step, "lost": lost, "joined": joined}
             self._add_line(path, {**row, "world_size": heal.world_size, "seconds": round(heal.seconds, 3)})
 
     def _add_line(self, path: Path, row: Mapping[str, Any]) -> None:
