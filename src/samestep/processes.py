@@ -107,6 +107,13 @@ class ChildProcess:
             self.wait()
 
 
+def kill_group(pid: int) -> None:
+    """Kill a process and its process group. One that was just forked does not lead its group yet."""
+    for kill in (os.kill, os.killpg):
+        with suppress(OSError):  # it has just ended, or does not lead its group
+            kill(pid, signal.SIGKILL)
+
+
 def run_captured(
     command: Sequence[str],
     *,

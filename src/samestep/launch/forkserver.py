@@ -31,7 +31,7 @@ from samestep.console import say
 from samestep.launch.messages import READ_BYTES
 from samestep.launch.output_recorder import DRAIN_S, Recording
 from samestep.launch.rank_process import FORWARDED_SIGNALS, keep_signal, run_rank
-from samestep.processes import die_with_parent, wait_or_kill
+from samestep.processes import die_with_parent, kill_group, wait_or_kill
 from samestep.world.environment import child_variables
 
 # What ranks import. The first optimizer imports torch._dynamo, which takes as long as torch itself.
@@ -371,7 +371,8 @@ class _Server:
     def send_signal(self, signum: int) -> None:
         self.is_stopping = True
         for pid in self.ranks:
-            with suppress(OSError):  # it has just ended, or does not lead its process group yet
-                os.kill(pid, signum)
-                if signum == signal.SIGKILL:
-                    os.killpg(pid, signum)
+            if signum == signal.SIGKILL:
+                kill_group(pid)
+            else:
+                with suppress(OSError):  # it has just ended
+                    os.kill(pid, signum)

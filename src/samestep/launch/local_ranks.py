@@ -24,6 +24,7 @@ from samestep.files import open_regular, read_tail, replace_file
 from samestep.launch.failure import RankEnds, RankFailure, describe_death, read_failure, write_failure
 from samestep.launch.forkserver import ForkServer
 from samestep.launch.target import Target
+from samestep.processes import kill_group
 from samestep.world.environment import (
     FAILURE,
     FINISHED,
@@ -286,14 +287,14 @@ class Ranks:
 
     def _kill_dismissed(self) -> None:
         for rank in self._joining & self._dismissed & self._pids.keys():
-            _kill(self._pids[rank])
+            kill_group(self._pids[rank])
 
     def end_stuck(self, ranks: Sequence[int], reason: str) -> None:
         """Kill ranks that do not respond. `reason`: a sentence, for the failure."""
         for rank in ranks:
             if (pid := self._pids.get(rank)) is not None:
                 write_failure(rank, str(self.directory), Stuck(reason), 1)
-                _kill(pid)
+                kill_group(pid)
 
     def take_saved(self) -> bool:
         """Return whether a snapshot was completed since the last call, after a death and not at the end of a loop."""
@@ -431,18 +432,11 @@ class Ranks:
     def _give_up(self, death: str) -> None:
         """Treat the remaining ranks as killed: the server has ended, or cannot kill them. `death`: for the message."""
         for pid in self._pids.values():
-            _kill(pid)
+            kill_group(pid)
         joining, self._joining = self._joining, set()
         for rank in self._pids.keys() - joining:
             self.lost = True
             self._end(rank, -signal.SIGKILL, time.time(), death)
-
-
-def _kill(pid: int) -> None:
-    """Kill a rank and its children. A rank that was just forked does not lead its process group yet."""
-    for kill in (os.kill, os.killpg):
-        with suppress(OSError):
-            kill(pid, signal.SIGKILL)
 
 
 def _cut(log: str) -> str:
