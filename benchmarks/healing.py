@@ -27,6 +27,7 @@ from common import (
     print_json,
     print_machine,
     print_table,
+    set_existing,
 )
 from paced_run import build_paced_run
 
@@ -34,13 +35,6 @@ TARGET = 1.01
 CONFIRMATION, THREAD, ROWS = PARTS = "its confirmation", "its thread", "its rows and records"
 ON, OFF = "with it", "without it"
 WAYS = {OFF: (), ON: PARTS} | {part: (part,) for part in PARTS}  # -> the parts that are on
-
-
-def set_existing(owner: Any, **values: Any) -> None:
-    """Set attributes. Raises AttributeError if one does not exist, so that a new name in the source is noticed."""
-    for name, value in values.items():
-        getattr(owner, name)
-        setattr(owner, name, value)
 
 
 def time_steps(run_dir: str, num_rounds: int, steps_per_block: int) -> Times:
@@ -59,8 +53,8 @@ def time_steps(run_dir: str, num_rounds: int, steps_per_block: int) -> Times:
 
         return timed
 
-    steps_of = build_contestant("", steps).run_steps
-    contestants = [Contestant(way, switch(parts, steps_of), deterministic=True) for way, parts in WAYS.items()]
+    run_steps = build_contestant("", steps).run_steps
+    contestants = [Contestant(way, switch(parts, run_steps), deterministic=True) for way, parts in WAYS.items()]
     return measure(contestants, num_rounds=num_rounds, steps_per_block=steps_per_block)
 
 

@@ -20,6 +20,7 @@ from common import (
     print_json,
     print_machine,
     print_table,
+    set_existing,
 )
 from msgspec.structs import asdict
 from paced_run import NUM_MICRO_BATCHES, STEP_S, build_paced_run
@@ -47,7 +48,7 @@ def run_rank(num_rounds: int, steps_per_block: int) -> dict[str, Any]:
                 vars(pulse).pop("enter", None)
                 pulse.begin()
             else:
-                pulse.enter = stay_silent  # type: ignore[method-assign]
+                set_existing(pulse, enter=stay_silent)
             block(num_steps)
             if is_on:
                 pulse.close()
