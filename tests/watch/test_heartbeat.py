@@ -54,7 +54,7 @@ class Box:
 
 @contextmanager
 def heartbeat(
-    rank: int, box: Box | None, world_size: int = 2, stuck_after_s: int = 3, **more: Any
+    rank: int, box: Box | None, world_size: int = 2, stuck_after_s: int = 3, is_last: bool = True, **more: Any
 ) -> Iterator[tuple[PhaseClock, list[str]]]:
     """Build a rank's heartbeat for this thread. Returns its pulse and the lines that it prints."""
     said: list[str] = []
@@ -70,7 +70,7 @@ def heartbeat(
     try:
         yield pulse, said
     finally:
-        beating.close()
+        beating.close(is_last=is_last)
 
 
 def test_a_pulse_adds_up_the_time_of_each_phase(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +206,13 @@ def test_a_rank_is_cut_off_after_it_has_reported_a_stall() -> None:
         wait_until(lambda: len(said) > 1, "it says that it is cut off")
         held.set()
     assert said[1].startswith("rank 1 (host here) is cut off: the rendezvous store has not answered")
+
+
+def test_the_file_for_watch_stays_while_ranks_form_a_new_group(tmp_path: Path) -> None:
+    """Otherwise `samestep watch` would say that the run was killed."""
+    with heartbeat(0, None, world_size=1, run_dir=tmp_path, is_last=False):
+        wait_until((tmp_path / "ranks.json").exists, "it is shown")
+    assert (tmp_path / "ranks.json").exists()
 
 
 def test_the_files_for_watch_are_removed_at_the_end(tmp_path: Path) -> None:
