@@ -39,7 +39,6 @@ COMMANDS = {  # name -> its words, what it does, and the module of samestep that
     "watch": ("RUN", "show the live state of every rank of a running job", "tools.live_view"),
     "replay": ("RUN SCRIPT", "compute a step of a run again, compare its bits, debug it", "tools.replay.run_replay"),
     "diff": ("RUN RUN", "show the first step in which two runs differ, and what differs", "tools.inspect"),
-    "bisect": ("GOOD BAD ..", "find the git commit that changed the bits or a metric of a script", "tools.bisect"),
     "verify": (
         "SCRIPT ...",
         "check that a script gives the same run on any ranks, after kills",
