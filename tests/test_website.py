@@ -1,7 +1,6 @@
 """The documentation site, and what its scripts generate."""
 
 import json
-import re
 import subprocess
 import sys
 import tomllib
@@ -80,26 +79,6 @@ def test_the_navigation_lists_each_page_once() -> None:
     pages = list_pages(tomllib.loads((WEBSITE / "zensical.toml").read_text())["project"]["nav"])
     files = [*NAMES, *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
     assert sorted(pages) == sorted({str(name_on_site(file)) for file in files})
-
-
-def test_the_table_of_sizes_names_modules_that_exist() -> None:
-    """No module belongs to two features, and each line of the source is counted once."""
-    from size import SOURCE, build_size, count_lines, find_modules, read_features
-
-    features = read_features()
-    rows = [
-        line for line in (ROOT / "docs" / "decisions" / "size.md").read_text().splitlines() if line.startswith("| ")
-    ]
-    assert len(features) == len(rows) - 1  # the first one is the heading
-    owners: dict[Path, str] = {}
-    for feature, patterns in features.items():
-        for pattern in patterns:
-            modules = find_modules(pattern)
-            assert modules, f"no module matches {pattern}"
-            for module in modules:
-                assert owners.setdefault(module, feature) == feature, f"{module} belongs to two features"
-    lines = [int(count.replace(",", "")) for count in re.findall(r"\| ([\d,]+) \|", build_size())]
-    assert sum(lines[:-1]) == lines[-1] == count_lines(SOURCE.rglob("*.py"))
 
 
 def test_the_pictures_are_current() -> None:

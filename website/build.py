@@ -15,7 +15,6 @@ WEBSITE = ROOT / "website"
 sys.path[:0] = [str(ROOT / "tests"), str(WEBSITE)]
 
 from reference import build_options, build_reference  # noqa: E402
-from size import build_size  # noqa: E402
 
 # Pages outside of docs/, and those that have another name on the site.
 NAMES = {
@@ -29,7 +28,6 @@ NAMES = {
 GENERATED = {
     "docs/options.md": build_options,
     "docs/reference.md": build_reference,
-    "docs/decisions/size.md": build_size,
 }
 FENCE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 REFERENCE = re.compile(r"^\[([^\]]+)\]: (?!\w+:)(\S+)$", re.MULTILINE)  # [name]: target
