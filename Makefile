@@ -29,6 +29,7 @@ types: $(VENV)/installed-dev
 # Build the documentation site in website/build/public.
 docs: $(VENV)/installed-docs
 	$(BIN)/python website/build.py
+	@echo 'The site: website/build/public/index.html'
 
 # Compare five trainers under the same faults, in a separate environment: make peers ARGS="--write" updates docs/peers.md.
 peers:
