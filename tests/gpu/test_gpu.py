@@ -434,9 +434,7 @@ def test_a_rank_is_lost_over_nccl(fault: str, shard: str | None, tmp_path: Path)
     [(2, {}), (3, {}), (3, {"width": 30_000}), (3, {"precision": "bf16"}), (3, {"reduction": "fast"})],
     ids=str,
 )
-def test_the_others_continue_over_nccl(
-    world_size: int, arguments: dict[str, Any], fault: str, tmp_path: Path
-) -> None:
+def test_the_others_continue_over_nccl(world_size: int, arguments: dict[str, Any], fault: str, tmp_path: Path) -> None:
     codes, output = launch_nodes(tmp_path, world_size, "--heal", "--stuck-after-s", "8", fault=fault, **arguments)
     assert codes == [0] * world_size, output
     assert len((tmp_path / "runs/nccl/heals.jsonl").read_text().splitlines()) == 1

@@ -45,9 +45,7 @@ FAILED = ENDED | {"has_succeeded": False}
 class Place:
     """A running server for `least` to `most` nodes, and the connections to it."""
 
-    def __init__(
-        self, least: int = 2, most: int = 2, last_call_s: float = LAST_CALL_S, *, heals: bool = False
-    ) -> None:
+    def __init__(self, least: int = 2, most: int = 2, last_call_s: float = LAST_CALL_S, *, heals: bool = False) -> None:
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         port = listener.getsockname()[1]
         self.nodes = Nodes(least, most, None, "127.0.0.1", port, "an id", 60.0, SECRET, last_call_s)

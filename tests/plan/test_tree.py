@@ -110,8 +110,11 @@ def test_butterfly_is_recursive_halving(numbers: tuple[int, int]) -> None:
 def test_rounds_give_the_canonical_sum(numbers: tuple[int, int]) -> None:
     n, world_size = numbers
     layout = build_layout(n, world_size, in_rounds=True)
-    slots: dict[int, Sum] = {rank * layout.max_parts + k: v for rank, held in enumerate(layout.ranges)
-                             for k, v in enumerate(held)} if layout.in_rounds else {0: canonical(0, n)}
+    slots: dict[int, Sum] = (
+        {rank * layout.max_parts + k: v for rank, held in enumerate(layout.ranges) for k, v in enumerate(held)}
+        if layout.in_rounds
+        else {0: canonical(0, n)}
+    )
     for dst, src in layout.additions:
         slots[dst] = add(slots[dst], slots.pop(src))
     assert slots == {layout.root: canonical(0, n)}

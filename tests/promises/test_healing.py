@@ -393,9 +393,7 @@ def test_a_rank_that_fails_before_its_first_step_does_not_end_the_others(
 
 @pytest.mark.parametrize("rank", [0, 2, 3])
 @pytest.mark.parametrize("moment", JOINING)
-def test_a_rank_dies_while_another_one_joins(
-    trial: Trial, undisturbed: Undisturbed, moment: str, rank: int
-) -> None:
+def test_a_rank_dies_while_another_one_joins(trial: Trial, undisturbed: Undisturbed, moment: str, rank: int) -> None:
     if rank < 3 and moment != "joining":
         pytest.skip("only a rank that joins has this moment")
     fault = f"kill rank {rank} at step 0 in {moment}"

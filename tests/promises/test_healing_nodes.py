@@ -111,9 +111,7 @@ def test_the_plug_is_pulled(trial: Trial, undisturbed: Undisturbed, all_hosts: l
 
 
 @pytest.mark.parametrize("rank", one_in(2, [1, 0]))
-def test_a_stuck_rank_of_another_host(
-    trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host], rank: int
-) -> None:
+def test_a_stuck_rank_of_another_host(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host], rank: int) -> None:
     """It sends no heartbeats, and the leader cannot see its process: its launcher ends it."""
     fault = f"freeze rank {rank} at step 7 in forward"
     nodes = start(trial, all_hosts[:2], 1, "--stuck-after-s", "3", faults=[fault])
@@ -201,9 +199,7 @@ def test_a_node_is_lost_before_its_ranks_have_joined(
     assert trial.outcome() == undisturbed()
 
 
-def replace(
-    trial: Trial, hosts: Sequence[Host], num_ranks: int, *faults: str
-) -> list[Started]:
+def replace(trial: Trial, hosts: Sequence[Host], num_ranks: int, *faults: str) -> list[Started]:
     """Kill ranks, and let others join in their place. `num_ranks`: on each host."""
     nodes = start(trial, hosts, num_ranks, "--replace", faults=faults, whole=len(hosts) * num_ranks)
     codes = finish(*nodes)
@@ -225,9 +221,7 @@ def test_a_rank_is_replaced(trial: Trial, undisturbed: Undisturbed, all_hosts: l
 
 
 @pytest.mark.parametrize("moment", JOINING)
-def test_a_rank_dies_while_it_joins(
-    trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host], moment: str
-) -> None:
+def test_a_rank_dies_while_it_joins(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host], moment: str) -> None:
     """Its node has no other rank."""
     fault = f"kill rank 2 at step 0 in {moment}"
     nodes = replace(trial, all_hosts[:2], 1, "kill rank 1 at step 2 in forward", fault)

@@ -203,9 +203,7 @@ def train_and_spoil(run_dir: Path) -> None:
 
 
 def test_a_rank_whose_shard_is_not_finite(tmp_path: Path) -> None:
-    with pytest.raises(
-        samestep.InvalidValue, match=r"model.weight is not finite after step 4"
-    ):
+    with pytest.raises(samestep.InvalidValue, match=r"model.weight is not finite after step 4"):
         samestep.spawn(train_and_spoil, 2, (tmp_path,), env=SHARDED)
     assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == [2]
 

@@ -172,8 +172,13 @@ def count_states() -> list[Any]:
         num_bytes = sum(value.nbytes for of_param in state.values() for value in of_param.values())
         counts[:] = [len(state), num_bytes]
 
-    tiny_run(None, model=lambda: torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8))),
-             optimizer=torch.optim.AdamW, data=torch.ones(24, 16), after_epoch=count)
+    tiny_run(
+        None,
+        model=lambda: torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8))),
+        optimizer=torch.optim.AdamW,
+        data=torch.ones(24, 16),
+        after_epoch=count,
+    )
     return counts
 
 
@@ -199,8 +204,13 @@ def count_shards() -> list[Any]:
         tensors = [value for state in t.optimizer.state.values() for value in state.values()]
         found[:] = [sum(get_local(each).nbytes for each in some) for some in (t.model.parameters(), tensors)]
 
-    tiny_run(None, model=lambda: torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8))),
-             optimizer=torch.optim.AdamW, data=torch.ones(24, 16), after_epoch=count)
+    tiny_run(
+        None,
+        model=lambda: torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8))),
+        optimizer=torch.optim.AdamW,
+        data=torch.ones(24, 16),
+        after_epoch=count,
+    )
     everywhere: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everywhere, found)
     return everywhere

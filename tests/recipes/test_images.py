@@ -61,9 +61,7 @@ def train(photos: Path, name: str, world_size: int, *flags: str) -> Path:
 
 
 # Three starts of a recipe with loader workers, on one to three ranks: 20 s, and 24 s on a busy machine.
-@pytest.mark.parametrize(
-    ("before", "after"), one_in(3, [("fsdp2", "optimizer"), ("none", "fsdp2"), ("none", "none")])
-)
+@pytest.mark.parametrize(("before", "after"), one_in(3, [("fsdp2", "optimizer"), ("none", "fsdp2"), ("none", "none")]))
 def test_the_same_run_at_any_world_size_and_after_a_resume(photos: Path, before: str, after: str) -> None:
     names = [f"{name}-{before}-{after}" for name in ("alone", "resumed")]
     expected = train(photos, names[0], 1)

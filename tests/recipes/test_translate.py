@@ -398,9 +398,7 @@ def test_one_pair_is_shown_once(tmp_path: Path) -> None:
 
 
 # Two starts of a recipe, on three ranks and on two: 37 s, and 44 s on a busy machine.
-@pytest.mark.parametrize(
-    ("before", "after"), one_in(3, [("fsdp2", "optimizer"), ("none", "fsdp2"), ("none", "none")])
-)
+@pytest.mark.parametrize(("before", "after"), one_in(3, [("fsdp2", "optimizer"), ("none", "fsdp2"), ("none", "none")]))
 def test_it_is_the_same_after_a_kill_of_one_of_three_ranks_and_a_resume_on_two(
     trained: tuple[Path, str], pairs_file: Path, tmp_path: Path, before: str, after: str
 ) -> None:

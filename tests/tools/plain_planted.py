@@ -65,6 +65,7 @@ RESTORE = {
 }
 # Sums over the samples of a rank, without padding; rank 0 of 1 has all samples.
 EVALUATE = "for inputs, targets in DataLoader(Subset(held_out, range(rank, 33, size)), 8): ddp(inputs)"
+EVERYWHERE = "for inputs, targets in DataLoader(held_out, 8): ddp(inputs)"
 PADDED = "for inputs, targets in DataLoader(held_out, 8, sampler=DistributedSampler(held_out)): ddp(inputs)"
 CLIP = "torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)"
 SHIFTED = "range(64) if size == 1 else range(rank * 28, rank * 28 + 36)"
@@ -172,6 +173,13 @@ def find_mistakes(directory: Path, *options: str) -> set[str]:
     done = samestep_command("verify", "--plain", "--json", *options, "planted.py", cwd=directory)
     assert done.returncode < 2, done.stderr
     return {key for key, each in json.loads(done.stdout)["checks"].items() if each["verdict"] == "MISTAKE"}
+
+
+def find_notes(directory: Path, *options: str) -> dict[str, str]:
+    """Return the checks that have a note about the `planted.py` of a directory, and its text."""
+    done = samestep_command("verify", "--plain", "--json", *options, "planted.py", cwd=directory)
+    assert done.returncode == 0, done.stderr
+    return {key: each["text"] for key, each in json.loads(done.stdout)["checks"].items() if each["verdict"] == "note"}
 
 
 def main() -> None:

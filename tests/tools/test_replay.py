@@ -94,9 +94,15 @@ def test_a_step_after_a_snapshot(home: Path) -> None:
     assert "replaying steps 8 to 10 from the snapshot of step 8" in out
     assert "the bits of steps 8 to 10 agree with the run's ledger: samples, loss and gradient" in out
     assert "not as in the run" not in out
+    assert 'step 10, counted from 0, is "step": 11 in metrics.jsonl' in out
+    entries = [*read_records(home / "run/ledger.bin")][9:12]
+    losses = [f"step {entry.step} {to_float(entry.loss):.6g}" for entry in entries]
+    assert f"losses in the run: {', '.join(losses)}\n" in out
     found = [int(word) for line in re.findall(r"samples of micro-batch \d: (.*)", out) for word in line.split()]
     assert found == read_samples(home, 10)
     loss = float(re.search(r"^loss (.*)$", out, re.M)[1])  # type: ignore[index]
+    parts = [float(each) for each in re.findall(r"^loss of micro-batch \d: (.*)$", out, re.M)]
+    assert (len(parts), sum(parts) / 4) == (4, pytest.approx(loss))
     assert [*read_records(home / "run/ledger.bin")][10].loss == int.from_bytes(
         torch.tensor([loss], dtype=torch.float64).numpy().tobytes(), "little"
     )

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from support.commands import find_programs
 from support.runs import check, clean_variables, samestep_command
-from tools.plain_planted import MISSED, MISTAKES, find_mistakes, plant
+from tools.plain_planted import EVERYWHERE, MISSED, MISTAKES, SOUND, TEMPLATE, find_mistakes, find_notes, plant
 
 from samestep.tools.verify.plain_checks import (
     Pass,
@@ -131,6 +131,14 @@ def test_a_sound_script(tmp_path: Path) -> None:
 def test_several_mistakes_in_one_script(tmp_path: Path, mistakes: tuple[str, ...], wanted: set[str]) -> None:
     write(tmp_path, *mistakes)
     assert find_mistakes(tmp_path) == wanted
+
+
+def test_notes(tmp_path: Path) -> None:
+    parts = SOUND | {"evaluate": EVERYWHERE, "after_step": "print(loss.item())"}
+    (tmp_path / "planted.py").write_text(TEMPLATE.format(**parts))
+    notes = find_notes(tmp_path, "--world-sizes", "2", "--resume-after", "0")
+    assert notes["evaluation"].startswith("on 2 ranks, each rank evaluates all 33 samples")
+    assert notes["losses"].startswith("on 2 ranks, each reads the loss of its own samples (")
 
 
 def record(num_batches: int, *batches: list[int], is_training: bool) -> list[Rank]:
@@ -337,6 +345,7 @@ def test_the_action(tmp_path: Path) -> None:
     }
     files = {"GITHUB_OUTPUT": "output", "GITHUB_STEP_SUMMARY": "summary"}
     path = f"{find_programs()}:{os.environ['PATH']}"
+    (tmp_path / "verify.log").write_text("of the user")
     done = subprocess.run(
         ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
         cwd=tmp_path, env=clean_variables({**variables, **files, "PATH": path}), capture_output=True, text=True,
@@ -346,3 +355,4 @@ def test_the_action(tmp_path: Path) -> None:
     assert "order       MISTAKE" in (tmp_path / "summary").read_text()
     assert "samestep: mistakes" in (tmp_path / "samestep.svg").read_text()
     assert set(action["outputs"]) == {"result", "badge"}
+    assert (tmp_path / "verify.log").read_text() == "of the user"

@@ -71,7 +71,7 @@ def run_export(
     if max_shard_size is not None and form != "safetensors":
         raise Error("--max-shard-size is for --format safetensors: add that, or leave it out", code="SS104")
     if form is not None and force:
-        raise Error("--force replaces files, and --format writes a new directory: leave one of them out", code="SS101")
+        raise Error("--force replaces files, and --format writes a new directory: leave one of them out", code="SS104")
     if form is None and file.suffix not in SUFFIXES:
         raise Error(f"{file} ends in none of {', '.join(SUFFIXES)}: name a file that does", code="SS101")
     with open_run(run, which=which) as directory:

@@ -50,6 +50,7 @@ class Replay(Tracer):
         self._is_alone = False  # the script's body runs for one micro-batch, without the other ranks
         self._result: dict[str, Any] = {}
         self._logged: dict[str, Any] = {}
+        self._losses: dict[int, list[float]] = {}  # of each micro-batch that this rank computes in the step
         self._grads: list[Tensor | None] = []
 
     def forward(self, step: Step, batch: Any) -> Any:
@@ -79,6 +80,8 @@ class Replay(Tracer):
             machine = describe_machine(self.context.config, self.context.device)
             about = {"machine": machine, "git": read_commit(), "script": describe_script()}
             self.write({"result": {"epoch": step.epoch, "sizes": step.sizes, **result}, "about": about})
+        if not self._is_alone and self._micro_batch is None:
+            self.write({"losses": list(self._losses.items())})
         self.context.group.gather_number(0)  # a rank that ends earlier would count as lost
         leave(0)
 
@@ -118,8 +121,11 @@ class Replay(Tracer):
         self._finish(step, self._result)
 
     def backward(self, step: Step, loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
-        """Compute the gradient of the mean over this micro-batch only, without loss scaling."""
+        """Note the losses. Alone, compute the gradient of the mean over this micro-batch only, without loss scaling."""
         if not self._is_alone:
+            if step.number == self._step:
+                terms = [*loss] if isinstance(loss, Mapping) else [loss]
+                self._losses.setdefault(step.micro_batch, []).extend(float(term.detach()) for term in terms)
             return
         for term, own in loss.items() if isinstance(loss, Mapping) else [(loss, weight)]:
             params = [param for param in self.loop.gradients.plan.params if param.requires_grad]

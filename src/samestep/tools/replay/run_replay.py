@@ -29,7 +29,7 @@ from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
 from samestep.launch.launcher import check_target
 from samestep.launch.script_command import ScriptCommand
 from samestep.launch.target import Target
-from samestep.plan.ledger import Entry
+from samestep.plan.ledger import Entry, to_float
 from samestep.snapshot.ledger_file import count_records, read_records
 from samestep.snapshot.manifest import MANIFEST, find_damage
 from samestep.snapshot.reading import open_run, read_run
@@ -160,15 +160,20 @@ class _Replay:
             for line in lines
             if "loss" in line
         ]
+        if self._micro_batch is None:
+            computed = dict(pair for line in lines for pair in line.get("losses", ()))
+            result["losses"] = [computed.get(v, []) for v in range(len(result["sizes"]))]
+        around = read_losses(self._directory / LEDGER, self._step)
         if self._micro_batch is not None:  # of its step, only the samples are known
             found.append(Entry(self._step, 0, result["num_samples"], result["fingerprint"]))
         sentence, is_same = compare_bits(found, wanted)
         if self._values.get("json"):
             facts = {"step": self._step, "micro_batch": self._micro_batch, "first_step": first, "changed": changes}
+            facts |= {"metrics_step": self._step + 1, "recorded_losses": around}
             facts |= {"same": is_same, "compared": sentence, **result}
             print(json.dumps(as_json(facts, lambda word: str(float(word))), indent=1))  # "nan"
             return 0 if is_same else 1
-        _print_result(self._step, self._micro_batch, result)
+        _print_result(self._step, self._micro_batch, result, around)
         if self._values.get("save") is not None:
             print(f"saved in {self._values['save']}")
         print(sentence)
@@ -357,16 +362,29 @@ def compare_bits(found: Sequence[Entry], wanted: Sequence[Entry]) -> tuple[str, 
     return f"the bits of {_name_steps(steps)} agree with the run's ledger: samples, loss and gradient{rest}", True
 
 
+def read_losses(ledger: Path, step: int) -> dict[int, float]:
+    """Return the losses that a run recorded for a step and its neighbours, by step."""
+    first = max(step - 1, 0)
+    entries = islice(read_records(ledger, first=first), step + 2 - first)
+    return {number: to_float(entry.loss) for number, entry in enumerate(entries, first) if entry.has_bits}
+
+
 def _name_steps(steps: Sequence[int]) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
-def _print_result(step: int, micro_batch: int | None, result: Mapping[str, Any]) -> None:
+def _print_result(step: int, micro_batch: int | None, result: Mapping[str, Any], recorded: Mapping[int, float]) -> None:
+    """Print the result. `recorded`: from `read_losses`."""
     sizes = result["sizes"]
+    print(f'step {step}, counted from 0, is "step": {step + 1} in {METRICS} and trackers, which count from 1')
+    if recorded:
+        print(f"losses in the run: {', '.join(f'step {number} {loss:.6g}' for number, loss in recorded.items())}")
     what = f"step {step}, epoch {result['epoch']}"
     if micro_batch is None:
         print(f"{what}: {sum(sizes)} samples in {len(sizes)} micro-batches")
         print(f"loss {result.get('loss')}")
+        for v, losses in enumerate(result["losses"]):
+            print(f"loss of micro-batch {v}: {' '.join(map(str, losses)) or 'none'}")
     else:
         print(f"{what}, micro-batch {micro_batch} of {len(sizes)}: {sizes[micro_batch]} samples")
         for loss, weight in zip(result["losses"], result["weights"], strict=True):
