@@ -64,7 +64,8 @@ def heartbeat(
 
     pulse = PhaseClock()
     limits = replace(build_limits(stuck_after_s), stop_s=1e9)
-    facts = RankFacts(rank, range(world_size), "here", limits, said.append, refuse, refuse, refuse, **more)
+    members = more.pop("members", range(world_size))
+    facts = RankFacts(rank, members, "here", limits, said.append, refuse, refuse, refuse, **more)
     entries: Any = box
     beating = Heartbeat(pulse, facts, entries)
     try:
@@ -126,6 +127,27 @@ def test_the_lowest_live_rank_reports(tmp_path: Path, system: str, said_of_it: s
         assert [rank["is_silent"] for rank in shown] == [True, False]
     assert list(tmp_path.iterdir()) == []
     assert re.search(said_of_it, said[0]), said
+
+
+def test_a_stuck_rank_is_named_after_rank_0_has_died() -> None:
+    """The others form a new group without rank 0, and their numbers stay those of the start."""
+    box = Box()
+    with heartbeat(2, box, members=(1, 2)), heartbeat(1, box, members=(1, 2)) as (pulse, said):
+        pulse.enter("reducing", 4)
+        wait_until(lambda: said, "rank 1 names a stuck rank")
+    assert "rank 2 (host here) has been starting for " in said[0], said
+
+
+def test_a_failed_check_is_said_once() -> None:
+    calls: list[int] = []
+
+    def fail(rank: int) -> bool:
+        calls.append(rank)
+        raise KeyError(rank)
+
+    with heartbeat(0, None, world_size=1, is_lost=fail) as (_, said):
+        wait_until(lambda: len(calls) > 2, "it is checked again")
+    assert said == ["the check for stuck ranks has failed: KeyError: 0"]
 
 
 def test_the_leader_knows_its_own_state(tmp_path: Path) -> None:

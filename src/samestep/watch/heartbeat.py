@@ -136,6 +136,7 @@ class Heartbeat:
         self._asked_s = 0.0  # when `samestep watch` last requested stacks
         self._reported: Stall | None = None
         self._is_cut_off = False  # and has reported it
+        self._has_failed = False  # and has reported it
         self._still_s = 0.0
         self._ended_s = 0.0  # when the commands to end were sent
         self._timeline: Timeline | None = None
@@ -270,8 +271,13 @@ class Heartbeat:
             if now_s - before_s > MISSED * self._interval_s:  # this process itself was stopped
                 self._awake_since_s = now_s
             before_s = now_s
-            with suppress(Exception), at_work():  # the run continues whatever fails here
-                self._check(now_s)
+            try:
+                with at_work():
+                    self._check(now_s)
+            except Exception as error:  # the run continues whatever fails here
+                if not self._has_failed:
+                    self._has_failed = True
+                    self._facts.say(f"the check for stuck ranks has failed: {type(error).__name__}: {error}")
 
     def _check(self, now_s: float) -> None:
         facts = self._facts

@@ -24,10 +24,11 @@ class SlowRanks:
         if len(ranks) < 2:
             return
         beats = {beat.rank: beat for beat in ranks}
-        if self._window is None:
+        if self._window is None or self._window[1].keys() != beats.keys():  # a rank may have died
             self._window = (now_s, beats)
         first_s, first = self._window
-        if beats[0].step - first[0].step < SLOW_AFTER_STEPS or now_s - first_s < self._least_s:
+        lowest = min(beats)
+        if beats[lowest].step - first[lowest].step < SLOW_AFTER_STEPS or now_s - first_s < self._least_s:
             return
         self._window = (now_s, beats)
         for rank, (phase, mine_s, usual_s) in find_slow(_compute_paces(first, beats)).items():
