@@ -1,18 +1,22 @@
 """A mistake in a script raises an error of one sentence, and leaves nothing on disk that a later start must undo."""
 
+import gc
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from promises.wrong import MISTAKES, RANKS, Mistake, Unreadable, train
 from support.runs import ask, read_rows
 from support.selection import one_in
-from support.tiny import NUM_SAMPLES, Pairs, Tiny, learn, tiny_run, update
+from support.tiny import NUM_SAMPLES, Pairs, Tiny, tiny_run, update
 from torch import nn
+from torch.optim import optimizer
 from torch.utils.data import DataLoader
 
 import samestep
@@ -261,12 +265,14 @@ def test_correct_code_raises_no_error(tmp_path: Path) -> None:
         t.optimizer.inner.zero_grad()  # at the start of the body, as in many scripts
         if t.step.micro_batch == 0 and t.step.number == 2:
             return
-        learn(t, x, y)
+        t.step.backward(F.mse_loss(t.model(x), y) + stranger(x[:, :1]).mean())
         t.step.log(a=1, b=torch.ones(()), c=True)
 
     def then(t: Tiny) -> None:
+        others.zero_grad()  # drops this rank's part; the gradient below is the same on all ranks
         others.step()
         stranger(torch.ones(1, 1)).sum().backward()
+        others.step()
         update(t)
         out = t.run.evaluate(lambda b: {"a": (b[0].mean(), len(b[0])), "b": b[1][:, 0].tolist()}, Pairs(5))
         assert len(out["b"]) == 5
@@ -315,6 +321,19 @@ def test_a_later_run_of_the_process_ends_the_first(tmp_path: Path) -> None:
     samestep.spawn(train)
     assert [snapshot.step for snapshot in Store(tmp_path / "run").snapshots()] == [2, 3, 4]
     assert (tmp_path / "run" / "ledger.bin").stat().st_size == 4 * RECORD.size
+
+
+def test_a_dropped_run_is_collected() -> None:
+    """As where a cell of a notebook is interrupted and run again: no second model and optimizer remains."""
+    tiny = Tiny()
+    steps = tiny.run.steps(Pairs(), 4)
+    tiny.take([next(steps)])
+    next(steps)
+    parts = [ref(part) for part in (tiny.model, tiny.optimizer, tiny.run)]
+    del tiny, steps
+    gc.collect()
+    assert [part() for part in parts] == [None] * 3
+    assert not optimizer._global_optimizer_pre_hooks
 
 
 def test_prepare_again_after_a_mistake() -> None:
@@ -407,51 +426,6 @@ def test_rows_from_the_head_of_an_epoch_are_written_once(tmp_path: Path) -> None
     rows = read_rows(tmp_path / "run")
     assert [row["head of"] for row in rows if "head of" in row] == [0, 1, 2]
     assert [row["body of"] for row in rows if "body of" in row] == list(range(6))
-
-
-def test_steps_without_an_update() -> None:
-    """Steps whose gradients no optimizer uses, and updates that torch's hooks do not see."""
-
-    def train() -> float:
-        tiny = Tiny(
-            model=lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)),
-            optimizer=lambda p: Lookahead(torch.optim.SGD(p, lr=0.1)),
-            objects=lambda t: {f"of_{i}": torch.optim.SGD(t.model[i].parameters(), lr=0.1) for i in (0, 1)},
-        )
-        model = tiny.model
-        scaler = torch.amp.GradScaler("cpu")  # the script's own
-
-        def scale_too_far() -> None:
-            model[0].weight.grad[0] = torch.inf
-            scaler.scale(torch.ones(()))
-            scaler.step(tiny.of_0)
-            scaler.update()
-
-        def update_by_hand() -> None:
-            with torch.no_grad():
-                for param in model.parameters():
-                    param -= 0.1 * param.grad
-
-        def assign_data() -> None:
-            model[0].weight.data = model[0].weight.data * 0.9
-
-        updates = [
-            model.zero_grad,
-            lambda: model.zero_grad(set_to_none=False),
-            tiny.of_0.step,
-            tiny.of_1.step,
-            tiny.optimizer.step,
-            scale_too_far,
-            update_by_hand,
-            assign_data,
-        ]
-        for step in tiny.run.steps(Pairs(), len(updates) + 1):
-            if step.number == len(updates):
-                model.zero_grad()  # before the inner loop it drops nothing that is used
-            tiny.take([step], then=lambda t: updates[t.step.number % len(updates)]())
-        return float(tiny.step.loss)
-
-    assert samestep.spawn(train, 1) == samestep.spawn(train, 2)
 
 
 def test_a_closure_that_iterates_a_step_again() -> None:

@@ -49,17 +49,6 @@ def update_with_critic(t: Tiny) -> None:
     t.plain.step()
 
 
-def skip_spikes(t: Tiny) -> None:
-    if t.step.number in (0, 1, 5):
-        t.optimizer.zero_grad()
-    t.optimizer.step()
-
-
-def update_through_data(t: Tiny) -> None:
-    for param in t.model.parameters():
-        param.data.add_(param.grad, alpha=-0.1)
-
-
 def begin_with_an_empty_update(t: Tiny) -> None:
     t.optimizer.zero_grad()
     t.optimizer.step()
@@ -95,11 +84,9 @@ CORRECT: dict[str, dict[str, Any]] = {
     "a wrapper beside an optimizer": {
         "model": build_two_layers, "optimizer": lambda p: wrap(p[:2], WRAPPERS["a list"]),
         "objects": lambda t: {"plain": SGD(t.model[1].parameters(), 0.1)}, "then": update_with_critic},
-    "zero_grad to skip updates": {"then": skip_spikes},
     "an update without gradients before the loop": {"do": begin_with_an_empty_update},
     "a parameter that is infinite": {"model": Bounded},
     "state that is infinite, and memory that nobody reads": {"optimizer": lambda p: Bounding(p, 0.1)},
-    "updates through .data": {"then": update_through_data},
 }  # fmt: skip
 
 

@@ -89,10 +89,6 @@ class GradientAverager:
         """Forget the names of logged values, which ranks that have joined do not know. On all ranks."""
         self._context.logged.names.clear()
 
-    def has_new_weights(self) -> bool:
-        """Return whether any parameter was written to, or got other memory, since the last pass began."""
-        return self._reducer.guard.has_new_weights()
-
     def hold_buffers(self) -> None:
         """Remember all buffers, for `undo_buffers`."""
         self._context.buffers.begin()

@@ -59,13 +59,6 @@ class ParameterGuard:
                     code="SS208",
                 )
 
-    def has_new_weights(self) -> bool:
-        """Return whether any parameter was written to, or got other memory, since the last pass began."""
-        for param, (version, _) in zip(self._params, self._marks, strict=True):
-            if read_version(get_local(param)) != version:
-                return True
-        return self._find_places() != self._places
-
     def _read_marks(self) -> list[tuple[int, bool]]:
         return [(read_version(get_local(param)), param.requires_grad) for param in self._params]
 

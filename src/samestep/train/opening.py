@@ -64,7 +64,7 @@ def open_loop(
     services.resources.watch(loop.conclude)
     begin_healing(context, state, feed, services, interceptors)
     if not state.place.is_past:
-        prepared.misuse.watch()
+        prepared.misuse.begin_loop(state.steps_done)
         services.metrics.start_trackers()
         announce_loop(loop, context, state, prepared, is_ending=services.stopping.is_ending)
         services.metrics.start(data.num_epochs)

@@ -181,7 +181,7 @@ def prepare_objects(
         contents=contents,
         gradients=gradients,
         divided=divided,
-        misuse=MisuseChecks(objects, modules, gradients, held),
+        misuse=MisuseChecks(objects, modules, gradients, held, context.group),
         parameters=parameters,
         replicas=ReplicaChecks(objects, context.group, config.compare_every, has_divided_state=shard is not None),
         point=point,

@@ -875,4 +875,4 @@ class Run:
 
     def __del__(self) -> None:
         if hasattr(self, "_services"):  # false if `__init__` has failed
-            self._services.resources.close()
+            self._services.resources.drop()

@@ -10,10 +10,11 @@ import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 from samestep.console import escape
 from samestep.data.pools import Pools
@@ -53,33 +54,35 @@ class Resources:
         self._progress = progress
         self._pools = pools
         self._is_open = True
+        self._is_ended = False  # its loop is over
         self._conclude: Callable[[], Error | None] = lambda: None
-        if _ended:
+        if _runs:
             gc.collect()  # closes runs without references: as reference cycles, they could remain for long
         else:
             atexit.unregister(_close_all)
             atexit.register(_close_all)
-        _open.append(self)
+        _runs[next(_numbers)] = self
 
     def watch(self, conclude: Callable[[], Error | None]) -> None:
-        """Set the function that returns, at the end of the process, the error of a run that has not ended correctly.
+        """Set the function that returns, when the run is closed, the error of a run that has not ended correctly.
 
         It is called while the run directory is open.
         """
         self._conclude = conclude
 
+    def note(self, error: Error) -> None:
+        """Note that the script has left the loop. If the run is closed already, the process ends with this error."""
+        if not self._is_open:
+            _errors.append((error, self.error_dir, self.rank))
+
     def end_loop(self) -> None:
-        """End a loop without error. From now on, the run is closed when nothing refers to it."""
+        """End a loop without error."""
         self._pools.close()
-        if self._is_open:
-            _open.remove(self)
-            _ended.add(self)
+        self._is_ended = True
 
     def begin_loop(self) -> None:
         """Begin a further loop: acquire again what the end of the previous loop released."""
-        if self in _ended:
-            _ended.remove(self)
-            _open.append(self)
+        self._is_ended = False
         if self.error_dir is not None:
             Path(self.error_dir, FINISHED).unlink(missing_ok=True)
         self._context.group.forget_stops()
@@ -96,7 +99,7 @@ class Resources:
         if not self._is_open:
             return None
         self._is_open = False
-        if self in _ended:
+        if self._is_ended:
             self._snapshotter.drop_names("run.snapshot was called after the loop; call it in the body of the loop")
         self._progress.close()
         self._pools.close()
@@ -108,6 +111,11 @@ class Resources:
         self._signals.restore()
         return error if was_open else None
 
+    def drop(self) -> None:
+        """Close everything, because nothing refers to the run any more. The process ends with the run's error."""
+        if (error := self.close()) is not None:
+            _errors.append((error, self.error_dir, self.rank))
+
     def forget(self) -> None:
         """In a forked child: release the run, which belongs to the parent."""
         self._is_open = False
@@ -115,25 +123,26 @@ class Resources:
         self._signals.restore()
 
 
-_open: list[Resources] = []  # of this process
-_ended: WeakSet[Resources] = WeakSet()  # their loop is over
+_numbers = count()
+_runs: WeakValueDictionary[int, Resources] = WeakValueDictionary()  # of this process, in the order of their creation
+_errors: list[tuple[Error, str | None, int]] = []  # of runs that were dropped, with `error_dir` and `rank`
 
 
 def _close_all() -> None:
     """Close all runs at the end of the process."""
-    held = [*reversed(_open), *_ended]
-    ends = [(each, each.close(find_failure(each.error_dir, each.rank))) for each in held]
-    for each, error in ends:
+    held = [*_runs.values()][::-1]
+    ends = [(each.close(find_failure(each.error_dir, each.rank)), each.error_dir, each.rank) for each in held]
+    for error, error_dir, rank in [*ends, *_errors]:
         if error is not None:
-            end_with(error, each.error_dir, each.rank)
+            end_with(error, error_dir, rank)
     close_group()
 
 
 def _forget_all() -> None:
-    for each in [*_open, *_ended]:
+    for each in [*_runs.values()]:
         each.forget()
-    _open.clear()
-    _ended.clear()
+    _runs.clear()
+    _errors.clear()
     atexit.unregister(_close_all)
 
 

@@ -1,55 +1,77 @@
-"""Detects mistakes of a script in a step, such as an update from an incomplete gradient."""
+"""Detects mistakes of a script at its calls of optimizers, such as an update from an incomplete gradient."""
 
-from collections.abc import Iterable, Mapping
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum, auto
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet, finalize, ref
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.engine.gradient_averager import GradientAverager
+from samestep.engine.losses import Losses
 from samestep.errors import UsageError
-from samestep.torch_internals import get_local
 from samestep.train.state.stateful import Objects, find_saved, list_params, name_optimizers
 from samestep.train.step.steps import Step, StepObserver
-from samestep.watch.replica_checksums import checksum, read_back
+from samestep.world.group import Group
 
-MAX_EMPTY = 4  # updates without a gradient, from the start on, that may be on purpose
 Signature = list[tuple[str, int, Any]]
 
 
+class Phase(Enum):
+    """Where the script is in its run."""
+
+    BEFORE_LOOP = auto()
+    IN_LOOP = auto()
+    AFTER_LOOP = auto()
+
+
 class MisuseChecks(StepObserver):
-    """Observes one run's loop, its prepared objects, and all optimizers of the process.
+    """Observes one run's loop, its prepared objects, and the updates of all optimizers of the process.
+
+    The hook that sees the updates holds no reference to this object, and is removed with it.
 
     Args:
         held: the optimizers that prepared objects hold.
     """
 
     def __init__(
-        self, objects: Objects, modules: Mapping[str, nn.Module], gradients: GradientAverager, held: Iterable[Optimizer]
+        self,
+        objects: Objects,
+        modules: Mapping[str, nn.Module],
+        gradients: GradientAverager,
+        held: Iterable[Optimizer],
+        group: Group,
     ) -> None:
         self._objects = objects
         self._modules = modules
         self._gradients = gradients
+        self._group = group
         self._optimizers: WeakSet[Optimizer] = WeakSet([*name_optimizers(objects).values(), *held])
         self._schedules = [(name, thing) for name, thing in objects.items() if isinstance(thing, LRScheduler)]
         self._signature = self._sign()
         self._names = {number: path for path, number, _ in self._signature}
-        self._unused_step: int | None = None  # computed gradients, and no optimizer of the run was called since
-        self._first_unused: int | None = None  # the first step whose gradients no optimizer used
-        self._weights: list[int] | None = None  # checksums in the present step, once there is a first unused one
-        self._is_updated_otherwise = False  # the script updates weights without an optimizer of torch
-        self._empty_steps: set[int] | None = set()  # updates found no gradient; None: one has found some
+        self._phase = Phase.BEFORE_LOOP
         self._step: Step | None = None
+        self._first_step = 0  # of the loop
+        self._unreduced: dict[int, ref[Tensor]] = {}  # by id: what the first step's losses use of no prepared model
+        self._partial: list[ref[Tensor]] = []  # the gradients that the last pass has left in them
         self._read: list[int] = []  # position of each schedule when the pass began
-        self._hook: Any = None
-        self._early_hooks = [optimizer.register_step_pre_hook(_refuse_early) for optimizer in self._optimizers]
+        self._watch_updates()
 
-    def watch(self) -> None:
-        """Begin to check updates, at the beginning of a loop. Checks first that the models are the prepared ones.
+    def _watch_updates(self) -> None:
+        find_check = WeakMethod(self._check_update)
+
+        def check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if (check_update := find_check()) is not None:
+                check_update(optimizer, has_closure=len(args) > 1 or bool(kwargs))
+
+        self._stop_watching = finalize(self, register_optimizer_step_pre_hook(check).remove)
+
+    def begin_loop(self, first_step: int) -> None:
+        """A loop begins with this step. Checks that the models are the prepared ones.
 
         Raises:
             UsageError: a model is not the one that was prepared.
@@ -63,23 +85,32 @@ class MisuseChecks(StepObserver):
             raise UsageError(
                 "a model got or lost parameters after run.prepare: change the model before it", code="SS216"
             )
-        for hook in self._early_hooks:
-            hook.remove()
-        self._hook = register_optimizer_step_pre_hook(self._check_update)
+        if self._phase is Phase.AFTER_LOOP:
+            self._watch_updates()
+        self._phase = Phase.IN_LOOP
+        self._first_step = first_step
+        self._unreduced.clear()
 
     def close(self) -> None:
         """End the checks, with the loop."""
+        self._phase = Phase.AFTER_LOOP
         self._step = None
-        if self._hook is not None:
-            self._hook.remove()
+        self._partial.clear()
+        self._stop_watching()
 
     def begin_step(self, step: Step) -> None:
         self._step = step
 
     def begin_pass(self, step: Step) -> None:
-        if step.num_passes == 0:
-            self._check_used()
         self._read = self._read_schedules()
+
+    def backward(self, step: Step, loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
+        if self._group.world_size == 1 or step.number != self._first_step:
+            return
+        for each in [loss] if isinstance(loss, Tensor) else [*loss] if isinstance(loss, Mapping) else []:
+            for leaf in _find_leaves(each) if isinstance(each, Tensor) else ():
+                if id(leaf) not in self._names:
+                    self._unreduced[id(leaf)] = ref(leaf)
 
     def exchange(self, step: Step) -> None:
         for (name, _), was, now in zip(self._schedules, self._read, self._read_schedules(), strict=True):
@@ -91,88 +122,41 @@ class MisuseChecks(StepObserver):
                 )
 
     def reduced(self, step: Step) -> None:
-        if step.has_gradients and step.num_passes == 1:
-            self._unused_step = step.number
-            if self._first_unused is not None and not self._is_updated_otherwise:
-                self._weights = self._sum_weights()
+        leaves = [leaf() for leaf in self._unreduced.values()]
+        self._partial = [ref(leaf.grad) for leaf in leaves if leaf is not None and leaf.grad is not None]
 
     def _read_schedules(self) -> list[int]:
         """Return the position of each learning rate schedule."""
         return [getattr(schedule, "last_epoch", 0) for _, schedule in self._schedules]
 
-    def _check_used(self) -> None:
-        """Check that the gradients of the previous step were used, before this step drops them.
-
-        A step without an update is correct if the script has dropped the gradients or set them to 0, if a gradient
-        scaler skips non-finite ones, or if weights are updated without an optimizer of torch. torch does not count
-        writes through `.data`, so the first unused step only begins a comparison of the weights.
-
-        Raises:
-            UsageError: no optimizer has used them, and no weight has changed.
-        """
-        number = self._unused_step
-        self._unused_step = None
-        weights = self._weights
-        self._weights = None
-        if number is None or not self._optimizers or self._is_updated_otherwise or self._gradients.has_new_weights():
+    def _check_update(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        if self._phase is Phase.BEFORE_LOOP:
+            if optimizer in self._optimizers:
+                _refuse_early(optimizer, has_closure=has_closure)
             return
-        left = [get_local(param.grad) for param in self._gradients.plan.params if param.grad is not None]
-        if not any(bool(grad.any()) for grad in left) or not all(bool(grad.isfinite().all()) for grad in left):
-            return
-        if self._first_unused is None:
-            self._first_unused = number
-        elif weights != self._sum_weights():
-            self._is_updated_otherwise = True
-        else:
-            raise UsageError(
-                f"the gradients of step {self._first_unused} were not used by an optimizer.step() before the next "
-                f"step, nor those of step {number}: call it after the inner loop of every step; to accumulate more "
-                "samples per update, raise batch_size, since each step sums all of its micro-batches; to skip an "
-                "update, call optimizer.zero_grad() after the inner loop",
-                code="SS212",
-            )
-
-    def _sum_weights(self) -> list[int]:
-        params = self._gradients.plan.params
-        return [*read_back({str(i): checksum(get_local(param)) for i, param in enumerate(params)}).values()]
-
-    def _check_update(self, optimizer: Optimizer, *_: Any) -> None:
-        is_known = optimizer in self._optimizers
-        name = None if is_known else self._find_ours(optimizer)
-        if (step := self._step) is not None and (is_known or name is not None):
+        name = None if optimizer in self._optimizers else self._find_ours(optimizer)
+        if (step := self._step) is not None and (optimizer in self._optimizers or name is not None):
             step.refuse_inside("optimizer.step()", "its gradient is not complete there; dedent it by one level")
-            self._unused_step = None
-            if step.has_gradients:
-                self._check_gradients(step, optimizer)
         if name is not None:
             raise UsageError(
                 f"an optimizer ({type(optimizer).__name__}) that was not passed to run.prepare updates {name}: pass "
                 "it, so that its state is part of the snapshots",
                 code="SS215",
             )
+        if step is not None and not step.is_open and self._partial:
+            self._refuse_partial(optimizer, step.number)
 
-    def _check_gradients(self, step: Step, optimizer: Optimizer) -> None:
-        """Check that an update finds gradients. A script may drop those of a few steps, which skips their updates.
-
-        Raises:
-            UsageError: there were none in the first `MAX_EMPTY` steps of this start.
-        """
-        if self._empty_steps is None:
-            return
-        if self._gradients.plan.owners is not None:  # this rank may own no parameter of the optimizer
-            return
-        others = (param for module in self._modules.values() for param in module.parameters())
-        if any(param.grad is not None for param in chain(list_params(optimizer), others)):
-            self._empty_steps = None
-            return
-        self._empty_steps.add(step.number)
-        if len(self._empty_steps) == MAX_EMPTY:
-            steps = ", ".join(map(str, sorted(self._empty_steps)))
-            raise UsageError(
-                f"optimizer.step() found no gradient in steps {steps}: a call after the micro-batch loop, such as "
-                "zero_grad(), drops them; remove it",
-                code="SS213",
-            )
+    def _refuse_partial(self, optimizer: Optimizer, number: int) -> None:
+        """Raise UsageError for an update from a gradient that holds this rank's micro-batches only."""
+        partial = {id(grad()) for grad in self._partial}
+        for param in list_params(optimizer):
+            if param.grad is not None and id(param.grad) in partial:
+                raise UsageError(
+                    f"an optimizer ({type(optimizer).__name__}) that was not passed to run.prepare updates a parameter "
+                    f"of shape {tuple(param.shape)} in step {number}, whose gradient is of this rank's micro-batches "
+                    "only: pass the optimizer and the module of the parameter to run.prepare",
+                    code="SS215",
+                )
 
     def _find_ours(self, optimizer: Optimizer) -> str | None:
         """Return a prepared parameter of an unprepared optimizer, unless a prepared object saves the optimizer."""
@@ -191,9 +175,22 @@ class MisuseChecks(StepObserver):
         ]
 
 
-def _refuse_early(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _find_leaves(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors in which a backward pass of `loss` accumulates gradients."""
+    stack: list[Any] = [loss.grad_fn]
+    seen = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable
+        stack += [source for source, _ in node.next_functions]
+
+
+def _refuse_early(optimizer: Optimizer, *, has_closure: bool) -> None:
     """Refuse an update before the loop. Without a gradient, and a closure to compute one, it does nothing."""
-    has_closure = len(args) > 1 or bool(kwargs)
     if has_closure or any(param.grad is not None for param in list_params(optimizer)):
         raise UsageError(
             "optimizer.step() was called before the loop of the run: each rank trains alone there, on the whole data "

@@ -267,3 +267,4 @@ class Loop:
             )
             if (directory := self._context.location.directory) is not None:
                 directory.write_status("failed", reason or str(self._left_error))
+            self._services.resources.note(self._left_error)
