@@ -1,8 +1,10 @@
 """What Run's default arguments cost on one device: a script by the plain PyTorch loop that it was ported from.
 
 The toy of the README's ladder, the `digits` recipe's model and a small transformer, each at several batch sizes, on one
-rank of one thread. `--micro-batches` adds runs of the same batch in that many micro-batches, from which the default of
-`micro_batch_size` was chosen (docs/decisions/micro_batches.md).
+rank of one thread: without a run directory, and with one. The first row also has README's script as printed, in 4
+micro-batches and with a directory, by a plain loop that accumulates 4 micro-batches. `--micro-batches` adds runs of the
+same batch in that many micro-batches, from which the default of `micro_batch_size` was chosen
+(docs/decisions/micro_batches.md).
 """
 
 from __future__ import annotations  # cloudpickle does not see the names in a local class's annotations
@@ -10,6 +12,8 @@ from __future__ import annotations  # cloudpickle does not see the names in a lo
 import io
 import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +21,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import (
-    Contestant,
     Times,
     build_contestant,
     build_parser,
@@ -34,7 +37,10 @@ import samestep
 from samestep.recipes.digits import load_data
 from samestep.recipes.models.cnn import CNN
 
-PLAIN, DEFAULT = "plain PyTorch loop", "samestep, default"
+PLAIN, ACCUMULATING = "plain PyTorch loop", "plain loop, in 4"
+DEFAULT, DIRECTORY, README = "samestep, default", "with a directory", "README's script"
+BY_ACCUMULATING = "README's by in 4"
+README_WORKLOAD, README_MICRO_BATCHES = ("toy", 32), 4
 TARGET = 0.9  # of the plain loop's samples per second
 VOCABULARY, LENGTH, WIDTH = 256, 64, 64
 
@@ -84,6 +90,16 @@ def build_sentences() -> Dataset[Any]:
     return TensorDataset(tokens[:, :-1], tokens[:, 1:])
 
 
+@dataclass(frozen=True)
+class RunArgs:
+    """How long to measure, by which clock, and where runs with a directory are."""
+
+    num_rounds: int
+    num_steps: int | None
+    cpu: bool
+    directory: str
+
+
 WORKLOADS = {
     "toy": Workload((32, 128), 32, build_toy_data, build_toy, F.mse_loss),
     "digits": Workload((32, 96), 4, lambda: load_data()[0], CNN, F.cross_entropy),
@@ -91,20 +107,24 @@ WORKLOADS = {
 }
 
 
-def run_plain(workload: Workload, batch_size: int) -> Iterator[None]:
-    loader = DataLoader(workload.build_data(), batch_size=batch_size, shuffle=True)
+def run_plain(workload: Workload, batch_size: int, num_micro_batches: int = 1) -> Iterator[None]:
+    loader = DataLoader(workload.build_data(), batch_size=batch_size // num_micro_batches, shuffle=True)
     model = workload.build_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     while True:
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            workload.compute_loss(model(inputs), targets).backward()
-            optimizer.step()
-            yield
+        for number, (inputs, targets) in enumerate(loader, start=1):
+            loss = workload.compute_loss(model(inputs), targets)
+            (loss if num_micro_batches == 1 else loss / num_micro_batches).backward()
+            if number % num_micro_batches == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                yield
 
 
-def run_samestep(workload: Workload, batch_size: int, micro_batch_size: int | None) -> Iterator[None]:
-    run = samestep.Run(None, batch_size=batch_size, micro_batch_size=micro_batch_size, device="cpu")
+def run_samestep(
+    workload: Workload, batch_size: int, micro_batch_size: int | None, run_dir: str | None = None
+) -> Iterator[None]:
+    run = samestep.Run(run_dir, batch_size=batch_size, micro_batch_size=micro_batch_size, device="cpu")
     model = workload.build_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     run.prepare(model=model, optimizer=optimizer)
@@ -113,22 +133,33 @@ def run_samestep(workload: Workload, batch_size: int, micro_batch_size: int | No
             for inputs, targets in step:
                 step.backward(workload.compute_loss(model(inputs), targets))
             optimizer.step()
-            yield
+            try:
+                yield
+            except GeneratorExit:  # all is measured: the run ends as a script's does
+                run.stop()
 
 
-def run_rank(name: str, batch_size: int, micro_batches: list[int], num_rounds: int, num_steps: int | None) -> Times:
+def run_rank(name: str, batch_size: int, micro_batches: list[int], args: RunArgs) -> Times:
     torch.set_num_threads(1)
     sys.stdout = io.StringIO()  # samestep's own lines, up to the end of the process
     workload = WORKLOADS[name]
-    contestants: list[Contestant] = [
-        build_contestant(PLAIN, run_plain(workload, batch_size)),
-        build_contestant(DEFAULT, run_samestep(workload, batch_size, None), deterministic=True),
-    ]
+    directory = tempfile.mkdtemp(dir=args.directory)
+    loops = {
+        PLAIN: run_plain(workload, batch_size),
+        DEFAULT: run_samestep(workload, batch_size, None),
+        DIRECTORY: run_samestep(workload, batch_size, None, f"{directory}/default"),
+    }
+    if (name, batch_size) == README_WORKLOAD:
+        loops[ACCUMULATING] = run_plain(workload, batch_size, README_MICRO_BATCHES)
+        loops[README] = run_samestep(workload, batch_size, batch_size // README_MICRO_BATCHES, f"{directory}/readme")
     for num in micro_batches:
         if batch_size % num == 0:
-            loop = run_samestep(workload, batch_size, batch_size // num)
-            contestants.append(build_contestant(f"in {num}", loop, deterministic=True))
-    return measure(contestants, num_rounds=num_rounds, steps_per_block=num_steps or workload.steps_per_block)
+            loops[f"in {num}"] = run_samestep(workload, batch_size, batch_size // num)
+    return measure(
+        [build_contestant(title, loop, deterministic="plain" not in title) for title, loop in loops.items()],
+        num_rounds=args.num_rounds, steps_per_block=args.num_steps or workload.steps_per_block,
+        read_clock=time.process_time if args.cpu else time.perf_counter,
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -136,30 +167,34 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="what to train")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[], help="further runs in so many of them")
     parser.add_argument("--rounds", type=int, default=31, help="blocks of each contestant, after one to warm up")
+    parser.add_argument("--cpu", action="store_true", help="samples per CPU second of all threads, not per second")
     args = parser.parse_args()
-    num_steps = None
-    if args.quick:
-        args.rounds, num_steps = 1, 2
     if not args.json:
         print_machine()
     results: dict[str, dict[str, float]] = {}
-    for name in args.workloads:
-        for batch_size in WORKLOADS[name].batch_sizes[: 1 if args.quick else None]:
-            run_args = (name, batch_size, args.micro_batches, args.rounds, num_steps)
-            times = samestep.spawn(run_rank, nprocs=1, args=run_args, device="cpu")
-            rate = {PLAIN: batch_size / statistics.median(times[PLAIN])}
-            shares = {other: compute_ratio(times, PLAIN, other) for other in times if other != PLAIN}
-            results[f"{name}, batches of {batch_size}"] = rate | shares
+    with tempfile.TemporaryDirectory() as directory:
+        run_args = RunArgs(1 if args.quick else args.rounds, 2 if args.quick else None, args.cpu, directory)
+        for name in args.workloads:
+            for batch_size in WORKLOADS[name].batch_sizes[: 1 if args.quick else None]:
+                times = samestep.spawn(
+                    run_rank, nprocs=1, args=(name, batch_size, args.micro_batches, run_args), device="cpu"
+                )
+                rate = {PLAIN: batch_size / statistics.median(times[PLAIN])}
+                shares = {other: compute_ratio(times, PLAIN, other) for other in times if other != PLAIN}
+                if README in times:
+                    shares[BY_ACCUMULATING] = compute_ratio(times, ACCUMULATING, README)
+                results[f"{name}, batches of {batch_size}"] = rate | shares
     if args.json:
         print_json(results=results, target=TARGET)
         return
-    columns = [DEFAULT, *(f"in {num}" for num in args.micro_batches)]
+    columns = [DEFAULT, DIRECTORY, ACCUMULATING, README, BY_ACCUMULATING, *(f"in {num}" for num in args.micro_batches)]
     rows = []
     for title, row in results.items():
         mark = "met" if row[DEFAULT] >= TARGET else "MISSED"
         cells = [f"{row[column]:.2f}" if column in row else "" for column in columns]
         rows.append([title, f"{row[PLAIN]:,.0f}", *cells, f">= {TARGET:g} {mark}"])
-    print_table(["samples/s, by the plain loop's", f"{PLAIN}, samples/s", *columns, "default"], rows)
+    unit = "CPU s" if args.cpu else "s"
+    print_table([f"samples/{unit}, by the plain loop's", f"{PLAIN}, samples/{unit}", *columns, "default"], rows)
 
 
 if __name__ == "__main__":
