@@ -5,8 +5,9 @@ TORCH ?= torch==2.13.0
 CONSTRAINTS ?= tests/constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST = $(BIN)/pytest -n 5 --dist worksteal  # on 2 cores 4 leave a sixth of their time idle
 
-.PHONY: train test lint types docs peers test-adapters test-gpu test-lowest newest soak chaos clean
+.PHONY: train test test-system release lint types docs peers test-adapters test-gpu test-lowest newest soak chaos clean
 
 train: $(VENV)/installed
 	$(BIN)/samestep train digits --nproc-per-node 2 $(ARGS)
@@ -15,7 +16,14 @@ train: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(MAKE) --no-print-directory --jobs 2 types lint
 	$(BIN)/python -m compileall -q -j 0 src tests  # read by many processes, which may not write it
-	$(BIN)/pytest -n 5 --dist worksteal -m "not soak"  # on 2 cores 4 leave a sixth of their time idle
+	$(PYTEST) -m "not soak and not packages and not release"
+
+# Run the tests that need Debian packages (.ci/packages installs them as root), and the checks of what is released.
+test-system: $(VENV)/installed-dev
+	$(PYTEST) -m "(packages or release) and not soak"
+
+# Run what `make test` leaves out, before a release. Downloads several GB.
+release: test-system test-adapters test-lowest
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check src tests benchmarks website

@@ -16,6 +16,7 @@ from support.selection import one_in
 
 from samestep.cli import COMMANDS
 
+pytestmark = pytest.mark.release
 SOURCE = Path(__file__).parents[1] / "src" / "samestep"
 # Each module and package in these is a feature of its own if it is in none of the tables below.
 FOLDERS = (

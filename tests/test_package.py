@@ -12,6 +12,7 @@ import pytest
 
 import samestep
 
+pytestmark = pytest.mark.release
 ROOT = Path(__file__).parents[1]
 TRAIN = """
 import samestep, torch

@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+pytestmark = pytest.mark.release
 ROOT = Path(__file__).parents[1]
 WEBSITE = ROOT / "website"
 SCRIPT = """

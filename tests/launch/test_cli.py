@@ -302,6 +302,7 @@ def test_completion_in_bash(tmp_path: Path, words: list[str], replies: list[str]
     assert (done.stdout.split(), done.stderr) == (replies, "")
 
 
+@pytest.mark.packages
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
 def test_completion_in_zsh(tmp_path: Path) -> None:
     (tmp_path / "completion").write_text(run("completion", "zsh").stdout)

@@ -64,6 +64,7 @@ def test_a_stuck_rank_is_named(
         assert re.match(WORDS[fault], status["reason"])
 
 
+@pytest.mark.packages
 def test_a_dropped_link(tmp_path: Path, note_stall: NoteStall) -> None:
     """Without a launcher, and with the store in rank 0, which receives nothing from the other host."""
     reason = why_not()
