@@ -28,7 +28,6 @@ from promises.faulty import (
     IN_BODY,
     IN_SAVING,
     IN_STEP,
-    JOINING,
     KINDS,
     NUM_MICRO_BATCHES,
     NUM_STEPS,
@@ -46,8 +45,7 @@ ACTIONS = ("kill", "kill", "kill", "raise", "exit", "exhaust", "freeze", "preemp
 LAUNCHER_SIGNALS = ("SIGKILL", "SIGTERM", "SIGUSR1", "SIGINT")
 DAMAGES = ("flip a byte", "cut", "empty", "delete")
 HOWS = ("spawn", "launch", "nodes")
-HEALING = ("heal", "heal-nodes", "heal-3-nodes", "replace", "replace-nodes")
-MAX_JOINED = 2  # of the ranks that join the others in a round, how many have faults
+HEALING = ("heal", "heal-nodes", "heal-3-nodes")
 MAX_ROUNDS = 5
 ROUND_DEADLINE_S = 240.0
 
@@ -59,7 +57,7 @@ class Round:
     Attributes:
         nodes: the number of ranks on each node; one node is a `spawn` or a `launch`.
         how: "spawn", "launch", "nodes" (as many launchers on this machine as there are nodes), "heal", "heal-nodes" or
-            "heal-3-nodes" (the same with `--heal`), "replace" or "replace-nodes" (with `--replace`, too).
+            "heal-3-nodes" (the same with `--heal`).
         faults: in the grammar of promises/faulty.py.
         struck_node, sent: the launcher that receives a signal while the last fault holds a rank, and the signal.
         snapshot_every: steps.
@@ -110,13 +108,7 @@ def _plan_round(choose: random.Random, hows: Sequence[str], steps: range) -> Rou
     first = choose.randint(1, world_size - num_nodes + 1) if has_nodes else world_size
     nodes = (first, *(1 for _ in range(num_nodes - 2)), world_size - first - num_nodes + 2)[:num_nodes]
     num_workers = choose.choice([0, 0, 1])
-    replaces = how.startswith("replace")
-    # Ranks that join the others have the next numbers.
-    num_ranks = world_size + (MAX_JOINED if replaces else 0)
-    faults = [_plan_fault(choose, num_ranks, num_workers, steps) for _ in range(choose.randint(1, 3))]
-    if replaces and choose.random() < 0.3:
-        who = choose.choice([0, *range(world_size, num_ranks)])
-        faults.append(f"kill rank {who} at step 0 in {choose.choice(JOINING) if who else 'joining'}")
+    faults = [_plan_fault(choose, world_size, num_workers, steps) for _ in range(choose.randint(1, 3))]
     sent = choose.choice(LAUNCHER_SIGNALS) if how != "spawn" and choose.random() < 0.4 else ""
     if sent:
         faults.append(f"hold rank {choose.randrange(world_size)} at step {choose.choice(steps)} in forward")
@@ -196,10 +188,7 @@ def _run_round(trial: Trial, round_: Round, kind: str) -> None:
             return
         arguments = [word for fault in round_.faults for word in ("--fault", fault)]
         arguments += ["--num-workers", str(round_.num_workers), "--kind", kind]
-        if round_.how.startswith("replace"):  # the steps wait for ranks that join, which take longer to start
-            arguments += ["--whole", str(sum(round_.nodes))]
         flags += ["--heal"] if round_.how in HEALING else []
-        flags += ["--replace"] if round_.how.startswith("replace") else []
         if len(round_.nodes) > 1:
             port = stack.enter_context(reserve_port())
             flags += ["--nnodes", str(len(round_.nodes)), "--rdzv-endpoint", f"127.0.0.1:{port}"]

@@ -79,8 +79,6 @@ def test_version() -> None:
         (["launch", "--grace-s", "-1", __file__], "--grace-s must be a whole number of at least 0, not -1"),
         (["launch", "--rdzv-last-call", "-1", __file__], "--rdzv-last-call must be a whole number of at least 0"),
         (["launch", "--rdzv-last-call", "1.5", __file__], "--rdzv-last-call must be a whole number, not '1.5'"),
-        (["launch", "--replace", __file__], "--replace is for ranks that the others continue without: add --heal;"),
-        (["submit", "--replace", __file__], "--replace is for ranks that the others continue without: add --heal;"),
         (["launch", "--max-restarts", "-1", __file__], "--max-restarts must be a whole number of at least 0, not -1"),
         (["submit", "--array", "x", "--run-dir", "r", __file__], "--array takes numbers and ranges, such as 0-3,7%2"),
         (["submit", "--job-name", "a\nb", __file__], "--job-name takes one line of text, not 'a\\nb'"),

@@ -1,7 +1,6 @@
 """What the launcher names after a death, without ranks."""
 
 import signal
-from typing import Any
 
 import pytest
 
@@ -10,24 +9,9 @@ from samestep.launch.failure import RankEnds, RankFailure
 from samestep.launch.healer import Healer, LateEnds
 from samestep.launch.local_ranks import open_store
 from samestep.world import membership
-from samestep.world.membership import BEGUN, COMING, READY, Membership, name_generation, read_generation, write_note
+from samestep.world.membership import READY, name_generation, read_generation
 
 SIGNAL = [signal.SIGTERM]
-
-
-def take_in_two() -> tuple[Any, Healer]:
-    """Let ranks 2 and 3 join two others. Returns the store, too."""
-    store = open_store()
-    store.add(READY, 2)
-    healing = Healer(store, "secret", 2, RankEnds())
-    healing.expect([2, 3])
-    assert healing.admit() == ()
-    for rank in (2, 3):
-        write_note(store, "secret", f"{COMING}/{rank}")
-    assert healing.admit() == (), "the others have a step to complete"
-    Membership(store, "secret", rank=0, members=range(2)).wait_for_others()
-    assert healing.admit() == [2, 3]
-    return store, healing
 
 
 def test_after_a_signal_nobody_waits_for_a_rank_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,31 +57,6 @@ def test_a_death_after_a_signal_is_no_end_that_others_wait_for(monkeypatch: pyte
     assert read_generation(store, "secret", 2) is None
 
 
-def test_a_rank_that_joined_and_does_not_begin_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others wait for it. One that has begun is left alone."""
-    store, healing = take_in_two()
-    assert read_generation(store, "secret", 1) == [0, 1, 2, 3]
-    assert healing.take_late() == ((), "")
-    write_note(store, "secret", f"{BEGUN}/2")
-    monkeypatch.setattr(healer, "BEGIN_S", 0.0)
-    late, reason = healing.take_late()
-    assert late == [3]
-    assert reason.startswith("rank 3 did not begin the loop")
-    assert healing.take_late() == ((), ""), "once"
-
-
-def test_a_rank_that_was_ready_and_does_not_join_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others wait for it."""
-    monkeypatch.setattr(membership, "_came", [])  # of this process
-    store, healing = take_in_two()
-    Membership(store, "secret", rank=2, members=()).come()
-    monkeypatch.setattr(healer, "GENERATION_S", 0.0)
-    late, reason = healing.take_late()
-    assert late == [3]
-    assert reason.startswith("rank 3 did not join the others")
-    assert healing.take_late() == ((), ""), "once"
-
-
 def test_a_rank_that_ends_after_a_healed_death_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the death, the others would fail, too. But ranks that wait for it after a death continue without it."""
     monkeypatch.setattr(membership, "_gone", [])  # of this process
@@ -116,68 +75,6 @@ def test_a_rank_that_ends_after_a_healed_death_is_not_gone(monkeypatch: pytest.M
     ends.add(1, 0)
     healing.heal([])
     assert read_generation(store, "secret", 3) is None
-
-
-def test_ranks_that_wait_for_one_that_has_died_continue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank that was to join has died with another one, after the others had been asked."""
-    monkeypatch.setattr(membership, "_gone", [])  # of this process
-    store = open_store()
-    store.add(READY, 2)
-    ends = RankEnds()
-    healing = Healer(store, "secret", 2, ends)
-    healing.expect([2])
-    write_note(store, "secret", f"{COMING}/2")
-    assert healing.admit() == ()
-    died = [RankFailure(rank, 0.0, -9, False, "died", "was killed") for rank in (1, 2)]
-    ends.add(1, -9, died[0])
-    assert healing.forget(died[1], [])
-    healing.heal([])
-    assert read_generation(store, "secret", 1) == [0]
-    waiting = Membership(store, "secret", rank=0, members=range(2))
-    waiting.advance("")
-    waiting.wait_for_others()
-    assert healing.admit() == []
-    assert read_generation(store, "secret", 2) == [0]
-
-
-def test_a_rank_that_fails_before_it_begins_has_died(capfd: pytest.CaptureFixture[str]) -> None:
-    """No other rank will do what it did."""
-    store = open_store()
-    store.add(READY, 2)
-    ends = RankEnds()
-    healing = Healer(store, "secret", 2, ends)
-    healing.expect([2, 3])
-    for rank in (2, 3):
-        write_note(store, "secret", f"{COMING}/{rank}")
-    healing.admit()
-    Membership(store, "secret", rank=0, members=range(2)).wait_for_others()
-    assert healing.admit() == [2, 3]
-    write_note(store, "secret", f"{BEGUN}/3")
-    ends.add(2, 1, RankFailure(2, 0.0, 1, False, "exception", "OSError: no such file"))
-    healing.heal([])
-    assert read_generation(store, "secret", 2) == [0, 1, 3]
-    assert "rank 2 raised OSError: no such file" in capfd.readouterr().err
-    ends.add(3, 1, RankFailure(3, 0.0, 1, False, "exception", "OSError: no such file"))
-    healing.heal([])
-    assert read_generation(store, "secret", 3) is None, "its micro-batches would fail in another rank"
-
-
-def test_no_rank_is_left_that_has_the_state_of_the_run(capfd: pytest.CaptureFixture[str]) -> None:
-    """It dies while others join: they do not continue, and it is blamed."""
-    store, healing = take_in_two()
-    ends = healing._ends
-    for rank in (0, 1):
-        ends.add(rank, -9, RankFailure(rank, 1.0, -9, False, "died", "was killed by SIGKILL"))
-        healing.heal([])
-    assert read_generation(store, "secret", 3) == [2, 3]
-    ends.add(2, 1, RankFailure(2, 2.0, 1, True, "exception", "NotHealed: no rank is left", "Traceback ..."))
-    healing.heal([])
-    assert read_generation(store, "secret", 4) is None
-    ends.add(3, 1, RankFailure(3, 2.0, 1, True, "exception", "NotHealed: no rank is left", "Traceback ..."))
-    assert ends.first_failure is not None
-    assert ends.first_failure.rank == 1
-    healing.report(is_end=False)
-    assert capfd.readouterr().err.endswith("the other ranks do not continue, because no rank is left\n")
 
 
 def test_the_last_rank_is_killed_before_it_continues(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,31 +1,9 @@
 """The ranks of one machine: which are ended, and which of several failures is reported."""
 
-import subprocess
-from typing import Any
-
 import pytest
 
 from samestep.launch.failure import SOON_S, RankFailure
 from samestep.launch.local_ranks import Ranks
-from samestep.launch.target import Target
-from samestep.world.environment import JOIN
-
-
-class Server:
-    """A fork server that starts nothing, and reports `events`."""
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-
-    def start(self, ranks: list[dict[str, Any]], **common: Any) -> None: ...
-
-    def receive(self, timeout_s: float) -> dict[str, Any] | None:
-        return self.events.pop(0) if self.events else None
-
-
-@pytest.fixture
-def server() -> Server:
-    return Server()
 
 
 def test_a_rank_that_the_others_have_outlived_is_not_blamed_for_a_later_death() -> None:
@@ -51,23 +29,3 @@ def test_a_death_is_blamed_if_the_others_fail_soon_after(later_s: float, blamed:
     ranks.close()
     assert failure is not None
     assert failure.rank == blamed
-
-
-@pytest.mark.parametrize("leads_group", [True, False])  # the second: it was forked a moment ago
-def test_a_rank_that_starts_after_it_was_dismissed_is_killed(server: Server, leads_group: bool) -> None:
-    """Its launcher was still busy when the others ended."""
-    ranks = Ranks(server)  # type: ignore[arg-type]
-    process = subprocess.Popen(["sleep", "60"], start_new_session=leads_group)
-    try:
-        ranks.start(Target("script", "x.py", []), [{"RANK": "1", "WORLD_SIZE": "2", JOIN: "2"}])
-        ranks.kill_joining()
-        server.events.append({"started": {2: process.pid}})
-        ranks.poll(0.0)
-        assert process.wait(30) == -9
-        server.events.append({"rank": 2, "code": -9, "time_s": 0.0})
-        ranks.poll(0.0)
-        assert ranks.done
-    finally:
-        process.kill()
-        process.wait()
-        ranks.close()

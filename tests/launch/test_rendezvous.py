@@ -37,7 +37,7 @@ from samestep.launch.target import Target
 from samestep.world.membership import read_generation
 
 SECRET = "a secret of this run's nodes"
-ENDED = {"kind": "ended", "round": 1, "failure": None, "signum": 0, "num_joined": 0}
+ENDED = {"kind": "ended", "round": 1, "failure": None, "signum": 0}
 ENDED |= {"has_succeeded": True, "is_complete": True}
 FAILED = ENDED | {"has_succeeded": False}
 

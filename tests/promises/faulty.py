@@ -33,7 +33,6 @@ from torch.utils.data import get_worker_info
 
 import samestep
 from samestep.plan.tree import build_layout
-from samestep.waiting import wait_until
 
 BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SAMPLES = 8, 2, 37
 NUM_MICRO_BATCHES = BATCH_SIZE // MICRO_BATCH_SIZE
@@ -58,8 +57,7 @@ IN_SAVING = (
     "between best and numbered",
     "pruning",
 )
-JOINING = ("unprepared", "joining", "joined")  # of a rank that joins the others, at step 0, and "joining" of the others
-MOMENTS = ("start", *IN_STEP, *IN_BODY, *IN_SAVING, *JOINING, "rewinding", "worker")
+MOMENTS = ("start", *IN_STEP, *IN_BODY, *IN_SAVING, "rewinding", "worker")
 SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "preempt": signal.SIGTERM}
 ENDINGS = ("raise", "exit", "exhaust")  # an exception; os._exit; too much memory
 ELSEWHERE = ("fill", "protect", "forbid", "remove", "backdate")  # faults of the disk, permissions, names and clock
@@ -112,14 +110,6 @@ class Faults:
         self.rank = rank
         self._struck_before = {path.name for path in self._directory.glob("struck-*")}
         (self._directory / f"pid-{rank}").write_text(str(os.getpid()))
-
-    def has_struck_from(self, first: int) -> bool:
-        """Whether a fault has struck a rank from `first` on, or a launcher."""
-        if (self._directory / "launcher").exists():
-            return True
-        struck = {path.name for path in self._directory.glob("struck-*")}
-        ours = [fault for fault in self._faults if fault.rank is not None and fault.rank >= first]
-        return any(f"struck-{str(fault).replace(' ', '-')}" in struck for fault in ours)
 
     def are_in(self, moment: str) -> bool:
         """Whether there is a fault at this moment."""
@@ -182,18 +172,6 @@ class Faults:
             (self._directory / f"frozen-{pid}").touch()
         for pid in pids:
             os.kill(pid, SIGNALS[fault.action])
-
-    def watch_joining(self) -> None:
-        """Makes this rank reach the moment "joining", when it gets or sends the state of the run."""
-        from samestep.world.group import Group
-
-        exchange = Group.exchange_tensors
-
-        def reach_and_exchange(*args: Any) -> None:
-            self.reach("joining", 0)
-            exchange(*args)
-
-        Group.exchange_tensors = reach_and_exchange  # type: ignore[method-assign]
 
     def watch_copying(self) -> None:
         """Makes this rank reach the moment "staging", when a part of a snapshot is copied during the next step."""
@@ -389,7 +367,7 @@ def build_model(kind: str) -> nn.Module:
 
 def train(
     run_dir: str | Path, fault: str | Sequence[str] = (), *, epochs: int = NUM_EPOCHS, num_steps: int | None = None,
-    num_workers: int = 0, with_sampler: bool = False, settled: bool = False, whole: int = 0, kind: str = KINDS[0],
+    num_workers: int = 0, with_sampler: bool = False, settled: bool = False, kind: str = KINDS[0],
     **arguments: Any,
 ) -> Path:  # fmt: skip
     """Trains a run, or the rest of it. Returns its directory.
@@ -400,12 +378,11 @@ def train(
         with_sampler: the script gives each epoch's order.
         kind: one of KINDS.
         settled: each step waits until all snapshots are complete, so that a fault cannot interrupt one.
-        whole: each step waits until so many ranks run, or others are about to join, unless one of these has died.
         arguments: for `samestep.Run`.
     """
     directory = Path(run_dir).with_name(f"{Path(run_dir).name}-faults")
     faults = Faults([fault] if isinstance(fault, str) else fault, directory)
-    names = ("SAMESTEP_JOIN", "RANK", "SLURM_PROCID")
+    names = ("RANK", "SLURM_PROCID")
     faults.join(int(next((os.environ[name] for name in names if name in os.environ), "0")))
     defaults = {"batch_size": BATCH_SIZE, "micro_batch_size": MICRO_BATCH_SIZE, "log_every": 2, "seed": 5}
     # Tiny buckets, so that some gradients are sent while others are still computed.
@@ -414,10 +391,6 @@ def train(
         faults.watch_saving()
     if faults.are_in("staging"):
         faults.watch_copying()
-    if faults.are_in("joining"):
-        faults.watch_joining()
-    if run._context.group.is_joining:
-        faults.reach("unprepared", 0)
     model = build_model(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=0.5)
@@ -451,8 +424,6 @@ def train(
     def train_step(step: Any) -> None:
         nonlocal num_begun
         num_begun = 0
-        if run.world_size < whole:
-            wait_until(lambda: run._context.group.is_asked or faults.has_struck_from(whole), DEADLINE_S)
         if settled:
             run._services.snapshotter.wait_until_written()
             run._context.group.barrier()
@@ -493,10 +464,7 @@ def train(
             run.snapshot("best")
         faults.reach("after schedule")
 
-    if run._context.group.is_joining:
-        faults.reach("joined", 0)
-    else:
-        faults.reach("start")
+    faults.reach("start")
     if num_steps is not None:
         for step in run.steps(samples, num_steps, num_workers=num_workers):
             train_step(step)
@@ -534,11 +502,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=NUM_EPOCHS)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--settled", action="store_true")
-    parser.add_argument("--whole", type=int, default=0)
     parser.add_argument("--kind", choices=KINDS, default=KINDS[0])
     args = parser.parse_args()
     options = {"epochs": args.epochs, "num_workers": args.num_workers, "settled": args.settled, "kind": args.kind}
-    options |= {"whole": args.whole}
     train(args.run_dir, args.fault, **options)
 
 

@@ -2,8 +2,7 @@
 
 "evaluate", "step" and "names" (the exchange of new names of logged values): one of the others knows that this exchange
 is complete on all ranks, and another one does not. "moved": rank 0 dies after the script has changed the directory.
-"stop": after `run.stop()`. "admitting-0" or "admitting-2": that rank dies when another one is to join after this step.
-"admitting-4": the one that is to join dies.
+"stop": after `run.stop()`.
 "start": rank 0 dies before its first step.
 "stuck": rank 2 dies, and rank 0 stops in the new group, before its first heartbeat there. Any other MOMENT: none dies.
 """
@@ -12,24 +11,19 @@ import os
 import signal
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
 import samestep
-from samestep.files import read_text, replace_file
 from samestep.train.guards.watchdog import Watchdog
 from samestep.waiting import wait_until
 from samestep.world.group import Group
-from samestep.world.membership import ASKED, COMING, Membership, write_note
-from samestep.world.rendezvous_store import SignedEntries
 
 DIES_AT = 2
-JOINS_AT = 3  # after this step
 NUM_STEPS = 6
-JOIN_S = 60.0  # for another rank to be ready
+DEADLINE_S = 60.0
 
 
 def die() -> None:
@@ -41,28 +35,11 @@ def main() -> None:
     if moment == "moved":
         directory = os.path.relpath(directory)
     run = samestep.Run(directory, batch_size=6, micro_batch_size=1, device="cpu", snapshot_every=2)
-    is_first = "SAMESTEP_JOIN" not in os.environ
-    number = run.rank if is_first else run.world_size
+    number = run.rank
     pids = run._context.group.gather(os.getpid())
-    ended = Path(f"{directory}-ended")  # the number of the process that was to join
-
-    def come_and_die(membership: Membership) -> None:
-        write_note(membership._store, membership._secret, f"{COMING}/{membership.own}")
-        entries = SignedEntries(membership._secret.encode(), membership._store)
-        wait_until(lambda: bool(entries.read([ASKED])), JOIN_S)
-        replace_file(ended, str(os.getpid()).encode())
-        die()
-
-    def is_gone() -> bool:
-        return ended.exists() and not psutil.pid_exists(int(read_text(ended)))
-
-    if moment == "admitting-4" and os.environ.get("SAMESTEP_JOIN") == "4":
-        Membership.come = come_and_die  # type: ignore[method-assign]
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     run.prepare(model=model, optimizer=optimizer)
-    with torch.no_grad():  # once: a rank that joins gets weights that the others have changed already
-        model.weight.mul_(0.5)
     confirm, gather = Group.confirm, Group.gather
     is_armed = False
     num_ranks = run.world_size
@@ -73,7 +50,7 @@ def main() -> None:
         if is_armed and number == 2:
             threading.Timer(0.5, die).start()  # when it waits for rank 1
         elif is_armed and number == 1:
-            wait_until(lambda: not psutil.pid_exists(pids[2]), JOIN_S)
+            wait_until(lambda: not psutil.pid_exists(pids[2]), DEADLINE_S)
         is_armed = False
         confirm(group, **options)
 
@@ -84,7 +61,7 @@ def main() -> None:
             is_armed = False
             if number == 2:
                 die()
-            wait_until(lambda: not psutil.pid_exists(pids[2]), JOIN_S)
+            wait_until(lambda: not psutil.pid_exists(pids[2]), DEADLINE_S)
             if number == 1:
                 raise RuntimeError("rank 2 is gone")
         return values
@@ -111,18 +88,10 @@ def main() -> None:
                 is_armed = step.number == DIES_AT and moment in ("step", "names") and run.world_size == num_ranks
             if (moment, number, step.number) in (("moved", 0, DIES_AT), ("stuck", 2, DIES_AT)):
                 die()
-            if moment.startswith("admitting") and number == 1 and step.number == DIES_AT:
-                die()
-        if moment.startswith("admitting") and step.number == JOINS_AT and is_first:
-            wait_until(lambda: run._context.group.is_asked, JOIN_S)
-            if moment == "admitting-4":
-                wait_until(is_gone, JOIN_S)
         optimizer.step()
         if step.number == DIES_AT and moment == "evaluate":
-            is_armed = is_first
+            is_armed = True
         run.log(run.evaluate(lambda batch: {"score": model(batch).mean(), "sum": batch.sum()}, data))
-        if moment == f"admitting-{number}" and run._services.stopping.is_admitting and is_first:
-            die()
         if moment == "stop" and step.number == NUM_STEPS - 1:
             run.stop("enough")
             if number == 1:

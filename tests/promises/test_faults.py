@@ -20,7 +20,6 @@ from promises.faulty import (
     IN_BODY,
     IN_SAVING,
     IN_STEP,
-    JOINING,
     MOMENTS,
     NUM_STEPS,
     Fault,
@@ -111,7 +110,7 @@ def test_the_selection_covers() -> None:
     """Each moment has at least three kinds of fault; each kind at least three moments, and every possible victim."""
     faults = [Fault.parse(text) for text in build_faults()]
     assert len(set(faults)) == len(faults)
-    own_tests = {"worker", "rewinding", *JOINING}
+    own_tests = {"worker", "rewinding"}
     assert {fault.moment for fault in faults} == set(MOMENTS) - own_tests
     for moment in {fault.moment for fault in faults}:
         assert len({fault.action for fault in faults if fault.moment == moment}) >= 3, moment

@@ -7,22 +7,18 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-from promises.faulty import IN_BODY, IN_STEP, JOINING, KINDS
-from promises.test_restarts import flags_of
+from promises.faulty import IN_BODY, IN_STEP, KINDS, SECOND_PASS
 from promises.trial import Outcome, Started, Trial
 from support.runs import ask, read_bits, read_rows
 from support.selection import one_in
 from support.waiting import DEADLINE_S
 
 from samestep.console import describe_ranks
-from samestep.world.environment import SAVED
 
-SCRIPTS = "once.py", "folds.py", "collects.py", "inherited.py", "partial.py", "heads.py", "moments.py"
-ONCE, FOLDS, COLLECTS, INHERITED, PARTIAL, HEADS, MOMENTS = [Path(__file__).with_name(name) for name in SCRIPTS]
-KILLED = "kill rank 1 at step 2 in forward"
+SCRIPTS = "once.py", "folds.py", "collects.py", "inherited.py", "partial.py", "moments.py"
+ONCE, FOLDS, COLLECTS, INHERITED, PARTIAL, MOMENTS = [Path(__file__).with_name(name) for name in SCRIPTS]
 ADVICE = ": --max-restarts N starts again from the newest snapshot"
 Undisturbed = Callable[..., Outcome]
 
@@ -281,148 +277,20 @@ def test_a_further_run_needs_all_ranks(trial: Trial) -> None:
 
 
 def test_a_death_in_a_further_run(trial: Trial) -> None:
-    """The others continue. No rank joins: it would run the lines of the first run, and get the state of this one."""
-    started = trial.run("launch", 3, "", "--heal", "--replace", script=FOLDS, arguments=["1"])
+    started = trial.run("launch", 3, "", "--heal", script=FOLDS, arguments=["1"])
     assert "ranks 0 and 2 continue as ranks 0 and 1" in started.output
-    assert "join" not in started.output
     first, second = [read_rows(trial.dir / fold) for fold in "01"]
     assert len(first) == 6
     assert first == second
 
 
-def replace(trial: Trial, faults: Sequence[str], *more: str) -> Started:
-    """Kill ranks, and let others join in their place."""
-    started = launch(trial, faults, "--replace", num_ranks=3, arguments=["--settled", "--whole", "3", *more])
-    assert not (trial.dir / "restarts.jsonl").exists(), "no rank has started again"
-    assert "calls of run.log differ" not in started.output
-    return started
-
-
-def read_heals(trial: Trial) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (trial.dir / "heals.jsonl").read_text().splitlines()]
-
-
-def read_joined(trial: Trial) -> list[int]:
-    return [rank for heal in read_heals(trial) for rank in heal["joined"]]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_died_is_replaced(trial: Trial, undisturbed: Undisturbed, kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_other_kinds_of_training(trial: Trial, undisturbed: Undisturbed, kind: str) -> None:
     # A death in an earlier pass of a step is not healed.
-    fault = KILLED if kind != "adversary" else "kill rank 1 at step 2 in second pass"
-    replace(trial, [fault], "--kind", kind)
-    assert read_joined(trial) == [3]
+    moment = SECOND_PASS if kind == "adversary" else "forward"
+    launch(trial, [f"kill rank 1 at step 2 in {moment}"], num_ranks=3, arguments=["--kind", kind, "--settled"])
+    assert not (trial.dir / "restarts.jsonl").exists(), "no rank has started again"
     assert trial.outcome() == undisturbed(kind=kind)
-
-
-def test_a_rank_that_has_joined_gets_stuck(trial: Trial, undisturbed: Undisturbed) -> None:
-    """It is ended like any other, and the others continue."""
-    fault = "freeze rank 3 at step 9 in forward"
-    with trial.killing_the_frozen():
-        words = [word for each in (KILLED, fault) for word in ("--fault", each)]
-        flags = ["--heal", "--replace", "--stuck-after-s", "3"]
-        started = trial.run("launch", 3, "", *flags, arguments=[*words, "--settled", "--whole", "3"])
-    assert [heal["lost"] for heal in read_heals(trial)] == [[1], [], [3]]
-    assert trial.struck == {KILLED, fault}, started.output
-    assert trial.outcome() == undisturbed()
-
-
-def test_every_rank_is_replaced(trial: Trial, undisturbed: Undisturbed) -> None:
-    """Until none of the first ones is left. Rank 0 is the first of those that are."""
-    kills = ["kill rank 0 at step 2 in forward", "kill rank 1 at step 6 in update", "kill rank 2 at step 9 in start"]
-    kills[2:] = ["kill rank 2 at step 11 in reduction", "kill rank 3 at step 13 in backward"]
-    started = replace(trial, kills, "--num-workers", "1")
-    assert read_joined(trial) == [3, 4, 5]
-    assert "ranks that died  4 (ranks 0, 1, 2 and 3)\n" in started.output
-    assert trial.outcome() == undisturbed()
-
-
-def test_two_ranks_are_replaced(trial: Trial, undisturbed: Undisturbed) -> None:
-    replace(trial, ["kill rank 1 at step 6 in reduction", "kill rank 0 at step 6 in forward"])
-    assert sorted(read_joined(trial)) == [3, 4]
-    assert trial.outcome() == undisturbed()
-
-
-@pytest.mark.parametrize(("how", "when", "joins"), [("epochs", "1", 4), ("epochs", "head", 8), ("steps", "2", 5)])
-def test_a_rank_joins_where_it_makes_the_same_calls(tmp_path: Path, how: str, when: str, joins: int) -> None:
-    """The others have made the calls at the head of the epoch, so it joins at the end; or call the sampler next."""
-    whole, healed = (Trial(tmp_path / name, []) for name in ("whole", "healed"))
-    whole.run("launch", 3, "", script=HEADS, arguments=[how, "never"])
-    started = healed.run("launch", 3, "", "--heal", "--replace", script=HEADS, arguments=[how, when])
-    assert f"rank 3 joins before step {joins}: 3 ranks" in started.output
-    assert "calls of run.log differ" not in started.output
-    assert ask("inspect", healed.dir, "--digest") == ask("inspect", whole.dir, "--digest")
-    assert read_rows(healed.dir) == read_rows(whole.dir)
-    whole.close()
-    healed.close()
-
-
-def test_a_rank_joins_a_run_that_was_resumed_in_its_second_loop(tmp_path: Path) -> None:
-    """The loop before that has no steps, and the script's lines between them run again."""
-    whole, healed = (Trial(tmp_path / name, []) for name in ("whole", "healed"))
-    whole.run("launch", 3, "", script=HEADS, arguments=["loops", "never"])
-    assert healed.start("launch", 3, "", script=HEADS, arguments=["loops", "7"]).wait() != 0
-    started = healed.run("launch", 3, "", "--heal", "--replace", script=HEADS, arguments=["loops", "9"])
-    assert "resumed at step 6" in started.output
-    assert "rank 3 joins before step 11: 3 ranks" in started.output
-    assert ask("inspect", healed.dir, "--digest") == ask("inspect", whole.dir, "--digest")
-    assert read_rows(healed.dir) == read_rows(whole.dir)
-    whole.close()
-    healed.close()
-
-
-def test_a_rank_with_another_script_does_not_join(tmp_path: Path) -> None:
-    """It would train something else, with the same parameters."""
-    script = tmp_path / "script.py"
-    script.write_text(HEADS.read_text())
-    trial = Trial(tmp_path / "run", [])
-    started = trial.run("launch", 3, "", "--heal", "--replace", script=script, arguments=["edited", "1"])
-    assert re.search(r"rank 3 on \S+ runs another script\.py than rank 0", started.output)
-    assert "joins" not in started.output
-    trial.close()
-
-
-def test_a_rank_that_fails_before_its_first_step_does_not_end_the_others(
-    trial: Trial, undisturbed: Undisturbed
-) -> None:
-    fault = "raise rank 3 at step 0 in joined"
-    started = replace(trial, [KILLED, fault])
-    assert f"rank 3 raised RuntimeError: a fault: {fault}" in started.output
-    assert trial.outcome() == undisturbed()
-
-
-@pytest.mark.parametrize("rank", [0, 2, 3])
-@pytest.mark.parametrize("moment", JOINING)
-def test_a_rank_dies_while_another_one_joins(trial: Trial, undisturbed: Undisturbed, moment: str, rank: int) -> None:
-    if rank < 3 and moment != "joining":
-        pytest.skip("only a rank that joins has this moment")
-    fault = f"kill rank {rank} at step 0 in {moment}"
-    replace(trial, [KILLED, fault])
-    assert trial.struck == {KILLED, fault}
-    assert trial.outcome() == undisturbed()
-
-
-@pytest.mark.parametrize("faults", [[], [KILLED]], ids=["no death", "a death"])
-def test_rank_0_reports_the_snapshots_after_a_death(
-    trial: Trial, faults: Sequence[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Only these, so that the launcher need not know which came first."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    words = flags_of(*faults, "hold rank 0 at step 12 in forward")  # the snapshot of step 5 is reported by then
-    started = trial.start("launch", 3, "", "--heal", arguments=words)
-    trial.wait_held()
-    notes = [*tmp_path.glob(f"*/{SAVED}")]
-    trial.go_on()
-    assert started.wait() == 0, started.output
-    assert len(notes) == len(faults)
-
-
-def test_the_run_ends_before_a_rank_can_join(trial: Trial, undisturbed: Undisturbed) -> None:
-    """The rank ends, too, without a word."""
-    started = launch(trial, ["kill rank 1 at step 14 in forward"], "--replace", num_ranks=3, arguments=["--settled"])
-    assert trial.num_ends == 1
-    assert "joined" not in started.output
-    assert trial.outcome() == undisturbed()
 
 
 def test_a_numbered_snapshot_that_is_lost(trial: Trial, undisturbed: Undisturbed) -> None:
@@ -495,29 +363,11 @@ def test_rank_0_dies_after_the_script_has_changed_the_directory(
     assert list(Path(f"{trial.dir}-other").iterdir()) == []
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_dies_when_another_one_may_join(trial: Trial, moments: tuple[str, bytes, bytes], rank: int) -> None:
-    """Its death is recorded once."""
-    started = trial.run("launch", 4, "", "--heal", "--replace", script=MOMENTS, arguments=[f"admitting-{rank}"])
-    heals = [json.loads(line) for line in (trial.dir / "heals.jsonl").read_text().splitlines()]
-    assert [lost for heal in heals for lost in heal["lost"]] == [1, rank]
-    assert f"rank {rank} is gone in step 4" in started.output
-    assert read_bits(trial.dir) == moments
-
-
-def test_a_rank_that_is_to_join_dies(trial: Trial, moments: tuple[str, bytes, bytes]) -> None:
-    """The others form a new group without it. The next rank joins after a snapshot."""
-    started = trial.run("launch", 4, "", "--heal", "--replace", script=MOMENTS, arguments=["admitting-4"])
-    assert "rank 4 was killed by SIGKILL (out of memory?), before it joined the others" in started.output
-    assert "rank 1 is gone in step 2" in started.output
-    assert read_bits(trial.dir) == moments
-
-
 def test_rank_0_dies_between_the_beginning_of_its_loop_and_its_first_step(
     trial: Trial, moments: tuple[str, bytes, bytes]
 ) -> None:
-    """No other rank does what it does there. All start again, also those of a launch that replaces ranks."""
-    flags = ["--heal", "--replace", "--max-restarts", "1"]
+    """No other rank does what it does there. All start again."""
+    flags = ["--heal", "--max-restarts", "1"]
     started = trial.run("launch", 3, "", *flags, script=MOMENTS, arguments=["start"])
     assert "because not all had begun their first loop" in started.output
     assert read_bits(trial.dir) == moments

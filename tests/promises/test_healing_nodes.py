@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from promises.faulty import JOINING
 from promises.test_nodes import HELD, finish, flags_at
 from promises.test_restarts import flags_of, read_restarts
 from promises.trial import Outcome, Started, Trial
 from support.hosts import Host
 from support.selection import one_in
-from support.waiting import wait_until
 
 Undisturbed = Callable[..., Outcome]
 
@@ -26,11 +24,10 @@ def start(
     *flags: str,
     faults: Sequence[str] = (),
     node_ranks: Sequence[int] | None = None,
-    whole: int = 0,
 ) -> list[Started]:
-    """Start a launcher on each host, or on those with `node_ranks`. `whole`: as for `faulty.train`."""
+    """Start a launcher on each host, or on those with `node_ranks`."""
     at = flags_at(f"{hosts[0].address}:29400", str(len(hosts)), "--heal", *flags)
-    words = [*flags_of(*faults), "--settled", "--whole", str(whole)]
+    words = [*flags_of(*faults), "--settled"]
     return [
         trial.start("launch", num_ranks, "", *at, "--node-rank", str(rank), arguments=words, host=host)
         for rank, host in enumerate(hosts)
@@ -136,99 +133,6 @@ def test_a_node_comes_back(trial: Trial, undisturbed: Undisturbed, all_hosts: li
     assert (row["reason"], row["world_size"], row["lost_steps"]) == ("a node has joined", 2, 0)
     assert [heal["lost"] for heal in read_heals(trial)] == [[1]]
     assert trial.outcome() == undisturbed()
-
-
-def test_the_ranks_of_a_node_that_comes_back_join(
-    trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]
-) -> None:
-    """No rank starts again. Those of the node have new numbers."""
-    stays, goes = start(trial, all_hosts[:2], 2, "--replace", faults=[HELD], whole=4)
-    trial.wait_held()
-    goes.process.kill()
-    stays.wait_for_words("rank 3 was lost with node 1 (h2)")
-    goes.wait()
-    trial.go_on()
-    [comes] = start(trial, all_hosts[:2], 2, "--replace", faults=[HELD], node_ranks=[1], whole=4)
-    assert finish(stays, comes) == [0, 0], stays.output + comes.output
-    assert sorted(read_lost(trial)) == [2, 3]
-    assert sorted(read_joined(trial)) == [4, 5]
-    assert trial.outcome() == undisturbed()
-
-
-def test_a_further_node_joins(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
-    """No rank has died, and none starts again."""
-    endpoint = f"{all_hosts[0].address}:29400"
-    words = ["--settled", "--whole", "3"]
-
-    def start_one(rank: int, num_ranks: int) -> Started:
-        flags = ["--heal", "--replace", "--node-rank", str(rank)]
-        at = flags_at(endpoint, "1:2", *flags)
-        return trial.start("launch", num_ranks, "", *at, arguments=words, host=all_hosts[rank])
-
-    first = start_one(0, 2)
-    first.wait_for_words("micro-batches on 2 ranks")
-    second = start_one(1, 1)
-    assert finish(first, second) == [0, 0], first.output + second.output
-    assert not (trial.dir / "restarts.jsonl").exists()
-    assert read_joined(trial) == [2]
-    assert trial.outcome() == undisturbed()
-
-
-def test_a_node_is_lost_before_its_ranks_have_joined(
-    trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]
-) -> None:
-    """The others continue, as they did before it came."""
-    endpoint = f"{all_hosts[0].address}:29400"
-    words = [*flags_of("hold rank 2 at step 0 in unprepared"), "--settled", "--whole", "3"]
-
-    def start_one(rank: int, num_ranks: int) -> Started:
-        at = flags_at(endpoint, "1:2", "--heal", "--replace", "--node-rank", str(rank))
-        return trial.start("launch", num_ranks, "", *at, arguments=words, host=all_hosts[rank])
-
-    first = start_one(0, 2)
-    first.wait_for_words("micro-batches on 2 ranks")
-    second = start_one(1, 1)
-    wait_until((trial.faults / "held-2").exists, "rank 2 is there")
-    second.process.kill()
-    second.wait()
-    first.wait_for_words("rank 2 was lost with node 1 (h2), before it joined the others: they continue without it")
-    (trial.faults / "launcher").touch()  # so that the steps no longer wait for it
-    assert finish(first) == [0], first.output
-    assert not (trial.dir / "restarts.jsonl").exists()
-    assert not (trial.dir / "heals.jsonl").exists()
-    assert trial.outcome() == undisturbed()
-
-
-def replace(trial: Trial, hosts: Sequence[Host], num_ranks: int, *faults: str) -> list[Started]:
-    """Kill ranks, and let others join in their place. `num_ranks`: on each host."""
-    nodes = start(trial, hosts, num_ranks, "--replace", faults=faults, whole=len(hosts) * num_ranks)
-    codes = finish(*nodes)
-    assert codes == [0] * len(nodes), "\n".join(node.output for node in nodes)
-    return nodes
-
-
-def read_joined(trial: Trial) -> list[int]:
-    return [rank for heal in read_heals(trial) for rank in heal["joined"]]
-
-
-def test_a_rank_is_replaced(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
-    """Rank 0 and the one that has replaced another are among them. A new rank runs on the host of the old one."""
-    faults = [f"kill rank {rank} at step {step} in forward" for rank, step in ((3, 2), (0, 7), (4, 12))]
-    replace(trial, all_hosts[:2], 2, *faults)
-    assert read_lost(trial) == [3, 0, 4]
-    assert read_joined(trial) == [4, 5]
-    assert trial.outcome() == undisturbed()
-
-
-@pytest.mark.parametrize("moment", JOINING)
-def test_a_rank_dies_while_it_joins(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host], moment: str) -> None:
-    """Its node has no other rank."""
-    fault = f"kill rank 2 at step 0 in {moment}"
-    nodes = replace(trial, all_hosts[:2], 1, "kill rank 1 at step 2 in forward", fault)
-    assert fault in trial.struck
-    assert read_joined(trial) in ([], [2], [2, 3], [3])
-    assert trial.outcome() == undisturbed()
-    assert "rank 2 was killed by SIGKILL (out of memory?), on node 1 (h2)" in nodes[0].output
 
 
 @pytest.mark.soak

@@ -117,7 +117,7 @@ def test_memory_is_limited() -> None:
 @pytest.mark.parametrize("num_recorded", [0, 1, 2])
 def test_each_death_is_recorded_once(tmp_path: Path, num_recorded: int) -> None:
     """Ranks 0 and 1 have died in turn. Rank 1 may have recorded one death, or both, before its own."""
-    heals = [Heal(4, [0], [], 3, 0.1), Heal(5, [], [4], 4, 0.1)]
+    heals = [Heal(4, [0], 3, 0.1), Heal(5, [2], 2, 0.1)]
     (tmp_path / "run").mkdir()
     earlier = RunDirectory(tmp_path / "run", warn=pytest.fail)
     for heal in heals:
@@ -133,8 +133,8 @@ def test_each_death_is_recorded_once(tmp_path: Path, num_recorded: int) -> None:
         directory.close()
     directory = RunDirectory(tmp_path / "run", warn=pytest.fail)
     directory.continue_start(1, kept, 4, is_in_loop=False)
-    directory.write_heal(Heal(6, [0, 1], [], 3, 0.1))  # it saw both deaths together
+    directory.write_heal(Heal(6, [0, 1], 1, 0.1))  # it saw both deaths together
     directory.close()
-    rows = [(row["start"], row["step"], row["lost"], row["joined"]) for row in read_rows(tmp_path / "run" / HEALS)]
-    assert rows[:2] == [(0, 4, [0], []), (0, 5, [], [4])]
-    assert rows[2:] == [(1, 4, [0], []), (1, 5, [], [4]), (1, 6, [1], [])]
+    rows = [(row["start"], row["step"], row["lost"]) for row in read_rows(tmp_path / "run" / HEALS)]
+    assert rows[:2] == [(0, 4, [0]), (0, 5, [2])]
+    assert rows[2:] == [(1, 4, [0]), (1, 5, [2]), (1, 6, [1])]

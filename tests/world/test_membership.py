@@ -7,30 +7,23 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from samestep.errors import NotHealed, PeerFailed
+from samestep.errors import PeerFailed
 from samestep.world import membership
 from samestep.world.membership import (
     Membership,
-    check_ranks_unchanged,
     name_generation,
     read_generation,
     write_generation,
 )
 
 IS_CONFIRMED = True  # a rank continues when it knows that all have the result
-ARE_AGREED = True  # on which ranks have joined, by a collective
 
 # What a rank does: it takes part in a collective, in its confirmation, or in the comparison of positions; or it has
-# left its group, waits for the other members of a later one, has done all collectives, or is dead. A rank that joins
-# is coming until a generation is named with it.
+# left its group, waits for the other members of a later one, has done all collectives, or is dead.
 COLLECTIVE, CONFIRMATION, COMPARISON = "collective", "confirmation", "comparison"
-LEFT, WAITS, DONE, DEAD, COMING = "left", "waits", "done", "dead", "coming"
+LEFT, WAITS, DONE, DEAD = "left", "waits", "done", "dead"
 
-# The collectives: two steps, and between them, if a rank is to join, those of `Group.admit` and the handover.
-STEP, GENERATION, JOINED, HANDOVER = "step", "generation", "joined", "handover"
-WITHOUT_JOINING = (STEP, STEP)
-GIVEN_UP = (STEP, GENERATION, JOINED, STEP)
-WITH_JOINING = (STEP, GENERATION, JOINED, HANDOVER, STEP)
+NUM_COLLECTIVES = 2
 
 
 class Rank(NamedTuple):
@@ -38,16 +31,12 @@ class Rank(NamedTuple):
 
     Attributes:
         has_result: of the collective or confirmation.
-        value: that result: a generation, or whether the rank has joined.
         num_received: in its generation, of each of them.
-        plan: the collectives as far as this rank knows.
     """
 
-    plan: tuple[str, ...]
     doing: str = COLLECTIVE
     position: int = 0
     has_result: bool = False
-    value: int = -1
     generation: int = 0
     num_received: int = 0
 
@@ -55,7 +44,6 @@ class Rank(NamedTuple):
 class Message(NamedTuple):
     doing: str
     position: int
-    collective: str
 
 
 class State(NamedTuple):
@@ -68,21 +56,15 @@ class State(NamedTuple):
         sent: the messages of each rank in each generation that has a member who may read them.
         named: the members of each generation from 1 on.
         ended: the ranks whose end the launcher has noticed. Each makes a new generation.
-        waiting: the generation whose ranks wait for the next one; -1 before.
     """
 
     ranks: tuple[Rank, ...]
     sent: tuple[tuple[tuple[int, int], tuple[Message, ...]], ...] = ()
     named: tuple[tuple[int, ...], ...] = ()
     ended: frozenset[int] = frozenset()
-    waiting: int = -1
 
     def get_members(self, generation: int) -> tuple[int, ...]:
-        first = (r for r, rank in enumerate(self.ranks) if rank.doing != COMING and not self._joins(r))
-        return self.named[generation - 1] if generation else tuple(first)
-
-    def _joins(self, r: int) -> bool:
-        return r == len(self.ranks) - 1 and self.ranks[0].plan != WITHOUT_JOINING
+        return self.named[generation - 1] if generation else tuple(range(len(self.ranks)))
 
     def name(self, members: Sequence[int]) -> "State":
         return self._replace(named=(*self.named, tuple(members)))
@@ -97,9 +79,9 @@ def send(state: State, r: int, rank: Rank) -> State:
     ranks = (*state.ranks[:r], rank, *state.ranks[r + 1 :])
     sent = dict(state.sent)
     if rank.doing in (COLLECTIVE, CONFIRMATION, COMPARISON):
-        message = Message(rank.doing, rank.position, rank.plan[rank.position] if rank.doing == COLLECTIVE else "")
+        message = Message(rank.doing, rank.position)
         sent[rank.generation, r] = (*sent.get((rank.generation, r), ()), message)
-    busy = [each.generation for each in ranks if each.doing not in (LEFT, DONE, DEAD, COMING)]
+    busy = [each.generation for each in ranks if each.doing not in (LEFT, DONE, DEAD)]
     kept = {key: messages for key, messages in sent.items() if key[0] >= min(busy, default=100)}
     return state._replace(ranks=ranks, sent=tuple(sorted(kept.items())))
 
@@ -117,17 +99,10 @@ def find_next(state: State, max_deaths: int) -> Iterator[State]:
             continue
         if num_dead < max_deaths:
             yield send(state, r, rank._replace(doing=DEAD))
-        if rank.doing == COMING:
-            if r in members:  # `Membership.come`
-                yield send(state, r, rank._replace(doing=WAITS, generation=len(state.named)))
-            elif all(state.ranks[member].doing in (DEAD, DONE) for member in members):
-                yield send(state, r, rank._replace(doing=DEAD))  # `Healer.is_over`
-        elif rank.doing in (LEFT, WAITS):
+        if rank.doing in (LEFT, WAITS):
             yield from wait(state, r)
         else:
             yield from take_part(state, r)
-    if state.waiting == len(state.named):  # `Healer.admit`
-        yield state.name([*members, *(r for r, rank in enumerate(state.ranks) if rank.doing == COMING)])
 
 
 def wait(state: State, r: int) -> Iterator[State]:
@@ -157,7 +132,7 @@ def take_part(state: State, r: int) -> Iterator[State]:
 def has_left(state: State, other: Rank, generation: int) -> bool:
     if other.doing == DONE and not state.ended:
         return False  # its messages are there
-    return other.doing in (DEAD, DONE, LEFT, COMING) or other.generation != generation
+    return other.doing in (DEAD, DONE, LEFT) or other.generation != generation
 
 
 def complete(state: State, r: int, rank: Rank, received: Sequence[Message]) -> State:
@@ -166,8 +141,6 @@ def complete(state: State, r: int, rank: Rank, received: Sequence[Message]) -> S
         raise Disagreement("ranks have exchanged messages of different kinds")
     if rank.doing == COMPARISON:
         positions = [rank.position, *(message.position for message in received)]
-        if rank.position < 0:  # `Group.joined`
-            return begin(state, r, rank._replace(position=max(positions), has_result=False))
         counts = membership.is_settled(rank.position, positions)
         if counts and not rank.has_result:
             raise Disagreement("a rank continues after a collective whose result it does not have")
@@ -175,11 +148,7 @@ def complete(state: State, r: int, rank: Rank, received: Sequence[Message]) -> S
     if {message.position for message in received} - {rank.position}:
         raise Disagreement("ranks have exchanged messages of different collectives")
     if rank.doing == COLLECTIVE:
-        collective = rank.plan[rank.position]
-        if {message.collective for message in received} - {collective}:
-            raise Disagreement("ranks do not agree on which have joined")
-        value = len(state.ranks) - 1 in state.get_members(rank.generation)
-        rank = rank._replace(has_result=True, value=rank.generation if collective == GENERATION else value)
+        rank = rank._replace(has_result=True)
         if IS_CONFIRMED:
             return send(state, r, rank._replace(doing=CONFIRMATION))
     return apply(state, r, rank)
@@ -187,37 +156,22 @@ def complete(state: State, r: int, rank: Rank, received: Sequence[Message]) -> S
 
 def apply(state: State, r: int, rank: Rank) -> State:
     """Continue after a collective that counts."""
-    collective, value = rank.plan[rank.position], rank.value
-    rank = rank._replace(position=rank.position + 1, has_result=False, value=-1)
-    if collective == GENERATION and value == rank.generation:  # `Group.admit`
-        return send(state._replace(waiting=rank.generation), r, rank._replace(doing=LEFT))
-    if collective == JOINED:
-        rank = rank._replace(plan=WITH_JOINING if value else GIVEN_UP)
-    return begin(state, r, rank)
+    return begin(state, r, rank._replace(position=rank.position + 1, has_result=False))
 
 
 def begin(state: State, r: int, rank: Rank) -> State:
     """Begin the collective at the rank's position."""
-    if not ARE_AGREED and rank.position < len(rank.plan) and rank.plan[rank.position] == JOINED:
-        has_joined = len(state.ranks) - 1 in state.get_members(rank.generation)
-        rank = rank._replace(position=rank.position + 1, plan=WITH_JOINING if has_joined else GIVEN_UP)
-    is_last = rank.position == len(rank.plan)
-    members = state.get_members(rank.generation)
-    # A rank without the state of the run cannot continue alone.
-    has_failed = not is_last and rank.plan[rank.position] == HANDOVER and members == (len(state.ranks) - 1,)
-    return send(state, r, rank._replace(doing=DONE if is_last or has_failed else COLLECTIVE))
+    return send(state, r, rank._replace(doing=DONE if rank.position == NUM_COLLECTIVES else COLLECTIVE))
 
 
-def search(num_ranks: int, max_deaths: int, *, has_joining: bool = False) -> int:
-    """Visit every state that can occur. Returns their number. `has_joining`: a further rank joins between two steps.
+def search(num_ranks: int, max_deaths: int) -> int:
+    """Visit every state that can occur. Returns their number.
 
     Raises:
         Disagreement: two ranks disagree in one of them.
         AssertionError: nothing can happen in one, and a rank that lives is not done.
     """
-    plan = GIVEN_UP if has_joining else WITHOUT_JOINING
-    joining = [Rank(WITH_JOINING, COMING, position=-1, generation=-1)] if has_joining else []
-    state = State((*(Rank(plan) for _ in range(num_ranks)), *joining))
+    state = State((Rank(),) * num_ranks)
     for r in range(num_ranks):
         state = send(state, r, state.ranks[r])
     seen, frontier = {state}, [state]
@@ -235,14 +189,9 @@ def test_no_state_has_ranks_that_disagree_or_wait_for_ever() -> None:
     assert search(3, 2) > 9_000
 
 
-def test_the_same_while_a_rank_joins() -> None:
-    assert search(2, 2, has_joining=True) > 5_000
-
-
 @pytest.mark.soak  # 30 s
 def test_the_same_with_a_further_rank() -> None:
     assert search(4, 2) > 150_000
-    assert search(3, 1, has_joining=True) > 10_000
 
 
 RULES: dict[str, Callable[[int, Sequence[int]], bool]] = {
@@ -263,12 +212,6 @@ def test_the_search_finds_that_a_confirmation_is_needed(monkeypatch: pytest.Monk
     monkeypatch.setattr(sys.modules[__name__], "IS_CONFIRMED", False)
     with pytest.raises(Disagreement):
         search(3, 2)
-
-
-def test_the_search_finds_that_ranks_must_agree_on_who_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "ARE_AGREED", False)
-    with pytest.raises(Disagreement, match=r"agree|different|does not have"):
-        search(2, 2, has_joining=True)
 
 
 @pytest.fixture
@@ -355,16 +298,3 @@ def test_a_survivor_may_come_late(monkeypatch: pytest.MonkeyPatch, store: Any) -
     write_generation(store, "secret", 2, [])
     with pytest.raises(PeerFailed, match="a rank is gone"):
         survivor.advance("a rank is gone")
-
-
-def test_a_further_run_does_not_begin_after_a_rank_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "_gone", [])
-    monkeypatch.setattr(membership, "_came", [])
-    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
-    own = Membership(store, "secret", rank=0, members=range(1))
-    write_generation(store, "secret", 1, [0, 1])
-    store.set(f"{name_generation(1)}/1", b"")
-    check_ranks_unchanged()
-    own.advance("")
-    with pytest.raises(NotHealed, match="after rank 1 has joined"):
-        check_ranks_unchanged()

@@ -20,7 +20,6 @@ class Vote(NamedTuple):
         snapshot: whether a snapshot is due by this rank's clock.
         copying: whether this rank is copying its state for a snapshot.
         comparison: whether a replica check is due by this rank's clock.
-        joining: whether other ranks wait to join.
         computed: checksum of this rank's results for a micro-batch that another rank computes, too; 0 for none.
         recomputed: checksum of this rank's results for a micro-batch of another rank; 0 for none.
         logged: a hash of the names in this rank's calls of run.log since the previous exchange; 0 for none.
@@ -31,7 +30,6 @@ class Vote(NamedTuple):
     snapshot: bool = False
     copying: bool = False
     comparison: bool = False
-    joining: bool = False
     computed: int = 0
     recomputed: int = 0
     logged: int = 0
@@ -83,7 +81,7 @@ class ControlFormat:
         self._shape = (layout.max_parts, num_values)
         most = max(len(held) for held in layout.ranges)
         self._padding = [0] * most
-        self._struct = Struct(f"<q????QQII??BxQ{most}Q{most * sum(self._widths)}d")
+        self._struct = Struct(f"<q???xQQII??BxQ{most}Q{most * sum(self._widths)}d")
         self._used_at = self._struct.size
         self._parts_at = -(-(self._used_at + num_params) // 8) * 8
         self.size_bytes = -(-(self._parts_at + 8 * layout.max_parts * num_values) // 64) * 64
@@ -115,8 +113,8 @@ class ControlFormat:
 
     def unpack_from(self, block: memoryview, num_micro_batches: int) -> Control:
         """Read the control block of a rank that has `num_micro_batches`."""
-        *vote, buffers_changed, has_new_names, num_losses, order = (unpacked := self._struct.unpack_from(block, 0))[:13]
-        numbers = [*unpacked[13:]]
+        *vote, buffers_changed, has_new_names, num_losses, order = (unpacked := self._struct.unpack_from(block, 0))[:12]
+        numbers = [*unpacked[12:]]
         fingerprints = numbers[:num_micro_batches]
         at = self._most
         tables: list[list[list[float]]] = []

@@ -85,10 +85,6 @@ class GradientAverager:
         )
         return Reducer(plan, context.group)
 
-    def forget_names(self) -> None:
-        """Forget the names of logged values, which ranks that have joined do not know. On all ranks."""
-        self._context.logged.names.clear()
-
     def hold_buffers(self) -> None:
         """Remember all buffers, for `undo_buffers`."""
         self._context.buffers.begin()

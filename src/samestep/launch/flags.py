@@ -1,7 +1,7 @@
 """The options of `launch`, and its target. Imports nothing slow."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ FLAGS: dict[str, Option] = {
         int, "N", "how often to restart all ranks from the newest snapshot after one has failed; default: 0", whole(0)
     ),
     "heal": Option(bool, "", "if a rank dies, the others compute its micro-batches, and continue"),
-    "replace": Option(bool, "", "with --heal: a further rank joins the others in the place of each one that has died"),
     "nnodes": Option(str, "N", "number of nodes, or MIN:MAX if nodes may join and leave; default: 1"),
     "node_rank": Option(int, "R", "rank of this node, from 0; default: in the order in which nodes connect"),
     "rdzv_endpoint": Option(str, "H:P", "rendezvous: the address of one node ([v6]) and a free port there"),
@@ -94,16 +93,6 @@ def translate_torchrun(values: dict[str, Any]) -> None:
             )
         host = f"[{host}]" if ":" in host else host
         values["rdzv_endpoint"] = host if port is None else f"{host}:{port}"
-
-
-def check_replace(values: Mapping[str, Any]) -> None:
-    """Raise Error if the option --replace is given without --heal."""
-    if "replace" in values and "heal" not in values:
-        raise Error(
-            "--replace is for ranks that the others continue without: add --heal; to start all ranks again after a "
-            "death, use --max-restarts instead",
-            code="SS104",
-        )
 
 
 def find_misplaced(arguments: Sequence[str], text: str) -> list[str]:

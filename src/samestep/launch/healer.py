@@ -5,25 +5,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from samestep.console import describe_ranks, say
+from samestep.console import say
 from samestep.errors import PeerFailed
-from samestep.launch.failure import RankEnds, RankFailure
+from samestep.launch.failure import RankEnds
 from samestep.world.membership import (
-    BEGUN,
-    CLOSED,
-    COMING,
     GENERATION_S,
     READY,
-    has_note,
     have_come,
     read_refusal,
     read_stuck,
-    read_waiting,
-    write_asked,
     write_generation,
 )
-
-BEGIN_S = 300.0  # for a rank that has joined to run the script's lines before the loop, while the others wait
 
 
 class LateEnds:
@@ -77,38 +69,7 @@ class Healer:
         self._locate = locate
         self._members = [*range(num_ranks)]
         self._number = 0
-        self._coming: list[int] = []  # ranks that were started to join the others
-        self._ready: set[int] = set()  # those that were ready
-        self._asked = -1  # the generation that was asked to take them in
-        self._joined: dict[int, int] = {}  # the last ranks that were taken in, and the generation of that
-        self._joined_s = 0.0
         self._late = LateEnds(ends)
-
-    def take_late(self) -> tuple[Sequence[int], str]:
-        """Return, once, ranks that have joined and do not take part in the others' steps, and print why they must end.
-
-        Returns:
-            The ranks, and that reason.
-        """
-        if not self._joined:
-            return (), ""
-        waited_s = time.monotonic() - self._joined_s
-        here = [rank for rank in self._joined if rank not in self._ends.codes]
-        if waited_s >= BEGIN_S:
-            late = [rank for rank in here if self._is_beginning(rank)]
-            sentence = f"did not begin the loop within {BEGIN_S:g} s of joining the others"
-            here = []
-        elif waited_s >= GENERATION_S:
-            late = [rank for rank in here if not have_come(self._store, self._joined[rank], [rank])]
-            sentence = f"did not join the others within {GENERATION_S:g} s of being ready"
-        else:
-            return (), ""
-        self._joined = {rank: self._joined[rank] for rank in here if rank not in late}
-        if not late:
-            return (), ""
-        reason = f"{describe_ranks(late)} {sentence}"
-        say(reason)
-        return late, reason
 
     @property
     def are_ready(self) -> bool:
@@ -138,64 +99,6 @@ class Healer:
         for failure in ends.outlive([failure.rank for failure in ends.failures]):
             if failure.kind != "stuck":  # the reason to end such a rank was printed before
                 say(f"{failure.reason}{self._locate(failure.rank)}")
-
-    def expect(self, ranks: Sequence[int]) -> None:
-        """Let ranks join the others when they are ready. They were started for that."""
-        self._coming += ranks
-
-    def forget(self, failure: RankFailure, received: Sequence[int]) -> bool:
-        """Note that a rank has ended. Returns whether it was to join the others, and had not.
-
-        Args:
-            received: as in `heal`. After a signal, such ranks are killed.
-        """
-        if failure.rank in self._coming:
-            self._coming.remove(failure.rank)
-            if not (received or self.is_over):
-                where = self._locate(failure.rank)
-                say(f"{failure.reason}{where}, before it joined the others: they continue without it")
-        return failure.rank not in self._members
-
-    @property
-    def can_join(self) -> bool:
-        """Whether ranks can join the others now, if those that are left have not ended."""
-        return self.are_ready and not self.is_over and not has_note(self._store, self._secret, CLOSED)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no rank is left."""
-        return all(rank in self._ends.codes for rank in self._members)
-
-    @property
-    def are_coming(self) -> bool:
-        """Whether ranks that were started may still join the others."""
-        return bool(self._coming)
-
-    def admit(self) -> Sequence[int]:
-        """Let ranks that are ready join the others, between two of their steps. Call it repeatedly.
-
-        Returns:
-            The ranks that belong to the others from now on.
-        """
-        if not self._coming and self._asked < 0:
-            return ()
-        if self._coming and not self.can_join:
-            self._coming = []
-        ready = [rank for rank in self._coming if has_note(self._store, self._secret, f"{COMING}/{rank}")]
-        if ready and self._asked != self._number:
-            self._asked = self._number
-            if new := [rank for rank in ready if rank not in self._ready]:
-                say(f"{describe_ranks(new)} {'is' if len(new) == 1 else 'are'} ready to join the others")
-                self._ready |= {*new}
-            write_asked(self._store, self._secret, self._number)
-        if read_waiting(self._store, self._secret) != self._number:  # also if those that were asked for have died since
-            return ()
-        self._coming = [rank for rank in self._coming if rank not in ready]
-        self._members = [*self._members, *ready]
-        self._joined_s = time.monotonic()
-        self._write(self._members)  # also if none is ready any more, because the others wait for it
-        self._joined |= dict.fromkeys(ready, self._number)
-        return ready
 
     def find_stuck(self) -> tuple[Sequence[int], str]:
         """Return ranks that do not respond, which their launchers must end, and the reason."""
@@ -231,8 +134,7 @@ class Healer:
         if not self.are_ready:
             return "not all had begun their first loop"
         for failure in failures:
-            is_own = failure.call and not self._is_beginning(failure.rank)
-            if failure.secondary and is_own and not failure.message.startswith(PeerFailed.__name__):
+            if failure.secondary and failure.call and not failure.message.startswith(PeerFailed.__name__):
                 return f"rank {failure.rank} was in a collective of the script, {failure.call}, which is not repeated"
         for failure in failures:
             if not (failure.is_death or failure.secondary):
@@ -245,14 +147,8 @@ class Healer:
         return f"they have not formed a new group within {GENERATION_S:g} s"
 
     def _can_continue(self) -> bool:
-        # An exception would occur again, in the rank that gets these micro-batches. One that has just joined has none.
-        failures = [failure for failure in self._ends.failures if not failure.is_death]
-        are_new = all(self._is_beginning(failure.rank) and not failure.refusal for failure in failures)
-        return self.are_ready and are_new
-
-    def _is_beginning(self, rank: int) -> bool:
-        """Whether a rank has joined the others, and not begun its loop."""
-        return rank in self._joined and not has_note(self._store, self._secret, f"{BEGUN}/{rank}")
+        # An exception would occur again, in the rank that gets these micro-batches.
+        return self.are_ready and all(failure.is_death for failure in self._ends.failures)
 
     def _are_meeting(self) -> bool:
         """Whether ranks of the newest generation may wait for others of it to come."""

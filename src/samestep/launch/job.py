@@ -9,7 +9,6 @@ from typing import Any
 from samestep.config import OPTIONS, name_flag, to_flags
 from samestep.console import say
 from samestep.errors import Error
-from samestep.launch.flags import check_replace
 from samestep.launch.launcher import check_target
 from samestep.launch.target import Target
 
@@ -79,7 +78,6 @@ def build_job(target: Target, values: Mapping[str, Any]) -> Job:
         raise Error(f"--array takes numbers and ranges, such as 0-3,7%2, not {values['array']!r}", code="SS101")
     if "array" in values and "run_dir" not in values:
         raise Error("--array needs --run-dir DIR: each of its runs gets a directory there", code="SS104")
-    check_replace(values)
     num_gpus = values.get("gpus_per_node", 0)
     num_ranks = values.get("nproc_per_node", num_gpus or 1)
     limit_s = parse_time(values["time"]) if "time" in values else None
@@ -93,7 +91,7 @@ def build_job(target: Target, values: Mapping[str, Any]) -> Job:
             f"--time {values['time']} leaves {limit_s - grace_s} s before the signal to stop, which Slurm can send up "
             f"to 60 s early: give {LEAST_S} s and the time of some steps and a snapshot, or it may save nothing new"
         )
-    passed_on = {"show_ranks", "max_restarts", "heal", "replace", "tf_config", *OPTIONS} - {"run_dir", "grace_s"}
+    passed_on = {"show_ranks", "max_restarts", "heal", "tf_config", *OPTIONS} - {"run_dir", "grace_s"}
     default_names = {"module": target.name, "recipe": target.name.rpartition(".")[2]}
     name = values.get("job_name") or default_names.get(target.kind, Path(target.name).stem)
     return Job(

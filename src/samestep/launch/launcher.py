@@ -140,7 +140,6 @@ def run_launch(
     overrides: Overrides,
     max_restarts: int = 0,
     heals: bool = False,
-    replaces: bool = False,
     nodes: "Nodes | None" = None,
 ) -> int:
     """Run ranks to their end and report the failure, if any. The arguments are options of `samestep launch`.
@@ -167,7 +166,7 @@ def run_launch(
 
         count = known or _count_ranks(num_ranks, overrides.get("device"))
         with closing(Ranks(server, parse_shown(show_ranks, count if nodes is None else MAX_RANKS))) as ranks:
-            launch = Launch(target, count, overrides, signals.received, max_restarts, heals, replaces)
+            launch = Launch(target, count, overrides, signals.received, max_restarts, heals)
             end = run_local(ranks, launch) if nodes is None else run_node(ranks, launch, nodes)
             return _conclude(ranks, signals.received, end)
 

@@ -29,9 +29,7 @@ from samestep.world.environment import (
     FAILURE,
     FINISHED,
     HEAL,
-    JOIN,
     LEAVE,
-    SAVED,
     SECRET,
     STOPPED,
     Restart,
@@ -76,11 +74,13 @@ class Placement:
     secret: str = field(default_factory=secrets.token_hex)
 
 
-def build_variables(num_ranks: int, place: Placement, overrides: Overrides, *, heals: str = "") -> list[dict[str, str]]:
+def build_variables(
+    num_ranks: int, place: Placement, overrides: Overrides, *, heals: bool = False
+) -> list[dict[str, str]]:
     """Build the environment of each of the `num_ranks` ranks on this machine.
 
     Args:
-        heals: whether the others continue if a rank dies: the value of `HEAL`, or "".
+        heals: whether the others continue if a rank dies.
     """
     backends = ("GLOO", "NCCL") if place.num_nodes > 1 else ("GLOO",)
     common = {
@@ -92,7 +92,7 @@ def build_variables(num_ranks: int, place: Placement, overrides: Overrides, *, h
         **to_variables(overrides),
         **(place.restart.to_variables() if place.restart is not None else {}),
         SECRET: place.secret,
-        **({HEAL: heals} if heals else {}),
+        **({HEAL: "1"} if heals else {}),
         "WORLD_SIZE": str(place.world_size or num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "GROUP_RANK": str(place.node),
@@ -106,21 +106,6 @@ def build_variables(num_ranks: int, place: Placement, overrides: Overrides, *, h
         "TORCHELASTIC_RUN_ID": str(place.port),
     }
     return [{**common, "RANK": str(place.first_rank + i), "LOCAL_RANK": str(i)} for i in range(num_ranks)]
-
-
-def build_joining(variables: dict[str, str], number: int) -> dict[str, str]:
-    """Build the environment of a rank that joins the others in the place of one that has died.
-
-    Args:
-        variables: of the rank that has died.
-        number: of the new one, which no rank has had.
-    """
-    last = int(variables["WORLD_SIZE"]) - 1  # not 0, which alone writes files
-    return {**variables, "RANK": str(last), JOIN: str(number)}
-
-
-def _find_number(variables: dict[str, str]) -> int:
-    return int(variables.get(JOIN, variables["RANK"]))
 
 
 def open_store(listener: socket.socket | None = None, address: str = HOST) -> Any:  # TCPStore
@@ -174,58 +159,27 @@ class Ranks:
         self._server = server
         self._succeeded: dict[int, float] = {}  # rank -> time of its end with exit code 0, without a signal
         self._pids: dict[int, int] = {}
-        self._target: Target | None = None
-        self._joining: set[int] = set()  # ranks that do not belong to the others yet
-        self._dismissed: set[int] = set()  # those that are not to join any more
-        self._lost_joining: list[RankFailure] = []
 
     def start(self, target: Target, variables: list[dict[str, str]]) -> None:
-        """Request one rank per element of `variables`, its whole environment. Returns before the processes exist.
-
-        Ranks that join those of other nodes do not count until `take_in`.
-        """
+        """Request one rank per element of `variables`, its whole environment. Returns before the processes exist."""
         if self.started:
             self.started = False
             self._stopped_s = self._killed_s = math.inf
             self.ends = RankEnds()
             self._succeeded = {}
             self._pids = {}
-            self._lost_joining = []
             try:
                 make_private(self.directory)
             except PermissionError as error:
                 raise Error(str(error), code="SS513") from None
             for path in self.directory.iterdir():
-                if path.name in (STOPPED, FINISHED, SAVED, LEAVE) or path.suffix in (".json", ".log"):
+                if path.name in (STOPPED, FINISHED, LEAVE) or path.suffix in (".json", ".log"):
                     path.unlink()
-        self._joining = {_find_number(own) for own in variables if JOIN in own}
-        self._dismissed = set()
-        self.num_ranks = len(variables) - len(self._joining)
+        self.num_ranks = len(variables)
         self.world_size = int(variables[0]["WORLD_SIZE"])
-        self._target = target
-        self._fork(target, variables)
-
-    def add(self, variables: list[dict[str, str]]) -> None:
-        """Request further ranks of the same target, which join the others. Until `take_in`, they do not count."""
-        assert self._target is not None
-        self._joining |= {_find_number(own) for own in variables}
-        self._fork(self._target, variables)
-
-    def take_in(self, ranks: Sequence[int]) -> None:
-        """Count ranks that have joined the others."""
-        joined = self._joining & {*ranks}  # without those that have ended since
-        self._joining -= joined
-        self.num_ranks += len(joined)
-
-    def take_lost(self) -> Sequence[RankFailure]:
-        """Return the failures of ranks that have ended since the last call, and had not joined the others."""
-        lost, self._lost_joining = self._lost_joining, []
-        return lost
-
-    def _fork(self, target: Target, variables: list[dict[str, str]]) -> None:
         marks = {PREFIX + "LAUNCHER": target.kind, PREFIX + "ERROR_DIR": str(self.directory)}
         are_all_shown = 1 < self.world_size <= len(self.shown)
-        numbers = [_find_number(own) for own in variables]
+        numbers = [int(own["RANK"]) for own in variables]
         self._server.start(
             [
                 {"rank": rank, "variables": {**own, **marks}, "is_shown": are_all_shown or rank in self.shown}
@@ -239,7 +193,7 @@ class Ranks:
     @property
     def done(self) -> bool:
         """Whether every rank has ended."""
-        return len(self.ends.codes) == self.num_ranks and not self._joining
+        return len(self.ends.codes) == self.num_ranks
 
     @property
     def has_succeeded(self) -> bool:
@@ -270,24 +224,13 @@ class Ranks:
         if event is not None and "started" in event:
             self.started = True
             self._pids |= event["started"]
-            self._kill_dismissed()
         elif event is not None:
             self._end(event["rank"], event["code"], event["time_s"])
 
     def request_stop(self, signum: int = signal.SIGTERM) -> None:
         """Send a signal to the ranks. A run completes its step, saves and ends; other programs are killed by it."""
         self._stopped_s = min(self._stopped_s, time.time())
-        self.kill_joining()
         self._server.signal(signum)
-
-    def kill_joining(self) -> None:
-        """Kill the ranks that have not joined the others, and are not to do so any more, also those not started yet."""
-        self._dismissed |= self._joining
-        self._kill_dismissed()
-
-    def _kill_dismissed(self) -> None:
-        for rank in self._joining & self._dismissed & self._pids.keys():
-            kill_group(self._pids[rank])
 
     def end_stuck(self, ranks: Sequence[int], reason: str) -> None:
         """Kill ranks that do not respond. `reason`: a sentence, for the failure."""
@@ -295,14 +238,6 @@ class Ranks:
             if (pid := self._pids.get(rank)) is not None:
                 write_failure(rank, str(self.directory), Stuck(reason), 1)
                 kill_group(pid)
-
-    def take_saved(self) -> bool:
-        """Return whether a snapshot was completed since the last call, after a death and not at the end of a loop."""
-        try:
-            (self.directory / SAVED).unlink()
-            return True
-        except OSError:
-            return False
 
     def stop(self) -> None:
         """End the other ranks after a failure, within seconds, also those that wait in a collective."""
@@ -381,8 +316,7 @@ class Ranks:
             if self.world_size > 1:
                 others = f"; the same for {describe_ranks(same)}" if same else "; the others were stopped"
             if failure.traceback:
-                of_all = f" of {self.world_size}" if failure.rank < self.world_size else ""  # else it has joined
-                lines += [f"samestep: rank {failure.rank}{of_all} failed{others}"] if others else []
+                lines += [f"samestep: rank {failure.rank} of {self.world_size} failed{others}"] if others else []
                 lines.append(failure.traceback.rstrip("\n"))
             elif not then:
                 lines.append(f"samestep: {failure}{others}")
@@ -404,14 +338,6 @@ class Ranks:
 
     def _end(self, rank: int, code: int, time_s: float, death: str = "") -> None:
         self._pids.pop(rank, None)  # another process may get its number
-        if rank in self._joining:
-            self._joining.remove(rank)
-            died = RankFailure(rank, time_s, code, False, "died", describe_death(code))
-            lost = read_failure(rank, self.directory) or died
-            if lost.traceback:
-                print_error(lost.traceback.rstrip("\n"))  # its log is not in the run's directory yet
-            self._lost_joining.append(lost)
-            return
         if not code and not self.is_stopping:
             self._succeeded[rank] = time_s
         # A rank that ends by the signal that it was sent has not failed. An event can arrive later than the end itself.
@@ -433,8 +359,7 @@ class Ranks:
         """Treat the remaining ranks as killed: the server has ended, or cannot kill them. `death`: for the message."""
         for pid in self._pids.values():
             kill_group(pid)
-        joining, self._joining = self._joining, set()
-        for rank in self._pids.keys() - joining:
+        for rank in [*self._pids]:
             self.lost = True
             self._end(rank, -signal.SIGKILL, time.time(), death)
 

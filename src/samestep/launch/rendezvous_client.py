@@ -239,7 +239,6 @@ def build_hello(
     overrides: Overrides | None = None,
     *,
     heals: bool = False,
-    replaces: bool = False,
 ) -> Hello:
     """Build this node's description. `overrides` take precedence over the SAMESTEP_* variables."""
     import torch
@@ -252,7 +251,6 @@ def build_hello(
         "--nnodes": f"{nodes.least}:{nodes.most}",
         "--max-restarts": str(max_restarts),
         "--heal": "yes" if heals else "no",
-        "--replace": "yes" if replaces else "no",
         PROGRAM: describe_target(target),
         "samestep": __version__,
         "torch": torch.__version__,

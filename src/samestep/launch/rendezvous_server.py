@@ -22,7 +22,7 @@ from typing import Any
 from msgspec import Struct, to_builtins
 from msgspec.structs import asdict
 
-from samestep.console import describe_ranks, say
+from samestep.console import say
 from samestep.decoding import convert
 from samestep.errors import Error, add_code
 from samestep.launch.failure import RankEnds, RankFailure
@@ -31,7 +31,6 @@ from samestep.launch.healer import Healer
 from samestep.launch.local_ranks import open_store
 from samestep.launch.messages import LauncherLink
 from samestep.launch.rendezvous_client import End, Hello, Nodes, find_difference, find_other_arguments, parse_hello
-from samestep.launch.replacements import Replacements
 from samestep.world.environment import Restart
 from samestep.world.host import is_loopback
 
@@ -50,7 +49,6 @@ class NodeOutcome(Struct, frozen=True, forbid_unknown_fields=True):
         signum: the signal that its launcher has received, or 0.
         has_succeeded: all ranks have ended with exit code 0.
         is_complete: the run has reached its end.
-        num_joined: number of ranks that it has started to join the others.
     """
 
     round: int
@@ -58,7 +56,6 @@ class NodeOutcome(Struct, frozen=True, forbid_unknown_fields=True):
     signum: int
     has_succeeded: bool
     is_complete: bool
-    num_joined: int
 
 
 class NewEnds(Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,22 +92,14 @@ class Member:
     """A node that was admitted.
 
     Attributes:
-        ranks: its ranks at the start of this round.
-        joined: those that it has started since.
-        is_coming: whether some of these may still join the others.
+        ranks: its ranks in this round.
         outcome: how they ended.
     """
 
     link: LauncherLink
     hello: Hello
     ranks: range = range(0)
-    joined: list[int] = field(default_factory=list)
-    is_coming: bool = False
     outcome: NodeOutcome | None = None
-
-    def has(self, rank: int) -> bool:
-        """Return whether a rank is, or was, one of this node in this round."""
-        return rank in self.ranks or rank in self.joined
 
 
 @dataclass
@@ -121,10 +110,8 @@ class LaunchRound:
         number: from 1.
         members: the nodes whose ranks run. A node that is lost is removed.
         store: that of the ranks.
-        world_size: number of ranks at the start.
         ends: how ranks have ended, with `--heal`.
         healer: None without `--heal`.
-        replacements: None without `--replace`.
         lost: the names of lost nodes without which the others do not continue.
         stuck: ranks that their nodes must end.
         is_admitting: a node has joined, so the ranks save and end.
@@ -134,29 +121,16 @@ class LaunchRound:
     number: int
     members: list[Member]
     store: Any  # TCPStore
-    world_size: int
     ends: RankEnds = field(default_factory=RankEnds)
     healer: Healer | None = None
-    replacements: Replacements | None = None
     lost: list[str] = field(default_factory=list)
     stuck: list[int] = field(default_factory=list)
     is_admitting: bool = False
     is_stopping: bool = False
 
-    def build_place(self, node: int, first_rank: int, num_restarts: int) -> dict[str, int]:
-        """Return the fields of a node's `Placement`."""
-        return {
-            "port": self.store.port,
-            "node": node,
-            "num_nodes": len(self.members),
-            "first_rank": first_rank,
-            "world_size": self.world_size,
-            "num_restarts": num_restarts,
-        }
-
     def locate(self, rank: int) -> str:
         """Return a clause that names the node of a rank; "" if that node is lost."""
-        return next((f", on {member.hello.name}" for member in self.members if member.has(rank)), "")
+        return next((f", on {member.hello.name}" for member in self.members if rank in member.ranks), "")
 
 
 class RendezvousServer(threading.Thread):
@@ -165,7 +139,6 @@ class RendezvousServer(threading.Thread):
     Args:
         received: the signals that the launcher on this machine has received so far.
         heals: whether the other ranks continue if one dies.
-        replaces: whether further ranks then join them.
     """
 
     def __init__(
@@ -176,7 +149,6 @@ class RendezvousServer(threading.Thread):
         received: Sequence[int],
         *,
         heals: bool = False,
-        replaces: bool = False,
     ) -> None:
         super().__init__(name="samestep rendezvous", daemon=True)
         self._nodes = nodes
@@ -184,7 +156,6 @@ class RendezvousServer(threading.Thread):
         self._max_restarts = max_restarts
         self._received = received
         self._heals = heals
-        self._replaces = replaces
         self._members: list[Member] = []
         self._pending: list[PendingNode] = []
         self._round: LaunchRound | None = None  # None between rounds
@@ -219,7 +190,6 @@ class RendezvousServer(threading.Thread):
                 self._drop(pending)
             if self._round is not None:
                 self._end_stuck(self._round)
-                self._replace_lost(self._round)
                 self._conclude_if_ended(self._round)
             else:
                 self._begin_if_complete()
@@ -280,15 +250,11 @@ class RendezvousServer(threading.Thread):
             self._room = int(message["num_ranks"])
         elif round_ is None or message["round"] != round_.number or member not in round_.members:
             return
-        elif kind == "saved" and round_.replacements is not None:
-            round_.replacements.note_saved()
         elif kind == "refuse" and round_.healer is not None:
             round_.healer.refuse()
         elif kind == "ended":
-            outcome = convert(message, NodeOutcome)
-            if outcome.num_joined == len(member.joined):  # else it has a further rank to start, and reports again
-                member.outcome = outcome
-            if not outcome.has_succeeded:  # otherwise the other nodes can still be saving
+            member.outcome = convert(message, NodeOutcome)
+            if not member.outcome.has_succeeded:  # otherwise the other nodes can still be saving
                 _stop_all(round_, "now")
         elif kind == "ends":
             ends = convert(message, NewEnds)
@@ -308,9 +274,7 @@ class RendezvousServer(threading.Thread):
             return False
         ends = round_.ends
         for rank in ended.keys() - ends.codes.keys():
-            code, failure = ended[rank]
-            if not (failure and round_.replacements and round_.replacements.forget(failure, self._received)):
-                ends.add(rank, code, failure)
+            ends.add(rank, *ended[rank])
         if not round_.is_stopping:
             round_.healer.heal(self._received)
         if ends.failures:
@@ -323,35 +287,11 @@ class RendezvousServer(threading.Thread):
     def _end_stuck(self, round_: LaunchRound) -> None:
         """Let nodes end ranks that do not respond, so that the others continue."""
         ranks, reason = ([], "") if round_.healer is None else round_.healer.find_stuck()
-        if round_.healer is not None and not ranks:
-            ranks, reason = round_.healer.take_late()
         for member in round_.members:
-            own = [rank for rank in ranks if member.has(rank) and rank not in round_.stuck]
+            own = [rank for rank in ranks if rank in member.ranks and rank not in round_.stuck]
             if own:
                 round_.stuck += own
                 member.link.send("kill", round=round_.number, ranks=own, reason=reason)
-
-    def _replace_lost(self, round_: LaunchRound) -> None:
-        """Let nodes start ranks in the place of those that have died there, and let these join the others."""
-        if round_.healer is None or round_.replacements is None:
-            return
-        is_ending = round_.is_admitting or round_.is_stopping or self._received
-        homes = {rank: member for member in round_.members for rank in (*member.ranks, *member.joined)}
-        replaced = {} if is_ending else round_.replacements.take(lambda rank: rank in homes)
-        for number, lost in replaced.items():
-            member = homes[lost]
-            member.joined.append(number)
-            member.is_coming = True
-            member.outcome = None
-            member.link.send("replace", round=round_.number, rank=lost, number=number)
-        joined = round_.healer.admit()
-        for member in round_.members:
-            if own := [rank for rank in joined if rank in member.joined]:
-                member.link.send("joined", round=round_.number, ranks=own)
-        for member in round_.members if not round_.healer.are_coming else ():
-            if member.is_coming:
-                member.is_coming = False
-                member.link.send("dismiss", round=round_.number)
 
     def _warn(self, sentence: str) -> None:
         """Print a sentence once."""
@@ -400,34 +340,9 @@ class RendezvousServer(threading.Thread):
         self._changed_s = time.monotonic()
         member.link.send("welcome")
         if self._round is not None and not self._round.is_admitting:
-            self._take_in(self._round, member)
+            self._round.is_admitting = True
+            _stop_all(self._round, "saved")
         return member
-
-    def _take_in(self, round_: LaunchRound, member: Member) -> None:
-        """Let the ranks of a new node join the others; if they cannot, let all save and start again with them."""
-        healer = round_.healer
-        if healer is None or round_.replacements is None or not healer.can_join or round_.is_stopping or self._received:
-            round_.is_admitting = True
-            _stop_all(round_, "saved")
-            return
-        member.joined = [*round_.replacements.add(member.hello.num_ranks)]
-        member.is_coming = True
-        round_.members.append(member)
-        place = round_.build_place(len(round_.members) - 1, 0, self._num_restarts)
-        self._send_begin(member, f"{describe_ranks(member.joined)} on {member.hello.name}", place, None)
-
-    def _send_begin(self, member: Member, sentence: str, place: Mapping[str, Any], restart: Restart | None) -> None:
-        """Let a node start its ranks."""
-        member.link.send(
-            "begin",
-            round=self._num_rounds,
-            sentence=sentence,
-            address=self._find_address(member),
-            num_ranks=member.hello.num_ranks,
-            place=place,
-            restart=to_builtins(restart),
-            numbers=member.joined,
-        )
 
     # --- rounds -----------------------------------------------------------------------------------------------------
 
@@ -466,19 +381,30 @@ class RendezvousServer(threading.Thread):
         address = self._listener.getsockname()[0]
         address = "" if ipaddress.ip_address(address).is_unspecified else address
         store = open_store(open_listener(address, 0), address or "localhost")
-        self._round = LaunchRound(self._num_rounds, members, store, sum(sizes))
+        self._round = LaunchRound(self._num_rounds, members, store)
         if self._heals:
             secret = derive_key(self._nodes.secret, "the ranks")
-            healer = self._round.healer = Healer(store, secret, sum(sizes), self._round.ends, self._round.locate)
-            if self._replaces:
-                self._round.replacements = Replacements(healer, self._round.ends, sum(sizes))
+            self._round.healer = Healer(store, secret, sum(sizes), self._round.ends, self._round.locate)
         for node, member in enumerate(members):
             member.outcome = None
-            member.joined = []
-            member.is_coming = False
             member.ranks = range(starts[node], starts[node] + sizes[node])
-            place = self._round.build_place(node, starts[node], self._num_restarts)
-            self._send_begin(member, f"ranks {', '.join(parts)}", place, self._restart)
+            place = {
+                "port": store.port,
+                "node": node,
+                "num_nodes": len(members),
+                "first_rank": starts[node],
+                "world_size": sum(sizes),
+                "num_restarts": self._num_restarts,
+            }
+            member.link.send(
+                "begin",
+                round=self._num_rounds,
+                sentence=f"ranks {', '.join(parts)}",
+                address=self._find_address(member),
+                num_ranks=member.hello.num_ranks,
+                place=place,
+                restart=to_builtins(self._restart),
+            )
 
     def _find_address(self, member: Member) -> str:
         """Return the address at which the other nodes reach a node. For the server's own node, that of the server."""
@@ -562,8 +488,7 @@ def _stop_all(round_: LaunchRound, how: str) -> None:
 def _build_lost(member: Member) -> dict[int, tuple[int, RankFailure]]:
     """Return the ends of the ranks of a node that was lost."""
     message = f"was lost with {member.hello.name}"
-    ranks = (*member.ranks, *member.joined)
-    return {rank: (1, RankFailure(rank, time.time(), 1, False, "died", message)) for rank in ranks}
+    return {rank: (1, RankFailure(rank, time.time(), 1, False, "died", message)) for rank in member.ranks}
 
 
 def open_listener(address: str, port: int) -> socket.socket:

@@ -27,7 +27,7 @@ FLAGS: dict[str, Option] = {
     "dry_run": Option(bool, "", "print the batch script, and submit nothing"),
     "test_only": Option(bool, "", "print when Slurm expects the job to start, and submit nothing"),
     "detach": Option(bool, "", "do not show the output"),
-    **{name: launch.FLAGS[name] for name in ("show_ranks", "tf_config", "max_restarts", "heal", "replace")},
+    **{name: launch.FLAGS[name] for name in ("show_ranks", "tf_config", "max_restarts", "heal")},
     **OPTIONS,
     "grace_s": Option(
         int, "S", f"seconds from the signal to the limit; default: {GRACE_S}, at most a quarter of --time", whole(1)

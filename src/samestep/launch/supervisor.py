@@ -21,13 +21,12 @@ from samestep.files import read_bytes, read_text
 from samestep.launch.failure import RankFailure
 from samestep.launch.handshake import derive_key
 from samestep.launch.healer import Healer, LateEnds
-from samestep.launch.local_ranks import Placement, Ranks, build_joining, build_variables, open_store
+from samestep.launch.local_ranks import Placement, Ranks, build_variables, open_store
 from samestep.launch.messages import LauncherLink
 from samestep.launch.rendezvous_client import End, Nodes, build_hello, connect, find_own_address
 from samestep.launch.rendezvous_server import FLUSH_S, RendezvousServer, open_listener
-from samestep.launch.replacements import Replacements
 from samestep.launch.target import Target
-from samestep.world.environment import BEGUN, RANKED, REPLACE, ROOM, STOPPED, Restart, count_job_nodes
+from samestep.world.environment import BEGUN, RANKED, ROOM, STOPPED, Restart, count_job_nodes
 from samestep.world.host import list_addresses
 
 
@@ -39,7 +38,6 @@ class Launch:
         num_ranks: number of ranks on this machine.
         received: the signals that this process has received so far.
         heals: whether the other ranks continue if one dies.
-        replaces: whether further ranks then join them.
     """
 
     target: Target
@@ -48,26 +46,16 @@ class Launch:
     received: Sequence[int]
     max_restarts: int
     heals: bool = False
-    replaces: bool = False
 
 
-def _start(ranks: Ranks, launch: Launch, place: Placement, numbers: Sequence[int] = ()) -> dict[int, dict[str, str]]:
-    """Start the ranks. Returns their environments.
-
-    Args:
-        numbers: of ranks that join those of other nodes; none at a start of all.
-    """
+def _start(ranks: Ranks, launch: Launch, place: Placement) -> None:
+    """Start the ranks."""
     overrides = launch.overrides
     begun = ranks.directory / BEGUN
     if place.restart is not None and begun.exists():  # resume that run, whatever options the first start had
         run_dir = os.fsdecode(read_bytes(begun)) if overrides.get("fresh") else overrides.get("run_dir")
         overrides = {**overrides, "resume": "latest", "fresh": False, "run_dir": run_dir}
-    heals = REPLACE if launch.replaces else "1" if launch.heals else ""
-    variables = build_variables(launch.num_ranks, place, overrides, heals=heals)
-    if numbers:
-        variables = [build_joining(own, number) for own, number in zip(variables, numbers, strict=True)]
-    ranks.start(launch.target, variables)
-    return dict(zip(numbers or range(place.first_rank, place.first_rank + len(variables)), variables, strict=True))
+    ranks.start(launch.target, build_variables(launch.num_ranks, place, overrides, heals=launch.heals))
 
 
 def _poll(ranks: Ranks, launch: Launch, healer: Healer | None = None) -> bool:
@@ -110,12 +98,10 @@ class LocalStarts:
         store = open_store()  # a new one: the old one holds the addresses of the earlier ranks
         num_keys = store.num_keys()
         place = Placement(store.port, num_restarts=self._num_restarts, restart=self._restart)
-        variables = _start(ranks, launch, place)
+        _start(ranks, launch, place)
         healer = Healer(store, place.secret, launch.num_ranks, ranks.ends) if launch.heals else None
-        replacements = Replacements(healer, ranks.ends, launch.num_ranks) if healer and launch.replaces else None
         while not (has_failed := _poll(ranks, launch, healer)) and not ranks.done:
-            if healer is not None and replacements is not None:
-                _replace(ranks, healer, replacements, variables, launch)
+            pass
         if has_failed:
             if healer is not None:
                 healer.refuse()
@@ -139,32 +125,6 @@ class LocalStarts:
         return True
 
 
-def _replace(
-    ranks: Ranks,
-    healer: Healer,
-    replacements: Replacements,
-    variables: dict[int, dict[str, str]],
-    launch: Launch,
-) -> None:
-    """Start ranks in the place of those that have died, and let them join the others. Call it repeatedly.
-
-    Args:
-        variables: the environment of each rank so far.
-    """
-    if ranks.take_saved():
-        replacements.note_saved()
-    if not launch.received and (replaced := replacements.take()):
-        for number, rank in replaced.items():
-            variables[number] = build_joining(variables[rank], number)
-        ranks.add([variables[number] for number in replaced])
-    for failure in ranks.take_lost():
-        replacements.forget(failure, launch.received)
-    ranks.take_in(healer.admit())
-    if not healer.are_coming:
-        ranks.kill_joining()
-    ranks.end_stuck(*healer.take_late())
-
-
 def _warn_of_copies(ranks: Ranks, target: Target) -> None:
     """Warn if no rank has determined its rank, by joining the others in the store or by reading the environment."""
     if target.kind != "call" and ranks.num_ranks > 1 and not (ranks.directory / RANKED).exists():
@@ -184,7 +144,6 @@ class _Begin(Struct, frozen=True):
     num_ranks: int = 0
     place: dict[str, int] = {}
     restart: Restart | None = None
-    numbers: list[int] = []
 
 
 class NodeSession:
@@ -204,8 +163,6 @@ class NodeSession:
         self._round = 0  # whose ranks were started
         self._seen_restarts = 0
         self._num_reported = 0  # ranks whose ends the server knows
-        self._num_joined = 0  # ranks that the server let this node start to join the others
-        self._variables: dict[int, dict[str, str]] = {}  # the environment of each rank of this round
         self._has_reported = self._has_sent_room = False
         self._late = LateEnds(ranks.ends)
         self.begun = _Begin()
@@ -241,12 +198,6 @@ class NodeSession:
                     self._ranks.end_stuck(message["ranks"], message["reason"])
                 elif kind == "outlive" and message["round"] == self.begun.round:
                     self._ranks.ends.outlive(message["ranks"])
-                elif kind == "replace" and message["round"] == self.begun.round:
-                    self._replace(message["rank"], message["number"])
-                elif kind == "dismiss" and message["round"] == self.begun.round:
-                    self._ranks.kill_joining()
-                elif kind == "joined" and message["round"] == self.begun.round:
-                    self._ranks.take_in(message["ranks"])
                 elif kind == "end":
                     self.end = convert(message, End)
         except OSError:
@@ -262,7 +213,6 @@ class NodeSession:
         self._round = begun.round
         self._has_reported = False
         self._num_reported = 0
-        self._num_joined = len(begun.numbers)
         place = Placement(
             **begun.place,
             host=self._nodes.host,
@@ -275,16 +225,8 @@ class NodeSession:
         if not place.first_rank or count_job_nodes() == 1:  # the nodes of a Slurm job share one output
             say(begun.sentence)
         launch = dataclasses.replace(self._launch, num_ranks=begun.num_ranks)
-        self._variables = _start(self._ranks, launch, place, begun.numbers)
+        _start(self._ranks, launch, place)
         self._late = LateEnds(self._ranks.ends)
-
-    def _replace(self, rank: int, number: int) -> None:
-        """Start a rank in the place of one that has died."""
-        self._has_reported = False
-        self._num_joined += 1
-        if not self._ranks.is_stopping:
-            self._variables[number] = build_joining(self._variables[rank], number)
-            self._ranks.add([self._variables[number]])
 
     def _report_restart(self, restart: Restart, num_restarts: int) -> None:
         own = self._ranks.first_failure()
@@ -307,8 +249,6 @@ class NodeSession:
                 self._report_ends()
             if received and self._late.are_due():
                 self._link.send("refuse", round=self._round)
-            if self._launch.replaces and not received and ranks.take_saved():
-                self._link.send("saved", round=self._round)
         if self.end is not None:
             ranks.stop()
             return True
@@ -334,7 +274,6 @@ class NodeSession:
                 signum=received[0] if received else 0,
                 has_succeeded=ranks.has_succeeded,
                 is_complete=not (ranks.directory / STOPPED).exists(),
-                num_joined=self._num_joined,
             )
         return self._has_reported and (len(received) > 1 or ranks.lost)  # do not wait for the other nodes
 
@@ -347,9 +286,6 @@ class NodeSession:
     def _report_ends(self) -> None:
         """Report the ranks that have ended since the last call."""
         codes = [*self._ranks.ends.codes.items()][self._num_reported :]
-        for failure in self._ranks.take_lost():
-            failures = to_builtins([_shorten(failure)])
-            self._link.send("ends", round=self._round, codes=[(failure.rank, failure.code)], failures=failures)
         if codes:
             self._num_reported += len(codes)
             ended = {rank for rank, _ in codes}
@@ -368,11 +304,10 @@ def run_node(ranks: Ranks, launch: Launch, nodes: Nodes) -> End:
     The launcher at the endpoint also runs the rendezvous server. Raises Error if the nodes do not join.
     """
     server = None
-    heal_flags = {"heals": launch.heals, "replaces": launch.replaces}
     if (address := find_own_address(nodes.host)) is not None:
         with suppress(OSError):  # the port is in use, by a launcher of another node on this machine
             listener = open_listener(address, nodes.port)
-            server = RendezvousServer(nodes, listener, launch.max_restarts, launch.received, **heal_flags)
+            server = RendezvousServer(nodes, listener, launch.max_restarts, launch.received, heals=launch.heals)
             server.start()
     hello = build_hello(
         nodes,
@@ -380,7 +315,7 @@ def run_node(ranks: Ranks, launch: Launch, nodes: Nodes) -> End:
         launch.num_ranks,
         launch.max_restarts,
         launch.overrides,
-        **heal_flags,
+        heals=launch.heals,
     )
     link = connect(nodes, hello, lambda: bool(launch.received))
     if link is None:

@@ -17,18 +17,17 @@ TAIL_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Heal:
-    """A change of the ranks without a new start.
+    """A death of ranks after which the others have continued without a new start.
 
     Attributes:
-        step: in which ranks were lost, or before which others joined.
-        lost, joined: these ranks, as numbered at the start.
+        step: in which ranks were lost.
+        lost: these ranks, as numbered at the start.
         world_size: number of ranks that continue.
         seconds: the time until they were a group.
     """
 
     step: int
     lost: Sequence[int]
-    joined: Sequence[int]
     world_size: int
     seconds: float
 

@@ -370,12 +370,8 @@ class RunDirectory:
         rows: list[dict[str, Any]] = []
         with suppress(OSError):  # `_add_line` then warns
             rows = [row for row in read_rows(path) if row.get("start") == start]
-        lost, joined = [
-            [rank for rank in ranks if not any(rank in row[key] for row in rows)]
-            for key, ranks in (("lost", heal.lost), ("joined", heal.joined))
-        ]
-        if lost or joined:
-            row = {"time": _now(), "start": start, "step": heal.step, "lost": lost, "joined": joined}
+        if lost := [rank for rank in heal.lost if not any(rank in row["lost"] for row in rows)]:
+            row = {"time": _now(), "start": start, "step": heal.step, "lost": lost}
             self._add_line(path, {**row, "world_size": heal.world_size, "seconds": round(heal.seconds, 3)})
 
     def _add_line(self, path: Path, row: Mapping[str, Any]) -> None:

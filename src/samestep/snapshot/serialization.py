@@ -275,30 +275,6 @@ class SavedTensors:
         return hash_pieces(read_all())
 
 
-class HeldTensors:
-    """Tensors in host memory, read as those of files.
-
-    Args:
-        tensors: by name.
-    """
-
-    def __init__(self, tensors: Mapping[str, "Tensor"]) -> None:
-        self._tensors = {**tensors}
-
-    def clear(self) -> None:
-        """Free the tensors."""
-        self._tensors.clear()
-
-    def outline(self, name: str) -> "Tensor":
-        """As `SavedTensors.outline`."""
-        return self._tensors[name].to("meta")
-
-    def read(self, name: str, first: int = 0, num_rows: int | None = None) -> "Tensor":
-        """As `SavedTensors.read`: a copy."""
-        tensor = self._tensors[name]
-        return (tensor if num_rows is None else tensor[first : first + num_rows]).clone()
-
-
 def _read_into(file: Any, start: int, data: memoryview, name: str) -> None:
     file.seek(start)
     while data:
@@ -345,7 +321,7 @@ class SavedState:
         ValueError: the structure does not fit the tensors.
     """
 
-    def __init__(self, structure: Any, tensors: SavedTensors | HeldTensors) -> None:
+    def __init__(self, structure: Any, tensors: SavedTensors) -> None:
         self._tensors = tensors
         decoder = _Decoder(tensors.outline, tensors.read)
         self.contents: dict[str, Any] = decoder.decode(structure)

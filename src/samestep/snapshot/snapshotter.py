@@ -38,12 +38,9 @@ class Snapshotter:
         count_ranks: returns the number of ranks.
         say: prints a message on rank 0.
         gather: as `Group.gather`.
-        note_saved: called in any thread when a numbered snapshot is complete that is not the last one of a loop, on the
-            rank that has written it.
 
     Attributes:
         saved_step: the step of the newest numbered snapshot, complete or being written; None if there is none.
-        recent: steps of the last snapshots, complete or being written, and their names.
         save_s: duration of writing the last snapshot, in seconds; 0 before the first one, and on ranks that do not
             write.
         unsaved: step and reason, if the last snapshot could not be written; else None. On ranks that write.
@@ -56,14 +53,12 @@ class Snapshotter:
         count_ranks: Callable[[], int],
         say: Callable[[str], None],
         gather: Callable[[Any], list[Any]],
-        note_saved: Callable[[], None],
     ) -> None:
         self._config = config
         self._location = location
         self._count_ranks = count_ranks
         # The ranks agree on what they write if each writes a part. Else each rank knows what rank 0 writes.
         self._gather = gather if location.is_divided else lambda value: [value]
-        self._note_saved = note_saved
         self._failure = ""  # why this rank could not write its part of the last snapshot
         self._is_lost = False  # whether the last numbered snapshot could not be written
         self._say = say
@@ -79,14 +74,13 @@ class Snapshotter:
         self._saved_s = time.monotonic()
         self._pending: _Pending | None = None
         # Before rank 0 begins to write the next ones, others may be past that.
-        self.recent: deque[tuple[int, Sequence[str | None]]] = deque(maxlen=2)
+        self._recent: deque[tuple[int, Sequence[str | None]]] = deque(maxlen=2)
         if location.directory is not None:
             location.directory.call_before_close(self._wait_alone)
 
-    def resume(self, saved_step: int | None, recent: Sequence[Sequence[Any]] = ()) -> None:
-        """Continue a run. Arguments: as the attributes."""
+    def resume(self, saved_step: int) -> None:
+        """Continue a run from the snapshot of a step."""
         self.saved_step = saved_step
-        self.recent.extend((step, names) for step, names in recent)
 
     def take_over(self) -> None:
         """Write the snapshots from now on, on a rank that has become rank 0. The location has been taken over.
@@ -100,7 +94,7 @@ class Snapshotter:
             return
         directory.call_before_close(self._wait_alone)
         written = {each.name: each.step for each in directory.store.snapshots() if each.problem is None}
-        for step, names in self.recent:
+        for step, names in self._recent:
             for name in names:
                 if name is not None and written.get(name, -1) < step:
                     raise NotHealed(f"the snapshot {name} of step {step} is lost with the rank that was writing it")
@@ -193,7 +187,7 @@ class Snapshotter:
             self.saved_step = step
             self._saved_s = time.monotonic()
             self._is_wanted = False
-        self.recent.append((step, names))
+        self._recent.append((step, names))
         state = get_state()
         inspection = Inspection(state, step)
         self._start_writer(self._align(self._build_order(state, step, names), state), inspection, state)
@@ -324,8 +318,6 @@ class Snapshotter:
     def _write(self, order: SnapshotOrder, tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> None:
         """Write all snapshots of an order. May be called in any thread."""
         self.save_s = self._location.write(order, tensors, confirm)
-        if self._location.directory is not None and None in order.names and not order.is_last:
-            self._note_saved()
 
     def _take_again(self, order: SnapshotOrder) -> None:
         """Make the snapshots due again after this step."""

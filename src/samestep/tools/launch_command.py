@@ -12,7 +12,7 @@ from samestep.config import OPTIONS, Option, is_url, name_flag
 from samestep.console import say
 from samestep.errors import Error
 from samestep.files import read_text
-from samestep.launch.flags import FLAGS, TORCHRUN, check_replace, find_misplaced, translate_torchrun
+from samestep.launch.flags import FLAGS, TORCHRUN, find_misplaced, translate_torchrun
 from samestep.launch.recipe_source import describe_recipes, find_recipes, read_description
 from samestep.launch.script_command import ScriptCommand, find_recipe
 from samestep.launch.target import Target
@@ -107,7 +107,6 @@ def start(target: Target, values: dict[str, Any]) -> int:
     if values.pop("list", False):
         print(describe_recipes(), end="")
         return 0
-    check_replace(values)
     if "hosts" in values:
         return _start_on_hosts(target, values)
     from samestep.launch.handshake import read_secret
@@ -118,7 +117,6 @@ def start(target: Target, values: dict[str, Any]) -> int:
     show_ranks = values.pop("show_ranks", "0")
     max_restarts = values.pop("max_restarts", 0)
     heals = values.pop("heal", False)
-    replaces = values.pop("replace", False)
     if values.pop("tf_config", False):
         set_hook("samestep.launch.tf_config")
     nodes = parse_nodes(
@@ -138,7 +136,6 @@ def start(target: Target, values: dict[str, Any]) -> int:
         show_ranks=show_ranks,
         max_restarts=max_restarts,
         heals=heals,
-        replaces=replaces,
         nodes=nodes,
         overrides=values,
     )

@@ -19,7 +19,6 @@ from samestep.train.guards.misuse import MisuseChecks
 from samestep.train.guards.replicas import ReplicaChecks
 from samestep.train.guards.trained_parameters import TrainedParameters
 from samestep.train.state.divided_optimizers import DividedOptimizers
-from samestep.train.state.handover import Handover, receive_state
 from samestep.train.state.restoring import SnapshotContents
 from samestep.train.state.run_state import RunState
 from samestep.train.state.sharded_init import ShardedInit, is_partial, move
@@ -68,7 +67,6 @@ class Prepared:
         misuse, parameters, replicas: observers of the models.
         point: where the run resumed.
         shard_blocks: as for `Run.prepare`.
-        handover: on a rank that has joined the others; else None.
     """
 
     objects: Mapping[str, Any]
@@ -83,7 +81,6 @@ class Prepared:
     replicas: ReplicaChecks
     point: ResumePoint
     shard_blocks: Blocks | None
-    handover: Handover | None
 
     def collect_states(self) -> Callable[[], dict[str, Any]]:
         """Call on all ranks before a snapshot. Returns a function that returns the objects' states, whole on rank 0."""
@@ -91,9 +88,7 @@ class Prepared:
 
     def restore_again(self, context: RunContext) -> dict[str, Any]:
         """Restore the state in which the run resumed, see `SnapshotContents.restore_again`."""
-        saved = _open(self.point, self.handover, context)
-        assert saved is not None
-        return self.contents.restore_again(_read(saved, self.divided))
+        return self.contents.restore_again(_read(context.location.open(self.point), self.divided))
 
 
 def prepare_objects(
@@ -133,9 +128,7 @@ def prepare_objects(
     if context.location.path is not None:  # an Error for what cannot be saved comes now, not after the first epoch
         encode(states({name: thing for name, thing in objects.items() if not has_parts(thing)}))
     point = context.location.find_resume_point(config.resume, numbers)
-    handover = receive_state(context) if context.group.is_joining else None
-    point = point if handover is None else handover.point
-    saved = _open(point, handover, context)
+    saved = None if point.is_beginning else context.location.open(point)
     if saved is not None:
         contents.fit(saved.contents)
     held = find_held_optimizers(objects)
@@ -157,8 +150,7 @@ def prepare_objects(
         if sharded is not None:  # their settings are those of the run now
             sharded.check_optimizers()
         state.load_state_dict(read["position"], read["state"], meta, is_latest=config.resume == "latest")
-        saved_step, recent = (point.step, ()) if handover is None else (handover.saved_step, handover.recent)
-        snapshotter.resume(saved_step, recent)
+        snapshotter.resume(point.step)
     gradients = GradientAverager(
         modules,
         context.group,
@@ -186,15 +178,7 @@ def prepare_objects(
         replicas=ReplicaChecks(objects, context.group, config.compare_every, has_divided_state=shard is not None),
         point=point,
         shard_blocks=shard_blocks,
-        handover=handover,
     )
-
-
-def _open(point: ResumePoint, handover: Handover | None, context: RunContext) -> SavedState | None:
-    """Open the state at a point; None at the beginning of a run."""
-    if handover is not None:
-        return handover.saved
-    return None if point.is_beginning else context.location.open(point)
 
 
 def _read(saved: SavedState, divided: Divided | None) -> dict[str, Any]:

@@ -34,7 +34,6 @@ from samestep.train.inputs.loop_data import open_loop_data
 from samestep.train.inputs.sampler_orders import Sampler
 from samestep.train.loops.evaluate import Evaluator
 from samestep.train.loops.loop import Epoch, Loop
-from samestep.train.loops.loop_end import notify_launcher
 from samestep.train.loops.run_metrics import RunMetrics
 from samestep.train.loops.services import Services
 from samestep.train.opening import open_loop
@@ -52,7 +51,6 @@ from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import Tracker
 from samestep.watch.trackers.registry import build_trackers
 from samestep.world.announcements import open_announcements
-from samestep.world.environment import SAVED
 from samestep.world.group_opening import choose_device, find_ranks, open_group
 from samestep.world.process_group import find_rank
 
@@ -225,7 +223,7 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks. It changes when ranks die and the others continue (`--heal`), or join (`--replace`).
+        """The number of ranks. It changes when ranks die and the others continue (`--heal`).
 
         Example: see `Run.rank`.
         """
@@ -247,17 +245,12 @@ class Run:
         built = Trackers(build_trackers(trackers), self._say)
         group = context.group
 
-        def note_saved() -> None:
-            if group.generation:  # a snapshot of before the death is no reason to replace the rank that died
-                notify_launcher(context.environment, SAVED)
-
         snapshotter = Snapshotter(
             context.config,
             context.location,
             lambda: group.world_size,
             self._say,
             partial(calls.gather_after_step, group),
-            note_saved,
         )
         signals = StopSignals(context.environment, self._say, is_on=self.dir is not None)
         watchdog = Watchdog(context, snapshotter, state)

@@ -19,7 +19,7 @@ RECORD = "run.json"  # the run's identity, and how it changed
 RANKS = "ranks.json"  # the live state of every rank, written by rank 0
 STATUS = "status.json"  # whether the run is running, and how it ended
 RESTARTS = "restarts.jsonl"  # one line for each start but the first: time, reason, first step
-HEALS = "heals.jsonl"  # one line each time that ranks died and the others continued, or that ranks joined them
+HEALS = "heals.jsonl"  # one line each time that ranks died and the others continued
 METRICS = "metrics.jsonl"  # one line for each logged row
 TIMELINE = "timeline.jsonl"  # where the time of every rank went: `watch.timeline`
 TRACKERS = "trackers.json"  # the run's id at each service of a tracker
@@ -35,7 +35,7 @@ STALE_S = 30.0  # a run without news for this long counts as dead
 
 # What a table of these files shows.
 RESTART_COLUMNS = ("time", "reason", "rank", "from_step", "lost_steps", "world_size")
-HEAL_COLUMNS = ("time", "step", "lost", "joined", "world_size", "seconds")
+HEAL_COLUMNS = ("time", "step", "lost", "world_size", "seconds")
 
 MAX_ROWS_BYTES = 64 << 20
 MAX_RANKS = 1 << 16  # in a row of the timeline
@@ -108,7 +108,6 @@ class _Service(Struct):
 class _Heal(Struct):
     step: Count
     lost: Annotated[list[Count], Meta(max_length=MAX_RANKS)]
-    joined: Annotated[list[Count], Meta(max_length=MAX_RANKS)] = []
     start: Count = 0
 
 

@@ -207,7 +207,7 @@ def diagnose(ranks: Sequence[Beat], limits: Limits, awake_s: float = float("inf"
         if len(groups) > 1:
             limit_s = 2 * limits.floor_s
             blocking = groups[0]
-        elif waiting[0].waits_in == NEW_GROUP:  # for the launcher, or a rank that joins, which have limits of their own
+        elif waiting[0].waits_in == NEW_GROUP:  # for the launcher, which has a limit of its own
             limit_s = FIRST_S
             blocking = []
         else:

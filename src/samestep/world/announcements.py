@@ -31,21 +31,10 @@ _current: list[_Announcements] = []  # at most one
 
 def open_announcements(group: Group) -> None:
     """Begin to announce calls, with the first group of this process group. Call on all ranks."""
-    if group.is_joining or (_current and _current[0].is_valid()):
+    if _current and _current[0].is_valid():
         return
     if (entries := group.open_entries()) is not None:
         _current[:] = [_Announcements(entries)]
-
-
-def begin_announcements(group: Group, num_calls: int) -> None:
-    """Begin to announce calls on a rank that has joined others, which have announced `num_calls`."""
-    if (entries := group.open_entries()) is not None:
-        _current[:] = [_Announcements(entries, num_calls)]
-
-
-def count_calls() -> int:
-    """Return how many calls this rank has announced."""
-    return _current[0].num_calls if _current else 0
 
 
 def move_announcements(group: Group) -> None:

@@ -24,12 +24,10 @@ TERMINAL = PREFIX + "TERMINAL"  # pid:file
 SRUN = PREFIX + "SRUN"  # the variables of this rank were derived from Slurm's
 LOG = PREFIX + "LOG"  # pid:file
 COMPLETION = "_SAMESTEP_COMPLETE"  # what to complete; click's script for a shell sets it
-HEAL = PREFIX + "HEAL"  # set if the ranks continue after the death of another one: "1" or REPLACE
-REPLACE = "replace"  # another rank then joins them
-JOIN = PREFIX + "JOIN"  # the number of a rank that joins others, which no rank of the start has
+HEAL = PREFIX + "HEAL"  # set if the ranks continue after the death of another one
 SECRET = PREFIX + "RDZV_SECRET"  # in a launcher: the secret of all launchers; in a rank: the secret of all ranks
 
-_INTERNAL = (TRACE, HOOK, TERMINAL, SRUN, LOG, HEAL, JOIN, SECRET)  # no misspelled options
+_INTERNAL = (TRACE, HOOK, TERMINAL, SRUN, LOG, HEAL, SECRET)  # no misspelled options
 
 # Files in `error_dir`, with which ranks and their launcher exchange what exit codes cannot express.
 STOPPED = "stopped"  # a run ended early, saved, because of a signal
@@ -37,7 +35,6 @@ FINISHED = "finished"  # a run's loop has completed
 BEGUN = "begun"  # holds the directory of the run whose loop has begun
 ROOM = "room"  # holds the maximum number of ranks of that run
 RANKED = "ranked"  # a rank has looked up its rank
-SAVED = "saved"  # after a death, a snapshot is complete; the launcher removes it
 LEAVE = "leave"  # a rank that receives SIGTERM must end at once: another one has failed
 
 START_AGAIN = 75  # exit code EX_TEMPFAIL: stopped by a signal, and saved; the same command continues the run
@@ -76,8 +73,6 @@ class Environment:
         interceptor: JSON of SAMESTEP_TRACE, by which a tool installs an interceptor in each rank; None without one.
         secret: a secret that only the ranks have; "" if the launcher set none.
         heals: whether the ranks continue after the death of another one.
-        replaces: whether another rank then joins them.
-        joins: the number of a rank that joins others, which have begun before; None at the start.
     """
 
     rank: int
@@ -91,13 +86,6 @@ class Environment:
     interceptor: str | None = None
     secret: str = ""
     heals: bool = False
-    replaces: bool = False
-    joins: int | None = None
-
-    @property
-    def number(self) -> int:
-        """The rank's number in this start, which it keeps when others die."""
-        return self.rank if self.joins is None else self.joins
 
 
 def read_overrides(variables: Mapping[str, str] | None = None) -> Overrides:
@@ -138,9 +126,7 @@ def read_completion() -> str:
 
 def read_rank() -> int:
     """Return this process's rank, to report an error in the rest of the environment; 0 if it cannot be determined."""
-    if JOIN in os.environ:
-        rank = os.environ[JOIN]
-    elif "RANK" in os.environ:
+    if "RANK" in os.environ:
         rank = os.environ["RANK"] if "WORLD_SIZE" in os.environ else ""
     elif (names := mpi_ranks.find_names(os.environ)) is not None:
         rank = os.environ[names.rank]
@@ -267,8 +253,6 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         interceptor=variables.get(TRACE),
         secret=variables.get(SECRET, ""),
         heals=HEAL in variables,
-        replaces=variables.get(HEAL) == REPLACE,
-        joins=int(variables[JOIN]) if JOIN in variables else None,
     )
 
 

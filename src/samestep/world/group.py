@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any, TypeVar
@@ -21,19 +21,16 @@ from samestep.world.environment import Environment, has_agent_store, read_host
 from samestep.world.host import read_host_id
 from samestep.world.local_sockets import LocalSockets, connect
 from samestep.world.membership import (
-    CLOSED,
     GENERATION_S,
     Change,
     LossWatch,
     Membership,
     is_settled,
-    write_note,
     write_refusal,
     write_stuck,
 )
 from samestep.world.process_group import NCCL, close_group, connect_to_store, has_group
 from samestep.world.rendezvous_store import SignedEntries, read_entry, write_entry
-from samestep.world.transcript import TRANSCRIPT, Transcript
 from samestep.world.waiter import LARGE_BYTES, Transfer, Waiter
 
 T = TypeVar("T")
@@ -48,7 +45,6 @@ TIMEOUT_S = 1800.0  # limit for an exchange
 TAG = 1 << 20  # of messages that are no part of a gradient's exchange
 
 _numbers = count()
-_recordings = count()  # of this process
 
 
 class _Continues(Exception):
@@ -90,9 +86,6 @@ class Group:
         self._waiter: Waiter | None = None  # if ranks can continue after a death
         self._uses_nccl = False  # set if ranks can continue after a death
         self._refuses = False  # to continue after a death, in this loop
-        self._admits = False  # ranks may join
-        self._recorded: Transcript | None = None  # before the first step, if others may join later
-        self._replayed: Transcript | None = None  # before the first step of a rank that joins
         self._is_in_part = False  # within `together`
         self._notify: Callable[[Change], None] = lambda change: None
         self.forget_stops()
@@ -110,13 +103,8 @@ class Group:
         return self.rank if self._membership is None else self._membership.own
 
     @property
-    def position(self) -> int:
-        """The number of collectives that are complete on all ranks, since the first loop has begun."""
-        return 0 if self._membership is None else self._membership.position
-
-    @property
     def generation(self) -> int:
-        """How often the ranks have formed a new group, after a death or to take in others."""
+        """How often the ranks have formed a new group after a death."""
         return 0 if self._membership is None else self._membership.generation
 
     @property
@@ -143,12 +131,9 @@ class Group:
             store = connect_to_store()
             membership = Membership(store, environment.secret, environment.rank, range(environment.world_size))
             self._uses_nccl = self.device.type == "cuda" and not self.needs_staging(self.device)
-            self._begin_membership(membership)
-
-    def _begin_membership(self, membership: Membership) -> None:
-        self._membership = membership
-        self._waiter = None if self._uses_nccl else Waiter()
-        LossWatch(membership, connect_to_store, self._break_connections)
+            self._membership = membership
+            self._waiter = None if self._uses_nccl else Waiter()
+            LossWatch(membership, connect_to_store, self._break_connections)
 
     def announce_ready(self) -> None:
         """Announce to the launcher that this rank can continue after the death of another one. Once, on all ranks."""
@@ -219,147 +204,18 @@ class Group:
             membership.complete()
         elif unrepeatable:
             raise NotHealed(unrepeatable)
-        self._notify_of_lost(before, membership.members, began_s)
+        lost = [rank for rank in before if rank not in membership.members]
+        self._notify(Change(lost, membership.members, began_s))
         return counts
 
-    def _notify_of_lost(self, before: Sequence[int], members: Sequence[int], began_s: float) -> None:
-        if lost := [rank for rank in before if rank not in members]:
-            self._notify(Change(lost, [rank for rank in before if rank in members], began_s))
-
-    def _regroup(self, membership: Membership, reason: str, *, has_moved: bool = False) -> list[int]:
-        """Join the members of the newest generation, and return the positions of all. Arguments as for `advance`."""
+    def _regroup(self, membership: Membership, reason: str) -> list[int]:
+        """Join the members of the newest generation, and return the positions of all. `reason`: as for `advance`."""
         while True:
             membership.leave(self._leave)
-            membership.advance(reason, has_moved=has_moved)
-            try:
-                with self.together():
-                    self._join(membership)
-                    return self.gather_number(membership.position)
-            except RuntimeError:  # a further rank has died
-                has_moved = False
-
-    # --- ranks that join --------------------------------------------------------------------------------------
-
-    @property
-    def is_joining(self) -> bool:
-        """Whether this rank runs the script's lines before the loop alone, see `Transcript`."""
-        return self._replayed is not None
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether ranks wait to join, and this rank knows it."""
-        return self._admits and self._healing is not None and self._healing.is_asked
-
-    def begin_recording(self, environment: Environment) -> None:
-        """Record the results of collectives from here on, for ranks that join later.
-
-        They join the first run of a script, since they run its lines from the beginning. So in a further run, which has
-        another group, none can join.
-        """
-        if next(_recordings):
-            self.close_joining(environment)
-            return
-        self._admits = True
-        self._recorded = Transcript()
-
-    def end_recording(self, environment: Environment) -> None:
-        """End the recording, since the first step begins, and put it into the launcher's store."""
-        if self._recorded is not None and self.rank == 0:
-            secret = environment.secret.encode()
-            packed = self._recorded.pack(secret, self._key, is_on_one_host=self.is_on_one_host)
-            connect_to_store().set(TRANSCRIPT, packed)
-        self._recorded = None
-
-    def close_joining(self, environment: Environment) -> None:
-        """Let no rank join from here on, since a further loop begins. On all ranks."""
-        if self.rank == 0:
-            write_note(connect_to_store(), environment.secret, CLOSED)
-
-    def admit(self) -> Sequence[int]:
-        """Form a new group with the ranks that have come. On all ranks, between two steps.
-
-        Returns:
-            Their numbers; none if they have died meanwhile, or another rank has.
-        """
-        membership = self._healing
-        if membership is None:
-            return ()
-        began_s = time.monotonic()
-        before = membership.members
-
-        def find_generation() -> int:
-            self._barrier()
-            return membership.generation
-
-        # If a rank dies meanwhile, some ranks may be in a later generation already. All decide by this result.
-        if self.complete(find_generation) == membership.generation:
-            here = membership.members
-            membership.wait_for_others()
-            self._regroup(membership, "the launcher has not named the ranks that continue")
-            self._notify_of_lost(here, membership.members, began_s)
-        return self._agree_on_joined(before)
-
-    def _agree_on_joined(self, before: Sequence[int]) -> Sequence[int]:
-        """Return the members that are not among those before, the same on all ranks, also if one dies meanwhile."""
-
-        def find_joined() -> Sequence[int]:
-            self._barrier()
-            return [rank for rank in self.members if rank not in before]
-
-        return self.complete(find_joined)
-
-    def begin_joining(self, environment: Environment, *, uses_nccl: bool) -> None:
-        """Run the script's lines before the loop alone, on a rank that joins the others later.
-
-        Raises:
-            NotHealed: their recording is not there.
-        """
-        store = connect_to_store()
-        data = bytes(store.get(TRANSCRIPT))
-        secret = environment.secret.encode()
-        self._replayed, self._key, self.is_on_one_host = Transcript.unpack(data, secret)
-        self._admits = True
-        self._uses_nccl = uses_nccl
-
-    @contextmanager
-    def joined(self, environment: Environment) -> Iterator[None]:
-        """Join the others, on a rank that is joining, when the launcher and they have taken it in.
-
-        In the block, it takes part in `complete`. After it, the script's lines before the loop continue.
-        """
-        shown = self.rank, self.world_size
-        membership = Membership(connect_to_store(), environment.secret, environment.number, ())
-        membership.come()
-        self._begin_membership(membership)
-        membership.catch_up(self._regroup(membership, "the others have not taken this rank in", has_moved=True))
-        self._agree_on_joined(())
-        yield
-        self.rank, self.world_size = shown
-
-    def end_joining(self, notify: Callable[[Change], None]) -> None:
-        """Take part in the others' collectives from here on."""
-        assert self._membership is not None
-        self._notify = notify
-        self._replayed = None
-        self.rank = self._membership.rank
-        self.world_size = len(self._membership.members)
-        self._membership.begin()
-
-    def exchange_tensors(
-        self, sent: Sequence[tuple[torch.Tensor, int]], received: Sequence[tuple[torch.Tensor, int]]
-    ) -> None:
-        """Send tensors to ranks, and overwrite contiguous ones in host memory with those that ranks send here.
-
-        Args:
-            sent: tensors of any dtype and device, none of them empty, and the ranks that receive them.
-            received: tensors, and the ranks that send them. Between two ranks, the order is the same on both.
-
-        Raises:
-            RuntimeError: another rank is gone.
-        """
-        messages = [_receive(torch.frombuffer(view_bytes(each), dtype=torch.uint8), rank) for each, rank in received]
-        messages += [_send(torch.frombuffer(view_bytes(each), dtype=torch.uint8), rank) for each, rank in sent]
-        self.wait_for(messages, LARGE_BYTES)
+            membership.advance(reason)
+            with suppress(RuntimeError), self.together():  # a further rank has died
+                self._join(membership)
+                return self.gather_number(membership.position)
 
     # --- the process group ------------------------------------------------------------------------------------
 
@@ -394,16 +250,6 @@ class Group:
         dist.init_process_group(backend, timeout=limit, store=store, rank=self.rank, world_size=self.world_size)
         self.local_sockets = connect(self, TIMEOUT_S, watch=membership.check_newest)
         set_timeout(timedelta(seconds=TIMEOUT_S))
-
-    def _complete(self, collective: Callable[[], T], alone: T, *, on_device: bool = False) -> T:
-        """Run a collective, see `complete`. `alone`: as for `Transcript.read`."""
-        name = collective.__qualname__
-        if self._replayed is not None and not self._is_in_part:
-            return self._replayed.read(name, alone)  # type: ignore[no-any-return]
-        result = self.complete(collective, on_device=on_device)
-        if self._recorded is not None and not self._is_in_part:
-            self._recorded.add(name, result)
-        return result
 
     def complete(self, collective: Callable[[], T], *, on_device: bool = False) -> T:
         """Run a collective. If a rank dies meanwhile, form a new group, and repeat it unless it counts."""
@@ -458,7 +304,7 @@ class Group:
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value` (as for `wire.encode`, or from `seal`), in rank order, on every rank."""
         data = wire.encode(value) if self.world_size > 1 else b""
-        return self._complete(lambda: self._gather(value, data), [value] * self.world_size)
+        return self.complete(lambda: self._gather(value, data))
 
     def _gather(self, value: Any, data: bytes) -> list[Any]:
         if self.world_size == 1:
@@ -497,7 +343,7 @@ class Group:
 
     def gather_number(self, number: int) -> list[int]:
         """Return every rank's `number` (from 0 to 2**63 - 1), in rank order, on every rank. One exchange."""
-        return self._complete(lambda: self._gather_number_now(number), [number] * self.world_size)
+        return self.complete(lambda: self._gather_number_now(number))
 
     def _gather_number_now(self, number: int) -> list[int]:
         if self.world_size == 1:
@@ -520,15 +366,12 @@ class Group:
     def agree(self, values: Mapping[str, Any]) -> None:
         """Compare `values` over the ranks. Raises Error if one of them differs."""
         first, *others = self.gather(dict(values))
-        if self.is_joining:  # the others have compared theirs
-            others = [first] * (self.rank - 1) + [wire.decode(memoryview(wire.encode(dict(values))))]
         for rank, theirs in enumerate(others, start=1):
-            where = "the rank that joins" if self.is_joining else f"rank {rank}"
             for name, value in theirs.items():
                 if value != first.get(name):
                     raise InvalidValue(
-                        f"{name} is {first.get(name)!r} on rank 0 and {value!r} on {where}: make it the same on all "
-                        "ranks",
+                        f"{name} is {first.get(name)!r} on rank 0 and {value!r} on rank {rank}: make it the same on "
+                        "all ranks",
                         code="SS504",
                     )
 
@@ -544,7 +387,7 @@ class Group:
         def broadcast() -> Any:
             return self._broadcast_now(get_data() if self.rank == source else b"", source)
 
-        return self._complete(broadcast, ("value", None))
+        return self.complete(broadcast)
 
     def _broadcast_now(self, data: bytes, source: int) -> Any:
         if self.world_size == 1:
@@ -577,7 +420,7 @@ class Group:
                 tried.append(_try(fn))
             return tried[0][1]
 
-        if self.rank in on and self._replayed is None:
+        if self.rank in on:
             call_once()  # at the same time on all such ranks
         outcomes = [self._broadcast(call_once, rank) for rank in on]
         if tried and (failure := tried[0][0]) is not None:
@@ -594,7 +437,7 @@ class Group:
         """Overwrite `tensors` on every rank with those of rank `source`, in a few large messages."""
         if self.world_size == 1:
             return
-        self._complete(lambda: self._broadcast_tensors_now(tensors, source), None, on_device=True)
+        self.complete(lambda: self._broadcast_tensors_now(tensors, source), on_device=True)
 
     def _broadcast_tensors_now(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -652,7 +495,7 @@ class Group:
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        self._complete(self._barrier, None)
+        self.complete(self._barrier)
 
     def find_continuing(self, step: int) -> int | None:
         """Call before stopping instead of starting another step; detects ranks that did not stop and would deadlock.

@@ -122,10 +122,6 @@ def open_group(
     backend = "gloo" if device.type == "cpu" or backend == "gloo" else NCCL
     group = Group(environment.rank, environment.world_size, device, local_rank=environment.local_rank)
     own = describe_software()
-    if environment.joins is not None:
-        group.begin_joining(environment, uses_nccl=backend == NCCL)
-        check_alike({0: group.broadcast(own), environment.number: own})
-        return group
     if environment.world_size > 1 and not dist.is_initialized():
         check_interface()
         host, port = read_master()
@@ -154,9 +150,6 @@ def open_group(
         )
         with saying_when_slow(sentence, PATIENCE_S), _ended_by_ctrl_c():
             group.connect_locally(timeout_s, (own, secrets.token_bytes(MAC_BYTES)), check)
-        if environment.replaces:
-            group.begin_recording(environment)
-            group.broadcast(own)  # for ranks that join
     return group
 
 

@@ -20,18 +20,11 @@ from samestep.world.rendezvous_store import SignedEntries
 READY = "samestep/heal/ready"  # counts the ranks that can continue after the death of another one
 REFUSAL = "heal/refusal"  # the entry that says why none can
 STUCK = "heal/stuck"  # the entry that names ranks which their launcher must end
-COMING = "heal/coming"  # + rank: the entry of a rank that is ready to join
-BEGUN = "heal/begun"  # + rank: the entry of a rank that has joined, and has begun its loop
-ASKED = "heal/asked"  # the entry with the generation that the launcher asks to take in others
-CLOSED = "heal/closed"  # the entry that says that no rank can join any more
-WAITING = "heal/waiting"  # the entry with the generation whose ranks wait for the next one, to take in others
 GENERATION_S = 15.0  # for the launcher to notice a death, and for the survivors to connect
 POLL_S = 0.001
-MAX_POLL_S = 0.05  # of a rank that waits until it can join
 NOTICE_S = 0.5  # for a rank to notice a death itself, before its connections are broken
 
 _gone: list[int] = []  # ranks that have died while this process continued
-_came: list[int] = []  # ranks that have joined since this process began, or this one if it has joined others
 
 
 def name_generation(number: int) -> str:
@@ -81,27 +74,6 @@ def read_stuck(store: Any, secret: str) -> tuple[Sequence[int], str]:
     return [rank for rank in ranks if isinstance(rank, int)], str(reason)
 
 
-def write_note(store: Any, secret: str, name: str) -> None:
-    """Announce something to the launcher, by an entry without a text. Signed with the secret."""
-    SignedEntries(secret.encode(), store).put(name, "")
-
-
-def has_note(store: Any, secret: str, name: str) -> bool:
-    """Return whether a rank has called `write_note`."""
-    return bool(SignedEntries(secret.encode(), store).read([name]))
-
-
-def write_asked(store: Any, secret: str, generation: int) -> None:
-    """Ask the ranks of a generation to take in others after their step. Signed with the secret."""
-    SignedEntries(secret.encode(), store).put(ASKED, str(generation))
-
-
-def read_waiting(store: Any, secret: str) -> int | None:
-    """Return the generation whose ranks wait for the launcher to name the next one; None before the first time."""
-    texts = SignedEntries(secret.encode(), store).read([WAITING])
-    return int(texts[0]) if texts else None
-
-
 def _name_entry(number: int) -> str:
     return f"heal/{number}"
 
@@ -125,15 +97,13 @@ def is_settled(position: int, positions: Sequence[int]) -> bool:
 
 
 def check_ranks_unchanged() -> None:
-    """Check that no rank has died or joined while this process continued: a run begins with the launcher's ranks.
+    """Check that no rank has died while this process continued: a run begins with the launcher's ranks.
 
     Raises:
         NotHealed: one has. With --max-restarts, all ranks start again.
     """
     if _gone:
         raise NotHealed(f"a further samestep.Run begins without rank {_gone[0]}, which has died")
-    if _came:
-        raise NotHealed(f"a further samestep.Run begins after rank {_came[0]} has joined")
 
 
 @dataclass(frozen=True)
@@ -160,11 +130,6 @@ def list_gone() -> Sequence[int]:
     return tuple(_gone)
 
 
-def note_gone(ranks: Sequence[int]) -> None:
-    """Note ranks that had died before this one joined the others. It may have seen the death of some."""
-    _gone[:] = [*ranks, *(rank for rank in _gone if rank not in ranks)]
-
-
 class Membership:
     """The members of this rank's group, and its position.
 
@@ -172,7 +137,7 @@ class Membership:
         store: the launcher's store.
         secret: the ranks' secret.
         rank: this rank, as numbered at the start.
-        members: as below; none of a rank that joins later.
+        members: as below.
 
     Attributes:
         own: this rank, as numbered at the start.
@@ -186,7 +151,6 @@ class Membership:
         self.generation = 0
         self.position = 0
         self._named: Sequence[int] = self.members  # of the newest generation that `break_late` has found
-        self._asked = -1  # the generation that `break_late` has found
         self._is_connected = True
         self._is_broken = False
         self._is_announced = False
@@ -204,43 +168,11 @@ class Membership:
         """Note that a collective is complete on all ranks."""
         self.position += 1
 
-    def catch_up(self, positions: Sequence[int]) -> None:
-        """Take the position of the others, on a rank that joins them."""
-        self.position = max(positions)
-
     def announce(self) -> None:
         """Announce to the launcher that this rank can continue after the death of another one. Once."""
         if not self._is_announced:
             self._is_announced = True
             self._store.add(READY, 1)
-
-    def begin(self) -> None:
-        """Announce to the launcher that this rank, which has joined the others, takes part in their steps."""
-        write_note(self._store, self._secret, f"{BEGUN}/{self.own}")
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether the launcher asks the ranks of this generation to take in others. Not at the same time on all."""
-        return self._asked == self.generation
-
-    def wait_for_others(self) -> None:
-        """Let the launcher name a further generation, with the ranks that are ready to join. All leave this one."""
-        SignedEntries(self._secret.encode(), self._store).put(WAITING, str(self.generation))
-
-    def come(self) -> None:
-        """Wait until the launcher has named a generation with this rank, which is ready to join the others."""
-        write_note(self._store, self._secret, f"{COMING}/{self.own}")
-        wait_s = POLL_S
-        while self.own not in self.members:
-            members = read_generation(self._store, self._secret, self.generation + 1)
-            if members is None:
-                wait_s = min(2 * wait_s, MAX_POLL_S)
-                time.sleep(wait_s)
-            else:
-                self.generation += 1
-                self.members = self._named = members
-        _came.append(self.own)
-        self._store.set(_name_arrival(self.generation, self.own), b"")
 
     def leave(self, close: Callable[[], None]) -> None:
         """Leave the process group by calling `close`."""
@@ -264,8 +196,6 @@ class Membership:
         while (members := read_generation(store, self._secret, newest + 1)) is not None:
             newest += 1
             self._named = members
-        if asked := SignedEntries(self._secret.encode(), store).read([ASKED]):
-            self._asked = int(asked[0])
         with self._connection:
             if self._is_connected and self.generation == own < seen:
                 self._is_broken = True  # before the waits end
@@ -292,7 +222,7 @@ class Membership:
         self._is_connected = True
         return PrefixStore(f"{name_generation(self.generation)}/group", self._store)
 
-    def advance(self, reason: str, *, has_moved: bool = False) -> None:
+    def advance(self, reason: str) -> None:
         """Move to the newest generation, and wait until all of its members have done so.
 
         This wait has no limit of its own: a member may have a long step to complete. If it dies, or is ended because
@@ -300,18 +230,17 @@ class Membership:
 
         Args:
             reason: the message of the error.
-            has_moved: whether this rank has moved to a generation and not met its members yet.
 
         Raises:
             PeerFailed: the launcher ends the run, or names no further generation in time.
         """
         began_s = time.monotonic()
+        has_moved = False
         while True:
             if (members := read_generation(self._store, self._secret, self.generation + 1)) is not None:
                 if self.own not in members:
                     raise PeerFailed(reason)
                 _gone.extend(rank for rank in self.members if rank not in members)
-                _came.extend(rank for rank in members if rank not in self.members)
                 self.generation += 1
                 self.members = self._named = members
                 has_moved = True

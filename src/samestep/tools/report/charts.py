@@ -144,9 +144,7 @@ def find_marks(runs: Sequence[RunData]) -> list[Mark]:
             ranks = f" on {format_ranks(row['world_size'])}" if type(row.get("world_size")) is int else ""
             marks.append(Mark(row["from_step"], "restart", f"{prefix}restart at {row['from_step']}{ranks}"))
         for row in run.heals:
-            changes = {"lost": row["lost"], "joined": row.get("joined")}
-            parts = [f"{describe_ranks(ranks)} {what}" for what, ranks in changes.items() if ranks]
-            marks.append(Mark(row["step"], "heal", f"{prefix}{', '.join(parts)} at {row['step']}"))
+            marks.append(Mark(row["step"], "heal", f"{prefix}{describe_ranks(row['lost'])} lost at {row['step']}"))
     if len(runs) == 1:
         marks += [Mark(each["step"], "snapshot", f"snapshot {each['step']}") for each in runs[0].snapshots]
     return marks

@@ -27,7 +27,6 @@ class Stopping(StepObserver):
 
     Attributes:
         signal: the signal that stops the run on all ranks; 0 for none.
-        is_admitting: whether the ranks take in others after this body.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class Stopping(StepObserver):
         self.signals = signals
         self._grace_s = context.config.grace_s
         self.signal = 0
-        self.is_admitting = False
         self._has_agreed = False
         self._began_s = 0.0
 
@@ -77,8 +75,7 @@ class Stopping(StepObserver):
     def cast_vote(self, **more: Any) -> Vote:
         """Return this rank's vote. `more`: the entries of `Vote` that others give."""
         snapshotter = self._snapshotter
-        joining = self._context.group.is_asked and not self._state.place.is_further
-        return Vote(self.signals.heard, snapshotter.is_time(), snapshotter.is_copying, joining=joining, **more)
+        return Vote(self.signals.heard, snapshotter.is_time(), snapshotter.is_copying, **more)
 
     def take_votes(self, votes: Sequence[Vote]) -> None:
         """Apply the votes of all ranks.
@@ -109,7 +106,6 @@ class Stopping(StepObserver):
             if any(vote.snapshot for vote in votes):
                 self._snapshotter.want()
             self.signal = max(vote.stop for vote in votes)
-            self.is_admitting = any(vote.joining for vote in votes)
 
     def exchanged(self, step: Step, report: PassReport) -> None:
         self.take_votes(report.votes)

@@ -109,11 +109,6 @@ class ReplicaChecks(StepObserver):
         if self._is_wanted or (self._every is not None and self._every.is_due(step, epochs_done)):
             self.compare(step)
 
-    def compare_joined(self, step: int) -> None:
-        """Call `compare` on all ranks, since some have joined, which have not compared anything yet."""
-        self._alike_at = None
-        self.compare(step)
-
     def compare(self, step: int) -> None:
         """Compare after `step` steps, on all ranks: one exchange of 8 bytes.
 

@@ -105,12 +105,12 @@ class Evaluator:
             self._clock.enter("reducing", steps_done)
             vote = self._stopping.cast_vote()
             gathered = group.gather(
-                (layout.world_size, group.seal(rows), vote.stop, vote.copying, vote.joining),
+                (layout.world_size, group.seal(rows), vote.stop, vote.copying),
             )
             if {size for size, *_ in gathered} == {len(gathered)}:  # else a rank has died since `build_layout` on one
                 break
         # A validation can be long: react to a signal before the next step.
-        votes = [Vote(stop, copying=copying, joining=joining) for _, _, stop, copying, joining in gathered]
+        votes = [Vote(stop, copying=copying) for _, _, stop, copying in gathered]
         self._stopping.take_votes(votes)
         self._clock.enter("script", steps_done)
         return _merge(layout.sort(group.unseal(sealed) for _, sealed, *_ in gathered))

@@ -84,11 +84,6 @@ class Feed:
             self.data.lanes.move(positions)
         self.loader = Loader(self._spec, self._begin_tasks(), device=self._context.device, positions=positions)
 
-    @property
-    def calls_sampler(self) -> bool:
-        """Whether the sampler is called before the next step."""
-        return self.data.orders is not None and self._state.steps_done == self._loaded_end
-
     def find_change(self) -> str | None:
         """Describe a change of the data set by the script since the last call, such as by set_epoch; None without."""
         return self._attributes.find_change()

@@ -1,20 +1,18 @@
 """Continues a loop after the death of a rank (docs/decisions/healing.md)."""
 
 import time
-from collections.abc import Sequence
 from functools import partial
 
-from samestep.console import describe_ranks, format_ranks
+from samestep.console import describe_ranks
 from samestep.launch.output_recorder import show_instead
 from samestep.snapshot.kept_logs import Heal
 from samestep.train.context import RunContext
 from samestep.train.loops.feed import Feed
 from samestep.train.loops.services import Services
-from samestep.train.state.handover import Handover
 from samestep.train.state.run_state import RunState
 from samestep.train.step.interception import Interceptors
-from samestep.world.announcements import begin_announcements, move_announcements
-from samestep.world.membership import Change, list_gone, note_gone
+from samestep.world.announcements import move_announcements
+from samestep.world.membership import Change, list_gone
 
 TRACKED_STEPS = 1000  # whose rows may not have reached the trackers when rank 0 dies
 
@@ -37,22 +35,7 @@ def begin_healing(
         then = "all start again from the newest snapshot, as often as --max-restarts permits"
         context.say(f"{reason}: if a rank dies, {then}")
         return
-    if not group.is_joining:
-        group.begin_healing(environment, partial(continue_without, context, state, feed, services))
-        if state.place.is_further and environment.replaces:
-            group.close_joining(environment)
-
-
-def join(context: RunContext, state: RunState, feed: Feed, services: Services, handover: Handover) -> None:
-    """Take part in the others' collectives from here on, on a rank that joins them."""
-    context.group.end_joining(partial(continue_without, context, state, feed, services))
-    note_gone(handover.gone)
-    begin_announcements(context.group, handover.num_calls)
-    feed.divide_again()
-    services.metrics.take_names()  # as the others, in `continue_with`
-    if context.location.kept is not None:
-        context.location.kept.resume(handover.point.metrics_bytes)
-    handover.release()
+    group.begin_healing(environment, partial(continue_without, context, state, feed, services))
 
 
 def continue_without(context: RunContext, state: RunState, feed: Feed, services: Services, change: Change) -> None:
@@ -69,27 +52,8 @@ def continue_without(context: RunContext, state: RunState, feed: Feed, services:
     services.watchdog.change_group()
     move_announcements(context.group)
     seconds = time.monotonic() - change.began_s
-    context.location.write_heal(Heal(state.steps_done, change.lost, (), len(change.left), seconds))
+    context.location.write_heal(Heal(state.steps_done, change.lost, len(change.left), seconds))
     context.say(_describe(change, state.steps_done, seconds))
-
-
-def continue_with(
-    context: RunContext, state: RunState, feed: Feed, services: Services, joined: Sequence[int], seconds: float
-) -> None:
-    """Continue with ranks that have joined this one, in the new group.
-
-    Args:
-        seconds: the time from the request until they have the state.
-    """
-    feed.divide_again()
-    services.watchdog.change_group()
-    services.metrics.take_names()  # those that join have not made these calls
-    move_announcements(context.group)
-    context.location.write_heal(Heal(state.steps_done, (), joined, context.world_size, seconds))
-    verb = "joins" if len(joined) == 1 else "join"
-    ranks = format_ranks(context.world_size)
-    pause = f"a pause of {seconds:.2f} s"
-    context.say(f"{describe_ranks(joined)} {verb} before step {state.steps_done}: {ranks} continue after {pause}")
 
 
 def _find_problem(context: RunContext, interceptors: Interceptors) -> str:

@@ -132,7 +132,6 @@ class Loop:
             end = self._plan.end_of(number)
             self.repeats_head = state.steps_done > end - per_epoch
             epoch = Epoch(self, number, per_epoch, end, state.tally)
-            self._boundary.begin_head()
             try:
                 yield epoch
             except GeneratorExit:
@@ -160,7 +159,6 @@ class Loop:
             yield from self._run_steps_of_epoch(end)
 
     def _run_steps_of_epoch(self, end: int) -> Iterator[Step]:
-        self._boundary.end_head()
         if (change := self._feed.find_change()) is not None:  # such as by set_epoch, earlier in the body
             warn(self._context.say, change, start="the data set's")
         while self._state.steps_done < end and not self._services.stopping.is_ending:
