@@ -182,10 +182,73 @@ def build_intervals(rows: Sequence[Mapping[str, Any]]) -> Intervals | None:
     num_ranks = max((len(row["steps"]) for row in rows), default=0)
     if num_ranks * len(rows) > MAX_CELLS:  # nothing writes so many, and each takes 16 bytes
         return None
-    builder = _IntervalsBuilder(num_ranks)
+    closed: list[_TimelinePart] = []
+    opened = _TimelinePart(num_ranks)
+    before: Sequence[int] = []  # the steps in the row before
     for row in rows:
-        builder.add(row)
-    return builder.build()
+        steps = row["steps"]
+        is_begin = "first_step" in row and not row["spent_s"]
+        if is_begin or (before and steps and before[0] > steps[0]):  # the run went back to a snapshot
+            while closed and closed[-1].edge > steps[0]:
+                closed.pop()
+            before = []
+            opened = _TimelinePart(num_ranks)
+        if is_begin and closed and closed[-1].edge < steps[0]:  # the time of these steps was lost with a start
+            opened.seconds = math.nan
+            closed.append(opened.close(steps[0], closed[-1].row))
+            opened = _TimelinePart(num_ranks)
+        opened.add(row, before)
+        before = steps
+        if steps and (not closed or closed[-1].edge != steps[0]):
+            closed.append(opened.close(steps[0], row))
+            opened = _TimelinePart(num_ranks)
+    if len(closed) < 2:
+        return None
+    return Intervals(
+        edges=np.array([each.edge for each in closed], dtype=np.float64),
+        seconds=np.array([each.seconds for each in closed[1:]]),
+        busy_s=np.stack([each.busy_s for each in closed[1:]]),
+        num_steps=np.stack([each.num_steps for each in closed[1:]]),
+        world_sizes=[len(each.row["steps"]) for each in closed[1:]],
+        memory={
+            label: np.array([_pad(each.row.get(key, ()), num_ranks) for each in closed[1:]])
+            for label, key in (("memory", "memory_mb"), ("GPU memory", "device_mb"))
+            if any(each.row.get(key) for each in closed[1:])
+        },
+    )
+
+
+class _TimelinePart:
+    """Rows of a timeline until rank 0 has ended a step: the seconds of rank 0, busy seconds and steps by rank."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.edge = 0  # the step at its end
+        self.seconds = 0.0
+        self.busy_s, self.num_steps = np.zeros((2, num_ranks))
+        self.row: Mapping[str, Any] = {}  # the last one
+
+    def add(self, row: Mapping[str, Any], before: Sequence[int]) -> None:
+        """Add a row. `before`: the steps in the row before; [] if there is none."""
+        for phase, spent_s in row["spent_s"].items():
+            if spent_s and phase not in NOT_TRAINING:
+                self.seconds += spent_s[0]
+            if phase in BUSY:
+                self.busy_s[: len(spent_s)] += spent_s[: len(self.busy_s)]
+        if before:
+            steps = row["steps"]
+            self.num_steps[: len(steps)] += [
+                now - was for now, was in zip_longest(steps, before[: len(steps)], fillvalue=0)
+            ]
+
+    def close(self, edge: int, row: Mapping[str, Any]) -> "_TimelinePart":
+        self.edge = edge
+        self.row = row
+        return self
+
+
+def _pad(values: Sequence[float], num: int) -> list[float]:
+    """Return `num` values, nan for those that are missing."""
+    return [*values[:num], *[math.nan] * (num - len(values))]
 
 
 def _split_first(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -193,85 +256,6 @@ def _split_first(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     if "first_step" not in row:
         return [row]
     return [{**row, "steps": [row["first_step"]] * len(row["steps"]), "spent_s": {}}, row]
-
-
-class _IntervalsBuilder:
-    """Joins the rows of a timeline until rank 0 has ended a step, and drops those of steps that are repeated later."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self._edges: list[float] = []
-        # of the interval that ends at each edge
-        self._seconds: list[float] = []
-        self._by_rank: list[Floats] = []  # busy seconds and steps
-        self._ends: list[Mapping[str, Any]] = []  # the last row
-        self._steps: Sequence[int] = []  # in the last row
-        self._open()
-
-    def _open(self) -> None:
-        """Begin an interval."""
-        self._open_s = 0.0
-        self._open_by_rank = np.zeros((2, self._num_ranks))
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        steps = row["steps"]
-        is_begin = "first_step" in row and not row["spent_s"]
-        if is_begin or (self._steps and steps and self._steps[0] > steps[0]):  # the run went back to a snapshot
-            while self._edges and self._edges[-1] > steps[0]:
-                for each in (self._edges, self._seconds, self._by_rank, self._ends):
-                    each.pop()
-            self._steps = []
-            self._open()
-        if is_begin and self._edges and self._edges[-1] < steps[0]:  # the time of these steps was lost with a start
-            self._open_s = math.nan
-            self._close(steps[0], self._ends[-1])
-        self._measure(row)
-        self._steps = steps
-        if steps and self._edges[-1:] != [steps[0]]:
-            self._close(steps[0], row)
-
-    def _measure(self, row: Mapping[str, Any]) -> None:
-        """Add a row to the open interval."""
-        steps = row["steps"]
-        for phase, spent_s in row["spent_s"].items():
-            if spent_s and phase not in NOT_TRAINING:
-                self._open_s += spent_s[0]
-            if phase in BUSY:
-                self._open_by_rank[0, : len(spent_s[: self._num_ranks])] += spent_s[: self._num_ranks]
-        if self._steps:
-            before = self._steps[: len(steps)]
-            self._open_by_rank[1, : len(steps)] += [now - was for now, was in zip_longest(steps, before, fillvalue=0)]
-
-    def _close(self, edge: float, row: Mapping[str, Any]) -> None:
-        """End the open interval at `edge`, with `row`, and begin the next one."""
-        self._edges.append(edge)
-        self._seconds.append(self._open_s)
-        self._by_rank.append(self._open_by_rank)
-        self._ends.append(row)
-        self._open()
-
-    def build(self) -> Intervals | None:
-        """Return the intervals; None if there are none."""
-        if len(self._edges) < 2:
-            return None
-        busy_s, num_steps = np.stack(self._by_rank[1:], axis=1)
-        ends = self._ends[1:]
-        return Intervals(
-            edges=np.array(self._edges, dtype=np.float64),
-            seconds=np.array(self._seconds[1:]),
-            busy_s=busy_s,
-            num_steps=num_steps,
-            world_sizes=[len(row["steps"]) for row in ends],
-            memory={
-                label: np.array([self._pad(row.get(key, ())) for row in ends])
-                for label, key in (("memory", "memory_mb"), ("GPU memory", "device_mb"))
-                if any(row.get(key) for row in ends)
-            },
-        )
-
-    def _pad(self, values: Sequence[float]) -> list[float]:
-        """Return one value per rank, nan for those that are missing."""
-        return [*values[: self._num_ranks], *[math.nan] * (self._num_ranks - len(values))]
 
 
 def _read_logs(run_dir: Path, status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -1,10 +1,9 @@
 """`samestep report`: writes an HTML file about one or several runs. Does not import torch."""
 
 import errno
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -18,9 +17,7 @@ from samestep.tools.report.page import build_page
 from samestep.tools.report.run_data import RunData, read_run_data
 from samestep.watch.records import RECORD
 
-# in a run's directory, if the user puts them there
-SCALE = "scale.json"
-ATTACHED = ("verify.txt", "doctor.json")
+ATTACHED = ("verify.txt", "doctor.txt", "scale.txt")  # in a run's directory, if the user puts them there
 MAX_ATTACHED_BYTES = 1 << 20
 
 
@@ -31,11 +28,10 @@ MAX_ATTACHED_BYTES = 1 << 20
     "--attach",
     type=PATH,
     multiple=True,
-    help="a text file to include, such as the output of samestep verify or doctor; can be repeated; RUN/verify.txt and "
-    "RUN/doctor.json are always included",
+    help="a text file to include, such as the output of samestep verify; can be repeated; "
+    f"{', '.join(ATTACHED)} in RUN are always included",
 )
-@click.option("--scale", type=PATH, help="the output of samestep scale --json; default: RUN/scale.json, if any")
-def run_report(runs: Sequence[str], output: Path, attach: Sequence[Path], scale: Path | None) -> int:
+def run_report(runs: Sequence[str], output: Path, attach: Sequence[Path]) -> int:
     """Writes one HTML file about one or several runs.
 
     It shows metrics, throughput, where the time of every rank went, restarts, snapshots, the audit of the samples, and
@@ -64,7 +60,7 @@ def run_report(runs: Sequence[str], output: Path, attach: Sequence[Path], scale:
             attachments |= {f"{name}: {path.name}": read_attachment(path) for path in own}
         pairs = zip(found[1:], directories[1:], strict=True)
         comparison = [compare(found[0], other, directories[0], directory) for other, directory in pairs]
-    page = build_page(found, comparison, attachments, read_scalings(scale, directories)).encode()
+    page = build_page(found, comparison, attachments).encode()
     try:
         replace_file(output, page)
     except OSError as error:
@@ -74,17 +70,6 @@ def run_report(runs: Sequence[str], output: Path, attach: Sequence[Path], scale:
     show_activity("")
     print(escape(f"{output}: {len(found)} {'run' if len(found) == 1 else 'runs'}, {len(page) / 1e6:.1f} MB"))
     return 0
-
-
-def read_scalings(given: Path | None, directories: Sequence[Path]) -> list[Mapping[str, Any]]:
-    """Read the results of `samestep scale`: the given file, or those in the directories of runs. Raises Error."""
-    own = [path for each in directories if (path := each / SCALE).is_file() and not path.is_symlink()]
-    paths = [given] if given else own
-    if not paths:
-        return []
-    from samestep.tools.scale.run_plan import read_scale
-
-    return [read_scale(path, is_given=given is not None) for path in paths]
 
 
 def compare(one: RunData, other: RunData, directory: Path, other_directory: Path) -> str:

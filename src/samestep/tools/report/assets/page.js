@@ -1,5 +1,5 @@
 "use strict";
-// Replaces the static charts by ones with a cursor, and tells the cell of a heat map under the pointer.
+// Draws the charts and the heat maps, and tells the value under the pointer.
 const data = JSON.parse(document.getElementById("data").textContent);
 const HEIGHT = 240;
 let plots = [];
@@ -51,14 +51,10 @@ function draw(figure, chart) {
   const aligned = tables.length === 1 ? tables[0] : uPlot.join(tables);
   const axis = { stroke: readColour("--note"), grid: { stroke: readColour("--line"), width: 1 }, ticks: { show: false } };
   const box = document.createElement("div");
-  box.className = "plot";
-  box.setAttribute("role", "img");
-  box.setAttribute("aria-label", figure.querySelector("svg").getAttribute("aria-label"));
   figure.append(box);
-  figure.classList.add("drawn");
   const steps = (plot, value, _, index) => (value == null ? "--" : String(value) + findMark(plot, index));
   const series = chart.series.map((each) => ({
-    label: each.label, stroke: each.colour, dash: each.dash, width: each.width, points: { show: each.x.length < 50 },
+    label: each.label, stroke: each.colour, width: 1.5, points: { show: each.x.length < 50 },
     value: (_, value) => (value == null ? "--" : Number(value.toPrecision(6))),
   }));
   const options = {
@@ -70,10 +66,9 @@ function draw(figure, chart) {
 }
 
 function drawAll() {
-  for (const [figure, plot] of plots) {
+  for (const [, plot] of plots) {
     plot.root.parentNode.remove();
     plot.destroy();
-    figure.classList.remove("drawn");
   }
   plots = [];
   document.querySelectorAll("figure.chart").forEach((figure, number) => draw(figure, data.charts[number]));
@@ -85,14 +80,33 @@ addEventListener("resize", () => {
   for (const [figure, plot] of plots) plot.setSize({ width: figure.clientWidth, height: HEIGHT });
 });
 
-document.querySelectorAll("figure.map").forEach((figure) => {
-  const map = data.maps[Number(figure.dataset.number)], image = figure.querySelector("img"), note = figure.querySelector(".note");
-  const words = note.textContent, columns = map.edges.length - 1;
-  image.addEventListener("mousemove", (event) => {
-    const column = Math.min(Math.max(Math.floor((event.offsetX / image.clientWidth) * columns), 0), columns - 1);
-    const rank = Math.min(Math.max(Math.floor((event.offsetY / image.clientHeight) * map.ranks.length), 0), map.ranks.length - 1);
+// Dark violet to yellow, evenly spaced and readable without colour vision: viridis (Smith and van der Walt, 2015).
+const VIRIDIS = [
+  [68, 1, 84], [71, 44, 122], [59, 81, 139], [44, 113, 142], [33, 144, 141], [39, 173, 129], [92, 200, 99],
+  [170, 220, 50], [253, 231, 37],
+];
+
+function findColour(share) {
+  const place = Math.min(Math.max(share, 0), 1) * (VIRIDIS.length - 1), low = Math.min(Math.floor(place), VIRIDIS.length - 2);
+  return VIRIDIS[low].map((each, channel) => each + (place - low) * (VIRIDIS[low + 1][channel] - each));
+}
+
+document.querySelectorAll("figure.map").forEach((figure, number) => {
+  const map = data.maps[number], canvas = figure.querySelector("canvas"), note = figure.querySelector(".note");
+  const words = note.textContent, columns = map.edges.length - 1, [low, high] = map.scale;
+  canvas.width = columns;
+  canvas.height = map.ranks.length;
+  canvas.style.height = `${Math.min(Math.max(map.ranks.length * 14, 28), 480)}px`;
+  const image = new ImageData(columns, map.ranks.length);
+  map.ranks.flat().forEach((value, cell) => {
+    if (value != null) image.data.set([...findColour((value - low) / (high - low)), 255], 4 * cell);
+  });
+  canvas.getContext("2d").putImageData(image, 0, 0);
+  canvas.addEventListener("mousemove", (event) => {
+    const column = Math.min(Math.max(Math.floor((event.offsetX / canvas.clientWidth) * columns), 0), columns - 1);
+    const rank = Math.min(Math.max(Math.floor((event.offsetY / canvas.clientHeight) * map.ranks.length), 0), map.ranks.length - 1);
     const value = map.ranks[rank][column];
     note.textContent = `rank ${rank}, steps ${map.edges[column]} to ${map.edges[column + 1] - 1}: ` + (value == null ? "no data" : `${value} ms`);
   });
-  image.addEventListener("mouseleave", () => { note.textContent = words; });
+  canvas.addEventListener("mouseleave", () => { note.textContent = words; });
 });
