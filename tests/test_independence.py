@@ -47,8 +47,7 @@ PARTS = {
 # The modules in FOLDERS that several features use.
 SHARED = {
     "sources.shard_files": "the files of three sources",
-    "tools.compare": "reads run directories for several commands",
-    "tools.inspect": "shows the digest, with which this test compares",
+    "tools.inspect": "reads run directories for several commands, and shows the digest",
     "tools.launch_command": "starts the ranks",
     "tools.phase_timing": "the interceptor of two tools",
     "tools.traced_script": "starts the script for several tools",

@@ -34,7 +34,7 @@ COMMANDS = {  # name -> its words, what it does, and the module of samestep that
     "launch": ("SCRIPT ...", "start your script on ranks of this machine or of several", "tools.launch_command"),
     "submit": ("SCRIPT ...", "submit your script to Slurm", "launch.submit"),
     "inspect": ("RUN", "show a run directory: settings, snapshots, restarts, samples, digest", "tools.inspect"),
-    "runs": ("[DIR]", "list the runs in a directory, sorted by any metric", "tools.runs"),
+    "runs": ("[DIR]", "list the runs in a directory, sorted by any metric", "tools.inspect"),
     "report": ("RUN ...", "write an HTML page about runs: metrics, time, restarts", "tools.report.run_report"),
     "watch": ("RUN", "show the live state of every rank of a running job", "tools.live_view"),
     "replay": ("RUN SCRIPT", "compute a step of a run again, compare its bits, debug it", "tools.replay.run_replay"),

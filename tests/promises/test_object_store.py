@@ -105,7 +105,7 @@ class Cluster:
         ask("inspect", url, "--samples")
         return Outcome(
             digest=ask("inspect", url, "--digest").strip(),
-            digest_of_best=ask("inspect", url, "--digest", "--step", "best").strip(),
+            digest_of_best=ask("inspect", url, "--digest", "--snapshot", "best").strip(),
             metrics=(self.store / "metrics.jsonl").read_bytes(),
             ledger=(self.store / "ledger.bin").read_bytes(),
         )

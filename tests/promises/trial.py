@@ -45,7 +45,7 @@ def read_outcome(run_dir: Path) -> Outcome:
     ask("inspect", run_dir, "--samples")
     return Outcome(
         digest=ask("inspect", run_dir, "--digest").strip(),
-        digest_of_best=ask("inspect", run_dir, "--digest", "--step", "best").strip(),
+        digest_of_best=ask("inspect", run_dir, "--digest", "--snapshot", "best").strip(),
         metrics=(run_dir / "metrics.jsonl").read_bytes(),
         ledger=(run_dir / "ledger.bin").read_bytes(),
     )

@@ -25,8 +25,7 @@ from samestep.plan.order import build_order
 from samestep.snapshot.ledger_file import read_records
 from samestep.snapshot.serialization import digest
 from samestep.snapshot.store import Store
-from samestep.tools.inspect import run_diff, run_inspect
-from samestep.tools.runs import run_runs
+from samestep.tools.inspect import run_diff, run_inspect, run_runs
 from samestep.world.environment import read_host
 
 NUMBERS = {
@@ -113,8 +112,8 @@ def test_the_listing(run: Path, inspect: Inspect) -> None:
     assert re.search(r"^  6 .* state.json has 3 bytes, not \d+$", out, re.M)
     assert re.search(r"^  loss +0.25 +6$", out, re.M)
     assert "tensors.safetensors is damaged" in out.splitlines()[-1]
-    assert out.splitlines()[-1].startswith("the check failed: 2 of 3 snapshots are damaged (")
-    code, out = inspect("--step", "best", "--check")
+    assert out.splitlines()[-1].startswith("the check failed: 2 of 3 snapshots damaged (")
+    code, out = inspect("--snapshot", "best", "--check")
     assert code == 0
     assert "state.json has" not in out
     assert out.endswith("\nthe check passed: 1 snapshot read, and sound\n")
@@ -211,12 +210,12 @@ def write_runs(directory: Path) -> tuple[str, str]:
 def test_a_directory_of_runs_is_listed(tmp_path: Path, capsys: Any) -> None:
     a, _ = write_runs(tmp_path / "runs")
     (tmp_path / "runs/no run").mkdir()
-    assert run_inspect([str(tmp_path / "runs")]) == 0
+    assert run_runs([str(tmp_path / "runs")]) == 0
     out = capsys.readouterr().out
     short = Store(Path(a)).snapshots()[0].manifest["digest"][:12]
     assert re.search(rf"^  a +done +2 +{short} +\d+ \w+ +loss 0.375$", out, re.M), out
     assert re.search(r"^  b +done +2 ", out, re.M)
-    assert run_inspect([str(tmp_path / "runs"), "--json"]) == 0
+    assert run_runs([str(tmp_path / "runs"), "--json"]) == 0
     assert [(each["name"], each["steps"]) for each in json.loads(capsys.readouterr().out)] == [("a", 2), ("b", 2)]
 
 
@@ -258,22 +257,22 @@ def test_runs_that_were_killed_or_damaged(tmp_path: Path, capsys: Any) -> None:
 
 def test_two_runs_are_compared(tmp_path: Path, capsys: Any) -> None:
     a, b = write_runs(tmp_path)
-    assert run_inspect([a, b]) == 1
+    assert run_diff([a, b]) == 1
     out = capsys.readouterr().out
     assert re.search(r"^  numbers.seed +3 +4$", out, re.M)
     assert "numbers.batch_size" not in out
-    assert re.search(rf"^  loss +{a} +█▁ +0.375 \(2\)\n +{b} +█▂ +0.5 \(2\)$", out, re.M), out
+    assert re.search(r"^  loss +0.375 \(2\) +0.5 \(2\)$", out, re.M), out
     assert "\nthe steps are not comparable one by one: seed differs\n" in out
     assert out.endswith("\nstep 1 is the first that differs: other samples\n")
-    assert run_inspect([a, a]) == 0
+    assert run_diff([a, a]) == 0
     out = capsys.readouterr().out
     assert "differences" not in out
     assert out.endswith("identical in all 2 common steps, and in 1 common snapshot\n")
-    assert run_inspect([a, b, "--json"]) == 1
+    assert run_diff([a, b, "--json"]) == 1
     shown = json.loads(capsys.readouterr().out)
     assert (shown["same"], shown["first_differing_step"], shown["differs_in"]) == (False, 1, ["other samples"])
     with pytest.raises(Error, match="there is no directory"):
-        run_inspect([a, str(tmp_path / "c")])
+        run_diff([a, str(tmp_path / "c")])
     entries = [*read_records(Path(a) / "ledger.bin")]
     first, last = (entry._replace(loss=to_bits(0.5), gradient=7) for entry in entries)
     for run, entry in ((a, last), (b, last._replace(loss=to_bits(0.25)))):
@@ -346,8 +345,8 @@ def test_the_digest_is_of_the_newest_sound_snapshot(run: Path, inspect: Inspect,
         store.write(state, step=step, meta={})
     store.write(states[3], step=3, name="best", meta={})
     assert inspect("--digest") == (0, digest(states[6]) + "\n")
-    assert inspect("--digest", "--step", "best") == (0, digest(states[3]) + "\n")
-    _, out = inspect("--digest", "--json", "--step", "3")
+    assert inspect("--digest", "--snapshot", "best") == (0, digest(states[3]) + "\n")
+    _, out = inspect("--digest", "--json", "--snapshot", "3")
     assert json.loads(out) == {"step": 3, "name": None, "digest": digest(states[3])}
     (store.path / "step-00000006" / "state.json").unlink()
     assert run_inspect([str(run), "--digest"]) == 0
@@ -366,9 +365,9 @@ def test_what_is_not_there(run: Path, tmp_path: Path, inspect: Inspect) -> None:
         inspect("--digest")
     Store(run).write(STATE, step=3, meta={})
     with pytest.raises(Error, match=r"there is no snapshot of step 4 in .*: there is step 3"):
-        inspect("--digest", "--step", "4")
+        inspect("--digest", "--snapshot", "4")
     with pytest.raises(Error, match="has no snapshot 4"):
-        inspect("--step", "4")
+        inspect("--snapshot", "4")
     (run / "snapshots" / "step-00000003" / "manifest.json").write_text("")
     with pytest.raises(Error, match=r"no snapshot in .* can be used \(.*manifest.json is damaged"):
         inspect("--digest")
@@ -472,6 +471,13 @@ def test_one_step_alone(run: Path, inspect: Inspect) -> None:
     write_ledger(run, plan_steps(5, shuffled))
     out = inspect("--samples", "--step", "3")[1]
     assert [line.split(":")[0] for line in out.splitlines()] == ["3 epoch 1 8", "audit passed"]
+    for words, said in (
+        (["--samples", "--step", "5"], "the ledger has steps 0 to 4: there is no step 5"),
+        (["--samples", "--snapshot", "best"], "--samples shows steps, not snapshots"),
+        (["--step", "3"], "--step shows the samples of a step"),
+    ):
+        with pytest.raises(Error, match=said):
+            inspect(*words)
 
 
 def test_a_record_that_is_half_written_is_no_step(run: Path, inspect: Inspect) -> None:

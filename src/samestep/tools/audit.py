@@ -191,12 +191,20 @@ def audit_samples(
     )
 
 
-def show_samples(run: Path, record: Mapping[str, Any], *, which: int | str, is_json: bool) -> int:
-    """Print the samples of a step (all steps if `which` is "latest") and the audit. Returns 1 if the audit failed."""
+def show_samples(run: Path, record: Mapping[str, Any], *, only: int | None, is_json: bool) -> int:
+    """Print the samples of a step, or of all steps if `only` is None, and the audit. Returns 1 if the audit failed.
+
+    Raises:
+        Error: the ledger has no such step.
+    """
+    num_steps = count_records(run / LEDGER)
+    if only is not None and only >= num_steps:
+        which = f"steps 0 to {num_steps - 1}" if num_steps else "no steps"
+        raise Error(f"the ledger has {which}: there is no step {only}", code="SS709")
     steps = []
 
     def show(step: int, used: StepSamples) -> None:
-        if which not in ("latest", step):
+        if only not in (None, step):
             return
         if is_json:
             epoch = used.pieces[0][0]

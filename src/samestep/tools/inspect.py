@@ -1,7 +1,8 @@
-"""`samestep inspect` and `diff`: show, check and compare run directories. Do not import torch."""
+"""`samestep inspect`, `diff` and `runs`: show one run directory, compare two, list many. Do not import torch."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,35 @@ from samestep.console import (
     format_count,
     list_values,
     print_table,
+    say,
     to_text,
 )
-from samestep.errors import Error
-from samestep.snapshot.manifest import find_damage
+from samestep.decoding import parse_json
+from samestep.errors import Error, explain
+from samestep.files import read_bytes
+from samestep.plan.ledger import Entry, to_float
+from samestep.snapshot.ledger_file import count_records, read_records
+from samestep.snapshot.manifest import STATE, find_damage
 from samestep.snapshot.reading import find_snapshot, open_run, read_run
 from samestep.snapshot.store import Snapshot, Store
-from samestep.tools.compare import compare_runs, describe_runs, find_runs, list_runs, read_last_values, read_state
-from samestep.watch.records import HEAL_COLUMNS, HEALS, RESTART_COLUMNS, RESTARTS, read_rows, read_status
+from samestep.watch.records import (
+    HEAL_COLUMNS,
+    HEALS,
+    LEDGER,
+    METRICS,
+    RECORD,
+    RESTART_COLUMNS,
+    RESTARTS,
+    read_rows,
+    read_status,
+)
+
+BEST = "best"  # the usual name of the snapshot of the best weights
+SHORT = 12  # of a digest's 64 digits
+COUNTED = ("data_length", "batch_size", "micro_batch_size", "seed")  # numbers by which steps use other samples
+SECTIONS = ("numbers", "settings", "config", "script", "git", "machine")  # of run.json, the most important first
+PLACE = ("step", "epoch")  # entries of a row that are not metrics
+FIELDS = ("name", "status", "steps", "best", "time")  # of `describe_run`, to sort by
 
 
 def parse_which(ctx: click.Context, param: click.Parameter, text: str) -> int | str:
@@ -34,63 +56,44 @@ def parse_which(ctx: click.Context, param: click.Parameter, text: str) -> int | 
 WHICH: dict[str, Any] = {"metavar": "STEP|NAME", "callback": parse_which}  # settings of an option that names a snapshot
 
 
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+
 @click.command("inspect", cls=Command)
 @click.argument("run", type=click.Path())
-@click.argument("other", type=click.Path(), required=False)
-@click.option("--snapshot", "--step", "which", **WHICH, default="latest", help="show only this snapshot")
+@click.option("--snapshot", "which", **WHICH, default="latest", help="show only this snapshot")
 @click.option("--check", is_flag=True, help="read every byte of every snapshot, not only their sizes")
 @click.option("--json", "is_json", is_flag=True, help="print JSON")
 @click.option("--digest", is_flag=True, help="print the SHA-256 of the state in the newest undamaged snapshot")
 @click.option("--samples", is_flag=True, help="show and check the samples of each step (exit code 1 if that fails)")
+@click.option("--step", type=click.IntRange(min=0), help="with --samples: show only this step, counted from 0")
 def run_inspect(
-    run: str, other: str | None, which: int | str, check: bool, is_json: bool, digest: bool, samples: bool
+    run: str, which: int | str, check: bool, is_json: bool, digest: bool, samples: bool, step: int | None
 ) -> int:
-    """Shows the content of a run directory: options, settings, snapshots, restarts, heals, metrics.
-
-    RUN is a run directory or its URL, or a directory of runs, to list them. OTHER is a second run to compare with (exit
-    code 1 if they differ).
-    """
+    """Shows the content of a run directory, or of its URL: settings, snapshots, restarts, heals, metrics."""
     if digest and samples:
         raise Error("--digest and --samples were both given: leave out one of them", code="SS104")
-    if other is not None:
-        return compare_runs(run, other, is_json=is_json)
-    if found := find_runs(Path(run)):
-        return list_runs(describe_runs(found), is_json=is_json)
+    if samples and which != "latest":
+        raise Error("--samples shows steps, not snapshots: name one by --step, and leave out --snapshot", code="SS104")
+    if step is not None and not samples:
+        raise Error("--step shows the samples of a step: add --samples, or name a snapshot by --snapshot", code="SS104")
     with open_run(run, which=which if digest else None, is_whole=check) as directory:
         record = read_run(directory, run)
         if digest:
             store = Store(directory)
-            return _show_digest(store, find_snapshot(store, run, which), is_json=is_json)
+            snapshot = find_snapshot(store, run, which)
+            found = {"step": snapshot.step, "name": snapshot.name, "digest": store.read_digest(snapshot)}
+            print(json.dumps(found) if is_json else found["digest"])
+            return 0
         if samples:
             from samestep.tools.audit import show_samples
 
             try:
-                return show_samples(directory, record, which=which, is_json=is_json)
+                return show_samples(directory, record, only=step, is_json=is_json)
             except (MemoryError, OverflowError, ValueError) as error:
                 why = f"{type(error).__name__}: {error}"
                 raise Error(f"{run}/run.json has impossible numbers ({why}): repair it", code="SS408") from None
         return _show_run(directory, run, record, which, is_checked=check, is_json=is_json)
-
-
-@click.command("diff", cls=Command)
-@click.argument("run", type=click.Path())
-@click.argument("other", type=click.Path())
-@click.option("--json", "is_json", is_flag=True, help="print JSON")
-def run_diff(run: str, other: str, is_json: bool) -> int:
-    """Shows the first step in which two runs differ, and what differs there: samples, loss, gradient or state.
-
-    Exit code: 0 if all common steps and snapshots are the same; 1 if not; 2 if nothing can be compared.
-    """
-    return compare_runs(run, other, is_json=is_json)
-
-
-def _show_digest(store: Store, snapshot: Snapshot, *, is_json: bool) -> int:
-    digest = store.read_digest(snapshot)
-    if is_json:
-        print(json.dumps({"step": snapshot.step, "name": snapshot.name, "digest": digest}))
-    else:
-        print(digest)
-    return 0
 
 
 def _show_run(
@@ -101,7 +104,7 @@ def _show_run(
     if which != "latest" and not wanted:
         names = ", ".join(str(snapshot.step if snapshot.name is None else snapshot.name) for snapshot in found)
         raise Error(f"{run} has no snapshot {which}: name one that it has ({names or 'none yet'})", code="SS411")
-    snapshots = [_describe(snapshot, run, check=is_checked) for snapshot in wanted]
+    snapshots = [_describe_snapshot(snapshot, run, check=is_checked) for snapshot in wanted]
     status = read_status(directory)
     shown = {
         "run": record,
@@ -109,11 +112,11 @@ def _show_run(
         "restarts": read_rows(directory / RESTARTS),
         "heals": read_rows(directory / HEALS),
         "metrics": read_last_values(directory),
-        "state": read_state(directory),
+        "state": _read_state(directory),
         "status": status,
-        "lost": status.get("lost"),
         "checked": is_checked,
     }
+    damaged = [f"{each['path']}: {each['problem']}" for each in snapshots if each["problem"]]
     if is_json:
         print(json.dumps(shown, indent=1))
     else:
@@ -124,19 +127,11 @@ def _show_run(
         if status.get("lost"):
             print(escape(f"when the run ended, {status['lost']}"))
         if is_checked:
-            print(escape(_conclude(snapshots)))
-    return 1 if is_checked and any(snapshot["problem"] for snapshot in snapshots) else 0
-
-
-def _conclude(snapshots: Sequence[Mapping[str, Any]]) -> str:
-    """Return the result of a check of snapshots in one line."""
-    damaged = [f"{each['path']}: {each['problem']}" for each in snapshots if each["problem"]]
-    count = format_count(len(snapshots), "snapshot")
-    if damaged:
-        return (
-            f"the check failed: {len(damaged)} of {count} {'is' if len(damaged) == 1 else 'are'} damaged ({damaged[0]})"
-        )
-    return f"the check passed: {count} read, and sound" if snapshots else "nothing was checked: there is no snapshot"
+            count = format_count(len(snapshots), "snapshot")
+            passed = f"the check passed: {count} read, and sound" if snapshots else "nothing was checked: no snapshot"
+            failed = f"the check failed: {len(damaged)} of {count} damaged"
+            print(escape(f"{failed} ({damaged[0]})" if damaged else passed))
+    return 1 if is_checked and damaged else 0
 
 
 def _build_tables(shown: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
@@ -178,7 +173,7 @@ def _build_tables(shown: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]
     yield "measured, from the last start on", named, list_values(shown["status"].get("measured") or {})
 
 
-def _describe(snapshot: Snapshot, run: str, *, check: bool) -> dict[str, Any]:
+def _describe_snapshot(snapshot: Snapshot, run: str, *, check: bool) -> dict[str, Any]:
     """Return a snapshot as JSON. `check`: whether to read every byte of it."""
     problem = snapshot.problem
     if problem is None and check:
@@ -188,9 +183,244 @@ def _describe(snapshot: Snapshot, run: str, *, check: bool) -> dict[str, Any]:
         "name": snapshot.name,
         "path": f"{run.rstrip('/')}/snapshots/{snapshot.path.name}",
         "size_bytes": snapshot.size_bytes,
-        "time": snapshot.manifest.get("time"),
-        "digest": snapshot.manifest.get("digest"),
-        "versions": snapshot.manifest.get("versions"),
-        "meta": snapshot.manifest.get("meta"),
+        **{name: snapshot.manifest.get(name) for name in ("time", "digest", "versions", "meta")},
         "problem": problem,
     }
+
+
+def _read_state(run: Path) -> dict[str, Any]:
+    """Return `run.state` of the newest undamaged snapshot; {} if there is none, or its files were not downloaded."""
+    for snapshot in reversed(find_sound(run)):
+        with suppress(OSError, ValueError, AttributeError):
+            state = parse_json(read_bytes(snapshot.path / STATE)).get("state")
+            return state if isinstance(state, dict) else {}
+    return {}
+
+
+def find_sound(run: Path) -> list[Snapshot]:
+    """Return the snapshots of a run whose files have the right sizes, in the order of their steps."""
+    return sorted((each for each in Store(run).snapshots() if each.problem is None), key=lambda each: each.step)
+
+
+def read_last_values(run: Path) -> dict[str, dict[str, Any]]:
+    """Return the last value of every metric, and its step: name -> {"value": ..., "step": ...}."""
+    return {
+        name: {"value": value, "step": row.get("step")}
+        for row in read_rows(run / METRICS)
+        for name, value in row.items()
+        if name not in PLACE
+    }
+
+
+# --- many runs --------------------------------------------------------------------------------------------------------
+
+
+@click.command("runs", cls=Command)
+@click.argument("directory", metavar="[DIR]", type=click.Path(), default="runs")
+@click.option("--sort", metavar="NAME", default="name", help=f"sort by {', '.join(FIELDS)} or a metric, as train/loss")
+@click.option("--reverse", is_flag=True, help="sort in descending order")
+@click.option("--json", "is_json", is_flag=True, help="print JSON")
+def run_runs(directory: str, sort: str, reverse: bool, is_json: bool) -> int:
+    """Lists the runs in DIR (default: runs).
+
+    Shows status, steps, digest, step of the snapshot `best`, age, and the last value of every metric.
+    """
+    found = find_runs(Path(directory))
+    if not found:
+        raise Error(f"there are no runs in {directory}: name a directory that holds run directories", code="SS415")
+    runs = []
+    for run in found:
+        try:
+            runs.append(describe_run(run))
+        except (Error, OSError) as error:  # is named, and does not hide the others
+            say(f"{run}: {explain(error) or error}")
+            nothing = dict.fromkeys(("snapshot", "digest", "best", "time", "measured"))
+            runs.append(nothing | {"name": run.name, "status": "damaged", "steps": 0, "metrics": {}})
+    keys = [run[sort] if sort in FIELDS else run["metrics"].get(sort, {}).get("value") for run in runs]
+    known = [number for number, key in enumerate(keys) if isinstance(key, int | float | str)]
+    if not known:
+        metrics = sorted({name for run in runs for name in run["metrics"]})
+        raise Error(f"no run has {sort}: sort by {', '.join([*FIELDS, *metrics])}", code="SS101")
+    order = sorted(known, key=lambda number: keys[number], reverse=reverse)
+    runs = [runs[number] for number in [*order, *(n for n in range(len(runs)) if n not in known)]]
+    if is_json:
+        print(json.dumps(runs, indent=1))
+        return 0
+    rows = [
+        (
+            each["name"],
+            each["status"],
+            str(each["steps"]),
+            (each["digest"] or "")[:SHORT],
+            "" if each["best"] is None else str(each["best"]),
+            describe_age(each["time"]),
+            ", ".join(f"{name} {_shorten(last['value'])}" for name, last in each["metrics"].items()),
+        )
+        for each in runs
+    ]
+    print_table("runs", ("name", "status", "steps", "digest", "best", "age", "last metrics"), rows)
+    return 0
+
+
+def find_runs(directory: Path) -> list[Path]:
+    """Return the runs in a directory; [] if it is a run itself."""
+    if not directory.is_dir() or (directory / RECORD).exists():
+        return []
+    return sorted(path.parent for path in directory.glob(f"*/{RECORD}"))
+
+
+def describe_run(run: Path) -> dict[str, Any]:
+    """Return facts about a run for a list or a comparison."""
+    status = read_status(run)
+    sound = find_sound(run)
+    return {
+        "name": run.name,
+        "status": status.get("status", "not begun"),
+        "steps": count_records(run / LEDGER),
+        "done_steps": status.get("steps", 0),
+        "snapshot": sound[-1].step if sound else None,
+        "digest": sound[-1].manifest.get("digest") if sound else None,
+        "best": next((each.step for each in sound if each.name == BEST), None),
+        "time": status.get("time"),
+        "metrics": read_last_values(run),
+        "measured": status.get("measured"),
+    }
+
+
+def _shorten(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else to_text(value)
+
+
+# --- two runs ---------------------------------------------------------------------------------------------------------
+
+
+@click.command("diff", cls=Command)
+@click.argument("run", type=click.Path())
+@click.argument("other", type=click.Path())
+@click.option("--json", "is_json", is_flag=True, help="print JSON")
+def run_diff(run: str, other: str, is_json: bool) -> int:
+    """Shows the first step in which two runs differ, and what differs there: samples, loss, gradient or state.
+
+    Exit code: 0 if all common steps and snapshots are the same; 1 if not; 2 if nothing can be compared.
+    """
+    names = (run, other)
+    with open_run(run, has_digests=True) as one, open_run(other, has_digests=True) as two:
+        directories = (one, two)
+        records = [read_run(path, name) for path, name in zip(directories, names, strict=True)]
+        described = [describe_run(path) for path in directories]
+        num_steps = min(each["steps"] for each in described)
+        if not num_steps:
+            empty = run if not described[0]["steps"] else other
+            raise Error(f"{empty} has no step yet: there is nothing to compare", code="SS709")
+        step, what = find_first_difference(one, two, (f"in {run}", f"in {other}"))
+        # A snapshot that ranks have written together has no digest until all of it is read.
+        found = [{each.step: each for each in find_sound(path)} for path in directories]
+        common = found[0].keys() & found[1].keys()
+        digests = [
+            {step: Store(path).read_digest(snapshots[step]) for step in common}
+            for path, snapshots in zip(directories, found, strict=True)
+        ]
+    for each, own in zip(described, digests, strict=True):
+        each["digest"] = each["digest"] or own.get(each["snapshot"])
+    state_step = min((step for step in common if digests[0][step] != digests[1][step]), default=None)
+    is_same = step is None and state_step is None
+    differences = _find_differences(records, described)
+    if is_json:
+        facts = {"same": is_same, "differences": differences, "common_steps": num_steps}
+        facts |= {"common_snapshots": len(common), "first_differing_step": step, "differs_in": what}
+        print(json.dumps(facts | {"first_differing_state": state_step, "runs": described}, indent=1))
+        return 0 if is_same else 1
+    if differences:
+        rows = [(name, *map(to_text, pair)) for name, pair in differences.items()]
+        print_table("differences", ("name", *names), rows)
+    if metrics := dict.fromkeys(name for each in described for name in each["metrics"]):
+        lasts = [(name, *(_format_last(each["metrics"].get(name)) for each in described)) for name in metrics]
+        print_table("last metrics (after step)", ("name", *names), lasts)
+    if why := explain_numbers(*records):
+        print(why)
+    if state_step is not None:
+        print(f"the state after {state_step} steps is the first in a common snapshot that differs")
+    if step is not None:
+        print(f"step {step} is the first that differs: {'; '.join(what)}")
+    if is_same:
+        state = f", and in {format_count(len(common), 'common snapshot')}" if common else "; there is no common snapshot"
+        missing = list_missing(names, [(each["steps"], each["done_steps"]) for each in described])
+        print("; ".join([f"identical in all {num_steps} common steps{state}", *missing]))
+    return 0 if is_same else 1
+
+
+def _format_last(last: Mapping[str, Any] | None) -> str:
+    return "" if last is None else f"{to_text(last['value'])} ({last['step']})"
+
+
+def list_missing(names: Sequence[str], counts: Sequence[tuple[int, int]]) -> list[str]:
+    """Describe the steps that are compared with nothing, because one of several runs has no record of them.
+
+    Args:
+        counts: for each run, its steps in the ledger, and those after which its loop has ended; 0 if it has not.
+
+    Example::
+
+        >>> list_missing(["a", "b", "c"], [(20, 20), (12, 20), (19, 0)])
+        ['the ledger of b was truncated: it lacks steps 12 to 19', 'c has no step 19']
+    """
+    most = max(max(pair) for pair in counts)
+    found = []
+    for name, (num_steps, num_done) in zip(names, counts, strict=True):
+        which = f"step{'s' if most - num_steps > 1 else ''} {num_steps}"
+        which += f" to {most - 1}" if most - num_steps > 1 else ""
+        if num_steps < num_done:
+            found.append(f"the ledger of {name} was truncated: it lacks {which}")
+        elif num_steps < most:
+            found.append(f"{name} has no {which}")
+    return found
+
+
+def explain_numbers(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Explain different samples of two runs by the different numbers in their records; "" if these are equal."""
+    numbers = [record.get("numbers") or {} for record in (one, other)]
+    different = [name for name in COUNTED if numbers[0].get(name) != numbers[1].get(name)]
+    verb = "differs" if len(different) == 1 else "differ"
+    return f"the steps are not comparable one by one: {', '.join(different)} {verb}" if different else ""
+
+
+def describe_difference(one: Entry, other: Entry, where: tuple[str, str]) -> list[str]:
+    """Describe how the records of one step differ between two runs; [] if all that both recorded is equal.
+
+    Args:
+        where: the two runs, such as ("in runs/a", "in runs/b").
+    """
+    found = []
+    if (one.num_samples, one.fingerprint) != (other.num_samples, other.fingerprint):
+        found.append("other samples")
+    if one.has_bits and other.has_bits:
+        if one.loss != other.loss:
+            found.append(f"the loss is {to_float(one.loss)!r} {where[0]} and {to_float(other.loss)!r} {where[1]}")
+        if one.gradient != other.gradient:
+            found.append("another gradient" if found else "a different gradient from the same samples and loss")
+    return found
+
+
+def _find_differences(
+    records: Sequence[Mapping[str, Any]], described: Sequence[Mapping[str, Any]]
+) -> dict[str, tuple[Any, Any]]:
+    """Return the values that differ between two runs, by name, the most important first."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for section in SECTIONS:
+        one, other = (dict(list_values(record.get(section) or {})) for record in records)
+        names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+        found |= {f"{section}.{name}": (one.get(name), other.get(name)) for name in names}
+    if (versions := (records[0].get("samestep"), records[1].get("samestep")))[0] != versions[1]:
+        found["samestep"] = versions
+    for name in ("status", "steps", "snapshot", "digest"):
+        if described[0][name] != described[1][name]:
+            found[name] = described[0][name], described[1][name]
+    return found
+
+
+def find_first_difference(one: Path, other: Path, where: tuple[str, str]) -> tuple[int | None, list[str]]:
+    """Return the first step that differs between two runs, and what differs. `where`: as for `describe_difference`."""
+    for step, (a, b) in enumerate(zip(read_records(one / LEDGER), read_records(other / LEDGER), strict=False)):
+        if a != b and (found := describe_difference(a, b, where)):
+            return step, found
+    return None, []

@@ -35,7 +35,7 @@ from samestep.snapshot.manifest import MANIFEST, find_damage
 from samestep.snapshot.reading import open_run, read_run
 from samestep.snapshot.run_record import describe_changes
 from samestep.snapshot.store import SNAPSHOTS, Snapshot, Store
-from samestep.tools.compare import describe_difference
+from samestep.tools.inspect import describe_difference
 from samestep.tools.traced_script import build_trace, exiting_on_sigterm, find_errors, read_lines, start
 from samestep.watch.records import LEDGER, METRICS, RECORD, STATUS, read_or_empty
 from samestep.world.version_check import hash_file

@@ -10,7 +10,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from samestep.console import build_cells, escape, list_values, to_text
-from samestep.tools.compare import SECTIONS
+from samestep.tools.inspect import SECTIONS
 from samestep.tools.report.charts import build_charts, build_heat_map, find_bands, find_marks
 from samestep.tools.report.run_data import RunData
 from samestep.version import __version__

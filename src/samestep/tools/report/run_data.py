@@ -17,7 +17,7 @@ from samestep.errors import Error
 from samestep.files import open_regular, read_tail
 from samestep.snapshot.ledger_file import count_records
 from samestep.tools.audit import audit_samples, summarize
-from samestep.tools.compare import PLACE, find_sound
+from samestep.tools.inspect import PLACE, find_sound
 from samestep.watch.records import (
     HEALS,
     LEDGER,

@@ -12,7 +12,7 @@ from samestep.console import escape, show_activity
 from samestep.errors import Error
 from samestep.files import read_bytes, replace_file
 from samestep.snapshot.reading import open_run, read_run
-from samestep.tools.compare import explain_numbers, find_first_difference, find_runs, list_missing
+from samestep.tools.inspect import explain_numbers, find_first_difference, find_runs, list_missing
 from samestep.tools.report.page import build_page
 from samestep.tools.report.run_data import RunData, read_run_data
 from samestep.watch.records import RECORD
