@@ -65,7 +65,7 @@ def _build_summary(runs: Sequence[RunData]) -> list[tuple[str, list[str], bool]]
         measured = run.status.get("measured") or {}
         state = "live: the run is being written" if run.is_live else run.status.get("status", "not begun")
         reason = run.status.get("reason")
-        num_heals = sum(bool(row["lost"]) for row in run.heals)
+        num_heals = len(run.heals)
         facts = {
             "state": f"{state}: {reason}" if reason else state,
             "steps": f"{run.num_steps:,}",
