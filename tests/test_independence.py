@@ -30,7 +30,7 @@ PARTS = {
     "copies on other nodes": ["snapshot.node_replication"],
     "runs at URLs": ["snapshot.object_store", "snapshot.remote_location"],
     "ssh": ["launch.ssh_launcher", "launch.ssh_node"],
-    "Slurm": ["launch.job", "launch.sbatch", "launch.submit", "world.slurm_tasks"],
+    "Slurm": ["tools.submit", "world.slurm_tasks"],
     "TF_CONFIG": ["launch.tf_config"],
     "Lightning": ["adapters.lightning", "adapters.lightning_manual", "adapters.lightning_metrics"],
     "recipe digits": ["recipes.digits", "recipes.models.cnn"],

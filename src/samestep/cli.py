@@ -32,7 +32,7 @@ shell; in fish, `samestep completion fish | source` does.
 COMMANDS = {  # name -> its words, what it does, and the module of samestep that defines run_NAME
     "train": ("[RECIPE]", "train one of the included recipes (default: digits)", "tools.launch_command"),
     "launch": ("SCRIPT ...", "start your script on ranks of this machine or of several", "tools.launch_command"),
-    "submit": ("SCRIPT ...", "submit your script to Slurm", "launch.submit"),
+    "submit": ("SCRIPT ...", "submit your script to Slurm", "tools.submit"),
     "inspect": ("RUN", "show a run directory: settings, snapshots, restarts, samples, digest", "tools.inspect"),
     "runs": ("[DIR]", "list the runs in a directory, sorted by any metric", "tools.inspect"),
     "report": ("RUN ...", "write an HTML page about runs: metrics, time, restarts", "tools.report.run_report"),

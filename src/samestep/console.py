@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from threading import Timer
 from typing import Any
 
@@ -81,15 +80,6 @@ def print_result(text: str, word: str, colour: str) -> None:
     print(text, flush=True)
 
 
-def format_bytes(count: float) -> str:
-    """Format a size of a message or of memory, in powers of 1024, such as "256 MB"."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if count >= 10 or count == int(count) else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TB"
-
-
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table: with rich on a terminal, otherwise as plain columns. Escapes control characters."""
     if sys.stdout.isatty():
@@ -159,16 +149,6 @@ def build_cells(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> li
     return [["" if row.get(name) is None else str(row[name]) for name in columns] for row in rows]
 
 
-def format_count(number: float, what: str) -> str:
-    """Format a number of things, such as "2 ranks"."""
-    return f"{number:g} {what}{'s' if number != 1 else ''}"
-
-
-def format_ranks(number: int) -> str:
-    """Return "1 rank" or "2 ranks"."""
-    return format_count(number, "rank")
-
-
 def describe_ranks(ranks: Sequence[int]) -> str:
     """Name ranks; of many, only the first.
 
@@ -183,24 +163,3 @@ def describe_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 8:
         return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:6]))} ...)"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
-def describe_size(size_bytes: float) -> str:
-    """Format a size in powers of 1000, such as "12.3 MB"."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if size_bytes < 1000:
-            return f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:.4g} TB"
-
-
-def describe_age(time: str | None) -> str:
-    """Format the age of a time in ISO 8601, such as "5 min"; "?" if it is unknown."""
-    try:
-        age_s = max((datetime.now(UTC) - datetime.fromisoformat(time or "")).total_seconds(), 0.0)
-    except (TypeError, ValueError):
-        return "?"
-    for unit, seconds in (("days", 86400), ("h", 3600), ("min", 60)):
-        if age_s >= 2 * seconds:
-            return f"{age_s / seconds:.0f} {unit}"
-    return f"{age_s:.0f} s"

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from samestep.launch.job import build_job
 from samestep.launch.target import COMMAND, Target
 
 PLANTED = "open('planted-has-run', 'w').close()\n"
@@ -21,7 +20,6 @@ RUN_AS_RANK = (
         Target("script", "train.py").to_full_command(2),
         Target("module", "train").to_full_command(2),
         Target("recipe", "samestep.recipes.digits").to_full_command(2),
-        build_job(Target("recipe", "samestep.recipes.digits"), {}).build_command(sys.executable, "", "run"),
         [*COMMAND, "launch"],
         [sys.executable, "-P", "-c", RUN_AS_RANK],
         ["samestep"],

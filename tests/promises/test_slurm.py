@@ -6,7 +6,8 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,12 @@ from promises.test_restarts import flags_of
 from promises.trial import SCRIPT, Outcome, Started, Trial
 from support.commands import find_programs
 from support.selection import one_in
-from support.slurm import Cluster, open_cluster, why_not
+from support.slurm import ASK_EVERY_S, Cluster, open_cluster, why_not
 from support.waiting import DEADLINE_S, wait_until
 
-from samestep.launch.sbatch import FIRST_PORT, NUM_PORTS
 from samestep.launch.target import Target
 from samestep.tools.scale.run_scale import estimate_queue_s
+from samestep.world.mpi_ranks import FIRST_PORT, NUM_PORTS
 
 Undisturbed = Callable[..., Outcome]
 HELD = "hold rank 0 at step 7 in forward"
@@ -49,13 +50,16 @@ class Jobs:
         self._started.append(started)
         return started
 
-    def submit(self, *flags: str | Path, fault: str = HELD, **variables: str) -> Started:
-        """Two nodes with a rank each, followed."""
+    def submit(self, *flags: str | Path, fault: str = HELD, **variables: str) -> "Job":
+        """Submits a job on two nodes with a rank each."""
         run_dir = self.trial.dir
-        return self.start(
+        started = self.start(
             self.python, "-m", "samestep", "submit", "--nodes", "2", "--run-dir", run_dir, *flags,
-            SCRIPT, run_dir, *flags_of(*([fault] if fault else [])), **variables,
+            SCRIPT, run_dir, *flags_of(fault), **variables,
         )  # fmt: skip
+        assert started.process.wait(DEADLINE_S) == 0, started.output  # without the processes of the job
+        (number,) = re.findall(r"submitted job (\d+)", started.output)
+        return Job(self, number, run_dir / "slurm" / f"{number}.out")
 
     def wait_held(self, started: Started) -> None:
         """Waits until the fault holds rank 0."""
@@ -68,14 +72,40 @@ class Jobs:
         wait_until(lambda: (self.trial.faults / "heard-0").exists(), "the signal reaches rank 0")
         self.trial.go_on()
 
-    def number(self, started: Started) -> str:
-        started.wait_for_words("submitted job")
-        return re.findall(r"submitted job (\d+)", started.output)[0]
-
     def close(self) -> None:
         for started in self._started:
             started.close()
         self.cluster.wait_idle()
+
+
+@dataclass
+class Job:
+    """A job of `samestep submit`, with the file of its output."""
+
+    jobs: Jobs
+    number: str
+    file: Path
+
+    @property
+    def output(self) -> str:
+        return self.file.read_text() if self.file.exists() else ""
+
+    def show(self) -> Mapping[str, str]:
+        return self.jobs.cluster.show(self.number)
+
+    def signal(self, *flags: str) -> None:
+        self.jobs.cluster.run("scancel", *flags, self.number)
+
+    def wait_held(self) -> None:
+        """Waits until the fault holds rank 0."""
+        held = self.jobs.trial.faults / "held-0"
+        wait_until(lambda: held.exists() or self.show()["JobState"] == "FAILED", "rank 0 is held", every_s=ASK_EVERY_S)
+        assert held.exists(), self.output
+
+    def finish(self, state: str = "COMPLETED") -> str:
+        """Waits until Slurm says that the job has ended so. Returns its output."""
+        self.jobs.cluster.wait_for(self.number, state)
+        return self.output
 
 
 @pytest.fixture
@@ -201,23 +231,20 @@ def test_doctor_on_all_tasks(jobs: Jobs, trial: Trial) -> None:
 # Slurm waits before it starts a job that was queued again: 16 s, and 23 s on a busy machine.
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_a_job_is_queued_again(jobs: Jobs, trial: Trial, undisturbed: Undisturbed, real: bool) -> None:
-    """After a signal it saves, is queued again, and ends as a run without faults. The output of all starts is shown."""
+    """After a signal it saves, is queued again, and ends as a run without faults. One file has the output of all."""
     if real:
         jobs.python = Path(sys.executable)
-    started = jobs.submit()
-    jobs.wait_held(started)
-    number = jobs.number(started)
-    jobs.cluster.run("scancel", "--signal=USR1", number)
+    job = jobs.submit()
+    job.wait_held()
+    job.signal("--signal=USR1")
     jobs.go_on_signalled()
-    said = finish(started)
-    assert "samestep: 4 micro-batches on 2 ranks: 2+2, 100 % busy\n" in started.out.read_text()
-    assert "resumed at step 8" in started.out.read_text()
-    # A start that ends between two queries of the state is seen only while it is pending.
-    assert f"samestep: job {number} is running on n[1-2]\n" in said
-    assert re.search(rf"samestep: job {number} is (running on n\[1-2\]|pending \(\w+\)), start 2\n", said)
+    said = job.finish()
+    assert "samestep: 4 micro-batches on 2 ranks: 2+2, 100 % busy\n" in said
+    assert "resumed at step 8" in said
+    assert job.show()["Restarts"] == "1"
     assert said.count("samestep: ranks 0 on ") == 2, "once per start, though each node has a launcher"
     assert trial.num_ends == 1
-    assert {path.name for path in (trial.dir / "slurm").iterdir()} == {f"{number}.sbatch", f"{number}.out"}
+    assert {path.name for path in (trial.dir / "slurm").iterdir()} == {f"{job.number}.sbatch", f"{job.number}.out"}
     assert trial.outcome() == undisturbed()
 
 
@@ -225,52 +252,47 @@ def test_a_job_without_progress(jobs: Jobs, trial: Trial) -> None:
     """Stopped for the third time before its first step, it is not queued again, and prints why, on both nodes."""
     for _ in range(2):
         trial.preempt_at_start()
-    started = jobs.submit(fault="hold rank 0 at step 0 in start")
-    jobs.wait_held(started)
-    number = jobs.number(started)
-    jobs.cluster.run("scancel", "--signal=USR1", number)
+    job = jobs.submit(fault="hold rank 0 at step 0 in start")
+    job.wait_held()
+    job.signal("--signal=USR1")
     jobs.go_on_signalled()
-    said = finish(started, 2)
+    said = job.finish("FAILED")
     assert "samestep: error: 3 starts in a row were stopped before they had saved more than step 0: " in said
-    assert f"samestep: job {number} has ended: failed, exit code 2:0\n" in said
-    assert jobs.cluster.show(number)["Restarts"] == "0"
+    assert (job.show()["ExitCode"], job.show()["Restarts"]) == ("2:0", "0")
 
 
 # Slurm waits before it starts a job that was queued again, and looks at time limits every 30 s.
 def test_time_limit(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
     """Slurm sends a signal before the limit: once the ranks train, the limit is changed to less than the grace time."""
-    started = jobs.submit("--time", "60", "--grace-s", "600", "--heal")  # a shell passes the signal on
-    jobs.wait_held(started)
-    number = jobs.number(started)
-    jobs.cluster.run("scontrol", "update", f"jobid={number}", "timelimit=9")
+    job = jobs.submit("--time", "60", "--grace-s", "600", "--heal")
+    job.wait_held()
+    jobs.cluster.run("scontrol", "update", f"jobid={job.number}", "timelimit=9")
     wait_until(lambda: (trial.faults / "heard-0").exists(), "the signal reaches rank 0")
-    jobs.cluster.run("scontrol", "update", f"jobid={number}", "timelimit=60")  # of the next start
+    jobs.cluster.run("scontrol", "update", f"jobid={job.number}", "timelimit=60")  # of the next start
     trial.go_on()
-    assert "SIGUSR1: the run stops" in finish(started)
-    assert int(jobs.cluster.show(number)["Restarts"]) >= 1
+    assert "SIGUSR1: the run stops" in job.finish()
+    assert int(job.show()["Restarts"]) >= 1
     assert trial.outcome() == undisturbed()
 
 
 # Slurm waits before it starts a job that was queued again, and before it uses a node that has failed: 10 s in all.
 def test_a_node_fails(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
     """The job loses what came after the newest snapshot, and waits for two nodes again."""
-    started = jobs.submit("--snapshot-every", "2")
-    jobs.wait_held(started)
+    job = jobs.submit("--snapshot-every", "2")
+    job.wait_held()
     wait_until(lambda: "step-00000006" in trial.snapshots, "it has saved")
     jobs.cluster.fail("n2")
     for rank in (0, 1):  # Slurm would wait for them to end
         os.kill(trial.pid(rank), signal.SIGKILL)
-    started.wait_for_words("is pending (")
+    jobs.cluster.wait_for(job.number, "PENDING")
     jobs.cluster.repair("n2")
     trial.go_on()
-    assert "resumed at step 6" in finish(started)
+    assert "resumed at step 6" in job.finish()
     assert trial.outcome() == undisturbed()
 
 
 def test_the_others_continue_without_a_rank(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
-    fault = "kill rank 1 at step 7 in forward"
-    started = jobs.submit("--heal", fault=fault)
-    said = finish(started)
+    said = jobs.submit("--heal", fault="kill rank 1 at step 7 in forward").finish()
     assert "rank 1 was killed by SIGKILL" in said
     assert "rank 1 is gone in step 7: rank 0 continues alone" in said
     assert not (trial.dir / "restarts.jsonl").exists()
@@ -291,112 +313,43 @@ def test_the_others_continue_without_a_node(jobs: Jobs, trial: Trial, undisturbe
     prolog = trial.faults / "prolog.sh"
     prolog.write_text(PROLOG)
     prolog.chmod(0o755)
-    started = jobs.submit("--heal", SLURM_TASK_PROLOG=str(prolog))
-    jobs.wait_held(started)
+    job = jobs.submit("--heal", SLURM_TASK_PROLOG=str(prolog))
+    job.wait_held()
     jobs.cluster.fail("n2")
-    started.wait_for_words("rank 1 was lost with ")
+    wait_until(lambda: "rank 1 was lost with " in job.output, "the loss is noticed")
     trial.go_on()
-    finish(started)
+    job.finish()
     jobs.cluster.repair("n2")
     assert not (trial.dir / "restarts.jsonl").exists()
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.soak
-def test_array(jobs: Jobs, trial: Trial) -> None:
-    """A run for each task. One gets a signal, and only it is queued again. The worst exit code is that of the job."""
-    script = trial.faults / "script.py"
-    script.write_text(ARRAY)
-    words = ["-m", "samestep", "submit", "--array", "3,5", "--run-dir", trial.dir]
-    started = jobs.start(jobs.python, *words, script, trial.faults)
-    held = [trial.faults / f"held-{task}" for task in (3, 5)]
-    wait_until(lambda: all(path.exists() for path in held), "both are at it")
-    number = jobs.number(started)
-    jobs.cluster.run("scancel", "--signal=USR1", f"{number}_5")
-    wait_until(lambda: (trial.faults / "heard-5").exists(), "it has heard")
-    trial.go_on()
-    said = finish(started, 7)
-    assert f"samestep: job {number}_3 has ended: failed, exit code 7:0\n" in said
-    assert "[3] 3 at step 0\n" in said
-    assert "[5] 5 at step 0\n" in said
-    assert "[5] 5 at step 1\n" in said
-    assert said.count("[3] 3 at step") == 1
-    assert {path.name for path in trial.dir.iterdir()} == {"3", "5", "slurm"}
-
-
-ARRAY = """
-import os, sys, time
-from pathlib import Path
-import torch, samestep
-task, directory = os.environ["SLURM_ARRAY_TASK_ID"], Path(sys.argv[1])
-run = samestep.Run("no directory of its own", batch_size=2, micro_batch_size=1)
-model = torch.nn.Linear(1, 1)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-run.prepare(model=model, optimizer=optimizer)
-print(task, "at step", run.steps_done)
-for step in run.steps(torch.utils.data.TensorDataset(torch.ones(4, 1)), 3):
-    for (x,) in step:
-        step.backward(model(x).sum())
-    optimizer.step()
-    (directory / f"held-{task}").touch()
-    while not (directory / "go").exists():
-        if run._services.stopping.signals.heard:
-            (directory / f"heard-{task}").touch()
-        time.sleep(0.01)
-sys.exit(7 if task == "3" else 0)
-"""
-
-
 def test_cancelled(jobs: Jobs, trial: Trial) -> None:
-    """Ctrl-C in the command that shows the output does not end the job; scancel does, and the job has saved."""
-    started = jobs.submit()
-    jobs.wait_held(started)
-    number = jobs.number(started)
-    started.process.send_signal(signal.SIGINT)
-    assert started.process.wait(DEADLINE_S) == 130
-    output = trial.dir / "slurm" / f"{number}.out"
-    assert f"samestep: job {number} continues; to follow it again: tail -F {output}" in started.output
-    assert jobs.cluster.show(number)["JobState"] == "RUNNING"
-    jobs.cluster.run("scancel", number)
+    """scancel ends the job, which has saved."""
+    job = jobs.submit()
+    job.wait_held()
+    job.signal()
     jobs.go_on_signalled()
-    jobs.cluster.wait_idle()
-    assert jobs.cluster.show(number)["JobState"] == "CANCELLED"
-    assert jobs.cluster.show(number)["Restarts"] == "0"
-
-
-def test_followed_and_cancelled(jobs: Jobs, trial: Trial) -> None:
-    started = jobs.submit()
-    jobs.wait_held(started)
-    number = jobs.number(started)
-    jobs.cluster.run("scancel", number)
-    jobs.go_on_signalled()
-    assert f"samestep: job {number} has ended: cancelled" in finish(started, 143)
+    job.finish("CANCELLED")
+    assert job.show()["Restarts"] == "0"
     assert "step-00000008" in trial.snapshots, trial.snapshots
 
 
-def test_how_it_ends(jobs: Jobs, trial: Trial) -> None:
-    """If the script fails, the command has its exit code and the job is not queued again. --detach does not wait."""
+def test_a_batch_script_that_is_submitted_by_hand(jobs: Jobs, trial: Trial) -> None:
+    """It has a directory for its output, and the exit code is that of the script."""
     script = trial.faults / "script.py"
     script.write_text("print('as far as this')\nraise SystemExit(7)\n")
-    submit = [jobs.python, "-m", "samestep", "submit", "--run-dir", trial.dir]
-    started = jobs.start(*submit, script)
-    said = finish(started, 7)
-    number = jobs.number(started)
-    assert "as far as this\n" in started.out.read_text()
-    assert f"samestep: job {number} has ended: failed, exit code 7:0\n" in said
-    detached = jobs.start(*submit, "--detach", "--sbatch=--begin=now+1hour", script)
-    assert detached.process.wait(DEADLINE_S) == 0
-    number = jobs.number(detached)
-    assert f"samestep: its output: {trial.dir}/slurm/{number}.out\n" in detached.output
-    assert jobs.cluster.show(number)["JobState"] == "PENDING"
-    jobs.cluster.run("scancel", number)
+    words = f"{jobs.python} -m samestep submit --run-dir {trial.dir} --dry-run {script} | sbatch --parsable"
+    started = jobs.start("bash", "-c", words)
+    assert started.process.wait(DEADLINE_S) == 0, started.output
+    number = started.out.read_text().strip()
+    job = Job(jobs, number, trial.dir / "slurm" / f"{number}.out")
+    assert "as far as this\n" in job.finish("FAILED")
+    assert (job.show()["ExitCode"], job.show()["Restarts"]) == ("7:0", "0")
 
 
-def test_the_state_of_a_pending_job(jobs: Jobs, trial: Trial) -> None:
-    """The time at which it would start, and the reason why it does not."""
+def test_a_job_that_slurm_refuses(jobs: Jobs, trial: Trial) -> None:
     submit = [jobs.python, "-m", "samestep", "submit", "--run-dir", trial.dir]
-    estimate = finish(jobs.start(*submit, "--test-only", SCRIPT))
-    assert re.match(r"Job \d+ to start at \S+ using 1 processors on nodes n1 in partition main\n", estimate)
     for flags, reason in [
         (["--partition", "gpu"], "the job: invalid partition specified: gpu; "),
         (["--gpus-per-node", "1"], "the job: Invalid generic resource (gres) specification"),
@@ -406,7 +359,6 @@ def test_the_state_of_a_pending_job(jobs: Jobs, trial: Trial) -> None:
         assert said.startswith("samestep: error: sbatch refused the job: ")
         assert reason in said
         assert said.count("\n") == 1
-    assert not trial.dir.exists()
 
 
 def test_queue_times_of_scale(jobs: Jobs, trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ import pytest
 from support.ports import reserve_port
 from support.runs import check, run_command, samestep_command
 
-from samestep.console import format_bytes
 from samestep.errors import Error
 from samestep.tools.doctor.collectives import OPERATIONS, judge_collectives, judge_links, plan_rounds
 from samestep.tools.doctor.data_loading import judge_data_loading, measure_rank
@@ -37,6 +36,7 @@ from samestep.tools.doctor.host_resources import (
 )
 from samestep.tools.doctor.network import Echo, judge_network, ping
 from samestep.tools.doctor.run_doctor import run_doctor
+from samestep.units import format_bytes
 from samestep.world.memory_room import read_memory_room
 
 DOCTORED = Path(__file__).with_name("doctored.py")

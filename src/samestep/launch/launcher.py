@@ -11,11 +11,12 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from samestep.config import Overrides, is_url, whole
-from samestep.console import format_ranks, print_error, say, saying_when_slow
+from samestep.console import print_error, say, saying_when_slow
 from samestep.errors import Error, RunDirectoryError
 from samestep.launch.forkserver import ForkServer, is_preloaded
 from samestep.launch.local_ranks import MAX_LOCAL_RANKS, Ranks, parse_shown
 from samestep.launch.target import Target
+from samestep.units import format_ranks
 from samestep.world.environment import (
     FINISHED,
     START_AGAIN,

@@ -9,17 +9,7 @@ from typing import Any
 import click
 
 from samestep.command_line import Command
-from samestep.console import (
-    build_cells,
-    describe_age,
-    describe_size,
-    escape,
-    format_count,
-    list_values,
-    print_table,
-    say,
-    to_text,
-)
+from samestep.console import build_cells, escape, list_values, print_table, say, to_text
 from samestep.decoding import parse_json
 from samestep.errors import Error, explain
 from samestep.files import read_bytes
@@ -28,6 +18,7 @@ from samestep.snapshot.ledger_file import count_records, read_records
 from samestep.snapshot.manifest import STATE, find_damage
 from samestep.snapshot.reading import find_snapshot, open_run, read_run
 from samestep.snapshot.store import Snapshot, Store
+from samestep.units import format_age, format_bytes, format_count
 from samestep.watch.records import (
     HEAL_COLUMNS,
     HEALS,
@@ -157,8 +148,8 @@ def _build_tables(shown: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]
         (
             str(s["step"]) if s["step"] >= 0 else "?",
             s["name"] or "",
-            describe_size(s["size_bytes"]),
-            describe_age(s["time"]),
+            format_bytes(s["size_bytes"]),
+            format_age(s["time"]),
             s["problem"] or ("sound" if shown["checked"] else "whole"),
         )
         for s in shown["snapshots"]
@@ -253,7 +244,7 @@ def run_runs(directory: str, sort: str, reverse: bool, is_json: bool) -> int:
             str(each["steps"]),
             (each["digest"] or "")[:SHORT],
             "" if each["best"] is None else str(each["best"]),
-            describe_age(each["time"]),
+            format_age(each["time"]),
             ", ".join(f"{name} {_shorten(last['value'])}" for name, last in each["metrics"].items()),
         )
         for each in runs
@@ -343,7 +334,9 @@ def run_diff(run: str, other: str, is_json: bool) -> int:
     if step is not None:
         print(f"step {step} is the first that differs: {'; '.join(what)}")
     if is_same:
-        state = f", and in {format_count(len(common), 'common snapshot')}" if common else "; there is no common snapshot"
+        state = (
+            f", and in {format_count(len(common), 'common snapshot')}" if common else "; there is no common snapshot"
+        )
         missing = list_missing(names, [(each["steps"], each["done_steps"]) for each in described])
         print("; ".join([f"identical in all {num_steps} common steps{state}", *missing]))
     return 0 if is_same else 1

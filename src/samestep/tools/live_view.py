@@ -16,10 +16,11 @@ import click
 
 from samestep.command_line import Command
 from samestep.config import is_url
-from samestep.console import build_table, draw_bars, escape, format_count, print_table
+from samestep.console import build_table, draw_bars, escape, print_table
 from samestep.errors import Error
 from samestep.files import read_text, replace_file
 from samestep.snapshot.reading import read_run
+from samestep.units import format_count, format_time
 from samestep.waiting import wait_until
 from samestep.watch.records import (
     HEALS,
@@ -37,7 +38,7 @@ from samestep.watch.records import (
     read_rows,
     read_status,
 )
-from samestep.watch.stall_diagnosis import BUSY, Beat, describe_seconds
+from samestep.watch.stall_diagnosis import BUSY, Beat
 from samestep.world.environment import read_host, read_overrides
 
 POLL_S = 1.0
@@ -261,7 +262,7 @@ def format_rows(record: RankStates, before: RankStates | None) -> tuple[Sequence
                 rank.host,
                 str(rank.step),
                 rank.phase,
-                describe_seconds(rank.for_s + (rank.age_s if rank.is_silent else 0.0)),
+                format_time(round(rank.for_s + (rank.age_s if rank.is_silent else 0.0))),
                 "" if compute_s is None else f"{1000 * compute_s:.1f} ms",
                 "" if samples_per_s is None else f"{samples_per_s:,.0f}",
                 ", ".join(filter(None, notes)),
@@ -282,5 +283,5 @@ def _name_table(run_dir: Path, record: RankStates) -> str:
     heals = [row for row in read_rows(run_dir / HEALS) if row["lost"]]
     healed = f", {format_count(len(heals), 'heal')}, the last in step {heals[-1]['step']}" if heals else ""
     return f"{format_count(len(record.ranks), 'rank')}{healed}" + (
-        f", {describe_seconds(age_s)} ago" if age_s > 2 * POLL_S else ""
+        f", {format_time(round(age_s))} ago" if age_s > 2 * POLL_S else ""
     )

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from samestep.console import format_ranks
 from samestep.data.order_files import keep_shards
 from samestep.data.source import Mark
 from samestep.errors import InvalidValue
@@ -24,6 +23,7 @@ from samestep.train.state.param_sizes import measure_sizes
 from samestep.train.state.run_state import RunState
 from samestep.train.step.interception import Interceptors, LoopParts
 from samestep.train.step.steps import Observers, StepObserver
+from samestep.units import format_ranks
 from samestep.watch.trackers.protocol import TrackerInfo
 from samestep.world.environment import advise
 

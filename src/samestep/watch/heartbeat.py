@@ -18,11 +18,12 @@ from msgspec.structs import replace
 from samestep.console import describe_ranks
 from samestep.decoding import decode
 from samestep.files import replace_file
+from samestep.units import format_time
 from samestep.watch.beat_builder import BeatBuilder
 from samestep.watch.phase_clock import PhaseClock
 from samestep.watch.records import RANKS, STACKS_WANTED, TIMELINE, RankStates
 from samestep.watch.slow_ranks import SlowRanks
-from samestep.watch.stall_diagnosis import Beat, Limits, Stall, describe_seconds, diagnose
+from samestep.watch.stall_diagnosis import Beat, Limits, Stall, diagnose
 from samestep.watch.thread_state import read_process_state, read_stacks, trim_stack
 from samestep.watch.timeline import Timeline
 from samestep.world.forking import at_rest, at_work
@@ -327,7 +328,7 @@ class Heartbeat:
 
     def _clear(self) -> None:
         if self._reported is not None and not self._commands.end:
-            self._facts.say(f"the run continues after {describe_seconds(self._still_s)}")
+            self._facts.say(f"the run continues after {format_time(round(self._still_s))}")
             self._reported = None
             self._commands = Commands()
 
@@ -395,7 +396,7 @@ class Heartbeat:
         """Report that the rendezvous store does not answer, so that no leader can be reached."""
         facts = self._facts
         limits = self._facts.limits
-        for_s = describe_seconds(cut_off_s)
+        for_s = format_time(round(cut_off_s))
         sentence = (
             f"rank {facts.rank} (host {facts.host}) is cut off: the rendezvous store has not answered for {for_s}; the "
             "network, or the host or process that holds the store, is down"

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from samestep.console import describe_ranks
 from samestep.decoding import Count, Number
+from samestep.units import format_time
 
 # snapshots that take more than both slow a run
 SLOW_SAVING_S = 5.0
@@ -251,11 +252,6 @@ def find_slow(paces: Mapping[int, Mapping[str, float]]) -> dict[int, tuple[str, 
 # --- words ----------------------------------------------------------------------------------------------------------
 
 
-def describe_seconds(seconds: float) -> str:
-    """Format a duration, such as "48 s" or "12 min"."""
-    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
-
-
 def describe_spent(spent_s: Mapping[str, float]) -> str:
     """Format the shares of the time, the largest first, such as "compute 71 %, data 12 %"."""
     shares = sorted([(share, name) for name, share in share_spent(spent_s).items() if share >= 0.005], reverse=True)
@@ -306,7 +302,7 @@ def _describe_others(others: Sequence[Beat], still_s: float) -> str:
         first = beats[0]
         has = "has" if len(beats) == 1 else "have"
         # All are described with the time of the whole run, because the times of the ranks differ.
-        text = f"{_name(beats)} {has} {PHASES[phase]} for {describe_seconds(still_s)} at step {step}"
+        text = f"{_name(beats)} {has} {PHASES[phase]} for {format_time(round(still_s))} at step {step}"
         if first.place and all(beat.place == first.place for beat in beats):
             text += f", {first.place}"
         if first.is_compiling:
@@ -324,7 +320,7 @@ def _describe_others(others: Sequence[Beat], still_s: float) -> str:
 def _describe_silent(silent: Sequence[Beat], responding: Sequence[Beat], still_s: float) -> str:
     """Describe ranks whose beats have stopped."""
     who = _name(silent)
-    for_s = describe_seconds(still_s)
+    for_s = format_time(round(still_s))
     processes = {rank.process for rank in silent}
     steps = sorted({rank.step for rank in silent})
     last = f"last heartbeat at step {steps[0]}" + (f" to {steps[-1]}" if len(steps) > 1 else "")
@@ -355,12 +351,12 @@ def _describe_waiting(groups: Sequence[Sequence[Beat]], still_s: float) -> str:
     if len(groups) == 1:
         beats = groups[0]
         return (
-            f"all {len(beats)} ranks have waited in {_describe_exchange(beats[0])} for {describe_seconds(still_s)} at "
-            f"step {beats[0].step}: a message between them is lost, or very slow"
+            f"all {len(beats)} ranks have waited in {_describe_exchange(beats[0])} for {format_time(round(still_s))} "
+            f"at step {beats[0].step}: a message between them is lost, or very slow"
         )
     parts = [f"{_name(beats)} in {_describe_exchange(beats[0])} at step {beats[0].step}" for beats in groups[:4]]
     return (
-        f"the ranks have waited for each other for {describe_seconds(still_s)}: {', '.join(parts)}: one of these "
+        f"the ranks have waited for each other for {format_time(round(still_s))}: {', '.join(parts)}: one of these "
         "collectives is called by some ranks only"
     )
 

@@ -10,13 +10,14 @@ from typing import Any
 import click
 
 from samestep.command_line import PATH, Command
-from samestep.console import describe_size, escape, say
+from samestep.console import escape, say
 from samestep.errors import Error, needing
 from samestep.files import creating_directory
 from samestep.recipes.corpora.text_tokenizer import BYTES, MAX_TEXTS, Tokenizer, read_tokenizer, train_bpe
 from samestep.recipes.corpora.token_file import list_standard_library, read_pieces, write_corpus
 from samestep.sources.token_windows import Tokens
 from samestep.tools.traced_script import exiting_on_sigterm
+from samestep.units import format_bytes
 
 REPORT_EVERY_S = 5.0
 LEAST_BPE = 257  # a token per byte, and the end of a document
@@ -171,5 +172,5 @@ class ReadingProgress:
             self._num_bytes += len(piece)
             if (now_s := time.monotonic()) - self._said_s >= REPORT_EVERY_S:
                 self._said_s = now_s
-                say(f"{describe_size(self._num_bytes)} {self._what}")
+                say(f"{format_bytes(self._num_bytes)} {self._what}")
             yield piece

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.console import describe_size, format_bytes
 from samestep.errors import Error
 from samestep.tools.doctor.facts import (
     CheckFacts,
@@ -29,6 +28,7 @@ from samestep.tools.doctor.facts import (
     warning,
     well,
 )
+from samestep.units import format_bytes
 from samestep.world.group import Group
 from samestep.world.group_opening import choose_device, open_group
 from samestep.world.memory_room import read_memory_room
@@ -335,7 +335,7 @@ def _describe_curve(rows: Sequence[dict[str, float]]) -> str:
     first = rows[0]
     best = max(rows, key=lambda row: row["bus_bytes_per_s"])
     return (
-        f"{format_s(first['time_s'])} at {format_bytes(first['bytes'])}, {describe_size(best['bus_bytes_per_s'])}/s at "
+        f"{format_s(first['time_s'])} at {format_bytes(first['bytes'])}, {format_bytes(best['bus_bytes_per_s'])}/s at "
         f"{format_bytes(best['bytes'])}"
     )
 
@@ -356,9 +356,9 @@ def judge_links(facts: CheckFacts) -> Iterator[Finding]:
         suspect = _find_suspect(slow)
         where = "" if suspect is None else f" of {participants.name_node(suspect)}"
         advice = f"check the network card, cable and switch port{where} (ethtool: speed, errors), or leave it out"
-        yield warning(f"{found}; the median is {describe_size(usual)}/s", advice)
+        yield warning(f"{found}; the median is {format_bytes(usual)}/s", advice)
     latency_s = max(link["latency_s"] for link in links)
-    found = f"{describe_size(usual)}/s from host to host (median), {format_s(latency_s)} at most for 1 KB; "
+    found = f"{format_bytes(usual)}/s from host to host (median), {format_s(latency_s)} at most for 1 KB; "
     yield well(f"{found}slowest: {_describe_link(participants, ordered[0])}", measured)
 
 
@@ -377,4 +377,4 @@ def _find_suspect(slow: Sequence[Mapping[str, Any]]) -> int | None:
 
 def _describe_link(participants: Participants, link: dict[str, Any]) -> str:
     start, end = (participants.name_node(link[name]) for name in ("from", "to"))
-    return f"{start} -> {end}, {describe_size(link['bytes_per_s'])}/s"
+    return f"{start} -> {end}, {format_bytes(link['bytes_per_s'])}/s"

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from samestep.config import NO_INTERCEPTORS, to_variables
-from samestep.console import format_ranks
 from samestep.files import read_tail
 from samestep.launch.target import COMMAND
 from samestep.tools.doctor.facts import FAIL, WARN, CheckFacts, Context, Finding, well
 from samestep.tools.traced_script import build_trace, exiting_on_sigterm, read_lines, start
+from samestep.units import format_ranks
 from samestep.waiting import wait_until
 from samestep.world.workdir import WorkDir
 

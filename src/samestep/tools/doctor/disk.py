@@ -9,10 +9,10 @@ from tempfile import TemporaryFile
 from typing import IO, Any
 
 from samestep.config import is_url
-from samestep.console import describe_size, format_bytes
 from samestep.errors import Error
 from samestep.snapshot.writers import find_writers
 from samestep.tools.doctor.facts import CheckFacts, Context, Finding, failure, format_s, warning, well
+from samestep.units import format_bytes
 
 DEFAULT = "runs"
 CHUNK_BYTES = 4 << 20
@@ -124,10 +124,10 @@ def judge_disk(facts: CheckFacts) -> Iterator[Finding]:
         speed = first["write_bytes_per_s"]
         fsync_s = first["fsync_s"]
         if speed < SLOW_BYTES_PER_S:
-            found = f"{where} takes {describe_size(speed)}/s: a snapshot of 1 GB takes {1e9 / speed:.0f} s"
+            found = f"{where} takes {format_bytes(speed)}/s: a snapshot of 1 GB takes {1e9 / speed:.0f} s"
             yield warning(found, "choose a faster disk, or save less often (--snapshot-every)")
         if fsync_s > SLOW_FSYNC_S:
             found = f"{where} needs {format_s(fsync_s)} to make a small file durable"
             yield warning(found, "choose a faster disk: every snapshot waits for several")
-        shown += f", takes {describe_size(speed)}/s, fsync {format_s(fsync_s)}"
+        shown += f", takes {format_bytes(speed)}/s, fsync {format_s(fsync_s)}"
     yield well(shown, {name_node(node): fact for node, fact in by_node.items()})

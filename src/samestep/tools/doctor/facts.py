@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from samestep.console import format_ranks
+from samestep.units import format_ranks
 from samestep.world.environment import Environment
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from samestep.console import format_count, print_result, show_activity
+from samestep.console import print_result, show_activity
 from samestep.tools.doctor.facts import FAIL, PASS, WARN, Finding, Participants
+from samestep.units import format_count
 
 COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red"}
 WIDTH = 100  # of the text after status and name

@@ -5,9 +5,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from samestep.console import format_bytes
 from samestep.errors import Error
 from samestep.tools.doctor.facts import CheckFacts, Context, Finding, failure, warning, well
+from samestep.units import format_bytes
 
 LEAST_FREE = 0.9  # fraction of a GPU's memory
 # Bits of nvmlDeviceGetCurrentClocksEventReasons that a healthy GPU never sets, busy or idle.

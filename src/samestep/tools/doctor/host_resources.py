@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from samestep.console import format_bytes
 from samestep.files import read_text
 from samestep.tools.doctor.facts import (
     CheckFacts,
@@ -19,6 +18,7 @@ from samestep.tools.doctor.facts import (
     warning,
     well,
 )
+from samestep.units import format_bytes
 from samestep.version import __version__
 from samestep.world.memory_room import read_memory_room
 from samestep.world.version_check import explain_torch

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.console import describe_ranks, format_ranks
+from samestep.console import describe_ranks
 from samestep.tools.report.run_data import MAX_STEPS, Floats, Intervals, Points, RunData
+from samestep.units import format_ranks
 
 # After Okabe and Ito, who chose colours that colour-blind people can tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")

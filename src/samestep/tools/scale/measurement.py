@@ -12,11 +12,11 @@ from statistics import fmean, median
 from typing import Any
 
 from samestep.config import NO_INTERCEPTORS, Overrides, to_variables
-from samestep.console import format_ranks
 from samestep.errors import Error
 from samestep.files import read_tail
 from samestep.launch.target import Target
 from samestep.tools.traced_script import build_trace, find_errors, read_lines, start
+from samestep.units import format_ranks
 from samestep.world.environment import HOOK
 
 Line = Mapping[str, Any]

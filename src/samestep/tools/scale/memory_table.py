@@ -5,8 +5,8 @@ from dataclasses import asdict
 from typing import Any, get_args
 
 from samestep.config import Shard
-from samestep.console import format_bytes
 from samestep.plan.memory import ParamSize, RankMemory, compute_memory
+from samestep.units import format_bytes
 
 SHARDS: tuple[str | None, ...] = (None, *get_args(Shard))
 NOTE = (

@@ -10,12 +10,13 @@ from typing import Any
 import click
 
 from samestep.command_line import PATH, Command
-from samestep.console import format_count, format_ranks, print_table
+from samestep.console import print_table
 from samestep.decoding import parse_json
 from samestep.errors import Error
 from samestep.files import read_bytes
 from samestep.tools.scale.memory_table import NOTE, build_memory, list_memory, read_sizes
 from samestep.tools.scale.tables import build_predictions, build_rows, format_time
+from samestep.units import format_count, format_ranks
 
 NUM_BATCH_SIZES = 6
 HOUR_S = 3600.0

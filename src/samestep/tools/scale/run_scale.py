@@ -14,23 +14,23 @@ from typing import Any
 import click
 
 from samestep.config import OPTIONS, Option, name_flag, whole
-from samestep.console import format_count, format_ranks, print_table, say, show_activity
+from samestep.console import print_table, say, show_activity
 from samestep.decoding import parse_json
 from samestep.errors import Error
 from samestep.files import read_bytes
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
 from samestep.launch.flags import parse_sizes
-from samestep.launch.job import build_job
 from samestep.launch.launcher import check_target
-from samestep.launch.sbatch import estimate_start, render
 from samestep.launch.script_command import ScriptCommand
-from samestep.launch.submit import FLAGS as SUBMIT_FLAGS
 from samestep.launch.target import Target
 from samestep.tools.scale.cpu_quota import LEAST_CORES, open_quota
 from samestep.tools.scale.laws import find_break_even, fit_amdahl, fit_gustafson
 from samestep.tools.scale.measurement import Size, Starts
 from samestep.tools.scale.tables import build_predictions, build_rows, format_time
+from samestep.tools.submit import FLAGS as SUBMIT_FLAGS
+from samestep.tools.submit import render_script, run_sbatch
 from samestep.tools.traced_script import exiting_on_sigterm
+from samestep.units import format_count, format_ranks
 from samestep.world.workdir import WorkDir
 
 _OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device", "backend")
@@ -233,9 +233,9 @@ def estimate_queue_s(target: Target, values: Mapping[str, Any], size: int) -> fl
     per_node = min(values.get("ranks_per_node", size), size)
     shape = {"nodes": -(-size // per_node), "nproc_per_node": per_node}
     options = {name: values[name] for name in _OF_SLURM if name in values} | shape
-    script = render(build_job(target, options))
+    script = render_script(target, options)
     try:
-        lines = estimate_start(script)
+        lines = run_sbatch(["--test-only"], script).stderr.splitlines()
     except Error as error:
         where = f"{format_ranks(size)} on {format_count(shape['nodes'], 'node')}"
         raise Error(f"--slurm has no queue time of {where}: {error}", code="SS512") from None

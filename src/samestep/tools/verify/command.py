@@ -11,7 +11,7 @@ from typing import Any, get_args
 import click
 
 from samestep.config import Option, Shard, format_flags, name_flag
-from samestep.console import format_count, format_ranks, print_result, show_activity
+from samestep.console import print_result, show_activity
 from samestep.errors import Error
 from samestep.files import replace_file
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
@@ -26,6 +26,7 @@ from samestep.tools.verify.gradients import check_gradients, check_schedules
 from samestep.tools.verify.plain import PlainOptions, run_plain
 from samestep.tools.verify.traces import Difference, find_difference, name_tensor
 from samestep.tools.verify.trials import LEAST_DEADLINE_S, TrialOutcome, Trials, is_mode, make_empty
+from samestep.units import format_count, format_ranks
 from samestep.world.workdir import WorkDir
 
 OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device", "backend")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from samestep.console import format_ranks, print_result, say, show_activity
+from samestep.console import print_result, say, show_activity
 from samestep.errors import Error
 from samestep.files import read_tail, replace_file
 from samestep.launch.target import Target
@@ -35,6 +35,7 @@ from samestep.tools.verify.plain_checks import (
     read_ranks,
 )
 from samestep.tools.verify.trials import LEAST_DEADLINE_S, SHOWN_LINES, STUCK, make_empty
+from samestep.units import format_ranks
 from samestep.world.environment import HOOK, child_variables
 from samestep.world.workdir import WorkDir
 

@@ -9,9 +9,9 @@ from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
-from samestep.console import format_ranks
 from samestep.tools.traced_script import read_lines
 from samestep.tools.verify.trials import STUCK
+from samestep.units import format_ranks
 
 OK = "ok"
 MISTAKE = "MISTAKE"

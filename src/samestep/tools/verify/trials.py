@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from samestep.config import NO_INTERCEPTORS, Overrides, to_variables
-from samestep.console import format_ranks
 from samestep.errors import Error
 from samestep.files import copy_file, open_regular, read_tail
 from samestep.launch.target import Target
@@ -18,6 +17,7 @@ from samestep.snapshot.ledger_file import read_records
 from samestep.snapshot.store import SNAPSHOTS, Store
 from samestep.tools.traced_script import build_trace, find_errors, start
 from samestep.tools.verify.traces import Traced, read_traces
+from samestep.units import format_ranks
 from samestep.watch.records import HEALS, LEDGER, METRICS, read_rows
 from samestep.world.environment import HOOK
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from samestep.console import format_bytes, format_ranks
 from samestep.errors import Error, is_out_of_memory
 from samestep.plan.memory import compute_memory, find_fitting
 from samestep.train.context import RunContext
 from samestep.train.state.param_sizes import measure_sizes
 from samestep.train.state.sharded_state import ELEMENTWISE, Blocks
 from samestep.train.state.stateful import Objects, name_optimizers
+from samestep.units import format_bytes, format_ranks
 from samestep.world.memory_room import find_own_room
 
 WHAT = "parameters, gradients and the optimizers' state"

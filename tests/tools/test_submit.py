@@ -7,11 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from processes import Command
+from support.tiny import tiny_run
 
 from samestep.cli import main
 from samestep.errors import Error
-from samestep.launch.job import parse_time
+from samestep.tools.submit import parse_time
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_batch_script(script: Path, capsys: pytest.CaptureFixture[str], tmp_path
         "--grace-s", "120", "--max-steps", "9", "--deterministic", "train.py", "--lr", "0.1", "a b",
     ]  # fmt: skip
     assert text.endswith("fi\nexit $rc\n")
-    assert list(tmp_path.iterdir()) == [script], "nothing is written"
+    assert (tmp_path / "runs/x/slurm").is_dir(), "Slurm does not create it for the output"
 
 
 def test_one_node(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,23 +97,14 @@ def test_a_run_at_a_url(script: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert words[words.index("--run-dir") + 1] == "s3://bucket/run"
 
 
-def test_array(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = render(capsys, "--array", "0-3,7%2", "--run-dir", "my runs", "--tf-config", "train.py")
-    assert read_directives(text)["output"] == "my runs/slurm/%A_%a.out"
-    words = read_srun(text)
-    assert words[words.index("--run-dir") + 1] == "my runs/$SLURM_ARRAY_TASK_ID"
-    assert words.index("--tf-config") < words.index("train.py")
-    assert 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' in text
-
-
 def test_shell_reads_it(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Names and arguments with any characters reach the script, and the exit code is that of the launchers."""
-    text = render(capsys, "--array", "1", "--run-dir", "it's $HOME", "train.py", "$(exit 1)", "`a`", "", "'")
-    stubs = 'srun() { printf "%s\\n" "$@" >&2; return 3; }\nSLURM_ARRAY_TASK_ID=1\n'
+    text = render(capsys, "--run-dir", "it's $HOME", "train.py", "$(exit 1)", "`a`", "", "'")
+    stubs = 'srun() { printf "%s\\n" "$@" >&2; return 3; }\n'
     done = subprocess.run(["bash", "-c", stubs + text], capture_output=True, text=True, check=False)
     assert done.returncode == 3
     said = done.stderr.splitlines()
-    assert "it's $HOME/1" in said
+    assert "it's $HOME" in said
     assert said[-4:] == ["$(exit 1)", "`a`", "", "'"]
 
 
@@ -170,7 +161,10 @@ def test_grace(script: Path, capsys: pytest.CaptureFixture[str], words: tuple[st
         (("--gpus-per-node", "a100", "train.py"), "--gpus-per-node must be a whole number, not 'a100'"),
         (("--time", "2h", "train.py"), "--time takes minutes, h:m:s or days-h:m:s"),
         (("--time", "5", "--grace-s", "300", "train.py"), "--grace-s 300 is as long as --time 5"),
-        (("--array", "0-3", "train.py"), "--array needs --run-dir DIR"),
+        (
+            ("--nodes=2", "--gpus-per-node=8", "--batch-size=32", "--micro-batch-size=8", "train.py"),
+            "16 ranks cannot share a step of 4 micro-batches (batch_size 32, micro_batch_size 8): start 1 to 4 ranks",
+        ),
         (("--fresh", "train.py"), "--fresh would apply to each start of the job"),
         (("--resume", "best", "train.py"), "--resume would apply to each start of the job"),
     ],
@@ -188,41 +182,6 @@ def test_each_start_has_a_new_secret(script: Path, capsys: pytest.CaptureFixture
     assert "SAMESTEP_RDZV_SECRET" not in render(capsys, "train.py")
 
 
-def test_no_cluster(command: Command) -> None:
-    """Without sbatch: one sentence, and nothing is left in the run's directory."""
-    command.write("train.py", "")
-    command.variables["PATH"] = "/nonexistent"
-    for words, said in [
-        (
-            ("--run-dir", "runs/x"),
-            "sbatch cannot be started (No such file or directory): submit from a machine of",
-        ),
-        (("--test-only",), "sbatch cannot be started"),
-    ]:
-        done = command.run("submit", *words, "train.py")
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-        assert said in done.stderr
-    assert [path.name for path in command.directory.iterdir()] == ["train.py"]
-
-
-def test_slurm_writes_no_output_through_a_link(command: Command) -> None:
-    """The number of a job can be guessed, and Slurm follows links."""
-    command.write("train.py", "")
-    command.write("sbatch", "#!/bin/sh\ntouch submitted\necho 7\n").chmod(0o755)
-    command.variables["PATH"] = f"{command.directory}:{command.variables['PATH']}"
-    (outside := command.directory / "outside").mkdir()
-    (command.directory / "runs/x/slurm").mkdir(parents=True)
-    (command.directory / "runs/x/slurm/7.out").symlink_to(outside / "rc")
-    (command.directory / "runs/y").mkdir()
-    (command.directory / "runs/y/slurm").symlink_to(outside)
-    for run_dir, link in (("runs/x", "runs/x/slurm/7.out"), ("runs/y", "runs/y/slurm")):
-        done = command.run("submit", "--detach", "--run-dir", run_dir, "train.py")
-        assert done.returncode == 2
-        assert f"{link} is a link, and Slurm would write the output of the job through it: remove it" in done.stderr
-    assert not (command.directory / "submitted").exists()
-    assert [*outside.iterdir()] == []
-
-
 @pytest.mark.parametrize("name", ["a\nscancel 1\n.py", "a\n#SBATCH --wrap=x\n.py", "a\rb.py", "a\x1bb.py"])
 def test_names_with_control_characters(script: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     script.with_name(name).write_text("")
@@ -236,8 +195,40 @@ def test_names_with_control_characters(script: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("name", ['a" --wrap="x.py', 'a\\" --wrap="x.py', "a'; x; '.py", "$(x) `x` ${x}.py"])
 def test_names_with_signs(script: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     script.with_name(name).write_text("")
-    text = render(capsys, "--run-dir", name, name, name)
+    text = render(capsys, "--run-dir", f"runs/{name}", name, name)
     directives = read_directives(text)
     assert directives["job-name"] == Path(name).stem
-    assert directives["output"] == f"{name}/slurm/%j.out"
+    assert directives["output"] == f"runs/{name}/slurm/%j.out"
     assert read_srun(text)[-2:] == [name, name]
+
+
+def test_more_ranks_than_the_run_in_the_directory_can_have(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_run("runs/x", max_steps=1)
+    capsys.readouterr()
+    said = refuse(capsys, "--dry-run", "--nodes", "5", "--run-dir", "runs/x", "train.py")
+    assert "began with 4 micro-batches per step, on which its bits depend, so 5 ranks cannot share it" in said
+    render(capsys, "--nodes", "4", "--run-dir", "runs/x", "train.py")
+
+
+def test_no_cluster(script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert "sbatch cannot be started (No such file or directory): submit from a machine" in refuse(capsys, "train.py")
+
+
+def test_slurm_writes_no_output_through_a_link(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The number of a job can be guessed, and Slurm follows links."""
+    (tmp_path / "sbatch").write_text("#!/bin/sh\ntouch submitted\necho 7\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (outside := tmp_path / "outside").mkdir()
+    (tmp_path / "runs/x/slurm").mkdir(parents=True)
+    (tmp_path / "runs/x/slurm/7.out").symlink_to(outside / "rc")
+    (tmp_path / "runs/y").mkdir()
+    (tmp_path / "runs/y/slurm").symlink_to(outside)
+    for run_dir, link in (("runs/x", "runs/x/slurm/7.out"), ("runs/y", "runs/y/slurm")):
+        said = refuse(capsys, "--run-dir", run_dir, "train.py")
+        assert f"{link} is a link, and Slurm would write the output of the job through it: remove it" in said
+    assert not (tmp_path / "submitted").exists()
+    assert [*outside.iterdir()] == []

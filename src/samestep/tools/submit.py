@@ -1,0 +1,261 @@
+"""`samestep submit` to Slurm: writes a batch script from a template, and submits it.
+
+The batch script starts one launcher per node, not one task per rank (docs/decisions/slurm.md), and requeues the job if
+the launchers report that the run was stopped and has saved.
+"""
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from samestep.config import OPTIONS, Option, format_flags, is_url, to_flags, whole
+from samestep.console import say
+from samestep.errors import Error
+from samestep.files import replace_file
+from samestep.launch import flags as launch
+from samestep.launch.launcher import check_target
+from samestep.launch.script_command import ScriptCommand
+from samestep.launch.target import COMMAND, Target
+from samestep.plan.schedule import check_numbers
+from samestep.processes import run_captured
+from samestep.snapshot.run_record import read_record
+from samestep.version import __version__
+from samestep.world.environment import SECRET, START_AGAIN, child_variables, read_overrides
+from samestep.world.mpi_ranks import FIRST_PORT, NUM_PORTS
+
+GRACE_S = 120
+LEAST_S = 120  # Slurm can signal a minute early, and on a busy file system ranks start in tens of seconds
+
+FLAGS: dict[str, Option] = {
+    "nodes": Option(int, "N", "number of nodes; default: 1", whole(1)),
+    "gpus_per_node": Option(int, "G", "GPUs per node, each with a rank; default: none", whole(1)),
+    "nproc_per_node": Option(int, "N", "ranks per node; default: one per GPU, else 1", whole(1)),
+    "cpus_per_rank": Option(
+        int, "N", "CPUs per rank, including its data loader; default: 4 with a GPU, else 1", whole(1)
+    ),
+    "time": Option(str, "T", "time limit of a start: 2:00:00, 90 (minutes), 1-12 (days-hours)"),
+    "partition": Option(str, "P", "Slurm partition"),
+    "account": Option(str, "A", "Slurm account"),
+    "sbatch": Option(list, "OPTION", "another option of sbatch, such as --sbatch=--mem=64G; can be repeated"),
+    "job_name": Option(str, "NAME", "name of the job; default: the script's"),
+    "dry_run": Option(bool, "", "print the batch script, and submit nothing"),
+    **{name: launch.FLAGS[name] for name in ("show_ranks", "tf_config", "max_restarts", "heal")},
+    **OPTIONS,
+    "grace_s": Option(
+        int, "S", f"seconds from the signal to the limit; default: {GRACE_S}, at most a quarter of --time", whole(1)
+    ),
+}
+PASSED_ON = {"show_ranks", "tf_config", "max_restarts", "heal", *OPTIONS} - {"run_dir", "grace_s"}
+
+# srun would return the code of a node that was lost. The launcher of the first node, which is the rendezvous, knows how
+# the run has ended. Each launcher handles the signals; its shell waits for it.
+KEEP_CODE = """trap : USR1 TERM INT; "$@"; rc=$?; if [ "$SLURM_NODEID" = 0 ]; then echo $rc > "$0"; fi; exit $rc"""
+
+# The address of the batch script's node, as Slurm itself reaches it, and a port that depends on the job.
+# The launchers' secret, new at each start: srun passes the environment on, and no process list shows it.
+ENDPOINT = f"""\
+export {SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
+head=$(scontrol show node --oneliner "$SLURMD_NODENAME" | grep -o ' NodeAddr=[^ ]*' | cut -d= -f2)
+port=$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))
+"""
+
+# A launcher that ends before the others must not end the step: --kill-on-bad-exit=0 --wait=0.
+SCRIPT = """\
+#!/bin/bash
+# Written by samestep {version}. To resume the run from its newest snapshot: sbatch THIS-FILE
+# {num_ranks} ranks: a step needs {num_ranks} micro-batches or more (batch_size / micro_batch_size)
+{directives}
+
+{endpoint}code=$(mktemp)
+srun --export=ALL --cpus-per-task={num_cpus} --kill-on-bad-exit=0 --wait=0{no_kill} bash -c {keep_code} "$code" \\
+  {command}
+rc=$?
+if [ -s "$code" ]; then rc=$(cat "$code"); fi
+rm -f "$code"
+# {start_again}: the run was stopped and has saved. The job is requeued, and then resumes.
+# {killed}: SIGUSR1 came before the ranks existed. The job is requeued, up to its 10th restart.
+if [ $rc -eq {start_again} ] || {{ [ $rc -eq {killed} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt 10 ]; }}; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $rc
+"""
+
+
+@click.command("submit", cls=ScriptCommand, flags=FLAGS)
+def run_submit(target: Target, values: Mapping[str, Any]) -> int:
+    """Submits a run to Slurm.
+
+    --dry-run prints the batch script: samestep submit --dry-run ... train.py | sbatch does the same.
+    Before the time limit Slurm signals the run, which saves and requeues its job. A job that loses a node is requeued
+    too. The run continues in the same directory, as often as needed, without changes to the script. If three starts in
+    a row are stopped before they have saved anything new, the job ends with exit code 2.
+    Exit code: 0 if Slurm has the job, or the batch script is printed.
+    """
+    script = render_script(target, values)
+    directory = find_directory(values)
+    for path in (directory, *directory.glob("*.out")):
+        if path.is_symlink():
+            raise Error(
+                f"{path} is a link, and Slurm would write the output of the job through it: remove it", code="SS401"
+            )
+    # Slurm does not create it, and a job whose output has no directory fails without a word.
+    directory.mkdir(parents=True, exist_ok=True)
+    if values.get("dry_run"):
+        print(script, end="")
+        return 0
+    number = run_sbatch(["--parsable"], script).stdout.strip().partition(";")[0]
+    kept = directory / f"{number}.sbatch"
+    replace_file(kept, script.encode())
+    say(f"submitted job {number} ({kept})")
+    say(f"its output: tail -F {shlex.quote(f'{directory}/{number}.out')}; to cancel it: scancel {number}")
+    return 0
+
+
+def render_script(target: Target, values: Mapping[str, Any]) -> str:
+    """Return the batch script of a job. Raises Error if an option of `samestep submit` is invalid."""
+    check_target(target)
+    for name in ("fresh", "resume"):
+        if name in values:
+            raise Error(
+                f"--{name} would apply to each start of the job, which would lose the work of the previous one: name "
+                "another --run-dir instead",
+                code="SS104",
+            )
+    num_nodes, num_gpus = values.get("nodes", 1), values.get("gpus_per_node", 0)
+    num_local = values.get("nproc_per_node", num_gpus or 1)
+    num_cpus = num_local * values.get("cpus_per_rank", 4 if num_gpus else 1)
+    _check_sizes(num_nodes * num_local, values)
+    grace_s = _choose_grace(values)
+    default_names = {"module": target.name, "recipe": target.name.rpartition(".")[2]}
+    run_dir = values.get("run_dir")
+    directives = {
+        "job-name": values.get("job_name") or default_names.get(target.kind, Path(target.name).stem),
+        "nodes": num_nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": num_cpus,
+        **({"gpus-per-node": num_gpus} if num_gpus else {}),
+        **{name: values[name] for name in ("time", "partition", "account") if name in values},
+        "signal": f"USR1@{grace_s}",
+        "open-mode": "append",
+        "chdir": Path.cwd(),
+        "output": find_directory(values) / "%j.out",
+    }
+    more = ["--requeue", *(["--no-kill"] if values.get("heal") else []), *values.get("sbatch", ())]
+    lines = [*(f"--{name}={_quote(str(value))}" for name, value in directives.items()), *more]
+    for line in lines:
+        if not line.isprintable():
+            raise Error(
+                f"the batch script would have the option {line!r}: use names without control characters",
+                code="SS101",
+            )
+    command, words = target.to_command()
+    flags = ["--nproc-per-node", num_local, *(["--run-dir", run_dir] if run_dir else []), "--grace-s", grace_s]
+    flags += to_flags({name: value for name, value in values.items() if name in PASSED_ON})
+    start = shlex.join([sys.executable, *COMMAND[1:], command])
+    nodes = f' --nnodes {num_nodes} --rdzv-endpoint "$head:$port"' if num_nodes > 1 else ""
+    return SCRIPT.format(
+        version=__version__,
+        num_ranks=num_nodes * num_local,
+        directives="\n".join(f"#SBATCH {line}" for line in lines),
+        endpoint=ENDPOINT if num_nodes > 1 else "",
+        num_cpus=num_cpus,
+        no_kill=" --no-kill" if values.get("heal") else "",
+        keep_code=shlex.quote(KEEP_CODE),
+        command=f"{start}{nodes} {shlex.join([*map(str, flags), *words])}",
+        start_again=START_AGAIN,
+        killed=128 + signal.SIGUSR1,
+    )
+
+
+def _check_sizes(num_ranks: int, values: Mapping[str, Any]) -> None:
+    """Raise Error if the run in the directory, or the options, give a step of fewer micro-batches than ranks."""
+    run_dir = values.get("run_dir", "")
+    most = num_ranks
+    # There is no run yet, its directory is at a URL, or run.json is damaged, which the run itself reports.
+    with suppress(OSError, ValueError, TypeError, KeyError, Error):
+        numbers = read_record(Path(run_dir), run_dir)["numbers"] if run_dir else {}
+        most = numbers["batch_size"] // numbers["micro_batch_size"]
+    if most < num_ranks:
+        raise Error(
+            f"the run in {run_dir} began with {most} micro-batch{'' if most == 1 else 'es'} per step, on which its bits "
+            f"depend, so {num_ranks} ranks cannot share it: give fewer nodes or ranks, or another --run-dir",
+            code="SS109",
+        )
+    sizes = {**read_overrides(), **values}
+    if "batch_size" in sizes and "micro_batch_size" in sizes:
+        check_numbers(sizes["batch_size"], sizes["micro_batch_size"], num_ranks, format_flags)
+
+
+def _choose_grace(values: Mapping[str, Any]) -> int:
+    """Return the seconds from the signal to stop to the kill. Raises Error if the limit leaves no time before."""
+    limit_s = parse_time(values["time"]) if "time" in values else None
+    if limit_s is None:
+        return int(values.get("grace_s", GRACE_S))
+    grace_s = int(values.get("grace_s", min(GRACE_S, max(limit_s // 4, 1))))
+    if grace_s >= limit_s:
+        raise Error(
+            f"--grace-s {grace_s} is as long as --time {values['time']}: the run would stop as it starts", code="SS104"
+        )
+    if limit_s - grace_s < LEAST_S:
+        say(
+            f"--time {values['time']} leaves {limit_s - grace_s} s before the signal to stop, which Slurm can send up "
+            f"to 60 s early: give {LEAST_S} s and the time of some steps and a snapshot, or it may save nothing new"
+        )
+    return grace_s
+
+
+def parse_time(text: str) -> int | None:
+    """Parse Slurm's time limit (minutes, m:s, h:m:s, d-h, d-h:m or d-h:m:s) into seconds; None: no limit."""
+    if text.lower() in ("unlimited", "infinite", "-1"):
+        return None
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        raise Error(
+            f"--time takes minutes, h:m:s or days-h:m:s, such as 90, 2:00:00 or 1-12, not {text!r}", code="SS101"
+        )
+    days, *parts = match.groups()
+    first, *rest = [int(part) for part in parts if part is not None]
+    if days is None and len(rest) < 2:
+        total_s = first * 60 + sum(rest)
+    else:
+        total_s = int(days or 0) * 86400 + sum(n * unit for n, unit in zip((first, *rest), (3600, 60, 1), strict=False))
+    if not total_s:
+        raise Error(f"--time {text} leaves no time to train", code="SS101")
+    return total_s
+
+
+def _quote(text: str) -> str:
+    """Quote a value for sbatch, which reads it like a shell, without variables."""
+    return text if re.fullmatch(r"[\w@%+=:,./-]+", text) else '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
+
+
+def find_directory(values: Mapping[str, Any]) -> Path:
+    """Return the directory of the batch script and the output; for a run at a URL, in the working directory."""
+    run_dir = values.get("run_dir", "")
+    return Path("slurm") if is_url(run_dir) else Path(run_dir, "slurm")
+
+
+def run_sbatch(options: Sequence[str], script: str) -> "subprocess.CompletedProcess[str]":
+    """Run sbatch on a batch script. Raises Error with its words if it cannot be started, or refuses the job."""
+    variables = child_variables() | {"SLURM_TIME_FORMAT": "standard"}  # times are read from what it prints
+    try:
+        done = run_captured(["sbatch", *options], variables=variables, stdin=script)
+    except OSError as error:
+        raise Error(
+            f"sbatch cannot be started ({error.strerror}): submit from a machine of the cluster, or print the batch "
+            "script with --dry-run",
+            code="SS107",
+        ) from None
+    if done.returncode:
+        lines = [line.strip().removeprefix("sbatch: ") for line in done.stderr.splitlines() if line.strip()]
+        words = "; ".join(line.removeprefix("error: ") for line in lines)
+        raise Error(f"sbatch refused the job: {words or f'exit code {done.returncode}'}", code="SS512")
+    return done
