@@ -1,6 +1,6 @@
 """What the input path costs: samples/s and tokens/s against a plain DataLoader over the same data, and a resume.
 
-Images are rows of 3 x 64 x 64 bytes with a label, in tars and in MDS shards that the script writes; tokens are
+Images are rows of 3 x 64 x 64 bytes with a label, in tars that the script writes; tokens are
 sequences from a memory-mapped file. Both loaders read shuffled, with `__getitems__`, the same micro-batch size and as
 many workers. A resume is the time from a loop's beginning in mid-epoch, over 10^8 samples, to the indices of its first
 micro-batch. All times but those with workers are CPU times of this process, because other load changes them little.
@@ -8,7 +8,6 @@ micro-batch. All times but those with workers are CPU times of this process, bec
 
 import io
 import itertools
-import json
 import statistics
 import sys
 import tarfile
@@ -27,7 +26,7 @@ from torch.utils.data import DataLoader
 import samestep
 from samestep.data.loader import Loader
 from samestep.data.order_files import keep_shards
-from samestep.sources import MDS, WebDataset, open_tokens
+from samestep.sources import WebDataset, open_tokens
 from samestep.train.inputs.loop_data import LoopData, open_loop_data
 from samestep.train.inputs.samples import check_marks
 
@@ -39,13 +38,8 @@ def decode_tar(sample: dict[str, Any]) -> tuple[Tensor, int]:
     return torch.from_numpy(np.frombuffer(sample["rgb"], np.uint8).reshape(SHAPE).copy()), int(sample["cls"])
 
 
-def decode_mds(sample: dict[str, Any]) -> tuple[Tensor, int]:
-    return torch.from_numpy(sample["rgb"]), int(sample["cls"])
-
-
 def write_images(root: Path, num_shards: int, per_shard: int) -> None:
-    """Write the same images as tars and as MDS shards."""
-    generator, entries = np.random.default_rng(0), []
+    generator = np.random.default_rng(0)
     for number in range(num_shards):
         images = generator.integers(0, 256, (per_shard, *SHAPE), np.uint8)
         with tarfile.open(root / f"{number:04d}.tar", "w") as tar:
@@ -54,17 +48,6 @@ def write_images(root: Path, num_shards: int, per_shard: int) -> None:
                     about = tarfile.TarInfo(f"{number:04d}-{k:06d}.{extension}")
                     about.size = len(content)
                     tar.addfile(about, io.BytesIO(content))
-        bodies = [image.tobytes() + np.int64(k % 10).tobytes() for k, image in enumerate(images)]
-        offsets = np.cumsum([4 * (per_shard + 2), *map(len, bodies)])
-        content = np.array([per_shard, *offsets], "<u4").tobytes() + b"".join(bodies)
-        (root / f"{number:04d}.mds").write_bytes(content)
-        entries.append({
-            "column_names": ["rgb", "cls"], "column_encodings": [f"ndarray:uint8:{','.join(map(str, SHAPE))}", "int"],
-            "column_sizes": [int(np.prod(SHAPE)), 8], "compression": None, "format": "mds", "version": 2,
-            "samples": per_shard, "raw_data": {"basename": f"{number:04d}.mds", "bytes": len(content), "hashes": {}},
-            "zip_data": None, "hashes": [], "size_limit": 1 << 26,
-        })  # fmt: skip
-    (root / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
 
 
 def plan_loop(source: Any, size: int, *, seed: int = 0, **arguments: Any) -> LoopData:
@@ -153,7 +136,6 @@ def main() -> None:
         np.random.default_rng(0).integers(0, 50_000, 1 << (18 if args.quick else 24), np.uint16).tofile(root / "t.bin")
         sources: dict[str, tuple[Any, dict[str, Any]]] = {
             "images in tars": (WebDataset(root, decode_tar), {}),
-            "images in MDS": (MDS(root, decode_mds), {}),
             "tokens": (open_tokens(root / "t.bin", CONTEXT), {"collate_fn": torch.from_numpy}),
         }
         for (name, (source, options)), num_workers in itertools.product(sources.items(), args.workers):

@@ -75,7 +75,7 @@ def write_scripts(page: Path, directory: Path) -> tuple[list[str], dict[str, set
         assert name, f"a script in {page.name} without a name: {script[:60]}"
         (directory / name[1]).write_text(script)
         trainers = re.findall(
-            r"^from (?:samestep.adapters.)?(accelerate|transformers|lightning|pyarrow) import", script, re.M
+            r"^from (?:samestep.adapters.)?(accelerate|transformers|lightning|datasets) import", script, re.M
         )
         trainers += re.findall(r"^import (keras|lightning|ray)\b", script, re.M)
         missing = {trainer for trainer in trainers if not find_spec(trainer)}

@@ -46,7 +46,6 @@ PARTS = {
 }  # fmt: skip
 # The modules in FOLDERS that several features use.
 SHARED = {
-    "sources.shard_files": "the files of three sources",
     "tools.inspect": "reads run directories for several commands, and shows the digest",
     "tools.launch_command": "starts the ranks",
     "tools.phase_timing": "the interceptor of two tools",

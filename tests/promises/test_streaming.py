@@ -168,7 +168,7 @@ def load(kind: str, root: Path) -> Any:
     return STREAMS[kind]() if kind in STREAMS else MAKERS[kind](root)
 
 
-@pytest.mark.parametrize("kind", one_in(7, ["webdataset", "mds", "parquet", "plain", "stateful", "tokens", "given"]))
+@pytest.mark.parametrize("kind", one_in(5, ["webdataset", "plain", "stateful", "tokens", "given"]))
 def test_the_same_bits_through_a_kill_at_any_number_of_ranks(kind: str, tmp_path: Path) -> None:
     data = load(kind, tmp_path / "data")
     dies_at = DIES_AT if kind in STREAMS else 4  # in the middle of an epoch of 3 steps

@@ -1,6 +1,5 @@
 """Sources read files of other programs by random access, and name a damaged shard."""
 
-import json
 import os
 import pickle
 import tarfile
@@ -10,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from support.shards import MAKERS, NUM_SHARDS, PER_SHARD, SAMPLES, make_mds, make_parquet, make_tars, read_x, write_mds
+from support.shards import MAKERS, NUM_SHARDS, PER_SHARD, SAMPLES, make_tars, read_x
 
 from samestep.data.lanes import Lanes
 from samestep.data.loader import Loader
@@ -21,7 +19,7 @@ from samestep.data.spec import read_data_arguments
 from samestep.errors import InvalidType, InvalidValue, RunDirectoryError
 from samestep.plan.loop_plan import Task
 from samestep.plan.schedule import EndlessSchedule
-from samestep.sources import MDS, Parquet, WebDataset, open_tokens
+from samestep.sources import WebDataset, open_tokens
 from samestep.train.inputs.loop_data import open_loop_data
 from samestep.train.inputs.samples import check_marks
 
@@ -98,30 +96,6 @@ def test_a_damaged_list_of_shards() -> None:
             parse_shards(text)
 
 
-def test_values_of_columns(tmp_path: Path) -> None:
-    sample = make_mds(tmp_path)[7]
-    assert (sample["x"], sample["name"], sample["row"].tolist(), sample["number"]) == (7.0, "sample 7", [7, -7], -7)
-    assert sample["any"].tolist() == [[7.0] * 3] and sample["any"].dtype == np.float32  # noqa: PT018
-
-
-def test_columns_of_parquet(tmp_path: Path) -> None:
-    batch = make_parquet(tmp_path).__getitems__([29, 3, 2])
-    assert batch["row"].tolist() == [[29, 29], [3, 3], [2, 2]]
-    assert [tokens.tolist() for tokens in batch["tokens"]] == [[0], [0, 1, 2], [0, 1]]
-    assert batch["name"] == ["sample 29", "sample 3", "sample 2"]
-    with pytest.raises(InvalidValue, match=r"has no column y: its columns are x, row"):
-        Parquet(tmp_path, columns=["y"])
-
-
-def test_parquet_files_of_different_schemas(tmp_path: Path) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    for name, values in (("a", [1, 2]), ("b", ["x", "y"])):
-        parquet.write_table(arrow.table({"label": values}), tmp_path / f"{name}.parquet")
-    for order in ([1, 2], [2, 1]):
-        with pytest.raises(InvalidValue, match="column label is of numbers in some of the files only"):
-            Parquet(tmp_path).__getitems__(order)
-
-
 def test_samples_of_tars(tmp_path: Path) -> None:
     make_tars(tmp_path)
     assert WebDataset(tmp_path)[12]["__key__"] == "train/0012"
@@ -138,8 +112,7 @@ def test_samples_of_tars(tmp_path: Path) -> None:
 
 def spoil(kind: str, root: Path, how: str) -> str:
     """Damage the second shard. Returns its name."""
-    names = {"mds": "shard.00001.mds", "webdataset": "1.tar", "parquet": "1.parquet", "tokens": "train.bin"}
-    file = root / names[kind]
+    file = root / {"webdataset": "1.tar", "tokens": "train.bin"}[kind]
     if how == "missing":
         file.unlink()
     elif how == "truncated":
@@ -155,13 +128,13 @@ def spoil(kind: str, root: Path, how: str) -> str:
 @pytest.mark.parametrize("how", ["missing", "truncated", "damaged"])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_bad_shard_is_named(kind: str, how: str, tmp_path: Path) -> None:
-    if (kind, how) in {("webdataset", "missing"), ("parquet", "missing"), ("tokens", "damaged")}:
+    if (kind, how) in {("webdataset", "missing"), ("tokens", "damaged")}:
         pytest.skip("a directory has no list of its files, which the run's record has; any bytes are tokens")
     MAKERS[kind](tmp_path)
     for index in tmp_path.glob("*.npz"):
         index.unlink()
     name = spoil(kind, tmp_path, how)
-    opener: Any = {"mds": MDS, "webdataset": WebDataset, "parquet": Parquet, "tokens": open_tokens}[kind]
+    opener: Any = {"webdataset": WebDataset, "tokens": open_tokens}[kind]
     with pytest.raises(InvalidValue, match=name.replace(".", r"\.")) as error:
         source = opener(tmp_path / name, 1) if kind == "tokens" else opener(tmp_path)
         source.__getitems__([*range(SAMPLES)])
@@ -171,74 +144,11 @@ def test_a_bad_shard_is_named(kind: str, how: str, tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue, match=r"there are no \.tar files in"):
         WebDataset(tmp_path)
-    with pytest.raises(InvalidValue, match=r"no directory of MDS shards"):
-        MDS(tmp_path)
-    write_mds(tmp_path, {"x": "pkl"}, [{"x": b"."}], [None])
-    with pytest.raises(InvalidValue, match=r"column x of .* has the encoding pkl, which is not supported"):
-        MDS(tmp_path)
     os.mkfifo(tmp_path / "fifo.tar")
     (tmp_path / "d.tar").mkdir()
     for name, found in (("b", "missing"), ("d", "a directory"), ("fifo", "no regular file")):
         with pytest.raises(InvalidValue, match=rf"the shard .*{name}\.tar is {found}: restore it, or leave it out"):
             WebDataset([tmp_path / f"{name}.tar"])
-
-
-def test_a_sample_of_mds_that_is_too_short(tmp_path: Path) -> None:
-    make_mds(tmp_path)
-    file = tmp_path / "shard.00000.mds"
-    content = np.frombuffer(file.read_bytes(), "<u4").copy()
-    content[2] = content[1]
-    file.write_bytes(content.tobytes())
-    with pytest.raises(InvalidValue, match=r"sample 0 of shard .* is damaged \(its sizes: ValueError"):
-        MDS(tmp_path)[0]
-
-
-HOSTILE_ENTRIES: dict[str, tuple[dict[str, Any], str]] = {  # changes of a shard's entry in index.json -> the sentence
-    "outside": (
-        {"raw_data": {"basename": "../x", "bytes": 9}},
-        "is no index of MDS shards (shards[1].raw_data: ../x is outside the directory)",
-    ),
-    "absolute": (
-        {"raw_data": {"basename": "/dev/zero", "bytes": 9}},
-        "is no index of MDS shards (shards[1].raw_data: /dev/zero is outside the directory)",
-    ),
-    "no count": ({"samples": 1e300}, "(shards[1].samples: expected int, got float)"),
-    "negative": ({"samples": -1}, "(shards[1].samples: expected int >= 0)"),
-    "many": ({"samples": 1 << 62}, "is too short for 4611686018427387904 samples of index.json: restore both"),
-    "fewer columns": (
-        {"column_names": ["x"]},
-        "is no index of MDS shards (zip() argument 2 is longer than argument 1)",
-    ),
-    "objects": ({"column_encodings": ["ndarray:O"] * 5}, "has the encoding ndarray:O, which is not supported"),
-    "no dtype": ({"column_encodings": ["ndarray:x:y"] * 5}, "has the encoding ndarray:x:y, which is not supported"),
-    "large": (
-        {"column_encodings": ["ndarray:int8:999999999,999999999"] * 5},
-        "is damaged (column x: ValueError: cannot",
-    ),
-    "deep": ({"column_encodings": ["json"] * 5}, "is damaged (column x: "),
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE_ENTRIES)
-def test_hostile_indices_of_mds(name: str, tmp_path: Path) -> None:
-    make_mds(tmp_path / "data")
-    change, said = HOSTILE_ENTRIES[name]
-    index = json.loads((tmp_path / "data" / "index.json").read_text())
-    index["shards"][1] |= change
-    (tmp_path / "data" / "index.json").write_text(json.dumps(index))
-    with pytest.raises(InvalidValue) as caught:
-        MDS(tmp_path / "data")[PER_SHARD]
-    assert said in str(caught.value)
-
-
-def test_images_of_mds_are_of_the_declared_format(tmp_path: Path) -> None:
-    for kind in ("jpeg", "eps"):
-        Image.new("L", (3, 2)).save(tmp_path / f"x.{kind}")
-    rows = [{"image": (tmp_path / f"x.{kind}").read_bytes()} for kind in ("jpeg", "eps")]
-    write_mds(tmp_path / "data", {"image": "jpeg"}, rows, [None])
-    assert MDS(tmp_path / "data")[0]["image"].size == (3, 2)
-    with pytest.raises(InvalidValue, match="column image: UnidentifiedImageError: cannot identify image file"):
-        MDS(tmp_path / "data")[1]
 
 
 @pytest.mark.parametrize(
@@ -313,32 +223,3 @@ def test_arrow_data_sets_of_hugging_face(tmp_path: Path) -> None:
     lanes = Lanes(stream, EndlessSchedule(1 << 40, 6, 2), 0, 0)
     assert [row["x"].item() for row in lanes.__getitems__([2, 3])] == [10, 11], "lane 1 has the second shard"
     assert [row["x"].item() for row in lanes.__getitems__([8, 9])] == [12, 13]
-
-
-def test_mds_reads_what_the_writer_of_streaming_writes(tmp_path: Path) -> None:
-    streaming = pytest.importorskip("streaming", reason="needs mosaicml-streaming")
-    generator = np.random.default_rng(0)
-    columns = {
-        "bytes": "bytes", "text": "str", "int": "int", "small": "uint8", "large": "int64", "half": "float16",
-        "single": "float32", "double": "float64", "digits": "str_int", "decimal": "str_float", "tree": "json",
-        "any": "ndarray", "typed": "ndarray:float32", "fixed": "ndarray:int16:2,3", "image": "png",
-    }  # fmt: skip
-    written = [
-        {
-            "bytes": bytes([k] * k), "text": "é" * k, "int": -k, "small": np.uint8(k), "large": np.int64(-k * 10**9),
-            "half": np.float16(k / 3), "single": np.float32(k / 7), "double": np.float64(k / 9), "digits": 10**30 + k,
-            "decimal": k / 11, "tree": {"a": [k, None]}, "any": generator.integers(0, 9, (k % 3 + 1, 2), np.int32),
-            "typed": generator.random((k % 4 + 1, 3), np.float32), "fixed": np.full((2, 3), k, np.int16),
-            "image": Image.fromarray(generator.integers(0, 256, (5, 4, 3), np.uint8)),
-        }
-        for k in range(1, 100)
-    ]  # fmt: skip
-    with streaming.MDSWriter(out=str(tmp_path / "mds"), columns=columns, size_limit=1 << 13) as writer:
-        for sample in written:
-            writer.write(sample)
-    source = MDS(tmp_path / "mds")
-    assert len(source.shards) > 3
-    for sample, read in zip(written, source.__getitems__([*range(99)]), strict=True):
-        for name, value in sample.items():
-            assert np.array_equal(np.asarray(read[name]), np.asarray(value)), name
-            assert getattr(read[name], "dtype", None) == getattr(value, "dtype", None), name

@@ -24,7 +24,7 @@ Mark = tuple[int, str]
 
 
 class Shard(NamedTuple):
-    """A part of a source that is stored together, such as a file or a row group of one.
+    """A part of a source that is stored together, such as a file.
 
     Attributes:
         name: unique in its source, and independent of where the data are stored.

@@ -5,18 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 # Public name -> the module that defines it. Loaded on first use: no source needs another one.
 _EXPORTS = {
-    "MDS": "samestep.sources.mds",
-    "Parquet": "samestep.sources.parquet",
     "TokenWindows": "samestep.sources.token_windows",
     "WebDataset": "samestep.sources.webdataset",
     "open_tokens": "samestep.sources.token_windows",
 }
 
-__all__ = ["MDS", "Parquet", "TokenWindows", "WebDataset", "open_tokens"]
+__all__ = ["TokenWindows", "WebDataset", "open_tokens"]
 
 if TYPE_CHECKING:
-    from samestep.sources.mds import MDS
-    from samestep.sources.parquet import Parquet
     from samestep.sources.token_windows import TokenWindows, open_tokens
     from samestep.sources.webdataset import WebDataset
 

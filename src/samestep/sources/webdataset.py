@@ -3,8 +3,10 @@
 import os
 import tarfile
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,8 @@ from numpy.typing import NDArray
 from samestep.data.source import Shard
 from samestep.errors import InvalidValue
 from samestep.files import open_regular, replacing
-from samestep.sources.shard_files import Kept, SampleFiles, is_inside, list_files, name_files
 
-CACHED_SHARDS = 64  # tars whose indices are kept
+MAX_OPEN = 64  # tars that a process holds open, with their indices in memory
 INDEX = ".index.npz"
 FORMAT = 1
 KEY = "__key__"
@@ -34,7 +35,7 @@ ARRAYS = {
 Index = dict[str, NDArray[Any]]
 
 
-class WebDataset(SampleFiles):
+class WebDataset:
     """Uncompressed tar files, as a source of dicts: "__key__" and, by extension, the files' bytes.
 
     The index of each tar, a file beside it, is built when the tar is first used, and again when the tar has changed.
@@ -44,6 +45,10 @@ class WebDataset(SampleFiles):
         files: the tars in their order, or a directory of `*.tar`.
         transform: function of a sample, such as a decoder.
         index_dir: directory for the indices, if the directory of the tars is read-only.
+
+    Attributes:
+        shards: the tars, for the order and the record of a run.
+        shard_files: the file of each tar.
 
     Raises:
         InvalidValue: a tar is missing, truncated or compressed, or the index cannot be written.
@@ -68,26 +73,43 @@ class WebDataset(SampleFiles):
         *,
         index_dir: str | Path | None = None,
     ) -> None:
-        self._files = list_files(files, ".tar")
-        names = name_files(self._files)
+        self.shard_files = _list_tars(files)
+        root = os.path.commonpath([file.parent for file in self.shard_files])
+        names = [os.path.relpath(file, root) for file in self.shard_files]  # the data may be moved
         self._index_files = [
             Path(index_dir, name.replace(os.sep, "--") + INDEX) if index_dir else file.with_name(file.name + INDEX)
-            for file, name in zip(self._files, names, strict=True)
+            for file, name in zip(self.shard_files, names, strict=True)
         ]
-        shards = [
+        self.shards = [
             Shard(name, _count_samples(file, at), file.stat().st_size)
-            for name, file, at in zip(names, self._files, self._index_files, strict=True)
+            for name, file, at in zip(names, self.shard_files, self._index_files, strict=True)
         ]
-        super().__init__(shards, self._files, transform)
-        self._read_index = Kept(self._read_index_of, CACHED_SHARDS)
+        self._transform = transform
+        self._stops = np.cumsum([0, *(shard.num_samples for shard in self.shards)])
+        self._opened: OrderedDict[int, tuple[FileIO, Index]] = OrderedDict()  # the one used last is at the end
 
-    def _read_index_of(self, shard: int) -> Index:
-        return _read_index(self._index_files[shard], self.shards[shard].num_bytes)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": OrderedDict()}
+
+    def __len__(self) -> int:
+        return int(self._stops[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        asked = np.asarray(indices, dtype=np.int64)
+        if asked.size and not (asked.min() >= 0 and asked.max() < len(self)):
+            raise IndexError(f"samples {asked.min()} to {asked.max()} of {len(self)}")
+        shards = np.searchsorted(self._stops, asked, side="right") - 1
+        rows = asked - self._stops[shards]
+        samples = [self._read(shard, row) for shard, row in zip(shards.tolist(), rows.tolist(), strict=True)]
+        return samples if self._transform is None else [self._transform(sample) for sample in samples]
 
     def _read(self, shard: int, row: int) -> dict[str, Any]:
-        index = self._read_index(shard)
+        file, index = self._open(shard)
         key = index["keys"][row].decode(errors="replace")
-        if not is_inside(key):
+        if not _is_inside(key):
             raise InvalidValue(
                 f"the index {self._index_files[shard]} has a sample {key}: remove it, and it is built again",
                 code="SS310",
@@ -95,8 +117,66 @@ class WebDataset(SampleFiles):
         sample: dict[str, Any] = {KEY: key}
         for k in range(index["firsts"][row], index["firsts"][row + 1]):
             name = index["extensions"][index["kinds"][k]].decode(errors="replace")
-            sample[name] = self._blobs.read(shard, int(index["starts"][k]), int(index["sizes"][k]))
+            sample[name] = _read_bytes(file, int(index["starts"][k]), int(index["sizes"][k]))
         return sample
+
+    def _open(self, shard: int) -> tuple[FileIO, Index]:
+        """Return a tar and its index, from the cache if possible."""
+        if shard in self._opened:
+            self._opened.move_to_end(shard)
+            return self._opened[shard]
+        index = _read_index(self._index_files[shard], self.shards[shard].num_bytes)
+        try:
+            file = open(self.shard_files[shard], "rb", buffering=0)  # noqa: SIM115  # it stays open
+        except OSError as error:
+            raise InvalidValue(
+                f"the shard {self.shard_files[shard]} cannot be read ({error.strerror}): restore it", code="SS310"
+            ) from None
+        if len(self._opened) == MAX_OPEN:
+            self._opened.popitem(last=False)
+        self._opened[shard] = file, index
+        return file, index
+
+
+def _list_tars(files: str | Path | Iterable[str | Path]) -> list[Path]:
+    """Return files in the given order; for a directory, its tars sorted by name."""
+    if isinstance(files, str | Path):
+        given = Path(files)
+        found = sorted(given.glob("*.tar")) if given.is_dir() else [given]
+    else:
+        found = [Path(file) for file in files]
+    if not found:
+        raise InvalidValue(
+            f"there are no .tar files in {files}: name the files, or a directory that has some", code="SS311"
+        )
+    for file in found:
+        if not file.is_file():
+            what = "a directory" if file.is_dir() else "no regular file" if os.path.lexists(file) else "missing"
+            raise InvalidValue(f"the shard {file} is {what}: restore it, or leave it out of the source", code="SS310")
+    return found
+
+
+def _is_inside(path: str) -> bool:
+    """Return whether a path leads nowhere but into the directory that it is relative to.
+
+    Example::
+
+        >>> _is_inside("train/0001"), _is_inside("../0001"), _is_inside("/0001")
+        (True, False, False)
+    """
+    return not path.startswith("/") and ".." not in path.split("/") and "\0" not in path
+
+
+def _read_bytes(file: FileIO, start: int, size: int) -> bytes:
+    try:
+        data = os.pread(file.fileno(), size, start)  # forked processes share the offset of `read`
+    except OSError as error:
+        raise InvalidValue(
+            f"the shard {file.name} cannot be read ({error.strerror}): restore it", code="SS310"
+        ) from None
+    if len(data) < size:
+        raise InvalidValue(f"the shard {file.name} is truncated at byte {start + len(data)}: restore it", code="SS310")
+    return data
 
 
 def _count_samples(tar: Path, at: Path) -> int:
@@ -177,7 +257,7 @@ def _build_index(tar: Path, num_bytes: int) -> Index:
                     continue
                 if member.size < 0 or member.offset_data + member.size > num_bytes:
                     raise tarfile.ReadError(f"{member.name} is cut off")
-                if not is_inside(directory.lstrip("/")) or len(os.fsencode(member.name)) > MAX_BYTES_OF_NAME:
+                if not _is_inside(directory.lstrip("/")) or len(os.fsencode(member.name)) > MAX_BYTES_OF_NAME:
                     raise tarfile.ReadError(f"{member.name[:100]} is no name of a sample")
                 if extension == KEY:
                     raise tarfile.ReadError(f"{member.name} would replace the key of the sample")
