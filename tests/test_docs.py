@@ -254,7 +254,12 @@ def test_examples_of_packages(module: str, tmp_path: Path) -> None:
     if package == "adapters" and not find_spec(library):
         pytest.skip(f"{library} is not installed: make test-adapters runs this")
     public = import_module(f"samestep.{module}")
-    examples = {name: inspect.getdoc(getattr(public, name)).partition("Example::")[2] for name in public.__all__}
+    docs = {name: inspect.getdoc(getattr(public, name)) for name in public.__all__}
+    examples = {name: doc.partition("Example::")[2] for name, doc in docs.items() if "Example::" in doc}
+    for name in {*docs} - {*examples}:
+        reference = re.search(r"Example: see `(\w+)`", docs[name])
+        assert reference, f"the docstring of {name} has no example"
+        assert re.search(rf"\b{name}\b", examples[reference[1]]), f"the example does not use {name}"
     assert samestep.spawn(run_examples, 1, (examples, tmp_path)) == ""
 
 

@@ -32,7 +32,7 @@ PARTS = {
     "ssh": ["launch.ssh_launcher", "launch.ssh_node"],
     "Slurm": ["tools.submit", "world.slurm_tasks"],
     "TF_CONFIG": ["launch.tf_config"],
-    "Lightning": ["adapters.lightning", "adapters.lightning_manual", "adapters.lightning_metrics"],
+    "Lightning": ["adapters.lightning", "adapters.lightning_metrics"],
     "recipe digits": ["recipes.digits", "recipes.models.cnn"],
     "recipe images": ["recipes.images", "recipes.models.resnet"],
     "recipe gpt": [

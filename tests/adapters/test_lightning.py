@@ -105,71 +105,6 @@ def build_module(**options: Any) -> Any:
     return Regression(**options)
 
 
-def build_gan() -> Any:
-    """A module with manual optimization and two optimizers. `noise` replaces its random numbers."""
-    import lightning
-
-    class Gan(lightning.LightningModule):
-        noise: Tensor | None = None
-
-        def __init__(self, dropout: float = 0.0) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-            self.maker = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 6))
-            self.judge = nn.Sequential(nn.Linear(6, 16), nn.Dropout(dropout), nn.ReLU(), nn.Linear(16, 1))
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            x, of_maker, of_judge = batch[0], *self.optimizers()
-            made = self.maker(torch.randn(len(x), 4) if self.noise is None else self.noise[: len(x)])
-            self.toggle_optimizer(of_maker)
-            loss = F.softplus(-self.judge(made)).mean()
-            self.log("maker", loss)
-            self.manual_backward(loss)
-            of_maker.step()
-            of_maker.zero_grad()
-            self.untoggle_optimizer(of_maker)
-            with of_judge.toggle_model():
-                loss = F.softplus(-self.judge(x)).mean() + F.softplus(self.judge(made.detach())).mean()
-                of_judge.zero_grad()
-                self.manual_backward(loss)
-                of_judge.step()
-            self.log("judge", loss)
-
-        def on_train_epoch_end(self) -> None:
-            self.trainer.lr_scheduler_configs[0].scheduler.step()
-
-        def configure_optimizers(self) -> Any:
-            pair = [torch.optim.Adam(part.parameters(), 1e-2) for part in (self.maker, self.judge)]
-            return pair, [torch.optim.lr_scheduler.StepLR(pair[0], 1, 0.5)]
-
-    return Gan
-
-
-def train_gan_with_both() -> list[dict[str, Any]]:
-    """Train copies of a GAN with Lightning and with samestep, in one rank and without random numbers."""
-    import lightning
-
-    results, data, noise = [], build_data(30, 0), torch.randn(BATCH_SIZE, 4)
-    modules = [build_gan()() for _ in range(2)]
-    modules[1].load_state_dict(modules[0].state_dict())
-    trainer = lightning.Trainer(
-        max_epochs=NUM_EPOCHS, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
-    modules[0].noise = modules[1].noise = noise
-    trainer.fit(modules[0], DataLoader(data, BATCH_SIZE))
-    results.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-    run = samestep.Run(None, batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE, device="cpu")
-    weights = {name: value.clone() for name, value in modules[1].state_dict().items()}
-    module = build_gan()()  # after the run
-    module.noise = noise
-    module.load_state_dict(weights)
-    results.append(fit(run, module, DataLoader(data, BATCH_SIZE), max_epochs=NUM_EPOCHS))
-    for values, trained in zip(results, (modules[0], module), strict=True):
-        values.update(trained.state_dict())  # type: ignore[arg-type]
-    return results
-
-
 def train_with_both(interval: str) -> list[dict[str, Any]]:
     """Train copies of one module in one rank. Returns the results of Lightning, of samestep, and with micro-batches."""
     import lightning
@@ -211,7 +146,6 @@ def train_all() -> dict[str, Any]:
     return {
         **{interval: train_with_both(interval) for interval in INTERVALS},
         "refused": refuse_all(),
-        "gan": train_gan_with_both(),
     }
 
 
@@ -235,13 +169,6 @@ def test_as_lightning_itself(results: dict[str, Any], interval: str) -> None:
                 assert found["values"][name] == pytest.approx(wanted["values"][name], rel=rel), name
         for name, weight in wanted["weights"].items():
             torch.testing.assert_close(found["weights"][name], weight, rtol=1e-5, atol=1e-6)
-
-
-def test_manual_optimization_as_in_lightning(results: dict[str, Any]) -> None:
-    wanted, found = results["gan"]
-    assert {"maker", "judge", "maker.0.weight", "judge.0.weight"} <= {*wanted} <= {*found}
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
 def build_parts() -> tuple[Any, Any]:
@@ -311,21 +238,6 @@ def train(run_dir: Path, max_steps: int | None = None) -> dict[str, Any]:
     return values
 
 
-def train_gan(run_dir: Path, max_steps: int | None = None) -> dict[str, float]:
-    run = samestep.Run(run_dir, batch_size=BATCH_SIZE, micro_batch_size=4, device="cpu", max_steps=max_steps)
-    return fit(run, build_gan()(0.2), DataLoader(build_data(30, 0), BATCH_SIZE), max_epochs=2, gradient_clip_val=1.0)
-
-
-@pytest.mark.soak
-def test_manual_optimization_at_any_number_of_ranks(tmp_path: Path) -> None:
-    values = [samestep.spawn(functools.partial(train_gan, tmp_path / f"{size}"), size) for size in (1, 3)]
-    samestep.spawn(functools.partial(train_gan, tmp_path / "parts", 2), 2)
-    values.append(samestep.spawn(functools.partial(train_gan, tmp_path / "parts"), 2))
-    assert values == [values[0]] * 3
-    assert {*values[0]} == {"loss", "maker", "judge"}
-    assert len({digest(tmp_path / name) for name in ("1", "3", "parts")}) == 1
-
-
 @pytest.mark.soak
 def test_the_same_bits_at_any_number_of_ranks(tmp_path: Path) -> None:
     values = [samestep.spawn(functools.partial(train, tmp_path / f"{size}"), size) for size in (1, 2, 3)]
@@ -389,17 +301,6 @@ def log_elsewhere(module: Any, batch: Any, _: int) -> Tensor:
     return F.mse_loss(module.net(batch[0]), batch[1])
 
 
-def accumulate(module: Any, batch: Any, _: int) -> None:
-    module.manual_backward(F.mse_loss(module.net(batch[0]), batch[1]))
-
-
-def update_first_only(module: Any, batch: Any, _: int) -> None:
-    if "update" not in module.called:
-        module.called.append("update")
-        accumulate(module, batch, 0)
-        module.optimizers().step()
-
-
 def add_correlation(module: Any) -> None:
     import torchmetrics
 
@@ -421,9 +322,7 @@ def refuse_all() -> list[str]:
         errors.append(str(caught.value))
     return [
         *errors,
-        refuse(automatic_optimization=False, training_step=accumulate),
-        refuse(automatic_optimization=False, training_step=lambda self, *_: self.lr_schedulers()),
-        refuse(automatic_optimization=False, training_step=update_first_only),
+        refuse(automatic_optimization=False),
         refuse(optimizer_step=lambda self, *_: None),
         refuse(configure_optimizers=lambda self: [torch.optim.SGD(self.parameters(), 0.1)] * 2),
         refuse(training_step=lambda self, batch, _: self.log("loss", "high")),
@@ -436,11 +335,11 @@ def refuse_all() -> list[str]:
 def test_what_it_refuses(results: dict[str, Any]) -> None:
     words = (
         "fit needs a LightningModule, not a Linear", "mode must be min or max", "patience needs monitor",
-        "ended with gradients that no optimizer has used", "would be called for each micro-batch",
-        "has updated optimizer 0 in some micro-batches only", "Regression replaces optimizer_step of Lightning's loop",
+        "Regression sets automatic_optimization = False, and fit updates once per step",
+        "Regression replaces optimizer_step of Lightning's loop",
         "must return one optimizer, with its schedulers, not 2 optimizers", "self.log got loss, a str",
         "self.log got mean, a MeanMetric that is no submodule of the LightningModule",
-        "PearsonCorrCoef has no reduction for its state mean_x (dist_reduce_fx=None)",
+        "merge_state of PearsonCorrCoef does not combine the states of several micro-batches",
         "callbacks has EarlyStopping, which needs Lightning's Trainer: monitor= and patience=",
         "callbacks has Saves with on_save_checkpoint, which fit does not call", "callbacks takes objects of",
         "fit got no training data", "fit got several training loaders", "call fit before test",

@@ -2,11 +2,11 @@
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from samestep import InvalidType, InvalidValue, Run, UsageError
-from samestep.adapters.lightning_manual import ManualOptimization, PausedCall
+from samestep.adapters.lightning_metrics import Metrics, is_metric
 from samestep.data.loader import to_device
 from samestep.train.loops.evaluate import PerMicroBatch
-
-if TYPE_CHECKING:
-    from samestep.adapters.lightning_metrics import Metrics
 
 __all__ = ["fit", "predict", "test", "validate"]
 
@@ -34,6 +31,7 @@ NOT_CALLED = (
     "optimizer_zero_grad",
     "transfer_batch_to_device",
 )
+FLAGS = {"validation": "validating", "test": "testing", "predict": "predicting"}
 PARTS = "parts of metrics"
 NOT_CALLED_ON_CALLBACKS = (
     "on_before_zero_grad",
@@ -99,9 +97,6 @@ class Trainer(SimpleNamespace):
             testing=False,
             predicting=False,
             sanity_checking=False,
-            progress_bar_callback=None,
-            barebones=False,
-            manual=None,
             default_root_dir=str(run.dir),
             state=SimpleNamespace(fn="fit"),
             **parts,
@@ -151,18 +146,21 @@ class Logs:
         of_epoch: values of `training_step` whose averages over the epoch are wanted: name -> name of the average. As in
             Lightning, the value of a step is then `<name>_step`; `<name>_epoch` is the average of what has both.
         plain: names of a step's and an epoch's value, where `self.log` gave one name for both -> that name.
-        metrics: the metrics of torchmetrics; None if there are none.
+        metrics: the metrics of torchmetrics.
         of_metrics: names of metrics whose values over the training epoch are wanted.
         in_training_step, in_micro_batch: where the module is.
     """
 
-    def __init__(self, metrics: "Metrics | None") -> None:
+    def __init__(self, run: Run, module: Any) -> None:
         self.values: dict[str, tuple[Any, int | None]] = {}
         self.of_epoch: dict[str, str] = {}
         self.plain: dict[str, str] = {}
-        self.metrics = metrics
+        self.metrics = Metrics(module)
         self.of_metrics: dict[str, str] = {}
         self.in_training_step = self.in_micro_batch = False
+        module.log = self.log
+        module.log_dict = self.log_dict
+        module.print = run.print
 
     def log(
         self,
@@ -183,7 +181,7 @@ class Logs:
         of_step, of_epoch = (f"{name}_step", f"{name}_epoch") if on_step and on_epoch else (name, name)
         if on_step and on_epoch:
             self.plain |= {of_step: name, of_epoch: name}
-        if self.metrics is not None and self.metrics.is_metric(value):
+        if is_metric(value):
             if self.in_micro_batch:
                 self.metrics.log(value, of_step if on_step and in_step else None, of_epoch if on_epoch else None)
                 return
@@ -211,6 +209,10 @@ class Logs:
         values = self.values
         self.values = {}
         return values
+
+    def take_numbers(self) -> dict[str, float]:
+        """Return the values that hooks outside of micro-batches have logged, and forget them."""
+        return {name: float(value) for name, (value, _) in self.take().items()}
 
     def with_plain(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return the values for `Trainer.callback_metrics`: also under the names given to `self.log`."""
@@ -240,12 +242,12 @@ def fit(
     `on_after_backward` and `on_before_optimizer_step`. Then `module.trainer.save_checkpoint(path)`, called on all
     ranks, writes a file for `load_from_checkpoint`.
 
-    Metrics of torchmetrics that are attributes of the module can be logged; see `Metrics`. They cost a short exchange
-    per step. docs/coming-from.md has a list of what is not supported.
+    Metrics of torchmetrics that are attributes of the module can be logged. They cost a short exchange per step.
+    docs/coming-from.md has a list of what is not supported.
 
     Args:
         run: created before the module.
-        module: LightningModule. In manual optimization, `training_step` of each micro-batch pauses at each update.
+        module: LightningModule with automatic optimization.
         train_loader: a data set, a DataLoader with the run's batch size or micro-batch size as its batch size, or a
             LightningDataModule. None: that of the data module, or of the module.
         val_loader: the same for validation after each epoch, with any batch size; or a list of DataLoaders.
@@ -265,18 +267,29 @@ def fit(
     Example::
 
         >>> import lightning, samestep, torch
-        >>> from samestep.adapters.lightning import fit
+        >>> from samestep.adapters.lightning import fit, predict, test, validate
         >>> class Linear(lightning.LightningModule):
         ...     def configure_model(self):
         ...         self.layer = torch.nn.Linear(2, 1)
         ...     def training_step(self, batch, batch_idx):
         ...         return self.layer(batch).square().mean()
+        ...     def validation_step(self, batch, batch_idx):
+        ...         self.log("mean", batch.mean())
+        ...     test_step = validation_step
+        ...     def predict_step(self, batch, batch_idx):
+        ...         return batch.sum(1)
         ...     def configure_optimizers(self):
         ...         return torch.optim.SGD(self.parameters(), lr=0.1)
-        >>> run = samestep.Run(None, batch_size=4, micro_batch_size=2)
-        >>> values = fit(run, Linear(), torch.ones(8, 2), max_epochs=2)
+        >>> run, module = samestep.Run(None, batch_size=4, micro_batch_size=2), Linear()
+        >>> values = fit(run, module, torch.ones(8, 2), max_epochs=2)
         >>> [*values]
         ['loss']
+        >>> scores = validate(run, module, torch.ones(6, 2)), test(run, module, torch.ones(6, 2))
+        >>> scores
+        ({'mean': 1.0}, {'mean': 1.0})
+        >>> sums = predict(run, module, torch.ones(3, 2))
+        >>> sums
+        [tensor([2., 2.]), tensor([2.])]
     """
     _check(module, callbacks, monitor, mode, patience)
     if datamodule is None and find_class(train_loader, "LightningDataModule"):
@@ -286,9 +299,10 @@ def fit(
     train_loader = _open(trainer, "train", train_loader)
     val_loader = _open(trainer, "val", val_loader)
     trainer.count_steps(_count_samples(train_loader), run.batch_size)
-    schedules, logs = _prepare(run, trainer)
+    logs = _prepare(run, trainer)
+    schedules = trainer.lr_scheduler_configs
     for epoch in run.epochs(train_loader, max_epochs):
-        _run_epoch(run, trainer, epoch, schedules, logs, gradient_clip_val)
+        _run_epoch(run, trainer, epoch, logs, gradient_clip_val)
         _log_epoch(run, trainer, epoch, logs, val_loader)
         _step(schedules, "epoch", epoch.number, trainer.callback_metrics)
         _keep_best(run, trainer, monitor, 1 if mode == "min" else -1, epoch.number, patience)
@@ -314,24 +328,7 @@ def validate(run: Run, module: Any, data: Any = None) -> dict[str, float]:
         UsageError: `fit` was not called.
         InvalidValue: there are no data.
 
-    Example::
-
-        >>> import lightning, samestep, torch
-        >>> from samestep.adapters.lightning import fit, validate
-        >>> class Linear(lightning.LightningModule):
-        ...     def configure_model(self):
-        ...         self.layer = torch.nn.Linear(2, 1)
-        ...     def training_step(self, batch, batch_idx):
-        ...         return self.layer(batch).square().mean()
-        ...     def validation_step(self, batch, batch_idx):
-        ...         self.log("mean", batch.mean())
-        ...     def configure_optimizers(self):
-        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
-        >>> run, module = samestep.Run(None, batch_size=4), Linear()
-        >>> values = fit(run, module, torch.ones(8, 2), max_epochs=1)
-        >>> means = validate(run, module, torch.ones(6, 2))
-        >>> means
-        {'mean': 1.0}
+    Example: see `fit`.
     """
     return _run_stage(run, module, data, "validate")
 
@@ -341,24 +338,7 @@ def test(run: Run, module: Any, data: Any = None) -> dict[str, float]:  # noqa: 
 
     To test the best weights, call `run.restore("best")` first.
 
-    Example::
-
-        >>> import lightning, samestep, torch
-        >>> from samestep.adapters.lightning import fit, test
-        >>> class Linear(lightning.LightningModule):
-        ...     def configure_model(self):
-        ...         self.layer = torch.nn.Linear(2, 1)
-        ...     def training_step(self, batch, batch_idx):
-        ...         return self.layer(batch).square().mean()
-        ...     def test_step(self, batch, batch_idx):
-        ...         self.log("mean", batch.mean())
-        ...     def configure_optimizers(self):
-        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
-        >>> run, module = samestep.Run(None, batch_size=4), Linear()
-        >>> values = fit(run, module, torch.ones(8, 2), max_epochs=1)
-        >>> means = test(run, module, torch.ones(6, 2))
-        >>> means
-        {'mean': 1.0}
+    Example: see `fit`.
     """
     return _run_stage(run, module, data, "test")
 
@@ -370,58 +350,25 @@ def predict(run: Run, module: Any, data: Any = None) -> list[Any]:
         The results of `predict_step` for all batches, in order, on the CPU; for several loaders, a list for each. A
         batch is one of the DataLoader, or a micro-batch of the run if `data` is a data set.
 
-    Example::
-
-        >>> import lightning, samestep, torch
-        >>> from samestep.adapters.lightning import fit, predict
-        >>> class Double(lightning.LightningModule):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.weight = torch.nn.Parameter(torch.tensor(2.0))
-        ...     def training_step(self, batch, batch_idx):
-        ...         return self(batch).mean()
-        ...     def forward(self, batch):
-        ...         return self.weight * batch
-        ...     def configure_optimizers(self):
-        ...         return torch.optim.SGD(self.parameters(), lr=0.0)
-        >>> run = samestep.Run(None, batch_size=2)
-        >>> module = Double()
-        >>> values = fit(run, module, torch.ones(4), max_epochs=1)
-        >>> predict(run, module, torch.arange(3.0))
-        [tensor([0., 2.]), tensor([4.])]
+    Example: see `fit`.
     """
     trainer, loaders = _begin_stage(run, module, data, "predict")
-    results = []
-    several = _are_loaders(loaders)
-    trainer.predicting = True
-    trainer.call("on_predict_start")
-    trainer.call("on_predict_epoch_start")
-    for i, loader in enumerate(loaders if several else [loaders]):
-        numbers = count()
-        more = (i,) if several else ()
 
-        def score(batch: Any, numbers: Any = numbers, more: tuple[int, ...] = more) -> dict[str, Any]:
-            number = next(numbers)
-            trainer.call("on_predict_batch_start", batch, number, *more)
-            with run.autocast():
-                output = module.predict_step(batch, number, *more)
-            trainer.call("on_predict_batch_end", output, batch, number, *more)
-            return {"outputs": PerMicroBatch(to_device(output, torch.device("cpu")))}
+    def keep(output: Any, _: str) -> dict[str, Any]:
+        return {"outputs": PerMicroBatch(to_device(output, torch.device("cpu")))}
 
-        results.append(run.evaluate(score, loader)["outputs"])
+    results = [each["outputs"] for each in _run_loaders(run, trainer, "predict", loaders, keep)]
     trainer.call("on_predict_epoch_end")
     trainer.call("on_predict_end")
     trainer.predicting = False
     _tear_down(trainer, "predict")
-    return results if several else results[0]
+    return results if _are_loaders(loaders) else results[0]
 
 
 def _run_stage(run: Run, module: Any, data: Any, stage: str) -> dict[str, float]:
     """Validate or test after `fit`."""
     trainer, loaders = _begin_stage(run, module, data, stage)
-    logs = Logs(_find_metrics(module))
-    module.log = logs.log
-    module.log_dict = logs.log_dict
+    logs = Logs(run, module)
     values = _evaluate(run, trainer, "validation" if stage == "validate" else stage, loaders, logs)
     run.log(values)
     _tear_down(trainer, stage)
@@ -506,53 +453,36 @@ def _log_epoch(run: Run, trainer: Trainer, epoch: Any, logs: Logs, val_loader: A
     trainer.callback_metrics |= logs.with_plain(values)
     if val_loader is not None:
         values |= _evaluate(run, trainer, "validation", val_loader, logs)
-    if logs.metrics is not None:
-        values |= {name: float(value) for name, value in logs.metrics.compute(logs.of_metrics).items()}
-        trainer.callback_metrics |= logs.with_plain(values)
+    values |= logs.metrics.compute(logs.of_metrics)
+    trainer.callback_metrics |= logs.with_plain(values)
     trainer.call("on_train_epoch_end")
-    values |= {name: float(value) for name, (value, _) in logs.take().items()}
-    if logs.metrics is not None:
-        logs.metrics.reset(logs.of_metrics)
-        logs.of_metrics = {}
+    values |= logs.take_numbers()
+    logs.metrics.reset(logs.of_metrics)
+    logs.of_metrics = {}
     trainer.callback_metrics |= logs.with_plain(values)
     if values:
         run.log(values)
 
 
-def _prepare(run: Run, trainer: Trainer) -> tuple[list[LightningSchedule], Logs]:
+def _prepare(run: Run, trainer: Trainer) -> Logs:
     """Call the hooks before the training, and prepare the objects that they create."""
     module = trainer.lightning_module
     module.configure_model()
-    logs = Logs(_find_metrics(module))
-    module.log = logs.log
-    module.log_dict = logs.log_dict
-    module.print = run.print
-    optimizers, schedules = _configure(module)
-    if module.automatic_optimization:
-        module.optimizers = lambda use_pl_optimizer=True: optimizers[0]
-    else:
-        trainer.manual = ManualOptimization(module, optimizers)
+    logs = Logs(run, module)
+    optimizer, schedules = _configure(module)
+    module.optimizers = lambda use_pl_optimizer=True: optimizer
     named = {f"scheduler{i or ''}": each.scheduler for i, each in enumerate(schedules)}
-    named |= {f"optimizer{i or ''}": each for i, each in enumerate(optimizers)}
-    if logs.metrics is not None:
+    if logs.metrics:
         named["metrics"] = logs.metrics
     for i, callback in enumerate(trainer.callbacks):
         if is_replaced(callback, "state_dict", find_class(callback, "Callback")):
             named[f"callback{i}"] = callback
-    run.prepare(module=module, **named)
-    trainer.optimizers = optimizers
+    run.prepare(module=module, optimizer=optimizer, **named)
+    trainer.optimizers = [optimizer]
     trainer.lr_scheduler_configs = schedules
     trainer.call("on_fit_start")
     trainer.call("on_train_start")
-    return schedules if module.automatic_optimization else [], logs
-
-
-def _find_metrics(module: Any) -> "Metrics | None":
-    if "torchmetrics" not in sys.modules:
-        return None
-    from samestep.adapters.lightning_metrics import Metrics
-
-    return Metrics(module) or None
+    return logs
 
 
 def find_class(thing: Any, name: str) -> Any:
@@ -601,8 +531,14 @@ def _check_callback(callback: Any) -> None:
         raise InvalidType(f"callbacks has {name} with {' and '.join(hooks)}, which fit does not call", code="SS801")
 
 
-def _configure(module: Any) -> tuple[list[torch.optim.Optimizer], list[LightningSchedule]]:
-    """Return the optimizers and schedules from the result of `configure_optimizers`, in any of its forms."""
+def _configure(module: Any) -> tuple[torch.optim.Optimizer, list[LightningSchedule]]:
+    """Return the optimizer and schedules from the result of `configure_optimizers`, in any of its forms."""
+    if not module.automatic_optimization:
+        raise InvalidValue(
+            f"{type(module).__name__} sets automatic_optimization = False, and fit updates once per step: write the "
+            "loop with samestep.Run, in which a step may have several passes and optimizers",
+            code="SS801",
+        )
     given = module.configure_optimizers()
     if isinstance(given, list | tuple) and len(given) == 2 and isinstance(given[0], list | tuple):
         optimizers, schedulers = given
@@ -610,19 +546,17 @@ def _configure(module: Any) -> tuple[list[torch.optim.Optimizer], list[Lightning
         each = given if isinstance(given, list | tuple) else [given]
         optimizers = [one["optimizer"] if isinstance(one, Mapping) else one for one in each]
         schedulers = [one["lr_scheduler"] for one in each if isinstance(one, Mapping) and "lr_scheduler" in one]
-    wrong = [one for one in optimizers if not isinstance(one, torch.optim.Optimizer)]
-    if wrong or not optimizers or (len(optimizers) > 1 and module.automatic_optimization):
-        what = f"a {type(wrong[0]).__name__}" if wrong else f"{len(optimizers)} optimizers"
+    if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
+        what = f"a {type(optimizers[0]).__name__}" if len(optimizers) == 1 else f"{len(optimizers)} optimizers"
         raise InvalidValue(
-            f"configure_optimizers must return one optimizer, with its schedulers, not {what}: several need "
-            "automatic_optimization = False, as in Lightning",
+            f"configure_optimizers must return one optimizer, with its schedulers, not {what}: for several, write the "
+            "loop with samestep.Run",
             code="SS801",
         )
     schedulers = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
-    schedules = [
+    return optimizers[0], [
         LightningSchedule(**each) if isinstance(each, Mapping) else LightningSchedule(each) for each in schedulers
     ]
-    return [*optimizers], schedules
 
 
 def _step(schedules: list[LightningSchedule], interval: str, number: int, values: Mapping[str, float]) -> None:
@@ -632,138 +566,68 @@ def _step(schedules: list[LightningSchedule], interval: str, number: int, values
             schedule.step(values)
 
 
-def _run_epoch(
-    run: Run,
-    trainer: Trainer,
-    epoch: Any,
-    schedules: list[LightningSchedule],
-    logs: Logs,
-    gradient_clip_val: float | None,
-) -> None:
+def _run_epoch(run: Run, trainer: Trainer, epoch: Any, logs: Logs, gradient_clip_val: float | None) -> None:
     """Train on the steps of an epoch."""
+    module = trainer.lightning_module
+    (optimizer,) = trainer.optimizers
     trainer.current_epoch = epoch.number
     trainer.training = True
     trainer.call("on_train_epoch_start")
     for step in epoch:
         trainer.global_step = step.number
-        _run_step(run, trainer, step, logs, gradient_clip_val)
+        logs.metrics.hold()
+        logs.in_training_step = logs.in_micro_batch = True
+        parts = {}
+        for batch in step:
+            parts[step.micro_batch] = _run_micro_batch(run, trainer, step, batch, logs)
+        logs.in_training_step = logs.in_micro_batch = False
+        if logs.metrics:
+            values, of_epoch = logs.metrics.fold(step.collect(parts))
+            logs.of_metrics |= of_epoch
+            if values:
+                step.log(values)
+        trainer.call("on_after_backward")
+        trainer.call("on_before_optimizer_step", optimizer)
+        if gradient_clip_val is not None:
+            run.clip_grad_norm_(module.parameters(), gradient_clip_val)
+        optimizer.step()
         trainer.callback_metrics |= logs.with_plain(step.metrics)
-        _step(schedules, "step", step.number, trainer.callback_metrics)
+        _step(trainer.lr_scheduler_configs, "step", step.number, trainer.callback_metrics)
     trainer.global_step = run.steps_done
     trainer.training = False
 
 
-def _run_step(run: Run, trainer: Trainer, step: Any, logs: Logs, gradient_clip_val: float | None) -> None:
-    """Compute the gradient of a batch and update, with the hooks around it; several times in manual optimization."""
-    calls: dict[int, PausedCall] = {}
-    parts: list[Any] = []
-    if logs.metrics is not None:
-        logs.metrics.hold()
-    updates = True
-    while updates:
-        logs.in_training_step = logs.in_micro_batch = True
-        mine = {}
-        for batch in step:
-            mine[step.micro_batch] = _run_micro_batch(run, trainer, step, batch, logs, calls)
-        logs.in_training_step = logs.in_micro_batch = False
-        number = 0
-        if logs.metrics is not None or trainer.manual is not None:
-            collected = step.collect(mine)
-            parts += [part for _, part in collected]
-            number = _agree([number for number, _ in collected], step.number)
-        updates = trainer.manual is not None and number >= 0
-        if number >= 0:
-            _update(run, trainer, trainer.optimizers[number], gradient_clip_val)
-    for paused in calls.values():
-        paused.close()
-    if logs.metrics is not None:
-        of_step, of_epoch = logs.metrics.fold(parts)
-        logs.of_metrics |= of_epoch
-        if of_step:
-            step.log(logs.metrics.compute(of_step))
-        logs.metrics.release()
-
-
-def _run_micro_batch(
-    run: Run, trainer: Trainer, step: Any, batch: Any, logs: Logs, calls: dict[int, PausedCall]
-) -> list[Any]:
-    """Run `training_step`, in manual optimization to its next update.
-
-    Returns the number of the optimizer that updates next (-1 after the last update), and the part of the metrics.
-    """
-    number = 0
-    output = None
-    is_first = step.num_passes == 0
-    if logs.metrics is not None:
-        logs.metrics.clear()
-    if is_first:
-        trainer.call("on_train_batch_start", batch, step.number)
-
-    def call() -> Any:
-        if run.device.type == "cuda":
-            torch.cuda.set_device(run.device)  # of this thread
-        with run.autocast():
-            return trainer.lightning_module.training_step(batch, step.number)
-
-    if trainer.manual is None:
-        output = call()
-        loss = output["loss"] if isinstance(output, Mapping) else output
-        if loss is not None:  # the module leaves this micro-batch out
-            trainer.call("on_before_backward", loss)
-            step.backward(loss)
-    else:
-        if is_first:
-            if (rehearsed := calls.get(step.micro_batch)) is not None:
-                rehearsed.close()
-            calls[step.micro_batch] = PausedCall(call)
-        kind, value = trainer.manual.advance(calls[step.micro_batch], step)
-        number, output = (value, None) if kind == "update" else (-1, value)
-    if trainer.manual is None or number < 0:
-        trainer.call("on_train_batch_end", output, batch, step.number)
+def _run_micro_batch(run: Run, trainer: Trainer, step: Any, batch: Any, logs: Logs) -> list[Any]:
+    """Run `training_step` and the backward pass. Returns the part of the metrics."""
+    logs.metrics.clear()
+    trainer.call("on_train_batch_start", batch, step.number)
+    with run.autocast():
+        output = trainer.lightning_module.training_step(batch, step.number)
+    loss = output["loss"] if isinstance(output, Mapping) else output
+    if loss is not None:  # the module leaves this micro-batch out
+        trainer.call("on_before_backward", loss)
+        step.backward(loss)
+    trainer.call("on_train_batch_end", output, batch, step.number)
     if values := logs.take():
         step.log({name: value for name, (value, _) in values.items()})
-    return [number, [] if logs.metrics is None else logs.metrics.pack(logs.metrics.take(), run.world_size)]
+    return logs.metrics.take()
 
 
-def _agree(numbers: Sequence[int], step: int) -> int:
-    """Return the number that all micro-batches have. Raises InvalidValue if they differ."""
-    if len({*numbers}) > 1:
-        raise InvalidValue(
-            f"in step {step}, training_step has updated optimizer {max(numbers)} in some micro-batches only: make the "
-            "same updates in all of them, or decide on them by batch_idx",
-            code="SS805",
-        )
-    return numbers[0]
-
-
-def _update(run: Run, trainer: Trainer, optimizer: torch.optim.Optimizer, gradient_clip_val: float | None) -> None:
-    trainer.call("on_after_backward")
-    trainer.call("on_before_optimizer_step", optimizer)
-    if gradient_clip_val is not None:
-        own = [param for group in optimizer.param_groups for param in group["params"]]
-        params = trainer.lightning_module.parameters() if trainer.manual is None else own
-        run.clip_grad_norm_(params, gradient_clip_val)
-    optimizer.step()
-
-
-def _evaluate(run: Run, trainer: Trainer, kind: str, loaders: Any, logs: Logs) -> dict[str, float]:
-    """Run `validation_step` or `test_step` on every sample once. Returns the averages of what it logs.
+def _run_loaders(
+    run: Run, trainer: Trainer, kind: str, loaders: Any, convert: Callable[[Any, str], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Run `validation_step`, `test_step` or `predict_step` on every sample once. Returns the scores of each loader.
 
     Args:
-        kind: "validation" or "test".
+        kind: "validation", "test" or "predict".
         loaders: one, or a list of DataLoaders.
+        convert: of the step's result and the suffix of the loader's names: what `run.evaluate` returns for all batches.
     """
-    module = trainer.lightning_module
-    metrics = logs.metrics
     several = _are_loaders(loaders)
-    values: dict[str, float] = {}
-    parts: list[Any] = []
-    trainer.validating = kind == "validation"
-    trainer.testing = kind == "test"
+    setattr(trainer, FLAGS[kind], True)
     trainer.call(f"on_{kind}_start")
     trainer.call(f"on_{kind}_epoch_start")
-    if metrics is not None:
-        metrics.hold()
+    scores = []
     for i, loader in enumerate(loaders if several else [loaders]):
         suffix, more = (f"/dataloader_idx_{i}", (i,)) if several else ("", ())
         numbers = count()  # of this rank: other ranks have different micro-batches
@@ -772,38 +636,43 @@ def _evaluate(run: Run, trainer: Trainer, kind: str, loaders: Any, logs: Logs) -
             batch: Any, numbers: Any = numbers, suffix: str = suffix, more: tuple[int, ...] = more
         ) -> dict[str, Any]:
             number = next(numbers)
-            if metrics is not None:
-                metrics.clear()
             trainer.call(f"on_{kind}_batch_start", batch, number, *more)
             with run.autocast():
-                output = getattr(module, f"{kind}_step")(batch, number, *more)
+                output = getattr(trainer.lightning_module, f"{kind}_step")(batch, number, *more)
             trainer.call(f"on_{kind}_batch_end", output, batch, number, *more)
-            scores: dict[str, Any] = {
-                f"{name}{suffix}": value if size is None else (value, size)
-                for name, (value, size) in logs.take().items()
-            }
-            if metrics is not None:
-                scores[PARTS] = PerMicroBatch(metrics.pack(metrics.take(suffix), run.world_size))
-            return scores
+            return convert(output, suffix)
 
-        logs.in_micro_batch = True
-        scores = run.evaluate(score, loader)
-        logs.in_micro_batch = False
-        parts += scores.pop(PARTS, [])
-        values |= scores
-    of_metrics: dict[str, str] = {}
-    if metrics is not None:
-        of_metrics = metrics.fold(parts)[1]
-        metrics.release()
-        values |= {name: float(value) for name, value in metrics.compute(of_metrics).items()}
+        scores.append(run.evaluate(score, loader))
+    return scores
+
+
+def _evaluate(run: Run, trainer: Trainer, kind: str, loaders: Any, logs: Logs) -> dict[str, float]:
+    """Run `validation_step` or `test_step` on every sample once. Returns the averages of what it logs."""
+    metrics = logs.metrics
+
+    def take(_: Any, suffix: str) -> dict[str, Any]:
+        scores: dict[str, Any] = {
+            f"{name}{suffix}": value if size is None else (value, size) for name, (value, size) in logs.take().items()
+        }
+        if metrics:
+            scores[PARTS] = PerMicroBatch(metrics.take(suffix))
+            metrics.clear()
+        return scores
+
+    metrics.hold()
+    metrics.clear()
+    logs.in_micro_batch = True
+    scores = _run_loaders(run, trainer, kind, loaders, take)
+    logs.in_micro_batch = False
+    _, of_metrics = metrics.fold([part for each in scores for part in each.pop(PARTS, [])])
+    values = {name: value for each in scores for name, value in each.items()} | metrics.compute(of_metrics)
     trainer.callback_metrics |= logs.with_plain(values)
     trainer.call(f"on_{kind}_epoch_end")
-    values |= {name: float(value) for name, (value, _) in logs.take().items()}
-    if metrics is not None:
-        metrics.reset(of_metrics)
+    values |= logs.take_numbers()
+    metrics.reset(of_metrics)
     trainer.callback_metrics |= logs.with_plain(values)
     trainer.call(f"on_{kind}_end")
-    trainer.validating = trainer.testing = False
+    setattr(trainer, FLAGS[kind], False)
     return values
 
 
