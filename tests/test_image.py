@@ -76,7 +76,7 @@ def test_the_packages_are_installed_or_their_absence_is_an_error() -> None:
     subprocess.run(["bash", "-n", ROOT / PACKAGES], check=True)
     assert "set -euo pipefail" in script
     (names,) = re.findall(r"^packages=\((.*)\)$", script, re.MULTILINE)
-    assert {"make", "slurmd", "openssh-server", "zsh"} <= set(names.split())
+    assert {"make", "slurmd", "zsh"} <= set(names.split())
 
 
 def test_the_development_container_is_built_from_the_image() -> None:

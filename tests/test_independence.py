@@ -29,7 +29,6 @@ PARTS = {
     "tools.export": ["tools.export", "tools.export_directory"],
     "copies on other nodes": ["snapshot.node_replication"],
     "runs at URLs": ["snapshot.object_store", "snapshot.remote_location"],
-    "ssh": ["launch.ssh_launcher", "launch.ssh_node"],
     "Slurm": ["tools.submit", "world.slurm_tasks"],
     "TF_CONFIG": ["launch.tf_config"],
     "Lightning": ["adapters.lightning", "adapters.lightning_metrics"],

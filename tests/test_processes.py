@@ -4,8 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from support.waiting import wait_until
@@ -24,20 +25,27 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_the_end_of_the_block_kills_the_program_and_its_children() -> None:
-    with ChildProcess(STUBBORN, has_pipes=True) as process:
-        child = int(process.pipes[1].readline())
+@pytest.fixture
+def pipe() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """The ends of a pipe, to read what a program writes."""
+    reader, writer = os.pipe()
+    with open(reader, "rb") as ours, open(writer, "wb") as theirs:
+        yield ours, theirs
+
+
+def test_the_end_of_the_block_kills_the_program_and_its_children(pipe: tuple[IO[bytes], IO[bytes]]) -> None:
+    with ChildProcess(STUBBORN, output=pipe[1]) as process:
+        child = int(pipe[0].readline())
         assert process.poll() is None
         assert process.wait_for(0.01) is None
         assert is_running(child)
     assert process.wait() == -signal.SIGKILL
     wait_until(lambda: not is_running(child), "the child process ends")
-    assert all(pipe.closed for pipe in process.pipes)
 
 
 def test_a_program_has_time_to_end() -> None:
-    process = ChildProcess(["cat"], has_pipes=True)
-    process.end(60.0)  # closes its input
+    process = ChildProcess(["cat"])
+    process.end(60.0)  # its input is empty
     assert process.wait() == 0
     process.end()  # a second call does nothing
 
@@ -50,9 +58,9 @@ def test_the_exit_code_and_the_signal() -> None:
         assert process.wait() == -signal.SIGTERM
 
 
-def test_ctrl_c_does_not_reach_the_program() -> None:
-    with ChildProcess(["sh", "-c", "echo $$; cat"], has_pipes=True) as process:
-        pid = int(process.pipes[1].readline())
+def test_ctrl_c_does_not_reach_the_program(pipe: tuple[IO[bytes], IO[bytes]]) -> None:
+    with ChildProcess(["sh", "-c", "echo $$; exec sleep 1000"], output=pipe[1]):
+        pid = int(pipe[0].readline())
         assert os.getsid(pid) == pid, "it has no terminal in common with this process"
 
 
@@ -81,16 +89,16 @@ def test_an_interrupt_is_delayed() -> None:
     assert done
 
 
-def test_it_is_bound_to_its_parent() -> None:
+def test_it_is_bound_to_its_parent(pipe: tuple[IO[bytes], IO[bytes]]) -> None:
     code = (
-        "import os, signal, sys; from samestep.processes import ChildProcess\n"
+        "import signal; from samestep.processes import ChildProcess\n"
         "process = ChildProcess(['sh', '-c', 'echo $$; exec sleep 1000'], dies_with_parent=True)\n"
-        "sys.stdin.readline(); os.kill(os.getpid(), signal.SIGKILL)"
+        "signal.pause()"
     )
-    with ChildProcess([sys.executable, "-c", code], has_pipes=True) as parent:
-        pid = int(parent.pipes[1].readline())
+    with ChildProcess([sys.executable, "-c", code], output=pipe[1]) as parent:
+        pid = int(pipe[0].readline())
         assert is_running(pid)
-        parent.pipes[0].write(b"\n")
+        parent.send_signal(signal.SIGKILL)
         assert parent.wait() == -signal.SIGKILL
     wait_until(lambda: not is_running(pid), "the program ends with its parent")
 

@@ -17,19 +17,15 @@ PR_SET_PDEATHSIG = 1
 class ChildProcess:
     """A program in a session of its own: Ctrl-C in the terminal does not reach it. Leaving the `with` block ends it.
 
-    Its stdin is empty, and its stdout and stderr are those of this process, unless `output` or `has_pipes` is given.
+    Its stdin is empty, and its stdout and stderr are those of this process, unless `output` is given.
 
     Args:
         command: the program and its arguments.
         variables: its environment; None: that of this process.
         directory: its working directory; None: that of this process.
         output: a file for its stdout and stderr.
-        has_pipes: connect its stdin, stdout and stderr to `pipes`.
         inherited: file descriptors to pass on.
         dies_with_parent: whether the kernel kills it when the thread that starts it ends.
-
-    Attributes:
-        pipes: unbuffered, to its stdin and from its stdout and stderr; empty without `has_pipes`.
 
     Raises:
         OSError: the program cannot be started.
@@ -42,7 +38,6 @@ class ChildProcess:
         variables: Mapping[str, str] | None = None,
         directory: Path | None = None,
         output: IO[Any] | None = None,
-        has_pipes: bool = False,
         inherited: Sequence[int] = (),
         dies_with_parent: bool = False,
     ) -> None:
@@ -51,12 +46,11 @@ class ChildProcess:
             with delaying_interrupts():
                 process = subprocess.Popen(  # noqa: TID251 this is the helper
                     command,
-                    bufsize=0,
                     env=variables,
                     cwd=directory,
-                    stdin=subprocess.PIPE if has_pipes else subprocess.DEVNULL,
-                    stdout=subprocess.PIPE if has_pipes else output,
-                    stderr=subprocess.PIPE if has_pipes else output,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
                     start_new_session=True,
                     pass_fds=inherited,
                     preexec_fn=die_with_parent if dies_with_parent else None,
@@ -67,8 +61,6 @@ class ChildProcess:
                 process.wait()
             raise
         self._process = process
-        streams = (self._process.stdin, self._process.stdout, self._process.stderr)
-        self.pipes: Sequence[IO[bytes]] = [stream for stream in streams if stream is not None]
 
     def __enter__(self) -> "ChildProcess":
         return self
@@ -94,13 +86,8 @@ class ChildProcess:
         """Send a signal to the program, if it runs, and not to its children."""
         self._process.send_signal(signum)
 
-    def close_pipes(self) -> None:
-        for pipe in self.pipes:
-            pipe.close()
-
     def end(self, limit_s: float = 0.0) -> None:
-        """Close the pipes, and wait for the end of the program. Kill it and its process group after `limit_s`."""
-        self.close_pipes()
+        """Wait for the end of the program. Kill it and its process group after `limit_s`."""
         if self.wait_for(limit_s) is None:
             with suppress(ProcessLookupError):  # it has just ended
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -7,21 +7,7 @@ import struct
 
 import pytest
 
-from samestep.launch.messages import LauncherLink, LineSplitter, MessageReader, encode_message
-
-
-def test_lines_that_arrive_in_pieces() -> None:
-    lines = LineSplitter(8)
-    assert lines.feed(b"on") == []
-    assert lines.feed(b"e\ntwo\nth") == [b"one", b"two"]
-    assert (lines.flush(), lines.flush()) == (b"th", b"")
-
-
-@pytest.mark.parametrize("data", [b"x" * 9, b"x" * 9 + b"\n", b"one\n" + b"x" * 9])
-def test_a_line_that_is_too_long(data: bytes) -> None:
-    with pytest.raises(ValueError, match="longer than 8 bytes"):
-        LineSplitter(8).feed(data)
-    assert b"".join(LineSplitter(8, cuts=True).feed(data)) == data.replace(b"\n", b"")
+from samestep.launch.messages import LauncherLink, MessageReader, encode_message
 
 
 def test_messages() -> None:

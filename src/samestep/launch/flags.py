@@ -32,7 +32,6 @@ FLAGS: dict[str, Option] = {
     "rdzv_last_call": Option(
         int, "S", "seconds that MIN nodes wait for further ones before the first start; default: 2", whole(0)
     ),
-    "hosts": Option(str, "A,B:4", "run on these hosts over ssh, one node each; :N sets a host's --nproc-per-node"),
     "tf_config": Option(bool, "", "set TF_CONFIG in each rank, for TensorFlow's MultiWorkerMirroredStrategy"),
     **OPTIONS,
     # `Run` checks the two sizes together.
@@ -65,7 +64,7 @@ INSTEAD = {
     "machine_rank": "use --node-rank",
     "main_process_ip": "use --master-addr",
     "main_process_port": "use --master-port",
-    "hostfile": "use --hosts",
+    "hostfile": "start the same command on each machine, with --nnodes and --rdzv-endpoint",
     **dict.fromkeys(("monitor_interval", "role", "run_path", "start_method"), "leave it out"),
 }
 

@@ -29,35 +29,6 @@ KEEP_ALIVE = {
 }
 
 
-class LineSplitter:
-    """Splits a stream of bytes into lines.
-
-    Args:
-        max_bytes: the longest line.
-        cuts: cut a longer line into pieces instead of raising.
-    """
-
-    def __init__(self, max_bytes: int = MAX_LINE_BYTES, *, cuts: bool = False) -> None:
-        self.max_bytes = max_bytes
-        self._cuts = cuts
-        self._rest = b""
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Add received bytes. Returns the complete lines without newlines. Raises ValueError if one is too long."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > self.max_bytes and self._cuts:
-            lines.append(self.flush())
-        elif max(map(len, (*lines, self._rest))) > self.max_bytes and not self._cuts:
-            raise ValueError(f"a line is longer than {self.max_bytes} bytes")
-        return lines
-
-    def flush(self) -> bytes:
-        """Return the incomplete last line, and drop it."""
-        rest = self._rest
-        self._rest = b""
-        return rest
-
-
 def encode_message(message: Mapping[str, Any]) -> bytes:
     """Return a message as one line of JSON."""
     return json.dumps(message).encode() + b"\n"
@@ -68,7 +39,8 @@ class MessageReader:
 
     def __init__(self, file: int, max_bytes: int = MAX_LINE_BYTES) -> None:
         self._file = file
-        self._lines = LineSplitter(max_bytes)
+        self._max_bytes = max_bytes
+        self._rest = b""  # an incomplete line
         self._messages: deque[dict[str, Any]] = deque()
 
     def receive(self, timeout_s: float = 0.0) -> dict[str, Any] | None:
@@ -88,7 +60,10 @@ class MessageReader:
             data = os.read(self._file, READ_BYTES)
             if not data:
                 raise ConnectionError("closed")
-            self._messages += [decode(line, dict[str, Any]) for line in self._lines.feed(data)]
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            if max(map(len, (*lines, self._rest))) > self._max_bytes:
+                raise ValueError(f"a line is longer than {self._max_bytes} bytes")
+            self._messages += [decode(line, dict[str, Any]) for line in lines]
             timeout_s = deadline_s - time.monotonic()
         return self._messages.popleft() if self._messages else None
 
@@ -121,7 +96,7 @@ class LauncherLink(MessageReader):
 
     def trust(self) -> None:
         """Accept long lines, because the peer has proven knowledge of the secret."""
-        self._lines.max_bytes = MAX_LINE_BYTES
+        self._max_bytes = MAX_LINE_BYTES
 
     def fileno(self) -> int:
         """The file descriptor, for select."""

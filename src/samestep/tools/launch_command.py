@@ -8,7 +8,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from samestep.command_line import suggest
-from samestep.config import OPTIONS, Option, is_url, name_flag
+from samestep.config import OPTIONS, Option, is_url
 from samestep.console import say
 from samestep.errors import Error
 from samestep.files import read_text
@@ -28,10 +28,6 @@ Several machines: give the same command on each, with --nnodes 2 --rdzv-endpoint
 All need the same secret: SAMESTEP_RDZV_SECRET=`openssl rand -hex 32`, or a file (--rdzv-secret).
 With --nnodes 1:4, machines may join and leave while the run continues; a signal to one launcher (other than HOST's)
 removes its machine. Machines that do not share the run directory each keep a copy.
---hosts a,b:4 starts the machines from here over ssh. Each needs the same working directory and Python. They get these
-environment variables of yours, but no keys or tokens: PYTHONPATH, VIRTUAL_ENV, PYTHONHASHSEED, OMP_NUM_THREADS,
-MKL_NUM_THREADS, CUBLAS_WORKSPACE_CONFIG, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, NCCL_IB_HCA, NCCL_DEBUG,
-SAMESTEP_*.
 
 The first Ctrl-C, SIGTERM or SIGUSR1 stops the run: it completes the current step, saves and exits. The second one kills
 the ranks. With --max-restarts, all ranks restart from the newest snapshot after a rank has died.
@@ -107,8 +103,6 @@ def start(target: Target, values: dict[str, Any]) -> int:
     if values.pop("list", False):
         print(describe_recipes(), end="")
         return 0
-    if "hosts" in values:
-        return _start_on_hosts(target, values)
     from samestep.launch.handshake import read_secret
     from samestep.launch.launcher import run_launch
     from samestep.launch.rendezvous_client import LAST_CALL_S, parse_nodes
@@ -151,25 +145,6 @@ def _check_resume(*, run_dir: str | None = None, resume: str = "latest", fresh: 
     path = OPTIONS["run_dir"].check("--run-dir", run_dir)
     if path.is_dir() or not path.exists():
         Store(path).check_present(which)
-
-
-def _start_on_hosts(target: Target, values: dict[str, Any]) -> int:
-    """Start the ranks over ssh on several hosts."""
-    from samestep.launch.launcher import check_target
-    from samestep.launch.ssh_launcher import parse_hosts, run_hosts
-
-    hosts = parse_hosts(values.pop("hosts"))
-    endpoint = values.pop("rdzv_endpoint", None)
-    for name in ("nnodes", "node_rank"):
-        if name in values:
-            raise Error(f"--hosts sets the number of nodes: leave out {name_flag(name)}", code="SS104")
-    if "rdzv_secret" in values:
-        raise Error("--hosts creates a secret for each launch: leave out --rdzv-secret", code="SS104")
-    check_target(target)
-    flags = [name_flag(name) + ("" if value is True else f"={value}") for name, value in values.items()]
-    command, program = target.to_command()
-    first = [program.pop(0)] if command == "train" else []
-    return run_hosts(hosts, command, [*first, *flags], ["--", *program], endpoint)
 
 
 run_launch = LaunchCommand("launch", start, FLAGS | TORCHRUN, help=LAUNCH_HELP)

@@ -412,33 +412,6 @@ def read_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep"
 
 
-# The variables that a launcher on another host gets from this process, besides SAMESTEP_*: those that affect how torch
-# computes and where code is found. Keys and tokens must already exist on that host.
-PASSED = (
-    "CUBLAS_WORKSPACE_CONFIG",
-    "GLOO_SOCKET_IFNAME",
-    "MKL_NUM_THREADS",
-    "NCCL_DEBUG",
-    "NCCL_IB_HCA",
-    "NCCL_SOCKET_IFNAME",
-    "OMP_NUM_THREADS",
-    "PYTHONHASHSEED",
-    "PYTHONPATH",
-    "VIRTUAL_ENV",
-)
-
-
-def read_passed() -> dict[str, str]:
-    """Return the variables for launchers on other hosts. Raises Error if a SAMESTEP_* variable is invalid."""
-    kept = {name: value for name, value in os.environ.items() if name in PASSED}
-    return kept | to_variables(read_overrides())
-
-
-def read_ssh_address() -> str:
-    """Return the address of this host that ssh connected to, if ssh has started this process; else ""."""
-    return " ".join(os.environ.get("SSH_CONNECTION", "").split()[2:3])
-
-
 def read_host() -> str:
     """Return this machine's name, for messages."""
     return socket.gethostname()
