@@ -54,7 +54,7 @@ from samestep.data.spec import DataSpec
 from samestep.plan.loop_plan import Task
 from samestep.plan.order import build_order
 from samestep.plan.seeds import derive
-from samestep.recipes import gpt
+from samestep.recipes import build_schedule, gpt
 from samestep.recipes.corpora.token_file import open_corpus
 from samestep.recipes.models.gpt2 import GPT2, PRESETS, GPT2Config
 from samestep.sources import TokenWindows
@@ -78,17 +78,13 @@ def build_windows(data: Path, context: int) -> TokenWindows:
     return TokenWindows(corpus.tokens, context, 0, len(corpus.tokens), corpus.tokenizer.vocabulary_size)
 
 
-def build_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: gpt.warm_up_then_cosine(step, STEPS, WARM_UP, 0.1))
-
-
 def run_samestep(config: GPT2Config, data: Path, samples_per_rank: int, world_size: int) -> Iterator[None]:
     """The loop of the recipe."""
     batch_size = samples_per_rank * world_size
     run = samestep.Run(None, batch_size=batch_size, micro_batch_size=samples_per_rank, device="cpu")
     model = GPT2(config)
     optimizer = gpt.build_optimizer(model, 1e-3, 0.1)
-    scheduler = build_schedule(optimizer)
+    scheduler = build_schedule(optimizer, STEPS, WARM_UP, 0.1)
     run.prepare(model=model, optimizer=optimizer, scheduler=scheduler)
     for step in run.steps(build_windows(data, config.context), 10**9):
         for tokens in step:
@@ -117,15 +113,15 @@ def run_by_hand(
     raw_model = GPT2(config)
     model = DistributedDataParallel(raw_model) if world_size > 1 and exchange else raw_model
     optimizer = gpt.build_optimizer(raw_model, 1e-3, 0.1, fused=fused)
+    scheduler = build_schedule(optimizer, STEPS, WARM_UP, 0.1)
     x, y = get_batch()
-    for number in itertools.count():
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * gpt.warm_up_then_cosine(number, STEPS, WARM_UP, 0.1)
+    while True:
         loss = F.cross_entropy(model(x).view(-1, config.vocabulary_size), y.view(-1))
         x, y = get_batch()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad(set_to_none=True)
         yield
 
@@ -140,7 +136,7 @@ def run_accelerate(config: GPT2Config, data: Path, samples_per_rank: int, world_
     os.environ.update(hidden)  # without them it wraps nothing, as when it is launched with one process
     model: Any = GPT2(config)
     optimizer: Any = gpt.build_optimizer(model, 1e-3, 0.1)
-    scheduler: Any = build_schedule(optimizer)
+    scheduler: Any = build_schedule(optimizer, STEPS, WARM_UP, 0.1)
     loader: Any = build_dataloader(build_windows(data, config.context), samples_per_rank)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     while True:
@@ -170,7 +166,7 @@ def run_lightning(
 
         def configure_optimizers(self) -> Any:
             optimizer = gpt.build_optimizer(self.model, 1e-3, 0.1)
-            schedule = {"scheduler": build_schedule(optimizer), "interval": "step"}
+            schedule = {"scheduler": build_schedule(optimizer, STEPS, WARM_UP, 0.1), "interval": "step"}
             return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     class AfterStep(lightning.Callback):

@@ -39,7 +39,7 @@ PARTS = {
         "recipes.corpora.token_file",
     ],
     "recipe translate": [
-        "recipes.translate", "recipes.models.seq2seq", "recipes.commands.translation", "recipes.corpora.bpe",
+        "recipes.translate", "recipes.models.seq2seq",
         "recipes.corpora.encoded_pairs", "recipes.corpora.sentence_pairs",
     ],
 }  # fmt: skip
@@ -57,7 +57,7 @@ SHARED = {
 # Feature -> those without which its commands cannot start.
 NEEDS = {
     "recipe gpt": ["recipes.corpora.text_tokenizer", "sources.token_windows"],
-    "recipe translate": ["tools.export"],
+    "recipe translate": ["recipes.corpora.text_tokenizer"],
     "tools.report": ["tools.audit"],
     "tools.scale": ["Slurm"],
 }

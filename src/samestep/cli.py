@@ -50,7 +50,6 @@ COMMANDS = {  # name -> its words, what it does, and the module of samestep that
     "export": ("RUN FILE", "write a snapshot's weights for other programs: safetensors, .pt, DCP", "tools.export"),
     "prepare": ("text FILE", "turn text into tokens for the recipe gpt", "recipes.commands.prepare"),
     "sample": ("RUN", "generate text with a model of the recipe gpt", "recipes.commands.sample"),
-    "translate": ("RUN", "translate text with a model of the recipe translate", "recipes.commands.translation"),
     "completion": ("SHELL", "print a script that completes commands and options", "tools.completion"),
 }
 

@@ -5,7 +5,6 @@ import runpy
 import shutil
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -218,26 +217,16 @@ def test_early_stopping(photos: Path) -> None:
 
 def test_digits_are_written_once(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    (tmp_path / "old" / "digits-png").mkdir(parents=True)
     folder = tmp_path / "runs" / "digits-png"
-    with ThreadPoolExecutor(3) as pool:  # a lock excludes other files of the same process, too
-        assert set(pool.map(images.write_digits, [folder] * 3)) == {folder}
+    images.write_digits(folder)
     classes, entries = images.find_images(folder)
     assert classes == [str(digit) for digit in range(10)]
     assert len(entries) == 1797
-    assert sorted(path.name for path in folder.parent.iterdir()) == [".digits-png.lock", "digits-png"]
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["digits-png"]
     assert images.decode(entries[0][0]).size == (8, 8)
     before = folder.stat().st_mtime_ns
     images.write_digits(folder)
     assert folder.stat().st_mtime_ns == before
-
-
-def test_a_link_in_place_of_the_lock_is_not_written_to(tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("mine")
-    (tmp_path / ".digits-png.lock").symlink_to(tmp_path / "mine")
-    with pytest.raises(OSError, match="is a symbolic link"):
-        images.write_digits(tmp_path / "digits-png")
-    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_held_out_images_stay_held_out(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import math
 import re
 import shutil
 import subprocess
@@ -17,7 +16,7 @@ from support.commands import run
 from support.runs import ask, check, read_rows, run_command
 
 from samestep.errors import MissingPackage
-from samestep.recipes import digits, mlp
+from samestep.recipes import build_schedule, digits, mlp
 from samestep.recipes.commands.prepare import run_prepare
 from samestep.recipes.corpora.text_tokenizer import import_tokenizers
 from samestep.recipes.models import cnn
@@ -207,14 +206,23 @@ def test_digits_shifts_are_of_whole_pixels_in_every_direction() -> None:
     assert middles == {tuple(corner.flatten().tolist()) for corner in corners}
 
 
-def test_digits_learning_rate_rises_then_falls_to_zero() -> None:
-    curve = [digits.warm_up_then_cosine(step, 100, 10) for step in range(101)]
-    assert curve[:10] == [(step + 1) / 10 for step in range(10)]
-    assert max(curve) == curve[10] == 1
-    assert curve[10:] == sorted(curve[10:], reverse=True)
-    assert math.isclose(curve[100], 0, abs_tol=1e-12)
-    assert digits.warm_up_then_cosine(150, 100, 10) == curve[100]  # a run that continues beyond its planned end
-    assert digits.warm_up_then_cosine(0, 1, 1) == 1
+@pytest.mark.parametrize(
+    ("num_steps", "num_warm_up", "end"), [(100, 10, 0.1), (100, 0, 0.0), (3, 400, 0.0), (1, 0, 0.5)]
+)
+def test_the_learning_rate_rises_then_falls_to_its_end(num_steps: int, num_warm_up: int, end: float) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule = build_schedule(optimizer, num_steps, num_warm_up, end)
+    curve = []
+    for _ in range(num_steps):
+        curve.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    top = curve.index(max(curve))
+    assert top == min(num_warm_up, num_steps - 1)
+    assert curve[top] == 2
+    assert curve[:top] == pytest.approx([2 * (step + 1) / (top + 1) for step in range(top)])
+    assert curve[top:] == sorted(curve[top:], reverse=True)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(2 * end)
 
 
 def test_digits_model_gives_ten_scores() -> None:

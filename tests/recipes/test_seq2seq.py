@@ -106,32 +106,6 @@ def test_greedy_decoding_takes_the_most_likely_token_each_time() -> None:
     assert model.translate(draw_sources(lengths, padding=4)) == expected
 
 
-@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
-def test_a_beam_as_wide_as_the_search_finds_the_best(length_penalty: float) -> None:
-    """Five target tokens, of which three can follow one another, and at most three of them."""
-    model, source = build_model(num_target=6, max_length=4), draw_sources([4, 2, 3])
-    for row in range(3):
-        scores = {}
-        for length in (1, 2, 3):
-            for tokens in itertools.product((END, 3, 4, 5), repeat=length):
-                if END in tokens[:-1] or (tokens[-1] != END and length < 3):
-                    continue
-                logits = model(source[row : row + 1], torch.tensor([[START, *tokens[:-1]]]))[0]
-                logits[:, [PAD, START]] = -torch.inf
-                chosen = logits.log_softmax(-1)[range(length), tokens]
-                scores[tokens] = chosen.sum().item() / length**length_penalty
-        best = max(scores, key=lambda tokens: scores[tokens])
-        found = model.translate(source[row : row + 1], num_beams=64, length_penalty=length_penalty)
-        assert found == [[token for token in best if token != END]]
-
-
-def test_beams_of_several_sentences_do_not_mix() -> None:
-    model, source = build_model(), draw_sources([9, 5, 2, 3])
-    together = model.translate(source, num_beams=4)
-    assert together == [model.translate(source[row : row + 1], num_beams=4)[0] for row in range(4)]
-    assert together != model.translate(source)  # it finds others than greedy decoding
-
-
 def test_a_longer_sentence_than_the_model_takes_is_refused() -> None:
     with pytest.raises(ValueError, match="a sentence has 25 tokens, and the model takes at most 24"):
         build_model()(draw_sources([25]), draw_targets(1, 2))

@@ -3,6 +3,10 @@
 import argparse
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def run_main(main: Callable[[], None]) -> None:
@@ -26,3 +30,16 @@ def check_numbers(
         if value is not None and not least <= value <= most:
             span = f"{least:g} or more" if most == math.inf else f"a number from {least:g} to {most:g}"
             parser.error(f"--{name.replace('_', '-')} is {value}: give {span}")
+
+
+def build_schedule(
+    optimizer: "torch.optim.Optimizer", num_steps: int, num_warm_up: int, end: float = 0.0
+) -> "torch.optim.lr_scheduler.SequentialLR":
+    """Return a schedule of the learning rate: it rises linearly, then falls along half a cosine to `end` of itself."""
+    from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+
+    num_warm_up = min(num_warm_up, num_steps - 1)
+    last_lr = end * optimizer.param_groups[0]["lr"]
+    rise = LinearLR(optimizer, 1 / (num_warm_up + 1), total_iters=num_warm_up)
+    fall = CosineAnnealingLR(optimizer, num_steps - num_warm_up, eta_min=last_lr)
+    return SequentialLR(optimizer, [rise, fall], milestones=[num_warm_up])

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import samestep
-from samestep.recipes import check_numbers, run_main
+from samestep.recipes import build_schedule, check_numbers, run_main
 from samestep.recipes.models.cnn import CNN
 
 
@@ -48,13 +48,6 @@ def load_data() -> tuple[Digits, Digits]:
     held_out = shuffled[: len(digits) // 5]
     train = shuffled[len(digits) // 5 :]
     return Digits(images[train], digits[train], shift=1), Digits(images[held_out], digits[held_out])
-
-
-def warm_up_then_cosine(step: int, num_steps: int, num_warm_up: int) -> float:
-    """Return the factor of the learning rate: linear up to 1, then half a cosine down to 0."""
-    if step < num_warm_up:
-        return (step + 1) / num_warm_up
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - num_warm_up) / max(1, num_steps - num_warm_up))))
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -100,9 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = CNN()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
     steps_per_epoch = math.ceil(len(train) / run.batch_size)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: warm_up_then_cosine(step, args.epochs * steps_per_epoch, steps_per_epoch)
-    )
+    scheduler = build_schedule(optimizer, args.epochs * steps_per_epoch, steps_per_epoch)
     run.prepare(model=model, optimizer=optimizer, scheduler=scheduler)
     if "best" in run.state:  # the run was resumed
         run.summary["validation accuracy"] = f"best {run.state['best']:.2%}"

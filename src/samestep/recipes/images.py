@@ -5,11 +5,8 @@ samestep train images --data photos --model resnet18 --image-size 224 --num-work
 """
 
 import argparse
-import fcntl
 import io
 import math
-import shutil
-import socket
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,28 +19,18 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import samestep
-from samestep.files import open_regular
+from samestep.files import creating_directory
 from samestep.hashing import hash_bytes
-from samestep.recipes import check_numbers, run_main
+from samestep.recipes import build_schedule, check_numbers, run_main
 from samestep.recipes.models.resnet import ARCHITECTURES, Bottleneck, ResidualBlock, build_resnet
 
 try:
-    from PIL import Image
+    from PIL import Image, ImageOps
 except ImportError:
     raise samestep.MissingPackage("the recipe images needs Pillow: pip install 'samestep[recipes]'") from None
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # Pillow starts other programs to read some others
-ORIENTATION = 0x0112  # a tag of EXIF
-UPRIGHT = {  # orientation -> what makes the image upright
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 MAX_SHOWN = 10
 Entry = tuple[Path, int]  # file and class
 
@@ -114,28 +101,20 @@ def hash_names(folder: Path, *parts: list[Entry]) -> str:
     return hash_bytes(names.encode(errors="surrogateescape"))[:16]
 
 
-def write_digits(folder: Path) -> Path:
-    """Write scikit-learn's 1,797 digits as PNG files, unless the folder exists. One rank writes, others wait."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_name(f".{folder.name}.lock"), "w", opener=open_regular) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.is_dir():
-            try:
-                from sklearn.datasets import load_digits
-            except ImportError:
-                raise samestep.MissingPackage("the digits need scikit-learn: pip install 'samestep[recipes]'") from None
-            partial = folder.with_name(f".{folder.name}.{socket.gethostname()}")
-            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-            data = load_digits()
-            for number, (pixels, digit) in enumerate(zip(data.images, data.target, strict=True)):
-                path = partial / str(digit) / f"{number:04d}.png"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(np.minimum(pixels * 16, 255).astype(np.uint8)).save(path)
-            try:
-                partial.rename(folder)
-            except OSError:  # another machine has written it
-                shutil.rmtree(partial)
-    return folder
+def write_digits(folder: Path) -> None:
+    """Write scikit-learn's 1,797 digits as PNG files, unless the folder exists."""
+    if folder.is_dir():
+        return
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise samestep.MissingPackage("the digits need scikit-learn: pip install 'samestep[recipes]'") from None
+    data = load_digits()
+    with creating_directory(folder) as hidden:
+        for number, (pixels, digit) in enumerate(zip(data.images, data.target, strict=True)):
+            path = hidden / str(digit) / f"{number:04d}.png"
+            path.parent.mkdir(exist_ok=True)
+            Image.fromarray(np.minimum(pixels * 16, 255).astype(np.uint8)).save(path)
 
 
 def convert_to_rgb(image: Image.Image) -> Image.Image:
@@ -166,11 +145,9 @@ def decode(path: Path) -> Image.Image:
             warnings.simplefilter("ignore")  # about metadata
             image = Image.open(io.BytesIO(content), formats=FORMATS)
             image.load()  # applies the orientation of TIFF
-            turn = None
             with suppress(Exception):  # metadata may be damaged where the image is not
-                turn = UPRIGHT.get(image.getexif().get(ORIENTATION, 1))
-            converted = convert_to_rgb(image)
-            return converted if turn is None else converted.transpose(turn)
+                ImageOps.exif_transpose(image, in_place=True)
+            return convert_to_rgb(image)
     except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error and others
         advice = "repair or remove it, or start with --skip-corrupt, which names and leaves out all such images"
         why = f"{type(error).__name__}: {error}".partition(" <")[0]  # without the address of the BytesIO
@@ -245,13 +222,6 @@ def drop_corrupt(run: samestep.Run, folder: Path, *parts: list[Entry], num_worke
     return [[entry for entry in part if names[entry] not in left_out] for part in parts]
 
 
-def warm_up_then_cosine(step: int, num_steps: int, num_warm_up: int) -> float:
-    """Return the factor of the learning rate: linear up to 1, then half a cosine down to 0."""
-    if step < num_warm_up:
-        return (step + 1) / num_warm_up
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - num_warm_up) / max(1, num_steps - num_warm_up))))
-
-
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="images", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
@@ -314,7 +284,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         precision=args.precision,
         config=vars(args) | ({} if split is None else {"images": hash_names(args.data, *split[1:])}),
     )
-    folder = args.data or write_digits((run.dir or Path(args.run_dir)).parent / "digits-png")
+    folder = args.data or (run.dir or Path(args.run_dir)).parent / "digits-png"
+    if args.data is None:
+        run.once(write_digits, folder)
     size = args.image_size or (8 if args.data is None else 64)
     classes, train_entries, val_entries = split or split_data(folder, args.held_out)
 
@@ -325,9 +297,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9, nesterov=True)
     steps_per_epoch = math.ceil(len(train_entries) / run.batch_size)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: warm_up_then_cosine(step, args.epochs * steps_per_epoch, steps_per_epoch)
-    )
+    scheduler = build_schedule(optimizer, args.epochs * steps_per_epoch, steps_per_epoch)
     block = Bottleneck if ARCHITECTURES[args.model].is_bottleneck else ResidualBlock
     run.prepare(model=model, optimizer=optimizer, scheduler=scheduler, shard_blocks=[block])
     if args.skip_corrupt:

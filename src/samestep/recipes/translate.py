@@ -2,7 +2,6 @@
 
 samestep train translate --target de --nproc-per-node 2
 samestep train translate --data pairs.tsv --source en --target it
-samestep translate runs/translate < text
 """
 
 import argparse
@@ -18,37 +17,28 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samestep
-from samestep.recipes import check_numbers, run_main
-from samestep.recipes.corpora.bpe import LEAST_SIZE, BytePairTokenizer
-from samestep.recipes.corpora.encoded_pairs import Bucketed, load_data
-from samestep.recipes.models.seq2seq import END, PAD, Seq2Seq
+from samestep.recipes import build_schedule, check_numbers, run_main
+from samestep.recipes.corpora.encoded_pairs import LEAST_SIZE, Bucketed, load_data
+from samestep.recipes.corpora.text_tokenizer import import_tokenizers
+from samestep.recipes.models.seq2seq import PAD, Seq2Seq
 
 
 class Vocabulary:
-    """The tokenizers and the settings of the model. They are part of every snapshot, for `samestep translate`."""
+    """The tokenizers, as JSON, in every snapshot. A resumed run refuses others."""
 
-    def __init__(self, source: BytePairTokenizer, target: BytePairTokenizer, settings: dict[str, Any]) -> None:
-        self.source = source
-        self.target = target
-        self.settings = settings
+    def __init__(self, tokenizers: tuple[str, str]) -> None:
+        self.tokenizers = [*tokenizers]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"source": self.source.text, "target": self.target.text, "settings": self.settings}
+        return {"tokenizers": self.tokenizers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state != self.state_dict():
             raise samestep.InvalidValue(
-                "the tokenizers or the model's settings are not those of the run, because the data, the options or the "
-                "version of the library tokenizers differ: restore them, or begin anew in another --run-dir",
+                "the tokenizers are not those of the run, because the data, the options or the version of the library "
+                "tokenizers differ: restore them, or begin anew in another --run-dir",
                 code="SS405",
             )
-
-    def encode(self, sentence: str) -> Tensor:
-        """Return the token ids (1, S) of a sentence to translate."""
-        return torch.tensor([[*self.source.encode([sentence])[0], END]])
-
-    def build_model(self) -> Seq2Seq:
-        return Seq2Seq(len(self.source), len(self.target), **self.settings)
 
 
 def build_metrics(target: str) -> dict[str, Any]:
@@ -59,18 +49,6 @@ def build_metrics(target: str) -> dict[str, Any]:
         raise samestep.MissingPackage("sacrebleu is not installed: pip install 'samestep[translate]'") from None
     is_spaced = target.partition("_")[0] not in ("zh", "ja", "th", "lo", "km", "my")
     return {"BLEU": sacrebleu.BLEU(tokenize="13a" if is_spaced else "char", force=True), "chrF": sacrebleu.CHRF()}
-
-
-def scale_learning_rate(schedule: str, step: int, num_steps: int, num_warm_up: int) -> float:
-    """Return the factor of the highest learning rate: linear up to 1, then falling according to the schedule.
-
-    "noam" (Vaswani et al., 2017) falls with the inverse square root of the step, "cosine" to 0 at the last step.
-    """
-    if step < num_warm_up:
-        return (step + 1) / num_warm_up
-    if schedule == "noam":
-        return math.sqrt(num_warm_up / (step + 1))
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - num_warm_up) / max(1, num_steps - num_warm_up))))
 
 
 def compute_loss(model: Seq2Seq, batch: dict[str, Any], label_smoothing: float = 0.0) -> Tensor:
@@ -102,7 +80,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2, help="layers of the encoder and of the decoder (default: 2)")
     parser.add_argument("--dropout", type=float, default=0.1, help="default: 0.1")
     parser.add_argument("--label-smoothing", type=float, default=0.1, help="default: 0.1")
-    parser.add_argument("--schedule", choices=("noam", "cosine"), default="cosine", help="default: cosine")
     parser.add_argument("--lr", type=float, default=2e-3, help="the highest learning rate (default: 0.002)")
     parser.add_argument("--warm-up", type=int, default=400, help="steps until the highest learning rate (default: 400)")
     parser.add_argument(
@@ -140,18 +117,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def choose_model(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of the model."""
-    sizes = {"dim": args.dim, "num_heads": args.heads, "num_layers": args.layers}
-    return sizes | {"dropout": args.dropout, "max_length": args.max_length}
-
-
-def build_models(vocabulary: Vocabulary, decay: float) -> tuple[Seq2Seq, AveragedModel | None]:
-    """Return the model, and an exponential moving average of it if `decay` is above 0."""
-    model = vocabulary.build_model()
-    if not decay:
+def build_models(args: argparse.Namespace, num_source: int, num_target: int) -> tuple[Seq2Seq, AveragedModel | None]:
+    """Return the model, and with `--ema` an exponential moving average of it."""
+    sizes = {"dim": args.dim, "num_heads": args.heads, "num_layers": args.layers, "max_length": args.max_length}
+    model = Seq2Seq(num_source, num_target, **sizes, dropout=args.dropout)
+    if not args.ema:
         return model, None
-    return model, AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
+    return model, AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema))  # type: ignore[no-untyped-call]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -180,19 +152,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     for reason, count in data.left_out.items():
         run.print(f"left out: {count:,} {reason}")
 
-    vocabulary = Vocabulary(
-        BytePairTokenizer(data.tokenizers[0]), BytePairTokenizer(data.tokenizers[1]), choose_model(args)
-    )
+    source, target = map(import_tokenizers().Tokenizer.from_str, data.tokenizers)
     with run.sharded_init():
-        model, ema = build_models(vocabulary, args.ema)
+        model, ema = build_models(args, source.get_vocab_size(), target.get_vocab_size())
     scored: Any = model if ema is None else ema.module
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.9, 0.98), eps=1e-9)
     num_steps = args.epochs * math.ceil(len(data.train) / run.batch_size)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: scale_learning_rate(args.schedule, step, num_steps, args.warm_up)
-    )
+    scheduler = build_schedule(optimizer, num_steps, args.warm_up)
     prepared: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    prepared |= {"vocabulary": vocabulary} | ({} if ema is None else {"ema": ema})
+    prepared |= {"vocabulary": Vocabulary(data.tokenizers)} | ({} if ema is None else {"ema": ema})
     # Translations have different lengths, and with shard="fsdp2" all ranks gather parameters equally often. So the
     # model is one block, which is also gathered for its method `translate`.
     run.prepare(**prepared, shard_blocks=[Seq2Seq])
@@ -204,7 +172,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         with run.autocast():
             loss = compute_loss(scored, batch)
             rows = scored.translate(batch["source"])
-        return {"loss": (loss, batch["num_tokens"]), "translations": vocabulary.target.decode(rows)}
+        return {
+            "loss": (loss, batch["num_tokens"]),
+            "translations": [text.strip() for text in target.decode_batch(rows)],
+        }
 
     def validate(epoch: int) -> None:
         """Score the held-out pairs, print some translations, keep the best weights, and stop if they do not improve."""

@@ -13,7 +13,14 @@ from samestep.command_line import PATH, Command
 from samestep.console import escape, say
 from samestep.errors import Error, needing
 from samestep.files import creating_directory
-from samestep.recipes.corpora.text_tokenizer import BYTES, MAX_TEXTS, Tokenizer, read_tokenizer, train_bpe
+from samestep.recipes.corpora.text_tokenizer import (
+    BYTES,
+    MAX_TEXTS,
+    Tokenizer,
+    read_tokenizer,
+    train_bpe,
+    train_characters,
+)
 from samestep.recipes.corpora.token_file import list_standard_library, read_pieces, write_corpus
 from samestep.sources.token_windows import Tokens
 from samestep.tools.traced_script import exiting_on_sigterm
@@ -33,7 +40,7 @@ Documents = Callable[[], Iterator[Iterable[bytes]]]  # each call reads all docum
     "--tokenizer",
     metavar="T",
     default="bytes",
-    help="bytes (the default), bpe (trained on the text; needs samestep[gpt]), or the tokenizer.json of a model",
+    help="bytes (the default), chars or bpe (made of the text; need samestep[gpt]), or the tokenizer.json of a model",
 )
 @click.option("--vocab-size", metavar="N", type=int, help="vocabulary size of bpe (default: 8192)")
 @click.option("--dataset", metavar="NAME", help="read this data set with datasets.load_dataset instead of files")
@@ -141,11 +148,11 @@ def _open_dataset(name: str, split: str, column: str) -> Documents:
 def _build_tokenizer(kind: str, vocab_size: int | None, documents: Documents) -> Tokenizer:
     if kind == "bytes":
         return BYTES
-    if kind != "bpe":
+    if kind not in ("bpe", "chars"):
         return read_tokenizer(Path(kind))
     progress = ReadingProgress("read for the vocabulary")
-    pieces = (piece for document in documents() for piece in document)
-    return train_bpe(progress.count(pieces), vocab_size or 8192)
+    pieces = progress.count(piece for document in documents() for piece in document)
+    return train_characters(pieces) if kind == "chars" else train_bpe(pieces, vocab_size or 8192)
 
 
 def _encode(documents: Documents, tokenizer: Tokenizer, progress: "ReadingProgress") -> Iterator[Iterator[Tokens]]:

@@ -1,6 +1,5 @@
 """Sentence pairs as token ids, padded to batches of similar lengths."""
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +13,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import samestep
-from samestep.files import read_bytes, replace_file
-from samestep.hashing import hash_bytes
-from samestep.recipes.corpora.bpe import BytePairTokenizer
+from samestep.files import replace_file
 from samestep.recipes.corpora.sentence_pairs import Pair, read_pairs
+from samestep.recipes.corpora.text_tokenizer import train_byte_level
 from samestep.recipes.models.seq2seq import END, PAD, START
+
+SPECIAL = ("[PAD]", "[START]", "[END]")  # ids 0, 1 and 2
+LEAST_SIZE = 256 + len(SPECIAL)  # a token for each byte
 
 
 class Sentences:
@@ -114,7 +115,7 @@ def load_data(
     vocab_size: int,
     max_length: int,
 ) -> Data:
-    """Read the pairs, divide them, train the tokenizers or read them from `directory`, and encode the pairs.
+    """Read the pairs, divide them, train the tokenizers, write them into `directory`, and encode the pairs.
 
     The pairs of each part are in the order of their length.
 
@@ -130,13 +131,17 @@ def load_data(
     """
     corpus = read_pairs(data, source_language, target_language, skips_bad=skips_bad)
     train, scored = divide(corpus.pairs, held_out)
-    texts = [pair.source for pair in train], [pair.target for pair in train]
-    source, target = load_or_train(texts, vocab_size, directory)
+    source, target = (
+        train_byte_level([pair[n] for pair in train], vocab_size, SPECIAL, adds_space=True) for n in range(2)
+    )
+    directory.mkdir(exist_ok=True)
+    for name, tokenizer in (("source", source), ("target", target)):
+        replace_file(directory / f"{name}.json", tokenizer.to_str().encode())
     corpus.skips_bad |= corpus.unit == "message"  # users cannot shorten the messages of the system
 
     def encode(pairs: Sequence[Pair]) -> tuple[list[Pair], Pairs]:
-        sources = source.encode([p.source for p in pairs])
-        targets = target.encode([p.target for p in pairs])
+        sources = encode_all(source, [p.source for p in pairs])
+        targets = encode_all(target, [p.target for p in pairs])
         kept = []
         for number, pair in enumerate(pairs):
             num_tokens = max(len(sources[number]), len(targets[number])) + 1
@@ -155,7 +160,13 @@ def load_data(
     kept, encoded_train = encode(train)
     kept, encoded_scored = (kept, encoded_train) if scored is train else encode(scored)
     references = [(pair.source, pair.target) for pair in kept]
-    return Data(encoded_train, encoded_scored, references, (source.text, target.text), corpus.left_out)
+    return Data(encoded_train, encoded_scored, references, (source.to_str(), target.to_str()), corpus.left_out)
+
+
+def encode_all(tokenizer: Any, sentences: Sequence[str]) -> list[list[int]]:
+    """Return the token ids of sentences. One that contains "[END]" does not end there."""
+    tokenizer.encode_special_tokens = True
+    return [encoding.ids for encoding in tokenizer.encode_batch(sentences)]
 
 
 def divide(pairs: list[Pair], num_held_out: int | None) -> tuple[list[Pair], list[Pair]]:
@@ -180,19 +191,3 @@ def divide(pairs: list[Pair], num_held_out: int | None) -> tuple[list[Pair], lis
     for pair in pairs:
         parts[pair.source.casefold() in held_out].append(pair)
     return parts
-
-
-def load_or_train(texts: Sequence[list[str]], size: int, directory: Path) -> list[BytePairTokenizer]:
-    """Return the tokenizers of both languages: from their files if the texts are the same, else trained."""
-    files = [directory / "source.json", directory / "target.json"]
-    mark = directory / "trained_on"
-    trained_on = hash_bytes(json.dumps([texts, size]).encode()).encode()
-    if mark.exists() and read_bytes(mark) == trained_on:
-        return [BytePairTokenizer(read_bytes(file).decode()) for file in files]
-    directory.mkdir(exist_ok=True)
-    mark.unlink(missing_ok=True)
-    found = [BytePairTokenizer.train(sentences, size) for sentences in texts]
-    for file, tokenizer in zip(files, found, strict=True):
-        replace_file(file, tokenizer.text.encode())
-    replace_file(mark, trained_on)
-    return found

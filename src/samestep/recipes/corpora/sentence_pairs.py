@@ -1,5 +1,6 @@
 """Sentence pairs in two languages: gettext catalogues, files of tab-separated pairs, and Hugging Face datasets."""
 
+import gettext
 import struct
 import sys
 from collections import Counter
@@ -15,7 +16,6 @@ MIN_WORDS = 3
 MAX_WORDS = 24
 OTHER_LENGTHS = f"messages of fewer than {MIN_WORDS} or more than {MAX_WORDS} words"
 UNREADABLE = "catalogues that cannot be read"
-CODES = {b"\xde\x12\x04\x95": "<", b"\x95\x04\x12\xde": ">"}  # first bytes of a catalogue -> byte order
 DATASETS = "datasets:"
 SYSTEM = ("/usr", "/usr/local")
 
@@ -186,7 +186,7 @@ def _read_language(directories: list[Path], language: str, corpus: PairCorpus) -
     for directory, file in files:
         try:
             texts = read_catalogue(file)
-        except (ValueError, LookupError, struct.error) as error:
+        except (OSError, ValueError, LookupError, struct.error) as error:  # as `gettext` raises them
             if not corpus.skips_bad:
                 why = f"{type(error).__name__}: {error}"
                 raise samestep.InvalidValue(
@@ -205,29 +205,23 @@ def _read_language(directories: list[Path], language: str, corpus: PairCorpus) -
 
 
 def read_catalogue(file: Path) -> dict[str, str]:
-    """Return the messages of a gettext catalogue (.mo), by their keys.
+    """Return the messages of a gettext catalogue (.mo), by their keys without a context, in the singular.
 
     Raises:
-        ValueError, LookupError, struct.error: the file is not a catalogue, is truncated, or is not in the encoding that
-            it declares.
+        OSError, ValueError, LookupError, struct.error: the file is not a catalogue, is truncated, or is not in the
+            encoding that it declares.
     """
-    data = file.read_bytes()
-    if (order := CODES.get(data[:4])) is None:
-        raise ValueError("it does not begin as a catalogue")
-    num_messages, keys, texts = struct.unpack_from(f"{order}3I", data, 8)  # after the format's version
+    with open(file, "rb") as opened:
+        entries = gettext.GNUTranslations(opened)._catalog  # type: ignore[attr-defined]  # noqa: SLF001
+    singular = {key[0] if isinstance(key, tuple) else key: text for key, text in entries.items() if _is_singular(key)}
+    return {key: text for key, text in singular.items() if key}
 
-    def read(table: int, number: int) -> bytes:
-        length, start = struct.unpack_from(f"{order}2I", data, table + 8 * number)
-        if start + length > len(data):
-            raise ValueError("it is cut off")
-        return data[start : start + length]
 
-    messages = [(read(keys, number), read(texts, number)) for number in range(num_messages)]
-    header = dict(messages).get(b"", b"").decode("ascii", "replace")
-    charset = header.partition("charset=")[2].split()[:1] or ["utf-8"]
-    return {key.decode(charset[0]): text.decode(charset[0]) for key, text in messages if key}
+def _is_singular(key: str | tuple[str, int]) -> bool:
+    """Return whether a key is of a message without a plural, or of its singular form: (message, 0)."""
+    return isinstance(key, str) or key[1] == 0
 
 
 def _clean(text: str) -> str:
-    """Return a message's text without its context, in the plural, with single spaces."""
-    return " ".join(text.rpartition("\4")[2].rpartition("\0")[2].split())
+    """Return a message's text without its context, with single spaces."""
+    return " ".join(text.rpartition("\4")[2].split())

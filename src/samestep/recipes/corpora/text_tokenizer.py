@@ -1,4 +1,4 @@
-"""Tokenizers of text: bytes, or byte pair encoding with the library `tokenizers`. Does not import torch."""
+"""Tokenizers of text: bytes, or those of the library `tokenizers`. Does not import torch."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.decoding import parse_json
 from samestep.errors import Error, InvalidValue, needing
 from samestep.hashing import hash_bytes
 
@@ -25,7 +24,7 @@ class Tokenizer:
     It is passed to `run.prepare`, so that every snapshot contains it, and a resumed run compares it.
 
     Attributes:
-        kind: "bytes" (one token per byte of UTF-8) or "bpe".
+        kind: "bytes" (one token per byte of UTF-8), "chars" or "bpe".
         vocabulary_size: number of tokens.
         end: the token at the end of a document; None if there is none.
         definition: the content of `tokenizer.json` of the library `tokenizers`; empty for bytes.
@@ -97,10 +96,8 @@ class Tokenizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for snapshots."""
-        import torch
-
-        definition = torch.from_numpy(np.frombuffer(self.definition, np.uint8).copy())
-        return {"kind": self.kind, "vocabulary_size": self.vocabulary_size, "end": self.end, "definition": definition}
+        size = self.vocabulary_size
+        return {"kind": self.kind, "vocabulary_size": size, "end": self.end, "definition": self.definition.decode()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Compare with the tokenizer of a snapshot. Raises Error if they differ."""
@@ -112,8 +109,7 @@ class Tokenizer:
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "Tokenizer":
         """Build the tokenizer from its state in a snapshot."""
-        definition = state["definition"].numpy().tobytes()
-        return cls(state["kind"], state["vocabulary_size"], state["end"], definition)
+        return cls(state["kind"], state["vocabulary_size"], state["end"], state["definition"].encode())
 
 
 BYTES = Tokenizer("bytes", NUM_BYTES + 1, end=NUM_BYTES)
@@ -126,7 +122,7 @@ def import_tokenizers() -> Any:
     return tokenizers
 
 
-def build_bpe(definition: bytes) -> Tokenizer:
+def build_tokenizer(definition: bytes, kind: str = "bpe") -> Tokenizer:
     """Build the tokenizer that a `tokenizer.json` defines.
 
     Raises:
@@ -139,41 +135,44 @@ def build_bpe(definition: bytes) -> Tokenizer:
         raise
     except Exception as error:  # the library raises Exception itself
         raise ValueError(" ".join(str(error).split())) from None
-    return Tokenizer("bpe", max(library.get_vocab().values()) + 1, library.token_to_id(END), definition)
+    return Tokenizer(kind, max(library.get_vocab().values()) + 1, library.token_to_id(END), definition)
+
+
+def train_characters(texts: Iterable[bytes]) -> Tokenizer:
+    """Return a tokenizer with a token for each character of texts in UTF-8, sorted, and one for the end."""
+    library = import_tokenizers()
+    characters = sorted({character for text in texts for character in text.decode()})
+    tokenizer = library.Tokenizer(library.models.BPE({character: n for n, character in enumerate(characters)}, []))
+    tokenizer.decoder = library.decoders.Fuse()
+    tokenizer.add_special_tokens([END])
+    return build_tokenizer(tokenizer.to_str().encode(), "chars")
 
 
 def train_bpe(texts: Iterable[bytes], vocabulary_size: int) -> Tokenizer:
-    """Train a byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) on texts in UTF-8.
+    """Train a byte-level BPE on texts in UTF-8.
 
-    It has a token for each byte, so it can encode any text. It has fewer than `vocabulary_size` tokens if the texts
-    have fewer frequent pairs.
+    It has fewer than `vocabulary_size` tokens if the texts have fewer frequent pairs.
 
     Raises:
         Error: the library is not installed.
         UnicodeDecodeError: a text is not UTF-8.
     """
-    decoded = (text.decode() for text in texts)
-    return build_bpe(train_byte_level(import_tokenizers(), decoded, vocabulary_size, [END], min_frequency=2).encode())
+    tokenizer = train_byte_level((text.decode() for text in texts), vocabulary_size, [END], min_frequency=2)
+    return build_tokenizer(tokenizer.to_str().encode())
 
 
 def train_byte_level(
-    library: Any,
-    texts: Iterable[str],
-    size: int,
-    special: Sequence[str],
-    *,
-    adds_space: bool = False,
-    min_frequency: int = 0,
-) -> str:
-    """Train a BPE with a token for each byte, and return its definition as JSON.
+    texts: Iterable[str], size: int, special: Sequence[str], *, adds_space: bool = False, min_frequency: int = 0
+) -> Any:
+    """Train a byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2). It has a token for each byte.
 
     Args:
-        library: the package `tokenizers`.
         size: number of tokens at most.
         special: tokens that never come from a text. They get the first numbers.
         adds_space: whether to begin each text with a space, so that its first word is encoded like any other.
         min_frequency: how often a pair must occur to become a token.
     """
+    library = import_tokenizers()
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=adds_space)
     tokenizer.decoder = library.decoders.ByteLevel()
@@ -185,30 +184,13 @@ def train_byte_level(
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(texts, trainer)
-    definition: str = tokenizer.to_str()
-    return definition
-
-
-def read_vocabulary(definition: bytes) -> Any:
-    """Return the vocabulary in a `tokenizer.json`, to compare it; None for bytes.
-
-    Raises:
-        InvalidValue: the definition is not a tokenizer.
-    """
-    if not definition:
-        return None
-    try:
-        return parse_json(definition)["model"]["vocab"]
-    except (ValueError, LookupError, TypeError):
-        raise InvalidValue(
-            "the model's tokenizer.json is no tokenizer of the library tokenizers: restore it", code="SS702"
-        ) from None
+    return tokenizer
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
     """Read a `tokenizer.json`. Raises Error if it cannot be used."""
     try:
-        return build_bpe(file.read_bytes())
+        return build_tokenizer(file.read_bytes())
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise InvalidValue(

@@ -1,20 +1,13 @@
-"""GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"). Imports torch only.
-
-The modules have the names of Hugging Face's GPT-2; its weights differ only in a prefix and in transposed matrices.
-"""
+"""GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"). Imports torch only."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-PREFIX = "transformer."  # of Hugging Face's names
-CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face stores these matrices transposed
 
 
 @dataclass(frozen=True)
@@ -186,72 +179,3 @@ class GPT2(nn.Module):
                 token = int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))
             yield token
             tokens = torch.cat([tokens, tokens.new_tensor([token])])[-self.config.context :]
-
-    def to_hugging_face(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the content of `config.json` and the weights for `transformers.GPT2LMHeadModel`."""
-        config = self.config
-        settings = {
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            "vocab_size": config.vocabulary_size,
-            "n_positions": config.context,
-            "n_layer": config.num_layers,
-            "n_head": config.num_heads,
-            "n_embd": config.width,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-            "attn_pdrop": config.dropout,
-            "embd_pdrop": config.dropout,
-            "resid_pdrop": config.dropout,
-        }
-        weights = {PREFIX + name: _convert(name, value) for name, value in self.state_dict().items()}
-        return settings, weights
-
-    @classmethod
-    def from_hugging_face(
-        cls, settings: Mapping[str, Any], weights: Mapping[str, Tensor], *, checkpoint_activations: bool = False
-    ) -> "GPT2":
-        """Build a model from the content of `config.json` and the weights of `transformers.GPT2LMHeadModel`.
-
-        Raises:
-            ValueError: the model is of another kind, or weights are missing or have wrong shapes.
-        """
-        width = settings.get("n_embd", 768)
-        expected = {
-            "model_type": ("gpt2",),
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-            "n_inner": (None, 4 * width),
-            "layer_norm_epsilon": (1e-5,),
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-            "tie_word_embeddings": (True,),
-        }
-        for name, values in expected.items():
-            if settings.get(name, values[0]) not in values:
-                raise ValueError(f"{name} is {settings[name]!r}, and this GPT-2 has {values[0]!r}")
-        model = cls(
-            GPT2Config(
-                vocabulary_size=settings.get("vocab_size", 50257),
-                context=settings.get("n_positions", 1024),
-                num_layers=settings.get("n_layer", 12),
-                num_heads=settings.get("n_head", 12),
-                width=width,
-                dropout=settings.get("resid_pdrop", 0.1),
-            ),
-            checkpoint_activations=checkpoint_activations,
-        )
-        named = {name.removeprefix(PREFIX): value for name, value in weights.items()}
-        own = model.state_dict()
-        if missing := [name for name in own if name not in named]:
-            raise ValueError(f"there is no weight {PREFIX}{missing[0]}")
-        converted = {name: _convert(name, named[name]) for name in own}  # leaves out lm_head and attention masks
-        if wrong := [name for name in own if converted[name].shape != own[name].shape]:
-            shapes = f"{tuple(converted[wrong[0]].shape)}, not {tuple(own[wrong[0]].shape)}"
-            raise ValueError(f"the weight {PREFIX}{wrong[0]} has the shape {shapes}")
-        model.load_state_dict(converted)
-        return model
-
-
-def _convert(name: str, value: Tensor) -> Tensor:
-    """Convert a weight to Hugging Face's form or back: the same transposition."""
-    return value.t().contiguous() if name.endswith(CONV1D) else value

@@ -1,4 +1,4 @@
-"""An encoder-decoder Transformer (Vaswani et al., "Attention Is All You Need", 2017) with greedy and beam decoding.
+"""An encoder-decoder Transformer (Vaswani et al., "Attention Is All You Need", 2017) with greedy decoding.
 
 It imports torch only: copy this file to use exported weights without samestep. Layer normalization comes before each
 block (Xiong et al., 2020), and the output layer shares the weights of the target embedding (Press and Wolf, 2017).
@@ -193,49 +193,30 @@ class Seq2Seq(nn.Module):
         return logits
 
     @torch.no_grad()
-    def translate(self, source: Tensor, num_beams: int = 1, length_penalty: float = 1.0) -> list[list[int]]:
-        """Translate sentences. Call `eval()` first.
+    def translate(self, source: Tensor) -> list[list[int]]:
+        """Translate sentences greedily: take the most likely token each time. Call `eval()` first.
 
-        Keeps the `num_beams` most likely beginnings of each translation and extends each by one token at a time; with
-        one beam this is greedy decoding. A translation has at most 10 tokens more than twice those of its source.
+        A translation has at most 10 tokens more than twice those of its source.
 
         Args:
             source: as in `forward`.
-            length_penalty: the result is the complete translation with the highest log probability /
-                length**length_penalty.
 
         Returns:
             The tokens of each translation, without START and END.
         """
-        num_rows = len(source)
-        device = source.device
-        limits = (2 * (source != PAD).sum(1) + 10).clamp(max=self.max_length - 1).repeat_interleave(num_beams)
-        memory, mask = (each.repeat_interleave(num_beams, 0) for each in self.encode(source))
+        limits = (2 * (source != PAD).sum(1) + 10).clamp(max=self.max_length - 1)
+        memory, mask = self.encode(source)
         projected = self.project(memory)
         past = None
-        tokens = torch.full((num_rows * num_beams, 1), START, device=device)
-        first = torch.arange(0, num_rows * num_beams, num_beams, device=device)[:, None]  # beam of each sentence
-        scores = torch.full((num_rows, num_beams), -math.inf, device=device)
-        scores[:, 0] = 0  # all beams are equal at first, so only one is extended
-        is_done = torch.zeros(num_rows * num_beams, dtype=torch.bool, device=device)
+        tokens = torch.full((len(source), 1), START, device=source.device)
+        is_done = torch.zeros(len(source), dtype=torch.bool, device=source.device)
         while not is_done.all():
             logits, past = self.decode(tokens[:, -1:], projected, mask, past)
-            logits = logits[:, -1].float()
-            logits[:, [PAD, START]] = -math.inf
-            log_probs = logits.log_softmax(-1)
-            log_probs[is_done] = -math.inf
-            log_probs[is_done, PAD] = 0  # a complete translation stays as it is
-            totals = (scores.view(-1, 1) + log_probs).view(num_rows, -1)
-            scores, best = totals.topk(num_beams)
-            beams = (first + best // logits.shape[1]).flatten()
-            chosen = (best % logits.shape[1]).flatten()
-            tokens = torch.cat([tokens[beams], chosen[:, None]], 1)
-            past = [(keys[beams], values[beams]) for keys, values in past]
-            is_done = is_done[beams] | (chosen == END) | (tokens.shape[1] > limits)
-        lengths = (tokens[:, 1:] != PAD).sum(1).view(num_rows, num_beams)
-        winners = (scores / lengths**length_penalty).argmax(1, keepdim=True)
-        rows = tokens[(first + winners).flatten(), 1:].tolist()
-        return [[token for token in row if token not in (PAD, END)] for row in rows]
+            logits[..., [PAD, START]] = -math.inf
+            chosen = logits[:, -1].argmax(1).masked_fill(is_done, PAD)
+            tokens = torch.cat([tokens, chosen[:, None]], 1)
+            is_done = is_done | (chosen == END) | (tokens.shape[1] > limits)
+        return [[token for token in row if token not in (PAD, END)] for row in tokens[:, 1:].tolist()]
 
 
 def build_positions(max_length: int, dim: int) -> Tensor:
