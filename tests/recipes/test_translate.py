@@ -295,7 +295,7 @@ def test_arguments_are_checked(argv: list[str], what: str, capsys: pytest.Captur
 
 OPTIONS = """
 --source=en --target=it --held-out=0 --vocab-size=300 --max-length=40 --dim=64 --heads=2 --layers=1 --dropout=0
---label-smoothing=0.05 --batch-size=12 --lr=1e-2 --warm-up=8 --epochs=20 --validate-every=10 --ema=0.7
+--label-smoothing=0.05 --batch-size=12 --lr=1e-2 --warm-up=8 --epochs=24 --validate-every=12 --ema=0.7
 """
 TINY = OPTIONS.split()
 
