@@ -103,7 +103,7 @@ def ask(*arguments: str | Path) -> str:
 
 def digest(run_dir: Path, step: int | str | None = None) -> str:
     """Return what `samestep inspect RUN --digest` prints: the sha256 of a run's whole state."""
-    which = [] if step is None else ["--step", str(step)]
+    which = [] if step is None else ["--snapshot", str(step)]
     printed = ask("inspect", run_dir, "--digest", *which).strip()
     assert len(printed) == 64, printed
     return printed
