@@ -185,8 +185,8 @@ def _check_sizes(num_ranks: int, values: Mapping[str, Any]) -> None:
         most = numbers["batch_size"] // numbers["micro_batch_size"]
     if most < num_ranks:
         raise Error(
-            f"the run in {run_dir} began with {most} micro-batch{'' if most == 1 else 'es'} per step, on which its bits "
-            f"depend, so {num_ranks} ranks cannot share it: give fewer nodes or ranks, or another --run-dir",
+            f"the run in {run_dir} began with {most} micro-batch{'' if most == 1 else 'es'} per step, on which its "
+            f"bits depend, so {num_ranks} ranks cannot share it: give fewer nodes or ranks, or another --run-dir",
             code="SS109",
         )
     sizes = {**read_overrides(), **values}
