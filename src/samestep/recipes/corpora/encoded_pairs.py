@@ -131,9 +131,8 @@ def load_data(
     """
     corpus = read_pairs(data, source_language, target_language, skips_bad=skips_bad)
     train, scored = divide(corpus.pairs, held_out)
-    source, target = (
-        train_byte_level([pair[n] for pair in train], vocab_size, SPECIAL, adds_space=True) for n in range(2)
-    )
+    texts = [pair.source for pair in train], [pair.target for pair in train]
+    source, target = (train_byte_level(each, vocab_size, SPECIAL, adds_space=True) for each in texts)
     directory.mkdir(exist_ok=True)
     for name, tokenizer in (("source", source), ("target", target)):
         replace_file(directory / f"{name}.json", tokenizer.to_str().encode())
