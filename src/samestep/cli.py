@@ -45,7 +45,6 @@ COMMANDS = {  # name -> its words, what it does, and the module of samestep that
         "tools.verify.command",
     ),
     "scale": ("SCRIPT ...", "measure how a script scales with the number of ranks", "tools.scale.run_scale"),
-    "plan": ("FILE", "choose a batch size and number of ranks for a budget", "tools.scale.run_plan"),
     "doctor": ("", "check whether this machine or a cluster is fit for training", "tools.doctor.run_doctor"),
     "export": ("RUN FILE", "write a snapshot's weights for other programs: safetensors, .pt, DCP", "tools.export"),
     "prepare": ("text FILE", "turn text into tokens for the recipe gpt", "recipes.commands.prepare"),

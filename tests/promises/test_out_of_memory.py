@@ -1,4 +1,4 @@
-"""The memory that a rank uses is what `samestep plan` computes."""
+"""The memory that a rank uses is what `samestep scale` computes."""
 
 import ctypes
 import re

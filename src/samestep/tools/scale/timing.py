@@ -1,48 +1,42 @@
-"""The interceptor of `samestep scale`: times the phases of the steps, and the links between the ranks."""
+"""The interceptor of `samestep scale`: times the steps, and measures the sizes of the tensors."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import astuple
 from typing import Any
 
-from samestep.tools.phase_timing import PhaseTiming
-from samestep.tools.scale.link_probe import measure_links
+from samestep.tools.tracer import Tracer
 from samestep.train.context import RunContext
 from samestep.train.step.interception import LoopParts
 from samestep.train.step.steps import Step
 
+OUTSIDE = ("saving", "validating")  # phases that are not part of a step
 
-class ScaleTiming(PhaseTiming):
-    """Writes a line about the run and its links first, and one about the tensors after the first step of one rank."""
+
+class ScaleTiming(Tracer):
+    """Writes a line about the run, one per step, and one about the tensors after the first step of one rank."""
 
     def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
         super().__init__(context, options)
-        self._has_begun = False
+        self._num_loops = 0
         self._has_measured = False
+        self._written = -1  # the last step with a line
 
     def begin_loop(self, loop: LoopParts) -> None:
         super().begin_loop(loop)
-        if self._has_begun:
-            return
-        self._has_begun = True
-        config = self.context.config
-        group = self.context.group
-        params = loop.gradients.plan.params
-        self.write(
-            {
-                "world_size": group.world_size,
-                "batch_size": config.batch_size,
-                "micro_batch_size": config.micro_batch_size,
-                "reduction": config.reduction,
-                "bucket_cap_bytes": config.bucket_cap_bytes,
-                "is_one_host": group.world_size == 1 or group.local_sockets is not None,
-                "elements": [param.numel() for param in params],
-                "element_bytes": max((param.element_size() for param in params), default=4),
-                "links": measure_links(group) if group.world_size > 1 else None,
-            }
-        )
+        self._num_loops += 1
+        if self._num_loops == 1:
+            config = self.context.config
+            numbers = {"batch_size": config.batch_size, "micro_batch_size": config.micro_batch_size}
+            self.write({"world_size": self.context.world_size, **numbers})
 
     def end_body(self, step: Step) -> None:
-        super().end_body(step)
+        if step.number == self._written:  # an interrupted epoch ends once more
+            return
+        self._written = step.number
+        spent_s = self.loop.clock.spent_s()
+        at_s = time.monotonic() - sum(spent_s.get(phase, 0.0) for phase in OUTSIDE)
+        self.write({"step": step.number, "at_s": at_s})
         if not self._has_measured and self.context.world_size == 1:
             self._has_measured = True
             self.write({"memory": [astuple(each) for each in self.loop.measure_sizes()]})
