@@ -78,7 +78,7 @@ def time_parts(run: samestep.Run) -> dict[str, float]:
             fields = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()
             cpu_s += int(fields[0]) / 1e9
     heartbeat: Any = run._services.watchdog._heartbeat
-    size = len(json.dumps(asdict(heartbeat._current.build(0))))
+    size = len(json.dumps(asdict(heartbeat._builder.build(0))))
     run._services.watchdog.close()
     return {"enter_s": enter_s, "cpu_share": cpu_s / 10, "beat_bytes": size}
 

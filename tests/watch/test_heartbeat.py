@@ -21,7 +21,7 @@ from support.runs import check, clean_variables, samestep_command
 from support.waiting import wait_until
 
 from samestep.console import draw_bars
-from samestep.decoding import convert
+from samestep.decoding import convert, decode
 from samestep.tools.live_view import (
     HEADER,
     ask_for_stacks,
@@ -30,13 +30,16 @@ from samestep.tools.live_view import (
     format_rows,
     measure_steps,
 )
+from samestep.watch.beat_exchange import BeatExchange, Message
 from samestep.watch.heartbeat import Heartbeat, RankFacts
 from samestep.watch.phase_clock import PhaseClock
+from samestep.watch.publishing import Files
 from samestep.watch.records import RankStates, has_ended
 from samestep.watch.stall_diagnosis import PHASES, WARM_UP, Beat, build_limits
 from samestep.watch.thread_state import read_process_state, read_thread_state
 
 DEADLINE_S = 60.0
+NO_FILES = Files()
 
 
 class Box:
@@ -54,7 +57,13 @@ class Box:
 
 @contextmanager
 def heartbeat(
-    rank: int, box: Box | None, world_size: int = 2, stuck_after_s: int = 3, is_last: bool = True, **more: Any
+    rank: int,
+    box: Box | None,
+    world_size: int = 2,
+    stuck_after_s: int = 3,
+    is_last: bool = True,
+    files: Files = NO_FILES,
+    **more: Any,
 ) -> Iterator[tuple[PhaseClock, list[str]]]:
     """Build a rank's heartbeat for this thread. Returns its pulse and the lines that it prints."""
     said: list[str] = []
@@ -67,7 +76,7 @@ def heartbeat(
     members = more.pop("members", range(world_size))
     facts = RankFacts(rank, members, "here", limits, said.append, refuse, refuse, refuse, **more)
     entries: Any = box
-    beating = Heartbeat(pulse, facts, entries)
+    beating = Heartbeat(pulse, facts, files, entries)
     try:
         yield pulse, said
     finally:
@@ -107,7 +116,7 @@ def test_a_single_rank_watches_itself() -> None:
 def test_the_lowest_live_rank_reports(tmp_path: Path, system: str, said_of_it: str) -> None:
     """It continues to show all ranks. It knows less of a process on another system with the same host name."""
     box = Box()
-    with heartbeat(1, box, run_dir=tmp_path) as (pulse, said):
+    with heartbeat(1, box, files=Files(tmp_path)) as (pulse, said):
         with heartbeat(0, box):
             wait_until(lambda: len(box.texts) == 2, "both tell")
             first = json.loads(box.texts["beat/0"])["beat"]["number"]
@@ -123,6 +132,7 @@ def test_the_lowest_live_rank_reports(tmp_path: Path, system: str, said_of_it: s
         for _ in range(WARM_UP + 2):
             pulse.enter("loading", 4)
         wait_until(lambda: said, "rank 1 says what is wrong with rank 0")
+        wait_until((tmp_path / "ranks.json").exists, "rank 1 publishes")
         shown = json.loads((tmp_path / "ranks.json").read_text())["ranks"]
         assert [rank["is_silent"] for rank in shown] == [True, False]
     assert list(tmp_path.iterdir()) == []
@@ -147,7 +157,7 @@ def test_a_failed_check_is_said_once() -> None:
 
     with heartbeat(0, None, world_size=1, is_lost=fail) as (_, said):
         wait_until(lambda: len(calls) > 2, "it is checked again")
-    assert said == ["the check for stuck ranks has failed: KeyError: 0"]
+    assert said == ["the heartbeat's thread 'watch' has failed: KeyError: 0"]
 
 
 def test_the_leader_knows_its_own_state(tmp_path: Path) -> None:
@@ -162,7 +172,7 @@ def test_the_leader_knows_its_own_state(tmp_path: Path) -> None:
 
     is_late, is_held, is_over = threading.Event(), threading.Event(), threading.Event()
     box, states = Late(), tmp_path / "ranks.json"
-    with heartbeat(0, box, run_dir=tmp_path, stuck_after_s=3000) as (pulse, _):
+    with heartbeat(0, box, files=Files(tmp_path), stuck_after_s=3000) as (pulse, _):
         wait_until(lambda: "beat/0" in box.texts, "rank 0 sends a beat")
         other = json.loads(box.texts["beat/0"])
         other["beat"]["rank"] = 1
@@ -183,14 +193,38 @@ def test_an_old_beat_that_is_written_again_is_not_news() -> None:
         with heartbeat(0, box, world_size=3):
             wait_until(lambda: "beat/0" in box.texts, "rank 0 tells")
             texts.append(box.texts.pop("beat/0"))
-    facts = RankFacts(1, range(2), "here", build_limits(3), print, print, print, print)
-    beating = Heartbeat(PhaseClock(), facts, None)
-    try:
-        for text, newest in ((texts[0], texts[0]), (texts[1], texts[1]), (texts[0], texts[1])):
-            beating._process([text])
-            assert beating._beats[0][0].number == json.loads(newest)["beat"]["number"]
-    finally:
-        beating.close()
+    exchange = BeatExchange(None, 1, range(2), 1.0, decode(texts[0], Message))
+    for text, newest in ((texts[0], texts[0]), (texts[1], texts[1]), (texts[0], texts[1])):
+        exchange.read(text)
+        [beat] = exchange.collect(time.monotonic()) or []
+        assert beat.number == json.loads(newest)["beat"]["number"]
+
+
+def test_a_disk_that_hangs_does_not_silence_the_leader(tmp_path: Path) -> None:
+    def hang() -> bool:
+        held.wait(DEADLINE_S)
+        return False
+
+    held = threading.Event()
+    with heartbeat(0, None, world_size=1, files=Files(tmp_path, may_write=hang)) as (pulse, said):
+        pulse.enter("saving", 4)
+        wait_until(lambda: said, "it names the rank that is stuck")
+        held.set()
+    assert re.match(r"rank 0 \(host here\) has been saving for ", said[0]), said
+
+
+def test_a_rank_whose_check_does_not_run_is_silent() -> None:
+    """Its other threads do not keep it alive: another rank leads."""
+
+    def hang(rank: int) -> bool:
+        held.wait(DEADLINE_S)
+        return False
+
+    held, box = threading.Event(), Box()
+    with heartbeat(1, box) as (_, said), heartbeat(0, box, is_lost=hang):
+        wait_until(lambda: said, "rank 1 leads")
+        held.set()
+    assert said[0].startswith("rank 0 (host here) sent no heartbeat for "), said
 
 
 def test_beats_of_a_store_that_does_not_answer() -> None:
@@ -232,13 +266,13 @@ def test_a_rank_is_cut_off_after_it_has_reported_a_stall() -> None:
 
 def test_the_file_for_watch_stays_while_ranks_form_a_new_group(tmp_path: Path) -> None:
     """Otherwise `samestep watch` would say that the run was killed."""
-    with heartbeat(0, None, world_size=1, run_dir=tmp_path, is_last=False):
+    with heartbeat(0, None, world_size=1, files=Files(tmp_path), is_last=False):
         wait_until((tmp_path / "ranks.json").exists, "it is shown")
     assert (tmp_path / "ranks.json").exists()
 
 
 def test_the_files_for_watch_are_removed_at_the_end(tmp_path: Path) -> None:
-    with heartbeat(0, None, world_size=1, run_dir=tmp_path, micro_batch_size=4) as (pulse, _):
+    with heartbeat(0, None, world_size=1, files=Files(tmp_path, micro_batch_size=4)) as (pulse, _):
         pulse.enter("validating", 3)
         wait_until((tmp_path / "ranks.json").exists, "it is shown")
         record = json.loads((tmp_path / "ranks.json").read_text())
@@ -356,7 +390,7 @@ def test_the_stacks_of_all_ranks(tmp_path: Path) -> None:
     logs, box = tmp_path / "logs" / "0", Box()
     assert ask_for_stacks(tmp_path, [0, 1]) == "the run writes no logs, and no stacks"
     logs.mkdir(parents=True)
-    with heartbeat(1, box, logs=logs), heartbeat(0, box, run_dir=tmp_path, logs=logs):
+    with heartbeat(1, box, files=Files(logs=logs)), heartbeat(0, box, files=Files(tmp_path, logs)):
         for _ in range(2):
             text = ask_for_stacks(tmp_path, [0, 1])
             assert re.findall(r"^rank (\d), step 0, starting", text, re.M) == ["0", "1"], text
@@ -383,7 +417,7 @@ def test_watching_on_a_terminal(tmp_path: Path) -> None:
             shown += os.read(ours, 1 << 16)
         return words in shown.decode(errors="replace")
 
-    with heartbeat(0, None, world_size=1, run_dir=tmp_path, logs=logs) as (pulse, _):
+    with heartbeat(0, None, world_size=1, files=Files(tmp_path, logs)) as (pulse, _):
         pulse.enter("forward", 5)
         command = [sys.executable, "-m", "samestep", "watch", tmp_path]
         variables = clean_variables({"TERM": "xterm", "COLUMNS": "150", "LC_ALL": "C.UTF-8"})
@@ -409,30 +443,3 @@ def test_watching_on_a_terminal(tmp_path: Path) -> None:
 def test_watching_no_run(tmp_path: Path) -> None:
     done = check(samestep_command("watch", tmp_path / "none", cwd=tmp_path), code=2)
     assert "there is no directory" in done.stderr
-
-
-def test_all_end_if_a_rank_that_is_stuck_elsewhere_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its launcher is asked to end it, but may not respond either."""
-    monkeypatch.setattr("samestep.watch.heartbeat.END_S", 0.5)
-    box = Box()
-    with heartbeat(1, box):
-        wait_until(lambda: "beat/1" in box.texts, "rank 1 sends a beat")
-        message = json.loads(box.texts["beat/1"])
-    message["beat"]["system"] = "elsewhere"
-    box.texts["beat/1"] = json.dumps(message)
-    ended: list[tuple[str, bool]] = []
-    requested: list[Sequence[int]] = []
-    facts = RankFacts(
-        0, range(2), "here", build_limits(1), print, lambda *end: ended.append(end), lambda *_: None,
-        lambda ranks, _: requested.append(ranks), can_heal=True,
-    )  # fmt: skip
-    clock = PhaseClock()
-    clock.enter("reducing", 3)
-    entries: Any = box
-    beating = Heartbeat(clock, facts, entries)
-    try:
-        wait_until(lambda: bool(ended), "all end")
-    finally:
-        beating.close()
-    assert requested == [[1]]
-    assert not ended[0][1], "rank 0 is not the stuck one"

@@ -15,6 +15,11 @@ WRITTEN_BYTES = 1 << 16  # written since the last beat: the snapshot makes progr
 _numbers = count()  # of this process's beats, also of earlier loops
 
 
+def number_beat() -> int:
+    """Return the number of this process's next beat."""
+    return next(_numbers)
+
+
 class BeatBuilder:
     """Builds the beats of one loop. Observes the thread that creates it.
 
@@ -70,7 +75,7 @@ class BeatBuilder:
             rank=self._rank,
             host=self._host,
             pid=os.getpid(),
-            number=next(_numbers),
+            number=number_beat(),
             step=step,
             phase=phase,
             for_s=now_s - max(since_s, self._moved_s),

@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,13 +25,16 @@ from samestep.train.context import RunContext
 from samestep.train.guards.calls import NEW_RUN, announce_run, check_run, explain_in_loop, wait_for_call
 from samestep.train.state.run_state import RunState
 from samestep.train.step.steps import Step, StepObserver
-from samestep.watch.heartbeat import Heartbeat, RankFacts, read_beats
+from samestep.watch.beat_exchange import read_beats
+from samestep.watch.heartbeat import Heartbeat, RankFacts
 from samestep.watch.phase_clock import PhaseClock
+from samestep.watch.publishing import Files
 from samestep.watch.stall_diagnosis import Limits, build_limits, explain_slow_saving
 from samestep.world.announcements import wait_for_all
 from samestep.world.environment import read_host, read_terminal
 
 EXIT_CODE = 1
+WRITE_S = 2.0  # to write why a rank is stuck: a disk can hang
 
 _open: list["Watchdog"] = []  # the watchdog of this process: at most one
 
@@ -122,15 +126,18 @@ class Watchdog(PhaseClock, StepObserver):
             end=partial(self._end, own),
             end_others=self._end_others,
             request_end=partial(group.request_end, context.environment),
-            run_dir=context.location.path,
-            logs=context.location.logs,
-            may_write=self._may_write,
-            micro_batch_size=context.config.micro_batch_size,
-            began_step=self._state.steps_done,
             can_heal=group.can_heal,
             is_lost=group.is_lost,
         )
-        self._heartbeat = Heartbeat(self, facts, group.open_lasting_entries())
+        location = context.location
+        files = Files(
+            location.path,
+            location.logs,
+            self._may_write,
+            context.config.micro_batch_size,
+            self._state.steps_done,
+        )
+        self._heartbeat = Heartbeat(self, facts, files, group.open_lasting_entries())
 
     def _may_write(self) -> bool:
         """Return whether the directory still belongs to this run: another run may have taken it over."""
@@ -184,17 +191,20 @@ class Watchdog(PhaseClock, StepObserver):
             rank: this rank, as numbered at the start.
         """
         error = Stuck(sentence) if is_first else PeerFailed(sentence)
-        self._leave_error(rank, error)
         directory = self._context.location.directory
-        if directory is not None:
-            with suppress(Exception):
+
+        def write_reason() -> None:
+            self._leave_error(rank, error)
+            if directory is not None:
                 directory.write_status("failed", sentence)
+
+        _try_for(WRITE_S, write_reason)
         os._exit(EXIT_CODE)
 
     def _end_others(self, ranks: Sequence[tuple[int, int]], sentence: str) -> None:
         for rank, pid in ranks:
             # First: the launcher looks for it after the process has ended.
-            self._leave_error(rank, Stuck(sentence))
+            _try_for(WRITE_S, partial(self._leave_error, rank, Stuck(sentence)))
             kill_sibling(pid)
 
     def check_further_run(self) -> None:
@@ -222,6 +232,18 @@ def check_further_run(rank: int) -> None:
     announce_run(rank)
     for watchdog in _open:
         watchdog.check_further_run()
+
+
+def _try_for(limit_s: float, work: Callable[[], None]) -> None:
+    """Call a function, and return when it has returned, failed, or taken too long, such as on a disk that hangs."""
+
+    def attempt() -> None:
+        with suppress(Exception):
+            work()
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(limit_s)
 
 
 def kill_sibling(pid: int) -> None:

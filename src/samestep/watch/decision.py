@@ -1,0 +1,212 @@
+"""Decides what a rank says and does about a run that makes no progress. Pure functions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from msgspec import Struct
+
+from samestep.console import describe_ranks
+from samestep.units import format_time
+from samestep.watch.stall_diagnosis import Beat, Limits, Stall, diagnose
+
+GRACE_S = 2.0  # time from the end of the stuck ranks to the end of the others
+END_S = 60.0  # limit for the end of stuck ranks, so that the others continue; then all end
+MAX_STACKS = 16
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What does not change while a rank watches a run. Ranks are numbered as at the start of all ranks.
+
+    Attributes:
+        rank, host: of this process.
+        can_heal: whether the other ranks continue if the stuck ones end.
+        notice_s: time in which all ranks receive an order, and write their stacks.
+    """
+
+    rank: int
+    host: str
+    limits: Limits
+    can_heal: bool = False
+    notice_s: float = 0.0
+
+
+class EndOrder(Struct, frozen=True):
+    """The leader's order to end ranks. `first`: the stuck ranks. `is_for_all`: the others end after them."""
+
+    reason: str
+    first: list[int]
+    is_for_all: bool
+
+
+@dataclass(frozen=True)
+class View:
+    """What a rank knows at one time.
+
+    Attributes:
+        now_s: of the monotonic clock.
+        awake_s: how long this process has run without an interruption: it may have been stopped.
+        cut_off_s: how long the store has not answered.
+        own: the state of this rank.
+        ranks: the states of all ranks that are not lost; None if another rank leads, or before each has sent one.
+        order: the order of the leader, if there is one.
+    """
+
+    now_s: float
+    awake_s: float
+    cut_off_s: float
+    own: Beat
+    ranks: Sequence[Beat] | None
+    order: EndOrder | None = None
+
+
+# --- states ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Moving:
+    """The run makes progress, as far as this rank knows."""
+
+
+@dataclass(frozen=True)
+class CutOff:
+    """This rank has said that the store does not answer."""
+
+    for_s: float
+
+
+@dataclass(frozen=True)
+class Stalled:
+    """This rank leads, and has named the ranks that stop the run."""
+
+    stall: Stall
+    for_s: float
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Ranks end.
+
+    Attributes:
+        due_s: when this rank executes the order.
+        frozen: ranks of this host that cannot end themselves, and their pids.
+        elsewhere: such ranks of other hosts.
+        is_begun: whether this rank has ended these.
+    """
+
+    order: EndOrder
+    due_s: float
+    frozen: Sequence[tuple[int, int]] = ()
+    elsewhere: Sequence[int] = ()
+    is_begun: bool = False
+
+
+State = Moving | CutOff | Stalled | Ending
+
+# --- actions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Say:
+    """Print a line. `stacks`: ranks that write their stacks; the line names the files."""
+
+    text: str
+    stacks: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class EndOthers:
+    """End ranks of this host (with their pids), and have launchers of other hosts end theirs."""
+
+    frozen: Sequence[tuple[int, int]]
+    elsewhere: Sequence[int]
+    reason: str
+
+
+@dataclass(frozen=True)
+class EndSelf:
+    """End this process. `is_stuck`: it is one that stops the run."""
+
+    reason: str
+    is_stuck: bool
+
+
+Action = Say | EndOthers | EndSelf
+
+# --- the decision ---------------------------------------------------------------------------------------------------
+
+
+def decide(state: State, view: View, rules: Rules) -> tuple[State, list[Action]]:
+    """Return the next state of this rank, and what it does now. Called about once per second."""
+    if isinstance(state, Ending):
+        return _end(state, view, rules)
+    order = view.order
+    if order is not None and (order.is_for_all or rules.rank in order.first):
+        return Ending(order, view.now_s + rules.notice_s), []
+    if view.cut_off_s > rules.limits.floor_s:
+        return _report_cut_off(state, view, rules)
+    stall = None if view.ranks is None else diagnose(view.ranks, rules.limits, view.awake_s)
+    if view.ranks is None or stall is None:
+        if isinstance(state, (Stalled, CutOff)):
+            return Moving(), [Say(f"the run continues after {format_time(state.for_s)}")]
+        return Moving(), []
+    actions: list[Action] = []
+    if not isinstance(state, Stalled) or state.stall.blocking != stall.blocking:
+        actions.append(Say(stall.sentence, _choose_stacks(stall, view.ranks)))
+    ending = _begin_end(stall, view, view.ranks, rules) if stall.is_final else None
+    if ending is None:
+        return Stalled(stall, min(rank.still_s for rank in view.ranks)), actions
+    ended = "the run" if ending.order.is_for_all else describe_ranks(stall.blocking)
+    return ending, [*actions, Say(f"nothing has moved for too long: stopping {ended}")]
+
+
+def _choose_stacks(stall: Stall, ranks: Sequence[Beat]) -> list[int]:
+    """Return the ranks whose stacks explain a stall: the blocking ones, or all if those wait for others."""
+    responding = [beat for beat in ranks if not beat.is_silent]
+    blocking = [beat for beat in responding if beat.rank in stall.blocking]
+    shown = responding if any(beat.waits_in for beat in blocking) else blocking
+    return [beat.rank for beat in shown][:MAX_STACKS]
+
+
+def _begin_end(stall: Stall, view: View, ranks: Sequence[Beat], rules: Rules) -> Ending | None:
+    """Return how the blocking ranks end; None if their launcher decides."""
+    blocking = [beat for beat in ranks if beat.rank in stall.blocking]
+    if rules.can_heal and blocking and all(beat.process == "dead" for beat in blocking):
+        return None
+    able = [beat.rank for beat in blocking if not beat.is_silent]
+    frozen = [(beat.rank, beat.pid) for beat in blocking if beat.is_silent and beat.process in ("stopped", "alive")]
+    elsewhere = [beat.rank for beat in blocking if beat.is_silent and not beat.process]
+    is_for_all = not rules.can_heal or len(blocking) in (0, len(ranks))
+    first = able or ([] if frozen or rules.can_heal else [rules.rank])
+    order = EndOrder(stall.sentence, first, is_for_all)
+    return Ending(order, view.now_s + rules.notice_s, frozen, [] if is_for_all else elsewhere)
+
+
+def _end(state: Ending, view: View, rules: Rules) -> tuple[State, list[Action]]:
+    """Execute an order, from the time when it is due."""
+    order = state.order
+    since_s = view.now_s - state.due_s
+    if since_s < 0:
+        return state, []
+    actions: list[Action] = []
+    if not state.is_begun and (state.frozen or state.elsewhere):
+        actions.append(EndOthers(state.frozen, state.elsewhere, order.reason))
+    is_stuck = rules.rank in order.first
+    if is_stuck or (order.is_for_all and since_s >= GRACE_S):
+        actions.append(EndSelf(order.reason, is_stuck))
+    elif not order.is_for_all and since_s > END_S and view.ranks and diagnose(view.ranks, rules.limits, view.awake_s):
+        return Ending(EndOrder(order.reason, order.first, True), view.now_s + rules.notice_s), actions
+    return replace(state, is_begun=True), actions
+
+
+def _report_cut_off(state: State, view: View, rules: Rules) -> tuple[State, list[Action]]:
+    """Report that the rendezvous store does not answer, so that no leader can be reached."""
+    limits = rules.limits
+    sentence = (
+        f"rank {rules.rank} (host {rules.host}) is cut off: the rendezvous store has not answered for "
+        f"{format_time(view.cut_off_s)}; the network, or the host or process that holds the store, is down"
+    )
+    actions: list[Action] = [] if isinstance(state, CutOff) else [Say(sentence)]
+    if min(view.cut_off_s, view.own.still_s) > (limits.stop_s or max(limits.first_s, 2 * limits.floor_s)):
+        actions.append(EndSelf(sentence, True))
+    return CutOff(view.cut_off_s), actions
