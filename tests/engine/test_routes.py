@@ -41,7 +41,7 @@ def reduce_on_a_rank(n: int, direct_max_bytes: int) -> list[bytes]:
     plan = build_reduction_plan(trained, group, exact=True, bucket_cap_bytes=1, num_slots=2, num_values=0)
     reducer = Reducer(plan, group)
     layout = build_layout(n, group.world_size)
-    reduction = reducer.begin(layout, kept=reducer.keep(has_grads=False))
+    reduction = reducer.begin(layout)
     held = layout.ranges[group.rank]
     for v in held:
         reduction.open(v)

@@ -1,7 +1,6 @@
 """Backward passes whose gradients go to a receiver."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,9 @@ class GradientHooks:
     """Hooks on parameters, which pass on the gradients that `backward` computes.
 
     Within a micro-batch, they refuse gradients of other backward passes.
+
+    Attributes:
+        failure: the type of the error that a backward pass of the open micro-batch has raised; "" for none.
     """
 
     def __init__(self, names: Sequence[str], params: Sequence[nn.Parameter]) -> None:
@@ -25,6 +27,7 @@ class GradientHooks:
         self._handles: dict[int, RemovableHandle] = {}
         self._receive: Receive | None = None
         self._is_open = False
+        self.failure = ""
 
     def attach(self) -> None:
         """Add the hooks that are missing: a script may unfreeze a parameter at any step."""
@@ -41,6 +44,7 @@ class GradientHooks:
     def open(self) -> None:
         """Begin a micro-batch."""
         self._is_open = True
+        self.failure = ""
 
     def close(self) -> None:
         """End the micro-batch."""
@@ -56,6 +60,9 @@ class GradientHooks:
             run_backward(
                 (loss,), (build_seed(factor, loss),), False, False, inputs, allow_unreachable=True, accumulate_grad=True
             )
+        except BaseException as error:
+            self.failure = type(error).__name__
+            raise
         finally:
             self._receive = None
 
@@ -104,9 +111,5 @@ def build_seed(factor: float | Tensor, loss: Tensor) -> Tensor:
     """Return the initial gradient for a backward pass of `factor * loss`."""
     if isinstance(factor, Tensor):
         return factor.to(loss).view_as(loss)
-    return _build_constant(factor, loss.dtype, loss.device, loss.shape)
-
-
-@lru_cache(maxsize=32)
-def _build_constant(value: float, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
-    return torch.full(shape, value, dtype=dtype, device=device)
+    # A new one each time, because an autograd.Function may write to its grad_output.
+    return torch.full(loss.shape, factor, dtype=loss.dtype, device=loss.device)

@@ -101,5 +101,4 @@ class GradientAverager:
 
     def begin(self, step: int, sizes: Sequence[int], number: int) -> GradientPass:
         """Begin a pass. Arguments as for `GradientPass`."""
-        kept = self._reducer.keep(has_grads=number > 0)
-        return GradientPass(self._context, self._reducer, step, sizes, number, kept)
+        return GradientPass(self._context, self._reducer, step, sizes, number)

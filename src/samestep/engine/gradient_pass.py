@@ -120,16 +120,13 @@ class GradientPass:
         step: number of the step, for messages.
         sizes: number of samples of each micro-batch of the step.
         number: number of the pass over this step.
-        kept: the gradients of parameters for which the pass computes none.
 
     Attributes:
         held: this rank's micro-batches.
         fillers: micro-batch to open after them.
     """
 
-    def __init__(
-        self, context: PassContext, reducer: Reducer, step: int, sizes: Sequence[int], number: int, kept: Grads
-    ) -> None:
+    def __init__(self, context: PassContext, reducer: Reducer, step: int, sizes: Sequence[int], number: int) -> None:
         rank = context.group.rank
         layout = build_layout(len(sizes), context.group.world_size, reducer.plan.shards is not None)
         self.held = layout.ranges[rank]
@@ -140,11 +137,10 @@ class GradientPass:
         self._step = step
         self._sizes = sizes
         self._number = number
-        self._kept = kept
         self._losses = PassLosses(step, sizes, layout, self.held, len(context.modules) + 1)
         # A power of two, which changes no bit. If the number of micro-batches is one too, the sum is then the mean.
         self._scale = context.precision.scale / 2 ** (layout.num_micro_batches - 1).bit_length()
-        self._first = reducer.begin(layout, kept=kept, num_names=len(context.logged.names))
+        self._first = reducer.begin(layout, num_names=len(context.logged.names))
         self._further: list[FurtherPass] = []  # of the second loss, the third, ...
         context.statistics.begin(layout, rank)
         context.buffers.begin()
@@ -166,7 +162,7 @@ class GradientPass:
 
     def repeat(self) -> "GradientPass":
         """Return a new pass in place of this one, with the group's present ranks."""
-        return GradientPass(self._context, self._reducer, self._step, self._sizes, self._number, self._kept)
+        return GradientPass(self._context, self._reducer, self._step, self._sizes, self._number)
 
     def open(self, v: int, inspect: Inspect | None = None) -> None:
         """Begin micro-batch v. `inspect` is called with each of its gradients, before it is added to others."""
@@ -184,6 +180,7 @@ class GradientPass:
         Returns:
             The seconds in which it waited for other ranks.
         """
+        self._refuse_failed()
         context = self._context
         waited_s = self._first.waited_s
         slot = 0 if model is None else find_slot(context.modules, model)
@@ -210,6 +207,19 @@ class GradientPass:
         factor = own / self._context.micro_batch_size * self._scale if has_weight else 1.0
         run = partial(self._reducer.hooks.backward, term, factor, (), sharded.take)
         sharded.backward(self._v, slot, run, has_weight=has_weight)
+
+    def _refuse_failed(self) -> None:
+        """Raise UsageError if a backward pass of the open micro-batch has failed, and the script has caught the error.
+
+        Some of its gradients may have been sent, so it cannot be undone.
+        """
+        if failure := self._reducer.hooks.failure:
+            raise UsageError(
+                f"step.backward raised {failure} in micro-batch {self._v} of step {self._step}, and the script "
+                "continued with an incomplete gradient: let the error end the run, which resumes from the newest "
+                "snapshot; if memory is short, choose a smaller micro_batch_size instead of another try",
+                code="SS202",
+            )
 
     def _is_taken(self, v: int) -> bool:
         """Return whether micro-batch v takes part in the exchange, if only as a filler."""
@@ -255,6 +265,7 @@ class GradientPass:
         """End the open micro-batch: fold its gradients and its buffers into those of the micro-batches before it."""
         context = self._context
         v = self._v
+        self._refuse_failed()
         self._inspect = None
         self._reducer.hooks.close()
         for hook in self._hooks:

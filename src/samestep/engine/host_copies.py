@@ -45,7 +45,9 @@ class HostValue:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._wait = copy_to_host([tensor.detach()])
+        # The script may write to a loss or a weight after the call that got it.
+        value = tensor.detach()
+        self._wait = copy_to_host([value.clone() if value.device.type == "cpu" else value])
 
     def __float__(self) -> float:
         return float(self._wait()[0])

@@ -7,7 +7,6 @@ unused parameters.
 
 from samestep.engine.backward import GradientHooks
 from samestep.engine.exchange_memory import ExchangeMemory
-from samestep.engine.folding import Grads
 from samestep.engine.reduction_pass import FurtherPass, InspectingPass, ReductionPass
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.engine.script_guards import CheckpointGuard, ParameterGuard
@@ -38,8 +37,8 @@ class Reducer:
         self.checkpoints = CheckpointGuard()
         self.inspecting = InspectingPass(plan)
         self._group = group
-        self._memory: dict[Layout, ExchangeMemory] = {}
-        # There is memory for this number of names, and for this group: it refers to the connections.
+        self._memory: ExchangeMemory | None = None
+        # The memory is for this number of names, and for this group: it refers to the connections.
         self._num_names = 0
         self._generation = group.generation
 
@@ -47,18 +46,10 @@ class Reducer:
         """Remove the hooks from the parameters."""
         self.hooks.remove()
 
-    def keep(self, *, has_grads: bool) -> Grads:
-        """Return what `begin` keeps. `has_grads`: this is a further pass over the same step."""
-        params = self.plan.params
-        if not has_grads:
-            return [None] * len(params)
-        return [None if param.grad is None else param.grad.clone() for param in params]  # their memory is used again
-
-    def begin(self, layout: Layout, *, kept: Grads, num_names: int = 0) -> ReductionPass | ShardedPass:
+    def begin(self, layout: Layout, *, num_names: int = 0) -> ReductionPass | ShardedPass:
         """Begin a pass over a step's micro-batches.
 
         Args:
-            kept: the gradients of parameters for which the pass computes none.
             num_names: number of logged values in the control block.
         """
         params = self.plan.params
@@ -68,24 +59,25 @@ class Reducer:
         self.hooks.attach()
         if (num_names, self._group.generation) != (self._num_names, self._generation):
             self._num_names, self._generation = num_names, self._group.generation
-            self._memory.clear()
+            self._memory = None
         memory = self._find_memory(layout)
         if self.plan.shards is not None and memory is not None:
-            return ShardedPass(self.plan, self.plan.shards, self._group, memory, self.guard, kept)
-        return ReductionPass(self.plan, layout, self._group, memory, self.guard, kept)
+            return ShardedPass(self.plan, self.plan.shards, self._group, memory, self.guard)
+        return ReductionPass(self.plan, layout, self._group, memory, self.guard)
 
     def forget_memory(self) -> None:
         """Release the memory for exchanges, and the messages in it that have not arrived."""
-        self._memory.clear()
+        self._memory = None
 
     def begin_further(self, layout: Layout) -> FurtherPass:
         """Begin the sum of a further loss in the current pass, in whatever micro-batch it occurs first."""
-        return FurtherPass(self.plan, layout, self._group, self._memory.get(layout))
+        return FurtherPass(self.plan, layout, self._group, self._memory)
 
     def _find_memory(self, layout: Layout) -> ExchangeMemory | None:
         if self._group.world_size == 1:
             return None
-        memory = self._memory.get(layout)
-        if memory is None or memory.is_kept:
-            memory = self._memory[layout] = ExchangeMemory(self.plan, layout, self._group, self._num_names)
+        memory = self._memory
+        if memory is None or memory.is_kept or memory.layout != layout:
+            self._memory = memory = None  # first, so that there is only one: the last step of an epoch is shorter
+            self._memory = memory = ExchangeMemory(self.plan, layout, self._group, self._num_names)
         return memory

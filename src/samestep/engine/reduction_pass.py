@@ -30,7 +30,6 @@ class ReductionPass:
     Args:
         memory: None if there is no other rank.
         guard: checks the parameters at the end of this rank's last micro-batch.
-        kept: what `.grad` held before, of parameters that keep it if this pass has no gradient for them.
     """
 
     def __init__(
@@ -40,11 +39,9 @@ class ReductionPass:
         group: Group,
         memory: ExchangeMemory | None,
         guard: ParameterGuard,
-        kept: Grads,
     ) -> None:
         self._plan = plan
         self._guard = guard
-        self._kept = kept
         self._parts = RankParts(plan, layout, group.rank)
         self._exchange = None if memory is None else Exchange(plan, memory, group, self._parts)
         # Of the open micro-batch:
@@ -121,9 +118,9 @@ class ReductionPass:
         self._exchange = self._sender = None
 
     def assign(self, grads: Grads) -> None:
-        """Leave gradients in `.grad`. A parameter without one keeps what it had before the pass, or None."""
-        for param, grad, kept in zip(self._plan.params, grads, self._kept, strict=True):
-            param.grad = kept if grad is None else grad
+        """Leave gradients in `.grad`: None for a parameter without one."""
+        for param, grad in zip(self._plan.params, grads, strict=True):
+            param.grad = grad
 
 
 class FurtherPass:

@@ -32,7 +32,6 @@ class ShardedPass:
     Args:
         memory: for the control blocks.
         guard: checks the parameters at the end of each micro-batch.
-        kept: what `.grad` held before, of parameters that keep it if this pass has no gradient for them.
     """
 
     waited_s = 0.0
@@ -44,13 +43,11 @@ class ShardedPass:
         group: Group,
         memory: ExchangeMemory,
         guard: ParameterGuard,
-        kept: Grads,
     ) -> None:
         self._plan = plan
         self._numbers = shards.numbers
         self._models = shards.models
         self._guard = guard
-        self._kept = kept
         self._world_size = group.world_size
         self._parts = RankParts(plan, memory.layout, group.rank)
         self._exchange = Exchange(plan, memory, group, self._parts)
@@ -172,6 +169,6 @@ class ShardedPass:
         self._under_way.clear()
 
     def assign(self, grads: Grads) -> None:
-        """Leave gradients in `.grad`. A parameter without one keeps what it had before the pass, or None."""
-        for param, grad, kept in zip(self._plan.params, grads, self._kept, strict=True):
-            param.grad = kept if grad is None else shard_like(param, grad)
+        """Leave gradients in `.grad`: None for a parameter without one."""
+        for param, grad in zip(self._plan.params, grads, strict=True):
+            param.grad = None if grad is None else shard_like(param, grad)

@@ -15,6 +15,7 @@ from samestep.data.sample_errors import locate_error
 from samestep.data.spec import DataSpec, read_data_arguments
 from samestep.engine.control import Vote
 from samestep.engine.gradient_averager import GradientAverager
+from samestep.engine.host_copies import HostValue
 from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.plan.loop_plan import Task
 from samestep.plan.order import build_order
@@ -176,7 +177,7 @@ def _read(scores: Mapping[str, Any], num_samples: int) -> Row:
                     f"score {name!r} has {len(value)} entries for {num_samples} samples: give one per sample",
                     code="SS223",
                 )
-            row[name] = value
+            row[name] = [*value]  # the script may use the list again
             continue
         mean, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, num_samples)
         for number in (mean, weight):
@@ -186,8 +187,13 @@ def _read(scores: Mapping[str, Any], num_samples: int) -> Row:
                     f"but {type(number).__name__}: average it, or turn it into a list",
                     code="SS223",
                 )
-        row[name] = (mean, weight)
+        row[name] = (_read_now(mean), _read_now(weight))
     return row
+
+
+def _read_now(number: Any) -> Any:
+    """Return what `float` reads the present value from: the script may write to a tensor after the call."""
+    return HostValue(number) if isinstance(number, Tensor) else number
 
 
 def _to_numbers(row: Row) -> Row:

@@ -7,6 +7,7 @@ from numbers import Real
 from operator import add
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from samestep.engine.control import NOT_CALLED
@@ -57,7 +58,7 @@ def read_number(name: str, given: object, num_samples: int = 1) -> Value:
         )
     if isinstance(given, Tensor):
         given = given.detach()
-        return float(given) if given.device.type == "cpu" else given.double().reshape(())
+        return float(given) if given.device.type == "cpu" else given.to(torch.float64, copy=True).reshape(())
     return float(given)  # type: ignore[arg-type]
 
 

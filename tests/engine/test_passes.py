@@ -1,0 +1,95 @@
+"""What scripts do to a pass in one process, and the right numbers by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Tiny
+from torch import Tensor, nn
+
+import samestep
+
+
+def test_each_pass_has_its_own_gradients_alone() -> None:
+    """A head that the second pass does not use is not updated again: 1 - 1 = 0 for both heads, with lr 1 and x = 1."""
+    tiny = Tiny(
+        model=lambda: nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)]),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+    )
+    nn.init.ones_(tiny.model[0].weight)
+    nn.init.ones_(tiny.model[1].weight)
+    for step in tiny.run.steps(torch.ones(8, 1), 1):
+        for head in tiny.model:
+            for x in step:
+                step.backward(head(x).mean())
+            tiny.optimizer.step()
+    assert [head.weight.item() for head in tiny.model] == [0.0, 0.0]
+
+
+class FailsAt3(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, x: Tensor) -> Tensor:
+        ctx.x = float(x)
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.x == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return grad, None
+
+
+@pytest.mark.parametrize("tries_again", [False, True])
+def test_a_backward_whose_error_is_caught_ends_the_run(tries_again: bool) -> None:
+    def learn(tiny: Tiny, x: Tensor) -> None:
+        loss = FailsAt3.apply(tiny.model.weight.sum() * x.mean(), x.mean())  # type: ignore[no-untyped-call]
+        try:
+            tiny.step.backward(loss)
+        except torch.OutOfMemoryError:
+            if tries_again:
+                tiny.step.backward(tiny.model(x).mean())
+
+    tiny = Tiny(model=lambda: nn.Linear(1, 1), batch_size=2, micro_batch_size=1)
+    with pytest.raises(samestep.Error, match=r"raised OutOfMemoryError in micro-batch 1 .* smaller micro_batch_size"):
+        tiny.train(num_steps=1, data=torch.tensor([[1.0], [3.0]]), body=learn, shuffle=False)
+
+
+def test_values_are_those_at_the_call() -> None:
+    """The script writes to each tensor after the call that got it."""
+    tiny = Tiny(optimizer=None)
+    score = torch.zeros(1)
+    units = torch.tensor(1.0)
+    for step in tiny.run.steps(torch.ones(8, 4), 1):
+        for x in step:
+            loss = 0 * tiny.model(x).mean() + 2
+            units.fill_(1 + step.micro_batch)
+            step.backward(loss, weight=units)
+            step.log(value=units)
+            with torch.no_grad():
+                loss *= 10
+                units *= 10
+
+    def count(x: Tensor) -> dict[str, Tensor]:
+        return {"total": score.add_(len(x))}
+
+    assert step.metrics == {"loss": 2.0, "value": (1 + 4 + 9 + 16) / 10}
+    assert tiny.run.evaluate(count, torch.ones(8, 4))["total"] == (2 + 4 + 6 + 8) / 4
+
+
+class Overwrites(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.mul_(2)
+
+
+def test_a_function_that_writes_to_its_gradient() -> None:
+    tiny = Tiny(model=lambda: nn.Linear(4, 1, bias=False), optimizer=None)
+    for step in tiny.run.steps(torch.ones(8, 4), 2):
+        for x in step:
+            step.backward(Overwrites.apply(tiny.model(x).mean()))  # type: ignore[no-untyped-call]
+        assert tiny.model.weight.grad.tolist() == [[2.0] * 4]
+        tiny.model.weight.data.zero_()
