@@ -32,6 +32,9 @@ read_version: Callable[[Tensor], int] = attrgetter("_version")
 # Module -> its own buffers by name, None included, as a live dict. `named_buffers` leaves out those that are None.
 get_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 
+# Module -> the names of its own buffers with `persistent=False`. `state_dict` leaves them out, but may be overridden.
+get_non_persistent: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+
 # The C++ function that torch.autograd.backward calls. The Python wrapper repeats checks that GradientPass has made;
 # they take 30 us, a tenth of a small model's step.
 run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward

@@ -93,3 +93,14 @@ def test_a_function_that_writes_to_its_gradient() -> None:
             step.backward(Overwrites.apply(tiny.model(x).mean()))  # type: ignore[no-untyped-call]
         assert tiny.model.weight.grad.tolist() == [[2.0] * 4]
         tiny.model.weight.data.zero_()
+
+
+def test_a_total_over_the_batch_has_the_random_numbers_of_the_loop() -> None:
+    tiny = Tiny(optimizer=None)
+    for step in tiny.run.steps(torch.ones(8, 4), 1):
+        total = step.total(lambda x: (torch.rand(len(x)) < 0.5).sum())
+        found = 0
+        for x in step:
+            found += int((torch.rand(len(x)) < 0.5).sum())
+            step.backward(tiny.model(x).mean())
+        assert total == found

@@ -54,7 +54,6 @@ class Ranks:
 
     def __init__(
         self,
-        slots: tuple[int, ...] = (1, 1, 1, 1, 1),
         *,
         exact: bool = True,
         cap_bytes: int = 200,
@@ -62,25 +61,21 @@ class Ranks:
     ) -> None:
         self.group = open_group(read_environment(), torch.device("cpu"))
         self.params = build_params()
-        named = [(f"p{i}", param, slot) for i, (param, slot) in enumerate(zip(self.params, slots, strict=True))]
+        named = [(f"p{i}", param) for i, param in enumerate(self.params)]
         self.owners = [(3 * i + 1) % self.group.world_size for i in ALL] if is_divided else None
         plan = build_reduction_plan(
             named,
             self.group,
             exact=exact,
             bucket_cap_bytes=cap_bytes,
-            num_slots=max(slots) + 1,
-            num_values=0,
             owners=self.owners,
         )
         self.reducer = Reducer(plan, self.group)
-        self.num_slots = max(slots) + 1
 
     def run(
         self,
         n: int,
         uses: Callable[[int], tuple[int, ...]] = lambda v: ALL,
-        inverses: tuple[float, ...] = (1.0, 1.0),
     ) -> list[bytes | None]:
         """One pass in which micro-batch v uses parameters `uses(v)`. Returns the gradients' bytes."""
         layout = build_layout(n, self.group.world_size)
@@ -90,14 +85,10 @@ class Ranks:
             reduction.open(v)
             if used := uses(v):
                 terms = [(self.params[i] * draw(i, v)).sum().double() for i in used]
-                self.reducer.hooks.backward(torch.stack(terms).sum(), 1.0, (), reduction.take)
+                self.reducer.hooks.backward(torch.stack(terms).sum(), 1.0, reduction.take)
             reduction.close(v)
-        reduction.assign(reduction.finish(self.build_control(held)).average(self.reducer.plan, inverses))
+        reduction.assign(reduction.finish(Control(Vote())).average(self.reducer.plan, 1.0))
         return [None if param.grad is None else param.grad.numpy().tobytes() for param in self.params]
-
-    def build_control(self, held: range) -> Control:
-        rows = [[1.0] * self.num_slots for _ in held]
-        return Control(Vote(), False, False, rows, rows, [0] * len(held), b"", torch.zeros(0).numpy())
 
 
 def gather(ranks: Ranks, grads: Any) -> Any:
@@ -139,24 +130,6 @@ def test_sums_of_what_was_used(n: int) -> None:
             assert samestep.spawn(partial(reduce_some, n, *how), num_ranks) == expected, (num_ranks, *how)
 
 
-def reduce_two_passes() -> tuple[Any, Any]:
-    """As for a GAN: the first pass trains model 1 (parameters 0 to 2), the second model 2."""
-    ranks = Ranks((1, 1, 1, 2, 2))
-    first = ranks.run(4, lambda v: (0, 1, 2), (0.0, 0.5, 0.25))
-    return gather(ranks, first), gather(ranks, ranks.run(4, lambda v: (3, 4), (0.0, 0.5, 0.25)))
-
-
-def test_a_second_pass_has_its_own_gradients_alone() -> None:
-    first, second = samestep.spawn(reduce_two_passes, 1)
-    assert [grad is None for grad in first] == [False, False, False, True, True]
-    assert second[:3] == [None] * 3
-    total = sum_tree([draw(4, v) for v in range(4)], 0, 4)
-    assert total is not None
-    assert second[4] == (total * 0.25).numpy().tobytes(), "each slot by its own inverse"
-    for num_ranks in (2, 3):
-        assert samestep.spawn(reduce_two_passes, num_ranks) == (first, second)
-
-
 def reduce_again_and_again() -> tuple[bool, int]:
     ranks, places, clone = Ranks(cap_bytes=1 << 20), [], Tensor.clone
     clones = []
@@ -183,10 +156,10 @@ def release_after_a_failure() -> tuple[bool, int]:
     for v in held:
         reduction.open(v)
         terms = [(param * draw(i, v)).sum().double() for i, param in enumerate(ranks.params)]
-        ranks.reducer.hooks.backward(torch.stack(terms).sum(), 1.0, (), reduction.take)
+        ranks.reducer.hooks.backward(torch.stack(terms).sum(), 1.0, reduction.take)
         reduction.close(v)
     with pytest.raises(RuntimeError) as caught:
-        reduction.finish(ranks.build_control(held))
+        reduction.finish(Control(Vote()))
     has_failed_before = "_attempt" in [entry.name for entry in caught.traceback]
     del caught
     reduction.release()
@@ -217,50 +190,6 @@ def test_fast_gives_the_same_sums_but_for_rounding(num_ranks: int, is_divided: b
             assert isinstance(largest, Tensor)
             got = torch.tensor(found[i], dtype=torch.float64).view(SHAPES[i])
             assert ((got - total).abs() <= 1e-6 * largest).all()
-
-
-def use_late(v: int) -> tuple[int, ...]:
-    """Micro-batches 0, 2 and 5 use no parameter."""
-    return () if v in (0, 5) else use_some(v)
-
-
-def reduce_further(n: int, direct_max_bytes: int) -> list[bytes | None]:
-    """Sum a further loss, after a first one that uses all parameters in the same memory."""
-    routes.DIRECT_MAX_BYTES = direct_max_bytes
-    ranks = Ranks()
-    layout = build_layout(n, ranks.group.world_size)
-    held = layout.ranges[ranks.group.rank]
-    hooks = ranks.reducer.hooks
-    first, further = ranks.reducer.begin(layout), None
-    for v in held:
-        first.open(v)
-        loss = torch.stack([(param * draw(i, v)).sum().double() for i, param in enumerate(ranks.params)]).sum()
-        if used := use_late(v):  # the other micro-batches do not have this loss
-            further = further or ranks.reducer.begin_further(layout)
-            terms = [(ranks.params[i] * draw(i, n + v)).sum().double() for i in used]
-            hooks.differentiate(torch.stack(terms).sum(), 1.0, (), further.take)
-        hooks.backward(loss, 1.0, (), first.take)
-        first.close(v)
-        if further is not None:
-            further.close(v)
-    further = further or ranks.reducer.begin_further(layout)
-    first.finish(ranks.build_control(held))
-    grads = further.finish(ranks.build_control(held)).average(ranks.reducer.plan, (1.0, 1.0))
-    return gather(ranks, [None if grad is None else grad.numpy().tobytes() for grad in grads])  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("n", one_in(2, [7, 2]))
-def test_sums_of_a_further_loss(n: int) -> None:
-    """The canonical sum of what the micro-batches with this loss used."""
-    expected: list[bytes | None] = []
-    for i in ALL:
-        total = sum_tree([draw(i, n + v) if i in use_late(v) else None for v in range(n)], 0, n)
-        like = build_params()[i]
-        expected.append(None if total is None else torch.empty_like(like).copy_(total + 0.0).detach().numpy().tobytes())
-    for num_ranks in (1, 2, 3):
-        for direct_max_bytes in (0, 1 << 30) if num_ranks > 1 else (0,):
-            found = samestep.spawn(partial(reduce_further, n, direct_max_bytes), num_ranks)
-            assert found == expected, (num_ranks, direct_max_bytes)
 
 
 # --- buckets ----------------------------------------------------------------------------------------------------------
@@ -313,8 +242,8 @@ class Alone:
     def __init__(self) -> None:
         group = open_group(read_environment({}), torch.device("cpu"))
         self.param = nn.Parameter(torch.ones(2))
-        trained = [("w", self.param, 1)]
-        plan = build_reduction_plan(trained, group, exact=True, bucket_cap_bytes=None, num_slots=2, num_values=0)
+        trained = [("w", self.param)]
+        plan = build_reduction_plan(trained, group, exact=True, bucket_cap_bytes=None)
         self.reducer = Reducer(plan, group)
         self.hooks = self.reducer.hooks
         self.reduction = self.reducer.begin(build_layout(2, 1))
@@ -329,7 +258,7 @@ class Alone:
         self.reduction.close(v)
 
     def backward(self, loss: Tensor) -> None:
-        self.hooks.backward(loss, 1.0, (), self.reduction.take)
+        self.hooks.backward(loss, 1.0, self.reduction.take)
 
 
 def test_a_backward_by_hand() -> None:

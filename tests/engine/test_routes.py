@@ -37,19 +37,17 @@ def reduce_on_a_rank(n: int, direct_max_bytes: int) -> list[bytes]:
     environment = read_environment()
     group = open_group(environment, torch.device("cpu"))
     params = [torch.nn.Parameter(torch.zeros(1003)), torch.nn.Parameter(torch.zeros(7))]
-    trained = [("x", params[0], 1), ("unused", params[1], 1)]
-    plan = build_reduction_plan(trained, group, exact=True, bucket_cap_bytes=1, num_slots=2, num_values=0)
+    trained = [("x", params[0]), ("unused", params[1])]
+    plan = build_reduction_plan(trained, group, exact=True, bucket_cap_bytes=1)
     reducer = Reducer(plan, group)
     layout = build_layout(n, group.world_size)
     reduction = reducer.begin(layout)
     held = layout.ranges[group.rank]
     for v in held:
         reduction.open(v)
-        reducer.hooks.backward((params[0] * draw_leaf(v)).sum(), 1.0, (), reduction.take)
+        reducer.hooks.backward((params[0] * draw_leaf(v)).sum(), 1.0, reduction.take)
         reduction.close(v)
-    weights = [[1.0, -1.0]] * len(held)
-    control = Control(Vote(), False, False, weights, weights, [0] * len(held), b"", torch.zeros(0).numpy())
-    reduction.assign(reduction.finish(control).average(plan, [1.0, 1.0]))
+    reduction.assign(reduction.finish(Control(Vote())).average(plan, 1.0))
     assert params[1].grad is None
     assert params[0].grad is not None
     gathered: list[bytes] = group.gather(params[0].grad.numpy().tobytes())

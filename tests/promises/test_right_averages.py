@@ -130,9 +130,10 @@ def assert_right(rows: list[Row], run_dir: Path) -> None:
 
 
 def measure_losses() -> tuple[list[float], str]:
-    """Per step: the errors of the gradient and of the loss for three losses with their own weights, and a digest.
+    """Per step: the errors of the gradient and of the loss for a sum of three means over other units, and a digest.
 
-    The reference works in float64, by micro-batches because of BatchNorm.
+    Two are divided by their number of units in the whole batch. The reference works in float64, by micro-batches
+    because of BatchNorm.
     """
     run = samestep.Run(None, batch_size=24, micro_batch_size=4)
     model = nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.GELU(), nn.Linear(9, 2))
@@ -150,10 +151,15 @@ def measure_losses() -> tuple[list[float], str]:
     for epoch in run.epochs(data, 3):
         for step in epoch:
             whole = copy.deepcopy(model).double()
+            num_units = step.total(lambda batch: batch[3].sum())
+            num_rare = step.total(lambda batch: (batch[3] == 8).sum())
             held: list[int] = []
             for indices, x, y, units in step:
                 held += indices.tolist()
-                step.backward(dict(compute(model, x, y, units)))
+                (by_units, n), (plain, size), (rare, k) = compute(model, x, y, units)
+                share = step.num_samples / len(y)
+                loss = plain + by_units * n / max(num_units, 1) * share + rare * k / max(num_rare, 1) * share
+                step.backward(loss, weight=size)
             terms = [
                 compute(whole, data.x[chunk].double(), data.y[chunk].double(), data.units[chunk])
                 for chunk in torch.tensor(gather(held)).split(4)
@@ -169,7 +175,7 @@ def measure_losses() -> tuple[list[float], str]:
     return errors, trace.digest()
 
 
-def test_several_losses_are_averaged_each_by_its_weights() -> None:
+def test_losses_are_averaged_each_by_its_units() -> None:
     results = [samestep.spawn(measure_losses, world_size) for world_size in (1, 2, 5)]
     for errors, _ in results:
         assert len(errors) == 9 * 6
@@ -356,7 +362,7 @@ class NormFirst(nn.Module):
 
 
 def measure_statistics(momentum: float | None, is_scheduled: bool) -> list[float]:
-    """Per step: the errors of the running statistics against those of the same layers on all samples in turn."""
+    """Per step: the errors of the running statistics against the mean of what each micro-batch alone gives them."""
     run = samestep.Run(None, batch_size=24, micro_batch_size=4)
     data = Weighted(24 + 11)
     model = NormFirst(momentum)
@@ -375,8 +381,12 @@ def measure_statistics(momentum: float | None, is_scheduled: bool) -> list[float
                 held += indices.tolist()
                 step.backward(F.mse_loss(model(x), y))
             optimizer.step()
-            for chunk in torch.tensor(gather(held)).split(4):
-                reference(data.x[chunk].double())
+            alone = [copy.deepcopy(reference) for _ in step.sizes]
+            for each, chunk in zip(alone, torch.tensor(gather(held)).split(4), strict=True):
+                each(data.x[chunk].double())
+            for name, buffer in reference.named_buffers():
+                values = torch.stack([each.get_buffer(name) for each in alone])
+                buffer.copy_(values.mean(0) if buffer.is_floating_point() else values[0])
             for layer, other in zip(layers, wanted, strict=True):
                 assert layer.num_batches_tracked == other.num_batches_tracked
                 errors.append(relative(layer.running_mean, other.running_mean))
@@ -388,7 +398,7 @@ def measure_statistics(momentum: float | None, is_scheduled: bool) -> list[float
 @pytest.mark.parametrize(
     ("momentum", "is_scheduled"), one_in(6, [(0.1, False), (0.9, False), (None, False), (0.1, True)])
 )
-def test_statistics_are_those_of_one_device(momentum: float | None, is_scheduled: bool, world_size: int) -> None:
+def test_statistics_are_means_over_micro_batches(momentum: float | None, is_scheduled: bool, world_size: int) -> None:
     errors = samestep.spawn(measure_statistics, world_size, (momentum, is_scheduled))
     assert len(errors) == 3 * 2 * 4
     assert max(errors) < 1e-6
@@ -420,7 +430,7 @@ def train_beside_a_plain_loop() -> tuple[float, float]:
             plain_optimizer.step()
 
     def distance(a: nn.Module, b: nn.Module) -> float:
-        pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+        pairs = zip(a.parameters(), b.parameters(), strict=True)  # not the statistics, which a step averages
         return max(float((x.double() - y.double()).abs().max()) for x, y in pairs)
 
     return distance(model, plain), distance(model, start)

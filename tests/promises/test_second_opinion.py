@@ -44,7 +44,7 @@ class Flip(nn.Module):
 
 def train(
     run_dir: Path | None, rank: int = -1, what: str = "", start: int = 0, bit: int = 12, num_steps: int = 12,
-    batch_size: int = 12, is_lazy: bool = False, num_losses: int = 1,
+    batch_size: int = 12, is_lazy: bool = False,
     num_workers: int = 0, **arguments: Any,
 ) -> list[float]:  # fmt: skip
     """Trains. From step `start` on, `rank` computes wrong results. Returns losses, and averages of micro-batches."""
@@ -63,7 +63,7 @@ def train(
             calls += 1
             loss = F.cross_entropy(model(x * (1 + calls * is_lazy)), y)
             step.log(rows=len(x), micro_batch=step.micro_batch)
-            step.backward(loss if num_losses == 1 else {loss: 2.0, model[0].weight.square().mean(): 3.0})
+            step.backward(loss)
         optimizer.step()
         if flip.what == "update":
             model[0].weight.data = flip.flip(model[0].weight.data)
@@ -90,10 +90,10 @@ def test_a_wrong_rank_is_named_before_the_step_is_applied(
 
 def test_a_warning_lets_the_run_continue(capfd: pytest.CaptureFixture[str]) -> None:
     arguments = {"check_compute_every": 4, "check_compute": "warn"}
-    losses = samestep.spawn(train, 3, (None, 2, "forward", 5), {**arguments, "num_losses": 2, "num_workers": 1})
+    losses = samestep.spawn(train, 3, (None, 2, "forward", 5), {**arguments, "num_workers": 1})
     found = re.findall(r"samestep: rank 2 .* of step (\d+) than .*; the run continues with it", capfd.readouterr().out)
     assert found == ["7", "11"]
-    assert losses == samestep.spawn(train, 3, (None, 2, "forward", 5), {"num_losses": 2})
+    assert losses == samestep.spawn(train, 3, (None, 2, "forward", 5), {})
 
 
 def test_the_check_changes_no_bits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +113,7 @@ def test_the_check_changes_no_bits(tmp_path: Path, capfd: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("name", one_in(48, sorted({*CASES} - STATES)))
 def test_correct_ranks_raise_no_error(name: str) -> None:
-    """Loops with several losses, models, passes, precisions and data sets, with idle ranks."""
+    """Loops with several models, passes, precisions and data sets, with idle ranks."""
     found = samestep.spawn(CASES[name], 5, env={"SAMESTEP_CHECK_COMPUTE_EVERY": "1"})
     assert repr(found) == repr(samestep.spawn(CASES[name], 1))
 

@@ -121,16 +121,6 @@ def collate(samples: list[tuple[Tensor, Tensor]]) -> Any:
 # --- mistakes in the structure of a script ----------------------------------------------------------------------------
 
 
-def add_loss_in_one_micro_batch(t: Tiny, x: Tensor, y: Tensor) -> None:
-    losses = {mse(t, x, y): 2, t.model(x).mean(): 1}
-    t.step.backward(losses if t.step.micro_batch == 1 else mse(t, x, y))
-
-
-def give_nan_among_losses(t: Tiny, x: Tensor, y: Tensor) -> None:
-    factor = NAN if (t.step.number, t.step.micro_batch) == (1, 2) else 1.0
-    t.step.backward({mse(t, x, y): 2, t.model(x).mean() * factor: 1})
-
-
 def learn_without_sync(t: Tiny, x: Tensor, y: Tensor) -> None:
     with t.model.no_sync():
         learn(t, x, y)
@@ -248,18 +238,8 @@ IN_MICRO_BATCHES: dict[str, Mistake] = {
         r"loss\.backward\(\) was called .*: call step\.backward\(loss\)",
         body=lambda t, x, y: [learn(t, x, y), mse(t, x, y).backward()]),
     "two step.backward": in_loop(
-        r"step\.backward was called twice for one model in micro-batch \d of step 0: add",
+        r"step\.backward was called twice in micro-batch \d of step 0: add",
         body=lambda t, x, y: [learn(t, x, y), learn(t, x, y)]),
-    "no losses": in_loop(
-        r"step\.backward takes several losses as \{loss: weight, \.\.\.\}: at least one, and witho",
-        body=lambda t, x, y: t.step.backward({})),
-    "fewer losses in a micro-batch": in_loop(
-        r"step\.backward got fewer losses in micro-batch \d of step 0 than in oth", body=add_loss_in_one_micro_batch),
-    "a loss among others that is nan": in_loop(
-        r"the loss of step 1 is nan in micro-batch 2 \(rank \d\): nothing of this", body=give_nan_among_losses),
-    "step.backward for all models and for one": in_loop(
-        r"step\.backward was called twice for one model in micro-batch \d of",
-        body=lambda t, x, y: [t.step.backward(mse(t, x, y), model=t.model), learn(t, x, y)]),
     "step.backward for a strange model": in_loop(
         r"a model that was not passed to run\.prepare: pass it there, too",
         body=lambda t, x, y: t.step.backward(t.model(x).mean(), model=nn.Linear(1, 1))),
@@ -267,6 +247,9 @@ IN_MICRO_BATCHES: dict[str, Mistake] = {
         r"step\.backward\(model=\.\.\.\) in step 0 got a model without trained param",
         objects=lambda t: {"critic": nn.Linear(1, 1)},
         body=lambda t, x, y: t.step.backward(t.critic(t.model(x)).mean(), model=t.critic)),
+    "step.total in the loop": in_loop(
+        r"step\.total was called inside the micro-batch loop of step 0: call it before",
+        body=lambda t, x, y: t.step.total(len)),
     "step.loss read too early": in_loop(
         r"step\.loss of step 0 was read inside the micro-batch loop: read it after",
         body=lambda t, x, y: [learn(t, x, y), t.step.loss]),
@@ -369,11 +352,6 @@ LOSSES: dict[str, Mistake] = {
         model=lambda: nn.Sequential(nn.Linear(4, 3), Bounded(3, 1))),
     "a model converted in the loop": in_loop(
         r"model\.\w+ was converted or given another shape in the loop: change the", then=lambda t: t.model.double()),
-    "reentrant checkpointing of one model": in_loop(
-        r"step\.backward\(model=.* use torch.* with use_reentrant=False",
-        model=lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)),
-        body=lambda t, x, y: t.step.backward(F.mse_loss(
-            t.model[1](checkpoint(t.model[0], x.requires_grad_(), use_reentrant=True)), y), model=t.model)),
     "reentrant checkpointing": in_loop(
         r"model\.\w+ got two gradients in one micro-batch .*: use .* with use_reentrant=Fa",
         body=lambda t, x, y: t.step.backward(F.mse_loss(torch.stack(

@@ -17,7 +17,6 @@ from samestep.console import warn
 from samestep.data.content import hash_content
 from samestep.data.loader import Loader, to_device
 from samestep.engine.gradient_pass import Inspect, PassReport
-from samestep.engine.losses import Losses
 from samestep.errors import Error, InvalidValue
 from samestep.train.context import RunContext
 from samestep.train.determinism import describe_machine
@@ -50,7 +49,6 @@ class _Results:
 
     batch: Any
     sums: dict[str, Tensor] = field(default_factory=dict)
-    num_losses: int = 0
 
     def read(self) -> dict[str, int]:
         return read_back(self.sums)
@@ -69,7 +67,7 @@ class SecondOpinion(Interceptor):
         self._checks: Sequence[ComputeCheck] = ()
         self._results: dict[int, _Results] = {}  # by micro-batch, of those that two ranks compute
         self._open: _Results | None = None
-        self._terms: list[tuple[Tensor, float | Tensor | None]] = []  # the losses of the current backward
+        self._term: tuple[Tensor, float | Tensor | None] | None = None  # loss and weight of the current backward
         self._agreed_step: int | None = None
 
     def begin_loop(self, loop: LoopParts) -> None:
@@ -133,9 +131,8 @@ class SecondOpinion(Interceptor):
             return None
         names = self._gradients.plan.names
 
-        def add(i: int, k: int, grad: Tensor) -> None:
-            name = f"the gradient of {names[i]}"
-            results.sums[f"{name} by loss {k + 1}" if k else name] = checksum(grad)
+        def add(i: int, grad: Tensor) -> None:
+            results.sums[f"the gradient of {names[i]}"] = checksum(grad)
 
         return add
 
@@ -145,21 +142,19 @@ class SecondOpinion(Interceptor):
             self._open = results
         return batch
 
-    def backward(self, step: Step, loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
-        self._terms = [*loss.items()] if isinstance(loss, Mapping) else [(loss, weight)]
+    def backward(self, step: Step, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
+        self._term = loss, weight
 
     def end_backward(self, step: Step, waited_s: float) -> None:
-        # they are checked by now
-        terms = self._terms
-        self._terms = []
-        if (results := self._open) is None:
+        # It is checked by now.
+        term = self._term
+        self._term = None
+        if (results := self._open) is None or term is None:
             return
-        for term, own in terms:
-            results.num_losses += 1
-            number = f" {results.num_losses}" if results.num_losses > 1 else ""
-            results.sums[f"loss{number}"] = checksum(term)
-            if own is not None:
-                results.sums[f"the weight of loss{number}"] = checksum(torch.as_tensor(own, dtype=torch.float64))
+        loss, own = term
+        results.sums["loss"] = checksum(loss)
+        if own is not None:
+            results.sums["the weight of the loss"] = checksum(torch.as_tensor(own, dtype=torch.float64))
 
     def end_micro_batch(self, step: Step) -> None:
         self._open = None

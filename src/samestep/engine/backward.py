@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import UsageError
@@ -21,7 +21,7 @@ class GradientHooks:
         failure: the type of the error that a backward pass of the open micro-batch has raised; "" for none.
     """
 
-    def __init__(self, names: Sequence[str], params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
         self._names = names
         self._params = params
         self._handles: dict[int, RemovableHandle] = {}
@@ -50,36 +50,21 @@ class GradientHooks:
         """End the micro-batch."""
         self._is_open = False
 
-    def backward(self, loss: Tensor, factor: float | Tensor, inputs: tuple[Tensor, ...], receive: Receive) -> None:
-        """Run the backward pass of `factor * loss` for all parameters (`inputs` empty) or for some.
+    def backward(self, loss: Tensor, factor: float | Tensor, receive: Receive) -> None:
+        """Run the backward pass of `factor * loss`.
 
         Each gradient is in `.grad` when `receive` gets it, as soon as it is computed.
         """
         self._receive = receive
         try:
             run_backward(
-                (loss,), (build_seed(factor, loss),), False, False, inputs, allow_unreachable=True, accumulate_grad=True
+                (loss,), (build_seed(factor, loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
         except BaseException as error:
             self.failure = type(error).__name__
             raise
         finally:
             self._receive = None
-
-    def differentiate(self, loss: Tensor, factor: float | Tensor, inputs: tuple[Tensor, ...], receive: Receive) -> None:
-        """Same as `backward`, but keep the graph, and do not touch `.grad`: `receive` gets the gradients at the end.
-
-        autograd may return a view as a gradient, or one tensor as the gradients of two parameters.
-        """
-        wanted = {id(param) for param in inputs}
-        indices = [i for i, p in enumerate(self._params) if (id(p) in wanted if inputs else p.requires_grad)]
-        params = tuple(self._params[i] for i in indices)
-        grads = run_backward(
-            (loss,), (build_seed(factor, loss),), True, False, params, allow_unreachable=True, accumulate_grad=False
-        )
-        for i, grad in zip(indices, grads, strict=True):
-            if grad is not None:
-                receive(i, _to_dense(grad))
 
     def _build_hook(self, i: int) -> Callable[[Tensor], None]:
         def on_grad(param: Tensor) -> None:
@@ -96,15 +81,10 @@ class GradientHooks:
             if grad is None:  # an autograd.Function returned none, or a hook removed it: same as unused
                 return
             if grad.layout is not torch.strided:
-                param.grad = grad = _to_dense(grad)
+                param.grad = grad = grad.to_dense()  # a sparse one has other rows on each rank
             receive(i, grad)
 
         return on_grad
-
-
-def _to_dense(grad: Tensor) -> Tensor:
-    """Return the gradient as a dense tensor. A gradient of `nn.Embedding(sparse=True)` has other rows on each rank."""
-    return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def build_seed(factor: float | Tensor, loss: Tensor) -> Tensor:

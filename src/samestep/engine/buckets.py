@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # of a bucket
 LEAST_BYTES = 1 << 20
@@ -28,7 +28,7 @@ class Bucket:
     """
 
     indices: Sequence[int]
-    params: Sequence[nn.Parameter]
+    params: Sequence[Tensor]
     offsets: Sequence[int]
     num_elements: int
     owner: int | None
@@ -51,7 +51,7 @@ def pad_to_chunks(num_elements: int, world_size: int) -> int:
     return -(-num_elements // (world_size * ALIGN_BYTES)) * world_size * ALIGN_BYTES
 
 
-def choose_cap_bytes(params: Sequence[nn.Parameter], *, one_host: bool) -> int:
+def choose_cap_bytes(params: Sequence[Tensor], *, one_host: bool) -> int:
     """Return the maximum size of a bucket (docs/decisions/routes.md, measured by benchmarks/links.py).
 
     On one host, messages cost processor time, so few are best. Over a network, no computation overlaps the exchange of
@@ -62,7 +62,7 @@ def choose_cap_bytes(params: Sequence[nn.Parameter], *, one_host: bool) -> int:
 
 
 def build_buckets(
-    params: Sequence[nn.Parameter],
+    params: Sequence[Tensor],
     cap_bytes: int,
     owners: Sequence[int] | None = None,
     dtypes: Sequence[torch.dtype] | None = None,
@@ -99,9 +99,7 @@ def build_buckets(
     ]
 
 
-def _build_bucket(
-    indices: Sequence[int], params: Sequence[nn.Parameter], owner: int | None, dtype: torch.dtype
-) -> Bucket:
+def _build_bucket(indices: Sequence[int], params: Sequence[Tensor], owner: int | None, dtype: torch.dtype) -> Bucket:
     align = ALIGN_BYTES // params[0].element_size()
     *offsets, num_elements = accumulate((-(-param.numel() // align) * align for param in params), initial=0)
     return Bucket(indices, params, offsets, num_elements, owner, dtype)

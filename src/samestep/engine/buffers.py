@@ -1,31 +1,26 @@
-"""The buffers of modules: after a step they have the same values as on a single device, at any number of ranks.
+"""The buffers of modules, which change in forward passes: after a step they are the same at any number of ranks."""
 
-Every micro-batch starts from the buffers' values at the beginning of the step, b0.
-
-BatchNorm's running statistics get the values that accumulation over the n micro-batches on one device gives. With
-momentum m these are `b0 + sum_v (1 - m)^(n - 1 - v) * delta_v`, where `delta_v` is the change that micro-batch v alone
-makes to b0. The sum is computed along the canonical tree, in float64. A micro-batch that runs a layer c times counts as
-c updates; the formula is exact if c is the same for all micro-batches of the step.
-
-All other buffers get the values that micro-batch 0 gives them.
-"""
-
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import cast
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
+from samestep.engine.control import Control, Vote
+from samestep.engine.exchange import sum_parts
+from samestep.engine.exchange_memory import LastMemory
+from samestep.engine.folding import Grads, RankParts
+from samestep.engine.reduction_plan import build_reduction_plan
 from samestep.errors import InvalidValue, UsageError
 from samestep.plan.tree import Layout
-from samestep.torch_internals import get_buffers, read_version
+from samestep.torch_internals import get_buffers, get_non_persistent, read_version
+from samestep.world.group import Group
 
-PASSES_COMPARED = 4  # first passes of a start, in which all buffers on the CPU are compared in full
-SAMPLE = 512  # elements of a large buffer that are compared afterwards
+PASSES_COMPARED = 4  # first passes of a start, which find the buffers that are written through `.data`
+NONE = 2**32 - 1  # no micro-batch
 
 
 def check_module(name: str, module: nn.Module) -> None:
@@ -38,7 +33,7 @@ def check_module(name: str, module: nn.Module) -> None:
         if isinstance(part, nn.SyncBatchNorm):
             raise InvalidValue(
                 f"{name}.{path} is a SyncBatchNorm, whose statistics depend on the number of ranks: use BatchNorm; "
-                "it normalizes over one micro-batch, and its running statistics are those of a single device",
+                "it normalizes over one micro-batch, and a step averages its running statistics over all of them",
                 code="SS601",
             )
 
@@ -84,318 +79,229 @@ def refuse_lone_sample(modules: Mapping[str, nn.Module], step: int, v: int, rank
     return [part.register_forward_pre_hook(build_check(path)) for path, part in layers.values()]
 
 
-class BatchNormStatistics:
-    """The running statistics of all tracking BatchNorm layers.
+class Buffers:
+    """The persistent buffers of modules.
 
-    Attributes:
-        layers: the layers. Layers in eval mode count, because a micro-batch may change the mode.
-        num_values: number of exchanged values per part: a weighted delta per statistic, a count per layer.
+    Every micro-batch starts from the values at the beginning of the step. After the step, a buffer of floating-point
+    numbers has the mean of the values that micro-batches gave it, summed along the canonical tree like a gradient. Any
+    other buffer (a counter, a flag) has the value of the first micro-batch that changed it. Micro-batches that left a
+    buffer as it was do not count.
+
+    A buffer with `persistent=False` is no state: it stays as a forward pass has left it.
+
+    Args:
+        modules: by name.
+        exact: whether to sum along the canonical tree.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        found = {id(part): part for module in modules for part in module.modules() if isinstance(part, _BatchNorm)}
-        self.layers = [part for part in found.values() if part.track_running_stats and part.running_mean is not None]
-        by_kind: dict[tuple[torch.dtype, torch.device], list[_BatchNorm]] = {}
-        for layer in self.layers:
-            mean = cast(Tensor, layer.running_mean)
-            by_kind.setdefault((mean.dtype, mean.device), []).append(layer)
-        self._kinds = [_SameKind(layers) for layers in by_kind.values()]
-        self.num_values = sum(kind.num_values for kind in self._kinds)
-
-    def begin(self, layout: Layout, rank: int) -> None:
-        """Begin a pass: the current values become b0."""
-        for kind in self._kinds:
-            kind.begin(layout, rank)
-
-    def hold(self) -> None:
-        """Remember the current values for `undo`."""
-        for kind in self._kinds:
-            kind.hold()
-
-    def undo(self) -> None:
-        """Restore the values that `hold` remembered."""
-        for kind in self._kinds:
-            kind.undo()
-
-    def fold(self) -> None:
-        """End a micro-batch: keep its changes, on the device, and restore b0."""
-        for kind in self._kinds:
-            kind.fold()
-
-    def parts(self) -> NDArray[np.float64]:
-        """Return this rank's parts [max_parts, num_values]: its weighted deltas, folded. One read-back per GPU."""
-        return np.concatenate([kind.parts() for kind in self._kinds], axis=1) if self._kinds else np.zeros((0, 0))
-
-    def finish(self, parts: Sequence[NDArray[np.float64]]) -> None:
-        """Sum all ranks' parts along the tree, and update the statistics."""
-        first = 0
-        for kind in self._kinds:
-            kind.finish([part[:, first : first + kind.num_values] for part in parts])
-            first += kind.num_values
-
-
-class _SameKind:
-    """The statistics of layers with one dtype and device, as views of one flat tensor."""
-
-    def __init__(self, layers: Sequence[_BatchNorm]) -> None:
-        self.layers = layers
-        buffers = [cast(Tensor, buffer) for layer in layers for buffer in (layer.running_mean, layer.running_var)]
-        self.size = sum(buffer.numel() for buffer in buffers)
-        self.num_values = self.size + len(layers)
-        dtype = buffers[0].dtype
-        device = buffers[0].device
-        self._flat = torch.empty(self.size, dtype=dtype, device=device)
-        self._counts = torch.empty(len(self.layers), dtype=torch.int64, device=device)
-        # layer, name, its tensor, its view of the flat one
-        self._homes: list[tuple[nn.Module, str, Tensor, Tensor]] = []
-        offset = 0
-        for k, layer in enumerate(self.layers):
-            for name in ("running_mean", "running_var"):
-                buffer = cast(Tensor, get_buffers(layer)[name])
-                self._homes.append((layer, name, buffer, self._flat[offset : offset + buffer.numel()]))
-                offset += buffer.numel()
-            count = cast(Tensor, layer.num_batches_tracked)
-            self._homes.append((layer, "num_batches_tracked", count, self._counts[k]))
-        self._move_in()
-        self._start, self._start_counts = self._flat.to(torch.float64, copy=True), self._counts.clone()
-        self._deltas: list[Tensor] = []  # per micro-batch of this rank [num_values]: of the statistics, of the counts
-        self._scales: dict[tuple[int, int, tuple[int, ...], tuple[float | None, ...]], Tensor] = {}
-
-    def begin(self, layout: Layout, rank: int) -> None:
-        self._layout = layout
-        self._rank = rank
-        self._deltas = []
-        self.hold()
-
-    def _move_in(self) -> None:
-        """Make all statistics views of the flat tensors. The layers keep their tensor objects.
-
-        Called often, since a script or a layer's forward may have replaced a tensor.
-        """
-        for layer, name, buffer, view in self._homes:
-            found = get_buffers(layer)[name]
-            if found is not None and found.data_ptr() != view.data_ptr():
-                view.copy_(found.detach().reshape(view.shape))
-                buffer.data = view.view_as(buffer)
-                get_buffers(layer)[name] = buffer
-
-    def hold(self) -> None:
-        self._move_in()
-        self._start.copy_(self._flat)
-        self._start_counts.copy_(self._counts)
-
-    def undo(self) -> None:
-        self._move_in()
-        self._go_back()
-
-    def _go_back(self) -> None:
-        self._flat.copy_(self._start)
-        self._counts.copy_(self._start_counts)
-
-    def fold(self) -> None:
-        self._move_in()
-        self._deltas.append(torch.cat([torch.sub(self._flat, self._start), self._counts - self._start_counts]))
-        self._go_back()
-
-    def _scale(self, n: int, v: int, counts: tuple[int, ...]) -> Tensor:
-        """Return the weight of micro-batch v's deltas [size], if each of n micro-batches makes `counts` updates."""
-        key = (n, v, counts, tuple(layer.momentum for layer in self.layers))  # a script may change the momentum
-        if key in self._scales:
-            return self._scales[key]
-        cumulative = any(layer.momentum is None for layer in self.layers)  # depends on the counts so far
-        befores = self._start_counts.tolist() if cumulative else counts
-        scale = torch.cat(
-            [
-                torch.full((2 * layer.num_features,), _weight(layer.momentum, before, count, n, v), dtype=torch.float64)
-                for layer, before, count in zip(self.layers, befores, counts, strict=True)
-            ]
-        )
-        if not cumulative:
-            self._scales[key] = scale
-        return scale
-
-    def parts(self) -> NDArray[np.float64]:
-        out = np.zeros((self._layout.max_parts, self.num_values))
-        n = self._layout.num_micro_batches
-        folded = list[Tensor]()
-        rows = torch.stack(self._deltas).cpu() if len(self._deltas) > 1 else [delta.cpu() for delta in self._deltas]
-        for v, row in zip(self._layout.ranges[self._rank], rows, strict=True):
-            row[: self.size].mul_(self._scale(n, v, tuple(map(int, row[self.size :].tolist()))))
-            for _ in range(self._layout.count_merges(self._rank, v)):
-                row = folded.pop().add_(row)
-            folded.append(row)
-        for place, part in zip(out, folded, strict=False):
-            place[:] = part.numpy()
-        return out
-
-    def finish(self, parts: Sequence[NDArray[np.float64]]) -> None:
-        slots = np.concatenate(parts)
-        for dst, src in self._layout.additions:
-            slots[dst] += slots[src]
-        total = torch.from_numpy(slots[self._layout.root]).to(self._flat.device)
-        self._flat.copy_(self._start.add_(total[: self.size]))
-        self._counts.copy_(self._start_counts + total[self.size :].long())
-
-
-def _weight(momentum: float | None, before: int, count: int, n: int, v: int) -> float:
-    if momentum is None:  # cumulative average: every update has the same weight
-        return (before + count) / (before + count * n) if count else 0.0
-    return float((1.0 - momentum) ** (count * (n - 1 - v)))
-
-
-def _copy(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy tensors. Large ones with the same bits, such as the attention masks of all layers, share one copy."""
-    copies: list[Tensor] = []
-    for tensor in tensors:
-        is_large = tensor.layout is torch.strided and tensor.numel() > 8 * SAMPLE and not tensor.is_quantized
-        same = (each for each in copies if is_large and _have_same_bits(each, tensor))
-        copy = next(same, None)
-        copies.append(tensor.clone() if copy is None else copy)
-    return copies
-
-
-def _have_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same type, shape and bits. False for complex numbers of 128 bits."""
-    kinds = [(each.layout, each.dtype, each.device, each.shape) for each in (one, other)]
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(one.dtype.itemsize)
-    return kinds[0] == kinds[1] and bits is not None and torch.equal(one.view(bits), other.view(bits))
-
-
-class OtherBuffers:
-    """All other buffers: each ends a step with the value that micro-batch 0 gives it.
-
-    Attributes:
-        changed: this rank ran micro-batch 0 of the current pass, which changed a buffer.
-    """
-
-    def __init__(self, modules: Mapping[str, nn.Module], statistics: BatchNormStatistics) -> None:
-        self._handled = {id(buffer) for layer in statistics.layers for buffer in get_buffers(layer).values()}
+    def __init__(self, modules: Mapping[str, nn.Module], group: Group, *, exact: bool) -> None:
         self._modules = {
-            p: ".".join(filter(None, (n, path))) for n, m in modules.items() for path, p in m.named_modules()
+            part: f"{name}.{path}" if path else name
+            for name, module in modules.items()
+            for path, part in module.named_modules()
         }
-        self._dicts = [get_buffers(module) for module in self._modules]
+        self._group = group
+        self._exact = exact
         self._num_passes = 0
         self._find_all()
 
-    def _find_all(self) -> None:
-        self._known = self._list()
-        self._places: list[tuple[dict[str, Tensor | None], str]] = []
-        seen: set[int] = set()
-        for buffers in self._dicts:
-            for name, buffer in buffers.items():
-                if buffer is not None and id(buffer) not in self._handled and id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    self._places.append((buffers, name))
-        self._tensors = [self._read(place) for place in self._places]
-        self._start = _copy(self._tensors)
-        self._versions = [read_version(tensor) for tensor in self._tensors]
-        self._unseen = [False] * len(self._places)  # was changed without a change of its version
-        self.changed = False
+    @property
+    def num_buffers(self) -> int:
+        """Number of the buffers, which have an entry each in the control block."""
+        return len(self._tensors)
 
-    def _list(self) -> list[list[tuple[str, bool]]]:
-        return [[(name, buffer is None) for name, buffer in buffers.items()] for buffers in self._dicts]
-
-    def _have_none(self) -> bool:
-        """Return whether no module has or had a buffer. A shortcut for small models, whose steps are short."""
-        return not self._places and not any(self._dicts) and not any(self._known)
-
-    def _check_known(self) -> None:
-        """Raise Error if a micro-batch added or removed a buffer: the modules of other ranks would differ."""
-        if (found := self._list()) == self._known:
-            return
-        named = [
-            {(path, *entry) for path, entries in zip(self._modules.values(), lists, strict=True) for entry in entries}
-            for lists in (found, self._known)
+    def _list(self) -> list[tuple[nn.Module, str]]:
+        return [
+            (module, name)
+            for module in self._modules
+            if (buffers := get_buffers(module))
+            for name, buffer in buffers.items()
+            if buffer is not None and buffer.layout is torch.strided and name not in get_non_persistent(module)
         ]
-        path, name, _ = min(named[0] ^ named[1])
-        raise UsageError(
-            f"buffer {path}.{name} was added or removed inside the micro-batch loop, on this rank only: register it in "
-            "the module's __init__, as a tensor",
-            code="SS208",
+
+    def _find_all(self) -> None:
+        self._listed = self._list()
+        # Of a buffer that modules share, the first place.
+        first_of = {id(get_buffers(module)[name]): (module, name) for module, name in reversed(self._listed)}
+        places = [*first_of.values()][::-1]
+        self._places = [(get_buffers(module), name) for module, name in places]
+        self._paths = [f"{self._modules[module]}.{name}" for module, name in places]
+        self._tensors = [self._read(k) for k in range(len(places))]
+        self._starts = [tensor.detach().clone() for tensor in self._tensors]
+        self._versions = [*map(read_version, self._tensors)]
+        # torch does not count its own writes to the statistics of BatchNorm, which change with their counter.
+        numbers = {place: k for k, place in enumerate(places)}
+        self._leaders = [
+            numbers.get((module, "num_batches_tracked"), k) if name in ("running_mean", "running_var") else k
+            for k, (module, name) in enumerate(places)
+        ]
+        self._changed = set[int]()  # on this rank, in any pass
+        self._uncounted = set[int]()  # of these, the ones whose version does not count the changes
+        self._use([])
+
+    def _read(self, k: int) -> Tensor:
+        buffers, name = self._places[k]
+        tensor = buffers[name]
+        assert tensor is not None  # else `fold` has raised an error
+        return tensor
+
+    def _use(self, active: Sequence[int]) -> None:
+        """Exchange these buffers: those that have changed in any pass, on any rank."""
+        self._active = active
+        self._plan = build_reduction_plan(
+            [(self._paths[k], _carry(self._tensors[k])) for k in active],
+            self._group,
+            exact=self._exact,
+            bucket_cap_bytes=None,
         )
+        self._memory = LastMemory(self._plan, self._group)
 
-    @staticmethod
-    def _read(place: tuple[dict[str, Tensor | None], str]) -> Tensor:
-        return cast(Tensor, place[0][place[1]])  # `_check_known` has found that none became None
-
-    def begin(self) -> None:
-        """Begin a pass: each of its micro-batches starts from the current values of the buffers."""
-        self.changed = False
-        if self._have_none():
-            return
-        if self._list() != self._known:  # changed by the script between two passes, on all ranks
-            self._find_all()
-        for k in self._find_changes():
-            self._accept(k, self._read(self._places[k]))
+    def begin(self, layout: Layout) -> None:
+        """Begin a pass: each of its micro-batches starts from the present values."""
+        self.hold()
         self._num_passes += 1
+        self._layout = layout
+        self._held = layout.ranges[self._group.rank]
+        self._parts = RankParts(self._plan, layout, self._group.rank)
+        self._last: Grads = [None] * self.num_buffers  # the values of the last micro-batch
+        self._counts = [0] * self.num_buffers
+        self._firsts: dict[int, tuple[int, Tensor]] = {}  # the first micro-batch that changed it, and its value
 
-    def fold(self, v: int) -> None:
-        """End micro-batch v: undo its changes; keep those of micro-batch 0 for `finish`."""
-        if self._have_none():
-            return
-        self._check_known()
-        changes = self._find_changes() if self._places else []
-        if not changes:
-            return
-        if v == 0:
-            self.changed = True
-            self._first = {k: self._read(self._places[k]).clone() for k in changes}
-        for k in changes:
-            self._restore(k)
+    def hold(self) -> None:
+        """Remember the present values, which the script may have changed."""
+        if self._list() != self._listed:
+            self._find_all()
+        self._changed.update(self._find_changes())
+        for k in self._changed:
+            self._tensors[k] = tensor = self._read(k)
+            self._starts[k] = tensor.detach().clone()
+            self._versions[k] = read_version(tensor)
 
     def undo(self) -> None:
-        """Undo the changes of a micro-batch of an evaluation."""
+        """Restore the values that `hold` has remembered."""
         for k in self._find_changes():
             self._restore(k)
 
-    def copy_first(self) -> list[Tensor]:
-        """Return copies of all buffers, to be broadcast from the rank of micro-batch 0, where they have its changes."""
-        first = self._first if self.changed else {}
-        return [first.get(k, tensor).clone() for k, tensor in enumerate(self._tensors)]
-
-    def finish(self, buffers: Sequence[Tensor]) -> None:
-        """Update the buffers to what that rank has broadcast."""
-        with torch.no_grad():
-            for tensor, value in zip(self._tensors, buffers, strict=True):
-                tensor.copy_(value)
-
     def _find_changes(self) -> list[int]:
-        """Return the places whose tensor was written or replaced.
+        """Return the buffers that were written or replaced.
 
-        A tensor's version counts in-place writes, but not those through `.data`. To find these, values are compared on
-        the CPU (on a GPU this would need a synchronization): all values in the first passes of a start, later only a
-        sample of large buffers that never changed this way (attention masks).
+        The version of a tensor counts writes, but not those through `.data`. The first passes compare values, too.
         """
-        changes = []
-        for k, ((buffers, name), tensor) in enumerate(zip(self._places, self._tensors, strict=True)):
-            if buffers[name] is not tensor or read_version(tensor) != self._versions[k]:
-                changes.append(k)
-            elif tensor.device.type == "cpu" and not self._is_equal(k, tensor, self._start[k]):
-                self._unseen[k] = True
-                changes.append(k)
-        return changes
-
-    def _is_equal(self, k: int, tensor: Tensor, start: Tensor) -> bool:
-        if self._num_passes > PASSES_COMPARED and tensor.numel() > 8 * SAMPLE and not self._unseen[k]:
-            if not tensor.is_contiguous():
-                return torch.equal(tensor, start)
-            stride = tensor.numel() // SAMPLE
-            tensor = tensor.view(-1)[::stride]
-            start = start.view(-1)[::stride]
-        return torch.equal(tensor, start)
-
-    def _accept(self, k: int, tensor: Tensor) -> None:
-        self._tensors[k] = tensor
-        self._start[k] = tensor.clone()
-        self._versions[k] = read_version(tensor)
+        found = [
+            buffers.get(name) is not tensor or read_version(tensor) != version
+            for (buffers, name), tensor, version in zip(self._places, self._tensors, self._versions, strict=True)
+        ]
+        for k in self._uncounted if self._num_passes > PASSES_COMPARED else range(len(found)):
+            if not found[k] and not torch.equal(self._tensors[k], self._starts[k]):
+                self._uncounted.add(k)
+                found[k] = True
+        return [k for k, leader in enumerate(self._leaders) if found[k] or found[leader]]
 
     def _restore(self, k: int) -> None:
         buffers, name = self._places[k]
         tensor = self._tensors[k]
-        if tensor.shape != self._start[k].shape:
-            raise UsageError(
-                f"buffer {name} changed its shape during a step to {tuple(tensor.shape)}: keep its shape", code="SS208"
-            )
-        tensor.data.copy_(self._start[k])
+        tensor.data.copy_(self._starts[k])
         buffers[name] = tensor
         self._versions[k] = read_version(tensor)
+
+    def fold(self, v: int) -> None:
+        """End micro-batch v of this rank: note the values that it gave to buffers, and restore those before it.
+
+        Raises:
+            UsageError: it has added or removed a buffer, or changed a shape.
+        """
+        self._check_listed()
+        values: Grads = [None] * self.num_buffers
+        for k in self._find_changes():
+            start = self._starts[k]
+            value = self._read(k).detach()
+            if value.shape != start.shape:
+                raise UsageError(
+                    f"buffer {self._paths[k]} changed its shape during a step, from {tuple(start.shape)} to "
+                    f"{tuple(value.shape)}: keep its shape, or register a cache with persistent=False",
+                    code="SS208",
+                )
+            self._counts[k] += 1
+            if _is_averaged(start):
+                values[k] = value.to(start, copy=True)
+            elif k not in self._firsts:
+                self._firsts[k] = v, value.to(start, copy=True)
+            self._restore(k)
+        if v == self._held[-1]:
+            self._last = values
+        else:
+            self._parts.fold(v, values)
+
+    def _check_listed(self) -> None:
+        if (listed := self._list()) != self._listed:
+            module, name = min({*listed} ^ {*self._listed}, key=lambda place: place[1])
+            raise UsageError(
+                f"buffer {self._modules[module]}.{name} was added or removed inside the micro-batch loop: register it "
+                "in the module's __init__, as a tensor, or with persistent=False if it is a cache",
+                code="SS208",
+            )
+
+    def pack(self) -> bytes:
+        """Return this rank's entries: how many micro-batches have changed each buffer, and the first that has."""
+        firsts = [self._firsts[k][0] if k in self._firsts else NONE for k in range(self.num_buffers)]
+        return array("I", [*self._counts, *firsts]).tobytes()
+
+    def exchange(self, packed: Sequence[bytes]) -> list[tuple[int, Tensor]]:
+        """Return the new values of the buffers that any micro-batch has changed, by number.
+
+        Args:
+            packed: the result of `pack` on each rank.
+
+        Raises:
+            RuntimeError: another rank is gone.
+        """
+        rows = np.frombuffer(b"".join(packed), np.uint32).reshape(len(packed), 2, self.num_buffers)
+        counts = rows[:, 0].sum(axis=0).tolist()
+        firsts = rows[:, 1].min(axis=0, initial=NONE).tolist()
+        changed = [k for k, count in enumerate(counts) if count]
+        if not changed:
+            return []
+        if active := {*changed} - {*self._active}:
+            self._use(sorted(active.union(self._active)))
+        last = [
+            _to_bytes(self._firsts[k][1]) if k in self._firsts and self._firsts[k][0] == firsts[k] else self._last[k]
+            for k in self._active
+        ]
+        self._parts.select(self._active)
+        memory = self._memory.find(self._layout)
+        sums = sum_parts(self._plan, self._parts, last, Control(Vote()), memory, self._group)
+        totals = {
+            self._active[i]: total
+            for indices, of_bucket, _ in sums.pieces
+            for i, total in zip(indices, of_bucket, strict=True)
+        }
+        return [(k, _finish(totals[k], counts[k], self._starts[k])) for k in changed]
+
+    def finish(self, values: Sequence[tuple[int, Tensor]]) -> None:
+        """Give buffers the new values."""
+        with torch.no_grad():
+            for k, value in values:
+                self._tensors[k].copy_(value)
+
+    def forget_memory(self) -> None:
+        """Release the memory for exchanges, and the messages in it that have not arrived."""
+        self._memory.forget()
+
+
+def _is_averaged(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.element_size() > 1  # float8 has no addition
+
+
+def _carry(tensor: Tensor) -> Tensor:
+    """Return a tensor like the one that is exchanged in place of a buffer: its bytes, unless it is averaged."""
+    return tensor if _is_averaged(tensor) else torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
+
+
+def _to_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _finish(total: Tensor | None, count: int, like: Tensor) -> Tensor:
+    """Return the new value of a buffer, from the sum over all ranks. Of bytes, only one rank has sent any."""
+    assert total is not None
+    return total / count if _is_averaged(like) else total.clone().view(like.dtype).view(like.shape)

@@ -19,7 +19,7 @@ from samestep.world.group import Group
 
 @dataclass(frozen=True)
 class Sums:
-    """The sums of all ranks' gradients of one loss.
+    """The sums of all ranks' gradients.
 
     Attributes:
         controls: every rank's control block.
@@ -32,31 +32,26 @@ class Sums:
     pieces: Sequence[tuple[Sequence[int], Sequence[Tensor | None], Tensor | None]]
     used: bytes
 
-    def has_gradients(self, plan: ReductionPlan, inverses: Sequence[float]) -> bool:
-        """Return whether a parameter gets a gradient, on this rank or another one. Arguments as for `average`."""
-        return any(marks & USED and inverses[slot] for marks, slot in zip(self.used, plan.slots, strict=True))
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a parameter gets a gradient, on this rank or another one."""
+        return any(marks & USED for marks in self.used)
 
-    def average(self, plan: ReductionPlan, inverses: Sequence[float]) -> Grads:
-        """Return `sum * inverse`, computed in the sum; None if no micro-batch of the step used the parameter.
-
-        Args:
-            inverses: per slot, the inverse of the total weight; 0 if that is 0.
-        """
+    def average(self, plan: ReductionPlan, inverse: float) -> Grads:
+        """Return `sum * inverse`, computed in the sum; None if no micro-batch of the step used the parameter."""
         averages: Grads = [None] * len(plan.params)
         for indices, grads, flat in self.pieces:
-            scales = [(grad, inverses[plan.slots[i]], self.used[i]) for i, grad in zip(indices, grads, strict=True)]
-            shared = {inverse for _, inverse, _ in scales}
-            is_used = any(marks & USED for *_, marks in scales)
-            if flat is not None and is_used and len(shared) == 1 and shared != {1.0}:
-                scales = [(flat, shared.pop(), USED)]
-            for total, inverse, marks in scales:
+            scales = [(grad, self.used[i]) for i, grad in zip(indices, grads, strict=True)]
+            if flat is not None and inverse != 1.0 and any(marks & USED for _, marks in scales):
+                scales = [(flat, USED)]
+            for total, marks in scales:
                 # 0 + inverse * x, because the sign of a sum of -0.0 would otherwise depend on whether an absent
                 # gradient was sent as +0.0. If none was absent and the factor is 1 (the backward applies powers of
                 # two), nothing has to be done, which saves a pass over all memory.
                 if total is not None and marks & USED and (inverse != 1.0 or marks & MISSED):
                     torch.add(plan.zeros[total.dtype, total.device], total, alpha=inverse, out=total)
             for i, grad in zip(indices, grads, strict=True):
-                if self.used[i] & USED and inverses[plan.slots[i]]:
+                if self.used[i] & USED:
                     averages[i] = grad
         return averages
 
@@ -182,6 +177,20 @@ def _read_sum(bucket: Bucket, memory: BucketMemory) -> tuple[Sequence[Tensor], T
         return memory.grads, memory.root
     flat = memory.root.to(dtype)
     return bucket.views(flat), flat
+
+
+def sum_parts(
+    plan: ReductionPlan,
+    parts: RankParts,
+    grads: Grads,
+    control: Control,
+    memory: ExchangeMemory | None,
+    group: Group,
+) -> Sums:
+    """Exchange this rank's parts at once. Arguments as for `Exchange` and `Exchange.finish`."""
+    if memory is None:
+        return sum_alone(plan, parts, grads, control)
+    return Exchange(plan, memory, group, parts).finish(grads, control)
 
 
 def sum_alone(plan: ReductionPlan, parts: RankParts, grads: Grads, control: Control) -> Sums:

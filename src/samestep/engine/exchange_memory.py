@@ -29,9 +29,11 @@ class ExchangeMemory:
         control_rows: the rows of the ranks' control blocks [W, size], if they are not sent with the last bucket.
     """
 
-    def __init__(self, plan: ReductionPlan, layout: Layout, group: Group, num_names: int) -> None:
+    def __init__(
+        self, plan: ReductionPlan, layout: Layout, group: Group, num_buffers: int = 0, num_names: int = 0
+    ) -> None:
         self.layout = layout
-        self.form = ControlFormat(layout, plan.num_slots, len(plan.params), plan.num_values, num_names)
+        self.form = ControlFormat(layout, len(plan.params), num_buffers, num_names)
         # With GPUs the control block stays in host memory, because only the host reads it.
         staged = {bucket.device: group.needs_staging(bucket.device) for bucket in plan.buckets}
         last = plan.buckets[-1] if plan.buckets else None
@@ -70,6 +72,31 @@ class ExchangeMemory:
         """Prepare for the other ranks' parts."""
         for tag, memory in enumerate(self.buckets):
             memory.expect(tag)
+
+
+class LastMemory:
+    """The memory that the exchanges of a plan use one after the other. Only that of the last layout is kept."""
+
+    def __init__(self, plan: ReductionPlan, group: Group) -> None:
+        self._plan = plan
+        self._group = group
+        self._memory: ExchangeMemory | None = None
+        self._key: tuple[Any, ...] = ()
+
+    def find(self, layout: Layout, num_buffers: int = 0, num_names: int = 0) -> ExchangeMemory | None:
+        """Return the memory for the next exchange; None if there is no other rank."""
+        if self._group.world_size == 1:
+            return None
+        key = (layout, num_buffers, num_names, self._group.generation)  # it refers to the group's connections
+        if self._memory is None or key != self._key or self._memory.is_kept:
+            self._memory = None  # first, so that there is only one: the last step of an epoch is shorter
+            self._memory = ExchangeMemory(self._plan, layout, self._group, num_buffers, num_names)
+            self._key = key
+        return self._memory
+
+    def forget(self) -> None:
+        """Release the memory, and the messages in it that have not arrived."""
+        self._memory = None
 
 
 class BucketMemory:

@@ -45,6 +45,10 @@ class RankParts:
             grads = [add(left, right) for left, right in zip(self._parts.pop(), grads, strict=True)]
         self._parts.append(grads)
 
+    def select(self, indices: Sequence[int]) -> None:
+        """Keep these parameters only, in this order."""
+        self._parts = [[part[i] for i in indices] for part in self._parts]
+
     def pack(self, i: int, grad: Tensor | None, views: Sequence[Tensor]) -> Tensor:
         """Copy the parts of parameter i to `views`, and add `grad`, of the last micro-batch. Returns the last view."""
         if self._narrow is not None and grad is not None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from samestep.engine.buffers import BatchNormStatistics, OtherBuffers
+from samestep.engine.buffers import Buffers
 from samestep.engine.gradient_pass import GradientPass, PassContext
 from samestep.engine.logged_values import LoggedNames
 from samestep.engine.ownership import Ownership
@@ -13,6 +13,7 @@ from samestep.engine.precision import Precision
 from samestep.engine.reducer import Reducer
 from samestep.engine.reduction_plan import ReductionPlan, build_reduction_plan
 from samestep.engine.shards import ShardedModels
+from samestep.plan.tree import build_layout
 from samestep.world.group import Group
 
 
@@ -45,9 +46,8 @@ class GradientAverager:
         models: ShardedModels | None = None,
         exchange_dtype: torch.dtype | None = None,
     ) -> None:
-        statistics = BatchNormStatistics(modules.values())
-        buffers = OtherBuffers(modules, statistics)
-        self._context = PassContext(modules, group, precision, micro_batch_size, statistics, buffers, LoggedNames())
+        buffers = Buffers(modules, group, exact=exact)
+        self._context = PassContext(modules, group, precision, micro_batch_size, buffers, LoggedNames())
         self._exact = exact
         self._bucket_cap_bytes = bucket_cap_bytes
         self.ownership = ownership
@@ -60,26 +60,20 @@ class GradientAverager:
         """The parameters, and how their gradients are summed."""
         return self._reducer.plan
 
-    def set_parameters(
-        self, trained: Sequence[tuple[str, nn.Parameter, int]], untrained: Sequence[nn.Parameter]
-    ) -> None:
+    def set_parameters(self, trained: Sequence[tuple[str, nn.Parameter]], untrained: Sequence[nn.Parameter]) -> None:
         """Average the gradients of these parameters from now on. Arguments as for `build_reduction_plan`."""
         self._reducer.remove()
         self._reducer = self._build_reducer(trained, untrained)
 
-    def _build_reducer(
-        self, trained: Sequence[tuple[str, nn.Parameter, int]], untrained: Sequence[nn.Parameter]
-    ) -> Reducer:
+    def _build_reducer(self, trained: Sequence[tuple[str, nn.Parameter]], untrained: Sequence[nn.Parameter]) -> Reducer:
         context = self._context
         plan = build_reduction_plan(
             trained,
             context.group,
             exact=self._exact,
             bucket_cap_bytes=self._bucket_cap_bytes,
-            num_slots=len(context.modules) + 1,
-            num_values=context.statistics.num_values,
             untrained=untrained,
-            owners=None if self.ownership is None else self.ownership.assign([param for _, param, _ in trained]),
+            owners=None if self.ownership is None else self.ownership.assign([param for _, param in trained]),
             models=self._models,
             exchange_dtype=self._exchange_dtype,
         )
@@ -87,17 +81,22 @@ class GradientAverager:
 
     def hold_buffers(self) -> None:
         """Remember all buffers, for `undo_buffers`."""
-        self._context.buffers.begin()
-        self._context.statistics.hold()
+        self._context.buffers.hold()
 
     def undo_buffers(self) -> None:
         """Restore the values of all buffers that `hold_buffers` remembered."""
-        self._context.undo_buffers()
+        self._context.buffers.undo()
 
     def free_gathered(self) -> None:
         """Free the parameters that a forward pass without a backward pass has gathered, if parameters are sharded."""
         if self._models is not None:
             self._models.free_gathered()
+
+    def find_held(self, num_micro_batches: int) -> range:
+        """Return the micro-batches that this rank computes in a step."""
+        group = self._context.group
+        layout = build_layout(num_micro_batches, group.world_size, self.plan.shards is not None)
+        return layout.ranges[group.rank]
 
     def begin(self, step: int, sizes: Sequence[int], number: int) -> GradientPass:
         """Begin a pass. Arguments as for `GradientPass`."""

@@ -1,4 +1,4 @@
-"""Sums of the gradients of one loss over a step's micro-batches on all ranks.
+"""Sums of the gradients over a step's micro-batches on all ranks.
 
 All passes have one interface: `open` a micro-batch, `take` each of its gradients, `close` it. Those that sum gradients
 then `finish`.
@@ -11,7 +11,7 @@ from torch import Tensor
 from samestep.engine.control import Control
 from samestep.engine.exchange import Exchange, Sums, sum_alone
 from samestep.engine.exchange_memory import ExchangeMemory
-from samestep.engine.folding import Grads, RankParts, lay_out
+from samestep.engine.folding import Grads, RankParts
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.engine.script_guards import ParameterGuard, check_gradients
 from samestep.errors import UsageError
@@ -21,7 +21,7 @@ from samestep.world.group import Group
 
 
 class ReductionPass:
-    """Sums the gradients of the first loss, which a backward pass leaves in `.grad`.
+    """Sums the gradients that backward passes leave in `.grad`.
 
     During the backward of this rank's last micro-batch, each gradient is packed into its bucket, and complete buckets
     are sent. Such an overlap with the exchange is what DDP does, too (Li et al. 2020, "PyTorch Distributed: Experiences
@@ -121,51 +121,6 @@ class ReductionPass:
         """Leave gradients in `.grad`: None for a parameter without one."""
         for param, grad in zip(self._plan.params, grads, strict=True):
             param.grad = grad
-
-
-class FurtherPass:
-    """Sums the gradients of a further loss, whose total weight differs from that of the first.
-
-    Meanwhile `.grad` holds gradients of the first loss. The exchange follows that of the loss before, in its memory.
-    """
-
-    def __init__(self, plan: ReductionPlan, layout: Layout, group: Group, memory: ExchangeMemory | None) -> None:
-        self._plan = plan
-        self._group = group
-        self._memory = memory
-        self._parts = RankParts(plan, layout, group.rank)
-        self._grads: Grads = [None] * len(plan.params)  # of the open micro-batch, or of the last one
-        self._next = self._parts.held.start  # the first micro-batch that is not closed
-
-    def open(self, v: int) -> None:
-        """Begin micro-batch v of this rank."""
-
-    def take(self, i: int, grad: Tensor) -> None:
-        """Take the gradient of parameter i."""
-        self._grads[i] = lay_out(grad, self._plan.strides[i])
-
-    def close(self, v: int) -> None:
-        """End micro-batch v, and fold it unless it is the last of this rank. Those before it may lack this loss."""
-        nothing: Grads = [None] * len(self._plan.params)
-        for each in range(self._next, v):
-            self._fold(each, nothing)
-        self._fold(v, self._grads)
-        self._next = v + 1
-        if self._next < self._parts.held.stop:
-            self._grads = [None] * len(self._plan.params)
-
-    def _fold(self, v: int, grads: Grads) -> None:
-        self._parts.mark([grad is not None for grad in grads])
-        if v < self._parts.held.stop - 1:
-            self._parts.fold(v, grads)
-
-    def finish(self, control: Control) -> Sums:
-        """Same as `ReductionPass.finish`. Overwrites the sums of the pass before, if there are other ranks."""
-        if self._next < self._parts.held.stop:
-            self.close(self._parts.held.stop - 1)
-        if self._memory is None:
-            return sum_alone(self._plan, self._parts, self._grads, control)
-        return Exchange(self._plan, self._memory, self._group, self._parts).finish(self._grads, control)
 
 
 class InspectingPass:

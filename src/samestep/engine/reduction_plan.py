@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from samestep.engine.buckets import Bucket, build_buckets, choose_cap_bytes, dense_strides
 from samestep.engine.shards import ShardedModels, Shards, find_shards
@@ -17,7 +17,6 @@ class ReductionPlan:
 
     Attributes:
         names, params: of the parameters, in the models' order.
-        slots: per parameter, the number of its model, which selects the losses of the parameter.
         untrained: parameters that no optimizer holds. Their gradients are dropped.
         strides: per parameter, the strides of its sum.
         zeros: a zero of each dtype on each device.
@@ -28,13 +27,11 @@ class ReductionPlan:
         exact: whether to sum along the canonical tree; otherwise use the backend's all-reduce.
         exchange_dtype: the dtype to which gradients of float32 and their partial sums are rounded, so that they are
             exchanged in it; None: they are not.
-        num_slots, num_values: sizes in the control block: slots, and values of BatchNorm's statistics.
     """
 
     names: Sequence[str]
-    params: Sequence[nn.Parameter]
-    slots: Sequence[int]
-    untrained: Sequence[nn.Parameter]
+    params: Sequence[Tensor]
+    untrained: Sequence[Tensor]
     strides: Sequence[tuple[int, ...]]
     zeros: Mapping[tuple[torch.dtype, torch.device], Tensor]
     buckets: Sequence[Bucket]
@@ -43,8 +40,6 @@ class ReductionPlan:
     shards: Shards | None
     exact: bool
     exchange_dtype: torch.dtype | None
-    num_slots: int
-    num_values: int
 
     def narrow(self, grad: Tensor) -> Tensor:
         """Return a gradient in the dtype in which it is exchanged."""
@@ -57,14 +52,12 @@ class ReductionPlan:
 
 
 def build_reduction_plan(
-    trained: Sequence[tuple[str, nn.Parameter, int]],
+    trained: Sequence[tuple[str, Tensor]],
     group: Group,
     *,
     exact: bool,
     bucket_cap_bytes: int | None,
-    num_slots: int,
-    num_values: int,
-    untrained: Sequence[nn.Parameter] = (),
+    untrained: Sequence[Tensor] = (),
     owners: Sequence[int] | None = None,
     models: ShardedModels | None = None,
     exchange_dtype: torch.dtype | None = None,
@@ -72,12 +65,12 @@ def build_reduction_plan(
     """Return the plan for these parameters.
 
     Args:
-        trained: (name, parameter, slot) in the models' order.
+        trained: (name, parameter) in the models' order.
         bucket_cap_bytes: maximum size of a bucket; None: the result of `choose_cap_bytes`.
         owners, exchange_dtype: see `ReductionPlan`.
         models: the models, if their parameters are sharded.
     """
-    params = [param for _, param, _ in trained]
+    params = [param for _, param in trained]
     if bucket_cap_bytes is None:
         bucket_cap_bytes = choose_cap_bytes(params, one_host=group.is_on_one_host)
     dtypes = [choose_dtype(param, exchange_dtype) for param in params]
@@ -85,9 +78,8 @@ def build_reduction_plan(
     numbers = {i: number for number, bucket in enumerate(buckets) for i in bucket.indices}
     kinds = {(param.dtype, param.device) for param in params}
     return ReductionPlan(
-        names=[name for name, _, _ in trained],
+        names=[name for name, _ in trained],
         params=params,
-        slots=[slot for _, _, slot in trained],
         untrained=untrained,
         strides=[dense_strides(param) for param in params] if models is None else [],
         zeros={(dtype, device): torch.zeros((), dtype=dtype, device=device) for dtype, device in kinds},
@@ -97,8 +89,6 @@ def build_reduction_plan(
         shards=None if models is None else find_shards(models, params),
         exact=exact,
         exchange_dtype=exchange_dtype,
-        num_slots=num_slots,
-        num_values=num_values,
     )
 
 

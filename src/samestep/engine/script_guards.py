@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from samestep.errors import UsageError
 from samestep.torch_internals import get_local, read_version
@@ -11,7 +11,7 @@ from samestep.torch_internals import get_local, read_version
 class ParameterGuard:
     """Refuses changes of parameters inside the micro-batch loop, and conversions before it."""
 
-    def __init__(self, names: Sequence[str], params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
         self._names = names
         self._params = params
         self._kinds = [(param.shape, param.dtype) for param in params]
@@ -68,7 +68,7 @@ class ParameterGuard:
 
 
 def check_gradients(
-    names: Sequence[str], params: Sequence[nn.Parameter], found: Sequence[tuple[int, Tensor, int]], v: int
+    names: Sequence[str], params: Sequence[Tensor], found: Sequence[tuple[int, Tensor, int]], v: int
 ) -> None:
     """Refuse changes of gradients in micro-batch v.
 
@@ -93,45 +93,3 @@ def check_gradients(
             "registered after run.prepare?), while it is only a partial sum: change it after the micro-batch loop",
             code="SS207",
         )
-
-
-class CheckpointGuard:
-    """Refuses reentrant checkpoints in backward passes to given parameters, which they hide without an error."""
-
-    def __init__(self) -> None:
-        self._checked: set[tuple[int, ...]] = set()
-
-    def check(self, loss: Tensor, kind: tuple[int, ...]) -> None:
-        """Check the graph of a loss.
-
-        Args:
-            kind: pass, slot, number of the loss. Only the first call of each kind is checked, because models use
-                checkpoints in the same way in all steps.
-
-        Raises:
-            UsageError: the graph contains such a checkpoint.
-        """
-        if kind in self._checked:
-            return
-        self._checked.add(kind)
-        if has_reentrant_checkpoint(loss):
-            raise UsageError(
-                "step.backward(model=...), or of several losses, with reentrant activation checkpointing, which hides "
-                "parameters from it: use torch.utils.checkpoint with use_reentrant=False",
-                code="SS209",
-            )
-
-
-def has_reentrant_checkpoint(loss: Tensor) -> bool:
-    """Return whether the graph of `loss` contains a reentrant activation checkpoint."""
-    stack = [loss.grad_fn]
-    seen = set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        stack += [source for source, _ in node.next_functions]
-    return False

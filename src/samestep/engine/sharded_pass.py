@@ -4,7 +4,7 @@ The ranks work in rounds: round j brings the gradients of the micro-batches from
 which are folded at once. So a rank keeps at most log2(micro-batches) + 1 sums of the size of its chunk.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +59,7 @@ class ShardedPass:
         self._under_way: list[PendingOp] = []  # exchanges of chunks
         self._round = -1
         # Of the open micro-batch:
-        self._slots: set[int] = set()  # of its backward passes
+        self._wanted: Sequence[bool] = ()  # per unit, whether its gradients are exchanged
         self._counts = False  # whether the gradients of the current backward pass are added to the sums
         self._fired = bytearray(len(plan.params))  # 1: the parameter has a gradient
         self._reduced: set[int] = set()  # units
@@ -68,13 +68,13 @@ class ShardedPass:
     def open(self, v: int) -> None:
         """Begin the micro-batch of the next round."""
         self._round += 1
-        self._slots.clear()
+        self._wanted = ()
         self._fired[:] = bytes(len(self._fired))
         self._reduced.clear()
 
-    def backward(self, v: int, slot: int, run: Callable[[], None], *, has_weight: bool) -> None:
-        """Run a backward pass of the loss of one model; slot 0: of all models."""
-        self._slots.add(slot)
+    def backward(self, v: int, wanted: set[int] | None, run: Callable[[], None], *, has_weight: bool) -> None:
+        """Run the backward pass. `wanted`: numbers of the parameters that get gradients; None: all."""
+        self._wanted = [wanted is None or not wanted.isdisjoint(numbers) for numbers in self._numbers]
         self._counts = has_weight and v in self._parts.held
         self._models.direct(self)
         try:
@@ -92,7 +92,7 @@ class ShardedPass:
 
     def reduce(self, k: int, flat: Tensor, process_group: Any) -> None:
         """Begin to exchange the chunks of a unit's gradients, and advance the exchanges of units before."""
-        if self._slots.isdisjoint({0, self._models.slots[k]}):  # a loss of another model
+        if not self._wanted[k]:  # of another model
             return
         if k in self._reduced:
             raise UsageError(
@@ -126,10 +126,10 @@ class ShardedPass:
             param.grad = None
         models = self._models
         for k, numbers in enumerate(self._numbers):
-            is_wanted = not self._slots.isdisjoint({0, models.slots[k]}) or not self._slots
+            is_wanted = not self._wanted or self._wanted[k]
             is_trained = any(i is not None and self._plan.params[i].requires_grad for i in numbers)
             if is_wanted and is_trained and k not in self._reduced:
-                what = f"{models.names[k]} was not used" if self._slots else "step.backward was not called"
+                what = f"{models.names[k]} was not used" if self._wanted else "step.backward was not called"
                 raise UsageError(
                     f'{what} in micro-batch {v}, and with shard="fsdp2" all ranks wait for its gradients: use all of '
                     "the model in every micro-batch, with weight=0 for one that does not count",

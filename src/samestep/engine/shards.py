@@ -31,20 +31,18 @@ class ShardedModels:
     Attributes:
         units: their units.
         names: per unit, a name for messages.
-        slots: per unit, the number of its model.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], block_size: int) -> None:
         self.block_size = block_size
         self._receiver: Receiver | None = None
         found = [
-            (unit, f"{name}.{unit.path}" if unit.path else name, slot)
-            for slot, (name, module) in enumerate(modules.items(), start=1)
+            (unit, f"{name}.{unit.path}" if unit.path else name)
+            for name, module in modules.items()
             for unit in list_units(module)
         ]
-        self.units: Sequence[ShardedUnit] = [unit for unit, _, _ in found]
-        self.names = [name for _, name, _ in found]
-        self.slots = [slot for _, _, slot in found]
+        self.units: Sequence[ShardedUnit] = [unit for unit, _ in found]
+        self.names = [name for _, name in found]
         for k, unit in enumerate(self.units):
             unit.intercept(partial(self._complete, k), partial(self._reduce, k))
 
@@ -88,7 +86,7 @@ class Shards:
     numbers: Sequence[Sequence[int | None]]
 
 
-def find_shards(models: ShardedModels, params: Sequence[nn.Parameter]) -> Shards:
+def find_shards(models: ShardedModels, params: Sequence[Tensor]) -> Shards:
     """Return which units hold the trained parameters `params`."""
     places = {id(param): i for i, param in enumerate(params)}
     return Shards(models, [[places.get(id(param)) for param in unit.params] for unit in models.units])

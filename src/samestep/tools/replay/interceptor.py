@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from samestep.data.content import find_leaves
 from samestep.data.loader import seed_all
-from samestep.engine.losses import Losses
 from samestep.errors import Error
 from samestep.files import open_regular, replacing
 from samestep.launch.rank_process import leave
@@ -120,23 +119,21 @@ class Replay(Tracer):
                 self._save(Path(self.options["save"]), batch)
         self._finish(step, self._result)
 
-    def backward(self, step: Step, loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
+    def backward(self, step: Step, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
         """Note the losses. Alone, compute the gradient of the mean over this micro-batch only, without loss scaling."""
         if not self._is_alone:
             if step.number == self._step:
-                terms = [*loss] if isinstance(loss, Mapping) else [loss]
-                self._losses.setdefault(step.micro_batch, []).extend(float(term.detach()) for term in terms)
+                self._losses.setdefault(step.micro_batch, []).append(float(loss.detach()))
             return
-        for term, own in loss.items() if isinstance(loss, Mapping) else [(loss, weight)]:
-            params = [param for param in self.loop.gradients.plan.params if param.requires_grad]
-            found = iter(torch.autograd.grad(term, params, retain_graph=True, allow_unused=True))
-            for i, param in enumerate(self.loop.gradients.plan.params):
-                grad = next(found) if param.requires_grad else None
-                if grad is not None:
-                    before = self._grads[i]
-                    self._grads[i] = grad if before is None else before + grad
-            self._result["losses"].append(float(term.detach()))
-            self._result["weights"].append(float(step.sizes[step.micro_batch] if own is None else own))
+        params = [param for param in self.loop.gradients.plan.params if param.requires_grad]
+        found = iter(torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True))
+        for i, param in enumerate(self.loop.gradients.plan.params):
+            grad = next(found) if param.requires_grad else None
+            if grad is not None:
+                before = self._grads[i]
+                self._grads[i] = grad if before is None else before + grad
+        self._result["losses"].append(float(loss.detach()))
+        self._result["weights"].append(float(step.sizes[step.micro_batch] if weight is None else weight))
 
     def log(self, step: Step, values: Mapping[str, Any]) -> None:
         if self._is_alone:

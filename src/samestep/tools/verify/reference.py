@@ -16,7 +16,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from samestep.data.loader import seed_all, to_device
-from samestep.engine.losses import Losses, find_slot
 from samestep.files import open_regular
 from samestep.plan.seeds import derive
 from samestep.snapshot.serialization import write_tensors
@@ -26,7 +25,6 @@ from samestep.train.step.steps import Step
 
 NUM_PROBES = 8  # samples that are computed one by one
 Grads = list[Tensor | None]
-Key = tuple[int, int]  # a slot, and which of its losses
 
 
 class Reference(Trace):
@@ -35,9 +33,9 @@ class Reference(Trace):
     def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
         super().__init__(context, options)
         self._is_double = options["dtype"] == "float64"
-        self._probe: list[tuple[Key, float, float | None, Tensor]] | None = None
-        self._sums: dict[Key, list[Tensor]] = {}
-        self._weights: dict[Key, float] = {}
+        self._probe: list[tuple[float, float | None, Tensor]] | None = None  # loss, weight, gradient
+        self._sum: list[Tensor] = []
+        self._weight = 0.0
         self._draws = False
         self._drawn: dict[str, str] = {}
 
@@ -89,49 +87,41 @@ class Reference(Trace):
         super().end_micro_batch(step)
         self._draws |= read_draws() != self._drawn
 
-    def backward(self, step: Step, loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
+    def backward(self, step: Step, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
         super().backward(step, loss, weight, model)
-        slot = 0 if model is None else find_slot(self.modules, model)
-        for k, (term, own) in enumerate(loss.items() if isinstance(loss, Mapping) else [(loss, weight)]):
-            if self._probe is not None:
-                number = None if own is None else float(own)
-                flat = [g.flatten() for g in self._differentiate(term, slot) if g is not None]
-                self._probe.append(((slot, k), float(term.detach()), number, torch.cat(flat)))
-            elif self._is_double and step.number == 0 and step.num_passes == 0:
-                share = float(step.sizes[step.micro_batch] if own is None else own)
-                if share:
-                    self._add((slot, k), share, self._differentiate(term, slot))
+        if self._probe is not None:
+            number = None if weight is None else float(weight)
+            flat = [g.flatten() for g in self._differentiate(loss, model) if g is not None]
+            self._probe.append((float(loss.detach()), number, torch.cat(flat)))
+        elif self._is_double and step.number == 0 and step.num_passes == 0:
+            share = float(step.sizes[step.micro_batch] if weight is None else weight)
+            if share:
+                self._add(share, self._differentiate(loss, model))
 
     def reduced(self, step: Step) -> None:
         super().reduced(step)
         if self.context.rank == 0 and step.number == 0 and step.num_passes == 1:
             self._write_gradients()
 
-    def _differentiate(self, loss: Tensor, slot: int) -> Grads:
+    def _differentiate(self, loss: Tensor, model: nn.Module | None) -> Grads:
         """Return the loss's gradient for each parameter; None for those of other models, zeros for unused ones."""
-        homes = zip(self._params, self.loop.gradients.plan.slots, strict=True)
-        wanted = [param.requires_grad and slot in (0, home) for param, home in homes]
+        own = None if model is None else {id(param) for param in model.parameters()}
+        wanted = [param.requires_grad and (own is None or id(param) in own) for param in self._params]
         params = [param for param, is_wanted in zip(self._params, wanted, strict=True) if is_wanted]
         grads = iter(torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True, materialize_grads=True))
         return [next(grads) if is_wanted else None for is_wanted in wanted]
 
-    def _add(self, key: Key, weight: float, grads: Grads) -> None:
+    def _add(self, weight: float, grads: Grads) -> None:
         weighted = [torch.zeros_like(p) if g is None else weight * g for p, g in zip(self._params, grads, strict=True)]
-        before = self._sums.get(key)
-        self._sums[key] = weighted if before is None else [a + b for a, b in zip(before, weighted, strict=True)]
-        self._weights[key] = self._weights.get(key, 0.0) + weight
+        self._sum = [a + b for a, b in zip(self._sum, weighted, strict=True)] if self._sum else weighted
+        self._weight += weight
 
     def _write_gradients(self) -> None:
         plan = self.loop.gradients.plan
         gradients = {}
-        for i, (name, param, home) in enumerate(zip(plan.names, self._params, plan.slots, strict=True)):
+        for i, (name, param) in enumerate(zip(plan.names, self._params, strict=True)):
             if self._is_double:
-                gradients[name] = torch.zeros(())
-                for number in {k for _, k in self._sums}:
-                    keys = [(slot, k) for slot, k in self._sums if k == number and slot in (0, home)]
-                    if keys:
-                        total = sum(self._weights[key] for key in keys)
-                        gradients[name] = gradients[name] + sum(self._sums[key][i] for key in keys) / total
+                gradients[name] = self._sum[i] / self._weight if self._sum else torch.zeros(())
             elif param.grad is not None:
                 gradients[name] = param.grad
         with open(self.directory / "gradients.safetensors", "wb", opener=open_regular) as file:
@@ -166,11 +156,8 @@ class Reference(Trace):
         with torch.no_grad():
             for buffer, old in zip(buffers, kept, strict=True):
                 buffer.copy_(old)
-        for key in sorted({key for key, *_ in results[0]}):
-            rows = [[entry[1:] for entry in result if entry[0] == key] for result in results]
-            if all(len(row) == 1 for row in rows):
-                about = {"draws": self._draws, "slot": key[0]}
-                self.write({"probe": summarize([row[0] for row in rows]) | about})
+        if all(len(result) == 1 for result in results):
+            self.write({"probe": summarize([result[0] for result in results]) | {"draws": self._draws}})
 
     def _load_probes(self, indices: list[int], step: int) -> Iterator[Any]:
         """Return the samples as one batch, then each as a batch."""

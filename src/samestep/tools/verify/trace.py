@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.data.attributes import walk_attributes
 from samestep.data.loader import Fetcher
-from samestep.engine.losses import Losses
 from samestep.errors import Error
 from samestep.files import open_regular
 from samestep.hashing import hash_bytes
@@ -64,10 +63,9 @@ class Trace(Tracer):
     def end_micro_batch(self, step: Step) -> None:
         self._notes[-1]["draws"] = read_draws()
 
-    def backward(self, step: Step, loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
+    def backward(self, step: Step, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
         if self._notes:
-            terms = [*loss] if isinstance(loss, Mapping) else [loss]
-            self._notes[-1]["losses"] += [float(term.detach()).hex() for term in terms if isinstance(term, Tensor)]
+            self._notes[-1]["losses"] += [float(loss.detach()).hex()] if isinstance(loss, Tensor) else []
 
     def reduced(self, step: Step) -> None:
         self._gradients = {

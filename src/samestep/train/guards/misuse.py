@@ -11,7 +11,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.engine.gradient_averager import GradientAverager
-from samestep.engine.losses import Losses
 from samestep.errors import UsageError
 from samestep.train.state.stateful import Objects, find_saved, list_params, name_optimizers
 from samestep.train.step.steps import Step, StepObserver
@@ -104,13 +103,12 @@ class MisuseChecks(StepObserver):
     def begin_pass(self, step: Step) -> None:
         self._read = self._read_schedules()
 
-    def backward(self, step: Step, loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
+    def backward(self, step: Step, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
         if self._group.world_size == 1 or step.number != self._first_step:
             return
-        for each in [loss] if isinstance(loss, Tensor) else [*loss] if isinstance(loss, Mapping) else []:
-            for leaf in _find_leaves(each) if isinstance(each, Tensor) else ():
-                if id(leaf) not in self._names:
-                    self._unreduced[id(leaf)] = ref(leaf)
+        for leaf in _find_leaves(loss) if isinstance(loss, Tensor) else ():
+            if id(leaf) not in self._names:
+                self._unreduced[id(leaf)] = ref(leaf)
 
     def exchange(self, step: Step) -> None:
         for (name, _), was, now in zip(self._schedules, self._read, self._read_schedules(), strict=True):

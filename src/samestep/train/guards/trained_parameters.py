@@ -38,13 +38,13 @@ class TrainedParameters(StepObserver):
             return
         self._held = held
         wanted = {*held}
-        trained: dict[int, tuple[str, nn.Parameter, int]] = {}  # name, parameter, slot of its module
+        trained: dict[int, tuple[str, nn.Parameter]] = {}
         others: list[nn.Parameter] = []
-        for slot, (name, module) in enumerate(self._modules.items(), start=1):
+        for name, module in self._modules.items():
             for path, param in module.named_parameters():
                 # Without an optimizer, all parameters are trained except those of averaged models.
                 if id(param) in wanted if wanted else not isinstance(module, AveragedModel):
-                    trained.setdefault(id(param), (f"{name}.{path}", param, slot))
+                    trained.setdefault(id(param), (f"{name}.{path}", param))
                 else:
                     others.append(param)
         self._gradients.set_parameters([*trained.values()], [param for param in others if id(param) not in trained])

@@ -16,7 +16,6 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from samestep.console import escape, warn
-from samestep.engine.losses import Losses
 from samestep.errors import Error, PeerFailed, Stuck, UsageError
 from samestep.files import read_text
 from samestep.launch.failure import write_failure
@@ -63,7 +62,7 @@ class Watchdog(PhaseClock, StepObserver):
     def begin_micro_batch(self, step: Step) -> None:
         self.enter("forward", step.number)
 
-    def backward(self, step: Step, loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
+    def backward(self, step: Step, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
         self.enter("backward", step.number)
 
     def end_backward(self, step: Step, waited_s: float) -> None:

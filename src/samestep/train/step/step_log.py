@@ -73,18 +73,18 @@ def average(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
         return math.inf, total
 
 
-def average_batch(means: Means, weights: list[list[float]], sizes: Sequence[int]) -> dict[str, tuple[float, float]]:
+def average_batch(means: Means, weights: Sequence[float], sizes: Sequence[int]) -> dict[str, tuple[float, float]]:
     """Return name -> the average over the batch, and the total weight.
 
     Args:
-        weights: per micro-batch, the weights of step.backward; the first one is used.
+        weights: per micro-batch, the weight of step.backward.
         sizes: samples per micro-batch, for those without step.backward.
     """
     pairs: dict[str, list[tuple[float, float]]] = {}
-    for values, row, size in zip(means, weights, sizes, strict=True):
+    for values, own, size in zip(means, weights, sizes, strict=True):
         if not values:
             continue
-        weight = next((weight for weight in row if weight != NOT_CALLED), float(size))
+        weight = float(size) if own == NOT_CALLED else own
         for name, (value, count) in values.items():
             pairs.setdefault(name, []).append((value, weight * count))
     return {name: average(of_name) for name, of_name in pairs.items()}

@@ -13,8 +13,7 @@ from samestep.data.loader import Loaded, seed_all, to_device
 from samestep.data.sample_errors import locate_error
 from samestep.engine.control import Vote
 from samestep.engine.gradient_averager import GradientAverager
-from samestep.engine.gradient_pass import GradientPass, Inspect, Outcome, PassReport
-from samestep.engine.losses import Losses
+from samestep.engine.gradient_pass import GradientPass, Inspect, PassReport
 from samestep.errors import Error, NotHealed, UsageError
 from samestep.plan.ledger import combine
 from samestep.plan.schedule import Span
@@ -44,7 +43,7 @@ class StepObserver:
     def begin_micro_batch(self, step: "Step") -> None:
         """The script gets a micro-batch next."""
 
-    def backward(self, step: "Step", loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
+    def backward(self, step: "Step", loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
         """The script has called step.backward."""
 
     def log(self, step: "Step", values: Mapping[str, Any]) -> None:
@@ -331,7 +330,7 @@ class Step:
             exchanged = yield from self._exchange()
             if exchanged is not None:  # else a rank has died, and the others compute its micro-batches, too
                 break
-        self._apply(*exchanged)
+        self._apply(exchanged)
         seed_all(self._derive("after"))
         self._end_pass()
 
@@ -426,19 +425,20 @@ class Step:
             self._load(each)
         return self._load(v)
 
-    def _exchange(self) -> Generator[Any, None, tuple[PassReport, Outcome] | None]:
+    def _exchange(self) -> Generator[Any, None, PassReport | None]:
         """Exchange the gradients. Returns None if a rank has died meanwhile, so that the pass must be repeated."""
         self._on.exchange(self)
         group = self._context.group
         current = self._find_pass()
         fingerprints = [self._loaded[v].fingerprint for v in self.held]
-        exchanged: tuple[PassReport, Outcome] | None = None
+        exchanged: PassReport | None = None
         try:
             with group.together():
                 self._vote = self._vote or self._parts.cast_vote()
-                report, sums = current.exchange(self._vote, fingerprints, self._log.compute_means())
+                report = current.exchange(self._vote, fingerprints, self._log.compute_means())
                 yield from self._interceptors.after_exchange(self, report)
-                exchanged = (report, current.complete(sums))
+                current.complete(report)
+                exchanged = report
             group.confirm()
         except RuntimeError as error:
             if not group.can_heal or not may_be_death(error):
@@ -453,14 +453,15 @@ class Step:
             why = f"a rank died in a pass of step {self.number} without step.backward, which is not repeated"
         return exchanged if group.heal(reason, why) else None
 
-    def _apply(self, report: PassReport, outcome: Outcome) -> None:
+    def _apply(self, report: PassReport) -> None:
         self._vote = None
         self._on.exchanged(self, report)
-        self.averaged_loss, self.has_gradients = self._find_pass().apply(outcome)
+        self.has_gradients = self._find_pass().apply(report)
+        self.averaged_loss = report.loss
         if self.has_gradients:
             self.is_skipped = False
         if self.averaged_loss is not None:
-            weight = math.fsum([weight for row in report.weights for weight in row if weight > 0])
+            weight = math.fsum([weight for weight in report.weights if weight > 0])
             self.averages["loss"] = (self.averaged_loss, weight)
         if report.logged:
             self.averages |= average_batch(report.logged, report.weights, self.sizes)
@@ -507,21 +508,18 @@ class Step:
                 code="SS217",
             )
 
-    def backward(self, loss: Losses, *, weight: float | Tensor | None = None, model: nn.Module | None = None) -> None:
+    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, model: nn.Module | None = None) -> None:
         """Run the backward pass of this micro-batch, and add its part of the gradient of the batch.
 
         Args:
-            loss: scalar, a mean over `weight` units of the micro-batch. For losses that are means over different units,
-                a dict of loss -> weight, in the same order in all micro-batches: each is averaged over the batch by its
-                own weights, and the averages are added. Each loss costs a backward pass and an exchange. See
-                docs/losses.md.
+            loss: scalar, a mean over `weight` units of the micro-batch. For a sum of losses that are means over
+                different units, see `total`.
             weight: number of units that `loss` is a mean over, such as tokens. None: the samples of the micro-batch. 0:
                 the micro-batch does not count. A tensor should be on the CPU; one on a GPU is copied to the host.
-            model: the one prepared model that gets gradients. None: all models.
+            model: the one prepared model that gets gradients. None: all models that the loss depends on.
 
         Raises:
-            UsageError: called outside the loop over micro-batches or twice for a model, or micro-batches have different
-                numbers of losses.
+            UsageError: called outside the loop over micro-batches, or twice in one micro-batch.
             InvalidValue: the loss is not a scalar or depends on no parameter, or a weight is negative.
 
         Example::
@@ -544,6 +542,48 @@ class Step:
             return
         waited_s = self._find_pass().backward(loss, weight, model)
         self._on.end_backward(self, waited_s)
+
+    def total(self, count: Callable[[Any], float | Tensor]) -> float:
+        """Return the sum of a number over the whole batch: the same on all ranks. Call it before a loop over the step.
+
+        A loss that is a sum over units can then be divided by their number in the whole batch, see docs/losses.md. This
+        loads all micro-batches of this rank, and is a short exchange.
+
+        Args:
+            count: gets each micro-batch as the loop does, with the random numbers of that loop, and returns the number.
+
+        Raises:
+            UsageError: called inside the loop over micro-batches.
+            InvalidType: `count` returns something else than a number.
+            NotHealed: a rank died meanwhile.
+
+        Example::
+
+            >>> import samestep, torch
+            >>> run = samestep.Run(None, batch_size=4, micro_batch_size=2)
+            >>> model = torch.nn.Linear(1, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> run.prepare(model=model, optimizer=optimizer)
+            >>> for step in run.steps(torch.tensor([[1.0], [0.0], [1.0], [1.0]]), 1):
+            ...     num_positive = step.total(lambda x: (x > 0).sum())
+            ...     for x in step:
+            ...         loss = model(x[x > 0].unsqueeze(1)).sum() / (num_positive / step.num_samples * len(x))
+            ...         step.backward(loss)
+            ...     optimizer.step()
+            ...
+            >>> num_positive, model.weight.grad.item()
+            (3.0, 1.0)
+        """
+        self.refuse_inside("step.total was called", "call it before the loop, with a function of a micro-batch")
+        self.held = self._parts.gradients.find_held(len(self.sizes))
+        self._num_ranks = self._context.world_size
+        numbers = {}
+        for v in self.held:
+            batch = self._load(v)
+            seed_all(self._derive("compute", v))
+            numbers[v] = float(read_number("a total", count(batch)))
+        seed_all(self._derive("after", 1))  # the same on all ranks; 0 follows the loop
+        return math.fsum(self.collect(numbers))
 
     def log(self, values: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor) -> None:
         """Add values to the metrics of this step.
