@@ -30,7 +30,6 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # of these, a run cha
 GRACE_S = 20.0
 PID = os.getpid()
 LONG = ("test_slurm.py", "test_docs.py")
-OPENED_BY_PACKAGES = {"all_hosts", "cluster"}  # fixtures: hosts as network namespaces, Slurm
 
 use_for_spawn()
 strikes: list[Strike] = []  # of all tests, also of those that ran in pytest-xdist's workers
@@ -178,9 +177,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that use hosts or Slurm. Start the longest tests first: they would run alone at the end."""
+    """Mark the tests that use network namespaces. Start the longest tests first: they would run alone at the end."""
     for item in items:
-        if not OPENED_BY_PACKAGES.isdisjoint(getattr(item, "fixturenames", ())):
+        if "all_hosts" in getattr(item, "fixturenames", ()):
             item.add_marker("packages")
     items.sort(key=lambda item: not any(name in item.nodeid for name in LONG))
 

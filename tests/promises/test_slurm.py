@@ -22,6 +22,7 @@ from samestep.launch.target import Target
 from samestep.tools.scale.run_scale import estimate_queue_s
 from samestep.world.mpi_ranks import FIRST_PORT, NUM_PORTS
 
+pytestmark = pytest.mark.packages
 Undisturbed = Callable[..., Outcome]
 HELD = "hold rank 0 at step 7 in forward"
 
