@@ -31,6 +31,13 @@ def test_a_long_text_on_an_unbuffered_stderr_is_printed_despite_signals() -> Non
     assert len(done.stderr) == 5_000_001
 
 
+def test_a_standard_error_that_cannot_be_written_ends_nothing() -> None:
+    code = "from samestep.console import print_error, say; say('a'); print_error('b'); print('goes on')"
+    with open("/dev/full", "wb") as full:
+        done = run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, text=True, check=True)
+    assert done.stdout == "goes on\n"
+
+
 def test_only_a_slow_block_is_announced() -> None:
     with Popen([sys.executable, "-c", BLOCKS], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdin

@@ -1,11 +1,13 @@
 """Prints text to a terminal, without the control characters that it may contain."""
 
+import io
 import json
 import re
+import select
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Timer
 from typing import Any
 
@@ -25,7 +27,7 @@ def escape(text: str) -> str:
 def say(sentence: str) -> None:
     """Print one line on standard error, in one write: ranks that share an unbuffered file do not mix their lines."""
     line = f"samestep: {escape(sentence)}".replace("\n", "\\n")
-    print(f"{line}\n", end="", file=sys.stderr, flush=True)
+    _write_error(f"{line}\n")
 
 
 def warn(say: Callable[[str], None], sentence: str, *, start: str) -> None:
@@ -55,15 +57,29 @@ def saying_when_slow(sentence: str, after_s: float) -> Iterator[None]:
 
 
 def print_error(text: str) -> None:
-    """Print a text of any length on standard error.
+    """Print a text of any length on standard error."""
+    _write_error(f"{escape(text)}\n")
 
-    Without a buffer (python -u), `print` loses the rest of a long text if a signal interrupts the write to a pipe.
+
+def _write_error(text: str) -> None:
+    """Write a text on standard error. It is lost if that cannot be written, as on a full disk: no run ends for that.
+
+    It passes no buffer: Python would try again to write what is left in one, and end with exit code 120. And without a
+    buffer (python -u), `print` loses the rest of a long text if a signal interrupts the write to a pipe.
     """
-    data = memoryview(f"{escape(text)}\n".encode(errors="backslashreplace"))
-    sys.stderr.flush()
-    while data:
-        data = data[sys.stderr.buffer.write(data) :]
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stderr.flush()
+        buffer = getattr(sys.stderr, "buffer", None)
+        raw = getattr(buffer, "raw", buffer)
+        if not isinstance(raw, io.FileIO):  # such as a notebook's
+            print(text, end="", file=sys.stderr, flush=True)
+            return
+        data = memoryview(text.encode(errors="backslashreplace"))
+        while data:
+            written = raw.write(data)
+            if written is None:  # another process has made the file non-blocking
+                select.select([], [raw], [])
+            data = data[written or 0 :]
 
 
 def show_activity(text: str) -> None:

@@ -206,6 +206,24 @@ def test_hostile_peers(open_place: Callable[..., Place], attack: Callable[[Place
         link.close()
 
 
+def test_a_bug_of_the_server_is_no_loss_of_a_node(
+    open_place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its traceback is printed, and all launchers end."""
+    place = open_place()
+    links = [place.join(0), place.join(1)]
+    for link in links:
+        link.receive(GREETING_S)
+    monkeypatch.setattr(threading, "excepthook", lambda failed: print(repr(failed.exc_value)))
+    monkeypatch.setattr(RendezvousServer, "_heal_without", lambda *_: {}["a bug"])
+    links[0].send("ends", round=1, codes=[], failures=[])
+    for link in links:
+        with pytest.raises(ConnectionError):
+            link.receive(GREETING_S)
+    place.server.join(30)
+    assert capfd.readouterr().out == "KeyError('a bug')\n"
+
+
 def test_nodes_of_another_run(open_place: Callable[..., Place]) -> None:
     """Other faults of a node with the secret are reported in one sentence: its command names the directory."""
     place = open_place()

@@ -14,9 +14,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from msgspec import Struct, to_builtins
@@ -39,6 +40,25 @@ FLUSH_S = 5.0  # for the nodes to receive the end
 ADMIT_S = 15.0  # for a connection to be admitted
 MAX_PENDING = 128  # connections that are not admitted yet; beyond that, the oldest is closed
 MAX_WARNINGS = 8  # about connections without the secret
+
+
+class Proof(Struct, frozen=True, forbid_unknown_fields=True):
+    """A node's proof that it knows the secret, and a challenge for the server."""
+
+    nonce: str
+    proof: str
+
+
+class Room(Struct, frozen=True, forbid_unknown_fields=True):
+    """How many ranks the run of a node can use."""
+
+    num_ranks: int
+
+
+class Refusal(Struct, frozen=True, forbid_unknown_fields=True):
+    """No rank of a node waits any longer for one that has ended after a signal."""
+
+    round: int
 
 
 class NodeOutcome(Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,6 +89,11 @@ class NewEnds(Struct, frozen=True, forbid_unknown_fields=True):
     round: int
     codes: list[tuple[int, int]]
     failures: list[RankFailure]
+
+
+Greeting = Proof | Hello  # of a node that is not admitted yet
+Report = Room | Refusal | NodeOutcome | NewEnds  # of one that is
+REPORTS: Mapping[str, type[Report]] = {"room": Room, "refuse": Refusal, "ended": NodeOutcome, "ends": NewEnds}
 
 
 @dataclass
@@ -214,52 +239,58 @@ class RendezvousServer(threading.Thread):
             pending.link.send("challenge", nonce=pending.nonce)
 
     def _receive(self, peer: PendingNode | Member) -> None:
-        if peer not in self._members and peer not in self._pending:
-            return  # dropped since the select
-        try:
-            while (message := peer.link.receive()) is not None:
-                kind = message.pop("kind")
+        while peer in self._members or peer in self._pending:
+            try:
+                message = peer.link.receive()
+                if message is None:
+                    return
+                handle: Callable[[], Member | None]
                 if isinstance(peer, Member):
-                    self._process(peer, kind, message)
-                elif not peer.is_proven:
-                    self._check_proof(peer, kind, message)
-                elif kind == "hello":
-                    peer = self._admit(peer, parse_hello(message))
+                    handle = partial(self._process, peer, parse_report(message))
                 else:
-                    raise ValueError("not a hello")
-        except (OSError, ValueError, KeyError, TypeError):  # closed, refused, or not a launcher of samestep
-            self._drop(peer)
+                    handle = partial(self._greet, peer, parse_greeting(message, peer))
+            except (OSError, ValueError):  # closed, or not a launcher of samestep
+                self._drop(peer)
+                return
+            peer = handle() or peer
 
-    def _check_proof(self, pending: PendingNode, kind: str, message: Mapping[str, Any]) -> None:
+    def _greet(self, pending: PendingNode, greeting: Greeting) -> Member | None:
+        """Go on with the admission of a node. Returns it once it is admitted."""
+        if isinstance(greeting, Hello):
+            return self._admit(pending, greeting)
+        self._check_proof(pending, greeting)
+        return None
+
+    def _check_proof(self, pending: PendingNode, answer: Proof) -> None:
         link = pending.link
         secret = self._nodes.secret
-        nonce = message.get("nonce")
-        if kind != "proof" or not is_proven(message, secret, "node", pending.nonce, nonce):
+        if not is_proven({"proof": answer.proof}, secret, "node", pending.nonce, answer.nonce):
             link.send("denied")
             address = link.addresses[1]
             if len(self._warnings) < MAX_WARNINGS:
                 self._warn(f"a connection from {address} was refused: it does not have the secret of this run's nodes")
-            raise ValueError("no proof")
+            self._drop(pending)
+            return
         pending.is_proven = True
         link.trust()
-        link.send("proof", proof=prove(secret, "hub", pending.nonce, str(nonce)))
+        link.send("proof", proof=prove(secret, "hub", pending.nonce, answer.nonce))
 
-    def _process(self, member: Member, kind: str, message: dict[str, Any]) -> None:
+    def _process(self, member: Member, report: Report) -> None:
         round_ = self._round
-        if kind == "room":
-            self._room = int(message["num_ranks"])
-        elif round_ is None or message["round"] != round_.number or member not in round_.members:
+        if isinstance(report, Room):
+            self._room = report.num_ranks
+        elif round_ is None or report.round != round_.number or member not in round_.members:
             return
-        elif kind == "refuse" and round_.healer is not None:
-            round_.healer.refuse()
-        elif kind == "ended":
-            member.outcome = convert(message, NodeOutcome)
-            if not member.outcome.has_succeeded:  # otherwise the other nodes can still be saving
+        elif isinstance(report, Refusal):
+            if round_.healer is not None:
+                round_.healer.refuse()
+        elif isinstance(report, NodeOutcome):
+            member.outcome = report
+            if not report.has_succeeded:  # otherwise the other nodes can still be saving
                 _stop_all(round_, "now")
-        elif kind == "ends":
-            ends = convert(message, NewEnds)
-            failures = {failure.rank: failure for failure in ends.failures}
-            self._heal_without(round_, {rank: (code, failures.get(rank)) for rank, code in ends.codes})
+        else:
+            failures = {failure.rank: failure for failure in report.failures}
+            self._heal_without(round_, {rank: (code, failures.get(rank)) for rank, code in report.codes})
 
     def _heal_without(self, round_: LaunchRound, ended: Mapping[int, tuple[int, RankFailure | None]]) -> bool:
         """Let the other ranks continue without ranks that have ended. If they cannot, stop all.
@@ -314,8 +345,8 @@ class RendezvousServer(threading.Thread):
                 round_.lost.append(peer.hello.name)
                 _stop_all(round_, "now")
 
-    def _admit(self, pending: PendingNode, hello: Hello) -> Member:
-        """Admit a node. Raises ValueError if it is refused."""
+    def _admit(self, pending: PendingNode, hello: Hello) -> Member | None:
+        """Admit a node, or refuse it."""
         there = [member.hello for member in self._members]
         num_ranks = sum(other.num_ranks for other in there)
         run = f"the run at {self._nodes.endpoint}"
@@ -329,7 +360,8 @@ class RendezvousServer(threading.Thread):
         if reason is not None:
             pending.link.send("refused", reason=reason, code=code)
             say(f"{hello.name} was refused: {reason}")
-            raise ValueError("refused")
+            self._drop(pending)
+            return None
         warning = find_other_arguments(hello, there[0]) if there else None
         if warning is not None:
             self._warn(warning)
@@ -473,6 +505,23 @@ class RendezvousServer(threading.Thread):
         self._is_over = True
         for member in self._members:
             member.link.send("end", **asdict(end))
+
+
+def parse_greeting(message: Mapping[str, Any], pending: PendingNode) -> Greeting:
+    """Check and convert what a node sends to be admitted. Raises ValueError if no launcher of samestep sends it."""
+    fields = {**message}
+    if fields.pop("kind") != ("hello" if pending.is_proven else "proof"):
+        raise ValueError("not a greeting")
+    return parse_hello(fields) if pending.is_proven else convert(fields, Proof)
+
+
+def parse_report(message: Mapping[str, Any]) -> Report:
+    """Check and convert what a node reports. Raises ValueError if no launcher of samestep sends it."""
+    fields = {**message}
+    kind = fields.pop("kind")
+    if kind not in REPORTS:
+        raise ValueError("not a report")
+    return convert(fields, REPORTS[kind])
 
 
 def _stop_all(round_: LaunchRound, how: str) -> None:
