@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ from samestep.data.spec import read_data_arguments
 from samestep.errors import Error, InvalidValue, WorkerDied, recognize
 from samestep.plan.ledger import fingerprint
 from samestep.plan.loop_plan import Task
+from samestep.train.generators import call_on_rank_0, keeping_generators
 
 CPU = torch.device("cpu")
 
@@ -171,6 +173,32 @@ def test_generators_of_different_libraries_draw_different_numbers() -> None:
         random.getrandbits(32) & (2**24 - 1),
     }
     assert len(words) == 3
+
+
+def test_the_generators_of_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are seeded and restored, the current GPU's first: it has another number on each rank of a host."""
+    gpus = tuple(torch.Generator() for _ in range(3))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", gpus)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+
+    def draw() -> list[float]:
+        return [torch.rand((), generator=gpu).item() for gpu in gpus]
+
+    seed_all(7)
+    with keeping_generators():
+        expected = draw()
+    assert len({*expected}) == 1
+    assert draw() == expected
+    states: list[Any] = []
+    group: Any = SimpleNamespace(world_size=2, seal=lambda value: value, unseal=lambda value: value)
+    group.once = lambda call: states.append(call()) or states[0]
+    call_on_rank_0(group, lambda: torch.rand((), generator=gpus[1]))
+    own = draw()[1]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    group.once = lambda call: states[0]
+    call_on_rank_0(group, lambda: None)
+    assert draw()[2] == own, "as on rank 0"
 
 
 def test_loading_with_workers_leaves_the_generators_alone() -> None:

@@ -56,7 +56,7 @@ _seed_python = super(random.Random, _python_random).seed
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python's random, NumPy's global generator and torch's: the CPU's and the current GPU's.
+    """Seed Python's random, NumPy's global generator and torch's: the CPU's and those of all visible GPUs.
 
     Costs 5 us; torch.manual_seed alone would cost 220 us.
 
@@ -70,7 +70,8 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed >> 31)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+        for generator in torch.cuda.default_generators:  # a model may use several GPUs
+            generator.manual_seed(seed)
 
 
 def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:

@@ -59,14 +59,23 @@ def keeping_generators() -> Iterator[None]:
 
 
 def _read_states() -> tuple[Any, ...]:
-    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_gpu
+    on_gpus = [generator.get_state() for generator in _list_gpu_generators()]
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_gpus
 
 
 def _set_states(states: tuple[Any, ...]) -> None:
-    of_python, of_numpy, of_torch, on_gpu = states
+    of_python, of_numpy, of_torch, on_gpus = states
     random.setstate(of_python)
     np.random.set_state(of_numpy)
     torch.set_rng_state(of_torch)
-    if on_gpu is not None:
-        torch.cuda.set_rng_state(on_gpu)
+    for generator, state in zip(_list_gpu_generators(), on_gpus, strict=False):
+        generator.set_state(state)
+
+
+def _list_gpu_generators() -> list[torch.Generator]:
+    """Return the generators of all visible GPUs, this rank's own one first; [] before the first use of a GPU."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    own = torch.cuda.current_device()
+    generators = torch.cuda.default_generators
+    return [*generators[own:], *generators[:own]]
