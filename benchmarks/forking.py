@@ -1,4 +1,4 @@
-"""Evaluations with kept and with newly forked workers, in turns; and forks while all threads of a run are at work."""
+"""Forks while all threads of a run are at work."""
 
 from __future__ import annotations  # cloudpickle does not see the names in a local class's annotations
 
@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 import torch
-from common import Contestant, build_parser, compute_ratio, measure, print_json, print_machine, print_table
+from common import build_parser, print_json, print_machine, print_table
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -21,7 +21,6 @@ import samestep
 from samestep.watch import heartbeat
 from samestep.world import forking
 
-KEPT, ANEW = "kept", "forked anew"
 STUCK_S = 60
 FIGURES = {"forks": 0, "at_work": 0, "stuck": 0, "fork_ms": 1, "most_ms": 1}  # and how many digits are printed
 
@@ -41,32 +40,6 @@ def build(run_dir: str | None, width: int, **arguments: Any) -> tuple[samestep.R
     optimizer = torch.optim.SGD(model.parameters(), 1e-9, momentum=0.9)
     run.prepare(model=model, optimizer=optimizer)
     return run, model, optimizer
-
-
-def time_evaluations(num_rounds: int, num_workers: int) -> Any:
-    """On each rank: seconds of an evaluation of 256 samples."""
-    run, model, optimizer = build(None, 256)
-    data, held_out = Samples(), Samples()
-    times: Any = None
-
-    def evaluate(num_times: int) -> None:
-        for _ in range(num_times):
-            run.evaluate(lambda x: {"mean": model(x).mean()}, held_out, num_workers=num_workers)
-
-    def evaluate_anew(num_times: int) -> None:
-        for _ in range(num_times):
-            run._pools.close()
-            evaluate(1)
-        run._pools.close()
-
-    for step in run.steps(data, 2, num_workers=num_workers):
-        for x in step:
-            step.backward(model(x).mean())
-        optimizer.step()
-        if step.number:
-            contestants = [Contestant(KEPT, evaluate, True), Contestant(ANEW, evaluate_anew, True)]
-            times = measure(contestants, num_rounds=num_rounds, steps_per_block=5)
-    return times
 
 
 def use_libraries() -> None:
@@ -114,12 +87,10 @@ def fork_under_load(num_forks: int, run_dir: str, is_gated: bool) -> dict[str, A
 
 def main() -> None:
     parser = build_parser(__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=10, help="blocks of 5 evaluations of each, after one to warm up")
     parser.add_argument("--forks", type=int, default=2000, help="per rank")
     args = parser.parse_args()
     if args.quick:
-        args.rounds, args.forks = 1, 20
-    evaluations = {(r, w): samestep.spawn(time_evaluations, r, (args.rounds, w)) for r in (1, 2) for w in (1, 2)}
+        args.forks = 20
     forks = {}
     for is_gated in (True, False):
         with tempfile.TemporaryDirectory() as directory:
@@ -127,16 +98,9 @@ def main() -> None:
                 fork_under_load, 2, (args.forks, os.path.join(directory, "run"), is_gated)
             )
     if args.json:
-        named = {f"{ranks} ranks, {workers} workers": times for (ranks, workers), times in evaluations.items()}
-        print_json(evaluations=named, forks=forks)
+        print_json(forks=forks)
         return
     print_machine()
-    rows = [
-        [f"{ranks} ranks, {workers} workers each", *(f"{1000 * statistics.median(times[c]):.1f}" for c in (KEPT, ANEW)),
-         f"{compute_ratio(times, KEPT, ANEW):.3f}"]
-        for (ranks, workers), times in evaluations.items()
-    ]  # fmt: skip
-    print_table(["an evaluation of 256 samples", "kept, ms", "forked anew, ms", "ratio"], rows)
     rows = [
         [name, *(f"{told[key]:.{digits}f}" for key, digits in FIGURES.items())]
         for name, told in forks.items()

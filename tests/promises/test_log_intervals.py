@@ -27,22 +27,6 @@ def test_rows_are_written_at_intervals(tmp_path: Path, log_every: int | str, ste
     assert [row["step"] for row in read_rows(tmp_path / "run")] == steps
 
 
-@pytest.mark.parametrize(("on", "names"), [((0, 1), "aa"), ((0,), "aa"), ((1,), "aa"), ((0, 1), "ab")])
-def test_ranks_that_log_other_names(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], on: tuple[int, ...], names: str
-) -> None:
-    """The values of other ranks than 0 are not written. That is said once, without another exchange."""
-
-    def log(t: Tiny) -> None:
-        if t.run.rank in on:
-            t.run.log({names[t.run.rank]: t.run.rank})
-
-    samestep.spawn(tiny_run, 2, (tmp_path / "x",), {"num_epochs": 4, "after_epoch": log})
-    said = "calls of run.log differ: rank 1 has logged other names than rank 0 before the end of step 4, but only rank"
-    assert capfd.readouterr().out.count(said) == (on == (1,) or names == "ab")
-    assert sum("a" in row for row in read_rows(tmp_path / "x")) == (4 if 0 in on else 0)
-
-
 @pytest.mark.parametrize(("num_zero", "factor", "is_said"), [(5, 0.0, True), (4, 0.0, False), (8, 1.0, False)])
 def test_steps_in_which_nothing_is_learned(
     capfd: pytest.CaptureFixture[str], num_zero: int, factor: float, is_said: bool

@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.tiny import Pairs
@@ -20,17 +19,12 @@ NAMED = {
     "an average": ("ema", "pass it to run.prepare"),
     "a schedule": ("schedule", "pass it to run.prepare"),
     "a schedule of epochs": ("schedule", "pass it to run.prepare"),
-    "a schedule in a wrapper that does not save it": ("wrapper.schedule", "pass it to run.prepare"),
-    "a scaler": ("scaler", "leave it out"),
-    "a generator of torch": ("noise", "draw from torch, numpy.random or random themselves"),
-    "a generator of numpy": ("noise", "draw from torch, numpy.random or random themselves"),
     "a copy that is made after each epoch": ("copied", "pass it to run.prepare"),
     "a copy that is made in some steps": ("copied", "pass it to run.prepare"),
     "a count": ("counter", "pass it to run.prepare"),
-    "a generator in an attribute": ("holder.noise", "draw from torch, numpy.random or random themselves"),
 }
 SILENT = (
-    "nothing", "all is prepared", "a teacher", "a wrapper", "a trainer", "a generator that is seeded",
+    "nothing", "all is prepared", "a teacher", "a wrapper", "a trainer", "a generator in a prepared object",
     "schedules in sequence", "schedules in a chain", "a copy that is made before each epoch",
     "a copy that is made before each step", "a copy of a part", "a metric", "a metric that is reset at the end",
     "a schedule in a wrapper",
@@ -73,22 +67,39 @@ class Trainer:
         self.count = state["count"]
 
 
-class Holder:
-    """Holds a schedule, which its state contains or not."""
+class Noise:
+    """Holds a generator, which its state contains."""
 
-    def __init__(self, schedule: torch.optim.lr_scheduler.LRScheduler, *, saves: bool) -> None:
-        self.schedule, self.saves = schedule, saves
+    def __init__(self) -> None:
+        self.source = random.Random(1)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"schedule": self.schedule.state_dict()} if self.saves else {}
+        return {"source": self.source.getstate()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.saves:
-            self.schedule.load_state_dict(state["schedule"])
+        self.source.setstate(state["source"])
+
+
+class Holder:
+    """Holds a schedule, which its state contains."""
+
+    def __init__(self, schedule: torch.optim.lr_scheduler.LRScheduler) -> None:
+        self.schedule = schedule
+        self.state_dict, self.load_state_dict = schedule.state_dict, schedule.load_state_dict
+
+
+class Registry(dict[str, Any]):
+    """Loads everything in items()."""
+
+    def items(self) -> Any:
+        raise RuntimeError("items() was called")
+
+    values = __iter__ = items
 
 
 def train(run_dir: Path, case: str, ignored: str = "nothing") -> None:
     warnings.filterwarnings("ignore", ignored)
+    registry = Registry(a=1)
     run = samestep.Run(run_dir, batch_size=8, micro_batch_size=2)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
@@ -105,22 +116,9 @@ def train(run_dir: Path, case: str, ignored: str = "nothing") -> None:
             in_epoch = lambda step: schedule.step()  # noqa: E731
     if case == "all is prepared":
         objects |= {"ema": ema, "schedule": schedule}
-    if case == "a scaler":
-        scaler = torch.amp.GradScaler("cpu")
-        in_step = lambda step: [scaler.scale(torch.ones(())), scaler.update(float(2 + step))]  # noqa: E731
-    if case == "a generator of torch":
-        noise = torch.Generator()
-        in_step = lambda step: torch.rand(1, generator=noise)  # noqa: E731
-    if case == "a generator of numpy":
-        noise = np.random.default_rng(0)
-        in_step = lambda step: noise.random()  # noqa: E731
-    if case == "a generator in an attribute":
-        holder = nn.Identity()
-        holder.noise = random.Random(0)
-        in_step = lambda step: holder.noise.random()  # noqa: E731
-    if case == "a generator that is seeded":
-        noise = torch.Generator()
-        in_step = lambda step: torch.rand(1, generator=noise.manual_seed(step))  # noqa: E731
+    if case == "a generator in a prepared object":
+        objects["noise"] = noise = Noise()
+        in_step = lambda step: noise.source.random()  # noqa: E731
     if case == "a teacher":
         teacher = nn.Linear(4, 1)
         in_step = lambda step: teacher(torch.ones(4))  # noqa: E731
@@ -130,9 +128,9 @@ def train(run_dir: Path, case: str, ignored: str = "nothing") -> None:
     if case == "a trainer":
         trainer = Trainer(model, optimizer)
         in_step = lambda step: setattr(trainer, "count", step)  # noqa: E731
-    if case.startswith("a schedule in a wrapper"):
+    if case == "a schedule in a wrapper":
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        objects["wrapper"] = wrapper = Holder(schedule, saves=case.endswith("wrapper"))
+        objects["wrapper"] = wrapper = Holder(schedule)
         del schedule
         in_step = lambda step: wrapper.schedule.step()  # noqa: E731
     if case.startswith("schedules"):
@@ -163,6 +161,7 @@ def train(run_dir: Path, case: str, ignored: str = "nothing") -> None:
         else:
             before_epoch = lambda epoch: metric.reset()  # noqa: E731
     run.prepare(**objects)
+    del registry
     for epoch in run.epochs(Pairs(), 3):
         before_epoch(epoch.number)
         for step in epoch:

@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate, default_convert, get_worker_info
 
+from samestep.console import warn
 from samestep.data.sample_errors import WorkerFailure, abbreviate, explain, pack, unpack
+from samestep.data.shared_files import SharedFiles
 from samestep.data.spec import DataSpec
 from samestep.errors import WORKER_ADVICE, Error, InvalidValue, WorkerDied
 from samestep.plan.ledger import fingerprint
@@ -119,9 +121,8 @@ class Loader:
     workers run until the tasks end or `close()`.
 
     Args:
-        workers: workers of `data.pools.Pools`, which outlive this Loader if it reaches the end of its tasks. None: the
-            Loader starts workers.
         positions: for a stream, the `LanePosition` of each lane where the tasks begin.
+        say: prints a warning; None: print none.
 
     Attributes:
         positions: for a stream, the newest `LanePosition` of each lane that `next` has returned.
@@ -137,12 +138,12 @@ class Loader:
         tasks: Iterable[Task],
         *,
         device: torch.device,
-        workers: "Workers | None" = None,
         positions: Mapping[int, Any] | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self._fetcher = Fetcher(spec.dataset, spec.collate_fn)
-        self._keeps_workers = workers is not None
-        self._workers = workers or (Workers(spec, device) if spec.num_workers else None)
+        self._say = say
+        self._workers = Workers(spec, device) if spec.num_workers else None
         self.begin(tasks)
         # The bits must equal those of a DataLoader worker, which has one thread.
         self._single_thread = self._workers is None and torch.get_num_threads() > 1
@@ -185,23 +186,23 @@ class Loader:
         try:
             result = workers.load()
         except StopIteration:
-            if self._keeps_workers:
-                self._closed = True
-            else:
-                self.close()
+            self.close()
             raise
+        if self._say is not None and (name := workers.files.find_moved()):
+            sentence = (
+                f"the file {name} of the data set was open when its {workers.num_workers} loader workers were forked, "
+                "and they read it at one position, which they share: open it in each worker, at the first sample, or "
+                "read it by os.pread or mmap"
+            )
+            warn(self._say, sentence, start="the file")
         if isinstance(result, WorkerFailure):
             raise unpack(result)
         return result
 
     def close(self) -> None:
-        """Stop the workers now, so that no process and no thread of this Loader remains. May be called twice.
-
-        Workers of a pool continue to run if all tasks are loaded.
-        """
-        is_whole = self._closed
+        """Stop the workers now, so that no process and no thread of this Loader remains. May be called twice."""
         self._closed = True
-        if self._workers is not None and not (self._keeps_workers and is_whole):
+        if self._workers is not None:
             self._workers.stop()
 
     def __enter__(self) -> Self:
@@ -220,15 +221,18 @@ class Workers:
 
     Attributes:
         iterator: yields the loaded micro-batches.
+        files: the files that the workers share.
     """
 
     def __init__(self, spec: DataSpec, device: torch.device) -> None:
         context = spec.multiprocessing_context
-        is_forkserver = (context or multiprocessing).get_start_method() == "forkserver"
+        start_method = (context or multiprocessing).get_start_method()
+        self.num_workers = spec.num_workers
+        self.files = SharedFiles(spec.dataset if start_method == "fork" and spec.num_workers > 1 else None)
         start = WorkerStart(
             worker_init_fn=spec.worker_init_fn,
             deterministic_mode=torch.get_deterministic_debug_mode(),
-            parent_pid=None if is_forkserver else os.getpid(),
+            parent_pid=None if start_method == "forkserver" else os.getpid(),
         )
         self._series = _Series()
         self._loader: DataLoader[Any] = DataLoader(

@@ -20,7 +20,6 @@ class Vote(NamedTuple):
         comparison: whether a replica check is due by this rank's clock.
         computed: checksum of this rank's results for a micro-batch that another rank computes, too; 0 for none.
         recomputed: checksum of this rank's results for a micro-batch of another rank; 0 for none.
-        logged: a hash of the names in this rank's calls of run.log since the previous exchange; 0 for none.
         checksum: checksum of this rank's part of the previous gradient, if gradients are divided among ranks; else 0.
     """
 
@@ -30,7 +29,6 @@ class Vote(NamedTuple):
     comparison: bool = False
     computed: int = 0
     recomputed: int = 0
-    logged: int = 0
     checksum: int = 0
 
 
@@ -73,7 +71,7 @@ class ControlFormat:
         self._most = most = max(len(held) for held in layout.ranges)
         self._num_names = num_names
         self._struct = Struct(
-            f"<q???QQII?Q{most}Q{most * (2 + 2 * num_names)}d{num_params}s{BUFFER_BYTES * num_buffers}s"
+            f"<q???QQI?Q{most}Q{most * (2 + 2 * num_names)}d{num_params}s{BUFFER_BYTES * num_buffers}s"
         )
         self.size_bytes = -(-self._struct.size // 64) * 64
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from samestep.config import OPTIONS, CheckCompute, ExchangeDtype, Precision, Reduction, Shard
 from samestep.console import warn
 from samestep.data.loader import seed_all
-from samestep.data.pools import Pools
 from samestep.engine.gradient_norm import clip_with_norm, compute_total_norm
 from samestep.engine.precision import build_precision
 from samestep.errors import InvalidValue, UsageError, add_explainer
@@ -197,7 +196,6 @@ class Run:
         )
         self._context = context
         self._state = RunState()
-        self._pools = Pools()
         self._services = self._build_services(() if is_trial else settings.trackers)
         self._interceptors = Interceptors(context, [*find_requests(settings), *requests])
         self._old_params = find_params()
@@ -259,7 +257,7 @@ class Run:
             watchdog,
             Stopping(context, state, snapshotter, watchdog, signals),
             RunMetrics(context, state, self._progress, built),
-            Resources(context, snapshotter, signals, self._progress, self._pools),
+            Resources(context, snapshotter, signals, self._progress),
         )
 
     @property
@@ -599,7 +597,6 @@ class Run:
             self._state,
             self._services.watchdog,
             self._services.stopping,
-            self._pools,
         )
         return self._interceptors.evaluate(
             evaluator.evaluate,
@@ -634,7 +631,6 @@ class Run:
         row = collect_values("run.log", values, named)
         if self.steps_done if self._loop is None else self._loop.repeats_head:
             return
-        self._services.metrics.note_names(row)
         step = None if self._loop is None else self._loop.step
         in_body = step is not None and step.number == self.steps_done
         self._services.metrics.write_row(row, self.steps_done + in_body)

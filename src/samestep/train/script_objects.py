@@ -3,8 +3,9 @@
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,31 +16,34 @@ from samestep.train.generators import NUMPY_GENERATOR, PYTHON_GENERATOR
 
 MAX_DEPTH = 4
 MAX_LOOKS = 20_000
+MAX_ITEMS = 1000  # of one object
 
 
 def find_things(
-    roots: Mapping[str, Any], is_wanted: Callable[[Any], bool], max_looks: int = MAX_LOOKS
+    roots: Mapping[str, Any], is_wanted: Callable[[Any], bool], max_looks: int = MAX_LOOKS, known: Iterable[int] = ()
 ) -> dict[str, Any]:
     """Return the wanted objects that are reachable from `roots` and from the script's variables: path -> object.
 
     These are the variables of the script's modules and of the running functions. The global generators are omitted,
     because samestep seeds them.
+
+    Args:
+        known: ids of objects that are neither returned nor searched.
     """
-    things: list[tuple[str, Any, int]] = [(name, root, 0) for name, root in roots.items()]
+    things = [(name, root, 0) for name, root in roots.items()]
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] != "samestep":
-            things += [(name, value, 0) for name, value in frame.f_locals.items() if not name.startswith("__")]
+            things += _list_variables("", frame.f_locals)
         frame = frame.f_back
-    main = vars(sys.modules["__main__"])
-    things += [(name, value, 0) for name, value in main.items() if not name.startswith("__")]
-    modules = _find_own_modules(Path.cwd(), len(sys.modules))
+    things += _list_variables("", vars(sys.modules["__main__"]))
+    modules = _find_own_modules()
     for module in modules:
-        own = vars(module).items()
-        things += [(f"{module.__name__}.{name}", value, 0) for name, value in own if not name.startswith("__")]
+        things += _list_variables(f"{module.__name__}.", vars(module))
     homes = {"__main__", *(module.__name__ for module in modules)}
     found: dict[str, Any] = {}
-    seen = {id(PYTHON_GENERATOR), id(NUMPY_GENERATOR), id(torch.default_generator)}
+    seen = {id(PYTHON_GENERATOR), id(NUMPY_GENERATOR), id(torch.default_generator), *known}
+    max_looks += len(seen)
     for path, thing, depth in things:  # grows during the loop
         if len(seen) > max_looks:
             break
@@ -53,16 +57,15 @@ def find_things(
     return found
 
 
-@lru_cache(maxsize=1)
-def _find_own_modules(place: Path, num_modules: int) -> list[ModuleType]:
-    """Return the script's modules except `__main__`: those in files below its directory or `place`, not in a library.
+def _list_variables(prefix: str, variables: Mapping[str, Any]) -> list[tuple[str, Any, int]]:
+    return [(f"{prefix}{name}", value, 0) for name, value in variables.items() if not name.startswith("__")]
 
-    Args:
-        num_modules: total number of imported modules, so that the cached result is renewed after further imports.
-    """
+
+def _find_own_modules() -> list[ModuleType]:
+    """Return the script's modules except `__main__`: those in files below its directory or the current one."""
     main = getattr(sys.modules["__main__"], "__file__", None)
-    places = [place] if main is None else [place, Path(main).absolute().parent]
-    homes = tuple(f"{home}{os.sep}" for each in places for home in (each, each.resolve()))
+    places = [Path.cwd()] if main is None else [Path.cwd(), Path(main).absolute().parent]
+    homes = tuple(f"{home}{os.sep}" for place in places for home in (place, place.resolve()))
     libraries = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", sysconfig.get_path("stdlib"))
     found = []
     others = {"__main__", "samestep"}
@@ -71,7 +74,7 @@ def _find_own_modules(place: Path, num_modules: int) -> list[ModuleType]:
         if root in others:
             continue
         file = getattr(module, "__file__", None) or ""
-        if file.startswith(homes) and file.endswith(".py") and not any(each in file for each in libraries):
+        if file.startswith(homes) and file.endswith(".py") and not any(library in file for library in libraries):
             found.append(module)
         elif name == root and file:  # nor are the modules of this package, of which torch alone has 1,500
             others.add(root)
@@ -79,15 +82,17 @@ def _find_own_modules(place: Path, num_modules: int) -> list[ModuleType]:
 
 
 def look_into(thing: Any) -> list[tuple[str, Any]]:
-    """Return the contents of an object with path suffixes: attributes and items."""
-    if type(thing).__module__.partition(".")[0] == "samestep" or isinstance(thing, ModuleType | torch.Tensor):
+    """Return the contents of an object with path suffixes: attributes and items. Calls no method of the script."""
+    kind = type(thing)
+    if kind.__module__.partition(".")[0] == "samestep" or issubclass(kind, ModuleType | torch.Tensor):
         return []
-    if isinstance(thing, type):
-        return [(f".{name}", value) for name, value in vars(thing).items() if not name.startswith("__")]
-    if isinstance(thing, dict):
-        return [(f"[{key!r}]", value) for key, value in list(thing.items())[:1000]]
-    if isinstance(thing, list | tuple):
-        return [(f"[{i}]", value) for i, value in enumerate(thing[:100])]
-    attributes = getattr(thing, "__dict__", None)
-    named = list(attributes.items())[:1000] if isinstance(attributes, Mapping) else []
-    return [(f".{name}", value) for name, value in named]
+    if issubclass(kind, dict):
+        return [(f"[{key!r}]", value) for key, value in islice([*dict.items(thing)], MAX_ITEMS)]
+    if issubclass(kind, list | tuple):
+        items = list.__iter__(thing) if issubclass(kind, list) else tuple.__iter__(thing)
+        return [(f"[{i}]", value) for i, value in enumerate(islice(items, 100))]
+    named: Mapping[str, Any] = {}
+    with suppress(Exception):  # of a `__getattribute__` of the script
+        named = dict(vars(thing))
+    shown = [name for name in islice(named, MAX_ITEMS) if not (issubclass(kind, type) and name.startswith("__"))]
+    return [(f".{name}", named[name]) for name in shown]

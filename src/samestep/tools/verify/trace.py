@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.data.attributes import walk_attributes
 from samestep.data.loader import Fetcher
 from samestep.errors import Error
 from samestep.files import open_regular
@@ -110,12 +109,12 @@ class Trace(Tracer):
         fetcher = Fetcher(spec.dataset, spec.collate_fn)
         differs = False
         changed = set[str]()
-        before = {name: hash_batch(value) for name, value in walk_attributes(spec.dataset)}
+        before = {name: hash_batch(value) for name, value in _walk_attributes(spec.dataset)}
         tasks = plan.tasks(step.number, step.number + 1, rank=context.rank, layout=context.build_layout)
         for task in tasks:
             one, other = (hash_batch(fetcher.load(task).batch) for _ in range(2))
             differs |= one != other
-            changed |= {name for name, now in walk_attributes(spec.dataset) if before.get(name) != hash_batch(now)}
+            changed |= {name for name, now in _walk_attributes(spec.dataset) if before.get(name) != hash_batch(now)}
         return {"differs": differs, "changed": sorted(changed)}
 
     def _write_begin(self, first_step: int) -> None:
@@ -223,3 +222,14 @@ def flatten(structure: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in pairs:
         if key != "params":
             yield from flatten(value, f"{path}/{key}" if path else str(key))
+
+
+def _walk_attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a data set and of the data sets that it wraps (`dataset.dataset`), with their paths."""
+    inside = ""
+    thing = dataset
+    while thing is not None and len(inside) < 80:  # Subset and similar wrappers, a few layers deep
+        own = getattr(thing, "__dict__", {})
+        yield from ((inside + name, value) for name, value in own.items() if name != "dataset")
+        inside = f"{inside}dataset."
+        thing = own.get("dataset")

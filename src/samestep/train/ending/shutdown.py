@@ -17,7 +17,6 @@ from typing import NoReturn
 from weakref import WeakValueDictionary
 
 from samestep.console import escape
-from samestep.data.pools import Pools
 from samestep.errors import Error, PeerFailed, WorkerDied, describe, recognize
 from samestep.files import replace_file
 from samestep.launch.failure import is_secondary, read_failure, write_failure
@@ -36,23 +35,17 @@ SAY_AFTER_S = 10.0
 class Resources:
     """The resources of one run. They are closed when nothing refers to the run any more, or at the end of the process.
 
-    Args:
-        pools: pools of data workers.
-
     Attributes:
         error_dir: directory in which the launcher looks for errors; None without a launcher.
     """
 
-    def __init__(
-        self, context: RunContext, snapshotter: Snapshotter, signals: StopSignals, progress: Progress, pools: Pools
-    ) -> None:
+    def __init__(self, context: RunContext, snapshotter: Snapshotter, signals: StopSignals, progress: Progress) -> None:
         self.rank = context.rank
         self.error_dir = context.environment.error_dir
         self._context = context
         self._snapshotter = snapshotter
         self._signals = signals
         self._progress = progress
-        self._pools = pools
         self._is_open = True
         self._is_ended = False  # its loop is over
         self._conclude: Callable[[], Error | None] = lambda: None
@@ -77,7 +70,6 @@ class Resources:
 
     def end_loop(self) -> None:
         """End a loop without error."""
-        self._pools.close()
         self._is_ended = True
 
     def begin_loop(self) -> None:
@@ -102,7 +94,6 @@ class Resources:
         if self._is_ended:
             self._snapshotter.drop_names("run.snapshot was called after the loop; call it in the body of the loop")
         self._progress.close()
-        self._pools.close()
         if failure and (directory := self._context.location.directory) is not None:
             directory.write_status("failed", failure)
         error = None if failure else self._conclude()

@@ -73,7 +73,6 @@ class Boundary:
             comparison=self._prepared.replicas.is_time(),
             computed=computed,
             recomputed=recomputed,
-            logged=metrics.take_names(),
             checksum=metrics.take_checksum(),
         )
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from samestep.data.loader import Loader, seed_all, to_device
-from samestep.data.pools import Pools
 from samestep.data.sample_errors import locate_error
 from samestep.data.spec import DataSpec, read_data_arguments
 from samestep.engine.control import Vote
@@ -54,7 +53,6 @@ class Evaluator:
         state: RunState,
         clock: PhaseClock,
         stopping: Stopping,
-        pools: Pools,
     ) -> None:
         self._context = context
         self._modules = modules
@@ -62,7 +60,6 @@ class Evaluator:
         self._state = state
         self._clock = clock
         self._stopping = stopping
-        self._pools = pools
 
     def evaluate(
         self, score: Callable[[Any], Mapping[str, Any]], data: Any, *, micro_batch_size: int | None, **arguments: Any
@@ -135,8 +132,7 @@ class Evaluator:
         self._gradients.hold_buffers()
         self._clock.enter("validating", steps_done)
         try:
-            workers = self._pools.lend(spec, context.device)
-            with Loader(spec, tasks, device=context.device, workers=workers) as loader, torch.no_grad():
+            with Loader(spec, tasks, device=context.device, say=context.say) as loader, torch.no_grad():
                 for v, loaded in zip(held, loader, strict=True):
                     seed_all(self._derive("evaluate", v))
                     _set("training", evaluating)  # each time: a score function may call model.train()

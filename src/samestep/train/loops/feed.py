@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from samestep.data.attributes import Attributes
 from samestep.data.lanes import LanePosition
 from samestep.data.loader import Loaded, Loader
 from samestep.data.order_files import keep_order
@@ -52,8 +51,9 @@ class Feed:
             self._call_sampler()
         self._spec = self._choose_workers()
         positions = {} if data.lanes is None else data.lanes.positions
-        self.loader = Loader(self._spec, self._begin_tasks(), device=context.device, positions=positions)
-        self._attributes = Attributes(data.spec)
+        self.loader = Loader(
+            self._spec, self._begin_tasks(), device=context.device, positions=positions, say=context.say
+        )
 
     def load(self, step: int, v: int) -> Loaded:
         """Return micro-batch v of a step. Call it for each micro-batch of this rank, in their order.
@@ -83,10 +83,6 @@ class Feed:
         if self.data.lanes is not None:
             self.data.lanes.move(positions)
         self.loader = Loader(self._spec, self._begin_tasks(), device=self._context.device, positions=positions)
-
-    def find_change(self) -> str | None:
-        """Describe a change of the data set by the script since the last call, such as by set_epoch; None without."""
-        return self._attributes.find_change()
 
     def load_further(self) -> bool:
         """If the next step is not known yet, call the sampler for its epochs, and load them.

@@ -3,7 +3,6 @@
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
-from samestep.console import warn
 from samestep.errors import Error, UsageError
 from samestep.train.context import RunContext
 from samestep.train.ending.shutdown import describe_failure
@@ -159,8 +158,6 @@ class Loop:
             yield from self._run_steps_of_epoch(end)
 
     def _run_steps_of_epoch(self, end: int) -> Iterator[Step]:
-        if (change := self._feed.find_change()) is not None:  # such as by set_epoch, earlier in the body
-            warn(self._context.say, change, start="the data set's")
         while self._state.steps_done < end and not self._services.stopping.is_ending:
             yield from self._run_step(is_last=self._state.steps_done + 1 == end)
 

@@ -11,7 +11,6 @@ from samestep.engine.gradient_averager import GradientAverager
 from samestep.engine.gradient_checksum import GradientChecksum, PartialChecksums, find_zero
 from samestep.engine.gradient_pass import PassReport
 from samestep.engine.reduction_plan import ReductionPlan
-from samestep.hashing import hash_short
 from samestep.plan.ledger import Entry, to_bits
 from samestep.plan.loop_plan import LoopPlan
 from samestep.snapshot.kept_logs import KeptLogs
@@ -60,8 +59,6 @@ class RunMetrics(StepObserver):
         self._partial = PartialChecksums()
         self._checksummed: ReductionPlan | None = None
         self._is_logged = False  # the present step gets a row in metrics.jsonl
-        self._names = 0
-        self._has_warned_of_names = False
         self._is_zero: Callable[[], bool] | None = None  # whether the previous step's gradient was, if its loss was 0
         self._num_zero = 0  # steps in a row
         self._began_s = time.perf_counter()
@@ -176,27 +173,7 @@ class RunMetrics(StepObserver):
         warn(self._context.say, sentence, start="step")
 
     def exchanged(self, step: Step, report: PassReport) -> None:
-        """Warn once if a rank has logged values that are not written, since only rank 0 writes rows."""
         self._partial.resolve([vote.checksum for vote in report.votes])
-        names = [vote.logged for vote in report.votes]
-        rank = next((rank for rank, each in enumerate(names) if each not in (0, names[0])), None)
-        if rank is not None and self._context.rank == 0 and not self._has_warned_of_names:
-            self._has_warned_of_names = True
-            sentence = (
-                f"calls of run.log differ: rank {rank} has logged other names than rank 0 before the end of step "
-                f"{step.number}, but only rank 0 writes rows; log the same names on every rank"
-            )
-            warn(self._context.say, sentence, start="calls of run.log differ")
-
-    def note_names(self, names: Iterable[str]) -> None:
-        """Note the names in a call of `run.log`, for the comparison with the other ranks' in the next exchange."""
-        self._names = hash_short(repr([self._names, *names]).encode()) >> 32
-
-    def take_names(self) -> int:
-        """Return a hash of the names in the calls of `run.log` since the last exchange; 0 if there were none."""
-        names = self._names
-        self._names = 0
-        return names
 
     def take_checksum(self) -> int:
         """Return the checksum of this rank's part of the last gradient, if gradients are divided; else 0."""
