@@ -31,7 +31,6 @@ except ImportError:
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # Pillow starts other programs to read some others
-MAX_SHOWN = 10
 Entry = tuple[Path, int]  # file and class
 
 
@@ -149,9 +148,8 @@ def decode(path: Path) -> Image.Image:
                 ImageOps.exif_transpose(image, in_place=True)
             return convert_to_rgb(image)
     except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error and others
-        advice = "repair or remove it, or start with --skip-corrupt, which names and leaves out all such images"
         why = f"{type(error).__name__}: {error}".partition(" <")[0]  # without the address of the BytesIO
-        raise CorruptImage(f"{path} cannot be decoded ({why}): {advice}") from error
+        raise CorruptImage(f"{path} cannot be decoded ({why}): repair or remove it") from error
 
 
 class Images(Dataset[tuple[Tensor, int]]):
@@ -185,43 +183,6 @@ class Images(Dataset[tuple[Tensor, int]]):
         return torch.from_numpy(np.array(image)).permute(2, 0, 1), label
 
 
-class Readable(Dataset[float]):
-    """1.0 for an image that can be decoded, 0.0 for a corrupt one."""
-
-    def __init__(self, entries: list[Entry]) -> None:
-        self.entries = entries
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def __getitem__(self, index: int) -> float:
-        try:
-            decode(self.entries[index][0])
-        except CorruptImage:
-            return 0.0
-        return 1.0
-
-
-def drop_corrupt(run: samestep.Run, folder: Path, *parts: list[Entry], num_workers: int) -> list[list[Entry]]:
-    """Decode all images once, divided over the ranks, and leave out the corrupt ones. `run.state` keeps the list."""
-    names = {entry: entry[0].relative_to(folder).as_posix() for part in parts for entry in part}
-    if "corrupt" not in run.state:
-        flags = run.evaluate(
-            lambda flags: {"is_readable": flags.tolist()},
-            Readable([*names]),
-            num_workers=num_workers,
-            micro_batch_size=16,
-        )["is_readable"]
-        run.state["corrupt"] = sorted(name for name, flag in zip(names.values(), flags, strict=True) if not flag)
-    if corrupt := sorted({*run.state["corrupt"]} & {*names.values()}):  # those deleted since are not left out
-        shown = ", ".join(corrupt[:MAX_SHOWN])
-        more = f" and {len(corrupt) - MAX_SHOWN} more" if len(corrupt) > MAX_SHOWN else ""
-        run.print(f"{len(corrupt)} of {len(names)} images cannot be decoded and are left out: {shown}{more}")
-        run.summary["corrupt images"] = f"{len(corrupt)} of {len(names)}, left out"
-    left_out = set(corrupt)
-    return [[entry for entry in part if names[entry] not in left_out] for part in parts]
-
-
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="images", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
@@ -232,9 +193,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=0.2,
         help="share of the images to validate on, if there is no val/ (default: 0.2)",
-    )
-    parser.add_argument(
-        "--skip-corrupt", action="store_true", help="decode all images first, and leave out corrupt ones"
     )
     parser.add_argument("--model", choices=ARCHITECTURES, default="tiny", help="default: tiny")
     parser.add_argument(
@@ -300,8 +258,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     scheduler = build_schedule(optimizer, args.epochs * steps_per_epoch, steps_per_epoch)
     block = Bottleneck if ARCHITECTURES[args.model].is_bottleneck else ResidualBlock
     run.prepare(model=model, optimizer=optimizer, scheduler=scheduler, shard_blocks=[block])
-    if args.skip_corrupt:
-        train_entries, val_entries = drop_corrupt(run, folder, train_entries, val_entries, num_workers=args.num_workers)
     has_flips = args.data is not None and not args.no_flip
     train = Images(train_entries, size, is_training=True, has_flips=has_flips)
     val = Images(val_entries, size, is_training=False)
