@@ -15,7 +15,6 @@ from typing import Any
 _UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 COLOURS = {"green": "\x1b[32m", "yellow": "\x1b[33m", "red": "\x1b[1;31m"}
-BARS = "▁▂▃▄▅▆▇█"
 _CLEAR_LINE = "\r\x1b[2K"
 
 
@@ -125,17 +124,6 @@ def build_table(
 
 def _to_cell(text: str) -> str:
     return escape(text).replace("\n", "\\n")
-
-
-def draw_bars(numbers: Sequence[Sequence[float | None]]) -> list[str]:
-    """Draw numbers as lines of bars on one scale. None is blank."""
-    known = [each for line in numbers for each in line if each is not None]
-    low = min(known, default=0.0)
-    span = max(known, default=0.0) - min(known, default=0.0) or 1.0
-    return [
-        "".join(" " if each is None else BARS[round((each - low) / span * (len(BARS) - 1))] for each in line)
-        for line in numbers
-    ]
 
 
 def list_values(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

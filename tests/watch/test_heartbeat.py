@@ -4,9 +4,9 @@ import json
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
-import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,6 @@ from support.commands import Popen
 from support.runs import check, clean_variables, samestep_command
 from support.waiting import wait_until
 
-from samestep.console import draw_bars
 from samestep.decoding import convert, decode
 from samestep.tools.live_view import (
     HEADER,
@@ -28,7 +27,6 @@ from samestep.tools.live_view import (
     compute_rates,
     describe_end,
     format_rows,
-    measure_steps,
 )
 from samestep.watch.beat_exchange import BeatExchange, Message
 from samestep.watch.heartbeat import Heartbeat, RankFacts
@@ -375,16 +373,6 @@ def test_every_column_is_explained(tmp_path: Path) -> None:
     assert set(PHASES) <= set(re.findall(r"\w+", phases))
 
 
-def test_bars_of_step_times() -> None:
-    rows: list[dict[str, Any]] = [
-        {"steps": [2 * i, i], "spent_s": {"forward": [0.2 * i, 1.0], "reducing": [9, 9]}} for i in range(4)
-    ]
-    times = measure_steps([*rows, {**rows[-1], "steps": [6, 4]}])
-    assert times == [[pytest.approx(0.1), pytest.approx(0.2), pytest.approx(0.3), None], [1.0] * 4]
-    assert draw_bars(times) == ["▁▂▃ ", "████"]
-    assert measure_steps([]) == []
-
-
 def test_the_stacks_of_all_ranks(tmp_path: Path) -> None:
     """Twice, because the ranks write them anew each time."""
     logs, box = tmp_path / "logs" / "0", Box()
@@ -400,15 +388,12 @@ def test_the_stacks_of_all_ranks(tmp_path: Path) -> None:
 
 
 def test_watching_on_a_terminal(tmp_path: Path) -> None:
-    """The table has bars of step times; s shows the stacks of all ranks, q quits and leaves the terminal as it was."""
+    """The table is shown until Ctrl-C; --stacks prints the stacks of all ranks."""
     logs = tmp_path / "logs" / "0"
     logs.mkdir(parents=True)
     (tmp_path / "run.json").write_text(json.dumps({"format": 1}))
     (tmp_path / "status.json").write_text(json.dumps({"status": "running"}))
-    rows = [{"time_s": i, "steps": [i], "spent_s": {"forward": [0.1 * i]}} for i in range(5)]
-    (tmp_path / "timeline.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     ours, theirs = os.openpty()
-    before = termios.tcgetattr(theirs)
     shown = b""
 
     def shows(words: str) -> bool:
@@ -423,18 +408,16 @@ def test_watching_on_a_terminal(tmp_path: Path) -> None:
         variables = clean_variables({"TERM": "xterm", "COLUMNS": "150", "LC_ALL": "C.UTF-8"})
         process = Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=variables)
         try:
-            wait_until(lambda: shows("s: stacks of all ranks, q: quit"), "the table")
-            assert shows("▆█"), shown.decode(errors="replace")
-            os.write(ours, b"s")
-            wait_until(lambda: shows("all threads: "), "the stacks")
-            assert shows("rank 0, step 5, forward for")
-            assert shows("test_heartbeat.py")
-            os.write(ours, b"q")
-            assert process.wait(DEADLINE_S) == 0
+            wait_until(lambda: shows("forward"), "the table")
+            process.send_signal(signal.SIGINT)
+            assert process.wait(DEADLINE_S) == 128 + signal.SIGINT
         finally:
             process.kill()
             process.wait()
-    assert termios.tcgetattr(theirs) == before
+        stacks = check(samestep_command("watch", "--stacks", tmp_path, cwd=tmp_path)).stdout
+    assert "Traceback" not in shown.decode(errors="replace")
+    assert "rank 0, step 5, forward for" in stacks
+    assert "test_heartbeat.py" in stacks
     assert not (logs / "stacks-wanted").exists()
     os.close(ours)
     os.close(theirs)

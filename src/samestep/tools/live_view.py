@@ -1,22 +1,16 @@
 """`samestep watch`: shows the live state of every rank of a running job."""
 
-import os
-import select
 import sys
-import termios
 import time
-import tty
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import click
 
 from samestep.command_line import Command
 from samestep.config import is_url
-from samestep.console import build_table, draw_bars, escape, print_table
+from samestep.console import build_table, escape, print_table
 from samestep.errors import Error
 from samestep.files import read_text, replace_file
 from samestep.snapshot.reading import read_run
@@ -29,7 +23,6 @@ from samestep.watch.records import (
     STACKS_WANTED,
     STALE_S,
     STATUS,
-    TIMELINE,
     RankStates,
     has_ended,
     list_logs,
@@ -38,20 +31,18 @@ from samestep.watch.records import (
     read_rows,
     read_status,
 )
-from samestep.watch.stall_diagnosis import BUSY, Beat
+from samestep.watch.stall_diagnosis import Beat
 from samestep.world.environment import read_host, read_overrides
 
 POLL_S = 1.0
 WINDOW_S = 10.0
 OLD_S = 0.5  # age of a heartbeat that is shown
 ANSWER_S = 6.0  # for all ranks to write their stacks
-TAIL_BYTES = 1 << 16  # of the timeline
-NUM_BARS = 20
 HEADER = ("rank", "host", "step", "phase", "in it for", "compute/step", "samples/s", "where")
 
 DESCRIPTION = f"""\
 Shows the live state of every rank of a running job, until the run ends; if the output is not a terminal, prints it
-once. On a terminal, the key s shows the stacks of all ranks, and q quits. The table has one row per rank:
+once. Ctrl-C ends it. The table has one row per rank:
 
   rank, host    the rank and its machine
   step          completed steps, over all restarts
@@ -64,9 +55,6 @@ once. On a terminal, the key s shows the stacks of all ranks, and q quits. The t
                 1.4 s ago: the row is from a heartbeat of that age, so that the rank is further by now;
                 silent: no heartbeat arrives
 
-On a terminal, the column step times draws one bar for each of the last intervals of timeline.jsonl, each a second or
-longer: the time per step without waits for other ranks, on a scale from the shortest of all ranks to the longest.
-
 compute/step and samples/s cover the last {WINDOW_S:g} s; if printed once, the time since the last start.
 """
 
@@ -74,18 +62,21 @@ compute/step and samples/s cover the last {WINDOW_S:g} s; if printed once, the t
 @click.command("watch", cls=Command, help=DESCRIPTION)
 @click.argument("run", type=click.Path())
 @click.option("--local-dir", metavar="DIR", type=click.Path(), help="for a run at a URL: the run's --local-dir")
-def run_watch(run: str, local_dir: str | None) -> int:
+@click.option("--stacks", is_flag=True, help="print the stacks of all ranks instead, once")
+def run_watch(run: str, local_dir: str | None, stacks: bool) -> int:
     """Show the state of a run's ranks until it ends; without a terminal, once."""
     run_dir = find_directory(run, local_dir or read_overrides().get("local_dir"))
     read_run(run_dir, str(run_dir))
-    if sys.stdout.isatty():
+    if sys.stdout.isatty() and not stacks:
         return _follow(run_dir)
     record = read_ranks(run_dir)
     is_running = read_or_empty(run_dir / STATUS).get("status", "running") == "running"
     if record is None or not is_running or time.time() - record.time_s > STALE_S:
         print(escape(describe_end(run_dir)))
-        return 0
-    print_table(_name_table(run_dir, record), *format_rows(record, None))
+    elif stacks:
+        print(escape(ask_for_stacks(run_dir, [rank.rank for rank in record.ranks])))
+    else:
+        print_table(_name_table(run_dir, record), *format_rows(record, None))
     return 0
 
 
@@ -118,51 +109,19 @@ def _follow(run_dir: Path) -> int:
     from rich.text import Text
 
     records: list[RankStates] = []
-    with _Keys() as keys, Live(Text("the run is starting"), auto_refresh=False, transient=False) as live:
+    with Live(Text("the run is starting"), auto_refresh=False) as live:
         while (record := read_ranks(run_dir)) or not has_ended(run_dir):
             if record:
                 if not records or record.time_s != records[-1].time_s:
                     records = [old for old in records if record.time_s - old.time_s < WINDOW_S] + [record]
                 styles = [_choose_style(rank) for rank in record.ranks]
-                table = build_table(
-                    _name_table(run_dir, record), *_add_bars(run_dir, *format_rows(record, records[0])), styles
-                )
-                table.caption = "s: stacks of all ranks, q: quit" if keys.are_read else None
+                table = build_table(_name_table(run_dir, record), *format_rows(record, records[0]), styles)
                 live.update(table, refresh=True)
-            if record and time.time() - record.time_s > RESTART_S and has_ended(run_dir):
-                break
-            key = keys.wait(POLL_S)
-            if key == "q":
-                return 0
-            if key == "s" and record:
-                live.console.print(Text(escape(ask_for_stacks(run_dir, [rank.rank for rank in record.ranks]))))
+                if time.time() - record.time_s > RESTART_S and has_ended(run_dir):
+                    break
+            time.sleep(POLL_S)
     print(escape(describe_end(run_dir)))
     return 0
-
-
-class _Keys:
-    """Reads single keys in a `with` block, without Enter and echo, if the standard input is a terminal."""
-
-    def __init__(self) -> None:
-        self.are_read = sys.stdin.isatty()
-
-    def __enter__(self) -> "_Keys":
-        if self.are_read:
-            self._before = termios.tcgetattr(sys.stdin)
-            tty.setcbreak(sys.stdin)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.are_read:
-            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._before)
-
-    def wait(self, timeout_s: float) -> str:
-        """Wait for a key. Returns "" if none is pressed in time."""
-        if not self.are_read:
-            time.sleep(timeout_s)
-        elif select.select([sys.stdin], [], [], timeout_s)[0]:
-            return os.read(sys.stdin.fileno(), 1).decode(errors="replace")
-        return ""
 
 
 def ask_for_stacks(run_dir: Path, ranks: Sequence[int]) -> str:
@@ -187,30 +146,6 @@ def ask_for_stacks(run_dir: Path, ranks: Sequence[int]) -> str:
             text = read_text(file)
         texts.append("\n".join(text.split("\n\n")[:2]))  # its state, and the main thread
     return "\n\n".join([*texts, f"all threads: {directory}/stacks-*.txt"])
-
-
-def measure_steps(rows: Sequence[Mapping[str, Any]]) -> list[list[float | None]]:
-    """Return, per rank, the seconds per step without waits for others, for each row of a timeline but the first.
-
-    None stands for rows in which the rank has completed no step.
-    """
-    times: list[list[float | None]] = [[] for _ in rows[-1]["steps"]] if rows else []
-    for before, row in pairwise(rows):
-        for rank, of_rank in enumerate(times):
-            here = min(len(before["steps"]), len(row["steps"])) > rank
-            num_steps = row["steps"][rank] - row.get("first_step", before["steps"][rank]) if here else 0
-            busy_s = sum(row["spent_s"][phase][rank] for phase in BUSY if rank < len(row["spent_s"].get(phase, ())))
-            of_rank.append(busy_s / num_steps if num_steps > 0 else None)
-    return times
-
-
-def _add_bars(run_dir: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """Insert the step times of the last intervals as a column."""
-    bars = draw_bars(measure_steps(read_rows(run_dir / TIMELINE, TAIL_BYTES)[-NUM_BARS - 1 :]))
-    cells = ["step times", *(bars[int(row[0])] if int(row[0]) < len(bars) else "" for row in rows)]
-    place = HEADER.index("samples/s")
-    first, *others = ([*row[:place], cell, *row[place:]] for row, cell in zip([header, *rows], cells, strict=True))
-    return first, others
 
 
 def describe_end(run_dir: Path) -> str:
@@ -280,7 +215,7 @@ def _choose_style(rank: Beat) -> str | None:
 
 def _name_table(run_dir: Path, record: RankStates) -> str:
     age_s = time.time() - record.time_s
-    heals = [row for row in read_rows(run_dir / HEALS) if row["lost"]]
+    heals = read_rows(run_dir / HEALS)
     healed = f", {format_count(len(heals), 'heal')}, the last in step {heals[-1]['step']}" if heals else ""
     return f"{format_count(len(record.ranks), 'rank')}{healed}" + (
         f", {format_time(round(age_s))} ago" if age_s > 2 * POLL_S else ""
