@@ -104,18 +104,18 @@ UNPOOL = (
          ["exit code 2", "sample 0 of the data set differs between rank 0 and rank 1: build the same data set"]),
         ({"top": "import torch.distributed as dist",
           "in_item": "x = x * dist.get_rank() if 0 < index < 13 and dist.is_initialized() else x"},
-         ["returned different values for the same samples (micro-batch 0 of step 0)"]),
+         ["returned different values for the same samples (micro-batch 0 of step 0)", "not on the rank"]),
         # Data that each process creates anew, as if from a generator that the run has not seeded yet.
         ({"top": "salt = int.from_bytes(open('/dev/urandom', 'rb').read(6)) / 2**48", "in_item": "x = x + salt"},
          ["in two runs on 1 rank", "(micro-batch 0 of step 0): build random data after samestep.Run(...)"]),
         # A clock.
         ({"top": "import time", "in_item": "x = x + time.time_ns() % 997"},
-         ["in two runs on 1 rank", "different values for the same samples", "and read no clock and no file"]),
+         ["in two runs on 1 rank", "different values for the same samples", "read no clock and no file"]),
         ({"top": "import time", "in_micro_batch": "x = x * (1 + time.time() % 1)"},
          ["in two runs on 1 rank", "look for clocks (time.time(), datetime.now())"]),
         # An operator that is not deterministic.
         ({"arguments": ", deterministic=False", "in_forward": UNPOOL},
-         ["in two runs on 1 rank", "max_unpooling2d_forward_out is an operator that is not deterministic"]),
+         ["in two runs on 1 rank", "with deterministic=False, operators that are not deterministic"]),
         # A buffer that counts this rank's micro-batches.
         ({"in_model": "self.register_buffer('seen', torch.zeros(()))", "before": "count = 0",
           "after_micro_batch": "count += 1", "in_step": "model.seen += count"},
@@ -126,16 +126,16 @@ UNPOOL = (
          ["the thread count changed: torch computed with 1 and with 3 threads, the run's number is 1"]),
         # Code that reads the rank, and a counter in each model.
         ({"in_micro_batch": "x = x * (1 + run.world_size)"},
-         ["the number of ranks, and training depends on it (run.world_size in planted.py:"]),
+         ["the same inputs of micro-batch", "or it reads its rank or the number of ranks (run.rank"]),
         ({"top": "import os", "before": "scale = 1 + int(os.environ.get('RANK', 0)) + int(os.getenv('WORLD_SIZE', 1))",
           "in_micro_batch": "x = x * scale"},
-         ["depends on it (os.environ['RANK'] in planted.py:", "os.environ['WORLD_SIZE'] in planted.py:"]),
+         ["or it reads its rank or the number of ranks (run.rank, os.environ)"]),
         ({"in_model": "self.calls = 0", "in_forward": "self.calls += 1; x = x * self.calls"},
-         ["the same inputs of micro-batch 2 give a different loss: state is kept from one micro-batch to the next"]),
+         ["the same inputs of micro-batch 2 give a different loss: the script keeps state from one micro-batch"]),
         ({"top": "import os, torch.distributed as dist", "in_model": "self.calls = 0",
           "in_forward": "self.calls += 1; x = x * self.calls",
           "in_step": "os.environ.get('RANK'); run.rank; dist.is_initialized() and dist.get_rank()"},
-         ["the same inputs of micro-batch 2 give a different loss: state is kept from one micro-batch to the next"]),
+         ["the same inputs of micro-batch 2 give a different loss: the script keeps state from one micro-batch"]),
         ({"arguments": ", reduction='fast', bucket_cap_mb=1e-6"}, ["reduction='fast' adds in a different order"]),
     ]),
 )  # fmt: skip
@@ -146,7 +146,7 @@ def test_a_planted_fault_is_found_and_named(verify: Any, faults: dict[str, str],
         assert expected in printed, f"{expected!r} is not in\n{printed}"
 
 
-GENERATOR, ORDER, STATE = "draws in the steps", "the order of a set", "keeps state between reads"
+GENERATOR, ORDER, STATE = "draws in the steps", "PYTHONHASHSEED", "not on earlier reads"
 SORTED = "words = list({'alpha', 'beta', 'gamma', 'delta', 'epsilon', 'zeta', 'eta', 'theta'})"
 BIAS = "model.layers[0].bias.data += "
 
@@ -173,13 +173,13 @@ BIAS = "model.layers[0].bias.data += "
                      "top": "import time; began = time.time()"}),
         (ORDER, "", {"before": SORTED + "; rng = random.Random()", "swap": "cross_entropy(model(x), y) -> "
                      "cross_entropy(model(x), (y + words.index('beta')) % 3)"}),
-        (STATE, "(count changes)", {"in_data": "self.count = 0", "in_item": "self.count += 1; x = x * self.count"}),
-        (STATE, "(last changes)", {"in_data": "self.last = 0", "in_item": "x = x + self.last; self.last = index"}),
-        (STATE, "(seen changes)",
+        (STATE, "", {"in_data": "self.count = 0", "in_item": "self.count += 1; x = x * self.count"}),
+        (STATE, "", {"in_data": "self.last = 0", "in_item": "x = x + self.last; self.last = index"}),
+        (STATE, "",
          {"in_data": "self.seen = {}", "in_item": "x = x + len(self.seen); self.seen[len(self.seen)] = index",
           "before": "loose = random.Random()"}),
         (STATE, "", {"top": "reads = [0]", "in_item": "reads[0] += 1; x = x * reads[0]"}),
-        (STATE, "(count changes)", {"in_data": "self.count = 0", "in_item": "self.count += 1; x = x * (self.count % 5)",
+        (STATE, "", {"in_data": "self.count = 0", "in_item": "self.count += 1; x = x * (self.count % 5)",
                                     "swap": "epochs(data, 9) -> epochs(data, 9, num_workers=1)"}),
     ]),
 )  # fmt: skip
@@ -222,7 +222,7 @@ def test_a_logged_value_that_depends_on_the_number_of_ranks_is_named(verify: Any
         ("class Noise:\n    rng = random.Random(3)\n    def __call__(self): return self.rng.random()\nnoise = Noise()",
          "lib.noise.Noise.rng (Random) draws in the steps"),
         ("def noise(): return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0",
-         "and training depends on it (torch.distributed.get_rank in noise.py:2)"),
+         "or it reads its rank or the number of ranks (run.rank"),
     ]),
 )  # fmt: skip
 def test_modules_of_the_scripts_own_are_looked_into(verify: Any, tmp_path: Path, module: str, words: str) -> None:
@@ -316,7 +316,7 @@ ZEROS = (
         ("fsdp2", {"before": "[m.reset_parameters() for m in model.modules() if hasattr(m, 'reset_parameters')]"},
          ["model.layers.0.weight differs before the first step: set initial values before run.prepare"]),
         (None, {"swap": "model = Model() -> torch.manual_seed(run.world_size); model = Model()"},
-         ["likely: the script reads its rank or the number of ranks", "run.world_size in planted.py"]),
+         ["model.layers.0.weight differs before the first step: its initial value must not depend on the rank"]),
     ]),
 )  # fmt: skip
 def test_a_fault_of_a_sharded_run_is_found_and_named(

@@ -2,9 +2,8 @@
 
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,7 +20,7 @@ from samestep.launch.script_command import ScriptCommand
 from samestep.launch.target import Target
 from samestep.plan.schedule import check_numbers
 from samestep.tools.traced_script import exiting_on_sigterm
-from samestep.tools.verify.causes import explain, explain_drift, measure_difference
+from samestep.tools.verify.causes import DRIFT, DRIFTED, explain, measure_difference
 from samestep.tools.verify.gradients import check_gradients, check_schedules
 from samestep.tools.verify.plain import PlainOptions, run_plain
 from samestep.tools.verify.traces import Difference, find_difference, name_tensor
@@ -387,7 +386,7 @@ class _Verification:
         if outcome.code:
             result = f"exit code {outcome.code}"
             self._lines += [f"{where} it ends with {result}:", outcome.last_words]
-            self._lines += explain_drift(outcome, self._repeat(outcome))
+            self._lines += [f"  likely: {DRIFT}"] * any(words in outcome.output for words in DRIFTED)
             self._is_same = False
             return result
         # A run that is resumed after its last step has no further one.
@@ -419,27 +418,21 @@ class _Verification:
         elif difference.what in ("value", "loss"):
             name = name_tensor(difference.name) or "the loss"
             self._lines.append(f"  first: {name}, {difference.values[0]} and {difference.values[1]}")
-        run_again, run_other = (
-            partial(self._repeat(run), num_steps=difference.step + 1) for run in (reference, outcome)
-        )
-        causes = explain(
-            reference.trace,
-            outcome.trace,
-            difference,
-            is_resumed=outcome.is_resumed,
-            run_again=run_again,
-            run_other=run_other,
-        )
+        causes = explain(reference.trace, outcome.trace, difference, is_resumed=outcome.is_resumed)
         self._lines += [f"  likely: {cause}" for cause in causes]
-
-    def _repeat(self, outcome: TrialOutcome) -> Callable[..., TrialOutcome]:
-        return partial(self._trials.run, outcome.world_size, shard=outcome.shard)
 
     def _measure(self, outcome: TrialOutcome, step: int, name: str) -> str:
         """Repeat both runs up to that step, from where each began, and compare the tensors."""
         places = []
         for run in (self._reference, outcome):
-            again = self._repeat(run)(run_dir=run.begun_from, num_steps=step + 1, hash_seed=run.hash_seed, dump=step)
+            again = self._trials.run(
+                run.world_size,
+                shard=run.shard,
+                run_dir=run.begun_from,
+                num_steps=step + 1,
+                hash_seed=run.hash_seed,
+                dump=step,
+            )
             if not (again.place / "dump.safetensors").exists():
                 return f"another run on {run.where} did not reach that step"
             places.append(again.place)

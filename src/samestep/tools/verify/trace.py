@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.data.loader import Fetcher
 from samestep.errors import Error
 from samestep.files import open_regular
 from samestep.hashing import hash_bytes
@@ -34,7 +33,7 @@ from samestep.train.step.steps import Step
 
 
 class Trace(Tracer):
-    """Writes a line for each step. Options: `dir`, and optionally `dump`, `kill` or `reread`."""
+    """Writes a line for each step. Options: `dir`, and optionally `dump` or `kill`."""
 
     def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
         super().__init__(context, options)
@@ -74,8 +73,7 @@ class Trace(Tracer):
 
     def end_body(self, step: Step) -> None:
         """Write the line of the step."""
-        reread = {"reread": self._read_twice(step)} if self.options.get("reread") else {}
-        line: dict[str, Any] = reread | {
+        line: dict[str, Any] = {
             "step": step.number,
             "loss": None if step.averaged_loss is None else step.averaged_loss.hex(),
             "at_s": time.monotonic(),
@@ -100,22 +98,6 @@ class Trace(Tracer):
                 with open(self.directory / "dump.safetensors", "wb", opener=open_regular) as file:
                     write_tensors(file, tensors)
         self.write(line)
-
-    def _read_twice(self, step: Step) -> dict[str, Any]:
-        """Read this rank's samples again, with the same seed. Returns whether they differ, and changed attributes."""
-        spec = self.loop.data.spec
-        context = self.context
-        plan = self.loop.data.plan
-        fetcher = Fetcher(spec.dataset, spec.collate_fn)
-        differs = False
-        changed = set[str]()
-        before = {name: hash_batch(value) for name, value in _walk_attributes(spec.dataset)}
-        tasks = plan.tasks(step.number, step.number + 1, rank=context.rank, layout=context.build_layout)
-        for task in tasks:
-            one, other = (hash_batch(fetcher.load(task).batch) for _ in range(2))
-            differs |= one != other
-            changed |= {name for name, now in _walk_attributes(spec.dataset) if before.get(name) != hash_batch(now)}
-        return {"differs": differs, "changed": sorted(changed)}
 
     def _write_begin(self, first_step: int) -> None:
         settings = self.context.config
@@ -222,14 +204,3 @@ def flatten(structure: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in pairs:
         if key != "params":
             yield from flatten(value, f"{path}/{key}" if path else str(key))
-
-
-def _walk_attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a data set and of the data sets that it wraps (`dataset.dataset`), with their paths."""
-    inside = ""
-    thing = dataset
-    while thing is not None and len(inside) < 80:  # Subset and similar wrappers, a few layers deep
-        own = getattr(thing, "__dict__", {})
-        yield from ((inside + name, value) for name, value in own.items() if name != "dataset")
-        inside = f"{inside}dataset."
-        thing = own.get("dataset")

@@ -1,6 +1,5 @@
 """Runs the script, each time in new processes and in a separate directory."""
 
-import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,6 @@ from samestep.tools.traced_script import build_trace, find_errors, start
 from samestep.tools.verify.traces import Traced, read_traces
 from samestep.units import format_ranks
 from samestep.watch.records import HEALS, LEDGER, METRICS, read_rows
-from samestep.world.environment import HOOK
 
 TRACE = "samestep.tools.verify.trace:Trace"
 SHOWN_LINES = 30
@@ -128,7 +126,6 @@ class Trials:
         num_steps: int | None = None,
         overrides: Mapping[str, Any] | None = None,
         hash_seed: str = "0",
-        fixes_rank: bool = False,
         interceptor: str = TRACE,
         flags: Sequence[str] = (),
         **trace: Any,
@@ -141,7 +138,6 @@ class Trials:
             num_steps: steps of the whole run.
             overrides: further options of `Run`.
             hash_seed: PYTHONHASHSEED, unless it is set for this process.
-            fixes_rank: whether the script reads rank 0 of 1 everywhere.
             interceptor: an interceptor, "module:class". `Trace` and its subclasses write the traces.
             flags: options of the launcher.
             trace: options of the interceptor.
@@ -163,8 +159,6 @@ class Trials:
             **(overrides or {}),
         }
         variables = build_trace(interceptor, place, to_variables(options), hash_seed=hash_seed, **trace)
-        if fixes_rank:
-            variables[HOOK] = json.dumps(["samestep.tools.verify.rank_reads", str(place)])
         began_s = time.monotonic()
         code = self._start(self.target.to_full_command(world_size, *flags), variables, place)
         store = Store(run_dir)
