@@ -1,6 +1,6 @@
 """Which rank updates each parameter, if the optimizers' state is divided among the ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -32,6 +32,15 @@ class Ownership:
     def find(self, param: Tensor) -> int | None:
         """Return the owner of a parameter; None if it was never trained."""
         return self._owners.get(id(param))
+
+    def list_owned(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
+        """Return the trained ones of some parameters by owner, in the order of `assign`, which all ranks share."""
+        wanted = {id(param) for param in params}
+        owned: list[list[Tensor]] = [[] for _ in range(self._world_size)]
+        for number, param in self._params.items():
+            if number in wanted:
+                owned[self._owners[number]].append(param)
+        return owned
 
     def list_grads(self) -> list[Tensor]:
         """Return the gradients of trained parameters that this rank has."""

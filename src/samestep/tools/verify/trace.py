@@ -29,6 +29,7 @@ from samestep.torch_internals import gather_whole
 from samestep.train.context import RunContext
 from samestep.train.generators import KINDS, NUMPY_GENERATOR, PYTHON_GENERATOR, read_generator
 from samestep.train.script_objects import find_things
+from samestep.train.state.names import strip_compiled
 from samestep.train.step.steps import Step
 
 
@@ -103,7 +104,9 @@ class Trace(Tracer):
         settings = self.context.config
         state = self.loop.build_state({"step": first_step})  # on all ranks, which may hold parts of it
         buffers = [
-            f"objects/{name}/{path}" for name, module in self.modules.items() for path, _ in module.named_buffers()
+            f"objects/{name}/{strip_compiled(path)}"
+            for name, module in self.modules.items()
+            for path, _ in module.named_buffers()
         ]
         self.write(
             {

@@ -12,7 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.engine.gradient_averager import GradientAverager
 from samestep.errors import UsageError
-from samestep.train.state.stateful import Objects, find_saved, list_params, name_optimizers
+from samestep.train.state.names import list_named, list_params
+from samestep.train.state.stateful import Objects, find_saved, name_optimizers
 from samestep.train.step.steps import Step, StepObserver
 from samestep.world.group import Group
 
@@ -169,7 +170,7 @@ class MisuseChecks(StepObserver):
         return [
             (f"{name}.{path}", id(param), (param.dtype, param.device))
             for name, module in self._modules.items()
-            for path, param in module.named_parameters()
+            for path, param in list_named(module)
         ]
 
 

@@ -15,7 +15,8 @@ from samestep.snapshot.async_copy import is_finite
 from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.torch_internals import is_sharded
-from samestep.train.state.stateful import list_checked, list_params, list_stable, name_optimizers, unwrap
+from samestep.train.state.names import list_named, list_params
+from samestep.train.state.stateful import list_checked, list_stable, name_optimizers, unwrap
 from samestep.train.step.steps import Step, StepObserver
 from samestep.watch.replica_checksums import checksum, combine, explain_drift, find_drift, read_back
 from samestep.world.environment import read_host
@@ -34,27 +35,24 @@ def name_replicated(objects: Mapping[str, Any], *, has_divided_state: bool = Fal
         has_divided_state: whether each rank has the optimizers' state of other parameters, so that it is left out, too.
     """
     optimizers = name_optimizers(objects)
-    places = {
-        name: {id(param): place for place, param in enumerate(list_params(thing))} for name, thing in optimizers.items()
-    }
-    updated = {param for of_one in places.values() for param in of_one}
+    updated = {id(param) for thing in optimizers.values() for param in list_params(thing)}
     models = [(name, unwrap(thing)) for name, thing in objects.items() if isinstance(thing, nn.Module)]
     models.sort(key=lambda item: updated.isdisjoint(map(id, item[1].parameters())))
     names: dict[int, str] = {}
     for name, model in models:
-        for path, param in model.named_parameters():
+        for path, param in list_named(model):
             if id(param) not in names and not is_sharded(param):  # shared with another model
                 names[id(param)] = f"{name}.{path}"
                 yield f"{name}.{path}", param
     if has_divided_state:
         return
+    order = {number: place for place, number in enumerate(names)}
     for name, optimizer in optimizers.items():
-        place = places[name]
-        states = sorted(optimizer.state.items(), key=lambda item: place.get(id(item[0]), len(place)))
-        for number, (param, state) in enumerate(states):
+        states: Any = sorted(optimizer.state.items(), key=lambda item: order.get(id(item[0]), len(order)))
+        for number, (owner, state) in enumerate(states):
             for key, value in state.items() if isinstance(state, Mapping) else ():
                 if isinstance(value, Tensor):
-                    yield f"{key} of {names.get(id(param), f'parameter {number}')} in {name}", value
+                    yield f"{key} of {names.get(id(owner), f'parameter {number}')} in {name}", value
 
 
 class ReplicaChecks(StepObserver):

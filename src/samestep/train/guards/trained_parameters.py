@@ -7,7 +7,8 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from samestep.engine.gradient_averager import GradientAverager
-from samestep.train.state.stateful import Objects, list_params, name_optimizers
+from samestep.train.state.names import list_named, list_params
+from samestep.train.state.stateful import Objects, name_optimizers
 from samestep.train.step.steps import Step, StepObserver
 
 
@@ -41,7 +42,7 @@ class TrainedParameters(StepObserver):
         trained: dict[int, tuple[str, nn.Parameter]] = {}
         others: list[nn.Parameter] = []
         for name, module in self._modules.items():
-            for path, param in module.named_parameters():
+            for path, param in list_named(module):
                 # Without an optimizer, all parameters are trained except those of averaged models.
                 if id(param) in wanted if wanted else not isinstance(module, AveragedModel):
                     trained.setdefault(id(param), (f"{name}.{path}", param))

@@ -35,7 +35,7 @@ class AlikeUpdates:
         On all ranks.
         """
         own: dict[str, list[Any]] = {
-            name: [self._num_updates[name], digest([{**group, "params": None} for group in each.param_groups])]
+            name: [self._num_updates[name], digest([_drop_params(group) for group in each.param_groups])]
             for name, each in self._optimizers.items()
         }
         first, *others = self._group.gather(own)
@@ -55,3 +55,7 @@ class AlikeUpdates:
                         "optimizer computes them from all gradients, as Prodigy does, leave out shard",
                         code="SS606",
                     )
+
+
+def _drop_params(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

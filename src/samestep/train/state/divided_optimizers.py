@@ -24,7 +24,8 @@ from samestep.snapshot.serialization import SavedState, decode, encode, list_ten
 from samestep.tagged import find_dtype, name_dtype
 from samestep.torch_internals import watch_norms, watch_scalers
 from samestep.train.state.alike_updates import AlikeUpdates
-from samestep.train.state.stateful import STATE, Objects, list_params, name_optimizers, refuse_held, states
+from samestep.train.state.names import STATE, list_by_name, list_params, name_params
+from samestep.train.state.stateful import Objects, name_optimizers, refuse_held, states
 from samestep.world.group import Group
 
 
@@ -78,12 +79,9 @@ class DividedOptimizers:
 
     def _send_updated(self, optimizer: Optimizer, *_: Any) -> None:
         """After an update on all ranks, copy each parameter from its owner to the other ranks."""
-        owned: list[list[Tensor]] = [[] for _ in range(self._group.world_size)]
-        for param in list_params(optimizer):
-            if (owner := self.ownership.find(param)) is not None:
-                owned[owner].append(param.detach())
+        owned = self.ownership.list_owned(list_params(optimizer))
         self._wait()
-        send_owned(owned, self._group)
+        send_owned([[param.detach() for param in params] for params in owned], self._group)
 
     def drop_others(self) -> None:
         """Drop the state of parameters that other ranks own, such as after all of it was loaded from a snapshot."""
@@ -104,7 +102,7 @@ class DividedOptimizers:
         rank = self._group.rank
         mine = {name: self._list_states(each) for name, each in self._optimizers.items()}
         _, outlines = self._exchange_outlines(mine)
-        collected: dict[str, dict[int, Any]] = {name: {} for name in self._optimizers}
+        collected: dict[str, dict[str, Any]] = {name: {} for name in self._optimizers}
         for source, (structure, tensors) in enumerate(outlines):
             if array := next((name for name, shape in list_tensors(structure).items() if shape is None), None):
                 raise InvalidValue(
@@ -129,18 +127,19 @@ class DividedOptimizers:
     def read(self, saved: SavedState) -> dict[str, Any]:
         """Return the content of a snapshot without the state of other ranks' parameters."""
         objects = dict(saved.contents["objects"])
-        params = {name: dict(enumerate(list_params(each))) for name, each in self._optimizers.items()}
+        names = name_params(self._objects)
+        params = {name: list_by_name(each, names) for name, each in self._optimizers.items()}
         self.ownership.assign(
             [
                 param
                 for name, of_one in params.items()
-                for number, param in of_one.items()
-                if isinstance(param, nn.Parameter) and (param.requires_grad or number in objects[name][STATE])
+                for key, param in of_one.items()
+                if isinstance(param, nn.Parameter) and (param.requires_grad or key in objects[name][STATE])
             ]
         )
         for name, of_one in params.items():
             of_params = objects[name][STATE].items()
-            state = {number: each for number, each in of_params if self._counts(of_one.get(number))}
+            state = {key: each for key, each in of_params if self._counts(of_one.get(key))}
             objects[name] = {**objects[name], STATE: state}
         filled: dict[str, Any] = saved.fill({**saved.contents, "objects": objects})
         return filled
@@ -157,14 +156,14 @@ class DividedOptimizers:
         collected = self._collect()
         return lambda: self._merge_states(collected)
 
-    def _collect(self) -> dict[str, dict[int, Any]]:
+    def _collect(self) -> dict[str, dict[str, Any]]:
         rank = self._group.rank
         mine = {} if rank == 0 else {name: self._list_states(each) for name, each in self._optimizers.items()}
         tensors, outlines = self._exchange_outlines(mine)
         if rank != 0:
             self._group.send(tensors, target=0)
             return {}
-        collected: dict[str, dict[int, Any]] = {name: {} for name in self._optimizers}
+        collected: dict[str, dict[str, Any]] = {name: {} for name in self._optimizers}
         for source, (structure, outlined) in enumerate(outlines[1:], start=1):
             received = {name: torch.empty_like(tensor, device="cpu") for name, tensor in outlined.items()}
             self._group.receive([*received.values()], source)
@@ -193,20 +192,21 @@ class DividedOptimizers:
             for of_rank, rows in self._group.gather([structure, described])
         ]
 
-    def _list_states(self, optimizer: Optimizer) -> dict[int, Any]:
+    def _list_states(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the states of this rank's parameters. The script may have made states of others, too."""
-        numbers = {id(param): number for number, param in enumerate(list_params(optimizer)) if self._counts(param)}
-        return {numbers[id(param)]: state for param, state in optimizer.state.items() if id(param) in numbers}
+        own = list_by_name(optimizer, name_params(self._objects)).items()
+        return {name: optimizer.state[param] for name, param in own if self._counts(param) and param in optimizer.state}
 
-    def _merge_states(self, collected: Mapping[str, Mapping[int, Any]]) -> dict[str, Any]:
+    def _merge_states(self, collected: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Return the objects' states with those of other ranks' parameters, in the order of the parameters."""
         saved = states(self._objects)
+        names = name_params(self._objects)
         for name, of_params in collected.items():
-            params = dict(enumerate(list_params(self._optimizers[name])))
+            params = list_by_name(self._optimizers[name], names)
             own = {key: state for key, state in saved[name][STATE].items() if self._counts(params.get(key))}
-            merged = [*own.items(), *of_params.items()]
-            merged.sort(key=lambda item: item[0] if item[0] in params else len(params))
-            saved[name] = {**saved[name], STATE: dict(merged)}
+            merged = {**own, **of_params}
+            keys = [key for key in params if key in merged] + [key for key in merged if key not in params]
+            saved[name] = {**saved[name], STATE: {key: merged[key] for key in keys}}
         return saved
 
 

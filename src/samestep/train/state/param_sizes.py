@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 
 from samestep.plan.memory import OUTSIDE, ParamSize
 from samestep.torch_internals import list_units
+from samestep.train.state.names import list_params
 from samestep.train.state.sharded_state import Blocks, find_blocks
-from samestep.train.state.stateful import Objects, list_params, name_optimizers
+from samestep.train.state.stateful import Objects, name_optimizers
 
 
 def measure_sizes(objects: Objects, modules: Mapping[str, nn.Module], blocks: Blocks | None) -> list[ParamSize]:

@@ -15,9 +15,21 @@ from samestep.snapshot.serialization import SavedState
 from samestep.snapshot.store import Store
 from samestep.tagged import find_dtype, name_dtype
 from samestep.torch_internals import is_sharded
+from samestep.train.state.names import (
+    STATE,
+    Names,
+    list_named,
+    list_params,
+    load_module,
+    load_optimizer,
+    name_params,
+    naming,
+    save_module,
+    strip_compiled,
+)
 from samestep.train.state.optimizer_settings import Override, find_changed, read_settings
 from samestep.train.state.sharded_state import shard_as
-from samestep.train.state.stateful import Objects, list_params, name_optimizers, unwrap
+from samestep.train.state.stateful import Objects, find_held_optimizers, name_optimizers
 from samestep.world.environment import advise
 from samestep.world.group import Group
 
@@ -35,7 +47,9 @@ class LoopChanges:
         self._objects = objects
         self._modules = modules
         self._frozen, self._groups = self._find_frozen(), self._read_groups()
-        self._keys = {name: {*module.state_dict(keep_vars=True)} for name, module in modules.items()}
+        self._keys = {
+            name: {*map(strip_compiled, module.state_dict(keep_vars=True))} for name, module in modules.items()
+        }
         self._has_changed_keys = False
 
     def state_dict(self, *, is_first_loop: bool) -> dict[str, Any]:
@@ -83,7 +97,7 @@ class LoopChanges:
         return ""
 
     def _params(self) -> dict[str, nn.Parameter]:
-        return {f"{name}.{path}": p for name, module in self._modules.items() for path, p in module.named_parameters()}
+        return {f"{name}.{path}": p for name, module in self._modules.items() for path, p in list_named(module)}
 
     def _find_frozen(self) -> list[str]:
         return [name for name, param in self._params().items() if not param.requires_grad]
@@ -91,7 +105,7 @@ class LoopChanges:
     def _read_groups(self) -> dict[str, list[list[str]]]:
         names = {id(param): name for name, param in self._params().items()}
         return {
-            name: [[names.get(id(param), "") for param in group["params"]] for group in thing.param_groups]
+            name: [sorted(names.get(id(param), "") for param in group["params"]) for group in thing.param_groups]
             for name, thing in name_optimizers(self._objects).items()
         }
 
@@ -202,41 +216,51 @@ class SnapshotContents:
 
 def load(objects: Objects, saved: Mapping[str, Any], *, leave: Collection[str] = ()) -> None:
     """Restore every object's state, except those in `leave`. Raises Error if an object rejects it."""
-    for name, thing in objects.items():
-        if name in leave:
-            continue
-        settings: set[str] = set()
-        try:
-            if isinstance(thing, torch.optim.Optimizer):
-                # torch adds defaults when it loads, but not to the groups.
-                settings = thing.defaults.keys() & thing.param_groups[0].keys()
-                num_groups = len(thing.param_groups)
-                num_saved = len(saved[name].get("param_groups", ()))
-                if num_groups < num_saved:
+    names = name_params(objects)
+    with naming(find_held_optimizers(objects), names):
+        for name, thing in objects.items():
+            if name not in leave:
+                try:
+                    _load(name, thing, saved[name], names)
+                except Error:
+                    raise
+                except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+                    why = " ".join(str(error).split())
+                    why = why if len(why) <= MAX_SHOWN else f"{why[: MAX_SHOWN - 4]} ..."
                     raise RunDirectoryError(
-                        f"{name} has {num_groups} of the {num_saved} groups of parameters in the snapshot: give it all "
-                        "of them before run.prepare, not by add_param_group in the loop; a frozen parameter "
-                        "(requires_grad) is not updated",
-                        code="SS412",
-                    )
-            unwrap(thing).load_state_dict(saved[name])
-        except Error:
-            raise
-        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-            why = " ".join(str(error).split())
-            why = why if len(why) <= MAX_SHOWN else f"{why[: MAX_SHOWN - 4]} ..."
-            raise RunDirectoryError(f"{name} does not take its state from the snapshot: {why}", code="SS412") from error
-        if isinstance(thing, torch.optim.Optimizer):
-            _restore_dtypes(thing, saved[name])
-            # torch loads the state of another kind of optimizer without an error, and would fail in the next update.
-            missing = sorted(settings - thing.param_groups[0].keys())
-            if missing:
-                raise RunDirectoryError(
-                    f"{name} is a {type(thing).__name__}, but its state in the snapshot has no {missing[0]}: pass the "
-                    f"kind of optimizer that the run began with; if {missing[0]} is a new setting of this class, add "
-                    "it to the param_groups in the class's __setstate__",
-                    code="SS412",
-                )
+                        f"{name} does not take its state from the snapshot: {why}", code="SS412"
+                    ) from error
+
+
+def _load(name: str, thing: Any, saved: Any, names: Names) -> None:
+    if isinstance(thing, nn.Module):
+        load_module(thing, saved)
+        return
+    if not isinstance(thing, torch.optim.Optimizer):
+        thing.load_state_dict(saved)
+        return
+    # torch adds defaults when it loads, but not to the groups.
+    settings = thing.defaults.keys() & thing.param_groups[0].keys()
+    num_groups = len(thing.param_groups)
+    num_saved = len(saved.get("param_groups", ()))
+    if num_groups < num_saved:
+        raise RunDirectoryError(
+            f"{name} has {num_groups} of the {num_saved} groups of parameters in the snapshot: give it all of them "
+            "before run.prepare, not by add_param_group in the loop; a frozen parameter (requires_grad) is not updated",
+            code="SS412",
+        )
+    state = load_optimizer(name, thing, saved, names)
+    thing.load_state_dict(state)
+    _restore_dtypes(thing, state)
+    # torch loads the state of another kind of optimizer without an error, and would fail in the next update.
+    missing = sorted(settings - thing.param_groups[0].keys())
+    if missing:
+        raise RunDirectoryError(
+            f"{name} is a {type(thing).__name__}, but its state in the snapshot has no {missing[0]}: pass the kind of "
+            f"optimizer that the run began with; if {missing[0]} is a new setting of this class, add it to the "
+            "param_groups in the class's __setstate__",
+            code="SS412",
+        )
 
 
 def restore_models(
@@ -304,7 +328,7 @@ def restore_models(
         return False
     for name, module in whole.items():
         if group.rank != 0 and others[name]:
-            module.load_state_dict({**module.state_dict(), **others[name]})
+            load_module(module, {**save_module(module), **others[name]})
     tensors = [each for module in whole.values() for each in module.state_dict().values()]
     group.broadcast_tensors([each for each in tensors if isinstance(each, Tensor)])
     for name, module in sharded.items():
@@ -326,7 +350,7 @@ def _receive_shards(
     if opened:
         saved = {k: v for k, v in opened[0].contents["objects"][name].items() if isinstance(v, Tensor)}
         outlines = [(key, name_dtype(value.dtype), [*value.shape]) for key, value in saved.items()]
-    state: dict[str, Any] = module.state_dict()
+    state = save_module(module)
     received: dict[str, Any] = {**others}
     for key, dtype, shape in group.broadcast(outlines):
         tensor = opened[0].fill(saved[key]) if opened else torch.empty(shape, dtype=find_dtype(dtype))
@@ -348,7 +372,7 @@ def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) 
     numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
     for param, number in zip(list_params(optimizer), numbers, strict=False):
         if param in optimizer.state:
-            optimizer.state[param] = _with_dtypes(optimizer.state[param], saved.get("state", {}).get(number))
+            optimizer.state[param] = _with_dtypes(optimizer.state[param], saved.get(STATE, {}).get(number))
 
 
 def _with_dtypes(now: Any, was: Any) -> Any:

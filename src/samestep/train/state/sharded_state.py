@@ -33,8 +33,9 @@ from samestep.torch_internals import (
     watch_norms,
 )
 from samestep.train.state.alike_updates import AlikeUpdates
+from samestep.train.state.names import STATE, list_by_name, list_named, name_params, save_module
 from samestep.train.state.sharded_init import ShardedInit, is_partial
-from samestep.train.state.stateful import STATE, Objects, list_params, name_optimizers, refuse_held, states, unwrap
+from samestep.train.state.stateful import Objects, name_optimizers, refuse_held, states
 from samestep.world.group import Group
 from samestep.world.host import find_block_size
 
@@ -185,17 +186,18 @@ class ShardedState:
         """Return the content of a snapshot with this rank's shards of the objects' states."""
         contents = dict(saved.contents)
         objects = dict(contents.pop("objects"))
+        names = name_params(self._objects)
         for name, thing in self._objects.items():
             if isinstance(thing, nn.Module):
-                now = unwrap(thing).state_dict()
+                now = save_module(thing)
                 objects[name] = copy(objects[name])  # with the versions of the modules
                 for key, value in objects[name].items():
                     objects[name][key] = _read_as(now.get(key), value, saved)
             elif isinstance(thing, Optimizer):
-                params = dict(enumerate(list_params(thing)))
+                params = list_by_name(thing, names)
                 state = {
-                    number: {key: _read_as(params.get(number), value, saved) for key, value in of_one.items()}
-                    for number, of_one in objects[name][STATE].items()
+                    path: {key: _read_as(params.get(path), value, saved) for key, value in of_one.items()}
+                    for path, of_one in objects[name][STATE].items()
                 }
                 objects[name] = {**objects[name], STATE: state}
         filled: dict[str, Any] = saved.fill({"objects": objects, **contents})
@@ -255,7 +257,7 @@ def _shard(
                 'module is called: write a module that computes, or use shard="optimizer"',
                 code="SS607",
             )
-        own = {id(param): path for path, param in module.named_parameters()}
+        own = {id(param): path for path, param in list_named(module)}
         if shared := seen & own.keys():
             raise InvalidValue(
                 f'{name}.{own[min(shared)]} is shared with another model, which shard="fsdp2" does not support: pass '
@@ -269,7 +271,7 @@ def _shard(
                 'parameters are sharded: give it avg_fn= in place of multi_avg_fn=, or use shard="optimizer"',
                 code="SS607",
             )
-        for path, param in module.named_parameters():
+        for path, param in list_named(module):
             if not param.dim() or not param.numel():
                 raise InvalidValue(
                     f'{name}.{path} has {"no elements" if param.dim() else "no dimensions"}, so that shard="fsdp2" '

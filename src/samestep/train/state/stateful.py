@@ -20,8 +20,17 @@ from samestep.errors import InvalidType, InvalidValue, UsageError
 from samestep.hashing import hash_bytes
 from samestep.torch_internals import get_local, get_memory
 from samestep.train.script_objects import find_things
+from samestep.train.state.names import (
+    Names,
+    list_named,
+    list_params,
+    name_params,
+    naming,
+    save_module,
+    save_optimizer,
+    strip_compiled,
+)
 
-STATE = "state"  # the key of the parameters' states in an optimizer's state_dict
 MAX_PARTS = 2_000  # most parts of prepared objects to look into
 Objects = Mapping[str, Any]
 OldParams = dict[int, ref[nn.Parameter]]
@@ -97,11 +106,6 @@ def name_optimizers(objects: Objects) -> dict[str, torch.optim.Optimizer]:
     return {name: thing for name, thing in objects.items() if isinstance(thing, torch.optim.Optimizer)}
 
 
-def list_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of an optimizer, group by group."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def find_parts(objects: Objects, *, in_schedules: bool) -> list[Any]:
     """Return what prepared objects hold in attributes, lists and dicts, such as the optimizers of a wrapper.
 
@@ -143,9 +147,7 @@ def refuse_held(objects: Objects, held: Iterable[torch.optim.Optimizer], what: s
 
 def refuse_overlaps(modules: Mapping[str, nn.Module]) -> None:
     """Raise InvalidValue if two parameters share memory, so that the ranks cannot update them apart."""
-    params = [
-        (param, f"{name}.{path}") for name, module in modules.items() for path, param in module.named_parameters()
-    ]
+    params = [(param, f"{name}.{path}") for name, module in modules.items() for path, param in list_named(module)]
     ranges = []
     for param, name in {id(param): (param, name) for param, name in reversed(params)}.values():
         local = get_local(param)
@@ -220,7 +222,7 @@ def describe_models(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """Return each model's number of parameters, with a hash of their names, shapes and dtypes."""
     described = {}
     for name, module in modules.items():
-        params = [(path, list(param.shape), str(param.dtype)) for path, param in module.named_parameters()]
+        params = [(path, list(param.shape), str(param.dtype)) for path, param in list_named(module)]
         num_values = sum(param.numel() for param in module.parameters())
         mark = hash_bytes(json.dumps(params).encode())[:12]
         described[name] = f"{len(params)} parameters, {num_values} values, {mark}"
@@ -230,7 +232,9 @@ def describe_models(modules: Mapping[str, nn.Module]) -> dict[str, str]:
 def outline(objects: Objects, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
     """Return what must be the same on all ranks before they exchange tensors."""
     buffers = {
-        f"the buffers of {name}": [(path, tuple(buffer.shape)) for path, buffer in module.named_buffers()]
+        f"the buffers of {name}": [
+            (strip_compiled(path), tuple(buffer.shape)) for path, buffer in module.named_buffers()
+        ]
         for name, module in modules.items()
     }
     kinds = ", ".join(f"{name} ({type(thing).__name__})" for name, thing in objects.items())
@@ -238,8 +242,17 @@ def outline(objects: Objects, modules: Mapping[str, nn.Module]) -> dict[str, Any
 
 
 def states(objects: Objects) -> dict[str, Any]:
-    """Return every object's state_dict."""
-    return {name: unwrap(thing).state_dict() for name, thing in objects.items()}
+    """Return every object's state_dict, with the names of parameters, see `names`."""
+    names = name_params(objects)
+    with naming(find_held_optimizers(objects), names):
+        return {name: _save(thing, names) for name, thing in objects.items()}
+
+
+def _save(thing: Any, names: Names) -> Any:
+    if isinstance(thing, nn.Module):
+        return save_module(thing)
+    state = thing.state_dict()
+    return save_optimizer(thing, state, names) if isinstance(thing, torch.optim.Optimizer) else state
 
 
 def list_checked(objects: Objects) -> list[tuple[str, torch.Tensor]]:
@@ -252,9 +265,9 @@ def list_checked(objects: Objects) -> list[tuple[str, torch.Tensor]]:
     found: list[tuple[str, torch.Tensor]] = []
     for name, thing in objects.items():
         if isinstance(thing, nn.Module):
-            found += [(f"{name}.{path}", get_local(param)) for path, param in unwrap(thing).named_parameters()]
+            found += [(f"{name}.{path}", get_local(param)) for path, param in list_named(thing)]
             found += [
-                (f"{name}.{path}.{key}", buffer)
+                (f"{name}.{strip_compiled(path)}.{key}", buffer)
                 for path, part in unwrap(thing).named_modules()
                 if isinstance(part, _BatchNorm)
                 for key, buffer in part.named_buffers(recurse=False)

@@ -16,8 +16,8 @@ from samestep.decoding import decode
 from samestep.errors import InvalidValue
 from samestep.files import read_bytes
 from samestep.torch_internals import find_first_row, get_local, is_sharded
+from samestep.train.state.names import strip_compiled
 from samestep.train.state.sharded_init import ShardedInit
-from samestep.train.state.stateful import unwrap
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
@@ -60,10 +60,9 @@ def load_weights(
                 f"{SINGLE} or {INDEX}",
                 code="SS605",
             ) from None
+        own = {strip_compiled(key): value for key, value in model.state_dict(keep_vars=True).items()}
         wanted = {
-            name: (rename(name) if rename else name, value)
-            for name, value in unwrap(model).state_dict(keep_vars=True).items()
-            if isinstance(value, Tensor)
+            name: (rename(name) if rename else name, value) for name, value in own.items() if isinstance(value, Tensor)
         }
         _check(wanted, saved, path, strict=strict)
         for name, (source, value) in wanted.items():

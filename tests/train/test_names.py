@@ -1,0 +1,128 @@
+"""Snapshots hold states by the names of parameters: neither their order in an optimizer nor `torch.compile` matters."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Tiny, update
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import samestep
+from samestep.errors import RunDirectoryError
+from samestep.snapshot.store import Store
+from samestep.train.state.names import load_optimizer, name_params, save_optimizer
+
+
+class Both(nn.Module):
+    """A model of which a part may be compiled."""
+
+    def __init__(self, compiled: bool) -> None:
+        super().__init__()
+        self.body: Any = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        self.head = nn.Linear(3, 1)
+        if compiled:
+            self.body = torch.compile(self.body, backend="eager")
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.body(x))
+
+
+class Wrapper:
+    """An object with the state of an optimizer that it holds."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def train(run_dir: Path | None, num_steps: int, changes: str = "") -> dict[str, Any]:
+    """Train, and return the final values by the names of the plain model. `changes`: "order", "ranks", "compile"."""
+
+    def build_model() -> nn.Module:
+        whole: Any = Both("compile" in changes)
+        return torch.compile(whole, backend="eager") if "compile" in changes else whole
+
+    def build_optimizer(params: list[nn.Parameter]) -> Any:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if "order" in changes or ("ranks" in changes and rank % 2):
+            params.reverse()
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+    tiny: Any = Tiny(
+        run_dir, model=build_model, optimizer=build_optimizer, snapshot_every=1, compare_every=1,
+        objects=lambda t: {"ema": AveragedModel(t.model, device="cpu")},
+    )  # fmt: skip
+    tiny.train(num_steps=num_steps, then=lambda t: (update(t), t.ema.update_parameters(t.model)))
+    state = {key.replace("_orig_mod.", ""): value.tolist() for key, value in tiny.ema.state_dict().items()}
+    return state | {key.replace("_orig_mod.", ""): value.tolist() for key, value in tiny.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("changes", ["order", "compile"])
+def test_a_start_with_another_order_or_compiled(tmp_path: Path, changes: str) -> None:
+    """In both directions. The snapshots are the same, and so are the momenta and the average."""
+    alone = train(tmp_path / "alone", 4)
+    for number, steps in enumerate((("", changes), (changes, ""))):
+        train(tmp_path / str(number), 2, steps[0])
+        assert train(tmp_path / str(number), 4, steps[1]) == alone
+    digests = {Store(tmp_path / each).find("latest").manifest["digest"] for each in ("alone", "0", "1")}  # type: ignore[union-attr]
+    assert len(digests) == 1
+    saved = Store(tmp_path / "1").find("latest")
+    assert saved is not None
+    assert b"_orig_mod" not in b"".join(file.read_bytes() for file in saved.path.iterdir())
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+def test_ranks_with_different_orders(tmp_path: Path, shard: str) -> None:
+    alone = samestep.spawn(train, 1, args=(tmp_path / "alone", 4))
+    for steps in (2, 4):
+        found = samestep.spawn(train, 2, args=(tmp_path / "ranks", steps, "ranks"), env={"SAMESTEP_SHARD": shard})
+    assert found == alone
+
+
+def reload(save: Callable[[Any], Any], load: Callable[[Any], Any]) -> None:
+    """Save the state of one optimizer of a linear layer, and load it into another. Both are built from parameters."""
+    model = nn.Linear(2, 1)
+    names = name_params({"model": model})
+    saved, loaded = save([*model.parameters()]), load([*model.parameters()])
+    load_optimizer("optimizer", loaded, save_optimizer(saved, saved.state_dict(), names), names)
+
+
+def test_lbfgs_has_one_order() -> None:
+    """Its state is of all parameters, one after the other."""
+    reload(torch.optim.LBFGS, torch.optim.LBFGS)
+    with pytest.raises(RunDirectoryError, match=r"optimizer is LBFGS, .* another order .*\(now model\.bias is first\)"):
+        reload(torch.optim.LBFGS, lambda params: torch.optim.LBFGS(params[::-1]))
+
+
+def test_a_group_of_other_parameters() -> None:
+    def divide(params: Any) -> Any:
+        return torch.optim.SGD([{"params": [param]} for param in params])
+
+    with pytest.raises(RunDirectoryError, match=r"group 0 of optimizer has other .*it lacks model\.weight"):
+        reload(divide, lambda params: divide(params[::-1]))
+
+
+def test_an_optimizer_inside_another_object(tmp_path: Path) -> None:
+    def start(num_steps: int, reverse: bool) -> list[Any]:
+        run = samestep.Run(tmp_path / str(reverse), batch_size=4, device="cpu", snapshot_every=1)
+        model = nn.Linear(4, 1)
+        params = [*model.parameters()][:: -1 if reverse and num_steps == 3 else 1]
+        wrapper = Wrapper(torch.optim.Adam(params, 0.1))
+        run.prepare(model=model, wrapper=wrapper)
+        for step in run.steps(torch.eye(4), num_steps):
+            for x in step:
+                step.backward(model(x).square().mean() + 3 * model.bias.sum())
+            wrapper.optimizer.step()
+        assert {*wrapper.state_dict()["optimizer"]["state"]} == {0, 1}, "the script sees torch's numbers"
+        return [param.tolist() for param in model.parameters()]
+
+    ends = [[start(steps, reverse) for steps in (1, 3)][-1] for reverse in (False, True)]
+    assert ends[0] == ends[1]
