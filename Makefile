@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST = $(BIN)/pytest -n 5 --dist worksteal  # on 2 cores 4 leave a sixth of their time idle
 
-.PHONY: train test test-system release lint types docs peers test-adapters test-gpu test-lowest newest soak chaos clean
+.PHONY: train test test-system release lint types docs peers test-adapters test-gpu test-lowest test-newest-torch newest soak chaos clean
 
 train: $(VENV)/installed
 	$(BIN)/samestep train digits --nproc-per-node 2 $(ARGS)
@@ -23,7 +23,7 @@ test-system: $(VENV)/installed-dev
 	$(PYTEST) -m "(packages or release) and not soak"
 
 # Run what `make test` leaves out, before a release. Downloads several GB.
-release: test-system test-adapters test-lowest
+release: test-system test-adapters test-lowest test-newest-torch
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check src tests benchmarks website
@@ -61,6 +61,10 @@ test-adapters:
 # Run the same tests with the oldest supported torch, in a separate environment.
 test-lowest:
 	$(MAKE) test VENV=.venv-lowest TORCH="torch==2.11.*"
+
+# Run them with the newest supported torch, whose build takes several GB.
+test-newest-torch:
+	$(MAKE) test VENV=.venv-newest-torch TORCH="torch==2.15.*"
 
 # Run the tests with the newest packages, in a separate environment, and record their versions.
 newest:

@@ -117,7 +117,7 @@ def test_versions() -> None:
     assert "driver is 570.2 on rank 1 (a)" in only(judge(judge_versions, TWO_RANKS, *driver), "warn").found
     old = {**version, "torch": "2.10.0"}
     found = only(judge(judge_versions, TWO_RANKS, old, old), "warn")
-    assert found.found == "torch 2.10.0 is installed, and samestep supports 2.11 to 2.13"
+    assert found.found == "torch 2.10.0 is installed, and samestep supports 2.11 to 2.15"
 
 
 def test_the_driver_is_read(tmp_path: Path) -> None:

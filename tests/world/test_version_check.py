@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import sys
 import tomllib
 import warnings
@@ -16,6 +15,7 @@ import samestep
 from samestep.errors import Error
 from samestep.world.version_check import TORCH_VERSIONS, check_alike, describe_software, explain_hashing, explain_torch
 
+ROOT = Path(__file__).parents[2]
 ASK = "import json; from samestep.world.version_check import describe_software; print(json.dumps(describe_software()))"
 
 
@@ -73,16 +73,18 @@ def test_a_rank_that_hashes_strings_differently_is_named(capfd: pytest.CaptureFi
 
 @pytest.mark.parametrize(
     ("version", "is_supported"),
-    [("2.11.0", True), ("2.13.1+cu130", True), ("2.14.0a0+git1", False), ("2.9.1", False), ("3.0", False), ("?", True)],
+    [("2.11.0", True), ("2.15.1+cu130", True), ("2.16.0a0+git1", False), ("2.9.1", False), ("3.0", False), ("?", True)],
 )
 def test_an_unsupported_torch_is_warned_of(version: str, is_supported: bool) -> None:
     assert (explain_torch(version) == "") == is_supported
 
 
 def test_the_supported_versions_are_those_of_the_package() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    least, limit = re.findall(r"torch>=([\d.]+),<2\.(\d+)", project["dependencies"][0])[0]
-    assert (least, f"2.{int(limit) - 1}") == TORCH_VERSIONS
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["dependencies"][0] == f"torch>={TORCH_VERSIONS[0]}", "an upper bound would refuse a newer torch"
+    assert f"torch {' to '.join(TORCH_VERSIONS)}" in (ROOT / "README.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(f'TORCH="torch=={version}.*"' in makefile for version in TORCH_VERSIONS)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -96,7 +98,7 @@ def test_a_start_warns_once_of_an_unsupported_torch(capfd: pytest.CaptureFixture
 
     samestep.spawn(start, num_ranks)
     said = capfd.readouterr().err
-    assert said.count("torch 2.10.0 is installed, and samestep supports 2.11 to 2.13: ") == 1, said
+    assert said.count("torch 2.10.0 is installed, and samestep supports 2.11 to 2.15: ") == 1, said
 
 
 def test_a_program_in_no_file(tmp_path: Path) -> None:

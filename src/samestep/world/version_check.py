@@ -13,7 +13,7 @@ from samestep.hashing import hash_bytes
 from samestep.version import __version__
 from samestep.world.environment import read_host
 
-TORCH_VERSIONS = ("2.11", "2.13")  # the oldest and the newest that samestep supports, as pyproject.toml requires
+TORCH_VERSIONS = ("2.11", "2.15")  # the oldest, which pyproject.toml requires, and the newest that samestep supports
 
 
 def explain_torch(version: str) -> str:
