@@ -305,11 +305,11 @@ ZEROS = (
           "such as a mean in place of a sum"]),
         # A fused optimizer.
         ("fsdp2", {"before": "optimizer.param_groups[0].update(fused=True, foreach=False)"},
-         ["first: optimizer.state.0.exp_avg_sq, ", " ulp ", "optimizer has fused=True"]),
+         ["first: optimizer.state.model.layers.0.weight.exp_avg_sq, ", " ulp ", "optimizer has fused=True"]),
         # A buffer of +0.0, to which gradients of -0.0 are added.
         ("fsdp2", {"top": ZEROS, "swap": SGD, "in_model": "self.idle = nn.Parameter(torch.ones(4))",
                      "in_forward": MINUS_ZERO},
-         ["first: optimizer.state.0.momentum_buffer, the only tensor that differs: 4 of 4 elements differ, "
+         ["first: optimizer.state.model.idle.momentum_buffer, the only tensor that differs: 4 of 4 elements differ, "
           "in the sign of zeros only (element 0: -0 and 0)",
           "the same losses give a different gradient of model.idle", "+0.0 in place of the neutral -0.0"]),
         # Initial values that depend on the number of ranks.
