@@ -392,7 +392,6 @@ class ShardedUnit:
 
     Attributes:
         path: the path of the module in the model.
-        places: per parameter, the modules that hold it, with its name there.
     """
 
     def __init__(self, path: str, module: Any, param_group: Any) -> None:
@@ -400,34 +399,11 @@ class ShardedUnit:
         self._module = module
         self._group = param_group
         self._backward_end = _BackwardEnd(lambda: param_group.post_backward())  # as it is then: `intercept` replaces it
-        self.places = [
-            [
-                (info.module, info.param_name),
-                *zip(info.shared_modules, info.shared_param_names, strict=True),
-            ]
-            for info in (each._module_info for each in param_group.fsdp_params)
-        ]
 
     @property
     def params(self) -> list[nn.Parameter]:
         """The sharded parameters."""
         return [each.sharded_param for each in self._group.fsdp_params]
-
-    def find_unusual(self, world_size: int) -> str | None:
-        """Name an argument of `fully_shard` with which gradients are not whole sums of all ranks in their dtype."""
-        from torch.distributed.fsdp import OffloadPolicy
-        from torch.distributed.tensor import Shard
-
-        policy = self._group.mp_policy
-        params: list[Any] = self.params
-        if any(param.device_mesh.ndim != 1 or param.device_mesh.size() != world_size for param in params):
-            return "mesh"
-        if any(param.placements != (Shard(0),) for param in params):
-            return "shard_placement_fn"
-        dtypes = {None, *(param.dtype for param in params if param.requires_grad)}
-        if not {policy.param_dtype, policy.reduce_dtype, policy.output_dtype} <= dtypes or len(dtypes) > 2:
-            return "mp_policy"
-        return None if type(self._group.offload_policy) is OffloadPolicy else "offload_policy"
 
     def free_gathered(self) -> None:
         """Free the whole parameters, if they are gathered. The next ones are frozen as the sharded ones are now."""

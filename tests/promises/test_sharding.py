@@ -12,14 +12,14 @@ import pytest
 import torch
 from promises import gradients, training  # noqa: F401 - they fill CASES
 from promises.loops import CASES, Result, build_run
-from promises.models import Transformer, build_pairs, build_texts
+from promises.models import build_pairs
 from promises.test_same_bits import HEAVY, run_alone
 from promises.trial import Outcome, Trial
 from support.runs import digest
 from support.selection import one_in
 from support.tiny import Tiny, tiny_run, update
 from support.trace import Trace, assert_same
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import samestep
@@ -703,60 +703,13 @@ def test_nothing_else_is_accepted(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def train_own(how: str) -> Result:
-    """Train a model to which the script has applied `fully_shard` itself, if there are several ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+def train_own() -> None:
+    from torch.distributed.fsdp import fully_shard
 
-    run = build_run(shard="fsdp2")
-    model = Transformer()
-    options: dict[str, Any] = {
-        "kept": {"reshard_after_forward": False},
-        "freed": {"reshard_after_forward": True},
-        "default mesh": {},
-        "in its dtype": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)},
-        "half the ranks": {"mesh": run.world_size == 4 and init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))},
-        "reduced in bf16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
-        "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-        "columns": {"shard_placement_fn": lambda param: Shard(1) if param.dim() > 1 else None},
-        "blocks only": {},
-    }[how]
-    if run.world_size > 1:
-        for part in (*model.blocks, model)[: 2 if how == "blocks only" else None]:
-            fully_shard(part, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    run.prepare(model=model, optimizer=optimizer)
-    trace = Trace(run)
-    for step in run.steps(build_texts(), 3):
-        for texts in step:
-            logits = model(texts[:, :-1])
-            step.backward(torch.nn.functional.cross_entropy(logits.flatten(0, 1), texts[:, 1:].flatten()))
-        run.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        trace.end_step(step)
-    return trace.finish()
+    torch.distributed.init_process_group()
+    tiny_run(None, model=lambda: fully_shard(torch.nn.Linear(4, 1)))
 
 
-# Trainings with FSDP2 on two and three ranks, and on one: 23 s, and 23 s on a busy machine.
-@pytest.mark.parametrize("how", one_in(4, ["kept", "freed", "default mesh", "in its dtype"]))
-def test_a_model_that_the_script_has_sharded(how: str) -> None:
-    train = functools.partial(train_own, how)
-    for world_size in (2, 3):
-        assert_same(samestep.spawn(train, world_size), run_alone(train), f"{world_size} ranks", "1 rank")
-
-
-@pytest.mark.parametrize(("how", "world_size", "message"), one_in(5, [
-    ("half the ranks", 4, "model was given to fully_shard with mesh="),
-    ("reduced in bf16", 2, r"model was given to fully_shard with mp_policy=.*use run\.autocast"),
-    ("offloaded", 2, "fully_shard with offload_policy="),
-    ("columns", 2, "fully_shard with shard_placement_fn="),
-    ("blocks only", 2, "call fully_shard on the model itself"),
-]))  # fmt: skip
-def test_arguments_of_fully_shard_that_change_gradients_are_refused(how: str, world_size: int, message: str) -> None:
-    with pytest.raises(samestep.InvalidValue, match=message):
-        samestep.spawn(functools.partial(train_own, how), world_size)
-
-
-def test_a_model_that_the_script_has_sharded_needs_the_mode() -> None:
-    with pytest.raises(samestep.InvalidValue, match='needs shard="fsdp2" and several ranks'):
-        samestep.spawn(functools.partial(train_own, "kept"), 2, env=DIVIDED)
+def test_a_model_that_the_script_has_sharded_is_refused() -> None:
+    with pytest.raises(samestep.Error, match=r"model was given to fully_shard by the script: leave"):
+        samestep.spawn(train_own, 2, env=SHARDED)

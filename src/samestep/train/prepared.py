@@ -22,7 +22,7 @@ from samestep.train.state.divided_optimizers import DividedOptimizers
 from samestep.train.state.restoring import SnapshotContents
 from samestep.train.state.run_state import RunState
 from samestep.train.state.sharded_init import ShardedInit, is_partial, move
-from samestep.train.state.sharded_state import Blocks, ShardedState, check_options, check_own_calls, has_parts
+from samestep.train.state.sharded_state import Blocks, ShardedState, check_options, has_parts, refuse_sharded
 from samestep.train.state.stateful import describe_models, find_held_optimizers, outline, refuse_overlaps, states
 from samestep.train.step.interception import Interceptors
 
@@ -111,7 +111,7 @@ def prepare_objects(
     """
     config = context.config
     shard = config.shard if context.world_size > 1 else None
-    check_own_calls(modules, shard)
+    refuse_sharded(modules)
     numbers = config.identity() | {"models": describe_models(modules)}
     overrides = override or config.override
     contents = SnapshotContents(objects, modules, context.precision, context.say)

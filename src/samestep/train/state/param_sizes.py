@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.plan.memory import OUTSIDE, ParamSize
-from samestep.torch_internals import list_units
 from samestep.train.state.names import list_params
 from samestep.train.state.sharded_state import Blocks, find_blocks
 from samestep.train.state.stateful import Objects, name_optimizers
@@ -33,10 +32,9 @@ def measure_sizes(objects: Objects, modules: Mapping[str, nn.Module], blocks: Bl
     params: dict[int, nn.Parameter] = {}
     num_blocks = OUTSIDE
     for module in modules.values():
-        units = [unit.params for unit in list_units(module) if unit.path]  # of a model that is sharded already
-        for block in units or [[*block.parameters()] for block in find_blocks(module, blocks)]:
+        for block in find_blocks(module, blocks):
             num_blocks += 1
-            for param in block:
+            for param in block.parameters():
                 homes.setdefault(id(param), num_blocks)
         params |= {id(param): param for param in module.parameters()}
     return [

@@ -27,7 +27,6 @@ from samestep.torch_internals import (
     is_mixed,
     is_shardable,
     is_sharded,
-    list_units,
     shard_like,
     shard_module,
     watch_norms,
@@ -70,17 +69,13 @@ def shard_as(param: Any, value: Any) -> Any:
     return shard_like(param, own.to(param.device, copy=True))
 
 
-def check_own_calls(modules: Mapping[str, nn.Module], shard: str | None) -> None:
-    """Refuse models that the script has given to `fully_shard` in a run of another mode. Raises InvalidValue.
-
-    Args:
-        shard: the mode; None on one rank.
-    """
+def refuse_sharded(modules: Mapping[str, nn.Module]) -> None:
+    """Refuse models that the script has sharded itself. Raises InvalidValue."""
     for name, module in modules.items():
-        if shard != "fsdp2" and any(is_sharded(param) for param in module.parameters()):
+        if any(is_sharded(param) for param in module.parameters()):
             raise InvalidValue(
-                f'{name} was given to fully_shard, which needs shard="fsdp2" and several ranks: call it only if '
-                "run.world_size > 1, or leave it to run.prepare(shard_blocks=...), which does that",
+                f'{name} was given to fully_shard by the script: leave that to samestep.Run(shard="fsdp2") and '
+                "run.prepare(shard_blocks=[...])",
                 code="SS607",
             )
 
@@ -301,10 +296,7 @@ def _shard(
             (part, key, id(param)) for part in module.modules() for key, param in part.named_parameters(recurse=False)
         ]
     mesh = DeviceMesh(group.device.type, range(group.world_size))
-    for name, module in modules.items():
-        if list_units(module):
-            _check_own(name, module, group)
-            continue
+    for module in modules.values():
         for part in [*find_blocks(module, blocks), module]:
             with init.whole(part.parameters()):
                 shard_module(part, mesh)
@@ -319,24 +311,6 @@ def _averages_together(module: nn.Module) -> bool:
     is_mixed = any(buffer.dtype in dtypes for buffer in module.module.buffers())
     is_on_cpu = all(param.device.type == "cpu" for param in module.parameters())  # where torch has no kernel for lists
     return is_mixed and (module.multi_avg_fn is not None or (module.avg_fn is None and not is_on_cpu))
-
-
-def _check_own(name: str, module: nn.Module, group: Group) -> None:
-    """Raise InvalidValue if a model that the script has given to `fully_shard` cannot have exact gradients."""
-    if any(not is_sharded(param) for param in module.parameters()):
-        raise InvalidValue(
-            f"{name} has parameters that fully_shard did not get: call fully_shard on the model itself, too, after its "
-            "blocks",
-            code="SS607",
-        )
-    for unit in list_units(module):
-        if argument := unit.find_unusual(group.world_size):
-            raise InvalidValue(
-                f"{'.'.join(filter(None, (name, unit.path)))} was given to fully_shard with {argument}=, which changes "
-                "the gradients or where they are: leave it out (for lower precision, use run.autocast(), which has the "
-                "same bits without shard)",
-                code="SS607",
-            )
 
 
 def _check_optimizer(name: str, optimizer: Optimizer) -> None:
