@@ -9,7 +9,7 @@ import socket
 import stat
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -145,6 +145,15 @@ def get_memory(tensor: Tensor) -> torch.UntypedStorage:
 def count_memory_uses(memory: torch.UntypedStorage) -> int:
     """How many tensors use a storage that `get_memory` returned, while the caller has it."""
     return count_storage_uses(_get_storage_pointer(memory)) - 1
+
+
+def rename_state(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    """Return a module's state_dict with other keys. It keeps the versions of the modules, which have paths, too."""
+    renamed: Any = type(state)()
+    renamed.update((rename(key), value) for key, value in state.items())
+    if (versions := getattr(state, "_metadata", None)) is not None:
+        renamed._metadata = {rename(path): version for path, version in versions.items()}
+    return renamed  # type: ignore[no-any-return]
 
 
 @contextmanager

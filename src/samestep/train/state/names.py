@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from samestep.errors import RunDirectoryError
+from samestep.torch_internals import rename_state
 
 STATE = "state"  # the key of the parameters' states in an optimizer's state_dict
 GROUPS = "param_groups"
@@ -59,23 +60,14 @@ def list_by_name(optimizer: Optimizer, names: Names) -> dict[str, torch.Tensor]:
 
 def save_module(module: nn.Module) -> dict[str, Any]:
     """Return the state_dict of a module, with the names of the uncompiled one."""
-    return _rename(module.state_dict(), {})
+    return rename_state(module.state_dict(), strip_compiled)
 
 
 def load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Load what `save_module` has returned, also for a module that is compiled in other parts. Errors as torch's."""
     paths = [*module.state_dict(keep_vars=True), *(path for path, _ in module.named_modules())]
-    module.load_state_dict(_rename(state, {strip_compiled(path): path for path in paths}))
-
-
-def _rename(state: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]:
-    """Return a module's state with other keys. `paths`: new keys; for others, they lose the wrappers."""
-    renamed: Any = type(state)()
-    renamed.update((paths.get(key, strip_compiled(key)), value) for key, value in state.items())
-    if (versions := getattr(state, "_metadata", None)) is not None:  # of the modules, by path
-        versions = {paths.get(path, strip_compiled(path)): version for path, version in versions.items()}
-        renamed._metadata = versions  # noqa: SLF001  # load_state_dict reads it
-    return renamed  # type: ignore[no-any-return]
+    own = {strip_compiled(path): path for path in paths}
+    module.load_state_dict(rename_state(state, lambda path: own.get(path, path)))
 
 
 def save_optimizer(optimizer: Optimizer, state: Any, names: Names) -> Any:
