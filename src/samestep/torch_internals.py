@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from samestep.files import read_text
@@ -136,15 +135,16 @@ def count_storage_uses(storage: int) -> int:
     return torch._C._storage_Use_Count(storage)
 
 
-def get_memory(tensor: Tensor) -> torch.UntypedStorage:
-    """The tensor's storage, also of a class that refuses functions. Always the same object for a storage."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.untyped_storage()
+def swap_param(module: nn.Module, param: nn.Parameter, other: nn.Parameter) -> None:
+    """Exchange the contents of two parameters, of which a module holds the first one.
 
-
-def count_memory_uses(memory: torch.UntypedStorage) -> int:
-    """How many tensors use a storage that `get_memory` returned, while the caller has it."""
-    return count_storage_uses(_get_storage_pointer(memory)) - 1
+    `torch.utils.swap_tensors` refuses weak references, which LSTM, GRU and RNN keep.
+    """
+    is_recurrent = vars(module).pop("_flat_weight_refs", None) is not None
+    torch.utils.swap_tensors(param, other)
+    if is_recurrent:
+        init_weights: Callable[[], None] = module._init_flat_weights  # type: ignore[assignment]
+        init_weights()
 
 
 def rename_state(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
@@ -169,40 +169,6 @@ def as_worker(worker: int | None, num_workers: int, dataset: Any) -> Iterator[No
         yield
     finally:
         torch.utils.data._utils.worker._worker_info = before
-
-
-@contextmanager
-def watch_operations(
-    before: Callable[[str, list[Tensor]], None], after: Callable[[str, list[Tensor], Any], None]
-) -> Iterator[None]:
-    """Call functions before and after each of torch's operations inside the block, also those that C++ code calls.
-
-    Args:
-        before: called with the operation's name, such as "aten::add_", and its tensors.
-        after: called with the name, the tensors and the result.
-    """
-
-    class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            tensors = _find_tensors([*args, *kwargs.values()])
-            before(func._schema.name, tensors)
-            result = func(*args, **kwargs)
-            after(func._schema.name, tensors, result)
-            return result
-
-    with OperationWatch():  # type: ignore[no-untyped-call]
-        yield
-
-
-def _find_tensors(values: Sequence[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _find_tensors(value)
-    return found
 
 
 # --- an iterator over a DataLoader with workers ---------------------------------------------------------------------

@@ -1,8 +1,7 @@
-"""A model that is sharded while the script builds it has the bits of one that is not, and is never whole on a rank."""
+"""A model that is built in `run.sharded_init` has the same values in all modes, and is never whole on a rank."""
 
 import copy
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,135 +19,129 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import samestep
 from samestep.torch_internals import gather_whole
 from samestep.train.state import weights
-from samestep.train.state.sharded_init import PartialParameter
+from samestep.train.state.sharded_init import ShardedInit
 
 SHARDED = {"SAMESTEP_SHARD": "fsdp2"}
-Built = tuple[nn.Module, list[nn.Module]]  # a model, and others that are made of it
 
 
-class Many(nn.Module):
-    """Modules with many ways to initialize parameters."""
+class Scaled(nn.Module):
+    """A module of the script with a parameter, a buffer and tied weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.randn(7, 5))
+        self.scale = nn.Parameter(torch.empty(7, 5))
+        self.register_buffer("table", torch.arange(4.0))
+        self.head = nn.Linear(6, 11)
         self.words = nn.Embedding(11, 6, padding_idx=3)
+        self.head.weight = self.words.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.scale, std=0.02)
+
+
+class Many(nn.Module):
+    """Modules of torch, a copy of one, and frozen parameters of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = Scaled()
         self.attention = nn.MultiheadAttention(6, 2)
         self.cells = nn.LSTM(6, 4, num_layers=2)
         self.conv = nn.Conv2d(3, 5, 3)
         self.norm = nn.BatchNorm2d(5)
         self.bilinear = nn.Bilinear(2, 3, 4)
-        self.list = nn.ParameterList([torch.rand(3), torch.rand(2, 2)])
-        self.half = nn.Linear(3, 3, dtype=torch.bfloat16).requires_grad_(False)  # two trained dtypes are refused
-        self.scalars = nn.PReLU()
-        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
-        nn.init.orthogonal_(self.conv.weight.flatten(1))
-        nn.init.trunc_normal_(self.scale, std=0.02)
-
-
-def build_plainly() -> Built:
-    return Many(), []
-
-
-def build_as_gpt() -> Built:
-    """Initialize again: all by `apply`, some by their names, tied weights twice, a row of an embedding, by a norm."""
-    model = Transformer()
-
-    def init(part: nn.Module) -> None:
-        if isinstance(part, nn.Linear):
-            nn.init.normal_(part.weight, std=0.02)
-            if part.bias is not None:
-                part.bias.data.zero_()
-        elif isinstance(part, nn.Embedding):
-            part.weight.data.normal_(mean=0.0, std=0.02)
-            part.weight.data[3].fill_(0.5)
-
-    model.apply(init)
-    for name, param in model.named_parameters():
-        if name.endswith("out.weight"):
-            nn.init.normal_(param, std=0.02 / math.sqrt(4))
-    with torch.no_grad():
-        model.blocks[0].mlp[0].weight.mul_(3.0)
-        model.blocks[1].mlp[0].weight /= model.blocks[0].mlp[0].weight.norm()
-        model.blocks[0].mlp[0].weight[2:4] = model.blocks[1].mlp[0].weight[:2]
-        model.positions.weight += torch.tensor(model.positions.weight.tolist()[::-1])
-        torch._foreach_mul_([*model.parameters()], 0.5)
-    return model, []
-
-
-def build_copies() -> Built:
-    model = Transformer()
-    copied = copy.deepcopy(model.blocks[0])
-    model.blocks.append(copied)
-    averaged = AveragedModel(model)
-    model.blocks[1].load_state_dict(model.blocks[0].state_dict())
-    twin = copy.deepcopy(model)
-    nn.init.normal_(model.blocks[0].mlp[0].weight)
-    return model, [averaged, twin]
-
-
-def build_converted() -> Built:
-    """Parameters that get other memory."""
-    model = Transformer().double()
-    kept = model.tokens.weight.data  # a name of the memory that is not a parameter of the model
-    model.head.weight.data = torch.rand(17, 16, dtype=torch.float64)
-    model.bfloat16()
-    model.kept = kept  # type: ignore[assignment]
-    return model, []
-
-
-def build_from_tensors() -> Built:
-    """Parameters whose memory another tensor has, too, and which the script reads afterwards."""
-    vectors = torch.randn(9, 4)
-    model = nn.Sequential(nn.Embedding.from_pretrained(vectors, freeze=False), nn.Linear(4, 4))
-    model.vectors = vectors  # type: ignore[assignment]
-    model.array = model[1].weight.detach().numpy()  # type: ignore[assignment]
-    return model, []
-
-
-class Twice(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
+        self.narrow = nn.Linear(3, 3).bfloat16().requires_grad_(False)
+        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2), 2, enable_nested_tensor=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
 
-def read_values(build: Callable[[], Built]) -> tuple[list[Any], Tensor, bool]:
-    """Return the bits of the values after `run.prepare`, a random draw, and whether all was divided before it."""
+def read_values() -> list[Any]:
+    """Return the bits of the values after `run.prepare`, of a model and an average of it, and a random draw."""
     run = samestep.Run(None, batch_size=8, micro_batch_size=1)
     with run.sharded_init():
-        model, others = build()
-    is_divided = all(isinstance(param, PartialParameter) for param in model.parameters())
-    kept = [
-        value.sum() for value in (getattr(model, "kept", None), getattr(model, "vectors", None)) if value is not None
-    ]
-    drawn = torch.rand(3)
+        model = Many()
+        average = AveragedModel(model)
+    assert all(param.is_meta for param in [*model.parameters(), *average.parameters()])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    models = {f"model_{number}": Twice(each) for number, each in enumerate([model, *others])}
-    run.prepare(**models, optimizer=optimizer, shard_blocks=["Block"] if isinstance(model, Transformer) else None)
-    values = [
-        (f"{name}.{path}", gather_whole(value).view(torch.uint8).tolist() if value.dim() else value.tolist())
-        for name, each in models.items()
-        for path, value in each.state_dict().items()
-    ]
-    return [*values, ("kept", [each.item() for each in kept])], drawn, is_divided
+    drawn = torch.rand(3).tolist()
+    run.prepare(model=model, average=average, optimizer=optimizer)
+    assert model.scaled.head.weight is model.scaled.words.weight
+    assert [id(param) for param in optimizer.param_groups[0]["params"]] == [id(param) for param in model.parameters()]
+    values = {
+        path: gather_whole(value).view(torch.uint8).tolist() if value.dim() else value.tolist()
+        for path, value in model.state_dict().items()
+    }
+    copied = average.state_dict()
+    assert all(
+        gather_whole(copied[f"module.{path}"]).equal(gather_whole(value)) for path, value in model.state_dict().items()
+    )
+    return [values, drawn, gather_whole(model.narrow.weight).dtype, model.narrow.weight.requires_grad]
 
 
-@pytest.mark.parametrize(("build", "world_size"), one_in(3, [
-    (build, world_size)
-    for build in (build_plainly, build_as_gpt, build_copies, build_converted, build_from_tensors)
-    for world_size in (2, 3, 4)
-]))  # fmt: skip
-def test_the_values_are_those_of_an_unsharded_model(build: Callable[[], Built], world_size: int) -> None:
-    values, drawn, _ = samestep.spawn(read_values, 1, (build,))
-    sharded, drawn_there, is_divided = samestep.spawn(read_values, world_size, (build,), env=SHARDED)
-    assert [name for name, _ in sharded] == [name for name, _ in values]
-    for (name, one), (_, other) in zip(values, sharded, strict=True):
-        assert one == other, name
-    assert torch.equal(drawn, drawn_there)
-    assert is_divided is (build is not build_from_tensors)
+def test_the_values_are_the_same_in_all_modes() -> None:
+    alone = samestep.spawn(read_values, 1)
+    for num_ranks, shard in ((2, "none"), (2, "optimizer"), (3, "fsdp2")):
+        found = samestep.spawn(read_values, num_ranks, env={"SAMESTEP_SHARD": shard})
+        for path, value in alone[0].items():
+            assert found[0][path] == value, (shard, path)
+        assert found[1:] == alone[1:] == [alone[1], torch.bfloat16, False]
+
+
+def fill(build: Callable[[], nn.Module], seed: int = 5) -> nn.Module:
+    init = ShardedInit(seed, 0, 1)
+    with init.building():
+        model = build()
+    init.fill(model)
+    return model
+
+
+def test_the_values_follow_from_the_seed_and_the_distribution_of_the_module() -> None:
+    one, other, another = (
+        fill(lambda: nn.Sequential(nn.Linear(99, 99), nn.Linear(99, 99)), seed) for seed in (5, 5, 6)
+    )
+    assert torch.equal(one[0].weight, other[0].weight)
+    assert not torch.equal(one[0].weight, one[1].weight)
+    assert not torch.equal(one[0].weight, another[0].weight)
+    assert one[0].weight.abs().max().item() == pytest.approx(99**-0.5, rel=0.01)
+    attention: Any = fill(lambda: nn.MultiheadAttention(6, 2))
+    assert attention.out_proj.bias.tolist() == attention.in_proj_bias[:6].tolist() == [0.0] * 6
+    words: Any = fill(Scaled)
+    assert words.head.weight[3].tolist() == [0.0] * 6, "a tied weight has the values of the module that created it"
+    assert words.table.tolist() == [0.0, 1.0, 2.0, 3.0]
+    twins: Any = fill(lambda: nn.ModuleList([layer := nn.Linear(3, 3), copy.deepcopy(layer)]))
+    assert torch.equal(twins[0].weight, twins[1].weight)
+
+
+def apply_outside() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3)).apply(
+        lambda part: nn.init.normal_(part.weight) if isinstance(part, nn.Linear) else None
+    )
+
+
+def change_a_copy() -> nn.Module:
+    changed = copy.deepcopy(nn.Linear(3, 3))
+    nn.init.zeros_(changed.weight)
+    return changed
+
+
+@pytest.mark.parametrize(("build", "words"), [
+    (apply_outside, r"Linear\.weight was set inside run\.sharded_init by other code"),
+    (change_a_copy, r"Linear\.weight was set"),
+    (lambda: nn.Transformer(4, 2, 1, 1), r"was set inside"),
+    (lambda: nn.Embedding.from_pretrained(torch.ones(2, 2)), r"Embedding\.weight was set"),
+    (lambda: nn.ParameterList([torch.ones(2)]), r"ParameterList has the parameter 0 and no method reset_parameters"),
+    (lambda: nn.Linear(2, 2, device="meta"), ""),
+])  # fmt: skip
+def test_other_initialization_is_refused(build: Callable[[], nn.Module], words: str) -> None:
+    if words:
+        with pytest.raises(samestep.UsageError, match=words):
+            fill(build)
+    else:
+        with pytest.raises(samestep.UsageError, match="weight is on the meta device and was not built"):
+            ShardedInit(0, 0, 1).fill(build())
 
 
 class LiveBytes(TorchDispatchMode):
@@ -162,7 +155,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for each in result if isinstance(result, tuple | list) else [result]:
-            if type(each) in (Tensor, nn.Parameter):
+            if type(each) in (Tensor, nn.Parameter) and not each.is_meta:
                 self._storages[each.untyped_storage()] = None
         self.most = max(self.most, sum(each.nbytes() for each in [*self._storages]))
         return result
@@ -173,9 +166,7 @@ LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)
 
 
 def build_deep() -> nn.Sequential:
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
-    model.apply(lambda part: nn.init.normal_(part.weight, std=0.02) if isinstance(part, nn.Linear) else None)
-    return model
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
 
 
 def count_bytes() -> list[int]:
@@ -190,53 +181,19 @@ def count_bytes() -> list[int]:
         return run._context.group.gather([built, live.most])
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_a_rank_never_has_the_whole_model(world_size: int) -> None:
-    for built, prepared in samestep.spawn(count_bytes, world_size, env=SHARDED):
-        if world_size == 1:
-            assert built >= NUM_LAYERS * LAYER_BYTES
-            continue
-        shards = NUM_LAYERS * LAYER_BYTES / world_size
-        print(built, prepared, shards, LAYER_BYTES)
-        assert built <= shards + 2.5 * LAYER_BYTES  # the last layer, and the memory of the next one
-        assert prepared <= shards + 3 * LAYER_BYTES  # a layer, the parts of it that were gathered, its shards
+def test_a_rank_never_has_the_whole_model() -> None:
+    for built, prepared in samestep.spawn(count_bytes, 4, env=SHARDED):
+        assert built <= 1.1 * LAYER_BYTES
+        assert prepared <= NUM_LAYERS * LAYER_BYTES / 4 + 3 * LAYER_BYTES
 
 
-def use_after(what: Callable[[nn.Module], object], *, is_prepared: bool) -> None:
-    run = samestep.Run(None, batch_size=8, micro_batch_size=1)
-    with run.sharded_init():
-        model = nn.Linear(3, 3)
-    whole = model.weight
-    if is_prepared:
-        run.prepare(model=model)
-    assert "PartialParameter(shape=(3, 3), dtype=torch.float32)" in repr(whole)
-    assert sum(param.numel() for param in model.parameters()) == 12
-    what(nn.ParameterList([whole]) if is_prepared else model)  # type: ignore[list-item]
+class Twice(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
 
-
-@pytest.mark.parametrize(("what", "name", "is_prepared"), one_in(4, [
-    (lambda model: [each + 1 for each in model.parameters()], "add", False),
-    (lambda model: model.double(), "double", False),
-    (lambda model: model.apply(lambda part: nn.init.normal_(part.weight)), "normal_", False),
-    (copy.deepcopy, "data", False),
-    (lambda model: [each.tolist() for each in model.parameters()], "tolist", True),
-]))  # fmt: skip
-def test_use_outside_of_the_block_is_refused(what: Any, name: str, is_prepared: bool) -> None:
-    with pytest.raises(samestep.UsageError, match=rf"divided was used \({name}\)"):
-        samestep.spawn(use_after, 2, (what,), {"is_prepared": is_prepared}, env=SHARDED)
-
-
-def draw_differently() -> None:
-    run = samestep.Run(None, batch_size=8, micro_batch_size=1)
-    torch.rand(run.rank)
-    with run.sharded_init():
-        model = nn.Linear(3, 3)
-    run.prepare(model=model)
-
-
-def test_other_draws_on_a_rank_are_noticed() -> None:
-    with pytest.raises(samestep.InvalidValue, match=r"the initial value of model is .* on rank 1"):
-        samestep.spawn(draw_differently, 2, env=SHARDED)
+    def forward(self, x: Tensor) -> Tensor:
+        return x
 
 
 def load(path: Path, build: Callable[[], nn.Module], arguments: dict[str, Any]) -> list[Any]:

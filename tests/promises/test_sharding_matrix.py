@@ -45,14 +45,20 @@ class Frozen(nn.Module):
         return self.head(self.rare(h) if x[0, 0] > 0 else h)
 
 
+class Zeros(nn.Linear):
+    """A layer that begins with 0."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
 class Adapted(nn.Module):
     """A frozen layer with a trained product of two small matrices (LoRA, Hu et al. 2021)."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
         self.base = nn.Linear(num_in, num_out).requires_grad_(False)
-        self.down, self.up = nn.Linear(num_in, 2, bias=False), nn.Linear(2, num_out, bias=False)
-        nn.init.zeros_(self.up.weight)
+        self.down, self.up = nn.Linear(num_in, 2, bias=False), Zeros(2, num_out, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.base(x) + self.up(self.down(x))

@@ -21,7 +21,7 @@ from samestep.train.guards.trained_parameters import TrainedParameters
 from samestep.train.state.divided_optimizers import DividedOptimizers
 from samestep.train.state.restoring import SnapshotContents
 from samestep.train.state.run_state import RunState
-from samestep.train.state.sharded_init import ShardedInit, is_partial, move
+from samestep.train.state.sharded_init import ShardedInit, check_states, is_partial, move
 from samestep.train.state.sharded_state import Blocks, ShardedState, check_options, has_parts, refuse_sharded
 from samestep.train.state.stateful import describe_models, find_held_optimizers, outline, refuse_overlaps, states
 from samestep.train.step.interception import Interceptors
@@ -118,10 +118,9 @@ def prepare_objects(
     context.group.check_process_group()
     calls.wait_for_call(context.group, calls.PREPARE)
     described = outline(objects, modules) | {**contents.options.in_force}
-    context.group.agree(config.shared() | {"override": overrides} | described | sharded_init.describe(modules))
-    if device_map is None:
-        for module in modules.values():
-            move(module, context.device)
+    context.group.agree(config.shared() | {"override": overrides} | described)
+    check_states(objects)
+    _place(modules, None if device_map == "keep" else context.device, None if shard == "fsdp2" else sharded_init)
     interceptors.prepare(objects, modules)
     tensors = [tensor for module in modules.values() for tensor in (*module.parameters(), *module.buffers())]
     context.group.broadcast_tensors([each for each in tensors if not (is_partial(each) or is_sharded(each))])
@@ -179,6 +178,15 @@ def prepare_objects(
         point=point,
         shard_blocks=shard_blocks,
     )
+
+
+def _place(modules: Mapping[str, nn.Module], device: torch.device | None, init: ShardedInit | None) -> None:
+    """Give memory to all parameters (`init`: None if they will be sharded), and move the models to the device."""
+    for module in modules.values():
+        if init is not None:
+            init.fill(module)
+        if device is not None:
+            move(module, device)
 
 
 def _read(saved: SavedState, divided: Divided | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """One training run: composes the ranks, the data, the gradient, snapshots and metrics into the API of a script."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -202,7 +202,10 @@ class Run:
         self._prepared: Prepared | None = None
         self._explainer: MemoryExplainer | None = None
         self._loop: Loop | None = None
-        self._sharded_init = ShardedInit(group)
+        is_sharded = settings.shard == "fsdp2"
+        self._sharded_init = ShardedInit(
+            self.seed, group.rank if is_sharded else 0, group.world_size if is_sharded else 1
+        )
         self._is_recalled = False  # by `restore`, before the first loop
         seed_all(derive(self.seed, "init"))
 
@@ -309,33 +312,38 @@ class Run:
     def sharded_init(self) -> AbstractContextManager[None]:
         """Context manager in which the script builds a model that is too large for one rank, with `shard="fsdp2"`.
 
-        Inside it, each rank keeps 1/W of each parameter as soon as the parameter is initialized, and gathers it again
-        while an operation uses it. The values are those of an unsharded model. All ranks run the same code inside it.
-        Between the block and `prepare`, which shards the model, the parameters can be given to an optimizer, but not
-        read. Without `shard="fsdp2"`, and on one rank, it does nothing.
+        Parameters that are created inside it have no memory (they are on torch's meta device) before `prepare`, which
+        gives memory to one block after the other, and calls `reset_parameters` of each module. Each call has a seed of
+        its own, which follows from the run's seed and the order of the modules. So the values are the same at any
+        number of ranks, and in each mode of `shard`. All ranks run the same code inside the block.
 
         Returns:
             The context manager.
 
         Raises:
-            UsageError: called after `prepare`, or (later) a parameter is used between the block and `prepare`.
+            UsageError: called after `prepare`, or (in `prepare`) a parameter was initialized in another way.
 
         Example::
 
             >>> import samestep, torch
             >>> run = samestep.Run(None, batch_size=8, shard="fsdp2")
-            >>> with run.sharded_init():
-            ...     model = torch.nn.Linear(3, 1)
-            ...     model.apply(lambda part: torch.nn.init.normal_(part.weight, std=0.02))
+            >>> class Linear(torch.nn.Linear):
+            ...     def reset_parameters(self):
+            ...         torch.nn.init.normal_(self.weight, std=0.02)
+            ...         torch.nn.init.zeros_(self.bias)
             ...
-            Linear(in_features=3, out_features=1, bias=True)
+            >>> with run.sharded_init():
+            ...     model = Linear(3, 1)
+            ...
+            >>> model.weight.device
+            device(type='meta')
             >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             >>> run.prepare(model=model, optimizer=optimizer)
+            >>> model.weight.device
+            device(type='cpu')
         """
         if self._prepared is not None:
             raise UsageError("run.sharded_init was called after run.prepare: build all models before it", code="SS221")
-        if self._context.config.shard != "fsdp2" or self.world_size == 1:
-            return nullcontext()
         return self._sharded_init.building()
 
     def load_weights(

@@ -38,6 +38,32 @@ PRESETS = {
 }
 
 
+INITIAL_STD = 0.02
+
+
+class Embedding(nn.Embedding):
+    """An embedding with the initial values of GPT-2 (section 2.3)."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=INITIAL_STD)
+
+
+class Linear(nn.Linear):
+    """A linear layer with the initial values of GPT-2: less than others for those that add to the residual stream.
+
+    Args:
+        num_additions: how many such layers add to the stream; 1 for other layers.
+    """
+
+    def __init__(self, num_inputs: int, num_outputs: int, *, num_additions: int = 1) -> None:
+        self.std = INITIAL_STD / math.sqrt(num_additions)  # before `super`, which calls `reset_parameters`
+        super().__init__(num_inputs, num_outputs)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+        nn.init.zeros_(self.bias)
+
+
 class SelfAttention(nn.Module):
     """Causal self-attention: (N, T, width) -> (N, T, width)."""
 
@@ -45,8 +71,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.num_heads = config.num_heads
         self.dropout = config.dropout
-        self.c_attn = nn.Linear(config.width, 3 * config.width)
-        self.c_proj = nn.Linear(config.width, config.width)
+        self.c_attn = Linear(config.width, 3 * config.width)
+        self.c_proj = Linear(config.width, config.width, num_additions=2 * config.num_layers)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
@@ -64,8 +90,8 @@ class MLP(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.c_fc = nn.Linear(config.width, 4 * config.width)
-        self.c_proj = nn.Linear(4 * config.width, config.width)
+        self.c_fc = Linear(config.width, 4 * config.width)
+        self.c_proj = Linear(4 * config.width, config.width, num_additions=2 * config.num_layers)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")), self.dropout, self.training)
@@ -102,20 +128,10 @@ class GPT2(nn.Module):
             raise ValueError(f"width {config.width} is no multiple of num_heads {config.num_heads}")
         self.config = config
         self.checkpoint_activations = checkpoint_activations
-        self.wte = nn.Embedding(config.vocabulary_size, config.width)
-        self.wpe = nn.Embedding(config.context, config.width)
+        self.wte = Embedding(config.vocabulary_size, config.width)
+        self.wpe = Embedding(config.context, config.width)
         self.h = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_layers))
         self.ln_f = nn.LayerNorm(config.width)
-        self._initialize()
-
-    def _initialize(self) -> None:
-        """Initialize weights from N(0, 0.02), with less for those that add to the residual stream (section 2.3)."""
-        for name, param in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(param)
-            elif param.dim() == 2:
-                scale = math.sqrt(2 * self.config.num_layers) if name.endswith("c_proj.weight") else 1.0
-                nn.init.normal_(param, std=0.02 / scale)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the scores of the next token at each position.

@@ -39,6 +39,22 @@ ARCHITECTURES = {
 }
 
 
+class Convolution(nn.Conv2d):
+    """A convolution without bias, with the initial values of torchvision's."""
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
+
+
+class LastNorm(nn.BatchNorm2d):
+    """The last normalization of a block, initially 0, so that the block begins as its shortcut (Goyal et al., 2017,
+    https://arxiv.org/abs/1706.02677)."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.zeros_(self.weight)
+
+
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions with a shortcut."""
 
@@ -46,10 +62,10 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, num_inputs: int, width: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(num_inputs, width, 3, stride, padding=1, bias=False)
+        self.conv1 = Convolution(num_inputs, width, 3, stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
+        self.conv2 = Convolution(width, width, 3, padding=1, bias=False)
+        self.bn2 = LastNorm(width)
         self.downsample = build_shortcut(num_inputs, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,12 +80,12 @@ class Bottleneck(nn.Module):
 
     def __init__(self, num_inputs: int, width: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(num_inputs, width, 1, bias=False)
+        self.conv1 = Convolution(num_inputs, width, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.conv2 = Convolution(width, width, 3, stride, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, width * self.expansion, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(width * self.expansion)
+        self.conv3 = Convolution(width, width * self.expansion, 1, bias=False)
+        self.bn3 = LastNorm(width * self.expansion)
         self.downsample = build_shortcut(num_inputs, width * self.expansion, stride)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,7 +98,7 @@ def build_shortcut(num_inputs: int, num_outputs: int, stride: int) -> nn.Sequent
     """Build the shortcut of a block: a 1x1 convolution if the shape changes, else nothing."""
     if stride == 1 and num_inputs == num_outputs:
         return nn.Sequential()
-    return nn.Sequential(nn.Conv2d(num_inputs, num_outputs, 1, stride, bias=False), nn.BatchNorm2d(num_outputs))
+    return nn.Sequential(Convolution(num_inputs, num_outputs, 1, stride, bias=False), nn.BatchNorm2d(num_outputs))
 
 
 class ResNet(nn.Module):
@@ -101,7 +117,7 @@ class ResNet(nn.Module):
         block = Bottleneck if architecture.is_bottleneck else ResidualBlock
         num_channels = architecture.width
         size, stride = (7, 2) if architecture.has_stem else (3, 1)
-        self.conv1 = nn.Conv2d(3, num_channels, size, stride, padding=size // 2, bias=False)
+        self.conv1 = Convolution(3, num_channels, size, stride, padding=size // 2, bias=False)
         self.bn1 = nn.BatchNorm2d(num_channels)
         self.maxpool = nn.MaxPool2d(3, 2, padding=1) if architecture.has_stem else nn.Identity()
         self.stages = [f"layer{number}" for number in range(1, len(architecture.depths) + 1)]
@@ -113,18 +129,6 @@ class ResNet(nn.Module):
                 num_channels = width * block.expansion
             self.add_module(name, nn.Sequential(*blocks))
         self.fc = nn.Linear(num_channels, num_classes)
-        self.initialize()
-
-    def initialize(self) -> None:
-        """Initialize as torchvision, and the last BatchNorm of each block with 0, so that each block begins as its
-        shortcut (Goyal et al., 2017, https://arxiv.org/abs/1706.02677)."""
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, Bottleneck):
-                nn.init.zeros_(module.bn3.weight)
-            elif isinstance(module, ResidualBlock):
-                nn.init.zeros_(module.bn2.weight)
 
     def forward(self, images: Tensor) -> Tensor:
         x = (images - self.mean) / self.std if images.dtype == torch.uint8 else images

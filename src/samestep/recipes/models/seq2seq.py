@@ -19,6 +19,21 @@ END = 2
 Projected = tuple[Tensor, Tensor]  # keys and values, each (N, heads, length, D / heads)
 
 
+class Embedding(nn.Embedding):
+    """An embedding whose vectors have an initial norm of about 1."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
+
+
+class Linear(nn.Linear):
+    """A linear layer with the initial values of Glorot and Bengio (2010)."""
+
+    def reset_parameters(self) -> None:
+        nn.init.xavier_uniform_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
 class Attention(nn.Module):
     """Multi-head attention."""
 
@@ -26,7 +41,7 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.dropout = dropout
-        self.query, self.key, self.value, self.output = (nn.Linear(dim, dim) for _ in range(4))
+        self.query, self.key, self.value, self.output = (Linear(dim, dim) for _ in range(4))
 
     def split(self, x: Tensor) -> Tensor:
         """Split (N, length, D) into heads: (N, heads, length, D / heads)."""
@@ -53,7 +68,7 @@ class EncoderLayer(nn.Module):
         super().__init__()
         self.attention = Attention(dim, num_heads, dropout)
         self.attention_norm = nn.LayerNorm(dim)
-        self.feed_forward = nn.Sequential(nn.Linear(dim, 4 * dim), nn.ReLU(), nn.Linear(4 * dim, dim))
+        self.feed_forward = nn.Sequential(Linear(dim, 4 * dim), nn.ReLU(), Linear(4 * dim, dim))
         self.feed_forward_norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(dropout)
 
@@ -74,7 +89,7 @@ class DecoderLayer(nn.Module):
         self.attention_norm = nn.LayerNorm(dim)
         self.cross_attention = Attention(dim, num_heads, dropout)
         self.cross_attention_norm = nn.LayerNorm(dim)
-        self.feed_forward = nn.Sequential(nn.Linear(dim, 4 * dim), nn.ReLU(), nn.Linear(4 * dim, dim))
+        self.feed_forward = nn.Sequential(Linear(dim, 4 * dim), nn.ReLU(), Linear(4 * dim, dim))
         self.feed_forward_norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(dropout)
 
@@ -125,20 +140,14 @@ class Seq2Seq(nn.Module):
         super().__init__()
         self.dim = dim
         self.max_length = max_length
-        self.source_embedding = nn.Embedding(num_source, dim)
-        self.target_embedding = nn.Embedding(num_target, dim)
+        self.source_embedding = Embedding(num_source, dim)
+        self.target_embedding = Embedding(num_target, dim)
         self.encoder = nn.ModuleList(EncoderLayer(dim, num_heads, dropout) for _ in range(num_layers))
         self.decoder = nn.ModuleList(DecoderLayer(dim, num_heads, dropout) for _ in range(num_layers))
         self.encoder_norm = nn.LayerNorm(dim)
         self.decoder_norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(dropout)
         self.register_buffer("positions", build_positions(max_length, dim), persistent=False)
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=dim**-0.5)
 
     def embed(self, embedding: nn.Embedding, tokens: Tensor, start: int = 0) -> Tensor:
         """Return the input of the first layer (N, length, D) for tokens (N, length) at positions from `start` on."""

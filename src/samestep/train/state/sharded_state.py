@@ -101,7 +101,7 @@ class ShardedState:
     Args:
         held: the optimizers that prepared objects hold.
         blocks: classes of modules, or their names, that are gathered one at a time. None: see `find_blocks`.
-        init: what has divided parameters while the script built them.
+        init: has built models, or parts of them.
 
     Attributes:
         models: the models.
@@ -298,8 +298,10 @@ def _shard(
     mesh = DeviceMesh(group.device.type, range(group.world_size))
     for module in modules.values():
         for part in [*find_blocks(module, blocks), module]:
-            with init.whole(part.parameters()):
-                shard_module(part, mesh)
+            filled = init.fill(part)
+            shard_module(part, mesh)
+            for param in filled:  # free the whole one, which the optimizers refer to
+                param.data = param.data.new_empty(0)
     return {number: getattr(part, key) for part, key, number in places}
 
 

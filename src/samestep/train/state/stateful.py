@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.engine.buffers import check_module, spread_buffers
 from samestep.errors import InvalidType, InvalidValue, UsageError
 from samestep.hashing import hash_bytes
-from samestep.torch_internals import get_local, get_memory
+from samestep.torch_internals import get_local
 from samestep.train.script_objects import find_things
 from samestep.train.state.names import (
     Names,
@@ -151,7 +151,7 @@ def refuse_overlaps(modules: Mapping[str, nn.Module]) -> None:
     ranges = []
     for param, name in {id(param): (param, name) for param, name in reversed(params)}.values():
         local = get_local(param)
-        if local.numel() and get_memory(local).nbytes():  # one that `run.sharded_init` has divided has none
+        if local.numel() and not local.is_meta:
             last = sum((length - 1) * stride for length, stride in zip(local.shape, local.stride(), strict=True))
             ranges.append((local.data_ptr(), local.data_ptr() + (last + 1) * local.element_size(), name, local.device))
     ranges.sort(key=lambda each: (str(each[3]), *each[:2]))

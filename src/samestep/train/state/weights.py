@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from samestep.decoding import decode
 from samestep.errors import InvalidValue
 from samestep.files import read_bytes
-from samestep.torch_internals import find_first_row, get_local, is_sharded
 from samestep.train.state.names import strip_compiled
-from samestep.train.state.sharded_init import ShardedInit
+from samestep.train.state.sharded_init import ShardedInit, is_partial
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
@@ -65,9 +64,12 @@ def load_weights(
             name: (rename(name) if rename else name, value) for name, value in own.items() if isinstance(value, Tensor)
         }
         _check(wanted, saved, path, strict=strict)
-        for name, (source, value) in wanted.items():
-            if source in saved:
-                _load(value, saved[source], f"{name} from {source} in {path.name}", init)
+        found = [(value, saved[source]) for source, value in wanted.values() if source in saved]
+        init.load(model, {id(value): each.read for value, each in found if is_partial(value)})
+        with torch.no_grad():
+            for value, each in found:
+                if not is_partial(value):
+                    value.copy_(each.read(0, value.numel()).view_as(value))
 
 
 def find_files(path: Path) -> list[Path]:
@@ -115,17 +117,3 @@ def _check(wanted: dict[str, tuple[str, Tensor]], saved: dict[str, Saved], path:
                 "the model with the sizes of the file",
                 code="SS605",
             )
-
-
-def _load(value: Tensor, saved: Saved, mark: str, init: ShardedInit) -> None:
-    """Load this rank's part of a tensor, or all of it."""
-    if is_sharded(value):
-        row = prod(value.shape[1:])
-        first = find_first_row(value) * row
-        local = get_local(value.detach())
-        local.copy_(saved.read(first, first + local.numel()).view_as(local))
-    elif isinstance(value, nn.Parameter) and init.holds(value):
-        init.set_part(value, saved.read, mark)
-    else:
-        with torch.no_grad():
-            value.copy_(saved.read(0, value.numel()).view_as(value))
