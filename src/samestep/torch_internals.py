@@ -141,7 +141,7 @@ def swap_param(module: nn.Module, param: nn.Parameter, other: nn.Parameter) -> N
     `torch.utils.swap_tensors` refuses weak references, which LSTM, GRU and RNN keep.
     """
     is_recurrent = vars(module).pop("_flat_weight_refs", None) is not None
-    torch.utils.swap_tensors(param, other)
+    torch.utils.swap_tensors(param, other)  # type: ignore[no-untyped-call]
     if is_recurrent:
         init_weights: Callable[[], None] = module._init_flat_weights  # type: ignore[assignment]
         init_weights()

@@ -41,14 +41,14 @@ PRESETS = {
 INITIAL_STD = 0.02
 
 
-class Embedding(nn.Embedding):
+class GPT2Embedding(nn.Embedding):
     """An embedding with the initial values of GPT-2 (section 2.3)."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=INITIAL_STD)
 
 
-class Linear(nn.Linear):
+class GPT2Linear(nn.Linear):
     """A linear layer with the initial values of GPT-2: less than others for those that add to the residual stream.
 
     Args:
@@ -71,8 +71,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.num_heads = config.num_heads
         self.dropout = config.dropout
-        self.c_attn = Linear(config.width, 3 * config.width)
-        self.c_proj = Linear(config.width, config.width, num_additions=2 * config.num_layers)
+        self.c_attn = GPT2Linear(config.width, 3 * config.width)
+        self.c_proj = GPT2Linear(config.width, config.width, num_additions=2 * config.num_layers)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
@@ -90,8 +90,8 @@ class MLP(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.c_fc = Linear(config.width, 4 * config.width)
-        self.c_proj = Linear(4 * config.width, config.width, num_additions=2 * config.num_layers)
+        self.c_fc = GPT2Linear(config.width, 4 * config.width)
+        self.c_proj = GPT2Linear(4 * config.width, config.width, num_additions=2 * config.num_layers)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")), self.dropout, self.training)
@@ -128,8 +128,8 @@ class GPT2(nn.Module):
             raise ValueError(f"width {config.width} is no multiple of num_heads {config.num_heads}")
         self.config = config
         self.checkpoint_activations = checkpoint_activations
-        self.wte = Embedding(config.vocabulary_size, config.width)
-        self.wpe = Embedding(config.context, config.width)
+        self.wte = GPT2Embedding(config.vocabulary_size, config.width)
+        self.wpe = GPT2Embedding(config.context, config.width)
         self.h = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_layers))
         self.ln_f = nn.LayerNorm(config.width)
 

@@ -19,14 +19,14 @@ END = 2
 Projected = tuple[Tensor, Tensor]  # keys and values, each (N, heads, length, D / heads)
 
 
-class Embedding(nn.Embedding):
+class UnitEmbedding(nn.Embedding):
     """An embedding whose vectors have an initial norm of about 1."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
 
 
-class Linear(nn.Linear):
+class XavierLinear(nn.Linear):
     """A linear layer with the initial values of Glorot and Bengio (2010)."""
 
     def reset_parameters(self) -> None:
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.dropout = dropout
-        self.query, self.key, self.value, self.output = (Linear(dim, dim) for _ in range(4))
+        self.query, self.key, self.value, self.output = (XavierLinear(dim, dim) for _ in range(4))
 
     def split(self, x: Tensor) -> Tensor:
         """Split (N, length, D) into heads: (N, heads, length, D / heads)."""
@@ -68,7 +68,7 @@ class EncoderLayer(nn.Module):
         super().__init__()
         self.attention = Attention(dim, num_heads, dropout)
         self.attention_norm = nn.LayerNorm(dim)
-        self.feed_forward = nn.Sequential(Linear(dim, 4 * dim), nn.ReLU(), Linear(4 * dim, dim))
+        self.feed_forward = nn.Sequential(XavierLinear(dim, 4 * dim), nn.ReLU(), XavierLinear(4 * dim, dim))
         self.feed_forward_norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(dropout)
 
@@ -89,7 +89,7 @@ class DecoderLayer(nn.Module):
         self.attention_norm = nn.LayerNorm(dim)
         self.cross_attention = Attention(dim, num_heads, dropout)
         self.cross_attention_norm = nn.LayerNorm(dim)
-        self.feed_forward = nn.Sequential(Linear(dim, 4 * dim), nn.ReLU(), Linear(4 * dim, dim))
+        self.feed_forward = nn.Sequential(XavierLinear(dim, 4 * dim), nn.ReLU(), XavierLinear(4 * dim, dim))
         self.feed_forward_norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(dropout)
 
@@ -140,8 +140,8 @@ class Seq2Seq(nn.Module):
         super().__init__()
         self.dim = dim
         self.max_length = max_length
-        self.source_embedding = Embedding(num_source, dim)
-        self.target_embedding = Embedding(num_target, dim)
+        self.source_embedding = UnitEmbedding(num_source, dim)
+        self.target_embedding = UnitEmbedding(num_target, dim)
         self.encoder = nn.ModuleList(EncoderLayer(dim, num_heads, dropout) for _ in range(num_layers))
         self.decoder = nn.ModuleList(DecoderLayer(dim, num_heads, dropout) for _ in range(num_layers))
         self.encoder_norm = nn.LayerNorm(dim)

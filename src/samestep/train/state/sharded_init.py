@@ -64,7 +64,7 @@ class ShardedInit:
     @contextmanager
     def building(self) -> Iterator[None]:
         """Create the parameters inside the block without memory."""
-        handle = register_module_parameter_registration_hook(self._take)
+        handle = register_module_parameter_registration_hook(self._take)  # type: ignore[arg-type]
         try:
             with _SkippedWrites():
                 yield
