@@ -47,7 +47,6 @@ PARTS = {
 SHARED = {
     "tools.inspect": "reads run directories for several commands, and shows the digest",
     "tools.launch_command": "starts the ranks",
-    "tools.phase_timing": "the interceptor of two tools",
     "tools.traced_script": "starts the script for several tools",
     "tools.tracer": "the interceptor of several tools",
     "watch.trackers.delivery": "passes metrics to the trackers",

@@ -217,8 +217,6 @@ def test_doctor_on_all_tasks(jobs: Jobs, trial: Trial) -> None:
     report = json.loads(tasks.out.read_text())
     assert report["world_size"] == 2
     assert [finding["check"] for finding in report["findings"] if finding["status"] == "fail"] == []
-    curves = next(f["measured"]["curves"] for f in report["findings"] if f["check"] == "collectives")
-    assert list(curves) == ["all-reduce", "all-gather", "all-to-all"]
     finish(alone)
     assert json.loads(alone.out.read_text())["world_size"] == 1
     hint = "samestep doctor: this job has 2 nodes, and only this one is checked: srun samestep doctor checks all\n"

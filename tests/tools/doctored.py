@@ -1,6 +1,6 @@
 """Runs `samestep doctor` on one rank, with a planted fault on a host or rank. Start it by samestep launch.
 
-doctored.py [--plant KIND WHERE]... [arguments of the doctor]
+doctored.py [--plant KIND WHERE]... [directory for runs]
 """
 
 import sys
@@ -11,10 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from samestep.tools.doctor import collectives, disk
-from samestep.tools.doctor.examination import CHECKS, examine
-from samestep.tools.doctor.facts import Context, DoctorCheck
-from samestep.tools.doctor.run_doctor import run_doctor
+from samestep.tools.doctor.cluster_checks import CHECKS
+from samestep.tools.doctor.examination import Context, DoctorCheck, examine
 from samestep.world.environment import read_environment, read_host
 
 Look = Callable[[Context], Any]
@@ -57,14 +55,11 @@ def wrong_sums(look: Look) -> Look:
 # Kind -> the check whose measurement is replaced, and by what.
 FAULTS: dict[str, tuple[str, Callable[[Look], Look]]] = {
     "version": ("versions", other_version),
-    "raise": ("memory", raising),
-    "hang": ("devices", hanging),
-    "hang-in-group": ("collectives", hanging),
+    "raise": ("connections", raising),
+    "hang": ("connections", hanging),
     "wrong": ("collectives", wrong_sums),
 }
 LIMIT_S = 2.0  # for a check that hangs
-# These tests check the findings, not the speeds.
-collectives.LAST_BYTES, disk.WRITE_S = 64 << 10, 0.1
 
 
 def main() -> None:
@@ -76,12 +71,11 @@ def main() -> None:
     here = [kind for kind, where in faults if where in (read_host(), str(environment.rank))]
     checks: tuple[DoctorCheck, ...] = CHECKS
     for kind, (name, plant) in FAULTS.items():
-        limit_s = {"limit_s": LIMIT_S} if kind.startswith("hang") and kind in dict(faults) else {}
+        limit_s = {"limit_s": LIMIT_S} if kind == "hang" and kind in dict(faults) else {}
         checks = tuple(replace(check, **limit_s) if check.name == name else check for check in checks)
         if kind in here:
             checks = tuple(replace(c, look=plant(c.look)) if c.name == name else c for c in checks)
-    options, _ = run_doctor.make_context("doctor", words).obj
-    sys.exit(examine(environment, options, checks=checks))
+    sys.exit(examine(environment, checks, run_dir=words[0] if words else None, json=True))
 
 
 if __name__ == "__main__":

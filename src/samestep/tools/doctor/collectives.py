@@ -1,14 +1,8 @@
-"""Checks the results of collectives, and measures their speed and that of each link between two nodes.
-
-Bus bandwidth is defined as in nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md), so that it does not depend
-on the number of ranks: size / time, times 2 (n - 1) / n for an all-reduce and (n - 1) / n for an all-gather and an
-all-to-all. The size is that of the whole buffer; for an all-gather, of the result.
-"""
+"""Checks the results of collectives, and measures each link between two nodes."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import reduce
 from statistics import median_high
 from typing import Any
@@ -17,33 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.errors import Error
-from samestep.tools.doctor.facts import (
-    CheckFacts,
-    Context,
-    Finding,
-    Participants,
-    failure,
-    format_s,
-    warning,
-    well,
-)
-from samestep.units import format_bytes
+from samestep.tools.doctor.examination import Context
+from samestep.tools.doctor.findings import FAIL, PASS, WARN, Finding, Participants
+from samestep.units import format_bytes, format_time
 from samestep.world.group import Group
 from samestep.world.group_opening import choose_device, open_group
-from samestep.world.memory_room import read_memory_room
 from samestep.world.process_group import close_group
 
 TIMEOUT_S = 10.0
-FIRST_BYTES = 1 << 10
-LAST_BYTES = 256 << 20
-GROWTH = 8
-# per operation: elapsed, and expected after the next size
-BUDGET_S = 0.8
-MAX_S = 2.0
-# per size
-SAMPLE_S = 0.05
-MAX_REPEATS = 50
 EXACT_SIZES = (1, 1000, 65537)  # elements per rank
 LINK_BYTES = 64 << 20
 LINK_CHUNK_BYTES = 256 << 10
@@ -57,46 +32,26 @@ MAX_AGAIN = 24
 # Slow links with one cause are about equally slow: the links up to this many times as fast as the slowest one.
 SAME_CAUSE = 2.0
 
-
-@dataclass(frozen=True)
-class Operation:
-    """A collective.
-
-    Attributes:
-        call: takes (output, input). An operation in place has its input in both.
-        expect: (the inputs of all ranks, rank, world size) -> the expected output.
-        is_input_wide: whether the input holds a part for each rank, as the output does, or one part.
-        factor: number of ranks -> factor of the bus bandwidth.
-    """
-
-    name: str
-    call: Callable[[Tensor, Tensor], object]
-    expect: Callable[[Iterable[Tensor], int, int], Tensor]
-    is_input_wide: bool
-    factor: Callable[[int], float]
-
-
-def _fill(rank: int, num: int) -> Tensor:
-    """Return integers that differ between ranks, and whose sums float32 represents exactly for up to 5,000 ranks."""
-    return (torch.arange(num) % 97 + rank).float()
+# torch 2.13 has renamed it.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
 def _all_reduce(output: Tensor, given: Tensor) -> None:
-    dist.all_reduce(output)  # in place, so that no copy is timed
+    output.copy_(given)
+    dist.all_reduce(output)
 
 
 def _pick_shares(inputs: Iterable[Tensor], rank: int, world_size: int) -> Tensor:
     return torch.cat([each.chunk(world_size)[rank].clone() for each in inputs])
 
 
-# torch 2.13 has renamed it.
-_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-
-OPERATIONS = (
-    Operation("all-reduce", _all_reduce, lambda inputs, *_: reduce(torch.add, inputs), True, lambda n: 2 * (n - 1) / n),
-    Operation("all-gather", _all_gather, lambda inputs, *_: torch.cat([*inputs]), False, lambda n: (n - 1) / n),
-    Operation("all-to-all", dist.all_to_all_single, _pick_shares, True, lambda n: (n - 1) / n),
-)
+# Name -> (output, input) -> None, and (the inputs of all ranks, rank, world size) -> the expected output. The input of
+# an all-gather is one part, those of the others hold a part for each rank, as the output does.
+OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], object], Callable[[Iterable[Tensor], int, int], Tensor]]] = {
+    "all-reduce": (_all_reduce, lambda inputs, *_: reduce(torch.add, inputs)),
+    "all-gather": (_all_gather, lambda inputs, *_: torch.cat([*inputs])),
+    "all-to-all": (dist.all_to_all_single, _pick_shares),
+}
 
 
 # --- on every rank ----------------------------------------------------------------------------------------------
@@ -107,21 +62,10 @@ def look_at_collectives(context: Context) -> dict[str, Any] | None:
     if context.environment.world_size == 1:
         return None
     context.doing = "joining the ranks"
-    try:
-        device = choose_device(context.environment, context.options.device)
-    except Error:  # a finding of `judge_gpus`
-        device = torch.device("cpu")
-    if set(context.exchange.exchange("collectives/device", device.type, TIMEOUT_S).values()) != {"cuda"}:
-        device = torch.device("cpu")
+    device = choose_device(context.environment, context.device)
     group = open_group(context.environment, device, timeout_s=TIMEOUT_S, compares=False)
     try:
-        wrong = check_results(context, group)
-        last_bytes = min(LAST_BYTES, *group.gather(_find_room(context, device)))
-        curves = {}
-        if not any(group.gather(bool(wrong))):
-            curves = {each.name: _measure_operation(context, group, each, last_bytes) for each in OPERATIONS}
-        links = measure_links(context, group)
-        return {"wrong": wrong, "curves": curves, "links": links, "device": device.type}
+        return {"wrong": check_results(context, group), "links": measure_links(context, group), "device": device.type}
     finally:
         group.close()
         with suppress(RuntimeError):
@@ -131,75 +75,21 @@ def look_at_collectives(context: Context) -> dict[str, Any] | None:
 def check_results(context: Context, group: Group) -> list[str]:
     """Return a sentence for each operation whose result is not exact."""
     wrong = {}
-    for operation in OPERATIONS:
+    for name, (call, expect) in OPERATIONS.items():
         for num in EXACT_SIZES:
-            context.doing = f"an {operation.name} of {num} numbers per rank"
-            width = num * (group.world_size if operation.is_input_wide else 1)
-            given = _fill(group.rank, width).to(group.device)
+            context.doing = f"an {name} of {num} numbers per rank"
+            width = num if name == "all-gather" else num * group.world_size
             output = torch.full((num * group.world_size,), -1.0, device=group.device)
-            if operation.call is _all_reduce:
-                output.copy_(given)
-            operation.call(output, given)
-            inputs = (_fill(rank, width) for rank in range(group.world_size))
-            expected = operation.expect(inputs, group.rank, group.world_size)
-            differing = int((output.cpu() != expected).sum())
-            if differing:
-                wrong[operation.name] = f"{differing} of {len(expected)} numbers of an {operation.name} are wrong"
+            call(output, _fill(group.rank, width).to(group.device))
+            expected = expect((_fill(rank, width) for rank in range(group.world_size)), group.rank, group.world_size)
+            if differing := int((output.cpu() != expected).sum()):
+                wrong[name] = f"{differing} of {len(expected)} numbers of an {name} are wrong"
     return list(wrong.values())
 
 
-def _find_room(context: Context, device: torch.device) -> int:
-    """Return the largest buffer that this rank can use, in bytes. Three exist at a time."""
-    room = read_memory_room() // (8 * context.environment.local_world_size)
-    if device.type == "cuda":
-        room = min(room, int(torch.cuda.mem_get_info(device)[0]) // 8)
-    return max(FIRST_BYTES, room)
-
-
-def _measure_operation(context: Context, group: Group, operation: Operation, last_bytes: int) -> list[dict[str, float]]:
-    """Return a row per size, {"bytes", "time_s", "bus_bytes_per_s"}, up to `last_bytes` or the end of the time budget.
-
-    The rows are the same on all ranks.
-    """
-    rows: list[dict[str, float]] = []
-    size = FIRST_BYTES
-    num_ranks = group.world_size
-    began_s = time.monotonic()
-    while size <= last_bytes:
-        context.doing = f"an {operation.name} of {format_bytes(size)}"
-        share = max(1, size // 4 // num_ranks)
-        given = torch.zeros(share * (num_ranks if operation.is_input_wide else 1), device=group.device)
-        output = torch.zeros(share * num_ranks, device=group.device)
-        first_s = _time(group, operation, output, given, 1)
-        slowest_s, _ = _agree(group, first_s, 0.0)
-        repeats = int(min(MAX_REPEATS, max(2, SAMPLE_S / slowest_s)))
-        took_s = _time(group, operation, output, given, repeats) / repeats
-        time_s, elapsed_s = _agree(group, took_s, time.monotonic() - began_s)
-        num_bytes = share * num_ranks * 4
-        rows.append(
-            {"bytes": num_bytes, "time_s": time_s, "bus_bytes_per_s": num_bytes / time_s * operation.factor(num_ranks)}
-        )
-        # The next size takes three runs, with a time proportional to the size.
-        if elapsed_s > BUDGET_S or elapsed_s + 3 * GROWTH * time_s > MAX_S:
-            break
-        size *= GROWTH
-    return rows
-
-
-def _time(group: Group, operation: Operation, output: Tensor, given: Tensor, repeats: int) -> float:
-    _wait(group.device)
-    began_s = time.perf_counter()
-    for _ in range(repeats):
-        operation.call(output, given)
-    _wait(group.device)
-    return time.perf_counter() - began_s
-
-
-def _agree(group: Group, *values: float) -> list[float]:
-    """Return the maximum over all ranks, so that all ranks take the same decisions."""
-    tensor = torch.tensor(values, dtype=torch.float64, device=group.device)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return [float(value) for value in tensor]
+def _fill(rank: int, num: int) -> Tensor:
+    """Return integers that differ between ranks, and whose sums float32 represents exactly for up to 5,000 ranks."""
+    return (torch.arange(num) % 97 + rank).float()
 
 
 def _wait(device: torch.device) -> None:
@@ -314,36 +204,23 @@ def _answer(group: Group, peer: int, size: int) -> Tensor:
 # --- findings -----------------------------------------------------------------------------------------------------
 
 
-def judge_collectives(facts: CheckFacts) -> Iterator[Finding]:
-    """Report wrong results, or the speed."""
-    if not facts.by_rank:
-        advice = "" if len(facts.participants.hosts) > 1 else " (more with --nproc-per-node 2)"
-        yield well(f"one rank: nothing to exchange{advice}")
+def judge_collectives(participants: Participants, facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
+    """Report wrong results."""
+    if not facts:
+        advice = "" if len(participants.hosts) > 1 else " (more with --nproc-per-node 2)"
+        yield Finding(PASS, f"one rank: nothing to exchange{advice}")
         return
-    for sentence in dict.fromkeys(text for fact in facts.by_rank.values() for text in fact["wrong"]):
-        ranks = [rank for rank, fact in facts.by_rank.items() if sentence in fact["wrong"]]
-        advice = "do not train here: look for failing memory, GPUs or network cards there (devices above, dmesg)"
-        yield failure(f"{sentence}: {facts.participants.name_ranks(ranks)}", advice)
-    first = next(iter(facts.by_rank.values()))
-    backend = "NCCL" if first["device"] == "cuda" else "gloo"
-    shown = "; ".join(f"{name} {_describe_curve(rows)}" for name, rows in first["curves"].items())
-    measured = {"backend": backend, "curves": first["curves"]}
-    yield well(f"right, over {backend}; {shown} (bus bandwidth)", measured)
+    for sentence in dict.fromkeys(text for fact in facts.values() for text in fact["wrong"]):
+        ranks = [rank for rank, fact in facts.items() if sentence in fact["wrong"]]
+        advice = "do not train here: look for failing memory, GPUs or network cards there (dmesg, DCGM)"
+        yield Finding(FAIL, f"{sentence}: {participants.name_ranks(ranks)}", advice)
+    devices = {fact["device"] for fact in facts.values()}
+    yield Finding(PASS, f"right, over {'NCCL' if devices == {'cuda'} else 'gloo'}")
 
 
-def _describe_curve(rows: Sequence[dict[str, float]]) -> str:
-    first = rows[0]
-    best = max(rows, key=lambda row: row["bus_bytes_per_s"])
-    return (
-        f"{format_s(first['time_s'])} at {format_bytes(first['bytes'])}, {format_bytes(best['bus_bytes_per_s'])}/s at "
-        f"{format_bytes(best['bytes'])}"
-    )
-
-
-def judge_links(facts: CheckFacts) -> Iterator[Finding]:
+def judge_links(participants: Participants, facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
     """Report the slowest link; warn about links much slower than the others."""
-    participants = facts.participants
-    links: list[dict[str, Any]] = next((fact["links"] for fact in facts.by_rank.values()), [])
+    links: list[dict[str, Any]] = next((fact["links"] for fact in facts.values()), [])
     if not links:
         return
     usual = median_high([link["bytes_per_s"] for link in links])
@@ -356,10 +233,10 @@ def judge_links(facts: CheckFacts) -> Iterator[Finding]:
         suspect = _find_suspect(slow)
         where = "" if suspect is None else f" of {participants.name_node(suspect)}"
         advice = f"check the network card, cable and switch port{where} (ethtool: speed, errors), or leave it out"
-        yield warning(f"{found}; the median is {format_bytes(usual)}/s", advice)
+        yield Finding(WARN, f"{found}; the median is {format_bytes(usual)}/s", advice, measured=measured)
     latency_s = max(link["latency_s"] for link in links)
-    found = f"{format_bytes(usual)}/s from host to host (median), {format_s(latency_s)} at most for 1 KB; "
-    yield well(f"{found}slowest: {_describe_link(participants, ordered[0])}", measured)
+    found = f"{format_bytes(usual)}/s from host to host (median), {format_time(latency_s)} at most for 1 KB; "
+    yield Finding(PASS, f"{found}slowest: {_describe_link(participants, ordered[0])}", measured=measured)
 
 
 def _find_suspect(slow: Sequence[Mapping[str, Any]]) -> int | None:
@@ -375,6 +252,6 @@ def _find_suspect(slow: Sequence[Mapping[str, Any]]) -> int | None:
     return next((nodes.pop() for nodes in (common, senders, receivers) if len(nodes) == 1), None)
 
 
-def _describe_link(participants: Participants, link: dict[str, Any]) -> str:
+def _describe_link(participants: Participants, link: Mapping[str, Any]) -> str:
     start, end = (participants.name_node(link[name]) for name in ("from", "to"))
     return f"{start} -> {end}, {format_bytes(link['bytes_per_s'])}/s"

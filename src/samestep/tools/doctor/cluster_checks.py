@@ -1,0 +1,176 @@
+"""The checks of the doctor, and those of versions, the directory for runs, and connections between nodes."""
+
+import os
+import platform
+import socket
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import torch
+
+from samestep.config import is_url
+from samestep.errors import Error
+from samestep.snapshot.writers import find_writers
+from samestep.tools.doctor.collectives import judge_collectives, judge_links, look_at_collectives
+from samestep.tools.doctor.examination import Context, DoctorCheck
+from samestep.tools.doctor.findings import FAIL, PASS, WARN, Finding, Participants
+from samestep.version import __version__
+from samestep.world.environment import read_master
+from samestep.world.version_check import explain_torch
+
+DEFAULT_RUN_DIR = "runs"
+CONNECT_S = 3.0
+EXCHANGE_S = 10.0
+GROUP_ADVICE = (
+    "check that all ranks run and reach each other on all ports; with several interfaces, name one "
+    "(GLOO_SOCKET_IFNAME=eth0, NCCL_SOCKET_IFNAME=eth0); NCCL_DEBUG=INFO shows what NCCL does"
+)
+
+
+# --- versions -----------------------------------------------------------------------------------------------------
+
+
+def look_at_versions(context: Context) -> dict[str, str]:
+    """Return name -> version; "" if it is not installed."""
+    has_gpu = torch.cuda.is_available()
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_gpu else ""  # type: ignore[no-untyped-call]
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or "",
+        "NCCL": nccl,
+        "samestep": __version__,
+    }
+
+
+def judge_versions(participants: Participants, facts: Mapping[int, Mapping[str, str]]) -> Iterator[Finding]:
+    """Report the ranks that differ from the majority (from rank 0 if there is none)."""
+    versions = facts[min(facts)]
+    for name in versions:
+        values = {rank: theirs[name] for rank, theirs in facts.items()}
+        counts = Counter(values.values())
+        usual = max(counts, key=lambda value: (counts[value], value == values[min(values)]))
+        for value in [value for value in counts if value != usual]:
+            where = participants.name_ranks(rank for rank, other in values.items() if other == value)
+            found = f"{name} is {value or 'missing'} on {where}, and {usual or 'missing'} on the others"
+            advice = f"install {name} {usual} there" if usual else f"remove {name} there, or install it on all"
+            yield Finding(FAIL, found, advice)
+    for version in dict.fromkeys(theirs["torch"] for theirs in facts.values()):
+        found, _, advice = explain_torch(version).partition(": ")
+        if found:
+            yield Finding(WARN, found, advice)
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    yield Finding(PASS, shown + ("" if len(facts) == 1 else " on all ranks"), measured=versions)
+
+
+# --- the directory for runs ---------------------------------------------------------------------------------------
+
+
+def look_at_run_dir(context: Context) -> dict[str, Any] | None:
+    """On the first rank of each node: check the directory as the node sees it. Leaves no files."""
+    rank = context.environment.rank
+    if is_url(context.run_dir):
+        from samestep.snapshot.object_store import ObjectStore
+
+        if rank:
+            return None
+        try:
+            ObjectStore(str(context.run_dir)).is_empty()
+        except Error as error:
+            return {"wanted": context.run_dir, "problem": str(error)}
+        return {"wanted": context.run_dir, "problem": "", "writer": 0}
+    wanted = Path(context.run_dir or DEFAULT_RUN_DIR)
+    _, writers = find_writers(context.exchange, wanted)  # as a run does it
+    if not context.is_leader:
+        return None
+    problem = ""
+    try:
+        with TemporaryFile(dir=find_existing(wanted)) as file:
+            file.write(b"x")
+            file.flush()
+    except OSError as error:
+        problem = error.strerror or str(error)
+    return {"wanted": str(wanted), "problem": problem, "writer": writers.get(rank, 0)}
+
+
+def find_existing(path: Path) -> Path:
+    """Return the directory, or its nearest existing parent: a run creates it."""
+    path = Path(os.path.abspath(path))
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def judge_run_dir(participants: Participants, facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
+    """Report nodes that cannot write it, or do not share it."""
+    for rank, fact in facts.items():
+        if fact["problem"]:
+            found = f"{fact['wanted']} cannot be written on {participants.hosts[rank]} ({fact['problem']})"
+            yield Finding(FAIL, found, "name another with --run-dir, and make it writable")
+    wanted = next(iter(facts.values()))["wanted"]
+    apart = [participants.nodes[rank] for rank, fact in facts.items() if not fact["problem"] and fact["writer"]]
+    if apart:
+        where = f"{participants.name_nodes(apart)} differs from that on {participants.name_node(0)}"
+        found = f"{wanted} on {where}: a run keeps a copy on each such host"
+        yield Finding(WARN, found, "use a file system that all nodes share, if there is one, and give the full path")
+    yield Finding(PASS, f"{wanted} can be written{', and is one for all hosts' if len(facts) > 1 else ''}")
+
+
+# --- connections between nodes ------------------------------------------------------------------------------------
+
+
+def look_at_connections(context: Context) -> dict[str, str] | None:
+    """On the first rank of each node: try to connect to every other node. Returns node -> why it cannot be reached."""
+    leaders = context.participants.leaders
+    if len(leaders) == 1 or not context.is_leader:
+        return None
+    with socket.create_server(("", 0)) as server:
+        mine = [find_address(read_master()[0]), server.getsockname()[1]]
+        theirs = context.exchange.exchange("connections", mine, EXCHANGE_S, leaders)
+        others = [node for node, leader in enumerate(leaders) if leader in theirs and theirs[leader] != mine]
+        with ThreadPoolExecutor(8) as pool:
+            problems = [*pool.map(lambda node: try_connection(*theirs[leaders[node]]), others)]
+        context.exchange.exchange("connected", True, EXCHANGE_S, leaders)  # the servers can close
+    return {str(node): problem for node, problem in zip(others, problems, strict=True) if problem}
+
+
+def find_address(host: str) -> str:
+    """Return the address of this node on the route to a host."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def try_connection(address: str, port: int) -> str:
+    """Return why an address cannot be reached; "" if it can."""
+    try:
+        socket.create_connection((address, port), timeout=CONNECT_S).close()
+    except OSError as error:
+        return f"{address}: {error.strerror or error}"
+    return ""
+
+
+def judge_connections(participants: Participants, facts: Mapping[int, Mapping[str, str]]) -> Iterator[Finding]:
+    """Report the pairs of nodes of which one does not reach the other."""
+    name = participants.name_node
+    for rank, problems in facts.items():
+        for node, problem in problems.items():
+            found = f"{name(participants.nodes[rank])} cannot reach {name(int(node))} at {problem}"
+            yield Finding(
+                FAIL,
+                found,
+                "open the firewall between them for all ports, or name another interface (GLOO_SOCKET_IFNAME)",
+            )
+    yield Finding(PASS, "all hosts reach each other" if facts else "one host: nothing to reach")
+
+
+CHECKS = (
+    DoctorCheck(look_at_versions, {"versions": judge_versions}),
+    DoctorCheck(look_at_run_dir, {"run_dir": judge_run_dir}),
+    DoctorCheck(look_at_connections, {"connections": judge_connections}, limit_s=30.0),
+    DoctorCheck(look_at_collectives, {"collectives": judge_collectives, "links": judge_links}, 45.0, GROUP_ADVICE),
+)

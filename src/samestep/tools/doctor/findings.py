@@ -1,0 +1,145 @@
+"""What the doctor finds: the ranks that take part, the findings about them, and the report."""
+
+import json
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from samestep.console import print_result, show_activity
+from samestep.units import format_count, format_ranks, format_time
+
+PASS = "pass"
+WARN = "warn"
+FAIL = "fail"
+COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red"}
+MAX_NAMED = 6
+WIDTH = 100  # of the text after status and name
+INDENT = 22
+
+
+@dataclass(frozen=True)
+class Participants:
+    """The ranks that take part in the examination.
+
+    Attributes:
+        hosts: the name of each rank's host.
+        nodes: the node number of each rank; a node has one kernel and one network stack.
+    """
+
+    hosts: Sequence[str]
+    nodes: Sequence[int]
+
+    @cached_property
+    def leaders(self) -> list[int]:
+        """The first rank of each node, by node."""
+        return [list(self.nodes).index(node) for node in range(max(self.nodes) + 1)]
+
+    def name_node(self, node: int) -> str:
+        """Return the name of its host, with the node number if several hosts have that name."""
+        names = [self.hosts[leader] for leader in self.leaders]
+        return names[node] if names.count(names[node]) == 1 else f"{names[node]} (node {node})"
+
+    def name_nodes(self, nodes: Iterable[int]) -> str:
+        """Return the names of several nodes, at most MAX_NAMED."""
+        return _list([self.name_node(node) for node in sorted(nodes)])
+
+    def name_ranks(self, ranks: Iterable[int]) -> str:
+        """Format ranks by node, such as "h2" (all ranks of a node) or "rank 3 (h2)"."""
+        some = sorted(ranks)
+        if len(some) == len(self.nodes):
+            return "all ranks" if len(some) > 1 else self.name_node(0)
+        parts = []
+        for node in sorted({self.nodes[rank] for rank in some}):
+            there = [rank for rank in some if self.nodes[rank] == node]
+            if len(there) == list(self.nodes).count(node) and len(self.leaders) > 1:
+                parts.append(self.name_node(node))
+            else:
+                parts.append(f"rank{'s' if len(there) > 1 else ''} {_list(there)} ({self.name_node(node)})")
+        return _list(parts)
+
+    def summarize(self) -> str:
+        """Return a summary, such as "4 ranks on 2 hosts (h1, h2)"."""
+        num_nodes = len(self.leaders)
+        names = self.name_nodes(range(num_nodes))
+        ranks = format_ranks(len(self.hosts))
+        return f"{ranks} on {names}" if num_nodes == 1 else f"{ranks} on {num_nodes} hosts ({names})"
+
+
+def _list(names: Sequence[object]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(map(str, names[:MAX_NAMED])) + more
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of the report.
+
+    Attributes:
+        status: PASS; WARN, a problem with which training can run; or FAIL, one that prevents it.
+        found: the result, as text.
+        advice: what to do, or "".
+        check: the name of the line.
+        measured: the measurements, as plain JSON.
+    """
+
+    status: str
+    found: str
+    advice: str = ""
+    check: str = ""
+    measured: Any = None
+
+
+class FindingsReport:
+    """Collects findings, and prints a line for each, or with `as_json` one JSON object at the end."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.findings: list[Finding] = []
+        self._as_json = as_json
+        self._participants = Participants(("?",), (0,))
+        self._began_s = time.monotonic()
+
+    def open(self, participants: Participants) -> None:
+        """Print the participants."""
+        self._participants = participants
+        if not self._as_json:
+            print(f"samestep doctor: {participants.summarize()}", flush=True)
+
+    def begin(self, check: str) -> None:
+        """Show that a check is under way."""
+        if not self._as_json:
+            show_activity(f"  ...   {check}")
+
+    def add(self, *findings: Finding) -> None:
+        """Add the findings of a check."""
+        self.findings += findings
+        for finding in findings if not self._as_json else ():
+            status = finding.status.upper() if finding.status == FAIL else finding.status
+            lines = textwrap.wrap(finding.found, WIDTH)
+            lines += textwrap.wrap(finding.advice, WIDTH, initial_indent="-> ", subsequent_indent="   ")
+            text = ("\n" + " " * INDENT).join(lines)
+            print_result(f"  {status}  {finding.check:<{INDENT - 8}}{text}", status, COLOURS[finding.status])
+
+    def close(self) -> int:
+        """Print the summary. Returns the exit code: 1 if a check has failed."""
+        seconds = time.monotonic() - self._began_s
+        counts = Counter(finding.status for finding in self.findings)
+        if self._as_json:
+            names = [self._participants.name_node(node) for node in range(len(self._participants.leaders))]
+            record = {
+                "status": next((status for status in (FAIL, WARN) if counts[status]), PASS),
+                "world_size": len(self._participants.hosts),
+                "hosts": names,
+                "seconds": round(seconds, 3),
+                "findings": [asdict(finding) for finding in self.findings],
+            }
+            print(json.dumps(record, indent=1), flush=True)
+        else:
+            words = {FAIL: "failure", WARN: "warning"}
+            parts = [format_count(counts[status], word) for status, word in words.items() if counts[status]]
+            show_activity("")
+            print(f"{', '.join([*parts, f'{counts[PASS]} passed'])}, in {format_time(seconds)}", flush=True)
+        return int(counts[FAIL] > 0)
