@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,15 @@ def watch_workers(iterator: Any) -> None:
                 return found  # type: ignore[no-any-return]
 
     iterator._try_get_data = try_get_data
+
+
+def end_on_feeder_error(end: Callable[[Exception], None]) -> None:
+    """In a worker: call `end` if a result cannot be sent, in place of a traceback. The result is lost."""
+
+    def report(error: Exception, result: object) -> None:
+        end(error)
+
+    Queue._on_queue_feeder_error = staticmethod(report)  # type: ignore[attr-defined]
 
 
 def shut_down_workers(iterator: Any, limit_s: float) -> bool:

@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -293,6 +294,31 @@ def test_a_worker_that_is_killed_is_named_with_its_samples(number: signal.Signal
     torchs = RuntimeError(f"DataLoader worker (pid 7) is killed by signal: {signal.strsignal(number)}. ")
     said = f"DataLoader worker (pid 7) was killed by {number.name} while the script ran: check for a lack of memory"
     assert str(recognize(torchs)).startswith(said)
+
+
+class Exhausting(Noisy):
+    """Its worker may not open files from sample 17 on."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 17:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+        return FromFile()
+
+
+class FromFile:
+    """Opens a file when it is sent."""
+
+    def __reduce__(self) -> Any:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+        return FromFile, ()
+
+
+def test_a_worker_without_open_files_is_named() -> None:
+    """A thread of it sends the samples. The rank would wait for the lost ones forever."""
+    spec = read_data_arguments(Exhausting(), num_workers=1, collate_fn=list)
+    loader = Loader(spec, iter(plan_tasks(5)), device=CPU)
+    with loader, pytest.raises(WorkerDied, match=r"^DataLoader worker 0 .* has run out of open files .*ulimit -n"):
+        list(loader)
 
 
 def test_the_death_of_a_worker_raises_at_the_next_micro_batch_only() -> None:

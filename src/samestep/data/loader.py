@@ -7,10 +7,12 @@ A `Loader` turns `Task`s into `Loaded` micro-batches of a `DataSpec`, in this pr
 import atexit
 import copy
 import dataclasses
+import errno
 import multiprocessing
 import os
 import random
 import signal
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -33,12 +35,17 @@ from samestep.processes import die_with_parent
 from samestep.torch_internals import (
     abandon_workers,
     count_received,
+    end_on_feeder_error,
     forget_workers,
     list_worker_tasks,
     shut_down_workers,
     watch_workers,
 )
 
+FILES_ADVICE = (
+    "each tensor that a worker sends is an open file until the rank has used it: raise the limit (ulimit -n), or use "
+    'fewer workers, a smaller prefetch_factor or torch.multiprocessing.set_sharing_strategy("file_system")'
+)
 STOP_S = 5.0  # for a worker to release a lock
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # by DataLoader workers
 
@@ -284,10 +291,12 @@ class Workers:
         """
         try:
             loaded: Loaded | WorkerFailure = next(self.iterator)
-        except (EOFError, OSError, RuntimeError):  # torch reports the death in several ways
-            if (sentence := self._describe_death()) is None:
-                raise
-            raise WorkerDied(sentence) from None
+        except (EOFError, OSError, RuntimeError) as error:  # torch reports the death in several ways
+            if (sentence := self._describe_death()) is not None:
+                raise WorkerDied(sentence) from None
+            if isinstance(error, EOFError):  # a thread of the worker has failed, and its traceback is printed
+                raise WorkerDied(f"a DataLoader worker could not send a micro-batch: {FILES_ADVICE}") from None
+            raise
         self._series.forget(count_received(self.iterator))
         return loaded
 
@@ -299,9 +308,13 @@ class Workers:
                 continue
             code = process.exitcode or 0
             end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            advice = WORKER_ADVICE
+            if code == errno.EMFILE:
+                end = "has run out of open files"
+                advice = FILES_ADVICE
             samples = [index for k in tasks for index in self._series.given[k]]
             what = f" with the samples {abbreviate(samples)} in flight" if samples else ""
-            return f"DataLoader worker {number} (pid {process.pid}) {end}{what}: {WORKER_ADVICE}"
+            return f"DataLoader worker {number} (pid {process.pid}) {end}{what}: {advice}"
         return None
 
     def stop(self) -> None:
@@ -375,12 +388,21 @@ class WorkerStart:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
         die_with_parent()
+        end_on_feeder_error(_end_worker)
         if self.parent_pid is not None and self.parent_pid != os.getppid():
             os._exit(1)  # the parent died before prctl, and before torch's own watchdog started
         if torch.get_deterministic_debug_mode() != self.deterministic_mode:  # only forked ones inherit it
             torch.set_deterministic_debug_mode(self.deterministic_mode)
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker)
+
+
+def _end_worker(error: Exception) -> None:
+    """End this worker, which cannot send a micro-batch: the rank would wait for it forever."""
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        os._exit(errno.EMFILE)
+    traceback.print_exception(error)
+    os._exit(1)
 
 
 class Fetcher:
