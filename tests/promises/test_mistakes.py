@@ -3,7 +3,9 @@
 import gc
 import re
 import shutil
+import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -22,6 +24,7 @@ from torch.utils.data import DataLoader
 import samestep
 from samestep.plan.ledger import RECORD
 from samestep.snapshot.store import Store
+from samestep.torch_internals import set_timeout
 from samestep.watch.records import LOCK
 
 # The files of a run that failed in its first epoch.
@@ -170,6 +173,36 @@ def test_scores(num_ranks: int) -> None:
     sentences = samestep.spawn(evaluate, num_ranks)
     for name, (_, words) in SCORES.items():
         assert_sentence(sentences[name], words)
+
+
+def test_an_exception_of_one_rank_in_a_score_function() -> None:
+    """The script may catch it, so all ranks learn of it."""
+
+    def evaluate() -> str:
+        run = Tiny().run
+
+        def score(batch: Any) -> dict[str, float]:
+            if run.rank == 1:
+                raise ValueError("no label")
+            return {"a": 1.0}
+
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            run.evaluate(score, Pairs(4))
+        assert run.evaluate(lambda _: {"a": 1.0}, Pairs(4)) == {"a": 1.0}, "the ranks are at the same place"
+        return run._context.group.gather(f"{caught.type.__name__}: {caught.value}")  # type: ignore[return-value]
+
+    said = samestep.spawn(evaluate, 2)
+    assert said == ["PeerFailed: rank 1 failed: ValueError: no label", "ValueError: no label"]
+
+
+def test_a_function_on_rank_0_may_take_longer_than_an_exchange() -> None:
+    def call() -> str:
+        run = samestep.Run(None, batch_size=4, micro_batch_size=1)
+        limit_s = 0.2
+        set_timeout(timedelta(seconds=limit_s))
+        return run.once(lambda: str(threading.Event().wait(3 * limit_s)))
+
+    assert samestep.spawn(call, 2) == "False"
 
 
 # --- arguments of Run -------------------------------------------------------------------------------------------------

@@ -586,6 +586,7 @@ class Run:
         Raises:
             UsageError: called inside a loop over micro-batches, or not on all ranks.
             InvalidType, InvalidValue: an argument or a score cannot be used.
+            PeerFailed: on the other ranks, if `score` raised another exception on one.
 
         Example::
 
@@ -657,7 +658,7 @@ class Run:
     def once(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a function on rank 0 only and return its result on every rank.
 
-        All ranks must call it. Do not make the call depend on what ranks can see differently, such as whether a file
+        All ranks must call it; the others wait as long as it takes. Do not make the call depend on what ranks can see differently, such as whether a file
         exists: check that inside `fn`. The result is pickled. After the call, the random number generators of all ranks
         have the state of rank 0's.
 

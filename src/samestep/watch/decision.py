@@ -148,7 +148,7 @@ def decide(state: State, view: View, rules: Rules) -> tuple[State, list[Action]]
     stall = None if view.ranks is None else diagnose(view.ranks, rules.limits, view.awake_s)
     if view.ranks is None or stall is None:
         if isinstance(state, (Stalled, CutOff)):
-            return Moving(), [Say(f"the run continues after {format_time(state.for_s)}")]
+            return Moving(), [Say(f"the run continues after {format_time(round(state.for_s))}")]
         return Moving(), []
     actions: list[Action] = []
     if not isinstance(state, Stalled) or state.stall.blocking != stall.blocking:
@@ -204,7 +204,7 @@ def _report_cut_off(state: State, view: View, rules: Rules) -> tuple[State, list
     limits = rules.limits
     sentence = (
         f"rank {rules.rank} (host {rules.host}) is cut off: the rendezvous store has not answered for "
-        f"{format_time(view.cut_off_s)}; the network, or the host or process that holds the store, is down"
+        f"{format_time(round(view.cut_off_s))}; the network, or the host or process that holds the store, is down"
     )
     actions: list[Action] = [] if isinstance(state, CutOff) else [Say(sentence)]
     if min(view.cut_off_s, view.own.still_s) > (limits.stop_s or max(limits.first_s, 2 * limits.floor_s)):

@@ -29,7 +29,7 @@ from samestep.world.membership import (
     write_refusal,
     write_stuck,
 )
-from samestep.world.process_group import NCCL, close_group, connect_to_store, has_group
+from samestep.world.process_group import NCCL, TIMEOUT_S, close_group, connect_to_store, has_group, open_process_group
 from samestep.world.rendezvous_store import SignedEntries, read_entry, write_entry
 from samestep.world.waiter import LARGE_BYTES, Transfer, Waiter
 
@@ -41,7 +41,6 @@ CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 STOPPED = b"samestep stopped"  # shorter than the exchange of any step, so that it cannot be mistaken for one
 STOP_S = 300.0  # without local sockets: limit for the other ranks to stop as well
 POLL_S = 0.05
-TIMEOUT_S = 1800.0  # limit for an exchange
 TAG = 1 << 20  # of messages that are no part of a gradient's exchange
 
 _numbers = count()
@@ -247,7 +246,7 @@ class Group:
         limit = timedelta(seconds=GENERATION_S)
         store = membership.open_store()
         backend = NCCL if self._uses_nccl else "gloo"
-        dist.init_process_group(backend, timeout=limit, store=store, rank=self.rank, world_size=self.world_size)
+        open_process_group(backend, limit, store=store, rank=self.rank, world_size=self.world_size)
         self.local_sockets = connect(self, TIMEOUT_S, watch=membership.check_newest)
         set_timeout(timedelta(seconds=TIMEOUT_S))
 
@@ -425,13 +424,7 @@ class Group:
         outcomes = [self._broadcast(call_once, rank) for rank in on]
         if tried and (failure := tried[0][0]) is not None:
             raise failure
-        for rank, (kind, value) in zip(on, outcomes, strict=True):
-            if kind == "error":
-                name, sentence, code = value
-                raise KINDS[name](sentence, code=code)
-            if kind == "failure":
-                raise PeerFailed(f"rank {rank} failed: {value}")
-        return [value for _, value in outcomes]
+        return read_outcomes(dict(zip(on, outcomes, strict=True)))
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Overwrite `tensors` on every rank with those of rank `source`, in a few large messages."""
@@ -583,7 +576,28 @@ def _try(fn: Callable[[], Any]) -> tuple[BaseException | None, bytes]:
     """Call `fn`. Return its exception, unless that is an Error or there is none, and the encoded outcome."""
     try:
         return None, wire.encode(("value", fn()))
-    except Error as error:
-        return None, wire.encode(("error", (name_kind(error), str(error), error.code)))
     except BaseException as error:
-        return error, wire.encode(("failure", f"{type(error).__name__}: {error}"))
+        return None if isinstance(error, Error) else error, wire.encode(describe_failure(error))
+
+
+def describe_failure(error: BaseException) -> tuple[str, Any]:
+    """Return an exception of this rank as an outcome for `read_outcomes`, which can be gathered."""
+    if isinstance(error, Error):
+        return "error", (name_kind(error), str(error), error.code)
+    return "failure", f"{type(error).__name__}: {error}"
+
+
+def read_outcomes(outcomes: Mapping[int, tuple[str, Any]]) -> list[Any]:
+    """Return the values of the ranks' outcomes, which are ("value", value) or from `describe_failure`.
+
+    Raises:
+        Error: of the first rank that has raised one.
+        PeerFailed: the first rank that failed has raised another exception.
+    """
+    for rank, (kind, value) in outcomes.items():
+        if kind == "error":
+            name, sentence, code = value
+            raise KINDS[name](sentence, code=code)
+        if kind == "failure":
+            raise PeerFailed(f"rank {rank} failed: {value}")
+    return [value for _, value in outcomes.values()]

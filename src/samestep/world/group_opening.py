@@ -24,9 +24,9 @@ from samestep.world.environment import (
     read_master,
     read_restarts,
 )
-from samestep.world.group import TIMEOUT_S, Group
+from samestep.world.group import Group
 from samestep.world.membership import check_ranks_unchanged
-from samestep.world.process_group import JOIN_S, NCCL, has_group
+from samestep.world.process_group import JOIN_S, NCCL, TIMEOUT_S, has_group, open_process_group
 from samestep.world.rendezvous_store import MAC_BYTES
 from samestep.world.version_check import check_alike, describe_software, explain_hashing, explain_torch
 
@@ -182,9 +182,9 @@ def _join(backend: str, timeout: timedelta, environment: Environment) -> None:
     try:
         store = _open_store(environment, timeout)
         if store is None:
-            dist.init_process_group(backend, timeout=timeout)
+            open_process_group(backend, timeout)
         else:
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+            open_process_group(backend, timeout, store=store, rank=rank, world_size=world_size)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error):
             raise Error(

@@ -1,16 +1,43 @@
 """The process group of torch.distributed, and the launcher's store."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from weakref import ref
 
 import torch.distributed as dist
 
-from samestep.torch_internals import list_gloo_sockets, reset_group_names
+from samestep.torch_internals import list_gloo_sockets, reset_group_names, set_timeout
 from samestep.world.environment import read_master, read_rank
 
 NCCL = "cpu:gloo,cuda:nccl"  # a backend
 JOIN_S = 300.0  # limit for the tasks of a Slurm step to join, as in `samestep launch`
+
+TIMEOUT_S = 1800.0  # limit for an exchange
+NO_LIMIT = timedelta(days=365)
+
+_opened: list[Any] = []  # a weak reference to the newest process group of `open_process_group`
+
+
+def open_process_group(backend: str, timeout: timedelta, **more: Any) -> None:
+    """Call torch.distributed.init_process_group, for a process group that belongs to samestep."""
+    dist.init_process_group(backend, timeout=timeout, **more)
+    _opened[:] = [ref(dist.group.WORLD)]
+
+
+@contextmanager
+def waiting_for_rank_0() -> Iterator[None]:
+    """Let exchanges wait without a limit, such as for a function of the script. A script's own group has its limits."""
+    is_own = has_group() and bool(_opened) and _opened[0]() is dist.group.WORLD
+    if is_own:
+        set_timeout(NO_LIMIT)
+    try:
+        yield
+    finally:
+        if is_own and has_group():
+            set_timeout(timedelta(seconds=TIMEOUT_S))
 
 
 def has_group() -> bool:

@@ -27,6 +27,7 @@ from samestep.train.guards import calls
 from samestep.train.state.run_state import RunState
 from samestep.train.step.step_log import average
 from samestep.watch.phase_clock import PhaseClock
+from samestep.world.group import describe_failure, read_outcomes
 
 Row = dict[str, Any]  # name -> list, or (value, weight)
 
@@ -99,19 +100,28 @@ class Evaluator:
         spans = [(start, min(start + micro_batch_size, length)) for start in range(0, length, micro_batch_size)]
         while True:
             layout = self._context.build_layout(len(spans))
-            rows = self._score(score, spec, spans, layout)
+            failure: Exception | None = None
+            outcome: tuple[str, Any]
+            try:
+                outcome = "value", group.seal(self._score(score, spec, spans, layout))
+            except Exception as error:  # the script may catch it, so the other ranks must not wait for this one
+                if self._gradients.plan.shards is not None:  # they wait inside of the model
+                    raise
+                failure = error
+                outcome = describe_failure(error)
             self._clock.enter("reducing", steps_done)
             vote = self._stopping.cast_vote()
-            gathered = group.gather(
-                (layout.world_size, group.seal(rows), vote.stop, vote.copying),
-            )
+            gathered = group.gather((layout.world_size, outcome, vote.stop, vote.copying))
             if {size for size, *_ in gathered} == {len(gathered)}:  # else a rank has died since `build_layout` on one
                 break
         # A validation can be long: react to a signal before the next step.
         votes = [Vote(stop, copying=copying) for _, _, stop, copying in gathered]
         self._stopping.take_votes(votes)
         self._clock.enter("script", steps_done)
-        return _merge(layout.sort(group.unseal(sealed) for _, sealed, *_ in gathered))
+        if failure is not None:
+            raise failure
+        rows = read_outcomes({rank: theirs for rank, (_, theirs, *_) in enumerate(gathered)})
+        return _merge(layout.sort(group.unseal(sealed) for sealed in rows))
 
     def _score(
         self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec, spans: Sequence[Span], layout: Layout
