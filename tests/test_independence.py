@@ -26,7 +26,6 @@ FOLDERS = (
 # Feature -> its modules and packages, if they are several or not in FOLDERS.
 PARTS = {
     "second opinions": ["checks"],
-    "tools.export": ["tools.export", "tools.export_directory"],
     "copies on other nodes": ["snapshot.node_replication"],
     "runs at URLs": ["snapshot.object_store", "snapshot.remote_location"],
     "Slurm": ["tools.submit", "world.slurm_tasks"],

@@ -1,4 +1,4 @@
-"""`samestep export --format`: directories that other programs load, written one tensor at a time."""
+"""`samestep export` without a suffix: directories that other programs load, written one tensor at a time."""
 
 import json
 import os
@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from support.runs import check, run_command
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from samestep.errors import Error
 from samestep.snapshot.store import Store
-from samestep.tools.export import run_export
-from samestep.tools.export_directory import FORMATS, export_directory
+from samestep.tools.export import export_directory, run_export
 from samestep.train.state.weights import find_files
 
 MB = 1 << 20
@@ -50,7 +47,7 @@ def test_safetensors_load(size: str, num_files: int, tmp_path: Path, capsys: pyt
     state = build_state()
     write_run(tmp_path / "run", state)
     out = tmp_path / "out"
-    words = [str(tmp_path / "run"), str(out), "--format", "safetensors", "--max-shard-size", size]
+    words = [str(tmp_path / "run"), str(out), "--max-shard-size", size]
     assert run_export(words) == 0
     assert ", without tied, which is half\n" in capsys.readouterr().out
     del state["tied"]
@@ -66,36 +63,22 @@ def test_safetensors_load(size: str, num_files: int, tmp_path: Path, capsys: pyt
         assert sorted(files)[0].name == f"model-00001-of-{num_files:05d}.safetensors"
 
 
-def test_dcp_loads(tmp_path: Path) -> None:
-    state = build_state()
-    write_run(tmp_path / "run", state)
-    out = tmp_path / "out"
-    assert run_export([str(tmp_path / "run"), str(out), "--format", "dcp"]) == 0
-    found = {name: torch.zeros_like(value) for name, value in state.items()}
-    dcp.load(found, checkpoint_id=out, no_dist=True)
-    assert_same(found, state)
-    dcp_to_torch_save(out, tmp_path / "model.pt")
-    assert_same(torch.load(tmp_path / "model.pt", weights_only=True), state)
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_nothing_is_replaced_and_no_damage_exported(form: str, tmp_path: Path) -> None:
+def test_nothing_is_replaced_and_no_damage_exported(tmp_path: Path) -> None:
     snapshot = write_run(tmp_path / "run", build_state())
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     with pytest.raises(Error, match="out exists already: name a new directory"):
-        run_export([str(tmp_path / "run"), str(tmp_path / "out"), "--format", form])
+        run_export([str(tmp_path / "run"), str(tmp_path / "out")])
     file = max(snapshot.iterdir(), key=lambda each: each.stat().st_size)
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(Error):
-        run_export([str(tmp_path / "run"), str(tmp_path / "new"), "--format", form])
+        run_export([str(tmp_path / "run"), str(tmp_path / "new")])
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "run"]
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_ctrl_c_leaves_nothing(form: str, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     def read(name: str) -> torch.Tensor:
         if name == "b":
             os.kill(os.getpid(), signal.SIGINT)
@@ -103,14 +86,13 @@ def test_ctrl_c_leaves_nothing(form: str, tmp_path: Path) -> None:
 
     outlines = {name: torch.ones(4, device="meta") for name in "abc"}
     with pytest.raises(KeyboardInterrupt):
-        export_directory(tmp_path / "out", form, outlines, read, {}, 16)
+        export_directory(tmp_path / "out", outlines, read, {}, 16)
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_file_that_cannot_be_written_leaves_nothing(form: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     write_run(tmp_path / "run", {"a": torch.zeros(4), "w": torch.zeros(MB)})
-    words = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--format", form]
+    words = ["export", str(tmp_path / "run"), str(tmp_path / "out")]
     program = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
     program += "from samestep.cli import main; sys.exit(main(sys.argv[1:]))"
     done = run_command(sys.executable, "-c", program, *words, cwd=tmp_path)
@@ -124,7 +106,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(form: str, tmp_path: Path)
 def test_complex_numbers(tmp_path: Path) -> None:
     state = {"w": torch.ones(2, dtype=torch.complex128)}
     write_run(tmp_path / "run", state)
-    for words in (["out.safetensors"], ["out", "--format", "safetensors"]):
+    for words in (["out.safetensors"], ["out"]):
         with pytest.raises(Error, match=r"w has the dtype torch.complex128, which safetensors lacks: name a \.pt file"):
             run_export([str(tmp_path / "run"), str(tmp_path / words[0]), *words[1:]])
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
@@ -132,21 +114,18 @@ def test_complex_numbers(tmp_path: Path) -> None:
     assert_same(torch.load(tmp_path / "out.pt", weights_only=True), state)
 
 
-def test_force_and_format(tmp_path: Path) -> None:
-    with pytest.raises(Error, match="--force replaces files, and --format writes a new directory"):
-        run_export([str(tmp_path), str(tmp_path / "out"), "--format", "dcp", "--force"])
-
-
-def test_sizes_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(Error, match="--max-shard-size is 5 GBs: pass a size"):
-        run_export([str(tmp_path), str(tmp_path / "out"), "--format", "safetensors", "--max-shard-size", "5 GBs"])
-    for words in (["out.safetensors"], ["out", "--format", "dcp"]):
-        with pytest.raises(Error, match="--max-shard-size is for --format safetensors: add that, or leave it out"):
-            run_export([str(tmp_path), *words, "--max-shard-size", "5GB"])
+def test_options_of_a_directory(tmp_path: Path) -> None:
+    for words, said in (
+        (["out", "--force"], "--force replaces files, and a directory must be new"),
+        (["out", "--max-shard-size", "5 GBs"], "--max-shard-size is 5 GBs: pass a size"),
+        (["out.safetensors", "--max-shard-size", "5GB"], "--max-shard-size is for a directory: leave it out"),
+    ):
+        with pytest.raises(Error, match=said):
+            run_export([str(tmp_path), str(tmp_path / words[0]), *words[1:]])
 
 
 PROGRAM = """
-import sys, torch, torch.distributed.checkpoint
+import sys, torch
 from pathlib import Path
 from samestep.tools.export import run_export
 def peak():
@@ -160,7 +139,7 @@ print((peak() - before) << 10)
 
 
 # 384 MB are written and exported in a new interpreter: 23 s, and 26 s on a busy machine.
-@pytest.mark.parametrize("words", [["out.safetensors"], *(["out", "--format", form] for form in FORMATS)])
+@pytest.mark.parametrize("words", [["out.safetensors"], ["out"]])
 def test_memory_does_not_grow_with_the_model(words: list[str], tmp_path: Path) -> None:
     write_run(tmp_path / "small", {"a": torch.zeros(4)})
     write_run(tmp_path / "run", {f"w{index}": torch.zeros(2 * MB) for index in range(48)})  # 384 MB, 8 each

@@ -1,6 +1,7 @@
 """`samestep export`: writes the weights in a snapshot as files for other programs: safetensors, or torch.save's."""
 
 import io
+import json
 import os
 import pickle
 import re
@@ -13,9 +14,10 @@ import click
 from samestep.command_line import PATH, Command
 from samestep.console import escape
 from samestep.errors import Error
-from samestep.files import open_regular, replacing
+from samestep.files import creating_directory, open_regular, replace_file, replacing
 from samestep.snapshot.reading import open_run, open_snapshot, read_run
-from samestep.tools.export_directory import FORMATS, export_directory, parse_size, write_safetensors
+from samestep.snapshot.serialization import lay_out_tensors
+from samestep.tagged import view_bytes
 from samestep.tools.inspect import WHICH
 
 if TYPE_CHECKING:
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
     from samestep.snapshot.serialization import SavedState
 
 SHARD_SIZE = "5GB"
-SUFFIXES = (".safetensors", ".pt", ".pth")  # they choose the format
+SUFFIXES = (".safetensors", ".pt", ".pth")  # they choose the format; without one, a directory is written
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # as Hugging Face reads them
+
+Read = Callable[[str], "Tensor"]
 
 
 @click.command("export", cls=Command)
@@ -38,21 +43,13 @@ SUFFIXES = (".safetensors", ".pt", ".pth")  # they choose the format
     help="write only this object of run.prepare, such as model or ema; default: the only model and all averages",
 )
 @click.option("--force", is_flag=True, help="replace existing files")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(FORMATS),
-    help="write a new directory FILE: model*.safetensors as Hugging Face writes them, or a checkpoint of "
-    "torch.distributed.checkpoint (dcp)",
-)
-@click.option("--max-shard-size", metavar="SIZE", help=f"of --format safetensors; default: {SHARD_SIZE}")
+@click.option("--max-shard-size", metavar="SIZE", help=f"of the files in a directory; default: {SHARD_SIZE}")
 def run_export(
     run: str,
     file: Path,
     which: int | str,
     wanted: str | None,
     force: bool,
-    form: str | None,
     max_shard_size: str | None,
 ) -> int:
     """Writes a model's weights under the names of its state_dict.
@@ -62,17 +59,15 @@ def run_export(
     Each AveragedModel, such as an EMA, is written to a separate file: for FILE model.safetensors, the object ema of
     run.prepare is written to model.ema.safetensors.
 
-    .safetensors is written one tensor at a time, so the model need not fit in memory. So is, with --format, a new
-    directory FILE for one object:
-      samestep export RUN DIR --format safetensors --max-shard-size 2GB    for from_pretrained and run.load_weights
-      samestep export RUN DIR --format dcp                                 for torch.distributed.checkpoint.load
+    .safetensors is written one tensor at a time, so the model need not fit in memory. Without a suffix, FILE is a new
+    directory of such files for one object, as Hugging Face writes them, for from_pretrained and run.load_weights.
     """
     max_bytes = parse_size(max_shard_size or SHARD_SIZE)
-    if max_shard_size is not None and form != "safetensors":
-        raise Error("--max-shard-size is for --format safetensors: add that, or leave it out", code="SS104")
-    if form is not None and force:
-        raise Error("--force replaces files, and --format writes a new directory: leave one of them out", code="SS104")
-    if form is None and file.suffix not in SUFFIXES:
+    if max_shard_size is not None and file.suffix:
+        raise Error("--max-shard-size is for a directory: leave it out, or the suffix of FILE", code="SS104")
+    if force and not file.suffix:
+        raise Error("--force replaces files, and a directory must be new: leave it out", code="SS104")
+    if file.suffix not in ("", *SUFFIXES):
         raise Error(f"{file} ends in none of {', '.join(SUFFIXES)}: name a file that does", code="SS101")
     with open_run(run, which=which) as directory:
         read_run(directory, run)
@@ -85,8 +80,8 @@ def run_export(
                 code="SS705",
             )
         source = {"run": os.fsencode(run).decode(errors="replace"), "step": str(snapshot.step)}
-        if form is not None:
-            print(escape(_write_directory(file, form, saved, name, source | {"object": name}, max_bytes)))
+        if not file.suffix:
+            print(escape(_write_directory(file, saved, name, source | {"object": name}, max_bytes)))
             return 0
         files = {name: file}
         if wanted is None:
@@ -117,23 +112,19 @@ def _write_file(file: Path, saved: "SavedState", name: str, metadata: Mapping[st
     return _describe(file, len(tensors), metadata, num_bytes, _without(others.keys() - kept.keys()))
 
 
-def _write_directory(
-    path: Path, form: str, saved: "SavedState", name: str, metadata: Mapping[str, str], max_bytes: int
-) -> str:
+def _write_directory(path: Path, saved: "SavedState", name: str, metadata: Mapping[str, str], max_bytes: int) -> str:
     """Write the tensors of an object to a new directory. Returns what was written, in words."""
     objects = saved.contents["objects"]
     outlines, others = _find_tensors(name, objects[name], objects)
-    tied: dict[str, str] = {}
-    if form == "safetensors":
-        _check_dtypes(outlines)
-        kept: dict[int, str] = {}
-        tied = {
-            key: first
-            for key, value in outlines.items()
-            if (first := kept.setdefault(id(value), key)) != key and value.numel()
-        }
-        outlines = {key: value for key, value in outlines.items() if key not in tied}
-    num_bytes = export_directory(path, form, outlines, _build_reader(saved, outlines), metadata, max_bytes)
+    _check_dtypes(outlines)
+    kept: dict[int, str] = {}
+    tied = {
+        key: first
+        for key, value in outlines.items()
+        if (first := kept.setdefault(id(value), key)) != key and value.numel()
+    }
+    outlines = {key: value for key, value in outlines.items() if key not in tied}
+    num_bytes = export_directory(path, outlines, _build_reader(saved, outlines), metadata, max_bytes)
     left_out = "".join(f", without {key}, which is {first}" for key, first in tied.items())
     return _describe(path, len(outlines), metadata, num_bytes, left_out + _without(others))
 
@@ -145,12 +136,12 @@ def _check_dtypes(outlines: Mapping[str, "Tensor"]) -> None:
     for key, value in outlines.items():
         if value.dtype in (torch.complex32, torch.complex128):
             raise Error(
-                f"{key} has the dtype {value.dtype}, which safetensors lacks: name a .pt file, or pass --format dcp",
+                f"{key} has the dtype {value.dtype}, which safetensors lacks: name a .pt file",
                 code="SS101",
             )
 
 
-def _build_reader(saved: "SavedState", outlines: Mapping[str, "Tensor"]) -> Callable[[str], "Tensor"]:
+def _build_reader(saved: "SavedState", outlines: Mapping[str, "Tensor"]) -> Read:
     """Return a function that reads one of some tensors. It raises Error."""
 
     def read(key: str) -> "Tensor":
@@ -163,6 +154,102 @@ def _build_reader(saved: "SavedState", outlines: Mapping[str, "Tensor"]) -> Call
         return tensor.contiguous()
 
     return read
+
+
+def export_directory(
+    path: Path, outlines: Mapping[str, "Tensor"], read: Read, metadata: Mapping[str, str], max_bytes: int
+) -> int:
+    """Write tensors to a new directory as Hugging Face does. It appears when it is whole. Returns its size in bytes.
+
+    Args:
+        outlines: a tensor on the meta device for each name.
+        read: returns the tensor with a name. It is called for one tensor after the other.
+        metadata: for the headers.
+        max_bytes: of the tensors in a file; a larger tensor has a file of its own.
+
+    Raises:
+        Error: the directory exists and is not empty, or cannot be written.
+    """
+    try:
+        if path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir()))):
+            raise Error(f"{path} exists already: name a new directory", code="SS113")
+        with creating_directory(path) as hidden:
+            _write_shards(hidden, outlines, read, metadata, max_bytes)
+            return sum(file.stat().st_size for file in hidden.iterdir())
+    except (OSError, ValueError) as error:  # ValueError: a name that is no UTF-8
+        raise Error(f"{path} cannot be written ({error}): name another directory", code="SS113") from None
+
+
+def split(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """Return the names of the tensors in each file, as `huggingface_hub.split_torch_state_dict_into_shards` does.
+
+    Example::
+
+        >>> split({"a": 3, "b": 9, "c": 3, "d": 4}, 6)
+        [['b'], ['a', 'c'], ['d']]
+    """
+    full: list[list[str]] = []
+    names: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        if size > max_bytes:
+            full.append([name])
+            continue
+        if total + size > max_bytes:
+            full.append(names)
+            names, total = [], 0
+        names.append(name)
+        total = total + size
+    return [*full, names] if names else full
+
+
+def write_safetensors(
+    file: BinaryIO, outlines: Mapping[str, "Tensor"], read: Read, metadata: Mapping[str, str]
+) -> None:
+    """Write a safetensors file, one tensor after the other. Arguments as for `export_directory`.
+
+    Raises:
+        OSError: the disk is full or gone.
+    """
+    header, ordered = lay_out_tensors(outlines, {"format": "pt", **metadata})
+    file.write(header)
+    for name in ordered:
+        file.write(view_bytes(read(name)))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _write_shards(
+    directory: Path, outlines: Mapping[str, "Tensor"], read: Read, metadata: Mapping[str, str], max_bytes: int
+) -> None:
+    sizes = {name: outline.numel() * outline.element_size() for name, outline in outlines.items()}
+    shards = split(sizes, max_bytes)
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(shards, 1):
+        suffix = f"-{index:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        file = directory / f"model{suffix}.safetensors"
+        weight_map |= dict.fromkeys(names, file.name)
+        with open(file, "xb", opener=open_regular) as opened:
+            write_safetensors(opened, {name: outlines[name] for name in names}, read, metadata)
+    if len(shards) > 1:
+        content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+        replace_file(directory / "model.safetensors.index.json", text.encode(), sync=True)
+
+
+def parse_size(text: str) -> int:
+    """Return a number of bytes, such as `5GB`, which is 5 * 10**9. Raises Error.
+
+    Example::
+
+        >>> parse_size("5GB"), parse_size("1000")
+        (5000000000, 1000)
+    """
+    unit = text[-2:].upper()
+    number = text[:-2] if unit in _UNITS else text
+    if not (number.isascii() and number.isdecimal() and int(number)):
+        raise Error(f"--max-shard-size is {text}: pass a size, such as 5GB or 500MB", code="SS101")
+    return int(number) * _UNITS.get(unit, 1)
 
 
 def _without(left_out: Collection[str]) -> str:
