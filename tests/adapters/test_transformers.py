@@ -14,7 +14,7 @@ from support.runs import digest, read_rows
 
 import samestep
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("datasets")
 pytest.importorskip("peft")
@@ -412,6 +412,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields, further
     "plateau": ({"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"}, {}),
     "best": ({"optim": "adafactor", "save_strategy": "best", "load_best_model_at_end": True}, {}),
     "sgd": ({"optim": "sgd", "dataloader_drop_last": True, "max_grad_norm": 0.0}, {}),
+    "stopped": (  # no evaluation is better than the first
+        {"learning_rate": 0.0, "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"},
+        {"callbacks": [transformers.EarlyStoppingCallback(early_stopping_patience=2)]},
+    ),
     "tf32": ({"tf32": True}, {}),  # sets torch.backends.fp32_precision
 }
 
@@ -436,7 +440,7 @@ def train_with_options(directory: Path) -> dict[str, tuple[int, dict[str, float]
 def test_options(tmp_path: Path) -> None:
     """Options that only change how something is computed give the same values."""
     found = samestep.spawn(functools.partial(train_with_options, tmp_path), 1)
-    assert {name: steps for name, (steps, _) in found.items() if steps != 6} == {"sgd": 4}
+    assert {name: steps for name, (steps, _) in found.items() if steps != 6} == {"sgd": 4, "stopped": 3}
     plain = found["plain"][1]
     for name in ("recomputed", "workers"):
         assert found[name][1] == plain

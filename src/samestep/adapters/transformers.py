@@ -230,16 +230,7 @@ class Trainer:
             raise InvalidValue(
                 "Trainer needs either model, built after the TrainingArguments, or model_init", code="SS802"
             )
-        self.patience = math.inf
-        self.threshold = 0.0
-        self.callbacks: list[Any] = []
-        for given in callbacks or ():
-            callback = given() if isinstance(given, type) else given
-            if isinstance(callback, transformers.EarlyStoppingCallback):
-                self.patience = callback.early_stopping_patience
-                self.threshold = callback.early_stopping_threshold
-            else:
-                self.callbacks.append(_check_callback(callback))
+        self.callbacks = [_check_callback(each() if isinstance(each, type) else each) for each in callbacks or ()]
         self.state = transformers.TrainerState()
         self.control = transformers.TrainerControl()
         self._is_asked = False
@@ -279,20 +270,18 @@ class Trainer:
 
     def _prepare(self) -> None:
         """Create the optimizer and the schedule for the training data, and restore the state from a snapshot."""
-        self.num_steps = 0
         objects = {"model": self.model}
         if self.train_dataset is not None:
             whole, rest = divmod(len(self.train_dataset), self.run.batch_size)
             self.steps_per_epoch = per_epoch = max(1, whole + (rest > 0 and not self.args.dataloader_drop_last))
-            self.num_steps = math.ceil(self.args.num_train_epochs * per_epoch)
+            num_steps = math.ceil(self.args.num_train_epochs * per_epoch)
             if self.args.max_steps > 0:
-                self.num_steps = self.args.max_steps
-            self.num_epochs = math.ceil(self.num_steps / per_epoch)
+                num_steps = self.args.max_steps
             objects["optimizer"] = self.create_optimizer()
-            objects["scheduler"] = self.create_scheduler(self.num_steps)
+            objects["scheduler"] = self.create_scheduler(num_steps)
             self.state = transformers.TrainerState(
-                max_steps=self.num_steps,
-                num_train_epochs=self.num_epochs,
+                max_steps=num_steps,
+                num_train_epochs=math.ceil(num_steps / per_epoch),
                 logging_steps=self.args.logging_steps,
                 eval_steps=self.args.eval_steps,
                 save_steps=self.args.save_steps,
@@ -325,11 +314,12 @@ class Trainer:
         run = self.run
         args.check_checkpoint(resume_from_checkpoint)
         self._follow(run.steps_done)
+        self.state.best_metric = run.state.get("best")
         self._call("on_train_begin")
         self.model.train()
         epochs = run.epochs(
             self.train_dataset,
-            self.num_epochs,
+            self.state.num_train_epochs,
             collate_fn=self.collator,
             num_workers=args.dataloader_num_workers,
             shuffle=args.train_sampling_strategy == "random",
@@ -359,10 +349,10 @@ class Trainer:
                 if args.eval_strategy == "steps" and (step.number + 1) % args.eval_steps == 0:
                     self._validate()
                 self._obey()
-                if step.number + 1 == self.num_steps < self.num_epochs * epoch.num_steps:
-                    run.stop(f"{self.num_steps} steps")
+                if step.number + 1 == self.state.max_steps < self.state.num_train_epochs * epoch.num_steps:
+                    run.stop(f"{self.state.max_steps} steps")
             run.state["training_loss"] = epoch.metrics["loss"]
-            is_over = run.steps_done == self.num_steps or run.steps_done % epoch.num_steps == 0
+            is_over = run.steps_done == self.state.max_steps or run.steps_done % epoch.num_steps == 0
             if is_over:
                 self._call("on_epoch_end")
             if is_over and args.logging_strategy == "epoch":
@@ -427,7 +417,7 @@ class Trainer:
             self._obey()
 
     def _validate(self) -> None:
-        """Evaluate, keep the best snapshot, and stop if there was no better one for too long."""
+        """Evaluate, and keep the best snapshot."""
         metrics = self.evaluate()
         args = self.args
         state = self.run.state
@@ -441,16 +431,11 @@ class Trainer:
             )
         if isinstance(self.lr_scheduler, ReduceLROnPlateau):
             self.lr_scheduler.step(metrics[name])
-        value = metrics[name] if args.greater_is_better else -metrics[name]
-        lead = value - state.get("best", -math.inf)
-        state["num_worse"] = 0 if lead > self.threshold else state.get("num_worse", 0) + 1
-        if lead > 0:
-            state["best"] = value
-            self.state.best_metric = metrics[name]
+        sign = 1 if args.greater_is_better else -1
+        if "best" not in state or sign * metrics[name] > sign * state["best"]:
+            state["best"] = self.state.best_metric = metrics[name]
             self.state.best_global_step = self.state.global_step
             self.run.snapshot("best")
-        if state["num_worse"] >= self.patience:
-            self.run.stop(f"no better {name} in {self.patience} evaluations")
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: int | None = None
