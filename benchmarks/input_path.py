@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 import samestep
 from samestep.data.loader import Loader
 from samestep.data.order_files import keep_shards
+from samestep.plan.tree import Layout, build_layout
 from samestep.sources import WebDataset, open_tokens
 from samestep.train.inputs.loop_data import LoopData, open_loop_data
 from samestep.train.inputs.samples import check_marks
@@ -57,10 +58,14 @@ def plan_loop(source: Any, size: int, *, seed: int = 0, **arguments: Any) -> Loo
     )
 
 
+def share_alone(num_micro_batches: int) -> Layout:
+    return build_layout(num_micro_batches, 1)
+
+
 def run_ours(source: Any, num_workers: int) -> Iterator[None]:
     """Yields after each micro-batch of a run of one micro-batch per step."""
     data = plan_loop(source, MICRO_BATCH_SIZE, endless=True, num_workers=num_workers)
-    tasks = data.plan.tasks(0, sys.maxsize, rank=0, world_size=1)
+    tasks = data.plan.tasks(0, sys.maxsize, rank=0, layout=share_alone)
     with Loader(data.spec, tasks, device=torch.device("cpu")) as loader:
         for _ in loader:
             yield
@@ -98,7 +103,7 @@ def measure_resume(num_samples: int, num_shards: int, repeats: int) -> float:
         began = time.process_time()
         plan = plan_loop(source, size, endless=False, seed=repeat).plan
         step = num_samples // size // 2
-        task = next(plan.tasks(step, step + 1, rank=0, world_size=1))
+        task = next(plan.tasks(step, step + 1, rank=0, layout=share_alone))
         found.append(time.process_time() - began)
         assert len(task.indices) == size
     return statistics.median(found)
