@@ -1,6 +1,5 @@
 """The recipe translate and `samestep translate`: data, tokenizers, order, training, and errors."""
 
-import json
 import os
 import re
 import signal
@@ -67,8 +66,8 @@ def write_catalogue(
     file.write_bytes(head + tables[0] + tables[1] + content)
 
 
-def read_texts(*arguments: Any, skips_bad: bool = False) -> list[tuple[str, str]]:
-    return [(pair.source, pair.target) for pair in read_pairs(*map(str, arguments), skips_bad=skips_bad).pairs]
+def read_texts(*arguments: Any) -> list[tuple[str, str]]:
+    return [(pair.source, pair.target) for pair in read_pairs(*map(str, arguments)).pairs]
 
 
 # --- catalogues and files -------------------------------------------------------------------------------------------
@@ -116,18 +115,18 @@ def test_the_catalogues_of_the_system_and_of_packages_are_found(
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
     monkeypatch.setattr(sys, "path", [str(packages)])
-    corpus = read_pairs("gettext", "en", "de", skips_bad=False)
+    corpus = read_pairs("gettext", "en", "de")
     assert [pair.source for pair in corpus.pairs] == ["of the system", "of a package"]
     assert corpus.left_out == {"catalogues that cannot be read": 1}
     with pytest.raises(samestep.Error, match=r"no gettext catalogue of xx was found, and there are some of de$"):
-        read_pairs("gettext", "en", "xx", skips_bad=False)
+        read_pairs("gettext", "en", "xx")
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "none"))
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path / "none"))
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(
         samestep.Error, match=r"there are none at all: install .* `pip install django`, or give other data"
     ):
-        read_pairs("gettext", "en", "de", skips_bad=False)
+        read_pairs("gettext", "en", "de")
 
 
 @pytest.mark.parametrize("fault", ["magic", "cut", "charset", "bytes"])
@@ -143,31 +142,26 @@ def test_a_damaged_catalogue_is_named(tmp_path: Path, fault: str) -> None:
         file.write_bytes(content.replace("ä".encode(), b"\xff\xff"))
     with pytest.raises((OSError, ValueError, LookupError)):
         read_catalogue(file)
-    with pytest.raises(samestep.Error, match=f"{file} is no catalogue that can be read .* or give --skip-bad"):
+    with pytest.raises(samestep.Error, match=f"{tmp_path} holds no pair of en and de that can be used"):
         read_texts(tmp_path, "en", "de")
 
 
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ("", "has no text"),
-        ("alone", "has no target"),
-        ("alone\t ", "has no target"),
-        ("\tallein", "has no source"),
-        ("a\tb\tc", "has 3 columns instead of a source, a tab and a target"),
+        ("", "is no source, a tab and a target"),
+        ("alone\t ", "is no source, a tab and a target"),
+        ("a\tb\tc", "is no source, a tab and a target"),
         ("a\xff\tb", r"is not UTF-8 \(invalid start byte\)"),
     ],
 )
-def test_a_bad_pair_is_named_and_skipped_only_if_asked(tmp_path: Path, line: str, what: str) -> None:
+def test_a_bad_pair_is_named(tmp_path: Path, line: str, what: str) -> None:
     file = tmp_path / "pairs.tsv"
-    file.write_bytes(b"\xef\xbb\xbfyes \tja\r\n" + line.encode("latin-1") + b"\nno\tnein")
-    with pytest.raises(
-        samestep.Error, match=f"{file}, line 2 {what}: correct it, or leave such pairs out by --skip-bad"
-    ):
+    file.write_bytes(b"\xef\xbb\xbfyes \tja\r\nno\tnein\n")
+    assert read_texts(file, "en", "de") == [("yes", "ja"), ("no", "nein")]
+    file.write_bytes(file.read_bytes() + line.encode("latin-1") + b"\n")
+    with pytest.raises(samestep.Error, match=f"{file}, line 3 {what}: correct or remove it"):
         read_texts(file, "en", "de")
-    corpus = read_pairs(str(file), "en", "de", skips_bad=True)
-    assert [(pair.source, pair.target, pair.number) for pair in corpus.pairs] == [("yes", "ja", 1), ("no", "nein", 3)]
-    assert corpus.left_out.total() == 1
 
 
 def test_missing_data_are_named(tmp_path: Path) -> None:
@@ -181,27 +175,6 @@ def test_missing_data_are_named(tmp_path: Path) -> None:
             read_texts(data, "en", "de")
     with pytest.raises(samestep.Error, match="source and target are both en: choose two languages"):
         read_texts(tmp_path / "empty.tsv", "en", "en")
-
-
-def test_a_hugging_face_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A local data set in the format of opus_books."""
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(samestep.Error, match="datasets is not installed: pip install datasets"):
-        read_texts("datasets:x", "en", "it")
-    monkeypatch.undo()
-    pytest.importorskip("datasets")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    home = tmp_path / "books"
-    home.mkdir()
-    rows = [{"id": str(k), "translation": {"en": a, "it": b}} for k, (a, b) in enumerate(build_pairs(5))]
-    (home / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (home / "README.md").write_text("---\nconfigs:\n- config_name: en-it\n  data_files: pairs.jsonl\n---\n")
-    assert read_texts(f"datasets:{home}", "en", "it") == build_pairs(5)
-    assert read_texts(f"datasets:{home}", "it", "en") == [(b, a) for a, b in build_pairs(5)]
-    with pytest.raises(
-        samestep.Error, match=r"the dataset .*books, de-en, cannot be read .*: name other data by --data"
-    ):
-        read_texts(f"datasets:{home}", "en", "de")
 
 
 # --- tokenizers, parts and batches ----------------------------------------------------------------------------------
@@ -237,16 +210,12 @@ def test_no_source_is_both_trained_on_and_held_out() -> None:
         divide(pairs, 40)
 
 
-def test_a_pair_that_is_too_long_is_named_and_skipped_only_if_asked(tmp_path: Path) -> None:
+def test_a_pair_that_is_too_long_is_named(tmp_path: Path) -> None:
     pairs = build_pairs(20)
     pairs[6] = (pairs[6][0], " ".join(map(str, range(90))))
-    file, options = write_pairs(tmp_path / "pairs.tsv", pairs), {"held_out": 0, "vocab_size": 300, "max_length": 60}
-    what = rf"{file}, line 7 has \d+ tokens, and the model takes 60 \(--max-length\)"
-    with pytest.raises(samestep.Error, match=what):
-        load_data(str(file), "en", "it", tmp_path / "tokenizers", skips_bad=False, **options)
-    data = load_data(str(file), "en", "it", tmp_path / "tokenizers", skips_bad=True, **options)
-    assert len(data.train) == len(data.held_out) == len(data.references) == 19
-    assert data.left_out == {"pairs of more than 60 tokens": 1}
+    file = write_pairs(tmp_path / "pairs.tsv", pairs)
+    with pytest.raises(samestep.Error, match=rf"{file}, line 7 has \d+ tokens, and the model takes 60 "):
+        load_data(str(file), "en", "it", tmp_path / "tokenizers", held_out=0, vocab_size=300, max_length=60)
 
 
 def test_batches_hold_the_sentences_with_padding() -> None:

@@ -62,8 +62,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--data",
         default="gettext",
-        help="gettext (translated messages of the programs on this machine), a directory of gettext catalogues, a file "
-        "with a pair per line (source, tab, target), or datasets:NAME of Hugging Face (default: gettext)",
+        help="gettext (translated messages of the programs on this machine), a directory of gettext catalogues, or a "
+        "file with a pair per line: source, tab, target (default: gettext)",
     )
     parser.add_argument("--source", default="en", help="language to translate from (default: en)")
     parser.add_argument("--target", default="de", help="language to translate to (default: de)")
@@ -72,7 +72,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         help="number of sentences to validate on; 0: validate on the training set (default: a tenth, up to 500)",
     )
-    parser.add_argument("--skip-bad", action="store_true", help="leave out pairs that are empty, one-sided or too long")
     parser.add_argument("--vocab-size", type=int, default=4000, help="vocabulary size per language (default: 4000)")
     parser.add_argument("--max-length", type=int, default=64, help="maximum tokens per sentence (default: 64)")
     parser.add_argument("--dim", type=int, default=128, help="width of the model (default: 128)")
@@ -144,7 +143,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.target,
         run.dir / "tokenizers",
         held_out=args.held_out,
-        skips_bad=args.skip_bad,
         vocab_size=args.vocab_size,
         max_length=args.max_length,
     )

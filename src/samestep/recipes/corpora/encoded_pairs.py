@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 import samestep
 from samestep.files import replace_file
-from samestep.recipes.corpora.sentence_pairs import Pair, read_pairs
+from samestep.recipes.corpora.sentence_pairs import Pair, read_pairs, refuse
 from samestep.recipes.corpora.text_tokenizer import train_byte_level
 from samestep.recipes.models.seq2seq import END, PAD, START
 
@@ -111,7 +111,6 @@ def load_data(
     directory: Path,
     *,
     held_out: int | None,
-    skips_bad: bool,
     vocab_size: int,
     max_length: int,
 ) -> Data:
@@ -120,8 +119,8 @@ def load_data(
     The pairs of each part are in the order of their length.
 
     Args:
-        data, source_language, target_language, skips_bad: as for `read_pairs`. `skips_bad` also leaves out pairs that
-            are too long; messages of catalogues that are too long are always left out.
+        data, source_language, target_language: as for `read_pairs`. Messages of catalogues that are too long are left
+            out; a line that is too long is an error.
         held_out: as for `divide`.
         vocab_size: largest number of tokens of each language.
         max_length: largest number of tokens of a sentence, as for `Seq2Seq`.
@@ -129,14 +128,13 @@ def load_data(
     Raises:
         InvalidValue: there are no such data, or a pair cannot be used.
     """
-    corpus = read_pairs(data, source_language, target_language, skips_bad=skips_bad)
+    corpus = read_pairs(data, source_language, target_language)
     train, scored = divide(corpus.pairs, held_out)
     texts = [pair.source for pair in train], [pair.target for pair in train]
     source, target = (train_byte_level(each, vocab_size, SPECIAL, adds_space=True) for each in texts)
     directory.mkdir(exist_ok=True)
     for name, tokenizer in (("source", source), ("target", target)):
         replace_file(directory / f"{name}.json", tokenizer.to_str().encode())
-    corpus.skips_bad |= corpus.unit == "message"  # users cannot shorten the messages of the system
 
     def encode(pairs: Sequence[Pair]) -> tuple[list[Pair], Pairs]:
         sources = encode_all(source, [p.source for p in pairs])
@@ -146,9 +144,11 @@ def load_data(
             num_tokens = max(len(sources[number]), len(targets[number])) + 1
             if num_tokens <= max_length:
                 kept.append(number)
-                continue
-            why = f"has {num_tokens} tokens, and the model takes {max_length} (--max-length)"
-            corpus.leave_out(pair.file, pair.number, why, f"pairs of more than {max_length} tokens")
+            elif corpus.is_found:
+                corpus.left_out[f"pairs of more than {max_length} tokens"] += 1
+            else:
+                why = f"has {num_tokens} tokens, and the model takes {max_length} (--max-length)"
+                raise refuse(pair.file, pair.number, why)
         if not kept:
             raise samestep.InvalidValue(
                 f"no pair has at most {max_length} tokens: give a larger --max-length", code="SS303"
