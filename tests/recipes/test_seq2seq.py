@@ -22,7 +22,7 @@ def one_thread() -> Iterator[None]:
 
 
 def build_model(num_source: int = 20, num_target: int = 22, max_length: int = 24) -> Seq2Seq:
-    torch.manual_seed(0)
+    torch.manual_seed(2)
     model = Seq2Seq(num_source, num_target, dim=16, num_heads=2, num_layers=2, max_length=max_length)
     with torch.no_grad():  # far from the initial values, for which all tokens are equally likely
         for param in model.parameters():
