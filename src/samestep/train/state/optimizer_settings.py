@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any
@@ -42,10 +42,10 @@ def find_changed(before: Settings, now: Settings) -> dict[str, tuple[Any, Any]]:
 
 
 class Override:
-    """Replaces the run's settings by the script's, while the rest of the state is restored.
+    """The script's settings, which replace those of a snapshot. The rest of the state is restored.
 
-    Create it before the objects are restored: it steps the schedulers of the optimizers concerned from the script's
-    settings to their position in the snapshot. `ReduceLROnPlateau` cannot be stepped like that; it keeps its state.
+    Create it before the objects are restored: it steps the script's schedulers to their positions in the snapshot.
+    `ReduceLROnPlateau`, whose position follows from values that it was given, is restored as it was.
 
     Args:
         saved: the objects' states in the snapshot.
@@ -55,26 +55,15 @@ class Override:
         moved: the names of the schedulers that were stepped, whose state must not be restored.
     """
 
-    def __init__(self, objects: Objects, saved: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> None:
-        self._objects = objects
-        self._changed = changed
-        names = {name.partition(".")[0].partition("[")[0] for name in changed}
-        self._optimizers = {
-            name: thing
-            for name, thing in objects.items()
-            if isinstance(thing, Optimizer)
-            and (name in names or any(getattr(objects[other], "optimizer", None) is thing for other in names))
-        }
-        self._plateaus = {name: objects[name].state_dict() for name in names if _is_plateau(objects[name])}
+    def __init__(self, objects: Objects, saved: Mapping[str, Any], changed: Iterable[str]) -> None:
+        optimizers = {name: thing for name, thing in objects.items() if isinstance(thing, Optimizer)}
         schedules = {
             name: thing
             for name, thing in objects.items()
-            if isinstance(thing, LRScheduler)
-            and not _is_plateau(thing)
-            and any(thing.optimizer is optimizer for optimizer in self._optimizers.values())
+            if isinstance(thing, LRScheduler) and not isinstance(thing, ReduceLROnPlateau)
         }
-        self.moved = set(schedules)
-        before = self._read_groups()
+        self.moved = {*schedules}
+        before = {name: _copy_options(optimizer) for name, optimizer in optimizers.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about schedulers that are stepped before their optimizer
             counts = {name: _read_position(saved[name]) for name in schedules}
@@ -82,50 +71,32 @@ class Override:
                 for name, schedule in schedules.items():
                     if step < counts[name]:
                         schedule.step()
-        self._groups = self._read_groups()
-        scheduled = {id(schedule.optimizer) for schedule in schedules.values()}
-        self._keys: dict[str, set[str]] = {}
-        for name, optimizer in self._optimizers.items():
-            pairs = [*zip(before[name], self._groups[name], strict=True)]
-            keys = {key for was, now in pairs for key in now if now[key] != was[key]}
-            keys |= {each.partition(".")[2] for each in changed if each.startswith(f"{name}.")}
-            self._keys[name] = keys | ({"lr", "initial_lr"} if id(optimizer) in scheduled else set())
-        self._scheduled = scheduled
+        self._options: list[tuple[Optimizer, list[dict[str, Any]]]] = []
+        for name, optimizer in optimizers.items():
+            scheduled = {
+                key for each in schedules.values() if each.optimizer is optimizer for key in ("lr", "initial_lr")
+            }
+            keys = scheduled | {each.partition(".")[2] for each in changed if each.startswith(f"{name}.")}
+            groups = _copy_options(optimizer)
+            moved = [
+                {key for key in now if now[key] != was[key]} for was, now in zip(before[name], groups, strict=True)
+            ]
+            self._options.append(
+                (optimizer, [{k: v for k, v in g.items() if k in keys | m} for g, m in zip(groups, moved, strict=True)])
+            )
 
     def apply(self) -> None:
         """Set the script's settings. Call it after the objects are restored."""
-        for name, optimizer in self._optimizers.items():
-            for number, (group, new) in enumerate(zip(optimizer.param_groups, self._groups[name], strict=False)):
-                for key in self._keys[name] & new.keys():
-                    value = new[key]
-                    if key == "lr" and id(optimizer) not in self._scheduled:
-                        value = self._scale(name, number, group["lr"], value)
-                        if "initial_lr" in new:
-                            group["initial_lr"] = new["initial_lr"]
+        for optimizer, options in self._options:
+            for group, new in zip(optimizer.param_groups, options, strict=False):
+                for key, value in new.items():
                     # A new tensor, because groups may share the old one.
                     is_tensor = isinstance(group.get(key), Tensor)
-                    group[key] = torch.full_like(group[key], float(value)) if is_tensor else value
-        for name, state in self._plateaus.items():
-            for each in self._changed:
-                key = each.removeprefix(f"{name}.")
-                if key in state:
-                    setattr(self._objects[name], key, state[key])
-
-    def _read_groups(self) -> dict[str, list[dict[str, Any]]]:
-        return {
-            name: [deepcopy({key: v for key, v in group.items() if key != "params"}) for group in thing.param_groups]
-            for name, thing in self._optimizers.items()
-        }
-
-    def _scale(self, name: str, number: int, now: Any, new: Any) -> Any:
-        """Return the new learning rate times the factor by which the run has changed the old one."""
-        old = self._changed[f"{name}.lr"][0]
-        old = old[number] if isinstance(old, list) else old
-        return new if not old or now == old else now * (new / old)
+                    group[key] = torch.full_like(group[key], float(value)) if is_tensor else deepcopy(value)
 
 
-def _is_plateau(thing: Any) -> bool:
-    return isinstance(thing, ReduceLROnPlateau)
+def _copy_options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [deepcopy({key: v for key, v in group.items() if key != "params"}) for group in optimizer.param_groups]
 
 
 def _read_position(saved: Mapping[str, Any]) -> int:
