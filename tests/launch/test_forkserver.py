@@ -1,5 +1,6 @@
 """The process that forks ranks."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -54,6 +55,31 @@ def test_a_client_that_has_ended(tmp_path: Path) -> None:
                 os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["output"], "nothing was forked"
+
+
+def test_no_further_process_can_be_started(tmp_path: Path) -> None:
+    """The limit on processes is reached."""
+
+    def refuse() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    ours, theirs = Pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            ours.close()
+            os.fork = refuse
+            serve(theirs)
+        finally:
+            os._exit(9)
+    theirs.close()
+    ours.send({"start": [{"rank": 0, "is_shown": True}], "common": {"directory": str(tmp_path)}})
+    with open(os.devnull, "w") as output:
+        for _ in range(2):
+            send_handle(ours, output.fileno(), pid)
+    said = ours.recv()["error"]
+    ours.close()
+    assert said.startswith("this machine starts no further process for a rank (Resource temporarily unavailable): ")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
 def test_a_server_that_ends_with_warnings_as_errors() -> None:

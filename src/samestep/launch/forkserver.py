@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -28,6 +29,7 @@ from typing import Any, NoReturn
 from weakref import WeakSet
 
 from samestep.console import say
+from samestep.errors import Error
 from samestep.launch.messages import READ_BYTES
 from samestep.launch.output_recorder import DRAIN_S, Recording
 from samestep.launch.rank_process import FORWARDED_SIGNALS, keep_signal, run_rank
@@ -48,13 +50,19 @@ class ForkServer:
     Args:
         fork: fork this process instead of starting a new one, which saves importing modules twice. Only for a process
             with a single thread that exits after the launch.
+
+    Raises:
+        Error: no further process can be started.
     """
 
     def __init__(self, *, fork: bool = False) -> None:
         self._connection, theirs = Pipe()
         self._has_ended = False
         with theirs:
-            self._pid = self._fork(theirs) if fork else _start_server(theirs.fileno())
+            try:
+                self._pid = self._fork(theirs) if fork else _start_server(theirs.fileno())
+            except OSError as error:
+                raise Error(explain_fork(error), code="SS513") from None
         _open_servers.add(self)
 
     def _fork(self, theirs: "Connection[Any, Any]") -> int:
@@ -186,8 +194,20 @@ def serve(client: "Connection[Any, Any]") -> NoReturn:
     preload()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     server = _Server(client)  # without this name, its sockets would be collected open, and Python would warn
-    server.run()
+    try:
+        server.run()
+    except BaseException as error:
+        server.report(error)
+        os._exit(1)
     os._exit(0)
+
+
+def explain_fork(error: OSError) -> str:
+    """Explain in a sentence why a process could not be started."""
+    return (
+        f"this machine starts no further process for a rank ({error.strerror}): raise the limit on processes "
+        "(ulimit -u, or pids.max of the container) or on memory, or start fewer ranks"
+    )
 
 
 def preload() -> None:
@@ -223,6 +243,7 @@ class _Server:
     def __init__(self, client: "Connection[Any, Any]") -> None:
         self.client = client
         self.ranks: dict[int, tuple[int, Recording]] = {}  # pid -> rank, and what records its output
+        self.signals: list[int] = []  # which the ranks that run were sent
         self.recordings: list[Recording] = []
         self.last_ends: dict[Recording, dict[str, Any]] = {}  # of the last rank, sent when all output is recorded
         self.is_stopping = False  # the ranks were sent a signal
@@ -275,6 +296,14 @@ class _Server:
         with suppress(OSError):  # `process_request` notices that the client has ended
             self.client.send(event)
 
+    def report(self, error: BaseException) -> None:
+        """Tell the client why this server ends, and with it all ranks."""
+        if isinstance(error, Error):
+            self.send({"error": str(error)})
+        else:
+            traceback.print_exc()
+            self.send({"error": f"the process that starts the ranks has failed ({type(error).__name__}: {error})"})
+
     def start(self, ranks: list[dict[str, Any]], common: dict[str, Any], out: int, err: int) -> None:
         self.directory = common["directory"]
         if _has_ended(self.client):  # such as by Ctrl-C while this process imported torch
@@ -282,6 +311,7 @@ class _Server:
                 os.close(file)
             return
         self.is_stopping = False
+        self.signals = []
         shown = {fields["rank"]: fields.pop("is_shown") for fields in ranks}
         recording = Recording(shown, out, err, common["directory"], self.fork)
         self.recordings.append(recording)
@@ -301,14 +331,19 @@ class _Server:
             os.close(file)
 
     def fork(self, run: Callable[[], None]) -> int:
-        """Fork a process that calls `run` and ends. Returns its pid."""
-        pid = os.fork()
+        """Fork a process that calls `run` and ends. Returns its pid. Raises Error if there can be no further one."""
+        try:
+            pid = os.fork()
+        except OSError as error:
+            raise Error(explain_fork(error), code="SS513") from None
         if pid == 0:
             try:
                 signal.set_wakeup_fd(-1)
                 for end in (self.client, self.woken, self.waker):
                     end.close()
                 run()
+            except Exception:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         return pid
@@ -345,7 +380,8 @@ class _Server:
             rank, recording = self.ranks.pop(pid)
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
-            end = {"rank": rank, "code": os.waitstatus_to_exitcode(status), "time_s": time.time()}
+            code = os.waitstatus_to_exitcode(status)
+            end = {"rank": rank, "code": code, "time_s": time.time(), "signals": [*self.signals]}
             is_last = not any(other is recording for _, other in self.ranks.values())
             if recording not in self.recordings or not is_last:
                 self.send(end)
@@ -369,7 +405,9 @@ class _Server:
                 )
 
     def send_signal(self, signum: int) -> None:
+        self.reap()  # a rank that has ended before has not ended by this signal
         self.is_stopping = True
+        self.signals.append(signum)
         for pid in self.ranks:
             if signum == signal.SIGKILL:
                 kill_group(pid)

@@ -1,7 +1,6 @@
 """The ranks of one launch on this machine: starts, watches and stops them, and reads why one failed."""
 
 import json
-import math
 import os
 import secrets
 import signal
@@ -144,6 +143,7 @@ class Ranks:
         shown: the ranks whose output goes to the terminal.
         num_ranks, world_size: of the last `start`; on this machine and on all machines.
         started: whether the processes exist.
+        is_stopping: whether they were sent a signal to stop.
         lost: the server has ended, or could not kill a rank: the ranks cannot be started again.
         ends: how they have ended since the last `start`.
     """
@@ -155,19 +155,22 @@ class Ranks:
         self.num_ranks = self.world_size = 0
         self.started = self.lost = False
         self.ends = RankEnds()
-        self._stopped_s = self._killed_s = math.inf
+        self.is_stopping = False
         self._server = server
         self._succeeded: dict[int, float] = {}  # rank -> time of its end with exit code 0, without a signal
         self._pids: dict[int, int] = {}
+        self._is_killing = False
+        self._failed_before: set[int] = set()  # ranks that had reported a failure when the ranks were sent a signal
 
     def start(self, target: Target, variables: list[dict[str, str]]) -> None:
         """Request one rank per element of `variables`, its whole environment. Returns before the processes exist."""
         if self.started:
             self.started = False
-            self._stopped_s = self._killed_s = math.inf
+            self.is_stopping = self._is_killing = False
             self.ends = RankEnds()
             self._succeeded = {}
             self._pids = {}
+            self._failed_before = set()
             try:
                 make_private(self.directory)
             except PermissionError as error:
@@ -200,11 +203,6 @@ class Ranks:
         """Whether every rank has ended with exit code 0."""
         return self.done and self.ends.have_succeeded
 
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the ranks were sent a signal to stop."""
-        return self._stopped_s < math.inf
-
     def poll(self, timeout_s: float = POLL_S) -> None:
         """Process the server's next event, waiting up to `timeout_s` for it.
 
@@ -221,16 +219,25 @@ class Ranks:
                 ) from None
             self._give_up("was killed with the process that starts the ranks (out of memory?)")
             return
-        if event is not None and "started" in event:
+        if event is not None and "error" in event:
+            if not self.started:
+                raise Error(event["error"], code="SS513")
+            self._give_up(f"was killed: {event['error']}")
+        elif event is not None and "started" in event:
             self.started = True
             self._pids |= event["started"]
         elif event is not None:
-            self._end(event["rank"], event["code"], event["time_s"])
+            self._end(event["rank"], event["code"], event["time_s"], event["signals"])
 
     def request_stop(self, signum: int = signal.SIGTERM) -> None:
         """Send a signal to the ranks. A run completes its step, saves and ends; other programs are killed by it."""
-        self._stopped_s = min(self._stopped_s, time.time())
+        self._note_stop()
         self._server.signal(signum)
+
+    def _note_stop(self) -> None:
+        if not self.is_stopping:
+            self.is_stopping = True
+            self._failed_before = {rank for rank in self._pids if (self.directory / f"{rank}.json").exists()}
 
     def end_stuck(self, ranks: Sequence[int], reason: str) -> None:
         """Kill ranks that do not respond. `reason`: a sentence, for the failure."""
@@ -252,8 +259,8 @@ class Ranks:
 
     def kill(self) -> None:
         """Kill the ranks that still run, and their children, and wait for their end."""
-        self._killed_s = min(self._killed_s, time.time())
-        self._stopped_s = min(self._stopped_s, self._killed_s)
+        self._note_stop()
+        self._is_killing = True
         if self.started and not self.done:
             self._server.signal(signal.SIGKILL)
             self._poll_for(KILL_S)
@@ -336,15 +343,15 @@ class Ranks:
         except OSError:
             return ""
 
-    def _end(self, rank: int, code: int, time_s: float, death: str = "") -> None:
+    def _end(self, rank: int, code: int, time_s: float, signals: Sequence[int], death: str = "") -> None:
+        """Note the end of a rank. `signals`: which it was sent."""
         self._pids.pop(rank, None)  # another process may get its number
         if not code and not self.is_stopping:
             self._succeeded[rank] = time_s
-        # A rank that ends by the signal that it was sent has not failed. An event can arrive later than the end itself.
-        sent_s = self._killed_s if code == -signal.SIGKILL else self._stopped_s
-        is_obedient = time_s >= sent_s and -code in STOP_SIGNALS
+        # A rank that ends by the signal that it was sent has not failed.
+        is_obedient = -code in (signals if code == -signal.SIGKILL else STOP_SIGNALS) and bool(signals)
         failure = read_failure(rank, self.directory) if code else None
-        if is_obedient and failure is not None and failure.time_s > self._stopped_s:
+        if is_obedient and rank not in self._failed_before:
             failure = None  # else it failed before, and had not ended yet
         if code and not is_obedient and failure is None:
             failure = RankFailure(rank, time_s, code, False, "died", death or describe_death(code))
@@ -361,7 +368,7 @@ class Ranks:
             kill_group(pid)
         for rank in [*self._pids]:
             self.lost = True
-            self._end(rank, -signal.SIGKILL, time.time(), death)
+            self._end(rank, -signal.SIGKILL, time.time(), [signal.SIGKILL] if self._is_killing else [], death)
 
 
 def _cut(log: str) -> str:
