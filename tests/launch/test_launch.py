@@ -263,6 +263,32 @@ def test_ranks_of_any_script_are_started_again(command: Command) -> None:
     command.assert_no_files_left()
 
 
+def test_a_restart_continues_in_a_directory_whose_name_the_script_computes(command: Command) -> None:
+    command.write(
+        "stamped.py",
+        "import os, time, torch, samestep\n"
+        "settings = dict(micro_batch_size=1, device='cpu', snapshot_every=1)\n"
+        "run = samestep.Run(f'runs/{time.time_ns()}', batch_size=2, **settings)\n"
+        "model = torch.nn.Linear(1, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "run.prepare(model=model, optimizer=optimizer)\n"
+        "run.print('begins at', run.steps_done)\n"
+        "for step in run.steps(torch.ones(4, 1), 4):\n"
+        "    run._services.snapshotter.wait_until_written()\n"
+        "    if step.number == 2 and run.rank == 1 and not os.path.exists('once'):\n"
+        "        open('once', 'w').close()\n"
+        "        os._exit(3)\n"
+        "    for x in step:\n"
+        "        step.backward(model(x).mean())\n"
+        "    optimizer.step()\n",
+    )
+    done = command.run("launch", "--nproc-per-node", "2", "--max-restarts", "1", "stamped.py")
+    assert done.returncode == 0, done.stderr
+    (run_dir,) = (command.directory / "runs").iterdir()
+    assert "begins at 2\n" in done.stdout
+    assert f"this restart continues the run in runs/{run_dir.name}, and not in runs/" in done.stderr
+
+
 def test_one_rank_fails_as_under_python(command: Command) -> None:
     command.write("broken.py", "def f(:\n")
     python, launched = command.run("broken.py", program=""), command.run("launch", "broken.py")

@@ -5,7 +5,6 @@ server decides for all of them when the ranks start, stop and restart (docs/deci
 """
 
 import dataclasses
-import os
 import shlex
 import signal
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from msgspec.structs import replace
 from samestep.config import Overrides
 from samestep.console import say
 from samestep.decoding import convert
-from samestep.files import read_bytes, read_text
+from samestep.files import read_text
 from samestep.launch.failure import RankFailure
 from samestep.launch.handshake import derive_key
 from samestep.launch.healer import Healer, LateEnds
@@ -26,7 +25,7 @@ from samestep.launch.messages import LauncherLink
 from samestep.launch.rendezvous_client import End, Nodes, build_hello, connect, find_own_address
 from samestep.launch.rendezvous_server import FLUSH_S, RendezvousServer, open_listener
 from samestep.launch.target import Target
-from samestep.world.environment import BEGUN, RANKED, ROOM, STOPPED, Restart, count_job_nodes
+from samestep.world.environment import BEGUN, CONTINUES, RANKED, ROOM, STOPPED, BegunRun, Restart, count_job_nodes
 from samestep.world.host import list_addresses
 
 
@@ -51,11 +50,14 @@ class Launch:
 def _start(ranks: Ranks, launch: Launch, place: Placement) -> None:
     """Start the ranks."""
     overrides = launch.overrides
-    begun = ranks.directory / BEGUN
-    if place.restart is not None and begun.exists():  # resume that run, whatever options the first start had
-        run_dir = os.fsdecode(read_bytes(begun)) if overrides.get("fresh") else overrides.get("run_dir")
-        overrides = {**overrides, "resume": "latest", "fresh": False, "run_dir": run_dir}
-    ranks.start(launch.target, build_variables(launch.num_ranks, place, overrides, heals=launch.heals))
+    variables: dict[str, str] = {}
+    if place.restart is not None and (ranks.directory / BEGUN).exists():  # continue that run
+        text = read_text(ranks.directory / BEGUN)
+        if overrides.get("fresh") or not BegunRun.from_text(text).is_done:
+            variables[CONTINUES] = text
+        overrides = {**overrides, "resume": "latest", "fresh": False}
+    own = build_variables(launch.num_ranks, place, overrides, heals=launch.heals)
+    ranks.start(launch.target, [each | variables for each in own])
 
 
 def _poll(ranks: Ranks, launch: Launch, healer: Healer | None = None) -> bool:

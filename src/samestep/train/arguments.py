@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from samestep.config import OPTIONS, RunConfig
+from samestep.console import say
 from samestep.errors import Error, InvalidType, InvalidValue, UsageError
 from samestep.plan.schedule import check_numbers, default_micro_batch_size, find_sizes
 from samestep.snapshot.run_record import read_record
@@ -18,6 +19,7 @@ from samestep.world.process_group import find_rank
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_opened: set[str] = set()  # the directories of this process's runs so far
 _replaced: dict[str, str] = {}  # a launcher's --run-dir -> the directory in the script that it replaced
 
 
@@ -51,11 +53,27 @@ def build_config(environment: Environment, *, is_trial: bool, **arguments: Any) 
     if overrides.get("run_dir") is not None and not is_trial:  # a tool looks at the first run only
         _check_one_directory(overrides["run_dir"], arguments["run_dir"])
     arguments |= overrides
+    if not is_trial:
+        arguments["run_dir"] = _choose_directory(environment, arguments["run_dir"])
     if arguments["micro_batch_size"] is None:
         arguments["micro_batch_size"] = default_micro_batch_size(arguments["batch_size"])
     _check_room(environment.world_size, **arguments)
     check_numbers(arguments["batch_size"], arguments["micro_batch_size"], environment.world_size, advise)
     return RunConfig(**{name: OPTIONS[name].check(name, value) for name, value in arguments.items()})
+
+
+def _choose_directory(environment: Environment, given: Any) -> Any:
+    """Return the directory of a run. After a restart, the run that had begun continues, whatever its name is now."""
+    if given is None:
+        return None
+    begun = environment.begun
+    named = str(OPTIONS["run_dir"].check("run_dir", given))
+    if begun is not None and begun.number == environment.run_number and begun.run_dir not in {named, *_opened}:
+        if environment.rank == 0:
+            say(f"this restart continues the run in {begun.run_dir}, and not in {named}")
+        given = named = begun.run_dir
+    _opened.add(named)
+    return given
 
 
 def _check_room(

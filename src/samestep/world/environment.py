@@ -25,14 +25,15 @@ SRUN = PREFIX + "SRUN"  # the variables of this rank were derived from Slurm's
 LOG = PREFIX + "LOG"  # pid:file
 COMPLETION = "_SAMESTEP_COMPLETE"  # what to complete; click's script for a shell sets it
 HEAL = PREFIX + "HEAL"  # set if the ranks continue after the death of another one
+CONTINUES = PREFIX + "CONTINUES"  # a `BegunRun`
 SECRET = PREFIX + "RDZV_SECRET"  # in a launcher: the secret of all launchers; in a rank: the secret of all ranks
 
-_INTERNAL = (TRACE, HOOK, TERMINAL, SRUN, LOG, HEAL, SECRET)  # no misspelled options
+_INTERNAL = (TRACE, HOOK, TERMINAL, SRUN, LOG, HEAL, CONTINUES, SECRET)  # no misspelled options
 
 # Files in `error_dir`, with which ranks and their launcher exchange what exit codes cannot express.
 STOPPED = "stopped"  # a run ended early, saved, because of a signal
 FINISHED = "finished"  # a run's loop has completed
-BEGUN = "begun"  # holds the directory of the run whose loop has begun
+BEGUN = "begun"  # holds a `BegunRun`
 ROOM = "room"  # holds the maximum number of ranks of that run
 RANKED = "ranked"  # a rank has looked up its rank
 LEAVE = "leave"  # a rank that receives SIGTERM must end at once: another one has failed
@@ -61,6 +62,30 @@ class Restart:
 
 
 @dataclass(frozen=True)
+class BegunRun:
+    """The run whose loop had begun last when a restart became necessary.
+
+    Attributes:
+        run_dir: its directory or URL.
+        number: how many runs the script had created before it.
+        is_done: whether its loop has ended.
+    """
+
+    run_dir: str
+    number: int
+    is_done: bool = False
+
+    def to_text(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> "BegunRun":
+        """Return what `to_text` got."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
 class Environment:
     """The environment of this process, as set by its launcher.
 
@@ -73,6 +98,8 @@ class Environment:
         interceptor: JSON of SAMESTEP_TRACE, by which a tool installs an interceptor in each rank; None without one.
         secret: a secret that only the ranks have; "" if the launcher set none.
         heals: whether the ranks continue after the death of another one.
+        begun: after a restart, the run that continues in its directory, whatever the script names it now.
+        run_number: how many runs this process has created before.
     """
 
     rank: int
@@ -86,6 +113,8 @@ class Environment:
     interceptor: str | None = None
     secret: str = ""
     heals: bool = False
+    begun: BegunRun | None = None
+    run_number: int = 0
 
 
 def read_overrides(variables: Mapping[str, str] | None = None) -> Overrides:
@@ -253,6 +282,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         interceptor=variables.get(TRACE),
         secret=variables.get(SECRET, ""),
         heals=HEAL in variables,
+        begun=BegunRun.from_text(variables[CONTINUES]) if CONTINUES in variables else None,
     )
 
 

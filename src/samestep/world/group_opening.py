@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from samestep.world.membership import check_ranks_unchanged
 from samestep.world.process_group import JOIN_S, NCCL, TIMEOUT_S, has_group, open_process_group
 from samestep.world.rendezvous_store import MAC_BYTES
 from samestep.world.version_check import check_alike, describe_software, explain_hashing, explain_torch
+
+_run_numbers = count()  # of this process
 
 PATIENCE_S = 30.0  # a rank that waits longer for the others prints where it waits
 
@@ -74,7 +77,7 @@ def find_ranks() -> Environment:
     If only the process group defines them, local ranks are counted per machine. Raises Error as `read_environment`, or
     if a launcher has set other ranks than those of the group.
     """
-    environment = read_environment()
+    environment = replace(read_environment(), run_number=next(_run_numbers))
     check_ranks_unchanged()
     if not has_group():
         return environment

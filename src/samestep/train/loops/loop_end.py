@@ -14,7 +14,7 @@ from samestep.train.loops.feed import Feed
 from samestep.train.loops.services import Services
 from samestep.train.state.run_state import RunState
 from samestep.watch.records import RESTARTS
-from samestep.world.environment import BEGUN, FINISHED, ROOM, START_AGAIN, STOPPED, Environment, stop_code
+from samestep.world.environment import BEGUN, FINISHED, ROOM, START_AGAIN, STOPPED, BegunRun, Environment, stop_code
 from samestep.world.workdir import make_private
 
 
@@ -64,6 +64,7 @@ class LoopEnd:
                 self._context.say(f"stopped at step {state.steps_done}: {reason}")
             self._end("stopped" if reason else "done", reason)
             notify_launcher(self._context.environment, FINISHED)
+            _note_begun(self._context, is_done=True)
         state.end_loop(self._feed.plan)
 
     def _end(self, status: str, reason: str) -> None:
@@ -128,8 +129,15 @@ def announce_start(context: RunContext) -> None:
     if environment.local_rank == 0:
         room = context.config.batch_size // context.config.micro_batch_size
         notify_launcher(environment, ROOM, str(room))
-        if context.location.path is not None:
-            notify_launcher(environment, BEGUN, context.location.shown)
+        _note_begun(context)
+
+
+def _note_begun(context: RunContext, *, is_done: bool = False) -> None:
+    """Leave a note for samestep's launcher, which run a restart continues."""
+    environment = context.environment
+    if environment.local_rank == 0 and context.location.path is not None:
+        run = BegunRun(context.location.shown, environment.run_number, is_done)
+        notify_launcher(environment, BEGUN, run.to_text())
 
 
 def notify_launcher(environment: Environment, event: str, text: str = "") -> None:
