@@ -148,6 +148,11 @@ def advise(**options: Any) -> str:
     return " ".join([*repeated, settings, shlex.join(sys.orig_argv)])
 
 
+def read_torchrun_file() -> str | None:
+    """Return the path of the file whose error torchrun prints last, in place of a traceback; None without torchrun."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE")
+
+
 def read_completion() -> str:
     """Return the completion that a shell requests; "" if it requests none."""
     return os.environ.get(COMPLETION, "")

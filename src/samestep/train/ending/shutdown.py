@@ -3,11 +3,13 @@
 import atexit
 import gc
 import io
+import json
 import os
 import pickle
 import signal
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
@@ -25,7 +27,7 @@ from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.ending.stop_signals import StopSignals
 from samestep.watch.progress import Progress
-from samestep.world.environment import FINISHED, ready_standard_files, stop_code
+from samestep.world.environment import FINISHED, read_torchrun_file, ready_standard_files, stop_code
 from samestep.world.process_group import close_group, has_group
 from samestep.world.rendezvous_store import is_first, is_left_by_rank_0
 
@@ -194,7 +196,18 @@ def _is_at_prompt() -> bool:
     return bool(sys.flags.interactive) or hasattr(sys, "ps1")
 
 
+def _tell_torchrun(error: Error) -> None:
+    """Let torchrun, which prints a long report about ranks that have failed, print this error in it."""
+    if (path := read_torchrun_file()) is None:
+        return
+    text = f"samestep: error: {escape(describe(error))}"
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    with suppress(OSError):
+        replace_file(Path(path), json.dumps({"message": {"message": text, "extraInfo": extra}}).encode())
+
+
 def _say_once(error: Error, rank: int) -> None:
+    _tell_torchrun(error)
     is_sayer = is_first("error")
     if is_sayer is None:
         # Rank 0 prints an error that is the same on all ranks, unless it has ended by now.
