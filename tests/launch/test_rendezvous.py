@@ -255,6 +255,11 @@ def test_nodes_that_do_not_fit_together(open_place: Callable[..., Place], capfd:
         with pytest.raises(Error, match=said) as refused:
             connect(place.nodes, other, lambda: False)
         assert refused.value.code == "SS504", "the server has sent it"
+    place.server._say_s = 0.0
+    waiting = link.receive(GREETING_S)
+    assert waiting is not None
+    assert waiting["sentence"].startswith("of 3 nodes, --node-rank 1, 2 not there yet at 127.0.0.1:")
+    assert "; present: node 0 (" in waiting["sentence"]
     place.server._wait_s = 0.0
     end = link.receive(GREETING_S)
     assert end is not None
@@ -323,6 +328,23 @@ def test_ranks_that_were_stopped_for_no_reason(open_place: Callable[..., Place])
     end = link.receive(GREETING_S)
     assert end is not None
     assert (end["kind"], end["code"]) == ("end", 1)
+
+
+def test_a_lost_node_is_named_by_its_ranks_if_two_share_a_host(open_place: Callable[..., Place]) -> None:
+    place = open_place()
+    stays, goes = [connect(place.nodes, place.hello(0, node_rank=None), lambda: False) for _ in range(2)]
+    assert stays
+    assert goes
+    place.opened.append(stays)
+    for link in (stays, goes):
+        link.receive(GREETING_S)
+    goes.close()
+    stop = stays.receive(GREETING_S)
+    assert stop is not None
+    stays.send(**FAILED)
+    end = stays.receive(GREETING_S)
+    assert end is not None
+    assert end["message"].startswith(f"{place.hello(0).host} (rank 1) was lost: ")
 
 
 def test_after_a_signal_no_node_waits_for_a_rank_that_has_ended(open_place: Callable[..., Place]) -> None:

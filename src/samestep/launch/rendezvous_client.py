@@ -22,6 +22,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from samestep.config import PREFIX, Overrides, name_flag, to_variables
+from samestep.console import saying_when_slow
 from samestep.decoding import convert
 from samestep.errors import Error
 from samestep.launch.handshake import is_proven, make_nonce, prove, share_secret
@@ -37,6 +38,7 @@ DEFAULT_PORT = 29400  # torchrun's
 LAST_CALL_S = 2.0
 RETRY_S = 0.2
 GREETING_S = 10.0
+SAY_S = 5.0  # a launcher that waits longer for the one at the endpoint says so
 
 
 @dataclass(frozen=True)
@@ -307,6 +309,12 @@ def connect(nodes: Nodes, hello: Hello, is_cancelled: Callable[[], bool]) -> Lau
 
     Raises Error if no server with the same secret answers within `nodes.timeout_s`, or it refuses this node.
     """
+    sentence = f"waiting for up to {nodes.timeout_s:.0f} s for the launcher at {nodes.endpoint}"
+    with saying_when_slow(sentence, SAY_S):
+        return _connect(nodes, hello, is_cancelled)
+
+
+def _connect(nodes: Nodes, hello: Hello, is_cancelled: Callable[[], bool]) -> LauncherLink | None:
     deadline_s = time.monotonic() + nodes.timeout_s
     while not is_cancelled():
         try:

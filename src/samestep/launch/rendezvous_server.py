@@ -23,7 +23,7 @@ from typing import Any
 from msgspec import Struct, to_builtins
 from msgspec.structs import asdict
 
-from samestep.console import say
+from samestep.console import describe_ranks, say
 from samestep.decoding import convert
 from samestep.errors import Error, add_code
 from samestep.launch.failure import RankEnds, RankFailure
@@ -39,6 +39,8 @@ TICK_S = 0.1
 FLUSH_S = 5.0  # for the nodes to receive the end
 ADMIT_S = 15.0  # for a connection to be admitted
 MAX_PENDING = 128  # connections that are not admitted yet; beyond that, the oldest is closed
+SAY_S = 5.0  # after which the nodes print for whom they wait
+SAY_AGAIN_S = 60.0
 MAX_WARNINGS = 8  # about connections without the secret
 
 
@@ -139,6 +141,7 @@ class LaunchRound:
         healer: None without `--heal`.
         lost: the names of lost nodes without which the others do not continue.
         stuck: ranks that their nodes must end.
+        names: of all nodes that have begun it.
         is_admitting: a node has joined, so the ranks save and end.
         is_stopping: the ranks end at once.
     """
@@ -152,10 +155,19 @@ class LaunchRound:
     stuck: list[int] = field(default_factory=list)
     is_admitting: bool = False
     is_stopping: bool = False
+    names: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self.names = [member.hello.name for member in self.members]
+
+    def name(self, member: Member) -> str:
+        """Return the name of a node, with its ranks if another one has the same name."""
+        name = member.hello.name
+        return f"{name} ({describe_ranks(member.ranks)})" if self.names.count(name) > 1 else name
 
     def locate(self, rank: int) -> str:
         """Return a clause that names the node of a rank; "" if that node is lost."""
-        return next((f", on {member.hello.name}" for member in self.members if rank in member.ranks), "")
+        return next((f", on {self.name(member)}" for member in self.members if rank in member.ranks), "")
 
 
 class RendezvousServer(threading.Thread):
@@ -195,6 +207,7 @@ class RendezvousServer(threading.Thread):
         self._warnings: set[str] = set()  # printed so far
         self._changed_s = time.monotonic()
         self._wait_s = self._changed_s + nodes.timeout_s
+        self._say_s = self._changed_s + SAY_S
 
     def run(self) -> None:
         try:
@@ -341,8 +354,8 @@ class RendezvousServer(threading.Thread):
         round_ = self._round
         if round_ is not None and peer in round_.members and not self._is_over:
             round_.members.remove(peer)
-            if not self._heal_without(round_, _build_lost(peer)):
-                round_.lost.append(peer.hello.name)
+            if not self._heal_without(round_, _build_lost(peer.ranks, round_.name(peer))):
+                round_.lost.append(round_.name(peer))
                 _stop_all(round_, "now")
 
     def _admit(self, pending: PendingNode, hello: Hello) -> Member | None:
@@ -385,19 +398,26 @@ class RendezvousServer(threading.Thread):
         if there == self._nodes.most or (there >= self._nodes.least and is_due):
             self._begin()
         elif there < self._nodes.least and now_s > self._wait_s:
-            self._end(End(message=add_code(self._describe_missing(), "SS507"), code=Error.exit_code))
+            advice = "start the launcher there too, or allow more time with --rdzv-timeout"
+            missing = self._describe_missing(
+                f"did not join at {self._nodes.endpoint} within {self._nodes.timeout_s:.0f} s"
+            )
+            self._end(End(message=add_code(f"{missing}: {advice}", "SS507"), code=Error.exit_code))
+        elif there < self._nodes.least and there and now_s > self._say_s:
+            self._say_s = now_s + SAY_AGAIN_S
+            left_s = self._wait_s - now_s
+            missing = self._describe_missing(f"not there yet at {self._nodes.endpoint}")
+            for member in self._members:
+                member.link.send("waiting", sentence=f"{missing}; waiting for up to {left_s:.0f} s more")
 
-    def _describe_missing(self) -> str:
+    def _describe_missing(self, what: str) -> str:
+        """Return a clause: which nodes `what`, and which are there."""
         hellos = [member.hello for member in self._members]
         present = ", ".join(hello.name for hello in hellos)
         ranks = {hello.node_rank for hello in hellos}
         missing = [] if None in ranks else [rank for rank in range(self._nodes.most) if rank not in ranks]
         who = f"--node-rank {', '.join(map(str, missing))}" if missing else f"{self._nodes.least - len(hellos)} more"
-        return (
-            f"of {self._nodes.least} nodes, {who} did not join at {self._nodes.endpoint} within "
-            f"{self._nodes.timeout_s:.0f} s; present: {present}: start the launcher there too, or allow more time with "
-            "--rdzv-timeout"
-        )
+        return f"of {self._nodes.least} nodes, {who} {what}; present: {present}"
 
     def _begin(self) -> None:
         members = sorted(
@@ -455,6 +475,7 @@ class RendezvousServer(threading.Thread):
         self._round = None
         self._changed_s = time.monotonic()
         self._wait_s = self._changed_s + self._nodes.timeout_s
+        self._say_s = self._changed_s + SAY_S
         decision = self._decide(round_, outcomes)
         if round_.healer is not None and round_.is_stopping and len(self._received) < 2:
             could_restart = not (self._received or self._max_restarts)
@@ -534,10 +555,10 @@ def _stop_all(round_: LaunchRound, how: str) -> None:
             member.link.send("stop", round=round_.number, how=how)
 
 
-def _build_lost(member: Member) -> dict[int, tuple[int, RankFailure]]:
+def _build_lost(ranks: Sequence[int], node: str) -> dict[int, tuple[int, RankFailure]]:
     """Return the ends of the ranks of a node that was lost."""
-    message = f"was lost with {member.hello.name}"
-    return {rank: (1, RankFailure(rank, time.time(), 1, False, "died", message)) for rank in member.ranks}
+    message = f"was lost with {node}"
+    return {rank: (1, RankFailure(rank, time.time(), 1, False, "died", message)) for rank in ranks}
 
 
 def open_listener(address: str, port: int) -> socket.socket:

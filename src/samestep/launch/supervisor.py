@@ -200,6 +200,8 @@ class NodeSession:
                     self._ranks.end_stuck(message["ranks"], message["reason"])
                 elif kind == "outlive" and message["round"] == self.begun.round:
                     self._ranks.ends.outlive(message["ranks"])
+                elif kind == "waiting":
+                    say(message["sentence"])
                 elif kind == "end":
                     self.end = convert(message, End)
         except OSError:
