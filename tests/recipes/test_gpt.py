@@ -575,14 +575,6 @@ def test_sizes_of_the_model() -> None:
     assert (small.layers, small.heads, small.width, small.context) == (1, 6, 384, 256)
 
 
-def test_names_of_other_programs_are_refused_by_ours() -> None:
-    for name, ours in gpt.OTHER_NAMES.items():
-        assert getattr(gpt.parse_arguments([]), ours.removeprefix("--").replace("-", "_"), "") != ""
-        assert f"train gpt has no option --{name}: here it is {ours}" in refuse("train", "gpt", f"--{name}=2")
-    assert "has no option model.n_layer: here it is --layers" in refuse("train", "gpt", "model.n_layer=2")
-    assert "has no option --block-size: here it is --context" in refuse("train", "gpt", "--block-size", "2")
-
-
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

@@ -30,14 +30,6 @@ def read_options(recipe: str) -> dict[str, Option]:
     return options
 
 
-def read_other_names(recipe: str) -> dict[str, str]:
-    """Return the names of options in other programs -> a recipe's own, from `OTHER_NAMES` in its source."""
-    for node in _parse(recipe).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "OTHER_NAMES":
-            return dict(ast.literal_eval(node.value))
-    return {}
-
-
 def read_description(recipe: str) -> str:
     """Return the docstring of a recipe."""
     return ast.get_docstring(_parse(recipe)) or ""

@@ -12,7 +12,7 @@ from samestep.command_line import Command, build_options, name_option, suggest, 
 from samestep.config import OPTIONS, Option
 from samestep.errors import Error
 from samestep.launch.flags import INSTEAD
-from samestep.launch.recipe_source import find_recipes, read_options, read_other_names
+from samestep.launch.recipe_source import find_recipes, read_options
 from samestep.launch.target import Target
 
 
@@ -117,11 +117,6 @@ class ScriptCommand(Command):
             Error: neither the command nor the recipe has an option, or its value is no number where it must be one.
         """
         command = f"{self.name} {recipe}"
-        others = read_other_names(recipe)
-        for token in arguments:
-            name, is_set, _ = token.lstrip("-").replace("-", "_").partition("=")
-            if (token.startswith("--") or is_set) and (ours := others.get(name.rpartition(".")[2])):
-                raise Error(f"{command} has no option {token.partition('=')[0]}: here it is {ours}", code="SS103")
         options = [*self._mix_options(recipe), click.Argument(["counts"], nargs=-1)]
         Command(command, params=options).make_context(command, [*arguments])
         if "batch_size" in values:  # the recipe derives other numbers from it

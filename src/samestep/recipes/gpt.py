@@ -24,28 +24,6 @@ from samestep.recipes.corpora.token_file import name_tokenizer, open_corpus, rea
 from samestep.recipes.models.gpt2 import GPT2, PRESETS, GPT2Config
 from samestep.snapshot.reading import read_run
 
-OTHER_NAMES = {  # of the options, in nanoGPT and minGPT
-    "n_layer": "--layers",
-    "n_head": "--heads",
-    "n_embd": "--width",
-    "block_size": "--context",
-    "max_iters": "--steps",
-    "model_type": "--preset",
-    "learning_rate": "--lr",
-    "min_lr": "--lr-end",
-    "warmup_iters": "--warm-up",
-    "lr_decay_iters": "--steps",
-    "eval_interval": "--validate-every",
-    "eval_iters": "--validate-samples",
-    "out_dir": "--run-dir",
-    "work_dir": "--run-dir",
-    "dataset": "--data",
-    "dtype": "--precision",
-    "gradient_accumulation_steps": "--micro-batch-size",
-    "resid_pdrop": "--dropout",
-    "embd_pdrop": "--dropout",
-    "attn_pdrop": "--dropout",
-}
 LEARNING_RATES = {"tiny": 2e-3, "small": 1e-3, "gpt2": 6e-4}
 SIZES = {"layers": "num_layers", "heads": "num_heads", "width": "width", "context": "context"}  # field of GPT2Config
 
