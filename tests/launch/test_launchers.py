@@ -105,7 +105,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 # Each launcher and each of its ranks is a new interpreter that imports torch: 17 s, and 24 s on a busy machine.
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.packages) if "mpirun" in name else name for name in CASES]
+)
 def test_a_launcher(name: str, plain: str, tmp_path: Path) -> None:
     command, places, needed = CASES[name]
     if needed and not (shutil.which(needed) or (needed.isidentifier() and find_spec(needed))):
