@@ -20,9 +20,7 @@ DOCTORED = Path(__file__).with_name("doctored.py")
 PORT = 29430
 
 
-def run_on(
-    hosts: Sequence[Host], cwd: Path, *words: str, own: Path | None = None
-) -> tuple[dict[str, Any], list[int]]:
+def run_on(hosts: Sequence[Host], cwd: Path, *words: str, own: Path | None = None) -> tuple[dict[str, Any], list[int]]:
     """Run the doctor with one rank on each host, started by samestep launch. Args: own: a path that is a
     different directory on each host. Returns: Its report, and the exit codes.
     """

@@ -45,7 +45,6 @@ FLAGS: dict[str, Option] = {
     "resume_after": Option(int, "K", "plain: kill after a save and at least K steps; default: 1; 0: no kill"),
     "resume_args": Option(str, "ARGS", "plain: arguments that the script needs to resume"),
     "launcher": Option(str, "CMD", "plain: launcher of the script, such as 'torchrun --nproc-per-node {n}'"),
-    "leave_out": Option(str, "A,B", "plain: files and directories that the copies of the working directory leave out"),
     "link": Option(str, "A,B", "plain: large files and directories to link, not copy; the script must only read them"),
     "json": Option(bool, "", "plain: print one JSON object"),
     **{name: LAUNCH_FLAGS[name] for name in OF_RUN},

@@ -86,7 +86,6 @@ class PlainOptions:
     resume_after: int = 1
     resume_args: str = ""
     launcher: str = ""
-    leave_out: str = ""
     link: str = ""
     json: bool = False
     keep_runs: str | None = None
@@ -124,12 +123,9 @@ def run_plain(target: Target, options: PlainOptions, world_sizes: Sequence[int])
             f"--launcher starts with {words[0]}, which is not a program on the PATH: install it, or correct it",
             code="SS107",
         )
-    left_out = _parse_entries("--leave-out", options.leave_out)
-    linked = _parse_entries("--link", options.link)
     with exiting_on_sigterm(), WorkDir("verify-") as temporary:
         home = temporary.path if options.keep_runs is None else Path(options.keep_runs).resolve()
-        entries = _sort_entries(left_out, linked, home)
-        _check_is_copied(target, entries)
+        entries = _sort_entries([each for each in options.link.split(",") if each], home)
         if options.keep_runs is not None:
             make_empty(Path(options.keep_runs))
         trials = _PlainTrials(target, options, entries, home, temporary.lock.fileno())
@@ -164,8 +160,7 @@ def _compare(trials: "_PlainTrials", options: PlainOptions, world_sizes: Sequenc
             )
         if ranks and ranks[0].updates[0, 0]["before"]["num_states"]:
             raise Error(
-                f"{trials.name} resumes from files of an earlier run: start in a directory without them, or name the "
-                "directories that it writes with --leave-out",
+                f"{trials.name} resumes from files of an earlier run: start in a directory without them",
                 code="SS712",
             )
         runs[size] = ranks
@@ -191,13 +186,15 @@ class _PlainTrials:
         rows: the number of ranks, steps, seconds and exit code of each start.
     """
 
-    def __init__(self, target: Target, options: PlainOptions, entries: "_Entries", home: Path, lock: int) -> None:
+    def __init__(
+        self, target: Target, options: PlainOptions, entries: Mapping[Path, bool], home: Path, lock: int
+    ) -> None:
         self._options = options
         self._entries = entries
         self._home = home
         self._lock = lock
-        inside = _find_inside(target)  # the copy's script, and not the original, if it is in the working directory
-        path = inside or os.path.abspath(target.name)
+        path = Path(os.path.abspath(target.name))  # the copy's script, and not the original, if it is in this directory
+        path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
         self._target = replace(target, name=str(path)) if target.kind == "script" else target
         self._deadline_s: float | None = None
         self.rows: list[dict[str, Any]] = []
@@ -228,7 +225,7 @@ class _PlainTrials:
         place.mkdir()
         where = self._home / f"{len(self.rows):02}-{size}-ranks" / "copy" if is_resumed else place / "copy"
         if not is_resumed:
-            self._entries.copy_to(where)
+            _copy_entries(self._entries, where)
         show_activity(f"{self.name} on {size} ranks ...")
         options = {"dir": str(place), "steps": self._options.steps, "kill_after": kill_after}
         inherited = child_variables()
@@ -250,93 +247,48 @@ class _PlainTrials:
         return code, ranks, "\n".join(output[-SHOWN_LINES:])
 
 
-@dataclass(frozen=True)
-class _Entries:
-    """The entries of the working directory.
+def _sort_entries(linked: Collection[str], home: Path) -> dict[Path, bool]:
+    """Return what the trials find of the working directory: path -> whether it is linked, not copied.
 
-    Attributes:
-        copied: each trial gets a copy, so that the script cannot change them.
-        linked: each trial gets a symbolic link.
-        left_out: name -> why the trials have neither.
+    Names what is left out because it is too large.
+
+    Args:
+        linked: what `--link` names.
+        home: the directory of the trials.
+
+    Raises:
+        Error: `linked` names what is not directly in the working directory.
     """
-
-    copied: Sequence[Path]
-    linked: Sequence[Path]
-    left_out: Mapping[str, str]
-
-    def copy_to(self, directory: Path) -> None:
-        """Create a directory in which a script finds the files of the working directory."""
-        directory.mkdir()
-        for path in self.linked:
-            (directory / path.name).symlink_to(path)
-        for path in self.copied:
-            if path.is_dir():
-                shutil.copytree(  # noqa: TID251 the user's own files, which may be links
-                    path, directory / path.name, copy_function=_copy_file, ignore_dangling_symlinks=True
-                )
-            else:
-                _copy_file(path, directory / path.name)
-
-
-def _parse_entries(option: str, text: str) -> set[str]:
-    """Return the names of the entries of the working directory that an option lists. Raises Error if one is not."""
-    given = {each: Path(os.path.abspath(each)) for each in text.split(",") if each}
-    wrong = [each for each, path in given.items() if path.parent != Path.cwd() or not os.path.lexists(path)]
-    if wrong:
+    names = {os.path.abspath(each) for each in linked}
+    entries = [path for path in sorted(Path.cwd().iterdir()) if path not in (home, *home.parents)]
+    if wrong := sorted(names - set(map(str, entries))):
         raise Error(
-            f"{option} names {', '.join(wrong)}, which is not in the working directory: name files and "
-            "directories that are directly in it",
+            f"--link names {', '.join(wrong)}, which is not in the working directory: name files and directories that "
+            "are directly in it",
             code="SS101",
         )
-    return {path.name for path in given.values()}
-
-
-def _sort_entries(left_out: Collection[str], linked: Collection[str], home: Path) -> _Entries:
-    """Decide what the trials find of the working directory; `home` is their directory. Names what is too large."""
-    copies = []
-    links = []
-    reasons = {}
-    too_large = []
-    for path in sorted(Path.cwd().iterdir()):
-        if path.name in left_out:
-            reasons[path.name] = "--leave-out names it"
-        elif path in (home, *home.parents):
-            reasons[path.name] = "--keep-runs writes to it"
-        elif path.name in linked:
-            links.append(path)
-        elif path.name.startswith("."):
-            reasons[path.name] = "its name begins with a dot"
-        elif not _is_small(path):
-            reasons[path.name] = "it is too large"
-            too_large.append(path.name)
-        else:
-            copies.append(path)
+    wanted = [path for path in entries if not path.name.startswith(".") or str(path) in names]
+    too_large = [path for path in wanted if str(path) not in names and not _is_small(path)]
     if too_large:
         say(
-            f"too large to be copied for each start, and left out: {', '.join(too_large)}; if the script needs it and "
-            "only reads it, name it with --link"
+            f"too large to be copied for each start, and left out: {', '.join(path.name for path in too_large)}; if the "
+            "script needs it and only reads it, name it with --link"
         )
-    return _Entries(copies, links, reasons)
+    return {path: str(path) in names for path in wanted if path not in too_large}
 
 
-def _find_inside(target: Target) -> Path | None:
-    """Return the path of the target's file or package in the working directory; None if it is elsewhere."""
-    if target.kind == "script":
-        path = Path(os.path.relpath(target.name))
-        return path if Path(target.name).resolve().is_relative_to(Path.cwd()) and path.parts[0] != ".." else None
-    package = target.name.partition(".")[0]
-    return next((path for path in (Path(package), Path(f"{package}.py")) if path.exists()), None)
-
-
-def _check_is_copied(target: Target, entries: _Entries) -> None:
-    """Raise Error if the trials would not find the script, because the entry that holds it is left out."""
-    inside = _find_inside(target)
-    if inside is not None and (why := entries.left_out.get(inside.parts[0])) is not None:
-        raise Error(
-            f"the trials would not find {target.name}, because {inside.parts[0]} is left out ({why}): leave out only "
-            "what the script can do without, or start verify in the directory of the script",
-            code="SS104",
-        )
+def _copy_entries(entries: Mapping[Path, bool], to: Path) -> None:
+    """Create a directory in which a script finds the entries of the working directory, and cannot change them."""
+    to.mkdir()
+    for path, is_linked in entries.items():
+        if is_linked:
+            (to / path.name).symlink_to(path)
+        elif path.is_dir():
+            shutil.copytree(  # noqa: TID251 the user's own files, which may be links
+                path, to / path.name, copy_function=_copy_file, ignore_dangling_symlinks=True
+            )
+        else:
+            _copy_file(path, to / path.name)
 
 
 def _copy_file(source: str | Path, target: str | Path) -> None:
