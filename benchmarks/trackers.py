@@ -1,7 +1,7 @@
 """What a row of metrics costs the training loop: `log` of each installed tracker itself, and through its thread.
 
 A tracker that writes locally or to a server blocks until the row is written. `Trackers` hands the row to a thread, so
-that the loop continues: the second column is what remains. W&B, MLflow and Trackio run offline.
+that the loop continues: the second column is what remains. W&B and MLflow run offline.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import Tracker, TrackerInfo
 from samestep.watch.trackers.registry import build_trackers
 
-NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
+NAMES = ("tensorboard", "wandb", "mlflow")
 
 
 def time_rows(log: Callable[[Mapping[str, Any], int], None], num_rows: int) -> float:
@@ -54,7 +54,7 @@ def main() -> None:
     found = {}
     with tempfile.TemporaryDirectory() as directory:
         os.environ |= {
-            "WANDB_MODE": "offline", "WANDB_SILENT": "true", "TRACKIO_DIR": f"{directory}/trackio",
+            "WANDB_MODE": "offline", "WANDB_SILENT": "true",
             "MLFLOW_TRACKING_URI": f"sqlite:///{directory}/mlflow.db",
         }  # fmt: skip
         for name in NAMES:

@@ -14,7 +14,6 @@ _EXPORTS = {
     "TensorBoard": "samestep.watch.trackers.tensorboard_tracker",
     "WandB": "samestep.watch.trackers.wandb_tracker",
     "MLflow": "samestep.watch.trackers.mlflow_tracker",
-    "Trackio": "samestep.watch.trackers.trackio_tracker",
     "Tracker": "samestep.watch.trackers.protocol",
     "TrackerInfo": "samestep.watch.trackers.protocol",
     "Source": "samestep.data.source",
@@ -47,7 +46,6 @@ __all__ = [
     "TensorBoard",
     "Tracker",
     "TrackerInfo",
-    "Trackio",
     "UsageError",
     "WandB",
     "WorkerDied",
@@ -75,7 +73,6 @@ if TYPE_CHECKING:
     from samestep.watch.trackers.mlflow_tracker import MLflow
     from samestep.watch.trackers.protocol import Tracker, TrackerInfo
     from samestep.watch.trackers.tensorboard_tracker import TensorBoard
-    from samestep.watch.trackers.trackio_tracker import Trackio
     from samestep.watch.trackers.wandb_tracker import WandB
 
 

@@ -466,7 +466,7 @@ class RunConfig:
         Option(
             str,
             "T,T",
-            "where else to log metrics: none, or tensorboard, wandb, mlflow, trackio, other installed ones",
+            "where else to log metrics: none, or tensorboard, wandb, mlflow, other installed ones",
             _check_trackers,
             is_shared=False,
         ),

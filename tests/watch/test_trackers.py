@@ -26,7 +26,6 @@ from samestep.watch.trackers.mlflow_tracker import MLflow
 from samestep.watch.trackers.protocol import Tracker, TrackerInfo
 from samestep.watch.trackers.registry import build_trackers
 from samestep.watch.trackers.tensorboard_tracker import TensorBoard
-from samestep.watch.trackers.trackio_tracker import Trackio
 from samestep.watch.trackers.wandb_tracker import WandB
 
 
@@ -220,7 +219,7 @@ def install(folder: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_are_those_of_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {"tensorboard", "wandb", "mlflow", "trackio"} <= set(find_trackers())
+    assert {"tensorboard", "wandb", "mlflow"} <= set(find_trackers())
     install(tmp_path, f"{__name__}:Listed", monkeypatch)
     check = OPTIONS["trackers"].check
     mine = Listed()
@@ -359,9 +358,8 @@ def test_tensorboard_without_a_directory_says_what_to_do() -> None:
         ("torch.utils.tensorboard", TensorBoard()),
         ("wandb", WandB()),
         ("mlflow.tracking", MLflow()),
-        ("trackio", Trackio()),
     ],
-    ids=["tensorboard", "wandb", "mlflow", "trackio"],
+    ids=["tensorboard", "wandb", "mlflow"],
 )
 def test_a_missing_package_is_one_sentence(
     module: str, tracker: Tracker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -504,7 +502,6 @@ def run_for_real(tracker: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -
     """Train three times: from the beginning, resumed at step 2 after a crash, and gone back to step 1."""
     variables = {
         "WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": f"sqlite:///{run_dir}/mlflow.db",
-        "TRACKIO_DIR": str(run_dir / "trackio"),
     }  # fmt: skip
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -544,16 +541,3 @@ def test_mlflow_continues_under_its_id(tmp_path: Path, monkeypatch: pytest.Monke
         assert each.data.tags["samestep.world_size"] == "2"
         assert (each.data.tags["note"], each.data.metrics["top_1"]) == ("x", 1)
         assert each.info.status == "KILLED"
-
-
-def test_trackio_continues_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("trackio")
-    new_name = run_for_real("Trackio", tmp_path, monkeypatch)
-    script = "import json, sys; from trackio.sqlite_storage import SQLiteStorage as s; print(json.dumps("
-    script += "{name: s.get_logs('samestep-tests', name) for name in s.get_runs('samestep-tests')}))"
-    read = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    rows = json.loads(read.stdout.splitlines()[-1])
-    assert new_name.startswith("digits-from-step-1-")
-    names = sorted(rows, key=lambda name: name == new_name)
-    for name, points in zip(names, EXPECTED, strict=True):
-        assert [(row["step"], row["loss"]) for row in rows[name] if "loss" in row] == points

@@ -659,8 +659,8 @@ class Run:
         """Call a function on rank 0 only and return its result on every rank.
 
         All ranks must call it, and wait as long as it takes. Do not make the call depend on what ranks can see
-        differently, such as whether a file exists: check that inside `fn`. The result is pickled. After the call, the random number generators of all ranks
-        have the state of rank 0's.
+        differently, such as whether a file exists: check that inside `fn`. The result is pickled. After the call, the
+        random number generators of all ranks have the state of rank 0's.
 
         Raises:
             UsageError: called inside a loop over micro-batches, or another rank made a different call.
