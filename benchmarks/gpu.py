@@ -316,11 +316,11 @@ def measure_snapshot(sizes: Sizes) -> list[Row]:
 def verify(sizes: Sizes) -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
         command = [
-            sys.executable, "-m", "samestep", "verify", "mlp" if sizes.quick else "gpt", "--device", sizes.device,
+            sys.executable, "-m", "samestep", "verify", "--device", sizes.device,
             "--world-sizes", sizes.world_sizes, "--steps", f"{sizes.verified_steps}",
             "--kills", "0" if sizes.quick else "1",
         ]  # fmt: skip
-        command += [] if sizes.quick else ["--backend", "gloo", "--precision", "bf16"]
+        command += ["mlp"] if sizes.quick else ["--backend", "gloo", "--precision", "bf16", "gpt"]
         began = time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, cwd=directory)
     seconds = time.perf_counter() - began

@@ -93,10 +93,13 @@ def explain(error: click.UsageError, command: click.Command, ctx: click.Context,
     see = f"see {ctx.command_path} --help"
     options = {flag: param for param in command.get_params(ctx) for flag in param.opts if flag.startswith("--")}
     if isinstance(error, click.NoSuchOption):
-        named = (word.partition("=")[0] for word in given)
-        wrong = next((word for word in named if name_option(word) == error.option_name), error.option_name)
+        missing = error.option_name
+        named = [word.partition("=")[0] for word in given]
+        if not missing.startswith("--"):  # click reads -heal as -h -e -a -l
+            missing = next(word for word in named if word.startswith("-") and missing[1] in word)
+        wrong = next((word for word in named if name_option(word) == missing), missing)
         return (
-            f"{ctx.command_path.removeprefix('samestep ')} has no option {wrong}{suggest(error.option_name, options)}"
+            f"{ctx.command_path.removeprefix('samestep ')} has no option {wrong}{suggest(name_option(wrong), options)}"
         )
     if isinstance(error, click.BadOptionUsage):
         option = options[error.option_name].to_info_dict()

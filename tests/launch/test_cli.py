@@ -16,7 +16,7 @@ from support.waiting import DEADLINE_S
 
 from samestep.cli import main
 from samestep.errors import Error
-from samestep.launch.flags import find_misplaced
+from samestep.launch.flags import translate_torchrun
 from samestep.launch.script_command import ScriptCommand
 from samestep.snapshot.store import Store
 from samestep.tools.launch_command import run_launch, run_train
@@ -66,8 +66,8 @@ def test_version() -> None:
     [
         (["lanch", "x.py"], "there is no command lanch; did you mean launch?"),
         (["--versio"], "there is no option --versio; did you mean --version?"),
-        (["launch"], "launch needs a script to start"),
-        (["launch", "-m"], "launch needs a module to start"),
+        (["launch"], "launch needs a script or a recipe"),
+        (["launch", "-m"], "launch needs a script or a recipe"),
         (["launch", "--nproc-per-nod", "2", "x.py"], "no option --nproc-per-nod; did you mean --nproc-per-node?"),
         (["launch", "nothing.py"], "there is no script nothing.py"),
         (["launch", "."], ". is a directory"),
@@ -94,9 +94,6 @@ def test_version() -> None:
         (["launch", "--rdzv-endpoint", "a:1", __file__], "where several machines meet, and --nnodes is not given"),
         (["train", "mlp", "--rdzv-endpoint", "a:1"], "where several machines meet, and --nnodes is not given"),
         (["launch", "-heal", __file__], "launch has no option -heal; did you mean --heal?"),
-        (["launch", "-np", "2", __file__], "launch has no -np: use --nproc-per-node"),
-        (["launch", "--tee", "3", __file__], "launch has no --tee: all output of the ranks is in logs/"),
-        (["launch", "--rdzv_conf=timeout=3", __file__], "launch has no --rdzv_conf: use --rdzv-timeout"),
         (["inspect"], "samestep inspect: the following arguments are required: RUN; see samestep inspect --help"),
         (
             ["export", "a", "b.pt", "c"],
@@ -104,10 +101,6 @@ def test_version() -> None:
         ),
         (["watch", "--jsn", "a"], "watch has no option --jsn; there are --help, --local-dir"),
         (["train", "digitz"], "there is no recipe digitz; did you mean digits?"),
-        (["train", "mlp", "--total-epocs", "5"], "train mlp has no option --total-epocs; did you mean --total-epochs?"),
-        (["submit", "mlp", "--nproc_per_nod=2"], "submit mlp has no option --nproc_per_nod; did you mean --nproc-per-"),
-        (["verify", "digits", "--stepz", "2"], "verify digits has no option --stepz; did you mean --steps?"),
-        (["train", "mlp", "--nproc_per_nod=2"], "no option --nproc_per_nod; did you mean --nproc-per-node?"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: list[str], said: str) -> None:
@@ -128,9 +121,6 @@ BAD = [  # arguments, and a part of the sentence
     ("launch --run-dir run --resume foo file", "there is no snapshot named foo in run/snapshots: there is best"),
     ("launch --run-dir run --resume 7 file", "there is no snapshot of step 7 in run/snapshots: there is best"),
     ("train mlp --run-dir new --resume best", "there is no snapshot named best in new/snapshots: there are none yet"),
-    ("train digits --epochs x", "--epochs must be a whole number, not 'x'"),
-    ("train digits --lr=x", "--lr must be a number, not 'x'"),
-    ("train gpt --steps", "--steps needs a value"),
     ("verify missing.py", "there is no script missing.py"),
     ("scale missing.py", "there is no script missing.py"),
     ("submit missing.py", "there is no script missing.py"),
@@ -166,7 +156,7 @@ def test_bad_input_is_found_before_torch_is_imported(tmp_path: Path) -> None:
 def parse(command: ScriptCommand, *words: str) -> tuple[list[str], dict[str, Any]]:
     """Return the command that starts the target, after its name, and the values of the options."""
     target, values = command.make_context(str(command.name), [*words]).obj
-    return target.to_command()[1], values
+    return target.to_words(), values
 
 
 def test_flags_of_launch_may_be_anywhere_before_the_script() -> None:
@@ -192,35 +182,9 @@ def test_a_module_takes_all_words_after_it() -> None:
     ],
 )
 def test_options_of_torchrun(words: str, values: dict[str, str]) -> None:
-    assert parse(run_launch, *words.split(), "a.py")[1] == values
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text", "misplaced"),
-    [
-        ("--nproc-per-node 2", "", ["--nproc-per-node"]),
-        ("--nproc_per_node=2 --lr 1 --standalone", "import x", ["--nproc_per_node", "--standalone"]),
-        ("--seed 1 --nnodes 5 --heal", "add('--seed')\nargs.nnodes", ["--heal"]),
-        ("--seed 1 --nnodes=2", "import sys\nsys.argv", ["--nnodes"]),
-        ("--keep-last", "keeper and upkeep", ["--keep-last"]),
-        ("--batch-size 4 --device x", "Run(d, batch_size=32, device = 'cpu')", ["--batch-size", "--device"]),
-        ("--batch-size 4", "Run(d, batch_size=settings.batch_size)", []),
-        ("x --lr=1 -- y", "", []),
-    ],
-)
-def test_options_after_the_script(arguments: str, text: str, misplaced: list[str]) -> None:
-    assert find_misplaced(arguments.split(), text) == misplaced
-
-
-@pytest.mark.parametrize("before", [[], ["--"]])
-def test_options_after_the_script_are_warned_about(tmp_path: Path, before: list[str]) -> None:
-    """There is no warning after --."""
-    script = tmp_path / "x.py"
-    script.touch()
-    done = run("launch", "--nproc-per-node=0", *before, str(script), "--nproc-per-node", "2")
-    said = f"samestep: --nproc-per-node after {script} goes to the script and not to launch: put options of"
-    assert done.returncode == 2, "before anything is started"
-    assert done.stderr.startswith("samestep: error: --nproc-per-node must be" if before else said)
+    _, given = parse(run_launch, *words.split(), "a.py")
+    translate_torchrun(given)
+    assert given == values
 
 
 def test_flags_of_train_mix_with_the_recipes_own() -> None:
@@ -232,15 +196,12 @@ def test_flags_of_train_mix_with_the_recipes_own() -> None:
         parse(run_train, "mlp", "--seed")
 
 
-@pytest.mark.parametrize("words", [["--kills", "0", "digits", "--steps=3", "--epochs", "1"], ["digits", "--epochs", "1",
-                                   "--steps", "3", "--kills", "0"]])  # fmt: skip
-def test_flags_of_verify_may_follow_a_recipe(words: list[str]) -> None:
-    program, values = parse(run_verify, *words)
-    assert values == {"kills": 0, "steps": 3}
-    assert program == ["digits", "--epochs", "1"]
+def test_all_words_after_a_recipe_are_its_own() -> None:
+    program, values = parse(run_verify, "--kills", "0", "digits", "--steps=3", "--epochs", "1")
+    assert (program, values) == (["digits", "--steps=3", "--epochs", "1"], {"kills": 0})
 
 
-@pytest.mark.parametrize("words", ["launch -h", "launch --seed 1 -h x.py", "train -h", "verify mlp -h", "inspect -h"])
+@pytest.mark.parametrize("words", ["launch -h", "launch --seed 1 -h x.py", "train -h", "verify -h", "inspect -h"])
 def test_help_has_a_short_option(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = words.partition(" ")[0]
     assert main(words.split()) == 0
@@ -276,7 +237,6 @@ def write_program(directory: Path) -> Path:
         (["samestep", "launch", "--micro"], ["--micro-batch-size"]),
         (["samestep", "launch", "--seed", "1", "--fre"], ["--fresh"]),
         (["samestep", "train", "gp"], ["gpt"]),
-        (["samestep", "train", "gpt", "--lay"], ["--layers"]),
         (["samestep", "inspect", "run", "--sn"], ["--snapshot"]),
         (["samestep", "verify", "--kill"], ["--kills", "--kill-seed"]),
         (["samestep", "completion", "f"], ["fish"]),

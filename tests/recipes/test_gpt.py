@@ -508,8 +508,8 @@ def test_the_same_bits_on_any_ranks_and_after_a_stop(tokens: Path, tmp_path: Pat
 @pytest.mark.parametrize("options", [[], ["--precision", "bf16"], ["--checkpoint-activations"]], ids=str)
 def test_the_same_bits_after_kills(tokens: Path, tmp_path: Path, options: list[str]) -> None:
     done = samestep_command(
-        "verify", "gpt", "--data", tokens, *SMALL, "--validate-every", "2", "--dropout", "0.1", "--steps", "4",
-        "--world-sizes", "1,2,3", "--kills", "1", *options, cwd=tmp_path,
+        "verify", "--steps", "4", "--world-sizes", "1,2,3", "--kills", "1", "gpt", "--data", tokens, *SMALL,
+        "--validate-every", "2", "--dropout", "0.1", *options, cwd=tmp_path,
     )  # fmt: skip
     check(done)
 

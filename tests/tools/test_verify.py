@@ -117,7 +117,7 @@ def test_a_recipe_and_its_own_arguments(tmp_path: Path) -> None:
         cwd=tmp_path,
     )  # fmt: skip
     check(done)
-    assert done.stdout.startswith("samestep verify mlp 2 1 --batch-size=8\n")
+    assert done.stdout.startswith("samestep verify mlp 2 1 --batch_size 8\n")
     assert not list(tmp_path.iterdir())
 
 
@@ -147,8 +147,6 @@ def test_a_script_that_does_not_train(tmp_path: Path, script: str, words: str) -
         (["--keep-runs", "/proc/x", "mlp"], "--keep-runs /proc/x cannot be created (No such file or directory): name"),
         (["--step", "3", "mlp"], "verify has no option --step; did you mean --steps?"),
         (["--run-dir", "x", "mlp"], "verify has no option --run-dir"),
-        (["mlp", "--run-dir", "x"], "verify mlp has no option --run-dir"),
-        (["mlp", "--no-such-option"], "verify mlp has no option --no-such-option"),
     ],
 )
 def test_what_it_refuses(tmp_path: Path, arguments: list[str], words: str) -> None:

@@ -1,16 +1,11 @@
 """The options of `launch`, and its target. Imports nothing slow."""
 
-import re
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from samestep.config import OPTIONS, Option, whole
 from samestep.errors import Error
 from samestep.plan.schedule import check_positive
-
-if TYPE_CHECKING:
-    pass
 
 FLAGS: dict[str, Option] = {
     "nproc_per_node": Option(
@@ -38,34 +33,12 @@ FLAGS: dict[str, Option] = {
     **{name: replace(OPTIONS[name], check=check_positive) for name in ("batch_size", "micro_batch_size")},
 }
 
-# Options of torchrun that `launch` accepts, and what to use instead of the others.
+# Options of torchrun that `launch` accepts.
 TORCHRUN: dict[str, Option] = {
     "standalone": Option(bool, "", "one node"),
     "rdzv_backend": Option(str, "B", "c10d or static"),
     "master_addr": Option(str, "HOST", "the host of --rdzv-endpoint"),
     "master_port": Option(int, "PORT", "the port of --rdzv-endpoint"),
-}
-_LOGS = "all output of the ranks is in logs/ in the run directory, and --show-ranks selects what is shown"
-INSTEAD = {
-    "module": "write -m MODULE",
-    "rdzv_conf": "use --rdzv-timeout and --rdzv-last-call",
-    "redirects": _LOGS,
-    "tee": _LOGS,
-    "log_dir": _LOGS,
-    "local_ranks_filter": "use --show-ranks",
-    "local_addr": "nodes are reached by the address from which they connect to --rdzv-endpoint",
-    "no_python": "it starts Python scripts and modules",
-    # Of accelerate, deepspeed, mpirun, srun and Lightning.
-    **dict.fromkeys(
-        ("num_processes", "num_gpus", "gpus", "devices", "n", "np", "ntasks", "ranks", "num_ranks", "world_size"),
-        "use --nproc-per-node",
-    ),
-    **dict.fromkeys(("num_machines", "num_nodes", "nodes"), "use --nnodes"),
-    "machine_rank": "use --node-rank",
-    "main_process_ip": "use --master-addr",
-    "main_process_port": "use --master-port",
-    "hostfile": "start the same command on each machine, with --nnodes and --rdzv-endpoint",
-    **dict.fromkeys(("monitor_interval", "role", "run_path", "start_method"), "leave it out"),
 }
 
 
@@ -92,25 +65,6 @@ def translate_torchrun(values: dict[str, Any]) -> None:
             )
         host = f"[{host}]" if ":" in host else host
         values["rdzv_endpoint"] = host if port is None else f"{host}:{port}"
-
-
-def find_misplaced(arguments: Sequence[str], text: str) -> list[str]:
-    """Find options of `launch` among the arguments of a script whose source does not seem to define them.
-
-    Options for `Run`, such as --seed, are common names: a script that reads any arguments can define them elsewhere.
-    If it reads none, `batch_size=32` in a call of `Run` does not define --batch-size.
-    """
-    reads = re.search(r"arg|\b(click|fire|hydra|typer)\b", text) is not None
-    if not reads:
-        text = re.sub(r"\b\w+ *= *(?=[-.\d'\"]|None\b|True\b|False\b)", "", text)
-    words = set(re.findall(r"\w+", text.replace("-", "_"))) | set(re.findall(r"--([\w-]+)", text))
-    given = [token.partition("=")[0] for token in arguments if token.startswith("--")]
-    names = {each: each[2:].replace("-", "_") for each in given}
-    return [
-        each
-        for each, name in names.items()
-        if name in FLAGS | TORCHRUN and not (reads and name in OPTIONS) and not {name, name.replace("_", "-")} & words
-    ]
 
 
 def parse_sizes(option: str, text: str) -> list[int]:

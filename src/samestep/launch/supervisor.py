@@ -130,7 +130,7 @@ class LocalStarts:
 def _warn_of_copies(ranks: Ranks, target: Target) -> None:
     """Warn if no rank has determined its rank, by joining the others in the store or by reading the environment."""
     if target.kind != "call" and ranks.num_ranks > 1 and not (ranks.directory / RANKED).exists():
-        command = shlex.join(["samestep", "verify", "--plain", *target.to_command()[1]])
+        command = shlex.join(["samestep", "verify", "--plain", *target.to_words()])
         say(
             f"no rank used samestep or a process group, or read RANK: each of the {ranks.num_ranks} ranks ran a full "
             f"copy of {target.name}; see docs/coming-from.md, and check it with {command}"

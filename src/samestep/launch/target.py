@@ -19,20 +19,17 @@ class Target:
     name: str
     arguments: list[str] = field(default_factory=list)
 
-    def to_command(self) -> tuple[str, list[str]]:
-        """Return the samestep command that starts it, and the words after the command's options. Not for a call."""
-        if self.kind == "recipe":
-            return "train", [self.name.rpartition(".")[2], *self.arguments]
-        return "launch", [*(["-m"] if self.kind == "module" else []), self.name, *self.arguments]
+    def to_words(self) -> list[str]:
+        """Return the words after `samestep launch` and its options that start it. Not for a call."""
+        name = self.name.rpartition(".")[2] if self.kind == "recipe" else self.name
+        return [*(["-m"] if self.kind == "module" else []), name, *self.arguments]
 
     def to_full_command(self, num_ranks: int, *flags: str) -> list[str]:
         """Return the command that starts it on several ranks of this machine, from the interpreter on.
 
         `flags`: further options of the launcher.
         """
-        command, words = self.to_command()
-        recipe, own = (words[:1], words[1:]) if command == "train" else ([], words)
-        return [*COMMAND, command, *recipe, "--nproc-per-node", str(num_ranks), *flags, *own]
+        return [*COMMAND, "launch", "--nproc-per-node", str(num_ranks), *flags, *self.to_words()]
 
     def to_plain_command(self) -> list[str]:
         """Return the command that runs it without a launcher, from the interpreter on. Not for a call."""

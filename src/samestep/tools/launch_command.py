@@ -1,26 +1,23 @@
 """`samestep launch` and `train`: their options, and the start of the ranks on this machine or on several hosts."""
 
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from samestep.command_line import suggest
+from samestep.command_line import name_option, suggest
 from samestep.config import OPTIONS, Option, is_url
-from samestep.console import say
 from samestep.errors import Error
-from samestep.files import read_text
-from samestep.launch.flags import FLAGS, TORCHRUN, find_misplaced, translate_torchrun
-from samestep.launch.recipe_source import describe_recipes, find_recipes, read_description
-from samestep.launch.script_command import ScriptCommand, find_recipe
+from samestep.launch.flags import FLAGS, TORCHRUN, translate_torchrun
+from samestep.launch.recipe_source import describe_recipes, find_recipes
+from samestep.launch.script_command import ScriptCommand, build_recipe_target
 from samestep.launch.target import Target
+from samestep.processes import run_captured
 from samestep.world.environment import set_hook
 
 LAUNCH_HELP = """\
 Starts the script on several ranks of this machine and waits for them. Everything after the script is an argument of the
-script. Options of launch after the script cause a warning, unless the script mentions them or -- precedes the script.
+script, as with torchrun.
 Ranks get the environment of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...); the script does not have to use samestep.
 The output of every rank is in logs/ in the run directory, whether it is shown or not.
 
@@ -45,34 +42,30 @@ Recipes:
 DEFAULT_RECIPE = "digits"
 
 
-class LaunchCommand(ScriptCommand):
-    """`samestep launch`, which starts no recipes."""
-
-    usage = "SCRIPT | -m MODULE"
-
-    def find_target(self, ctx: click.Context, args: list[str]) -> tuple[Target, dict[str, Any]]:
-        """Return the target, and the values of the options. Warns about options after the script."""
-        values, left = self.take(ctx, args)
-        translate_torchrun(values)
-        target = self.build_target(left)
-        if args[-len(left) - 1 : -len(left)] != ["--"]:
-            _warn_of_misplaced(target)
-        return target, values
-
-
 class TrainCommand(ScriptCommand):
-    """`samestep train`, which starts only recipes."""
+    """`samestep train`, which starts only recipes. Its options and those of the recipe may be given in any order."""
 
     usage = "[RECIPE]"
 
-    def find_target(self, ctx: click.Context, args: list[str]) -> tuple[Target, dict[str, Any]]:
-        """Return the recipe that the first argument with such a name names, and the values of the options."""
-        values, left = self.take(ctx, args, is_mixed=True)
-        if recipe := find_recipe(left):
-            left.remove(recipe)
-        elif left and not left[0].startswith("-"):
-            raise Error(f"there is no recipe {left[0]}{suggest(left[0], find_recipes())}", code="SS103")
-        return self.build_recipe_target(recipe or DEFAULT_RECIPE, left, values), values
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        mixed = {"ignore_unknown_options": True, "allow_interspersed_args": True}
+        self.context_settings = {**self.context_settings, **mixed}
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the options. The other words, without the recipe's name, are the recipe's."""
+        if ctx.resilient_parsing:  # to complete a word
+            return super().parse_args(ctx, args)
+        named = next((word for word in args if word in find_recipes()), "")
+        ctx.obj = named  # for --help
+        values, words = self.take(ctx, args)
+        if named in words:
+            words.remove(named)
+        elif words and not words[0].startswith("-"):
+            raise Error(f"there is no recipe {words[0]}{suggest(words[0], find_recipes())}", code="SS103")
+        usual = [name_option(word) + "".join(word.partition("=")[1:]) if word[:2] == "--" else word for word in words]
+        ctx.obj = (build_recipe_target(named or DEFAULT_RECIPE, usual, values), values)
+        return []
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Return the recipes or options that begin with `incomplete`."""
@@ -80,22 +73,12 @@ class TrainCommand(ScriptCommand):
         return recipes or super().shell_complete(ctx, incomplete)
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the description of the recipe that the arguments name; without one, of the command."""
-        formatter.write(f"\n{read_description(ctx.obj) if ctx.obj else TRAIN_HELP + describe_recipes()}\n")
-
-
-def _warn_of_misplaced(target: Target) -> None:
-    """Warn about options of `launch` after the script, which are passed to the script."""
-    text = "arguments"  # a module can read arguments of any name
-    if target.kind == "script":
-        with suppress(OSError):
-            text = read_text(Path(target.name), is_given=True)
-    misplaced = find_misplaced(target.arguments, text)
-    if misplaced:
-        say(
-            f"{' and '.join(misplaced)} after {target.name} goes to the script and not to launch: put options of "
-            "launch before the script, or -- before the script if this is intended"
-        )
+        """Write the help of the recipe that the arguments name; without one, of the command."""
+        if not (named := ctx.find_object(str)):
+            formatter.write(f"\n{TRAIN_HELP}{describe_recipes()}\n")
+            return
+        show = [*build_recipe_target(named, ["--help"], {}).to_plain_command()]
+        formatter.write(f"\n{run_captured(show).stdout}\n")
 
 
 def start(target: Target, values: dict[str, Any]) -> int:
@@ -103,6 +86,7 @@ def start(target: Target, values: dict[str, Any]) -> int:
     if values.pop("list", False):
         print(describe_recipes(), end="")
         return 0
+    translate_torchrun(values)
     from samestep.launch.handshake import read_secret
     from samestep.launch.launcher import run_launch
     from samestep.launch.rendezvous_client import LAST_CALL_S, parse_nodes
@@ -147,5 +131,5 @@ def _check_resume(*, run_dir: str | None = None, resume: str = "latest", fresh: 
         Store(path).check_present(which)
 
 
-run_launch = LaunchCommand("launch", start, FLAGS | TORCHRUN, help=LAUNCH_HELP)
+run_launch = ScriptCommand("launch", start, FLAGS | TORCHRUN, help=LAUNCH_HELP)
 run_train = TrainCommand("train", start, FLAGS | {"list": Option(bool, "", "list the recipes")})

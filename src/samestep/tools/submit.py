@@ -156,10 +156,9 @@ def render_script(target: Target, values: Mapping[str, Any]) -> str:
                 f"the batch script would have the option {line!r}: use names without control characters",
                 code="SS101",
             )
-    command, words = target.to_command()
     flags = ["--nproc-per-node", num_local, *(["--run-dir", run_dir] if run_dir else []), "--grace-s", grace_s]
     flags += to_flags({name: value for name, value in values.items() if name in PASSED_ON})
-    start = shlex.join([sys.executable, *COMMAND[1:], command])
+    start = shlex.join([sys.executable, *COMMAND[1:], "launch"])
     nodes = f' --nnodes {num_nodes} --rdzv-endpoint "$head:$port"' if num_nodes > 1 else ""
     return SCRIPT.format(
         version=__version__,
@@ -169,7 +168,7 @@ def render_script(target: Target, values: Mapping[str, Any]) -> str:
         num_cpus=num_cpus,
         no_kill=" --no-kill" if values.get("heal") else "",
         keep_code=shlex.quote(KEEP_CODE),
-        command=f"{start}{nodes} {shlex.join([*map(str, flags), *words])}",
+        command=f"{start}{nodes} {shlex.join([*map(str, flags), *target.to_words()])}",
         start_again=START_AGAIN,
         killed=128 + signal.SIGUSR1,
     )

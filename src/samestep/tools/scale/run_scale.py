@@ -80,7 +80,7 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
         add_finish(rows, num_run_steps, queues_s)
     memory = list_memory(alone.memory, [row["world_size"] for row in rows])
     if values.get("json"):
-        facts = {"script": " ".join(target.to_command()[1]), "num_cores": num_cores, "fit": asdict(fit)}
+        facts = {"script": " ".join(target.to_words()), "num_cores": num_cores, "fit": asdict(fit)}
         print(json.dumps({**facts, "sizes": rows, "memory": memory, "recommendation": recommend(rows)}))
     else:
         print_result(fit, rows, memory, num_run_steps)

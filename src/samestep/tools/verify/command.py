@@ -184,7 +184,7 @@ class _Verification:
         self._free: set[str] = set()  # logged values that differ in two runs on the same number of ranks
 
     def run(self) -> int:
-        print(f"samestep verify {' '.join(self._trials.target.to_command()[1])}", flush=True)
+        print(f"samestep verify {' '.join(self._trials.target.to_words())}", flush=True)
         print(self._row.format("run", "ranks", "steps", "result", "time"), flush=True)
         self._compare_all()
         print("".join(f"{line}\n" for line in self._lines), end="")

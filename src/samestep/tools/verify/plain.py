@@ -130,7 +130,7 @@ def run_plain(target: Target, options: PlainOptions, world_sizes: Sequence[int])
             make_empty(Path(options.keep_runs))
         trials = _PlainTrials(target, options, entries, home, temporary.lock.fileno())
         if not options.json:
-            print(f"samestep verify --plain {shlex.join(target.to_command()[1])}", flush=True)
+            print(f"samestep verify --plain {shlex.join(target.to_words())}", flush=True)
         results = _compare(trials, options, world_sizes)
     has_mistake = any(result.verdict == MISTAKE for result in results)
     if options.json:
