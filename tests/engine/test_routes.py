@@ -45,7 +45,10 @@ def reduce_on_a_rank(n: int, direct_max_bytes: int) -> list[bytes]:
     held = layout.ranges[group.rank]
     for v in held:
         reduction.open(v)
-        reducer.hooks.backward((params[0] * draw_leaf(v)).sum(), 1.0, reduction.take)
+        loss = (params[0] * draw_leaf(v)).sum()
+        reducer.hooks.backward(loss, 1.0, reduction.take if reduction.is_sending else None)
+        if not reduction.is_sending:
+            reduction.take_all()
         reduction.close(v)
     reduction.assign(reduction.finish(Control(Vote())).average(plan, 1.0))
     assert params[1].grad is None

@@ -235,7 +235,7 @@ IN_MICRO_BATCHES: dict[str, Mistake] = {
         r"loss\.backward\(\) was called .*: call step\.backward\(loss\)",
         body=lambda t, x, y: mse(t, x, y).backward()),
     "loss.backward by hand, too": in_loop(
-        r"loss\.backward\(\) was called .*: call step\.backward\(loss\)",
+        r"loss\.backward\(\)(, zero_grad, clip.* change it after| was called .*: call step\.backward\(loss\))",
         body=lambda t, x, y: [learn(t, x, y), mse(t, x, y).backward()]),
     "two step.backward": in_loop(
         r"step\.backward was called twice in micro-batch \d of step 0: add",
@@ -352,10 +352,6 @@ LOSSES: dict[str, Mistake] = {
         model=lambda: nn.Sequential(nn.Linear(4, 3), Bounded(3, 1))),
     "a model converted in the loop": in_loop(
         r"model\.\w+ was converted or given another shape in the loop: change the", then=lambda t: t.model.double()),
-    "reentrant checkpointing": in_loop(
-        r"model\.\w+ got two gradients in one micro-batch .*: use .* with use_reentrant=Fa",
-        body=lambda t, x, y: t.step.backward(F.mse_loss(torch.stack(
-            [checkpoint(t.model, x.requires_grad_(), use_reentrant=True) for _ in range(2)]).mean(0), y))),
     # 49 samples in steps of 10: the last step has micro-batches of 2, 2, 2, 2 and 1.
     "a lone sample": in_loop(
         r"micro-batch 4 of step 4 \(rank \d\) has one sample, and model\.1 cannot normalize one valu",
@@ -534,6 +530,10 @@ MISTAKES = IN_MICRO_BATCHES | LOSSES | LOOPS | PREPARED | DATA | STATES
 
 # Mistakes by which two ranks differ.
 RANKS: dict[str, Mistake] = {
+    "reentrant checkpointing": in_loop(
+        r"model\.\w+ got two gradients in one micro-batch .*: use .* with use_reentrant=Fa",
+        body=lambda t, x, y: t.step.backward(F.mse_loss(torch.stack(
+            [checkpoint(t.model, x.requires_grad_(), use_reentrant=True) for _ in range(2)]).mean(0), y))),
     "batch sizes": by_rank(
         r"batch_size is 8 on rank 0 and 16 on rank 1: make it the same on all ranks",
         lambda rank: {"batch_size": 8 * (1 + rank)}),

@@ -13,9 +13,9 @@ Receive = Callable[[int, Tensor], None]  # gets the number of a parameter, and i
 
 
 class GradientHooks:
-    """Hooks on parameters, which pass on the gradients that `backward` computes.
+    """Runs backward passes. Hooks on the parameters, if attached, pass on each gradient as soon as it is there.
 
-    Within a micro-batch, they refuse gradients of other backward passes.
+    Within a micro-batch, gradients of other backward passes are refused.
 
     Attributes:
         failure: the type of the error that a backward pass of the open micro-batch has raised; "" for none.
@@ -40,6 +40,7 @@ class GradientHooks:
         """Remove the hooks from the parameters."""
         for handle in self._handles.values():
             handle.remove()
+        self._handles.clear()
 
     def open(self) -> None:
         """Begin a micro-batch."""
@@ -50,12 +51,15 @@ class GradientHooks:
         """End the micro-batch."""
         self._is_open = False
 
-    def backward(self, loss: Tensor, factor: float | Tensor, receive: Receive) -> None:
-        """Run the backward pass of `factor * loss`.
+    def backward(self, loss: Tensor, factor: float | Tensor, receive: Receive | None) -> None:
+        """Run the backward pass of `factor * loss`, which leaves its gradients in `.grad`.
 
-        Each gradient is in `.grad` when `receive` gets it, as soon as it is computed.
+        Args:
+            receive: is called with each gradient, as soon as it is in `.grad`; needs hooks. None: nothing is called.
         """
-        self._receive = receive
+        if not self._handles:
+            self.check_empty(self._params)
+        self._receive = _ignore if receive is None else receive
         try:
             run_backward(
                 (loss,), (build_seed(factor, loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -66,25 +70,37 @@ class GradientHooks:
         finally:
             self._receive = None
 
+    @staticmethod
+    def check_empty(params: Sequence[Tensor]) -> None:
+        """Raise UsageError if a parameter has a gradient, which is of another backward pass."""
+        if [param for param in params if param.grad is not None]:
+            raise UsageError(
+                "loss.backward() was called inside the micro-batch loop: call step.backward(loss), which weights the "
+                "loss and sums over ranks; for an input's gradient, torch.autograd.grad(loss, x)",
+                code="SS201",
+            )
+
     def _build_hook(self, i: int) -> Callable[[Tensor], None]:
         def on_grad(param: Tensor) -> None:
             receive = self._receive
             grad = param.grad
             if receive is None:
                 if self._is_open:
-                    raise UsageError(
-                        "loss.backward() was called inside the micro-batch loop: call step.backward(loss), which "
-                        "weights the loss and sums over ranks; for an input's gradient, torch.autograd.grad(loss, x)",
-                        code="SS201",
-                    )
+                    self.check_empty([param])
                 return
-            if grad is None:  # an autograd.Function returned none, or a hook removed it: same as unused
+            if (
+                receive is _ignore or grad is None
+            ):  # an autograd.Function returned none, or a hook removed it: same as unused
                 return
             if grad.layout is not torch.strided:
                 param.grad = grad = grad.to_dense()  # a sparse one has other rows on each rank
             receive(i, grad)
 
         return on_grad
+
+
+def _ignore(i: int, grad: Tensor) -> None:
+    pass
 
 
 def build_seed(factor: float | Tensor, loss: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.plan.tree import Layout
+from samestep.torch_internals import add_all
 
 # bits of a parameter's byte: a micro-batch of the step used it, a micro-batch did not
 USED = 1
@@ -42,7 +43,7 @@ class RankParts:
         """Add the gradients of micro-batch v, unless it is the last one: the parts that it completes become one."""
         grads = self._narrow_all(grads)
         for _ in range(self._count_merges(v)):
-            grads = [add(left, right) for left, right in zip(self._parts.pop(), grads, strict=True)]
+            grads = add_grads(self._parts.pop(), grads)
         self._parts.append(grads)
 
     def select(self, indices: Sequence[int]) -> None:
@@ -72,7 +73,7 @@ class RankParts:
         """Return the sum of all parts and `grads`, of the last micro-batch, if there is no other rank."""
         grads = self._narrow_all(grads)
         for part in reversed(self._parts):
-            grads = [add(left, right) for left, right in zip(part, grads, strict=True)]
+            grads = add_grads(part, grads)
         return grads
 
     def _narrow_all(self, grads: Grads) -> Grads:
@@ -85,6 +86,14 @@ def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     if left is None:
         return right
     return left if right is None else left.add_(right)
+
+
+def add_grads(left: Grads, right: Grads) -> Grads:
+    """Return the sums of pairs, see `add`."""
+    pairs = [(one, other) for one, other in zip(left, right, strict=True) if one is not None and other is not None]
+    if pairs:
+        add_all([one for one, _ in pairs], [other for _, other in pairs])
+    return [other if one is None else one for one, other in zip(left, right, strict=True)]
 
 
 def put(grad: Tensor | None, view: Tensor) -> None:

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from samestep.engine.backward import Receive
 from samestep.engine.buffers import Buffers, refuse_lone_sample
 from samestep.engine.control import Control, Vote
 from samestep.engine.exchange import Sums
@@ -16,6 +16,7 @@ from samestep.engine.logged_values import LoggedNames, Means
 from samestep.engine.losses import PassLosses
 from samestep.engine.precision import Precision
 from samestep.engine.reducer import Reducer
+from samestep.engine.reduction_pass import ReductionPass
 from samestep.engine.sharded_pass import ShardedPass
 from samestep.errors import Error, InvalidValue, UsageError
 from samestep.plan.tree import build_layout
@@ -154,9 +155,36 @@ class GradientPass:
         if isinstance(self._sum, ShardedPass):
             # On every rank, even of a loss that does not count: all ranks take part in the exchange.
             self._sum.backward(self._v, wanted, partial(run, self._sum.take), has_weight=has_weight)
+        elif has_weight and self._sum.is_sending and self._v in self.held:
+            run(partial(self._receive, self._sum, wanted))
         elif has_weight:
-            run(self._find_receiver(wanted))
+            run(None)
+            self._take_all(self._sum, wanted)
         return self._sum.waited_s - waited_s
+
+    def _receive(self, reduction: ReductionPass, wanted: set[int] | None, i: int, grad: Tensor) -> None:
+        """Pass on a gradient. `wanted`: the numbers of those to keep; None: all."""
+        if wanted is not None and i not in wanted:
+            self._reducer.plan.params[i].grad = None
+            return
+        if self._inspect is not None:
+            self._inspect(i, grad)
+        reduction.take(i, grad)
+
+    def _take_all(self, reduction: ReductionPass, wanted: set[int] | None) -> None:
+        """Pass on all gradients, after the backward pass. Arguments as for `_receive`."""
+        for i, param in enumerate(self._reducer.plan.params):
+            if (grad := param.grad) is None:
+                continue
+            if wanted is not None and i not in wanted:
+                param.grad = None
+                continue
+            if grad.layout is not torch.strided:
+                param.grad = grad = grad.to_dense()  # a sparse one has other rows on each rank
+            if self._inspect is not None:
+                self._inspect(i, grad)
+        if self._v in self.held:
+            reduction.take_all()
 
     def _find_wanted(self, model: nn.Module) -> set[int]:
         """Return the numbers of the trained parameters of a prepared model."""
@@ -192,24 +220,6 @@ class GradientPass:
     def _is_taken(self, v: int) -> bool:
         """Return whether micro-batch v takes part in the exchange, if only as a filler."""
         return v in self.held or v in self.fillers
-
-    def _find_receiver(self, wanted: set[int] | None) -> Receive:
-        """Return what gets the gradients in the open micro-batch. `wanted`: those to keep; None: all."""
-        take = self._sum.take if self._v in self.held else self._reducer.inspecting.take
-        inspect = self._inspect
-        if inspect is None and wanted is None:
-            return take
-        params = self._reducer.plan.params
-
-        def receive(i: int, grad: Tensor) -> None:
-            if wanted is not None and i not in wanted:
-                params[i].grad = None
-                return
-            if inspect is not None:
-                inspect(i, grad)
-            take(i, grad)
-
-        return receive
 
     def close(self) -> None:
         """End the open micro-batch: fold its gradients and its buffers into those of the micro-batches before it."""

@@ -49,8 +49,11 @@ class Reducer:
         for param in (*self.plan.params, *self.plan.untrained):
             param.grad = None
         self.guard.begin()
-        self.hooks.attach()
         memory = self._memory.find(layout, num_buffers, num_names)
+        if memory is None:
+            self.hooks.remove()  # they are for messages
+        else:
+            self.hooks.attach()
         if self.plan.shards is not None and memory is not None:
             return ShardedPass(self.plan, self.plan.shards, self._group, memory, self.guard)
         return ReductionPass(self.plan, layout, self._group, memory, self.guard)

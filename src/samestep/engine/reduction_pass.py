@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from samestep.engine.backward import GradientHooks
 from samestep.engine.control import Control
 from samestep.engine.exchange import Exchange, Sums, sum_alone
 from samestep.engine.exchange_memory import ExchangeMemory
@@ -47,7 +48,6 @@ class ReductionPass:
         # Of the open micro-batch:
         self._sender: Exchange | None = None  # only in the last one
         self._fired = bytearray(len(plan.params))  # 1: the parameter has a gradient
-        self._storages: set[int] = set()
         self._found: list[tuple[int, Tensor, int]] = []  # the gradients, see `check_gradients`
 
     @property
@@ -55,14 +55,18 @@ class ReductionPass:
         """Seconds that backward passes have waited for exchanges, and so for other ranks."""
         return 0.0 if self._exchange is None else self._exchange.waited_s
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether `take` gets each gradient of the open micro-batch; otherwise `take_all` gets them at the end."""
+        return self._sender is not None
+
     def open(self, v: int) -> None:
         """Begin micro-batch v of this rank."""
         self._sender = self._exchange if v == self._parts.held.stop - 1 else None
         self._fired[:] = bytes(len(self._fired))
-        self._storages.clear()
 
     def take(self, i: int, grad: Tensor) -> None:
-        """Take the gradient of parameter i, which is in its `.grad`."""
+        """Take the gradient of parameter i, which is in its `.grad`, in the last micro-batch."""
         if self._fired[i]:
             raise UsageError(
                 f"{self._plan.names[i]} got two gradients in one micro-batch (reentrant activation checkpointing?): "
@@ -71,21 +75,31 @@ class ReductionPass:
             )
         self._fired[i] = 1
         sender = self._sender
-        if sender is not None:
-            # Packed now, while it is in the cache, so that its memory is reused for the next gradient. `.data`,
-            # because views of one bucket would share a version.
-            packed = sender.pack(i, grad)
-            if packed.dtype == grad.dtype:  # else it was rounded, and `.grad` cannot hold it
-                grad = packed.data
-                self._plan.params[i].grad = grad
-        elif (storage := get_storage(grad)) in self._storages:
-            grad = grad.clone()  # one tensor for two parameters, or views that may overlap
+        assert sender is not None
+        # Packed now, while it is in the cache, so that its memory is reused for the next gradient. `.data`, because
+        # views of one bucket would share a version.
+        packed = sender.pack(i, grad)
+        if packed.dtype == grad.dtype:  # else it was rounded, and `.grad` cannot hold it
+            grad = packed.data
             self._plan.params[i].grad = grad
-        else:
-            self._storages.add(storage)
         self._found.append((i, grad, read_version(grad)))
-        if sender is not None:
-            sender.send_complete(i)
+        sender.send_complete(i)
+
+    def take_all(self) -> None:
+        """Take the gradients in `.grad` of all parameters, after the backward pass."""
+        params = self._plan.params
+        found = [(i, grad) for i, param in enumerate(params) if (grad := param.grad) is not None]
+        storages = [*map(get_storage, [grad for _, grad in found])]
+        if len({*storages}) < len(storages):  # one tensor for two parameters, or views that may overlap
+            seen = set[int]()
+            for (i, grad), storage in zip(found, storages, strict=True):
+                if storage in seen:
+                    params[i].grad = grad.clone()
+                seen.add(storage)
+            found = [(i, grad) for i, _ in found if (grad := params[i].grad) is not None]
+        for i, _ in found:
+            self._fired[i] = 1
+        self._found = [(i, grad, read_version(grad)) for i, grad in found]
 
     def close(self, v: int) -> None:
         """End micro-batch v, and fold it unless it is the last of this rank.
@@ -94,6 +108,9 @@ class ReductionPass:
             UsageError: the script has changed a gradient, or a parameter since the pass began.
         """
         _drop(self._plan.untrained)
+        GradientHooks.check_empty(
+            [param for param, fired in zip(self._plan.params, self._fired, strict=True) if not fired]
+        )
         check_gradients(self._plan.names, self._plan.params, self._found, v)
         self._found.clear()  # views of buckets, to which no reference may remain when the next pass begins
         self._parts.mark(self._fired)
@@ -132,9 +149,6 @@ class InspectingPass:
     def open(self, v: int) -> None:
         """Begin micro-batch v. After the exchange, `.grad` may still hold gradients of this rank."""
         _drop(self._plan.params)
-
-    def take(self, i: int, grad: Tensor) -> None:
-        """Take the gradient of parameter i."""
 
     def close(self, v: int) -> None:
         """End micro-batch v."""

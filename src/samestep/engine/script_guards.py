@@ -1,11 +1,12 @@
 """Refuses what a script must not change while the gradient of a step is computed."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from samestep.errors import UsageError
-from samestep.torch_internals import get_local, read_version
+from samestep.torch_internals import get_local, is_sharded, read_version
 
 
 class ParameterGuard:
@@ -14,8 +15,8 @@ class ParameterGuard:
     def __init__(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
         self._names = names
         self._params = params
+        self._are_sharded = any(map(is_sharded, params))
         self._kinds = [(param.shape, param.dtype) for param in params]
-        self._places = self._find_places()
         self._marks = self._read_marks()
 
     def begin(self) -> None:
@@ -24,11 +25,10 @@ class ParameterGuard:
         Raises:
             UsageError: it has converted or reshaped a parameter.
         """
+        before = self._marks
         self._marks = self._read_marks()
-        places = self._find_places()
-        if places == self._places:
+        if self._marks.places == before.places:
             return
-        self._places = places
         for name, param, kind in zip(self._names, self._params, self._kinds, strict=True):
             if (param.shape, param.dtype) != kind:
                 raise UsageError(
@@ -39,12 +39,10 @@ class ParameterGuard:
     def check(self) -> None:
         """Raise UsageError if weights were changed, frozen or unfrozen since the pass began."""
         marks = self._read_marks()
-        places = self._find_places()
-        if marks == self._marks and places == self._places:
+        if marks == self._marks:
             return
-        has_moved = map(int.__ne__, self._places, places)
-        for name, before, now, moved in zip(self._names, self._marks, marks, has_moved, strict=True):
-            if before[0] != now[0] or moved:
+        for i, name in enumerate(self._names):
+            if (marks.versions[i], marks.places[i]) != (self._marks.versions[i], self._marks.places[i]):
                 raise UsageError(
                     f"{name} was changed inside the micro-batch loop (by the model's forward, as nn.Embedding(max_norm="
                     "...) does, or by assigning .data?), so that the gradient depends on the rank: change "
@@ -52,19 +50,34 @@ class ParameterGuard:
                     "after run.prepare, before the loop",
                     code="SS208",
                 )
-            if before[1] != now[1]:
+            if marks.trained[i] != self._marks.trained[i]:
                 raise UsageError(
                     f"requires_grad of {name} was changed inside the micro-batch loop, so that the gradient depends on "
                     "the rank: change it before or after the loop",
                     code="SS208",
                 )
 
-    def _read_marks(self) -> list[tuple[int, bool]]:
-        return [(read_version(get_local(param)), param.requires_grad) for param in self._params]
+    def _read_marks(self) -> "Marks":
+        params = [*map(get_local, self._params)] if self._are_sharded else self._params
+        return Marks(
+            [*map(read_version, params)],
+            [param.data_ptr() for param in params],
+            [param.requires_grad for param in self._params],
+        )
 
-    def _find_places(self) -> list[int]:
-        """Return the address of each parameter, because `param.data = ...` does not change its version."""
-        return [get_local(param).data_ptr() for param in self._params]
+
+class Marks(NamedTuple):
+    """What changes with a write to parameters.
+
+    Attributes:
+        versions: count writes.
+        places: addresses, because `param.data = ...` does not change the version.
+        trained: `requires_grad`.
+    """
+
+    versions: list[int]
+    places: list[int]
+    trained: list[bool]
 
 
 def check_gradients(
@@ -89,7 +102,7 @@ def check_gradients(
                 code="SS207",
             )
         raise UsageError(
-            f"the gradient of {names[i]} was changed in micro-batch {v} (by zero_grad, clipping, or a hook "
-            "registered after run.prepare?), while it is only a partial sum: change it after the micro-batch loop",
+            f"the gradient of {names[i]} was changed in micro-batch {v} (by loss.backward(), zero_grad, clipping, or a "
+            "hook registered after run.prepare?), while it is only a partial sum: change it after the micro-batch loop",
             code="SS207",
         )
