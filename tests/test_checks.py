@@ -19,7 +19,6 @@ ERRORS = {"Error", "InvalidType", "InvalidValue", "RunDirectoryError", "UsageErr
 BUILDERS = {
     "explain_drift": "watch/replica_checksums.py",
     "explain": "data/sample_errors.py",
-    "explain_in_loop": "train/guards/calls.py",
 }
 # Variables with a message of another place: that the last snapshot was not written, and what a stuck worker means.
 NO_CHECKS = {"failure", "sentence"}
