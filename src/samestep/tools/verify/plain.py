@@ -271,8 +271,8 @@ def _sort_entries(linked: Collection[str], home: Path) -> dict[Path, bool]:
     too_large = [path for path in wanted if str(path) not in names and not _is_small(path)]
     if too_large:
         say(
-            f"too large to be copied for each start, and left out: {', '.join(path.name for path in too_large)}; if the "
-            "script needs it and only reads it, name it with --link"
+            f"too large to be copied for each start, and left out: {', '.join(path.name for path in too_large)}; if "
+            "the script needs it and only reads it, name it with --link"
         )
     return {path: str(path) in names for path in wanted if path not in too_large}
 
