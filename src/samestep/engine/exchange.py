@@ -126,9 +126,9 @@ class Exchange:
         elif not self._plan.exact:
             memory.root.zero_()
         wait = partial(self._group.wait_for, num_bytes=memory.root.nbytes)
-        self._pending.append(routes.PendingOp(memory.exchange(tag=place), wait))
+        self._pending.append(routes.PendingOp(memory.route.run(tag=place), wait))
         # At this fixed point, so that all ranks issue their messages in the same order.
-        if place and self._memory.buckets[place - 1].route in ("butterfly", "chunks"):
+        if place and self._memory.buckets[place - 1].route.has_rounds:
             self._pending[place - 1].advance()
 
     def finish(self, grads: Grads, control: Control) -> Sums:

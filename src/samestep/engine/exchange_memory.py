@@ -1,6 +1,7 @@
 """The memory for the exchange of gradients: of each bucket, the parts and the sum; the ranks' control blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from sys import getrefcount
 from typing import Any
 
@@ -42,16 +43,14 @@ class ExchangeMemory:
             BucketMemory(
                 bucket,
                 layout,
-                group.rank,
+                group,
                 exact=plan.exact,
                 control_bytes=self.form.size_bytes if bucket is last and carries_control else 0,
-                local_sockets=group.local_sockets,
-                device=bucket.device,
                 is_staged=staged[bucket.device],
             )
             for bucket in plan.buckets
         ]
-        self.blocks = self.buckets[-1].blocks if self.buckets else []
+        self.blocks = self.buckets[-1].route.blocks if self.buckets else []
         self.control_rows: Tensor | None = None
         if not self.blocks:
             self.control_rows = torch.zeros(layout.world_size, self.form.size_bytes, dtype=torch.uint8)
@@ -71,7 +70,7 @@ class ExchangeMemory:
     def expect(self) -> None:
         """Prepare for the other ranks' parts."""
         for tag, memory in enumerate(self.buckets):
-            memory.expect(tag)
+            memory.route.expect(tag)
 
 
 class LastMemory:
@@ -100,89 +99,25 @@ class LastMemory:
 
 
 class BucketMemory:
-    """A bucket's memory for one layout: this rank's parts, and the sum.
+    """A bucket's memory for one layout.
 
     Attributes:
         has_sum: whether this rank gets the sum, which is then in `root` and, per parameter, in `grads`.
+        route: has the memory, and exchanges the parts.
+        part_views: per parameter, its pieces of this rank's parts.
 
     Args:
         control_bytes: size of the control block, which is sent with the last bucket; 0 for the others.
-        local_sockets: sockets that the last bucket may use.
-        device: device of the memory.
         is_staged: whether to exchange copies of the parts in host memory.
     """
 
     def __init__(
-        self,
-        bucket: Bucket,
-        layout: Layout,
-        rank: int,
-        *,
-        exact: bool,
-        control_bytes: int,
-        local_sockets: LocalSockets | None,
-        device: torch.device,
-        is_staged: bool = False,
+        self, bucket: Bucket, layout: Layout, group: Group, *, exact: bool, control_bytes: int, is_staged: bool
     ) -> None:
-        self.layout = layout
-        self.rank = rank
-        self.has_sum = bucket.owner in (None, rank)
-        self._owner = bucket.owner
-        self._host: BucketMemory | None = None
-        world_size = layout.world_size
-        n = bucket.num_elements
-        num_parts = layout.max_parts if exact else 1
-        part_bytes = n * bucket.dtype.itemsize
-        new: dict[str, Any] = {"dtype": bucket.dtype, "device": device, "pin_memory": device.type != bucket.device.type}
-        self.route = routes.choose_route(layout, part_bytes, exact=exact, has_owner=bucket.owner is not None)
-        self.blocks: list[memoryview] = []  # the ranks' control blocks, if sent with this bucket
-        self._neighbors: LocalSockets | None = None
-        self._receives: Sequence[routes.Work] | None = None
-        if is_staged:
-            self._host = host = BucketMemory(
-                bucket,
-                layout,
-                rank,
-                exact=exact,
-                control_bytes=control_bytes,
-                local_sockets=local_sockets,
-                device=torch.device("cpu"),
-            )
-            self.blocks = host.blocks
-            self.parts = [torch.zeros(n, **new) for _ in range(num_parts)]
-            self.root = self.parts[0]
-        elif self.route == "direct":
-            row_bytes = num_parts * part_bytes + control_bytes
-            self.rows = torch.zeros(world_size, row_bytes, **new | {"dtype": torch.uint8})
-            if control_bytes and row_bytes <= routes.NEIGHBORS_MAX_BYTES:
-                self._neighbors = local_sockets
-            slots = [
-                row[k * part_bytes : (k + 1) * part_bytes].view(bucket.dtype)
-                for row in self.rows
-                for k in range(num_parts)
-            ]
-            self.slots = slots
-            self.parts = slots[rank * num_parts : (rank + 1) * num_parts]
-            self.root = slots[layout.root]
-            if control_bytes:
-                self.blocks = [memoryview(row.numpy()) for row in self.rows[:, num_parts * part_bytes :]]
-        elif self.route == "owner":
-            self.theirs = torch.zeros(world_size * num_parts if self.has_sum else 0, n, **new)
-            own = slice(rank * num_parts, (rank + 1) * num_parts)
-            self.whole = self.theirs[own] if self.has_sum else torch.zeros(num_parts, n, **new)
-            self.parts = [*self.whole]
-            self.root = self.theirs[layout.root] if self.has_sum else self.parts[0]
-        elif self.route == "chunks":
-            padded = pad_to_chunks(n, world_size)
-            self.whole = torch.zeros(num_parts, padded, **new)
-            self.chunks = torch.zeros(world_size, num_parts, padded // world_size, **new)
-            self.parts = [row[:n] for row in self.whole]
-            self.root = self.parts[0]
-        else:
-            self.root = torch.zeros(n, **new)
-            self.spare = self.root.new_empty((n + 1) // 2 if self.route == "butterfly" else 0)
-            self.parts = [self.root]
-        self.part_views = list(zip(*(bucket.views(part) for part in self.parts), strict=True))
+        self.has_sum = bucket.owner in (None, group.rank)
+        self.route = _build_route(bucket, layout, group, exact=exact, control_bytes=control_bytes, is_staged=is_staged)
+        self.root = self.route.root
+        self.part_views = list(zip(*(bucket.views(part) for part in self.route.parts), strict=True))
         self.grads = bucket.views(self.root)
         self._storage = get_storage(self.root)
         self._num_references = self._count_references()  # our own references; any further one is the script's
@@ -195,35 +130,199 @@ class BucketMemory:
         """Return whether the script holds a gradient of the last step, or a view of one, which must not change then."""
         return self._count_references() != self._num_references
 
-    def expect(self, tag: int) -> None:
-        """Prepare for the other ranks' parts, if the route can do so before this rank's own are complete."""
-        if self._host is not None:
-            self._host.expect(tag)
-        elif self.route == "direct" and self._neighbors is None:
-            self._receives = routes.post_receives(self.rows, self.rank, tag)
 
-    def exchange(self, tag: int) -> routes.Route:
-        """Exchange this rank's parts. At the end, `root` holds the sum on the ranks that get it."""
-        if self._host is not None:
-            for mine, copy in zip(self.parts, self._host.parts, strict=True):
-                copy.copy_(mine)
-            yield from self._host.exchange(tag)
-            if self.has_sum:
-                self.root.copy_(self._host.root)
-        elif self.route == "direct":
-            receives = self._receives
-            self._receives = None
-            yield from routes.run_direct(self.rows, self.rank, tag, receives=receives, local_sockets=self._neighbors)
-            routes.add_parts(self.slots, self.layout)
-        elif self.route == "butterfly":
-            yield from routes.run_butterfly(self.root, self.spare, self.rank, self.layout.world_size, tag)
-        elif self.route == "chunks":
-            yield from routes.run_chunks(self.whole, self.chunks, self.rank, self.layout, tag)
-        elif self.route == "owner":
-            assert self._owner is not None
-            yield from routes.run_to_owner(self.theirs, self.whole, self.rank, self._owner, self.layout, tag)
-        elif self.route == "reduce":
-            assert self._owner is not None
-            yield from routes.run_reduce(self.root, self._owner)
-        else:
-            yield from routes.run_all_reduce(self.root)
+class RouteMemory:
+    """The memory of a bucket on one route.
+
+    Attributes:
+        parts: this rank's parts.
+        root: finally holds the sum, on the ranks that get it.
+        blocks: the ranks' control blocks, if they are sent with this bucket.
+        has_rounds: whether the exchange waits several times, so that it is worth advancing it meanwhile.
+    """
+
+    has_rounds = False
+
+    def __init__(self, parts: Sequence[Tensor], root: Tensor) -> None:
+        self.parts = parts
+        self.root = root
+        self.blocks: list[memoryview] = []
+
+    def expect(self, tag: int) -> None:
+        """Prepare for the other ranks' parts, if that is possible before this rank's own are complete."""
+
+    def run(self, tag: int) -> routes.Route:
+        """Exchange this rank's parts."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a route needs to know of a bucket.
+
+    Attributes:
+        new: allocates zeros of a shape, on the device.
+        num_elements, dtype: of the bucket.
+        num_parts: the largest number of parts of a rank.
+    """
+
+    new: Callable[..., Tensor]
+    num_elements: int
+    dtype: torch.dtype
+    num_parts: int
+    layout: Layout
+    rank: int
+
+
+class Direct(RouteMemory):
+    """Each rank has a row with its parts and, in the last bucket, its control block."""
+
+    def __init__(self, space: Space, control_bytes: int, sockets: LocalSockets | None) -> None:
+        num_parts = space.num_parts
+        part_bytes = space.num_elements * space.dtype.itemsize
+        row_bytes = num_parts * part_bytes + control_bytes
+        self._layout = space.layout
+        self._rank = space.rank
+        self._rows = space.new(space.layout.world_size, row_bytes, dtype=torch.uint8)
+        self._slots = [
+            row[k * part_bytes : (k + 1) * part_bytes].view(space.dtype) for row in self._rows for k in range(num_parts)
+        ]
+        own = slice(space.rank * num_parts, (space.rank + 1) * num_parts)
+        super().__init__(self._slots[own], self._slots[space.layout.root])
+        self._receives: Sequence[routes.Work] | None = None
+        self._sockets = sockets if control_bytes and row_bytes <= routes.NEIGHBORS_MAX_BYTES else None
+        if control_bytes:
+            self.blocks = [memoryview(row.numpy()) for row in self._rows[:, num_parts * part_bytes :]]
+
+    def expect(self, tag: int) -> None:
+        if self._sockets is None:
+            self._receives = routes.post_receives(self._rows, self._rank, tag)
+
+    def run(self, tag: int) -> routes.Route:
+        receives = self._receives
+        self._receives = None
+        yield from routes.run_direct(self._rows, self._rank, tag, receives=receives, local_sockets=self._sockets)
+        routes.add_parts(self._slots, self._layout)
+
+
+class Butterfly(RouteMemory):
+    """Each rank has one part, which becomes the sum."""
+
+    has_rounds = True
+
+    def __init__(self, space: Space) -> None:
+        root = space.new(space.num_elements)
+        super().__init__([root], root)
+        self._spare = space.new((space.num_elements + 1) // 2)
+        self._space = space
+
+    def run(self, tag: int) -> routes.Route:
+        space = self._space
+        yield from routes.run_butterfly(self.root, self._spare, space.rank, space.layout.world_size, tag)
+
+
+class Chunks(RouteMemory):
+    """Each rank sums a chunk of all ranks' parts."""
+
+    has_rounds = True
+
+    def __init__(self, space: Space) -> None:
+        world_size = space.layout.world_size
+        padded = pad_to_chunks(space.num_elements, world_size)
+        self._whole = space.new(space.num_parts, padded)
+        self._chunks = space.new(world_size, space.num_parts, padded // world_size)
+        self._space = space
+        parts = [row[: space.num_elements] for row in self._whole]
+        super().__init__(parts, parts[0])
+
+    def run(self, tag: int) -> routes.Route:
+        yield from routes.run_chunks(self._whole, self._chunks, self._space.rank, self._space.layout, tag)
+
+
+class ToOwner(RouteMemory):
+    """The owner alone has memory for all ranks' parts."""
+
+    def __init__(self, space: Space, owner: int) -> None:
+        layout, rank, num_parts = space.layout, space.rank, space.num_parts
+        self._space = space
+        self._owner = owner
+        self._theirs = space.new(layout.world_size * num_parts if rank == owner else 0, space.num_elements)
+        own = slice(rank * num_parts, (rank + 1) * num_parts)
+        self._whole = self._theirs[own] if rank == owner else space.new(num_parts, space.num_elements)
+        parts = [*self._whole]
+        super().__init__(parts, self._theirs[layout.root] if rank == owner else parts[0])
+
+    def run(self, tag: int) -> routes.Route:
+        space = self._space
+        yield from routes.run_to_owner(self._theirs, self._whole, space.rank, self._owner, space.layout, tag)
+
+
+class Backend(RouteMemory):
+    """The backend sums one part of each rank, for all ranks or for the owner."""
+
+    def __init__(self, space: Space, owner: int | None) -> None:
+        root = space.new(space.num_elements)
+        super().__init__([root], root)
+        self._owner = owner
+
+    def run(self, tag: int) -> routes.Route:
+        root, owner = self.root, self._owner
+        yield from routes.run_all_reduce(root) if owner is None else routes.run_reduce(root, owner)
+
+
+class Staged(RouteMemory):
+    """Copies of the parts in host memory are exchanged."""
+
+    def __init__(self, host: RouteMemory, new: Callable[..., Tensor], *, has_sum: bool) -> None:
+        parts = [new(len(part)) for part in host.parts]
+        super().__init__(parts, parts[0])
+        self._host = host
+        self._has_sum = has_sum
+        self.blocks = host.blocks
+        self.has_rounds = host.has_rounds
+
+    def expect(self, tag: int) -> None:
+        self._host.expect(tag)
+
+    def run(self, tag: int) -> routes.Route:
+        for mine, copy in zip(self.parts, self._host.parts, strict=True):
+            copy.copy_(mine)
+        yield from self._host.run(tag)
+        if self._has_sum:
+            self.root.copy_(self._host.root)
+
+
+def _build_route(
+    bucket: Bucket, layout: Layout, group: Group, *, exact: bool, control_bytes: int, is_staged: bool
+) -> RouteMemory:
+    """Return the memory of a bucket on the best route. Arguments as for `BucketMemory`."""
+
+    def allocate(*shape: int, dtype: torch.dtype = bucket.dtype) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=bucket.device)
+
+    def allocate_on_host(*shape: int, dtype: torch.dtype = bucket.dtype) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, pin_memory=True)
+
+    num_bytes = bucket.num_elements * bucket.dtype.itemsize
+    name = routes.choose_route(layout, num_bytes, exact=exact, has_owner=bucket.owner is not None)
+    space = Space(
+        new=allocate_on_host if is_staged else allocate,
+        num_elements=bucket.num_elements,
+        dtype=bucket.dtype,
+        num_parts=layout.max_parts if exact else 1,
+        layout=layout,
+        rank=group.rank,
+    )
+    route: RouteMemory
+    if name == "direct":
+        route = Direct(space, control_bytes, group.local_sockets)
+    elif name == "butterfly":
+        route = Butterfly(space)
+    elif name == "chunks":
+        route = Chunks(space)
+    elif name == "owner":
+        assert bucket.owner is not None
+        route = ToOwner(space, bucket.owner)
+    else:
+        route = Backend(space, bucket.owner)
+    return Staged(route, allocate, has_sum=bucket.owner in (None, group.rank)) if is_staged else route
