@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from samestep.console import describe_ranks
 from samestep.tools.doctor.findings import FAIL, PASS, Finding, FindingsReport, Participants
 from samestep.world.environment import Environment, read_host
 from samestep.world.host import read_host_id
@@ -90,8 +91,7 @@ def examine(
         problem = "has lost"
         hellos = exchange.exchange("hello", [read_host(), f"{read_host()}/{read_host_id('net')}"], JOIN_S)
         if missing := sorted(set(range(environment.world_size)) - set(hellos)):
-            names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-            return _end_alone(report, f"{names} did not come within {JOIN_S:g} s")
+            return _end_alone(report, f"{describe_ranks(missing)} did not come within {JOIN_S:g} s")
         hosts, keys = zip(*(hellos[rank] for rank in sorted(hellos)), strict=True)
         nodes = list(dict.fromkeys(keys))
         participants = Participants(hosts, [*map(nodes.index, keys)])

@@ -15,6 +15,7 @@ from samestep.snapshot.reading import open_run, read_run
 from samestep.tools.inspect import explain_numbers, find_first_difference, find_runs, list_missing
 from samestep.tools.report.page import build_page
 from samestep.tools.report.run_data import RunData, read_run_data
+from samestep.units import format_bytes, format_count
 from samestep.watch.records import RECORD
 
 ATTACHED = ("verify.txt", "doctor.txt", "scale.txt")  # in a run's directory, if the user puts them there
@@ -68,7 +69,7 @@ def run_report(runs: Sequence[str], output: Path, attach: Sequence[Path]) -> int
             f"{output} could not be written ({error.strerror}): name another file with -o", code="SS113"
         ) from None
     show_activity("")
-    print(escape(f"{output}: {len(found)} {'run' if len(found) == 1 else 'runs'}, {len(page) / 1e6:.1f} MB"))
+    print(escape(f"{output}: {format_count(len(found), 'run')}, {format_bytes(len(page))}"))
     return 0
 
 
