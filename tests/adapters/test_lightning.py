@@ -39,6 +39,7 @@ def build_module(**options: Any) -> Any:
             self.net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(dropout), nn.ReLU(), nn.Linear(16, 1))
             self.train_error, self.val_error = torchmetrics.MeanSquaredError(), torchmetrics.MeanAbsoluteError()
             self.best_error = torchmetrics.MinMetric()
+            self.num_validations = torchmetrics.SumMetric()
             ranks = {"spearman": torchmetrics.SpearmanCorrCoef(), "r2": torchmetrics.R2Score()}
             self.val_scores = torchmetrics.MetricCollection({**ranks, "more": torchmetrics.R2Score()}, prefix="val_")
             self.called: list[str] = []
@@ -88,8 +89,12 @@ def build_module(**options: Any) -> Any:
         def on_train_epoch_start(self) -> None:
             self.called.append(f"epoch {self.current_epoch}")
 
+        def on_validation_epoch_start(self) -> None:
+            self.num_validations.update(1)
+
         def on_validation_epoch_end(self) -> None:
             self.called.append("validated")
+            self.log("num_validations", self.num_validations.compute())
             self.best_error.update(self.val_error.compute())
             self.log("best_error", self.best_error.compute())
             self.log("calls", float(len(self.called)))

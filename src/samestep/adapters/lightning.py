@@ -357,6 +357,7 @@ def predict(run: Run, module: Any, data: Any = None) -> list[Any]:
     def keep(output: Any, _: str) -> dict[str, Any]:
         return {"outputs": PerMicroBatch(to_device(output, torch.device("cpu")))}
 
+    _begin(trainer, "predict")
     results = [each["outputs"] for each in _run_loaders(run, trainer, "predict", loaders, keep)]
     trainer.call("on_predict_epoch_end")
     trainer.call("on_predict_end")
@@ -613,6 +614,13 @@ def _run_micro_batch(run: Run, trainer: Trainer, step: Any, batch: Any, logs: Lo
     return logs.metrics.take()
 
 
+def _begin(trainer: Trainer, kind: str) -> None:
+    """Call the hooks before the first batch of "validation", "test" or "predict"."""
+    setattr(trainer, FLAGS[kind], True)
+    trainer.call(f"on_{kind}_start")
+    trainer.call(f"on_{kind}_epoch_start")
+
+
 def _run_loaders(
     run: Run, trainer: Trainer, kind: str, loaders: Any, convert: Callable[[Any, str], dict[str, Any]]
 ) -> list[dict[str, Any]]:
@@ -624,9 +632,6 @@ def _run_loaders(
         convert: of the step's result and the suffix of the loader's names: what `run.evaluate` returns for all batches.
     """
     several = _are_loaders(loaders)
-    setattr(trainer, FLAGS[kind], True)
-    trainer.call(f"on_{kind}_start")
-    trainer.call(f"on_{kind}_epoch_start")
     scores = []
     for i, loader in enumerate(loaders if several else [loaders]):
         suffix, more = (f"/dataloader_idx_{i}", (i,)) if several else ("", ())
@@ -659,6 +664,7 @@ def _evaluate(run: Run, trainer: Trainer, kind: str, loaders: Any, logs: Logs) -
             metrics.clear()
         return scores
 
+    _begin(trainer, kind)
     metrics.hold()
     metrics.clear()
     logs.in_micro_batch = True
