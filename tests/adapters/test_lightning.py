@@ -146,11 +146,44 @@ def collect(module: Any, values: dict[str, float]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def merge_means() -> float:
+    """The mean of 1, 2, 3 and 4, of which one micro-batch has three."""
+    import torchmetrics
+
+    from samestep.adapters.lightning_metrics import Metrics
+
+    class Mean(torchmetrics.Metric):
+        full_state_update = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("mean", torch.tensor(0.0), "mean")
+
+        def update(self, value: float) -> None:
+            self.mean = self.mean + (value - self.mean) / self.update_count
+
+        def compute(self) -> Tensor:
+            return self.mean
+
+    module, parts = nn.Module(), []
+    module.mean = Mean()
+    metrics = Metrics(module)
+    metrics.hold()
+    for values in ([1.0, 2.0, 3.0], [4.0]):
+        metrics.clear()
+        for value in values:
+            module.mean.update(value)
+        parts.append(metrics.take())
+    metrics.fold(parts[::-1])
+    return float(module.mean.compute())
+
+
 def train_all() -> dict[str, Any]:
     """Everything that needs Lightning in one rank, because importing it takes seconds."""
     return {
         **{interval: train_with_both(interval) for interval in INTERVALS},
         "refused": refuse_all(),
+        "mean": merge_means(),
     }
 
 
@@ -174,6 +207,10 @@ def test_as_lightning_itself(results: dict[str, Any], interval: str) -> None:
                 assert found["values"][name] == pytest.approx(wanted["values"][name], rel=rel), name
         for name, weight in wanted["weights"].items():
             torch.testing.assert_close(found["weights"][name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_a_mean_of_several_updates(results: dict[str, Any]) -> None:
+    assert results["mean"] == 2.5
 
 
 def build_parts() -> tuple[Any, Any]:

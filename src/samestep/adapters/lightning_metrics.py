@@ -150,8 +150,9 @@ def _merge(metric: Any, states: Sequence[State]) -> None:
             setattr(metric, name, _to(value, metric.device))
         if number == 0:
             continue
+        metric._update_count = num_before / count + 1  # noqa: SLF001  # which takes this state for one update
         try:
-            metric.merge_state(before)  # before this state, which is of one update
+            metric.merge_state(before)
         except RuntimeError:
             raise InvalidType(
                 f"merge_state of {type(metric).__name__} does not combine the states of several micro-batches, since "
@@ -159,3 +160,4 @@ def _merge(metric: Any, states: Sequence[State]) -> None:
                 "predictions, and compute it from all of them",
                 code="SS803",
             ) from None
+        metric._update_count = num_before + count  # noqa: SLF001
