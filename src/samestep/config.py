@@ -487,7 +487,7 @@ class RunConfig:
         Option(
             int,
             "S",
-            "stop a run without progress for this long; 0: never; default: learned from steps, at least 300",
+            "stop a run without progress for this long; 0: never; default: learned, at least 300; first steps: 1800",
             whole(0, optional=True),
             is_shared=False,
             is_argument=False,

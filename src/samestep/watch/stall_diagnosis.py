@@ -265,6 +265,19 @@ def share_spent(spent_s: Mapping[str, float]) -> dict[str, float]:
     return {name: part_s / total_s for name, part_s in parts.items()} if total_s > 0 else {}
 
 
+def explain_waiting(spent_s: Mapping[str, float], num_steps: int) -> str:
+    """Return a hint if a rank has exchanged gradients and waited for longer than it has worked; else ""."""
+    shares = share_spent(spent_s)
+    works = sum(shares.get(name, 0.0) for name in ("data", "compute", "update"))
+    waits = shares.get("gradient reduction", 0.0)
+    if num_steps < SLOW_AFTER_STEPS or waits <= works:
+        return ""
+    return (
+        f"the ranks wait for each other {100 * waits:.0f} % of the time and work {100 * works:.0f} %: fewer ranks, or "
+        "larger batches, may be faster; samestep scale measures it"
+    )
+
+
 def explain_slow_saving(spent_s: Mapping[str, float], save_s: float, where: str) -> str:
     """Return a warning if the run waits for its snapshots for a large part of its time; else "".
 
