@@ -62,43 +62,6 @@ class Progress:
         """Show the loop from now on, on a rank that has become rank 0."""
 
 
-class Standby(Progress):
-    """Shows nothing until `take_over`, and then plain lines."""
-
-    def __init__(self) -> None:
-        self._shown = Progress()
-        self._total_steps: int | None = None
-        self._epochs: int | None = None
-
-    def begin(self, *, total_steps: int | None, done_steps: int, epochs: int | None) -> None:
-        self._total_steps = total_steps
-        self._epochs = epochs
-        self._shown.begin(total_steps=total_steps, done_steps=done_steps, epochs=epochs)
-
-    def move_end(self, total_steps: int) -> None:
-        self._total_steps = total_steps
-        self._shown.move_end(total_steps)
-
-    def step(self, number: int, num_samples: int, epoch: int) -> None:
-        self._shown.step(number, num_samples, epoch)
-
-    def log(self, values: Mapping[str, Any], number: int | None = None) -> None:
-        self._shown.log(values, number)
-
-    def print(self, *args: Any, **kw: Any) -> None:
-        self._shown.print(*args, **kw)
-
-    def end(self, rows: Mapping[str, Any]) -> None:
-        self._shown.end(rows)
-
-    def close(self) -> None:
-        self._shown.close()
-
-    def take_over(self, done_steps: int) -> None:
-        self._shown = Lines()
-        self._shown.begin(total_steps=self._total_steps, done_steps=done_steps, epochs=self._epochs)
-
-
 def build_progress(*, rank: int, terminal: bool | None = None, stands_by: bool = False) -> Progress:
     """Return the display of this rank: on rank 0 a bar on a terminal, or plain lines elsewhere; on other ranks none.
 
@@ -107,7 +70,7 @@ def build_progress(*, rank: int, terminal: bool | None = None, stands_by: bool =
         stands_by: whether another rank can take the place of rank 0.
     """
     if rank != 0:
-        return Standby() if stands_by else Progress()
+        return Lines(is_shown=False) if stands_by else Progress()
     if terminal is None:
         terminal = sys.stdout.isatty() and sys.stderr.isatty()
     if terminal:
@@ -152,6 +115,10 @@ class Pace:
             marks.popleft()
         return True
 
+    def begin_at(self, number: int) -> None:
+        """Measure from here on, after `number` steps."""
+        self.number = number
+
     def texts(self) -> list[str]:
         """Return texts such as ["812 samples/s", "eta 0:31"], leaving out what is not known yet."""
         if not self._marks:
@@ -175,9 +142,14 @@ class Pace:
 
 
 class Lines(Progress):
-    """Plain lines for files and pipes: validations, and every `LINE_EVERY_S` a line for each step with new numbers."""
+    """Plain lines for files and pipes: validations, and every `LINE_EVERY_S` a line for each step with new numbers.
 
-    def __init__(self) -> None:
+    Args:
+        is_shown: False: shows nothing until `take_over`.
+    """
+
+    def __init__(self, *, is_shown: bool = True) -> None:
+        self._is_shown = is_shown
         self._pace = Pace()
         self._news: dict[str, Any] = {}  # not shown yet
         self._places: dict[str, str] = {}  # where each of them was measured
@@ -191,9 +163,12 @@ class Lines(Progress):
         self._pace.total_steps = total_steps
 
     def step(self, number: int, num_samples: int, epoch: int) -> None:
-        self._pace.step(number, num_samples, epoch)
+        if self._is_shown:
+            self._pace.step(number, num_samples, epoch)
 
     def log(self, values: Mapping[str, Any], number: int | None = None) -> None:
+        if not self._is_shown:
+            return
         line = self._take(values, number)
         if self._news and (line or monotonic() - self._said_at >= LINE_EVERY_S):
             self._say_news()
@@ -208,7 +183,13 @@ class Lines(Progress):
             self._places |= dict.fromkeys(news, self._pace.place(number))
         return "  ".join([self._pace.place(number), *_texts(validation)]) if validation else ""
 
+    def take_over(self, done_steps: int) -> None:
+        self._is_shown = True
+        self._pace.begin_at(done_steps)
+
     def print(self, *args: Any, **kw: Any) -> None:
+        if not self._is_shown:
+            return
         try:
             print(*args, **{"flush": True, **kw})
         except BrokenPipeError:  # the reader, such as tee, has ended: continue the run
