@@ -258,7 +258,7 @@ def test_nodes_that_do_not_fit_together(open_place: Callable[..., Place], capfd:
     place.server._say_s = 0.0
     waiting = link.receive(GREETING_S)
     assert waiting is not None
-    assert waiting["sentence"].startswith("of 3 nodes, --node-rank 1, 2 not there yet at 127.0.0.1:")
+    assert waiting["sentence"].startswith("of 3 nodes, --node-rank 1, 2 still missing at 127.0.0.1:")
     assert "; present: node 0 (" in waiting["sentence"]
     place.server._wait_s = 0.0
     end = link.receive(GREETING_S)

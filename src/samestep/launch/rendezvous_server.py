@@ -406,7 +406,7 @@ class RendezvousServer(threading.Thread):
         elif there < self._nodes.least and there and now_s > self._say_s:
             self._say_s = now_s + SAY_AGAIN_S
             left_s = self._wait_s - now_s
-            missing = self._describe_missing(f"not there yet at {self._nodes.endpoint}")
+            missing = self._describe_missing(f"still missing at {self._nodes.endpoint}")
             for member in self._members:
                 member.link.send("waiting", sentence=f"{missing}; waiting for up to {left_s:.0f} s more")
 

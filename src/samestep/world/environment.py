@@ -192,11 +192,6 @@ def read_master() -> tuple[str, int]:
     return address, int(port)
 
 
-def read_interface() -> str:
-    """Return the interface that is set for the ranks' traffic, the first of several; "" if none is set."""
-    return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-
-
 def check_interface() -> None:
     """Raise Error if an interface is set that does not exist: gloo would end with a traceback."""
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
@@ -209,13 +204,6 @@ def check_interface() -> None:
                 f"GLOO_SOCKET_IFNAME is {name}, but this machine has {', '.join(there)}: unset it, or name one",
                 code="SS506",
             )
-
-
-def choose_interface(name: str) -> None:
-    """Set the interface for process groups that are opened later, unless one is set."""
-    if name:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 @contextmanager

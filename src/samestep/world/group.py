@@ -461,14 +461,6 @@ class Group:
         if below:
             self._waiter.wait([_send(piece, (source + each) % self.world_size) for each in below])
 
-    def gather_parts(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of all ranks, of which each has as many, in rank order, on every rank."""
-        is_staged = self.needs_staging(part.device)
-        sent = part.cpu() if is_staged else part
-        parts = sent.new_empty(self.world_size, len(sent))
-        dist.all_gather([*parts], sent)
-        return parts.view(-1).to(part.device)
-
     def send(self, tensors: Sequence[torch.Tensor], target: int) -> None:
         """Send tensors of any dtypes and devices to one rank, which calls `receive`."""
         for tensor in tensors:
