@@ -131,27 +131,6 @@ def test_a_recorded_command_needs_consent(home: Path) -> None:
     assert "starting train.py 0.01 64 6, as run.json records" in replay(home, "--step", 9, "--as-recorded")
 
 
-def test_a_terminal_asks_for_consent(home: Path) -> None:
-    for answer, code in (("y", 0), ("n", 2)):
-        outer, inner = pty.openpty()
-        command = [sys.executable, "-m", "samestep", "replay", "run", "--step", "9"]
-        process = Popen(
-            command, cwd=home, env=clean_variables({}), stdin=inner, stderr=inner, stdout=subprocess.DEVNULL
-        )
-        os.close(inner)
-        shown = b""
-        try:
-            while b"[y/N]" not in shown:
-                shown += os.read(outer, 4096)
-            assert b"run/run.json records train.py 0.01 64 6: start that? [y/N] " in shown
-            os.write(outer, f"{answer}\n".encode())
-            assert process.wait(DEADLINE_S) == code
-        finally:
-            process.kill()
-            process.wait()
-            os.close(outer)
-
-
 @pytest.mark.parametrize(
     ("name", "plant", "said"),
     [

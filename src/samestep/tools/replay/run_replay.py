@@ -67,8 +67,8 @@ def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
     """Computes step S of a run again (counted from 0, as step.number) on any number of ranks, starting from the newest
     undamaged snapshot at or before S, or from the beginning. Prints the step's loss, gradient and samples, and whether
     the bits of all replayed steps match the run's ledger. Only reads the run.
-    Without the script, or without its arguments, replay shows those that run.json records, and asks on a terminal
-    whether to start that; elsewhere it needs --as-recorded. It looks for the script in the working directory.
+    Without the script, or without its arguments, replay shows those that run.json records, and needs --as-recorded to
+    start that. It looks for the script in the working directory.
     Exit code: 0 if the bits match; 1 if they differ; 2 if the step cannot be replayed.
     """
     check_target(target)
@@ -193,7 +193,7 @@ class _Replay:
         if target.arguments or (is_given and not arguments):
             return target
         command = escape(shlex.join([target.name, *arguments]))
-        if self._values.get("as_recorded") or _consents(f"{self._called}/{RECORD} records {command}: start that?"):
+        if self._values.get("as_recorded"):
             say(f"starting {command}, as {RECORD} records")
             return replace(target, arguments=arguments)
         raise Error(
@@ -322,14 +322,6 @@ def _choose(store: Store, step: int, rewinds: Sequence[int]) -> Snapshot | None:
             return snapshot
         say(f"skipping the snapshot {snapshot.label}, which is damaged: {problem}")
     return None
-
-
-def _consents(question: str) -> bool:
-    """Return whether the user says yes on a terminal; False if there is none."""
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return False
-    print(f"samestep: {question} [y/N] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 @contextmanager
