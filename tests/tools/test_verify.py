@@ -1,5 +1,6 @@
 """`samestep verify` from the command line: correct scripts, the files that it leaves, and input that it refuses."""
 
+import json
 import re
 import subprocess
 import sys
@@ -113,11 +114,13 @@ def test_a_step_that_no_two_ranks_can_share(tmp_path: Path) -> None:
 
 def test_a_recipe_and_its_own_arguments(tmp_path: Path) -> None:
     done = samestep_command(
-        "verify", "--steps", "2", "--world-sizes", "2", "--kills", "0", "mlp", "2", "1", "--batch_size", "8",
+        "verify", "--steps", "2", "--world-sizes", "2", "--kills", "0", "--json", "mlp", "2", "1", "--batch_size", "8",
         cwd=tmp_path,
     )  # fmt: skip
     check(done)
-    assert done.stdout.startswith("samestep verify mlp 2 1 --batch_size 8\n")
+    found = json.loads(done.stdout)
+    assert (found["same"], found["conclusion"], found["findings"]) == (True, "everything is the same", [])
+    assert [(row["run"], row["result"]) for row in found["runs"]] == [("train", "the reference"), ("again", "same")]
     assert not list(tmp_path.iterdir())
 
 

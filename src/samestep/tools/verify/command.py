@@ -1,5 +1,6 @@
 """`samestep verify`: runs the script several times, one run after the other, and compares the runs."""
 
+import json
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -46,7 +47,7 @@ FLAGS: dict[str, Option] = {
     "resume_args": Option(str, "ARGS", "plain: arguments that the script needs to resume"),
     "launcher": Option(str, "CMD", "plain: launcher of the script, such as 'torchrun --nproc-per-node {n}'"),
     "link": Option(str, "A,B", "plain: large files and directories to link, not copy; the script must only read them"),
-    "json": Option(bool, "", "plain: print one JSON object"),
+    "json": Option(bool, "", "print one JSON object"),
     **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
 }
 
@@ -75,6 +76,7 @@ class VerifyOptions:
     kill_seed: int | None = None
     heal: bool = False
     gradients: bool = False
+    json: bool = False
     keep_runs: str | None = None
 
 
@@ -179,29 +181,40 @@ class _Verification:
         self._row = ROW if modes == [None] else ROW_OF_MODES
         self._refused: set[str | None] = set()  # values of shard
         self._lines: list[str] = []
+        self._rows: list[dict[str, str]] = []  # of the table
         self._is_same = True
         self._num_kills = 0  # that occurred
         self._free: set[str] = set()  # logged values that differ in two runs on the same number of ranks
 
     def run(self) -> int:
-        print(f"samestep verify {' '.join(self._trials.target.to_words())}", flush=True)
-        print(self._row.format("run", "ranks", "steps", "result", "time"), flush=True)
+        is_json = self._options.json
+        if not is_json:
+            print(f"samestep verify {' '.join(self._trials.target.to_words())}", flush=True)
+            print(self._row.format("run", "ranks", "steps", "result", "time"), flush=True)
         self._compare_all()
-        print("".join(f"{line}\n" for line in self._lines), end="")
+        is_passed, sentence = self._conclude()
+        if is_json:
+            facts = {"same": is_passed, "conclusion": sentence, "findings": self._lines, "runs": self._rows}
+            print(json.dumps(facts, indent=2))
+        else:
+            print("\n".join([*self._lines, sentence]))
+        return 0 if is_passed else 1
+
+    def _conclude(self) -> tuple[bool, str]:
+        """Return whether the runs passed, and the last sentence."""
         wanted = self._options.kills
         if not self._is_same:
-            print("it is NOT the same")
-            return 1
+            return False, "it is NOT the same"
         if wanted and not self._num_kills:
-            print(
+            return False, (
                 "all runs are the same, but no kill occurred before the end of the run, so nothing was resumed: use "
                 "more --steps or fewer --kills (0: none)"
             )
-            return 1
         if self._num_kills < wanted:
-            print(f"{self._num_kills} of {wanted} kills occurred before the end of the run: for all, use more --steps")
-        print("all other runs are the same" if self._refused else "everything is the same")
-        return 0
+            self._lines.append(
+                f"{self._num_kills} of {wanted} kills occurred before the end of the run: for all, use more --steps"
+            )
+        return True, "all other runs are the same" if self._refused else "everything is the same"
 
     def _compare_all(self) -> None:
         first, *others = self._world_sizes
@@ -446,6 +459,9 @@ class _Verification:
         self._print_row(name, ranks, shown, result, f"{outcome.seconds:.1f} s")
 
     def _print_row(self, name: str, ranks: str, steps: str, result: str, time: str = "") -> None:
+        self._rows.append({"run": name, "ranks": ranks, "steps": steps, "result": result, "time": time})
+        if self._options.json:
+            return
         colour = next((colour for text, colour in COLOURS.items() if result.startswith(text)), "red")
         print_result(self._row.format(name, ranks, steps, result, time).rstrip(), result, colour)
 
