@@ -2,7 +2,7 @@
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from io import IOBase
 from itertools import islice
@@ -11,6 +11,7 @@ from typing import Any
 
 MAX_DEPTH = 3
 MAX_OBJECTS = 1000
+MAX_VALUES = 100  # of one object
 
 
 class SharedFiles:
@@ -48,10 +49,15 @@ def _walk(dataset: Any) -> Iterator[Any]:
         yield thing
         if depth == MAX_DEPTH or isinstance(thing, IOBase | type):
             continue
-        values = [*thing] if type(thing) in (list, tuple) else [*thing.values()] if type(thing) is dict else []
-        with suppress(Exception):  # of a `__getattribute__` of the script
-            values += vars(thing).values()
-        things += [(value, depth + 1) for value in values[:MAX_OBJECTS]]
+        values: Iterable[Any] = ()
+        if type(thing) in (list, tuple):
+            values = thing
+        elif type(thing) is dict:
+            values = thing.values()
+        else:
+            with suppress(Exception):  # of a `__getattribute__` of the script
+                values = vars(thing).values()
+        things += [(value, depth + 1) for value in islice(values, MAX_VALUES)]
 
 
 def _find_position(file: IOBase) -> int | None:

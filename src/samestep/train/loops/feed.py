@@ -1,6 +1,6 @@
 """The micro-batches of a loop's steps: calls the sampler, and loads what this rank computes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -51,9 +51,7 @@ class Feed:
             self._call_sampler()
         self._spec = self._choose_workers()
         positions = {} if data.lanes is None else data.lanes.positions
-        self.loader = Loader(
-            self._spec, self._begin_tasks(), device=context.device, positions=positions, say=context.say
-        )
+        self.loader = self._open_loader(positions)
 
     def load(self, step: int, v: int) -> Loaded:
         """Return micro-batch v of a step. Call it for each micro-batch of this rank, in their order.
@@ -82,7 +80,7 @@ class Feed:
         positions = self.loader.positions
         if self.data.lanes is not None:
             self.data.lanes.move(positions)
-        self.loader = Loader(self._spec, self._begin_tasks(), device=self._context.device, positions=positions)
+        self.loader = self._open_loader(positions)
 
     def load_further(self) -> bool:
         """If the next step is not known yet, call the sampler for its epochs, and load them.
@@ -122,6 +120,11 @@ class Feed:
         """End the workers."""
         self._is_closed = True
         self.loader.close()
+
+    def _open_loader(self, positions: Mapping[int, LanePosition]) -> Loader:
+        context = self._context
+        tasks = self._begin_tasks()
+        return Loader(self._spec, tasks, device=context.device, positions=positions, say=context.say)
 
     def _choose_workers(self) -> DataSpec:
         """Return the data set with the number of workers that suits the lanes of this rank."""
