@@ -507,7 +507,7 @@ def use(run: Path) -> None:
         directory.look("latest", [])
         directory.begin(ResumePoint(), numbers={}, machine={}, config={}, options=StartOptions({}))
         directory.write_start(None, from_step=0, world_size=1)
-        directory.write_heal(Heal(0, [1], [], 1, 0.1))
+        directory.write_heal(Heal(0, [1], 1, 0.1))
         directory.write_row({"loss": 1.0})
         directory.enter(lambda: Entry(0, 0, 8, 1))
         directory.store.make_inbox()
