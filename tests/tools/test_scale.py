@@ -56,7 +56,9 @@ def test_a_script_is_measured(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     found = json.loads(done.stdout)
     rows = found["sizes"]
-    assert [(row["world_size"], row["is_measured"]) for row in rows] == [(1, True), (2, True), (4, False)]
+    sizes = [(row["world_size"], row["is_measured"]) for row in rows]
+    is_faster = found["fit"]["micro_batch_s"] > 0  # other programs may use this machine
+    assert sizes == [(1, True), (2, True), *([(4, False)] if is_faster else [])]
     for row in rows:
         assert row["samples_per_s"] == pytest.approx(32 / row["step_s"])
         assert row["efficiency"] == pytest.approx(rows[0]["step_s"] / row["step_s"] / row["world_size"])
@@ -114,6 +116,7 @@ def test_the_error_of_a_fit() -> None:
 def test_the_recommendation(steps_s: tuple[float, ...], sentence: str) -> None:
     measured = {size: Size(size, 8, 1, [step_s] * 5) for size, step_s in zip((1, 2, 4), steps_s, strict=True)}
     rows = build_rows(fit_steps(8, {w: (size.step_s, size.error) for w, size in measured.items()}), measured)
+    assert (len(rows) == 3) == (steps_s[1] > 100), "larger sizes are estimated unless more ranks are slower"
     assert recommend(rows).startswith(sentence)
     add_finish(rows, 1000, {1: 0.0, 2: 3600e3, 4: 3600e3})
     assert recommend(rows).startswith("use 1 rank: it finishes first, after ")

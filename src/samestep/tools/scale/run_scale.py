@@ -60,10 +60,10 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
     check_target(target)
     sizes = check_options(values)
     num_cores = len(os.sched_getaffinity(0))
-    if sizes[-1] > num_cores and values.get("device", "cpu") == "cpu":
-        say(f"{sizes[-1]} ranks share {num_cores} cores: separate machines would not lose what they take each other")
     # First, because Slurm may refuse a size: then no time is spent on measurements.
     queues_s = {size: estimate_queue_s(target, values, size) for size in sizes} if values.get("slurm") else {}
+    if sizes[-1] > num_cores and values.get("device", "cpu") == "cpu":
+        say(f"{sizes[-1]} ranks share {num_cores} cores: separate machines would not lose what they take each other")
     with exiting_on_sigterm(), WorkDir("scale-") as work:
         overrides = {name: value for name, value in values.items() if name in OPTIONS and name in _OF_RUN}
         num_steps = values.get("steps", 30)
@@ -125,8 +125,12 @@ def measure(starts: Starts, sizes: Sequence[int], repeats: int) -> dict[int, Siz
 
 
 def build_rows(fit: StepFit, measured: Mapping[int, Size]) -> list[Row]:
-    """Return a row for each measured size, and for each larger power of two that a step has work for."""
-    powers = [2**k for k in range(fit.num_micro_batches.bit_length()) if 2**k > max(measured)]
+    """Return a row for each measured size, and for each larger power of two that a step has work for.
+
+    If more ranks are not faster, by the fit, larger sizes are left out: the ranks share what limits them.
+    """
+    largest = fit.num_micro_batches if fit.micro_batch_s > 0 else 0
+    powers = [2**k for k in range(largest.bit_length()) if 2**k > max(measured)]
     alone = measured[1]
     rows = []
     for size in [*sorted(measured), *powers]:
@@ -233,10 +237,11 @@ def print_result(fit: StepFit, rows: Sequence[Row], memory: Sequence[Row], num_s
             times["finish_s"] += f" +- {format_time(row['finish_error_s'])}"
         cells.append([*cell, *times.values()])
     print_table("scaling", [*header, *(columns[name] for name in shown)], cells)
-    print(
-        f"fitted: {1e3 * fit.fixed_s:,.1f} ms + {1e3 * fit.micro_batch_s:,.1f} ms for each of the slowest rank's "
-        f"micro-batches, of {fit.num_micro_batches} per step"
-    )
+    if fit.micro_batch_s > 0:
+        sums = f"{1e3 * fit.fixed_s:,.1f} ms + {1e3 * fit.micro_batch_s:,.1f} ms"
+        print(f"fitted: {sums} for each of the slowest rank's micro-batches, of {fit.num_micro_batches} per step")
+    else:
+        print("fitted: more ranks are not faster here, so more than were measured are not estimated")
     if num_steps:
         print(f"to finish: {num_steps:,} steps, without the start of the ranks, snapshots and validation")
     if memory:
