@@ -18,9 +18,8 @@ from samestep.launch.local_ranks import MAX_LOCAL_RANKS, Ranks, parse_shown
 from samestep.launch.target import Target
 from samestep.units import format_ranks
 from samestep.world.environment import (
-    FINISHED,
     START_AGAIN,
-    STOPPED,
+    Outcome,
     child_variables,
     stop_code,
 )
@@ -180,7 +179,7 @@ def _conclude(ranks: Ranks, received: list[int], end: "End") -> int:
     was_stopped = ranks.is_stopping or not ranks.num_ranks  # the second: a signal came before the first round
     if received and was_stopped and (failure is None or failure.secondary or -failure.code in received):
         if len(received) == 1 and ranks.has_succeeded:
-            if (ranks.directory / FINISHED).exists() and not (ranks.directory / STOPPED).exists():
+            if ranks.outcome is Outcome.FINISHED:
                 return 0
             return stop_code(received[0])
         return 128 + received[-1]
@@ -197,5 +196,5 @@ def _conclude(ranks: Ranks, received: list[int], end: "End") -> int:
     if not ranks.has_succeeded:  # the ranks were stopped, and none has reported a reason
         return 1
     # A rank received a signal directly, or this node has just joined and has no ranks that could report an end.
-    is_stopped = (ranks.directory / STOPPED).exists() or not (received or end.is_complete)
+    is_stopped = ranks.outcome is Outcome.STOPPED or not (received or end.is_complete)
     return START_AGAIN if is_stopped else 0

@@ -19,18 +19,18 @@ from msgspec.structs import replace
 from samestep.config import PREFIX, Overrides, to_variables
 from samestep.console import describe_ranks, print_error
 from samestep.errors import Error, InvalidValue, Stuck, add_code
-from samestep.files import open_regular, read_tail, replace_file
+from samestep.files import open_regular, read_tail, read_text, replace_file
 from samestep.launch.failure import RankEnds, RankFailure, describe_death, read_failure, write_failure
 from samestep.launch.forkserver import ForkServer
 from samestep.launch.target import Target
 from samestep.processes import kill_group
 from samestep.world.environment import (
     FAILURE,
-    FINISHED,
     HEAL,
     LEAVE,
+    OUTCOME,
     SECRET,
-    STOPPED,
+    Outcome,
     Restart,
     child_variables,
 )
@@ -176,7 +176,7 @@ class Ranks:
             except PermissionError as error:
                 raise Error(str(error), code="SS513") from None
             for path in self.directory.iterdir():
-                if path.name in (STOPPED, FINISHED, LEAVE) or path.suffix in (".json", ".log"):
+                if path.name in (OUTCOME, LEAVE) or path.suffix in (".json", ".log"):
                     path.unlink()
         self.num_ranks = len(variables)
         self.world_size = int(variables[0]["WORLD_SIZE"])
@@ -202,6 +202,14 @@ class Ranks:
     def has_succeeded(self) -> bool:
         """Whether every rank has ended with exit code 0."""
         return self.done and self.ends.have_succeeded
+
+    @property
+    def outcome(self) -> Outcome:
+        """How their run has ended."""
+        try:
+            return Outcome(read_text(self.directory / OUTCOME))
+        except (OSError, ValueError):
+            return Outcome.UNKNOWN
 
     def poll(self, timeout_s: float = POLL_S) -> None:
         """Process the server's next event, waiting up to `timeout_s` for it.
@@ -277,7 +285,7 @@ class Ranks:
         Call when all ranks have ended, so that their output is complete.
         """
         first = self.ends.first_failure
-        if first is not None and first.secondary and self._succeeded and not (self.directory / STOPPED).exists():
+        if first is not None and first.secondary and self._succeeded and self.outcome is not Outcome.STOPPED:
             # The others have lost a rank that ended before them with exit code 0. It counts even if its loop is
             # finished, because a further loop or an evaluation can follow.
             rank, time_s = min(self._succeeded.items(), key=lambda end: end[1])

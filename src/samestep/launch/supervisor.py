@@ -25,7 +25,7 @@ from samestep.launch.messages import LauncherLink
 from samestep.launch.rendezvous_client import End, Nodes, build_hello, connect, find_own_address
 from samestep.launch.rendezvous_server import FLUSH_S, RendezvousServer, open_listener
 from samestep.launch.target import Target
-from samestep.world.environment import BEGUN, CONTINUES, RANKED, ROOM, STOPPED, BegunRun, Restart, count_job_nodes
+from samestep.world.environment import BEGUN, CONTINUES, RANKED, ROOM, BegunRun, Outcome, Restart, count_job_nodes
 from samestep.world.host import list_addresses
 
 
@@ -277,7 +277,7 @@ class NodeSession:
                 failure=None if failure is None else to_builtins(_shorten(failure)),
                 signum=received[0] if received else 0,
                 has_succeeded=ranks.has_succeeded,
-                is_complete=not (ranks.directory / STOPPED).exists(),
+                is_complete=ranks.outcome is not Outcome.STOPPED,
             )
         return self._has_reported and (len(received) > 1 or ranks.lost)  # do not wait for the other nodes
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,7 @@ SECRET = PREFIX + "RDZV_SECRET"  # in a launcher: the secret of all launchers; i
 _INTERNAL = (TRACE, HOOK, TERMINAL, SRUN, LOG, HEAL, CONTINUES, SECRET)  # no misspelled options
 
 # Files in `error_dir`, with which ranks and their launcher exchange what exit codes cannot express.
-STOPPED = "stopped"  # a run ended early, saved, because of a signal
-FINISHED = "finished"  # a run's loop has completed
+OUTCOME = "outcome"  # holds an `Outcome`
 BEGUN = "begun"  # holds a `BegunRun`
 ROOM = "room"  # holds the maximum number of ranks of that run
 RANKED = "ranked"  # a rank has looked up its rank
@@ -42,6 +42,14 @@ START_AGAIN = 75  # exit code EX_TEMPFAIL: stopped by a signal, and saved; the s
 
 
 FAILURE = "failure.json"  # in the directory of a start's logs: the rank whose failure ended it, and the reason
+
+
+class Outcome(Enum):
+    """How the run of a rank that has ended with an exit code of its script came to its end."""
+
+    UNKNOWN = ""
+    FINISHED = "finished"  # its loop has completed
+    STOPPED = "stopped"  # it ended early, saved, because of a signal
 
 
 def stop_code(signum: int) -> int:

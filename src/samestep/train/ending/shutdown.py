@@ -27,7 +27,7 @@ from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.ending.stop_signals import StopSignals
 from samestep.watch.progress import Progress
-from samestep.world.environment import FINISHED, read_torchrun_file, ready_standard_files, stop_code
+from samestep.world.environment import OUTCOME, read_torchrun_file, ready_standard_files, stop_code
 from samestep.world.process_group import close_group, has_group
 from samestep.world.rendezvous_store import is_first, is_left_by_rank_0
 
@@ -78,7 +78,7 @@ class Resources:
         """Begin a further loop: acquire again what the end of the previous loop released."""
         self._is_ended = False
         if self.error_dir is not None:
-            Path(self.error_dir, FINISHED).unlink(missing_ok=True)
+            Path(self.error_dir, OUTCOME).unlink(missing_ok=True)
         self._context.group.forget_stops()
 
     def close(self, failure: str = "") -> Error | None:

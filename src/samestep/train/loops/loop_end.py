@@ -14,7 +14,7 @@ from samestep.train.loops.feed import Feed
 from samestep.train.loops.services import Services
 from samestep.train.state.run_state import RunState
 from samestep.watch.records import RESTARTS
-from samestep.world.environment import BEGUN, FINISHED, ROOM, START_AGAIN, STOPPED, BegunRun, Environment, stop_code
+from samestep.world.environment import BEGUN, OUTCOME, ROOM, START_AGAIN, BegunRun, Environment, Outcome, stop_code
 from samestep.world.workdir import make_private
 
 
@@ -52,7 +52,7 @@ class LoopEnd:
         self._end("stopped", describe_stop(stopping.signal))
         if self.failure is not None:
             raise self.failure
-        notify_launcher(context.environment, STOPPED)
+        notify_launcher(context.environment, OUTCOME, Outcome.STOPPED.value)
         raise SystemExit(stopping.signals.exit_code)
 
     def finish(self) -> None:
@@ -63,7 +63,7 @@ class LoopEnd:
             if reason:
                 self._context.say(f"stopped at step {state.steps_done}: {reason}")
             self._end("stopped" if reason else "done", reason)
-            notify_launcher(self._context.environment, FINISHED)
+            notify_launcher(self._context.environment, OUTCOME, Outcome.FINISHED.value)
             _note_begun(self._context, is_done=True)
         state.end_loop(self._feed.plan)
 
