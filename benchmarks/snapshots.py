@@ -203,7 +203,7 @@ def measure_files(directory: str, num_mb: int, num_rounds: int) -> dict[str, lis
     store, path = Store(Path(directory) / "store"), Path(directory) / "state.pt"
     store.path.parent.mkdir()
     (written,) = [store.write(state, step=1, meta={})]
-    file = written / "tensors.safetensors"
+    file = written / "tensors-00000.safetensors"
     buffer = memoryview(bytearray(1 << 20))
 
     def read_file() -> None:

@@ -238,7 +238,7 @@ def test_a_complete_run_is_copied(cluster: Cluster, undisturbed: Undisturbed) ->
 
 
 @pytest.mark.soak  # the next test covers its path
-@pytest.mark.parametrize(("node", "file"), [(0, "tensors.safetensors"), (0, "manifest.json"), (1, "state.json")])
+@pytest.mark.parametrize(("node", "file"), [(0, "tensors-00000.safetensors"), (0, "manifest.json"), (1, "state.json")])
 def test_the_newest_is_damaged_on_one_node(
     cluster: Cluster, undisturbed: Undisturbed, node: int, file: str
 ) -> None:  # fmt: skip
@@ -259,7 +259,7 @@ def test_each_node_has_another_one_damaged(cluster: Cluster, undisturbed: Undist
     assert [read_starts(cluster, node)[0][0] for node in (0, 1)] == [6, 6]
     for node in (0, 1):
         for name in cluster.snapshots(node):
-            damage(cluster.run_dir(node) / "snapshots" / name / "tensors.safetensors")
+            damage(cluster.run_dir(node) / "snapshots" / name / "tensors-00000.safetensors")
     error = cluster.spawn_to_fail([0, 1], 1)
     assert isinstance(error, Error)
     assert "no snapshot in run/snapshots can be used" in str(error)
@@ -318,7 +318,7 @@ def test_a_later_snapshot_is_damaged_on_one_node(cluster: Cluster, undisturbed: 
     """And the other node has lost it. All copies record that the run went back, so that it goes on from there."""
     cluster.spawn_to_fail([0, 1], 1, KILLED, snapshot_every=3, settled=True)
     shutil.rmtree(cluster.run_dir(0) / "snapshots" / "step-00000006")
-    os.truncate(cluster.run_dir(1) / "snapshots/step-00000006/tensors.safetensors", 9)
+    os.truncate(cluster.run_dir(1) / "snapshots/step-00000006/tensors-00000.safetensors", 9)
     cluster.spawn_to_fail([0, 1], 1, "kill all ranks at step 11 in forward", snapshot_every=3, settled=True)
     records = [json.loads((cluster.run_dir(node) / "run.json").read_text()) for node in (0, 1)]
     assert [record["rewinds"] for record in records] == [[5], [5]]

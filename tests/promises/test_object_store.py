@@ -156,7 +156,7 @@ def test_another_machine_resumes(cluster: Cluster, undisturbed: Undisturbed) -> 
 
 
 MOMENTS = {  # in a write: a part of the path, the writes before it, and the step from which the run resumes
-    "tensors": ("step-00000006/tensors.safetensors", 0, 5),
+    "tensors": ("step-00000006/tensors-00000.safetensors", 0, 5),
     "manifest": ("step-00000006/.manifest.json", 0, 5),
     "rows": ("/.metrics.jsonl", 1, 3),
     "best": ("snapshots/best.step-00000010/", 1, 9),
@@ -181,7 +181,7 @@ def test_another_rank_continues_an_upload(
     cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path, moment: str
 ) -> None:
     """Rank 0 dies in it. No rank starts again, and nothing is missing at the URL."""
-    part, count, _ = (MOMENTS | {"last": ("step-00000015/tensors.safetensors", 0, 15)})[moment]
+    part, count, _ = (MOMENTS | {"last": ("step-00000015/tensors-00000.safetensors", 0, 15)})[moment]
     words = [cluster.url, part, str(count)]
     env = {"PYTHONPATH": find_tests(), "SAMESTEP_LOCAL_DIR": str(cluster.machine(0))}
     command = ["launch", "--nproc-per-node", "3", "--heal", str(Path(__file__).with_name("planted.py")), *words]
@@ -191,7 +191,7 @@ def test_another_rank_continues_an_upload(
     check_complete(cluster, undisturbed)
 
 
-@pytest.mark.parametrize("file", one_in(4, ["tensors.safetensors", "manifest.json"]))
+@pytest.mark.parametrize("file", one_in(4, ["tensors-00000.safetensors", "manifest.json"]))
 def test_a_flipped_bit(
     cluster: Cluster, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], file: str
 ) -> None:  # fmt: skip

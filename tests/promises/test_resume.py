@@ -623,10 +623,10 @@ def test_nothing_left_to_do(trial: Trial, undisturbed: Undisturbed, capfd: pytes
 
 
 def flip_a_byte(snapshot: Path) -> str:
-    data = bytearray((snapshot / "tensors.safetensors").read_bytes())
+    data = bytearray((snapshot / "tensors-00000.safetensors").read_bytes())
     data[-100] ^= 1
-    (snapshot / "tensors.safetensors").write_bytes(data)
-    return "tensors.safetensors"
+    (snapshot / "tensors-00000.safetensors").write_bytes(data)
+    return "tensors-00000.safetensors"
 
 
 def flip_a_byte_of_the_state(snapshot: Path) -> str:

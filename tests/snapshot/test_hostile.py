@@ -245,7 +245,7 @@ def test_a_header_takes_no_more_than_its_file(place: Path, old: bytes, new: byte
         assert header != content[8 : 8 + length]
         return len(header).to_bytes(8, "little") + header + content[8 + length :]
 
-    replace_in(place, "tensors.safetensors", change)
+    replace_in(place, "tensors-00000.safetensors", change)
     with pytest.raises(RunDirectoryError, match="holds no state that can be read"):
         read_here(place)
 
@@ -260,7 +260,7 @@ def test_tensors_that_overlap_take_no_more_than_their_file(place: Path) -> None:
         text = json.dumps(header).encode()
         return len(text).to_bytes(8, "little") + text + content[8 + length :]
 
-    replace_in(place, "tensors.safetensors", change)
+    replace_in(place, "tensors-00000.safetensors", change)
     with pytest.raises(RunDirectoryError, match=r"holds no state that can be read \(ValueError: .* overlap\)"):
         read_here(place)
 

@@ -43,13 +43,13 @@ def test_what_is_written_is_found_and_read(store: Store, tmp_path: Path) -> None
     state = make_state(0.5)
     path = store.write(state, step=7, meta={"epoch": 1, "loss": 0.25, 3: [1, (2,)]})
     assert path == tmp_path / "snapshots" / "step-00000007"
-    assert sorted(entry.name for entry in path.iterdir()) == ["manifest.json", "state.json", "tensors.safetensors"]
+    assert sorted(entry.name for entry in path.iterdir()) == FILES
     found = store.find("latest")
     assert found is not None
     assert (found.path, found.step, found.name, found.problem) == (path, 7, None, None)
     assert found.manifest["meta"] == {"epoch": 1, "loss": 0.25, "3": [1, [2]]}
     assert found.manifest["versions"]["torch"] == torch.__version__
-    assert found.size_bytes == sum((path / file).stat().st_size for file in ("state.json", "tensors.safetensors"))
+    assert found.size_bytes == sum((path / file).stat().st_size for file in ("state.json", "tensors-00000.safetensors"))
     assert_same(store.read(found), state)
     assert found.manifest["digest"] == digest(state)
 
@@ -115,7 +115,7 @@ def test_an_absent_snapshot_is_reported_with_those_that_exist(store: Store) -> N
 def test_a_requested_snapshot_that_is_not_sound(store: Store) -> None:
     for step in (1, 2):
         store.write(make_state(step), step=step, meta={})
-    flip(store.path / "step-00000002" / "tensors.safetensors", -1)
+    flip(store.path / "step-00000002" / "tensors-00000.safetensors", -1)
     warnings: list[str] = []
     with pytest.raises(
         RunDirectoryError, match=r"the snapshot of step 2 cannot be used \(.*damaged.*\) in .*: there is step 1$"
@@ -143,7 +143,7 @@ def flip(path: Path, place: int, bit: int = 0) -> None:
     path.write_bytes(data)
 
 
-FILES = ["manifest.json", "state.json", "tensors.safetensors"]
+FILES = ["manifest.json", "state.json", "tensors-00000.safetensors"]
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "removed": lambda path: path.unlink(),
     "emptied": lambda path: os.truncate(path, 0),
@@ -195,7 +195,7 @@ def test_any_flipped_bit_is_seen(place: float, bit: int, file: str, store: Store
 
 def test_a_piece_that_is_damaged_is_located(store: Store) -> None:
     store.write(make_state(1), step=1, meta={})
-    path = store.path / "step-00000001" / "tensors.safetensors"
+    path = store.path / "step-00000001" / "tensors-00000.safetensors"
     flip(path, -1)
     size = path.stat().st_size
     with pytest.raises(RunDirectoryError, match=rf"damaged \(somewhere in bytes {size - 4000} to {size}\)"):
@@ -250,8 +250,8 @@ def test_a_snapshot_that_goes_bad_after_it_was_found(store: Store) -> None:
     store.write(make_state(1), step=1, meta={})
     found = store.find("latest")
     assert found is not None
-    (found.path / "tensors.safetensors").unlink()
-    with pytest.raises(RunDirectoryError, match=r"can no longer be used: tensors.safetensors is missing"):
+    (found.path / "tensors-00000.safetensors").unlink()
+    with pytest.raises(RunDirectoryError, match=r"can no longer be used: tensors-00000.safetensors is missing"):
         store.read(found)
 
 
@@ -275,7 +275,7 @@ def test_adopting_one_of_another_store(store: Store, tmp_path: Path) -> None:
     assert other.adopt(snapshot) is None
     assert_same(read(other), make_state(0.5))
     [adopted] = other.snapshots()
-    for file in ("manifest.json", "state.json", "tensors.safetensors"):
+    for file in ("manifest.json", "state.json", "tensors-00000.safetensors"):
         assert (adopted.path / file).read_bytes() == (snapshot.path / file).read_bytes()
     assert [path.name for path in other.path.iterdir()] == ["step-00000005"]
 
@@ -377,7 +377,7 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(store: Store, monkeyp
     monkeypatch.setattr(os, "rename", record_rename)
     store.write(make_state(2), step=1, meta={})
     assert events == [
-        ("sync", "tensors.safetensors"), ("sync", "state.json"), ("sync", "manifest.json"),
+        ("sync", "tensors-00000.safetensors"), ("sync", "state.json"), ("sync", "manifest.json"),
         ("sync", ".tmp-step-00000001"), ("rename", ".old-step-00000001"), ("rename", "step-00000001"),
         ("sync", "snapshots"), ("rename", ".tmp-doomed-.old-step-00000001"),
     ]  # fmt: skip

@@ -125,9 +125,9 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path, models: dict[str, 
 def test_a_damaged_snapshot_is_skipped(
     tmp_path: Path, models: dict[str, nn.Module], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    os.truncate(tmp_path / "run/snapshots/step-00000005/tensors.safetensors", 100)
+    os.truncate(tmp_path / "run/snapshots/step-00000005/tensors-00000.safetensors", 100)
     assert run_export([str(tmp_path / "run"), str(tmp_path / "x.pt")]) == 0
-    assert "step-00000005: tensors.safetensors has 100 bytes" in capsys.readouterr().err
+    assert "step-00000005: tensors-00000.safetensors has 100 bytes" in capsys.readouterr().err
     assert_loads(tmp_path / "x.pt", models["model 3"])
 
 

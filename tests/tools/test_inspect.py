@@ -96,7 +96,7 @@ def test_the_listing(run: Path, inspect: Inspect) -> None:
     for step, name in ((3, None), (6, None), (6, "best")):
         store.write(STATE, step=step, name=name, meta={})
     os.truncate(store.path / "step-00000006" / "state.json", 3)
-    with open(store.path / "step-00000003" / "tensors.safetensors", "r+b") as file:
+    with open(store.path / "step-00000003" / "tensors-00000.safetensors", "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"!")
     (run / "metrics.jsonl").write_text('{"step": 5, "loss": 0.5}\n{"step": 6, "loss": 0.25}\n{"step": 7, "lo')
@@ -107,11 +107,11 @@ def test_the_listing(run: Path, inspect: Inspect) -> None:
     assert re.search(r"^  batch_size +8$", out, re.M)
     assert re.search(r"^  models.net +1 parameter$", out, re.M)
     assert re.search(r"^  lr +0.1$", out, re.M)
-    assert re.search(r"^  3 .* tensors.safetensors is damaged \(somewhere in bytes \d+ to \d+\)$", out, re.M)
+    assert re.search(r"^  3 .* tensors-00000.safetensors is damaged \(somewhere in bytes \d+ to \d+\)$", out, re.M)
     assert re.search(r"^  6 +best +\d+ B +\d s +sound$", out, re.M)
     assert re.search(r"^  6 .* state.json has 3 bytes, not \d+$", out, re.M)
     assert re.search(r"^  loss +0.25 +6$", out, re.M)
-    assert "tensors.safetensors is damaged" in out.splitlines()[-1]
+    assert "tensors-00000.safetensors is damaged" in out.splitlines()[-1]
     assert out.splitlines()[-1].startswith("the check failed: 2 of 3 snapshots damaged (")
     code, out = inspect("--snapshot", "best", "--check")
     assert code == 0
@@ -124,7 +124,7 @@ def test_the_quick_listing_goes_by_manifests_and_sizes(run: Path, inspect: Inspe
     for step in (3, 6):
         store.write(STATE, step=step, meta={})
     os.truncate(store.path / "step-00000006" / "state.json", 3)
-    with open(store.path / "step-00000003" / "tensors.safetensors", "r+b") as file:
+    with open(store.path / "step-00000003" / "tensors-00000.safetensors", "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"!")
     code, out = inspect()

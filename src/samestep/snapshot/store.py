@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 # directories of a run
 SNAPSHOTS = "snapshots"
 ABANDONED = "abandoned"
-TENSORS = "tensors.safetensors"
 _NUMBERED = re.compile(r"step-(\d{8,})")
 _WRITING = ".tmp-"  # incomplete, or about to be removed
 _ASIDE = ".old-"  # the snapshot that is being replaced
@@ -417,14 +416,11 @@ class Store:
         try:
             if others is None:
                 self._create(directory)
-            part = write_part(directory, TENSORS if others is None else name_part(0), tensors)
+            part = write_part(directory, name_part(0), tensors)
             state = _write_json(directory / STATE, structure)
             confirm()
-            if others is None:
-                files = {TENSORS: part.pieces}
-                digest: str | None = digest_of(structure, {key: each for key, (_, each) in part.tensors.items()})
-            else:
-                files, digest = merge_parts(structure, {0: part, **others.wait(directory)})
+            parts = {} if others is None else others.wait(directory)
+            files, digest = merge_parts(structure, {0: part, **parts})
             files[STATE] = state
             manifest = build_manifest(step=step, name=name, digest=digest, files=files, meta=meta)
             _write_json(directory / MANIFEST, manifest)
