@@ -56,6 +56,7 @@ OF_RANKS = {
 }
 # Between a whole state and one that is divided among the ranks:
 OF_SHARD = OF_RANKS | {
+    "losses": "the same inputs of {name} give a different loss: the forward pass computes from a part of a tensor",
     "initial": "{name} differs before the first step: set initial values before run.prepare, because values that are "
     "drawn for the parts of a tensor depend on its division",
     "gradient": "the same losses give a different gradient of {name}: something changes the sums over the ranks, such "
@@ -91,12 +92,16 @@ def explain(one: Traced, other: Traced, difference: Difference, *, is_resumed: b
     table: dict[str, str] = OF_RANKS
     if all(one.settings[name] == other.settings[name] for name in ("world_size", "shard")):
         return [_fill(OF_REPETITION.get(what, UNREPEATABLE), difference, other)]
-    if other.settings["shard"] not in (None, "none"):
+    is_sharded = other.settings["shard"] not in (None, "none")
+    if is_sharded:
         table = OF_SHARD
         what = "fused" if what == "state" and other.settings["fused"] and other.settings["shard"] == "fsdp2" else what
     if what == "state" and difference.tensor in one.settings["buffers"]:
         what = "buffer"
-    return [_fill(table[what], difference, other)]
+    causes = [_fill(table[what], difference, other)]
+    if is_sharded and CARRIED in OF_RANKS[difference.what]:
+        causes.append(f"or, if runs with --shard none differ, too: {CARRIED}")
+    return causes
 
 
 def _fill(sentence: str, difference: Difference, other: Traced) -> str:
