@@ -72,8 +72,8 @@ class Run:
         precision: "fp32", "bf16" or "fp16", used by `autocast`; "tf32" is float32 with matrix products and
             convolutions in TF32 on a GPU, and fp32 on the CPU.
         reduction: "exact" (the same bits at any number of ranks) or "fast" (the backend's all-reduce).
-        shard: "optimizer" divides the optimizers' state among the ranks, see docs/parallelism.md. None: every rank
-            holds all of it.
+        shard: what the ranks divide among themselves: "optimizer" (the optimizers' state) or "fsdp2" (parameters,
+            gradients and state); see docs/parallelism.md. None: every rank holds all of it.
         exchange_dtype: "bf16" rounds float32 gradients and their partial sums to bfloat16, at any number of ranks. This
             halves the bytes of their exchange, see docs/parallelism.md. None: exchange them as they are.
         num_threads: CPU threads per rank. The bits depend on it, so the default is 1 on every machine.
@@ -92,7 +92,8 @@ class Run:
         trackers: destinations of metrics: trackers such as `samestep.TensorBoard()`, and names such as "wandb".
         config: recorded in the run directory. A later start with another config warns. Texts under names such as
             `api_key` and `password` are recorded as "(hidden)".
-        device: "cpu", "cuda" (one GPU per local rank) or one GPU such as "cuda:1". None: CUDA if there is a GPU.
+        device: "cpu", "cuda" (local rank i uses GPU i) or one GPU for all ranks, such as "cuda:1". None: "cuda" if
+            there is a GPU, else "cpu".
         deterministic: use deterministic kernels only. If False, a GPU may give different bits each time.
         bucket_cap_mb: MiB of gradients per message. None: 25 on one host, else 1/16 of all gradients, from 1 to 25.
 
