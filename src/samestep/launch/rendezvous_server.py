@@ -32,7 +32,7 @@ from samestep.launch.healer import Healer
 from samestep.launch.local_ranks import open_store
 from samestep.launch.messages import LauncherLink
 from samestep.launch.rendezvous_client import End, Hello, Nodes, find_difference, find_other_arguments, parse_hello
-from samestep.world.environment import Restart
+from samestep.world.environment import Restart, count_job_nodes
 from samestep.world.host import is_loopback
 
 TICK_S = 0.1
@@ -407,7 +407,8 @@ class RendezvousServer(threading.Thread):
             self._say_s = now_s + SAY_AGAIN_S
             left_s = self._wait_s - now_s
             missing = self._describe_missing(f"still missing at {self._nodes.endpoint}")
-            for member in self._members:
+            # The nodes of a Slurm job share one output.
+            for member in self._members[: 1 if count_job_nodes() > 1 else None]:
                 member.link.send("waiting", sentence=f"{missing}; waiting for up to {left_s:.0f} s more")
 
     def _describe_missing(self, what: str) -> str:
