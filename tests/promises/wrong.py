@@ -177,6 +177,11 @@ def ignore_error_in_body(t: Tiny) -> None:
         t.optimizer.step()
 
 
+def ignore_error_of_samestep(t: Tiny) -> None:
+    with suppress(samestep.Error):
+        t.train(body=lambda t, x, y: t.optimizer.step())
+
+
 def ignore_error_between_steps(t: Tiny) -> None:
     """The error is one that the loop raises, and not the script."""
     with suppress(samestep.Error):
@@ -388,10 +393,12 @@ LOOPS: dict[str, Mistake] = {
         do=lambda t: break_steps(t, t.run.steps(Pairs(), 5))),
     "an error in the body that is ignored": in_loop(
         r"the loop over the micro-batches of step 1 was left by break .* an e", do=ignore_error_in_body),
+    "an error of samestep's that is ignored": in_loop(
+        r"optimizer\.step\(\) inside the micro-batch loop of step 0", do=ignore_error_of_samestep),
     "an error between the steps that is ignored": in_loop(
-        r"the loop over the steps was left by break .* an error\) in step 0", do=ignore_error_between_steps),
+        r"the micro-batches of step 0 were not iterated over", do=ignore_error_between_steps),
     "a loop after an error between the steps that is ignored": in_loop(
-        r"the loop over the steps was left by break .* an error\) in step 0",
+        r"the micro-batches of step 0 were not iterated over",
         do=lambda t: [ignore_error_between_steps(t), t.train()]),
     "a step never iterated": in_loop(
         r"the micro-batches of step 0 were not iterated over: its body needs `for batch in s", do=skip_micro_batches),

@@ -1,9 +1,10 @@
 """The loop over epochs and steps."""
 
+import copy
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
-from samestep.errors import Error, UsageError
+from samestep.errors import Error, UsageError, find_raised
 from samestep.train.context import RunContext
 from samestep.train.ending.shutdown import describe_failure
 from samestep.train.loops.boundary import Boundary
@@ -112,6 +113,7 @@ class Loop:
         self.step: Step | None = None
         self.repeats_head = state.place.is_past
         self._left_error: Error | None = None  # the script left the loop before its end
+        self._earlier_error = 0  # id of an error that the script keeps from before the present step
 
     def run_epochs(self, num_epochs: int) -> Generator[Epoch, None, None]:
         """Yield the epochs from the run's position on."""
@@ -179,6 +181,7 @@ class Loop:
         self.repeats_head = False
         self._boundary.begin_body("step", number)
         self._state.begin_step()
+        self._earlier_error = id(find_raised())
         if self.step is None:
             self._replicas.watch(self._services.snapshotter)
         step = Step(number, self._plan.epoch_of(number), self._plan.micro_batches(number), self._parts)
@@ -243,23 +246,30 @@ class Loop:
         try:
             yield
         except Exception as error:
-            self._leave("steps", f"step {self._state.steps_done}", describe_failure(error, self._context.rank))
+            self._leave("steps", f"step {self._state.steps_done}", error)
             raise
 
     def _release_signals(self) -> None:
         if self._context.environment.launcher == "python":  # a rank of a launcher may still get its signals
             self._services.stopping.signals.restore()
 
-    def _leave(self, loop: str, where: str, reason: str = "") -> None:
-        """The script has left a loop. `reason`: for `status.json`, if the loop itself has raised an error."""
+    def _leave(self, loop: str, where: str, error: Exception | None = None) -> None:
+        """The script has left a loop. `error`: the loop itself has raised it."""
         self._on.leave(self._state.steps_done)
         self._release_signals()
         if self._state.is_in_loop and self._left_error is None:
-            self._left_error = UsageError(
-                f"the loop over the {loop} was left by break (or return, or an error) in {where}, so that what came "
-                "after the last snapshot is lost: to end early, call run.stop() and continue the loop",
-                code="SS217",
-            )
+            # Python closes the generators of a loop while the error that has left its body is on its way.
+            cause = error if isinstance(error, Error) else find_raised()
+            if cause is None or id(cause) == self._earlier_error:
+                self._left_error = UsageError(
+                    f"the loop over the {loop} was left by break (or return, or an error) in {where}, so that what "
+                    "came after the last snapshot is lost: to end early, call run.stop() and continue the loop",
+                    code="SS217",
+                )
+            else:
+                self._left_error = copy.copy(cause)  # without the traceback, which holds the script's variables
             if (directory := self._context.location.directory) is not None:
-                directory.write_status("failed", reason or str(self._left_error))
+                rank = self._context.rank
+                reason = str(self._left_error) if error is None else describe_failure(error, rank)
+                directory.write_status("failed", reason)
             self._services.resources.note(self._left_error)
