@@ -515,21 +515,6 @@ def test_the_order_in_which_gradients_of_a_tensor_are_added(blocks: list[str] | 
     assert_same(samestep.spawn(train, world_size, env=SHARDED), run_alone(train), f"{world_size} ranks", "1 rank")
 
 
-def train_on_each_other() -> None:
-    """Two models, of which the second one's loss has a graph through the first one."""
-    run = samestep.Run(None, batch_size=8, micro_batch_size=2)
-    models = [torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(2)]
-    run.prepare(a=models[0], b=models[1], optimizer=torch.optim.SGD([p for m in models for p in m.parameters()], 0.1))
-    for step in run.steps(torch.ones(32, 4), 2):
-        for x in step:
-            step.backward(models[0](x).square().mean() + models[1](models[0](x)).square().mean())
-
-
-def test_a_model_that_two_losses_use_cannot_be_sharded() -> None:
-    with pytest.raises(samestep.UsageError, match="a ran twice in one micro-batch"):
-        samestep.spawn(train_on_each_other, 2, env=SHARDED)
-
-
 def test_blocks_are_classes_or_names() -> None:
     with pytest.raises(samestep.InvalidType, match="shard_blocks must hold classes of modules or their names, not 3"):
         samestep.spawn(train_wrong, 2, (OneBlock, [3]), env=SHARDED)

@@ -99,9 +99,9 @@ def batch_norm() -> Result:
         return model
 
     def check(t: Any) -> None:
-        # Six steps of 12, 12 and 3 micro-batches, two epochs.
+        # Six steps, each of which counts once.
         layers = (t.model.moving, t.model.cumulative, t.model.twice, t.model.frozen)
-        assert [layer.num_batches_tracked for layer in layers] == [54, 54, 108, 0]
+        assert [layer.num_batches_tracked for layer in layers] == [6, 6, 12, 0]
         assert not t.model.frozen.running_mean.any()
 
     return train_classes(build, at_end=check)
@@ -213,7 +213,7 @@ def scores_in_training_mode() -> Result:
 
 @case
 def other_buffers() -> Result:
-    """Buffers that a forward writes in place, replaces or draws. A step keeps those of its first micro-batch."""
+    """Buffers that a forward writes in place, replaces or draws. A step averages them."""
     seen: list[Tensor] = []
 
     def remember(t: Any) -> None:
@@ -226,7 +226,8 @@ def other_buffers() -> Result:
     def compare(t: Any) -> None:
         assert t.model.count == t.step.number + 1
         if t.run.world_size == 1:
-            torch.testing.assert_close(t.model.mean, 0.9 * seen[0] + 0.1 * seen[1].mean(0))
+            means = torch.stack([x.mean(0) for x in seen[1:]])
+            torch.testing.assert_close(t.model.mean, 0.9 * seen[0] + 0.1 * means.mean(0))
 
     return train_classes(Buffers, forward=forward, before=remember, after=compare)
 
