@@ -13,7 +13,7 @@ from samestep.watch.decision import (
     EndOthers,
     EndSelf,
     Moving,
-    Rules,
+    RankFacts,
     Say,
     State,
     View,
@@ -25,12 +25,20 @@ LIMITS = build_limits(60)
 OWN = wait(0, 0)
 
 
-def build_rules(rank: int = 0, *, can_heal: bool = True) -> Rules:
-    return Rules(rank, "h0", LIMITS, can_heal, notice_s=2.0)
+def refuse(*_: object) -> None:
+    raise AssertionError("a decision has no effects")
+
+
+def build_facts(rank: int = 0, *, can_heal: bool = True) -> RankFacts:
+    return RankFacts(rank, range(2), "h0", LIMITS, refuse, refuse, refuse, refuse, can_heal)
 
 
 def simulate(
-    rules: Rules, ranks: Sequence[Beat] | None, seconds: float, order: EndOrder | None = None, cut_off_s: float = 0.0
+    facts: RankFacts,
+    ranks: Sequence[Beat] | None,
+    seconds: float,
+    order: EndOrder | None = None,
+    cut_off_s: float = 0.0,
 ) -> list[tuple[float, Action]]:
     """Return what a rank does, with the time, while nothing moves."""
     state: State = Moving()
@@ -38,9 +46,9 @@ def simulate(
     now_s = 0.0
     while now_s < seconds:
         heard = None if ranks is None else [hear(each.rank, each.phase, now_s, **_describe(each)) for each in ranks]
-        own = wait(rules.rank, now_s)
+        own = wait(facts.rank, now_s)
         view = View(now_s, now_s, cut_off_s and now_s, own, heard, order)
-        state, actions = decide(state, view, rules)
+        state, actions = decide(state, view, facts)
         done += [(now_s, action) for action in actions]
         if any(isinstance(action, EndSelf) for action in actions):
             break
@@ -54,7 +62,7 @@ def _describe(beat: Beat) -> dict[str, object]:
 
 def test_a_stopped_rank_is_ended_and_the_others_continue() -> None:
     frozen = hear(1, "forward", 0, is_silent=True, process="stopped")
-    named, stopping, ended = simulate(build_rules(), [OWN, frozen], 65)
+    named, stopping, ended = simulate(build_facts(), [OWN, frozen], 65)
     assert (named[0], stopping[0], ended[0]) == (10.0, 60.0, 62.0), "the others receive the order first"
     assert isinstance(stopping[1], Say)
     assert stopping[1].text == "nothing has moved for too long: stopping rank 1"
@@ -64,7 +72,7 @@ def test_a_stopped_rank_is_ended_and_the_others_continue() -> None:
 
 def test_all_end_if_a_rank_that_is_stuck_elsewhere_does_not() -> None:
     """Its launcher is asked to end it, but may not respond either."""
-    done = simulate(build_rules(), [OWN, hear(1, "forward", 0, is_silent=True, host="far")], 1000)
+    done = simulate(build_facts(), [OWN, hear(1, "forward", 0, is_silent=True, host="far")], 1000)
     times = {type(action): at_s for at_s, action in done}
     assert isinstance(done[-1][1], EndSelf)
     assert not done[-1][1].is_stuck
@@ -72,9 +80,9 @@ def test_all_end_if_a_rank_that_is_stuck_elsewhere_does_not() -> None:
 
 
 def test_the_launcher_decides_about_a_dead_rank() -> None:
-    [named] = simulate(build_rules(), [OWN, hear(1, "forward", 0, is_silent=True, process="dead")], 1000)
+    [named] = simulate(build_facts(), [OWN, hear(1, "forward", 0, is_silent=True, process="dead")], 1000)
     assert isinstance(named[1], Say)
-    assert simulate(build_rules(can_heal=False), [OWN, hear(1, "forward", 0, is_silent=True, process="dead")], 1000)[-1]
+    assert simulate(build_facts(can_heal=False), [OWN, hear(1, "forward", 0, is_silent=True, process="dead")], 1000)[-1]
 
 
 @pytest.mark.parametrize(
@@ -86,10 +94,10 @@ def test_the_launcher_decides_about_a_dead_rank() -> None:
     ],
 )
 def test_a_rank_obeys_the_leader(order: EndOrder, ends: tuple[float, Action] | None) -> None:
-    assert simulate(build_rules(1), None, 9, order) == ([] if ends is None else [ends])
+    assert simulate(build_facts(1), None, 9, order) == ([] if ends is None else [ends])
 
 
 def test_a_rank_that_is_cut_off_ends() -> None:
-    said, ended = simulate(build_rules(), None, 1000, cut_off_s=1.0)
+    said, ended = simulate(build_facts(), None, 1000, cut_off_s=1.0)
     assert isinstance(said[1], Say)
     assert (ended[0], isinstance(ended[1], EndSelf)) == (61.0, True)

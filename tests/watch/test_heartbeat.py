@@ -29,7 +29,8 @@ from samestep.tools.live_view import (
     format_rows,
 )
 from samestep.watch.beat_exchange import BeatExchange, Message
-from samestep.watch.heartbeat import Heartbeat, RankFacts
+from samestep.watch.decision import RankFacts
+from samestep.watch.heartbeat import Heartbeat
 from samestep.watch.phase_clock import PhaseClock
 from samestep.watch.publishing import Files
 from samestep.watch.records import RankStates, has_ended

@@ -1,6 +1,6 @@
 """Decides what a rank says and does about a run that makes no progress. Pure functions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from msgspec import Struct
@@ -15,20 +15,29 @@ MAX_STACKS = 16
 
 
 @dataclass(frozen=True)
-class Rules:
-    """What does not change while a rank watches a run. Ranks are numbered as at the start of all ranks.
+class RankFacts:
+    """The rank, and the functions that a heartbeat calls. Ranks are numbered as at the start of all ranks.
 
     Attributes:
-        rank, host: of this process.
+        members: the ranks that exchange heartbeats, in order.
+        say: prints a line on the terminal. Does not block.
+        end: ends this process. Takes a message, and whether this rank is the stuck one.
+        end_others: ends ranks of this host that cannot end themselves. Takes (rank, pid) pairs and a message.
+        request_end: requests that launchers of other hosts end ranks. Takes these and a message.
         can_heal: whether the other ranks continue if the stuck ones end.
-        notice_s: time in which all ranks receive an order, and write their stacks.
+        is_lost: returns whether a rank has died without which the others continue.
     """
 
     rank: int
+    members: Sequence[int]
     host: str
     limits: Limits
+    say: Callable[[str], None]
+    end: Callable[[str, bool], None]
+    end_others: Callable[[Sequence[tuple[int, int]], str], None]
+    request_end: Callable[[Sequence[int], str], None]
     can_heal: bool = False
-    notice_s: float = 0.0
+    is_lost: Callable[[int], bool] = lambda rank: False
 
 
 class EndOrder(Struct, frozen=True):
@@ -89,16 +98,12 @@ class Ending:
 
     Attributes:
         due_s: when this rank executes the order.
-        frozen: ranks of this host that cannot end themselves, and their pids.
-        elsewhere: such ranks of other hosts.
-        is_begun: whether this rank has ended these.
+        others: ranks that cannot end themselves, and that this rank still has to end.
     """
 
     order: EndOrder
     due_s: float
-    frozen: Sequence[tuple[int, int]] = ()
-    elsewhere: Sequence[int] = ()
-    is_begun: bool = False
+    others: "EndOthers | None" = None
 
 
 State = Moving | CutOff | Stalled | Ending
@@ -136,16 +141,16 @@ Action = Say | EndOthers | EndSelf
 # --- the decision ---------------------------------------------------------------------------------------------------
 
 
-def decide(state: State, view: View, rules: Rules) -> tuple[State, list[Action]]:
+def decide(state: State, view: View, facts: RankFacts) -> tuple[State, list[Action]]:
     """Return the next state of this rank, and what it does now. Called about once per second."""
     if isinstance(state, Ending):
-        return _end(state, view, rules)
+        return _end(state, view, facts)
     order = view.order
-    if order is not None and (order.is_for_all or rules.rank in order.first):
-        return Ending(order, view.now_s + rules.notice_s), []
-    if view.cut_off_s > rules.limits.floor_s:
-        return _report_cut_off(state, view, rules)
-    stall = None if view.ranks is None else diagnose(view.ranks, rules.limits, view.awake_s)
+    if order is not None and (order.is_for_all or facts.rank in order.first):
+        return Ending(order, view.now_s + 2 * facts.limits.interval_s), []
+    if view.cut_off_s > facts.limits.floor_s:
+        return _report_cut_off(state, view, facts)
+    stall = None if view.ranks is None else diagnose(view.ranks, facts.limits, view.awake_s)
     if view.ranks is None or stall is None:
         if isinstance(state, (Stalled, CutOff)):
             return Moving(), [Say(f"the run continues after {format_time(round(state.for_s))}")]
@@ -153,7 +158,7 @@ def decide(state: State, view: View, rules: Rules) -> tuple[State, list[Action]]
     actions: list[Action] = []
     if not isinstance(state, Stalled) or state.stall.blocking != stall.blocking:
         actions.append(Say(stall.sentence, _choose_stacks(stall, view.ranks)))
-    ending = _begin_end(stall, view, view.ranks, rules) if stall.is_final else None
+    ending = _begin_end(stall, view, view.ranks, facts) if stall.is_final else None
     if ending is None:
         return Stalled(stall, min(rank.still_s for rank in view.ranks)), actions
     ended = "the run" if ending.order.is_for_all else describe_ranks(stall.blocking)
@@ -168,42 +173,41 @@ def _choose_stacks(stall: Stall, ranks: Sequence[Beat]) -> list[int]:
     return [beat.rank for beat in shown][:MAX_STACKS]
 
 
-def _begin_end(stall: Stall, view: View, ranks: Sequence[Beat], rules: Rules) -> Ending | None:
+def _begin_end(stall: Stall, view: View, ranks: Sequence[Beat], facts: RankFacts) -> Ending | None:
     """Return how the blocking ranks end; None if their launcher decides."""
     blocking = [beat for beat in ranks if beat.rank in stall.blocking]
-    if rules.can_heal and blocking and all(beat.process == "dead" for beat in blocking):
+    if facts.can_heal and blocking and all(beat.process == "dead" for beat in blocking):
         return None
     able = [beat.rank for beat in blocking if not beat.is_silent]
     frozen = [(beat.rank, beat.pid) for beat in blocking if beat.is_silent and beat.process in ("stopped", "alive")]
     elsewhere = [beat.rank for beat in blocking if beat.is_silent and not beat.process]
-    is_for_all = not rules.can_heal or len(blocking) in (0, len(ranks))
-    first = able or ([] if frozen or rules.can_heal else [rules.rank])
+    is_for_all = not facts.can_heal or len(blocking) in (0, len(ranks))
+    first = able or ([] if frozen or facts.can_heal else [facts.rank])
     order = EndOrder(stall.sentence, first, is_for_all)
-    return Ending(order, view.now_s + rules.notice_s, frozen, [] if is_for_all else elsewhere)
+    others = EndOthers(frozen, [] if is_for_all else elsewhere, stall.sentence)
+    return Ending(order, view.now_s + 2 * facts.limits.interval_s, others)
 
 
-def _end(state: Ending, view: View, rules: Rules) -> tuple[State, list[Action]]:
+def _end(state: Ending, view: View, facts: RankFacts) -> tuple[State, list[Action]]:
     """Execute an order, from the time when it is due."""
     order = state.order
     since_s = view.now_s - state.due_s
     if since_s < 0:
         return state, []
-    actions: list[Action] = []
-    if not state.is_begun and (state.frozen or state.elsewhere):
-        actions.append(EndOthers(state.frozen, state.elsewhere, order.reason))
-    is_stuck = rules.rank in order.first
+    actions: list[Action] = [] if state.others is None else [state.others]
+    is_stuck = facts.rank in order.first
     if is_stuck or (order.is_for_all and since_s >= GRACE_S):
         actions.append(EndSelf(order.reason, is_stuck))
-    elif not order.is_for_all and since_s > END_S and view.ranks and diagnose(view.ranks, rules.limits, view.awake_s):
-        return Ending(EndOrder(order.reason, order.first, True), view.now_s + rules.notice_s), actions
-    return replace(state, is_begun=True), actions
+    elif not order.is_for_all and since_s > END_S and view.ranks and diagnose(view.ranks, facts.limits, view.awake_s):
+        return Ending(EndOrder(order.reason, order.first, True), view.now_s + 2 * facts.limits.interval_s), actions
+    return replace(state, others=None), actions
 
 
-def _report_cut_off(state: State, view: View, rules: Rules) -> tuple[State, list[Action]]:
+def _report_cut_off(state: State, view: View, facts: RankFacts) -> tuple[State, list[Action]]:
     """Report that the rendezvous store does not answer, so that no leader can be reached."""
-    limits = rules.limits
+    limits = facts.limits
     sentence = (
-        f"rank {rules.rank} (host {rules.host}) is cut off: the rendezvous store has not answered for "
+        f"rank {facts.rank} (host {facts.host}) is cut off: the rendezvous store has not answered for "
         f"{format_time(round(view.cut_off_s))}; the network, or the host or process that holds the store, is down"
     )
     actions: list[Action] = [] if isinstance(state, CutOff) else [Say(sentence)]

@@ -6,50 +6,22 @@ The leader, which is the lowest rank that responds, reads the beats of all ranks
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from samestep.watch.beat_builder import BeatBuilder
 from samestep.watch.beat_exchange import MISSED, BeatExchange, Message, StacksOrder
-from samestep.watch.decision import Action, Ending, EndOthers, EndSelf, Moving, Rules, Say, State, View, decide
+from samestep.watch.decision import Action, Ending, EndOthers, EndSelf, Moving, RankFacts, Say, State, View, decide
 from samestep.watch.phase_clock import PhaseClock
 from samestep.watch.publishing import Files, Publisher
 from samestep.watch.slow_ranks import SlowRanks
-from samestep.watch.stall_diagnosis import Beat, Limits
+from samestep.watch.stall_diagnosis import Beat
 from samestep.watch.thread_state import read_process_state
 from samestep.world.forking import at_work
 from samestep.world.host import read_host_id
 from samestep.world.rendezvous_store import SignedEntries
 
-INTERVAL_S = 1.0
 JOIN_S = 2.0  # for a thread to end, which a disk or the store may block
-
-
-@dataclass(frozen=True)
-class RankFacts:
-    """The rank, and the functions that a heartbeat calls. Ranks are numbered as at the start of all ranks.
-
-    Attributes:
-        members: the ranks that exchange heartbeats, in order.
-        say: prints a line on the terminal. Does not block.
-        end: ends this process. Takes a message, and whether this rank is the stuck one.
-        end_others: ends ranks of this host that cannot end themselves. Takes (rank, pid) pairs and a message.
-        request_end: requests that launchers of other hosts end ranks. Takes these and a message.
-        can_heal: whether the other ranks continue if the stuck ones end.
-        is_lost: returns whether a rank has died without which the others continue.
-    """
-
-    rank: int
-    members: Sequence[int]
-    host: str
-    limits: Limits
-    say: Callable[[str], None]
-    end: Callable[[str, bool], None]
-    end_others: Callable[[Sequence[tuple[int, int]], str], None]
-    request_end: Callable[[Sequence[int], str], None]
-    can_heal: bool = False
-    is_lost: Callable[[int], bool] = lambda rank: False
 
 
 class Heartbeat:
@@ -67,9 +39,8 @@ class Heartbeat:
         self._facts = facts
         self._files = files
         self._is_alone = entries is None
-        interval_s = min(INTERVAL_S, facts.limits.floor_s / 4)
+        interval_s = facts.limits.interval_s
         self._interval_s = interval_s
-        self._rules = Rules(facts.rank, facts.host, facts.limits, facts.can_heal, notice_s=2 * interval_s)
         self._system = read_host_id("pid") or facts.host
         self._builder = BeatBuilder(
             clock, facts.rank, facts.host, self._system, interval_s=interval_s, began_step=files.began_step
@@ -164,7 +135,7 @@ class Heartbeat:
             self._order_stacks([beat.rank for beat in ranks])
         cut_off_s = 0.0 if self._is_alone else now_s - max(self._exchange.answered_s, self._awake_since_s)
         view = View(now_s, now_s - self._awake_since_s, cut_off_s, own, ranks, self._exchange.order)
-        self._state, actions = decide(self._state, view, self._rules)
+        self._state, actions = decide(self._state, view, self._facts)
         order = self._state.order if isinstance(self._state, Ending) else None
         for action in actions:
             self._execute(action)
@@ -191,8 +162,7 @@ class Heartbeat:
                     where = f" (stack: {self._files.logs / f'stacks-{name}.txt'})"
             facts.say(action.text + where)
         elif isinstance(action, EndOthers):
-            if action.frozen:
-                facts.end_others(action.frozen, action.reason)
+            facts.end_others(action.frozen, action.reason)
             if action.elsewhere:
                 facts.request_end(action.elsewhere, action.reason)
         elif isinstance(action, EndSelf):

@@ -33,6 +33,7 @@ BUSY = ("loading", "forward", "backward", "updating")  # phases in which a rank 
 # Phases whose earlier durations predict the next one. The others contain any code that a script runs now and then.
 LEARNT = ("loading", "forward", "backward", "reducing", "validating")
 
+INTERVAL_S = 1.0
 FLOOR_S = 10.0
 FIRST_S = 300.0
 STOP_S = 300.0
@@ -139,6 +140,11 @@ class Limits:
     floor_s: float = FLOOR_S
     first_s: float = FIRST_S
     stop_s: float | None = None
+
+    @property
+    def interval_s(self) -> float:
+        """The time between two heartbeats."""
+        return min(INTERVAL_S, self.floor_s / 4)
 
     def of(self, beat: Beat) -> float:
         """Return how long this rank can stay in its phase before it counts as stuck."""

@@ -23,7 +23,8 @@ from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.state.run_state import RunState
 from samestep.train.step.steps import Step, StepObserver
-from samestep.watch.heartbeat import Heartbeat, RankFacts
+from samestep.watch.decision import RankFacts
+from samestep.watch.heartbeat import Heartbeat
 from samestep.watch.phase_clock import PhaseClock
 from samestep.watch.publishing import Files
 from samestep.watch.stall_diagnosis import Limits, build_limits, explain_slow_saving
