@@ -4,7 +4,7 @@ The toy of the README's ladder, the `digits` recipe's model and a small transfor
 rank of one thread: without a run directory, and with one. The first row also has README's script as printed, in 4
 micro-batches and with a directory, by a plain loop that accumulates 4 micro-batches. `--micro-batches` adds runs of the
 same batch in that many micro-batches, from which the default of `micro_batch_size` was chosen
-(docs/decisions/micro_batches.md).
+(docs/dev/micro_batches.md).
 """
 
 from __future__ import annotations  # cloudpickle does not see the names in a local class's annotations

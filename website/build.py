@@ -23,7 +23,7 @@ NAMES = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "vulnerabilities.md",
     "benchmarks/README.md": "benchmarks.md",
-    "docs/decisions/README.md": "decisions/index.md",
+    "docs/dev/README.md": "dev/index.md",
 }
 GENERATED = {
     "docs/options.md": build_options,

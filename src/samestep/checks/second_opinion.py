@@ -2,7 +2,7 @@
 
 Every rank adds a wrong gradient, so all replicas remain equal. A rank that is always wrong agrees with itself, so only
 another rank can find it. Hochschild et al. 2021 ("Cores that don't count") and Dixit et al. 2021 ("Silent data
-corruptions at scale") describe such processors. docs/decisions/second_opinion.md explains the choices.
+corruptions at scale") describe such processors. docs/dev/second_opinion.md explains the choices.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

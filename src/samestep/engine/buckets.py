@@ -52,7 +52,7 @@ def pad_to_chunks(num_elements: int, world_size: int) -> int:
 
 
 def choose_cap_bytes(params: Sequence[Tensor], *, one_host: bool) -> int:
-    """Return the maximum size of a bucket (docs/decisions/routes.md, measured by benchmarks/links.py).
+    """Return the maximum size of a bucket (docs/dev/routes.md, measured by benchmarks/links.py).
 
     On one host, messages cost processor time, so few are best. Over a network, no computation overlaps the exchange of
     the last bucket, so it should be a small share of all gradients.

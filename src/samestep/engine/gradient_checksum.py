@@ -3,7 +3,7 @@
 Each step reads different pieces of a few kilobytes, spread over all parameters; gradients of up to 16 KiB are read
 whole. If two runs differ anywhere, the weights differ after the step, and with them almost every word of the next
 step's gradient: the difference is in the ledger at its own step, or at the next one. A pass over the whole gradient
-costs one to two percent of a step (docs/decisions/ledger.md), because most of it is not in the caches after a backward
+costs one to two percent of a step (docs/dev/ledger.md), because most of it is not in the caches after a backward
 pass. The checksum is CRC-32, which the ledger's format has and which takes a quarter of the time of BLAKE2b.
 """
 

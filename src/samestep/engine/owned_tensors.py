@@ -2,7 +2,7 @@
 
 On the CPU, the tensors pass along a ring of the ranks (an all-gather without padding: the ranks own different numbers
 of bytes). All ranks send at the same time, and each link between hosts carries each tensor once. A broadcast per owner
-took twice to three times as long there; see docs/decisions/divided_optimizers.md.
+took twice to three times as long there; see docs/dev/divided_optimizers.md.
 """
 
 from collections.abc import Iterator, Sequence

@@ -3,7 +3,7 @@
 `ForkServer` is the client side. The server process (`serve`) has one thread. It receives requests to start and to
 signal ranks over a Unix socket, and sends an event when ranks have started and when one has ended. When the socket
 closes because the client has ended, the server kills every rank and their children, and ends.
-docs/decisions/forkserver.md explains why the server of multiprocessing is not used.
+docs/dev/forkserver.md explains why the server of multiprocessing is not used.
 """
 
 import atexit

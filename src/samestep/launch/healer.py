@@ -1,4 +1,4 @@
-"""Names the ranks that continue after the death of others, for `samestep launch --heal` (docs/decisions/healing.md)."""
+"""Names the ranks that continue after the death of others, for `samestep launch --heal` (docs/dev/healing.md)."""
 
 import math
 import time

@@ -1,7 +1,7 @@
 """Starts the ranks of this machine, watches them, and restarts them after a failure.
 
 `run_local` does so for a launch on one machine. On several nodes each launcher runs `run_node`, and the rendezvous
-server decides for all of them when the ranks start, stop and restart (docs/decisions/restarts.md).
+server decides for all of them when the ranks start, stop and restart (docs/dev/restarts.md).
 """
 
 import dataclasses

@@ -15,7 +15,7 @@ Span = tuple[int, int]
 
 MAX_SAMPLES = 1 << 40  # of a step; larger values are typing errors
 MAX_MICRO_BATCHES = 1 << 20  # of a step; the plan of more would fill the memory
-LEAST_SAMPLES = 64  # of a default micro-batch; fewer slow small models down (docs/decisions/micro_batches.md)
+LEAST_SAMPLES = 64  # of a default micro-batch; fewer slow small models down (docs/dev/micro_batches.md)
 
 
 @dataclass(frozen=True)

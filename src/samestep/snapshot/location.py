@@ -1,7 +1,7 @@
 """The location of a run: the interface between a run and the places that store its files.
 
-All of samestep above this package uses a `RunLocation`. Which one it is, `open_location` decides; docs/decisions/
-run_location.md says how further ones fit.
+All of samestep above this package uses a `RunLocation`. Which one it is, `open_location` decides;
+docs/dev/run_location.md says how further ones fit.
 """
 
 import errno

@@ -1,6 +1,6 @@
 """`samestep submit` to Slurm: writes a batch script from a template, and submits it.
 
-The batch script starts one launcher per node, not one task per rank (docs/decisions/slurm.md), and requeues the job if
+The batch script starts one launcher per node, not one task per rank (docs/dev/slurm.md), and requeues the job if
 the launchers report that the run was stopped and has saved.
 """
 

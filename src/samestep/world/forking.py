@@ -1,7 +1,7 @@
 """Delays `os.fork` until no background thread of this process holds a lock.
 
 The child of `os.fork` has one thread. A lock that another thread of the parent held at the moment of the fork, in C++
-or in Python, stays locked in the child forever, and a child that needs it never returns (docs/decisions/forking.md).
+or in Python, stays locked in the child forever, and a child that needs it never returns (docs/dev/forking.md).
 So background threads work inside `at_work()`, and every `os.fork` of this process, by a DataLoader or by the script,
 waits until no thread is inside.
 """

@@ -63,7 +63,7 @@ class Group:
     """All ranks of the run. With one rank there is no process group and every call returns at once.
 
     After `begin_healing`, a collective either completes on all ranks, or, if one dies meanwhile, the survivors form a
-    new group and repeat it (docs/decisions/healing.md). So `rank` and `world_size` can change in each call.
+    new group and repeat it (docs/dev/healing.md). So `rank` and `world_size` can change in each call.
 
     Attributes:
         rank, world_size: as in torch.distributed.

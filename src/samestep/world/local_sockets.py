@@ -1,7 +1,7 @@
 """Unix sockets between the ranks of one host, for the small messages that every step waits for.
 
 A gloo message starts with a handshake and arrives in another thread, which must be scheduled before the waiting one:
-0.4 ms and more for a few kB, against 0.05 ms here (docs/decisions/routes.md).
+0.4 ms and more for a few kB, against 0.05 ms here (docs/dev/routes.md).
 """
 
 import hmac

@@ -1,4 +1,4 @@
-"""The ranks that train together after some have died, and what they agree on (docs/decisions/healing.md).
+"""The ranks that train together after some have died, and what they agree on (docs/dev/healing.md).
 
 The launcher names the survivors of a death, in a generation. The survivors leave their process group, join a new one,
 and compare how far they are.

@@ -1,4 +1,4 @@
-"""Continues a loop after the death of a rank (docs/decisions/healing.md)."""
+"""Continues a loop after the death of a rank (docs/dev/healing.md)."""
 
 import time
 from functools import partial
