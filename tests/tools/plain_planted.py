@@ -1,6 +1,6 @@
 """Scripts for raw DDP from one template, with selected mistakes, and the table of those that are found.
 
-`python tests/tools/plain_planted.py` prints the table of docs/verify.md.
+`python tests/tools/plain_planted.py` prints the table of docs/dev/verify.md.
 """
 
 import json

@@ -222,12 +222,12 @@ def test_where_a_restart_continues(orders: str, first: int, text: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("name", MISTAKES)
 def test_each_mistake(tmp_path: Path, name: str) -> None:
-    """A row of the table in docs/verify.md."""
+    """A row of the table in docs/dev/verify.md."""
     write(tmp_path, name)
     found, wanted = find_mistakes(tmp_path), MISTAKES[name][1]
     words = [", ".join(sorted(each)) or "-" for each in (wanted, found)]
     assert found == (set() if name in MISSED else wanted)
-    assert f"| {name} | {words[0]} | {words[1]} | " in (ROOT / "docs/verify.md").read_text()
+    assert f"| {name} | {words[0]} | {words[1]} | " in (ROOT / "docs/dev/verify.md").read_text()
 
 
 @pytest.mark.soak
