@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support import commands
 from support.selection import one_in
 from tools.planted import plant
 
 import samestep
 from samestep.launch.target import Target
-from samestep.snapshot.serialization import write_tensors
-from samestep.tools.verify.causes import measure_difference
 from samestep.tools.verify.command import run_verify
 from samestep.tools.verify.trials import Trials
 
@@ -93,7 +90,7 @@ UNPOOL = (
     one_in(16, [
         # A generator of the script: seeded once, not seeded, in the model, in the data set.
         ({"before": "rng = np.random.default_rng(3)", "in_micro_batch": "x = x + float(rng.normal())"},
-         ["differs from step 0", "first: model.layers.0.weight", " ulp ", "rng (Generator) draws in the steps"]),
+         ["differs from step 0", "first: model.layers.0.weight", "rng (Generator) draws in the steps"]),
         ({"in_model": "self.noise = torch.Generator().manual_seed(1)",
           "in_forward": "x = x + torch.randn(6, generator=self.noise)"},
          ["on 3 ranks and on 1 rank", "model.noise (Generator) draws in the steps"]),
@@ -119,8 +116,7 @@ UNPOOL = (
         # A buffer that counts this rank's micro-batches.
         ({"in_model": "self.register_buffer('seen', torch.zeros(()))", "before": "count = 0",
           "after_micro_batch": "count += 1", "in_step": "model.seen += count"},
-         ["first: model.seen, the only tensor that differs", "(element 0: 4 and 2)",
-          "model.seen is a buffer that depends on"]),
+         ["first: model.seen, the only tensor that differs", "model.seen is a buffer that depends on"]),
         # Threads.
         ({"before": "torch.set_num_threads(run.world_size)", "swap": f"{LAYERS} -> {WIDE}"},
          ["the thread count changed: torch computed with 1 and with 3 threads, the run's number is 1"]),
@@ -243,7 +239,7 @@ def test_kills_that_come_too_late_prove_nothing(
     ("in_step", "words"),
     one_in(2, [
         ("model.layers[0].weight.data += 1e-4 * average * rng.random()",
-         r"first: model\.layers\.0\.weight, the only tensor that differs: \d+ of 48 .*, by up to \d+ ulp "),
+         r"first: model\.layers\.0\.weight, the only tensor that differs"),
         ("optimizer.param_groups[0]['lr'] = 0.01 * average", r"first: optimizer\.param_groups\.0\.lr, [\d.]+ and "),
     ]),
 )  # fmt: skip
@@ -289,12 +285,11 @@ ZEROS = (
           "such as a mean in place of a sum"]),
         # A fused optimizer.
         ("fsdp2", {"before": "optimizer.param_groups[0].update(fused=True, foreach=False)"},
-         ["first: optimizer.state.model.layers.0.weight.exp_avg_sq, ", " ulp ", "optimizer has fused=True"]),
+         ["first: optimizer.state.model.layers.0.weight.exp_avg_sq, ", "optimizer has fused=True"]),
         # A buffer of +0.0, to which gradients of -0.0 are added.
         ("fsdp2", {"top": ZEROS, "swap": SGD, "in_model": "self.idle = nn.Parameter(torch.ones(4))",
                      "in_forward": MINUS_ZERO},
-         ["first: optimizer.state.model.idle.momentum_buffer, the only tensor that differs: 4 of 4 elements differ, "
-          "in the sign of zeros only (element 0: -0 and 0)",
+         ["first: optimizer.state.model.idle.momentum_buffer, the only tensor that differs",
           "the same losses give a different gradient of model.idle", "+0.0 in place of the neutral -0.0"]),
         # Initial values that depend on the number of ranks.
         ("fsdp2", {"before": "[m.reset_parameters() for m in model.modules() if hasattr(m, 'reset_parameters')]"},
@@ -416,23 +411,3 @@ def test_averages_that_cannot_be_checked_are_reported(verify: Any) -> None:
     assert code == 1, printed
     assert "not checked" in printed
     assert "averages were not checked: the script ends with exit code 1 in float64 (" in printed
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "words"),
-    [
-        (1.0, 1.0000001192092896, "1 of 3 elements differ, by up to 1 ulp (element 1: 1 and 1.00000012)"),
-        (-0.5, -0.50000006, "by up to 1 ulp"),
-        (1e-45, -1e-45, "by up to 2 ulp (element 1: 1.40129846e-45 and -1.40129846e-45)"),
-        (0.0, -0.0, "1 of 3 elements differ, in the sign of zeros only (element 1: 0 and -0)"),
-        (2.0, 2.0, "it is the same in two further runs"),
-    ],
-)
-def test_the_largest_difference_in_units_in_the_last_place(
-    tmp_path: Path, one: float, other: float, words: str
-) -> None:
-    for name, value in (("one", one), ("other", other)):
-        (tmp_path / name).mkdir()
-        with open(tmp_path / name / "dump.safetensors", "wb") as file:
-            write_tensors(file, {"w": torch.tensor([3.0, value, 4.0])})
-    assert words in measure_difference(tmp_path / "one", tmp_path / "other", "w")

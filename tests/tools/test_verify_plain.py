@@ -1,17 +1,13 @@
-"""`samestep verify --plain` on scripts for other trainers: planted mistakes, options, and the GitHub Action."""
+"""`samestep verify --plain` on scripts for other trainers: planted mistakes and options."""
 
-import os
 import re
 import subprocess
 import sys
-import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
-import yaml
-from support.commands import find_programs
 from support.runs import check, clean_variables, samestep_command
-from tools.plain_planted import EVERYWHERE, MISSED, MISTAKES, SOUND, TEMPLATE, find_mistakes, find_notes, plant
+from tools.plain_planted import MISSED, MISTAKES, find_mistakes, plant
 
 from samestep.tools.verify.plain_checks import (
     Pass,
@@ -108,15 +104,14 @@ def write(directory: Path, *mistakes: str) -> None:
 
 def test_a_sound_script(tmp_path: Path) -> None:
     write(tmp_path)
-    done = check(samestep_command("verify", "--plain", "--badge", "badge.svg", "planted.py", cwd=tmp_path))
+    done = check(samestep_command("verify", "--plain", "planted.py", cwd=tmp_path))
     found = {name: (verdict, text) for name, verdict, text in VERDICT.findall(done.stdout)}
     assert [*found] == ["samples", "order", "gradient", "replicas", "evaluation", "resume", "state"]
     assert {verdict for verdict, _ in found.values()} == {"ok"}, done.stdout
     assert "on 2 ranks, an epoch has each of 64 samples" in found["samples"][1]
     assert found["gradient"][1] == "the mean over the ranks in 12 steps"
     assert found["resume"][1] == "continues with the batches that follow the save, 10 of 10"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["badge.svg", "planted.py"], "nothing else was written"
-    assert xml.etree.ElementTree.parse(tmp_path / "badge.svg").getroot().get("aria-label") == "samestep: no mistakes"
+    assert [path.name for path in tmp_path.iterdir()] == ["planted.py"], "nothing else was written"
 
 
 @pytest.mark.parametrize(
@@ -131,14 +126,6 @@ def test_a_sound_script(tmp_path: Path) -> None:
 def test_several_mistakes_in_one_script(tmp_path: Path, mistakes: tuple[str, ...], wanted: set[str]) -> None:
     write(tmp_path, *mistakes)
     assert find_mistakes(tmp_path) == wanted
-
-
-def test_notes(tmp_path: Path) -> None:
-    parts = SOUND | {"evaluate": EVERYWHERE, "after_step": "print(loss.item())"}
-    (tmp_path / "planted.py").write_text(TEMPLATE.format(**parts))
-    notes = find_notes(tmp_path, "--world-sizes", "2", "--resume-after", "0")
-    assert notes["evaluation"].startswith("on 2 ranks, each rank evaluates all 33 samples")
-    assert notes["losses"].startswith("on 2 ranks, each reads the loss of its own samples (")
 
 
 def record(num_batches: int, *batches: list[int], is_training: bool) -> list[Rank]:
@@ -274,7 +261,6 @@ def test_ranks_of_another_launcher_are_recorded_too(tmp_path: Path) -> None:
     [
         (["--plain", "--kills", "1"], "--kills cannot be used with --plain"),
         (["--resume-after", "2"], "--resume-after needs --plain"),
-        (["--plain", "--badge", "badge.png"], "--badge takes an .svg file in an existing directory, not badge.png"),
         (["--plain", "--launcher", "nosuchprogram {n}"], "nosuchprogram, which is not a program on the PATH"),
         (["--plain", "--launcher", "torchrun --nproc-per-node 2"], "--launcher has no {n} for the number of ranks"),
         (["--plain", "--resume-args", "'open"], "--launcher or --resume-args has an open quote"),
@@ -326,29 +312,3 @@ def test_the_working_directory_stays_as_it_is(tmp_path: Path) -> None:
     done = check(samestep_command(*command, "--link", "large", script, cwd=tmp_path, env={"LINKED": "1"}))
     assert "too large" not in done.stderr
     assert (tmp_path / "saves" / "old.pt").read_text() == "mine"
-
-
-def test_the_action(tmp_path: Path) -> None:
-    """Runs the shell script of the action with inputs and files as on GitHub."""
-    action = yaml.safe_load((ROOT / "action.yml").read_text())
-    (step,) = [step for step in action["runs"]["steps"] if step.get("id") == "verify"]
-    write(tmp_path, "set_epoch forgotten")
-    given = {"script": "planted.py", "plain": "true", "options": "--resume-after 0 --world-sizes 2"}
-    inputs = {name: given.get(name, each.get("default", "")) for name, each in action["inputs"].items()}
-    variables = {
-        name: re.sub(r"\$\{\{ inputs\.([\w-]+) \}\}", lambda found: inputs[found[1]], text)
-        for name, text in step["env"].items()
-    }
-    files = {"GITHUB_OUTPUT": "output", "GITHUB_STEP_SUMMARY": "summary"}
-    path = f"{find_programs()}:{os.environ['PATH']}"
-    (tmp_path / "verify.log").write_text("of the user")
-    done = subprocess.run(
-        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
-        cwd=tmp_path, env=clean_variables({**variables, **files, "PATH": path}), capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert (tmp_path / "output").read_text() == "result=failed\nbadge=samestep.svg\n"
-    assert "order       MISTAKE" in (tmp_path / "summary").read_text()
-    assert "samestep: mistakes" in (tmp_path / "samestep.svg").read_text()
-    assert set(action["outputs"]) == {"result", "badge"}
-    assert (tmp_path / "verify.log").read_text() == "of the user"

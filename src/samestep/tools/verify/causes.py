@@ -1,12 +1,6 @@
-"""Describes a difference between two runs: how large it is, and its likely causes, by a table."""
-
-from pathlib import Path
-from typing import TYPE_CHECKING
+"""Describes the likely causes of a difference between two runs, by a table."""
 
 from samestep.tools.verify.traces import Difference, Traced, name_tensor
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 DRIFTED = ("hold the same model", "a different model than")  # in the error of ranks whose models differ
 DRIFT = "a rank changes the model by its own values (its rank, its micro-batches): updates may use the gradient only"
@@ -121,40 +115,3 @@ def _find_settings(one: Traced, other: Traced) -> list[str]:
     if one.settings["reduction"] == "fast" and one.settings["world_size"] != other.settings["world_size"]:
         causes.append("reduction='fast' adds in a different order at each number of ranks: remove it")
     return causes
-
-
-def measure_difference(one: Path, other: Path, name: str) -> str:
-    """Describe the largest difference between two dumps of a tensor, in units in the last place."""
-    import torch
-
-    from samestep.snapshot.serialization import read_tensors
-
-    a, b = (read_tensors(place / "dump.safetensors").get(name) for place in (one, other))
-    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-        return "it has a different shape, or exists in only one of them"
-    flat_a = a.flatten()
-    flat_b = b.flatten()
-    if not a.is_floating_point():
-        differing = (flat_a != flat_b).nonzero()
-        if not len(differing):
-            return "it is the same in two further runs"
-        place = int(differing[0])
-        return f"element {place} is {flat_a[place].item()} and {flat_b[place].item()}"
-    word = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    words = flat_a.view(word), flat_b.view(word)
-    differs = words[0] != words[1]
-    if not differs.any():
-        return "it is the same in two further runs"
-    ulps = (_order(words[0]) - _order(words[1])).abs()
-    place = int(torch.where(differs, ulps, -1).argmax())
-    by = f"by up to {int(ulps[place])} ulp" if ulps[place] else "in the sign of zeros only"
-    return (
-        f"{int(differs.sum())} of {len(ulps)} elements differ, {by} (element {place}: "
-        f"{flat_a[place].item():.9g} and {flat_b[place].item():.9g})"
-    )
-
-
-def _order(words: "Tensor") -> "Tensor":
-    """Map bit patterns of floats to integers in the order of the floats. Neighbouring floats differ by one."""
-    wide = words.long()
-    return wide.where(wide >= 0, -(wide & ((1 << (8 * words.element_size() - 1)) - 1)))

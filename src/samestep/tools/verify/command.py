@@ -13,7 +13,6 @@ import click
 from samestep.config import Option, Shard, format_flags, name_flag
 from samestep.console import print_result, show_activity
 from samestep.errors import Error
-from samestep.files import replace_file
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
 from samestep.launch.flags import parse_sizes
 from samestep.launch.launcher import check_target
@@ -21,7 +20,7 @@ from samestep.launch.script_command import ScriptCommand
 from samestep.launch.target import Target
 from samestep.plan.schedule import check_numbers
 from samestep.tools.traced_script import exiting_on_sigterm
-from samestep.tools.verify.causes import DRIFT, DRIFTED, explain, measure_difference
+from samestep.tools.verify.causes import DRIFT, DRIFTED, explain
 from samestep.tools.verify.gradients import check_gradients, check_schedules
 from samestep.tools.verify.plain import PlainOptions, run_plain
 from samestep.tools.verify.traces import Difference, find_difference, name_tensor
@@ -41,7 +40,6 @@ FLAGS: dict[str, Option] = {
         bool, "", "first compare the averaged gradients with a computation in float64, sample by sample"
     ),
     "keep_runs": Option(str, "DIR", "keep the run directories and traces in this directory"),
-    "badge": Option(str, "FILE", "write the result as a picture, an .svg file"),
     "plain": Option(bool, "", "for a script without samestep; --steps: 100, --world-sizes: 1,2 by default"),
     "resume_after": Option(int, "K", "plain: kill after a save and at least K steps; default: 1; 0: no kill"),
     "resume_args": Option(str, "ARGS", "plain: arguments that the script needs to resume"),
@@ -102,9 +100,6 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
     check_target(target)
     own = dict(values)
     is_plain = own.pop("plain", False)
-    badge = own.pop("badge", None)
-    if badge is not None and not (badge.endswith(".svg") and Path(badge).parent.is_dir()):
-        raise Error(f"--badge takes an .svg file in an existing directory, not {badge}", code="SS113")
     of_plain = {field.name for field in fields(PlainOptions)}
     shared = of_plain & {field.name for field in fields(VerifyOptions)}
     wrong = [name for name in own if (name not in of_plain if is_plain else name in of_plain - shared)]
@@ -115,27 +110,8 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
         )
     if is_plain:
         options = PlainOptions(**own)
-        sizes = parse_sizes("--world-sizes", options.world_sizes)
-        code = 0 if run_plain(target, options, sizes) else 1
-    else:
-        code = _run_exact(target, own)
-    if badge is not None:
-        replace_file(Path(badge), build_badge(is_plain, code == 0).encode())
-    return code
-
-
-def build_badge(is_plain: bool, is_passed: bool) -> str:
-    """Return a picture of the result, in SVG."""
-    passed, failed = ("no mistakes", "mistakes") if is_plain else ("same", "not the same")
-    words = passed if is_passed else failed
-    colour = "#2e7d32" if is_passed else "#c62828"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="160" height="20" role="img" aria-label="samestep: {words}">'
-        '<rect width="160" height="20" rx="3" fill="#555"/>'
-        f'<rect x="70" width="90" height="20" rx="3" fill="{colour}"/>'
-        '<g fill="#fff" text-anchor="middle" font-family="Verdana,sans-serif" font-size="11">'
-        f'<text x="35" y="14">samestep</text><text x="115" y="14">{words}</text></g></svg>\n'
-    )
+        return 0 if run_plain(target, options, parse_sizes("--world-sizes", options.world_sizes)) else 1
+    return _run_exact(target, own)
 
 
 def _run_exact(target: Target, values: Mapping[str, Any]) -> int:
@@ -425,30 +401,12 @@ class _Verification:
         if difference.tensor is not None:
             count = difference.num_tensors
             others = f"of {count} tensors that differ" if count > 1 else "the only tensor that differs"
-            measured = self._measure(outcome, difference.step, difference.tensor)
-            self._lines.append(f"  first: {name_tensor(difference.tensor)}, {others}: {measured}")
+            self._lines.append(f"  first: {name_tensor(difference.tensor)}, {others}")
         elif difference.what in ("value", "loss"):
             name = name_tensor(difference.name) or "the loss"
             self._lines.append(f"  first: {name}, {difference.values[0]} and {difference.values[1]}")
         causes = explain(reference.trace, outcome.trace, difference, is_resumed=outcome.is_resumed)
         self._lines += [f"  likely: {cause}" for cause in causes]
-
-    def _measure(self, outcome: TrialOutcome, step: int, name: str) -> str:
-        """Repeat both runs up to that step, from where each began, and compare the tensors."""
-        places = []
-        for run in (self._reference, outcome):
-            again = self._trials.run(
-                run.world_size,
-                shard=run.shard,
-                run_dir=run.begun_from,
-                num_steps=step + 1,
-                hash_seed=run.hash_seed,
-                dump=step,
-            )
-            if not (again.place / "dump.safetensors").exists():
-                return f"another run on {run.where} did not reach that step"
-            places.append(again.place)
-        return measure_difference(places[0], places[1], name)
 
     # --- the table --------------------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from samestep.units import format_ranks
 
 OK = "ok"
 MISTAKE = "MISTAKE"
-NOTE = "note"
 UNSEEN = "not observed"
 GRADIENT_TOLERANCE = 5e-3  # of the norm; gradients that are compressed to bfloat16 for the network are accurate to 2e-3
 TOLERANCE = 1e-6  # of the norm, between copies of float32
@@ -27,7 +26,7 @@ Runs = Mapping[int, Sequence["Rank"]]  # number of ranks -> records of each
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check: OK, MISTAKE, NOTE (correct, but see the sentence) or UNSEEN, and a sentence."""
+    """The result of one check: OK, MISTAKE or UNSEEN, and a sentence."""
 
     check: str
     verdict: str
@@ -90,7 +89,6 @@ class Rank:
         updates: (number of the optimizer, step) -> the fields of its events "begin_update" and "end_update", and
             "num_backwards" until its end. An update without "after" has not ended.
         saves: numbers of (updates, backward passes) before each save.
-        losses: numbers that the script has read from losses.
         is_cut: the recorder has ended the script after the steps of the trial.
         num_ahead: number of batches that loops fetch before they train on one.
     """
@@ -99,7 +97,6 @@ class Rank:
     passes: list[Pass] = field(default_factory=list)
     updates: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
     saves: list[tuple[int, int]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
     is_cut: bool = False
     num_ahead: int = 0
 
@@ -157,8 +154,6 @@ def _read_rank(lines: Iterable[Mapping[str, Any]]) -> Rank:
                         each.num_backwards += 1
             case "trim" if latest is not None:
                 latest.is_trimmed = True
-            case "loss":
-                record.losses.append(line["value"])
             case "begin_update":
                 record.rank = line["rank"]
                 record.updates[line["optimizer"], line["step"]] = dict(line)
@@ -476,7 +471,6 @@ def check_evaluation(runs: Runs) -> CheckResult:
     """Check that an evaluation counts each sample once."""
     faults = []
     notes = []
-    repeats = []
     for size, epochs in _list_epochs(runs, False).items():
         where = f"on {format_ranks(size)}"
         for epoch in epochs:
@@ -487,7 +481,7 @@ def check_evaluation(runs: Runs) -> CheckResult:
             if epoch.num_missing:
                 faults.append(f"{where}, {epoch.num_missing} of {epoch.length} samples are not evaluated")
             if epoch.is_everywhere:
-                repeats.append(f"{where}, each rank evaluates all {num} samples: correct, but no faster than one")
+                notes.append(f"{where}, each rank evaluates all {num} samples: correct, but no faster than one")
             elif epoch.num_repeats and not all(each.is_trimmed for each in epoch.passes):
                 faults.append(
                     f"{where}, {epoch.num_repeated} of {num} samples count more than once{how}: give each rank its "
@@ -495,22 +489,7 @@ def check_evaluation(runs: Runs) -> CheckResult:
                 )
             else:
                 notes.append(f"{where}, each of {num} samples counts once")
-    if repeats and not faults:
-        return CheckResult("evaluation", NOTE, "; ".join(dict.fromkeys(repeats)))
     return _conclude("evaluation", faults, notes, "no complete pass over a DataLoader without a backward pass")
-
-
-def check_losses(runs: Runs) -> list[CheckResult]:
-    """Return a note if ranks read different numbers from their losses: a log of one rank does not show the batch."""
-    for size, ranks in runs.items():
-        for read in zip(*(rank.losses for rank in ranks), strict=False):
-            if len({*read}) > 1:
-                text = (
-                    f"on {size} ranks, each reads the loss of its own samples ({min(read):.4g} to {max(read):.4g}): "
-                    "before logging it, average it over the ranks"
-                )
-                return [CheckResult("losses", NOTE, text)]
-    return []
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ Each process that imports torch appends lines of JSON to `rank-<process id>.json
     end_pass      it requests another batch, and there is none
     trim          Accelerate removes the padding from the results of the last batch
     backward      a backward pass ends
-    loss          the script reads the number of a loss, with item() or float()
     begin_update  an optimizer's step begins; the first one has the state "before" it. "num_collectives": begun so far,
                   null if not known; "is_ddp": a model was wrapped in DistributedDataParallel
     end_update    it ends; "computed": the gradient of this rank, "reduced": in `.grad` after the last backward pass,
@@ -204,7 +203,6 @@ class Recorder:
         self._queues: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
         self._passes: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
         self._has_wrapped_accelerate = self._is_ddp = False
-        self._roots: list[Tensor] = []  # of the last backward pass
 
     def install(self) -> None:
         """Wrap the functions of torch that are recorded."""
@@ -219,8 +217,6 @@ class Recorder:
         _wrap_after(dist, "init_process_group", lambda *_, **__: self._wrap_accelerate())  # Trainer binds its method
         next_batch = LoaderIterator.__next__
         backward = torch.autograd.backward
-        for name in ("item", "__float__"):
-            _wrap_after(Tensor, name, self._after_read)
 
         def take(iterator: Any) -> Any:
             try:
@@ -234,8 +230,6 @@ class Recorder:
         def run_backward(*args: Any, **options: Any) -> None:
             for tracker in self._trackers.values():
                 tracker.before_backward()
-            roots = options.get("tensors", args[0] if args else ())
-            self._roots = [root.detach() for root in ([roots] if isinstance(roots, Tensor) else roots)]
             backward(*args, **options)
             for tracker in self._trackers.values():
                 tracker.after_backward()
@@ -297,11 +291,6 @@ class Recorder:
         if accelerate is not None and not self._has_wrapped_accelerate and hasattr(accelerate, "Accelerator"):
             self._has_wrapped_accelerate = True
             _wrap_after(accelerate.Accelerator, "gather_for_metrics", lambda *_, **__: self._write("trim"))
-
-    def _after_read(self, value: Any, tensor: Tensor) -> None:
-        """Note the number of a loss: a scalar that a backward pass began with, or can begin with."""
-        if tensor.grad_fn is not None or any(tensor.data_ptr() == root.data_ptr() for root in self._roots):
-            self._write("loss", value=float(value))
 
     # --- updates ------------------------------------------------------------------------------------------------------
 

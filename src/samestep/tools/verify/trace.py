@@ -1,8 +1,8 @@
 """Traces a run step by step for `samestep verify`: checksums of the inputs and of the results of each step.
 
 Each rank writes `rank-R.jsonl`: a line about the run, then one line per step after its body (for an epoch's last step,
-after the epoch's body). With `"dump": n`, the tensors of step n are written as well. With `"kill"`, the process is
-killed at some moment of a step, or while files of a snapshot are written.
+after the epoch's body). With `"kill"`, the process is killed at some moment of a step, or while files of a snapshot are
+written.
 """
 
 import os
@@ -20,9 +20,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.errors import Error
-from samestep.files import open_regular
 from samestep.hashing import hash_bytes
-from samestep.snapshot.serialization import digest, digest_of, encode, write_tensors
+from samestep.snapshot.serialization import digest, digest_of, encode
 from samestep.tagged import KIND, view_bytes
 from samestep.tools.tracer import Tracer
 from samestep.torch_internals import gather_whole
@@ -34,7 +33,7 @@ from samestep.train.step.steps import Step
 
 
 class Trace(Tracer):
-    """Writes a line for each step. Options: `dir`, and optionally `dump` or `kill`."""
+    """Writes a line for each step. Options: `dir`, and optionally `kill`."""
 
     def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
         super().__init__(context, options)
@@ -95,9 +94,6 @@ class Trace(Tracer):
             line |= {"digest": digest_of(structure, hashes), "tensors": shorten(hashes)}
             schedules = [thing for thing in self.objects.values() if isinstance(thing, LRScheduler)]
             line |= {"values": dict(flatten(structure)), "schedules": [each.last_epoch for each in schedules]}
-            if self.options.get("dump") == step.number:
-                with open(self.directory / "dump.safetensors", "wb", opener=open_regular) as file:
-                    write_tensors(file, tensors)
         self.write(line)
 
     def _write_begin(self, first_step: int) -> None:

@@ -1,6 +1,5 @@
 """Runs the script, each time in new processes and in a separate directory."""
 
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,11 +8,11 @@ from typing import Any
 
 from samestep.config import NO_INTERCEPTORS, Overrides, to_variables
 from samestep.errors import Error
-from samestep.files import copy_file, open_regular, read_tail
+from samestep.files import open_regular, read_tail
 from samestep.launch.target import Target
 from samestep.plan.ledger import Entry
 from samestep.snapshot.ledger_file import read_records
-from samestep.snapshot.store import SNAPSHOTS, Store
+from samestep.snapshot.store import Store
 from samestep.tools.traced_script import build_trace, find_errors, start
 from samestep.tools.verify.traces import Traced, read_traces
 from samestep.units import format_ranks
@@ -32,9 +31,8 @@ class TrialOutcome:
     Attributes:
         world_size: number of ranks.
         shard: the value of the option `shard`; None: that of the script.
-        hash_seed: PYTHONHASHSEED, unless it is set for this process.
         place: the directory with its traces.
-        begun_from: a copy of the run's directory as this start found it; None: a new run.
+        is_resumed: it continued an earlier start.
         code: the launcher's exit code.
         output: output of the launcher and rank 0.
         trace: the traces of the ranks.
@@ -46,9 +44,8 @@ class TrialOutcome:
 
     world_size: int
     shard: str | None
-    hash_seed: str
     place: Path
-    begun_from: Path | None
+    is_resumed: bool
     code: int
     seconds: float
     output: str
@@ -68,11 +65,6 @@ class TrialOutcome:
         """The sentence in which samestep refuses to train with `shard`; None if it does not."""
         said = [sentence for sentence in find_errors(self.output) if f'shard="{self.shard}"' in sentence]
         return said[-1] if is_mode(self.shard) and self.code == Error.exit_code and said else None
-
-    @property
-    def is_resumed(self) -> bool:
-        """Whether it continued an earlier start."""
-        return self.begun_from is not None
 
     @property
     def last_words(self) -> str:
@@ -145,8 +137,8 @@ class Trials:
         self._count += 1
         place = self.home / f"{self._count:02}-{world_size}-rank{'s' if world_size > 1 else ''}"
         place.mkdir(parents=True)
-        begun_from = None if run_dir is None else _copy_run(run_dir, place / "begun-from")
         run_dir = run_dir or place / "run"
+        is_resumed = run_dir.exists()
         options = {
             **self.overrides,
             "run_dir": run_dir,
@@ -166,9 +158,8 @@ class Trials:
         return TrialOutcome(
             world_size=world_size,
             shard=shard if world_size > 1 else None,
-            hash_seed=hash_seed,
             place=place,
-            begun_from=begun_from,
+            is_resumed=is_resumed,
             code=code,
             seconds=time.monotonic() - began_s,
             output=read_tail(place / "output"),
@@ -192,16 +183,3 @@ class Trials:
                 print(f"\nsamestep: error: it was stuck, and was killed after {self.deadline_s:.0f} s", file=output)
             return STUCK
         return code
-
-
-def _copy_run(run_dir: Path, to: Path) -> Path | None:
-    """Copy a run's directory, if it exists. Snapshots are linked, not copied, because they are never changed."""
-    if not run_dir.exists():
-        return None
-    snapshots = run_dir / SNAPSHOTS
-
-    def copy(source: str, target: str) -> None:
-        copy_file(source, target, may_link=snapshots in Path(source).parents)
-
-    shutil.copytree(run_dir, to, copy_function=copy, symlinks=True)  # noqa: TID251 copies with copy_file
-    return to
