@@ -5,6 +5,7 @@ import inspect
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -105,6 +106,7 @@ def test_pages(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """Run the scripts and commands of a page in its order. A script that no command names is run first."""
     if page.name in SHORTENED:
         monkeypatch.setenv("SAMESTEP_MAX_STEPS", str(FEW_STEPS))
+    shutil.copy(DOCS / "train.py", tmp_path)  # for pages without a `train.py` of their own
     scripts, left_out = write_scripts(page, tmp_path)
     if page.parent == ROOT:
         (tmp_path / "docs").symlink_to(DOCS)
