@@ -19,7 +19,6 @@ UNSEEN = "not observed"
 GRADIENT_TOLERANCE = 5e-3  # of the norm; gradients that are compressed to bfloat16 for the network are accurate to 2e-3
 TOLERANCE = 1e-6  # of the norm, between copies of float32
 FEWEST = 8  # samples whose order is compared
-SAME_SAMPLES = "every rank draws the same samples in the same order: use a DistributedSampler, or other seeds"
 
 Runs = Mapping[int, Sequence["Rank"]]  # number of ranks -> records of each
 
@@ -100,11 +99,6 @@ class Rank:
     is_cut: bool = False
     num_ahead: int = 0
 
-    @property
-    def is_ddp(self) -> bool:
-        """Whether a model was wrapped in DistributedDataParallel."""
-        return any(update["is_ddp"] for update in self.updates.values())
-
     def list_passes(self, is_training: bool) -> list[Pass]:
         """Return its passes in order: those with backward passes, or the others."""
         return [each for each in self.passes if each.ids and (each.num_backwards > 0) == is_training]
@@ -165,6 +159,13 @@ def _read_rank(lines: Iterable[Mapping[str, Any]]) -> Rank:
                 record.is_cut = True
     record.num_ahead = max((each.num_ahead for each in record.list_passes(True)), default=0)
     return record
+
+
+def _join_updates(ranks: Sequence[Rank]) -> list[tuple[tuple[int, int], list[dict[str, Any]]]]:
+    """Return the updates that all ranks have completed: its key in `Rank.updates`, and the fields of each rank."""
+    keys = sorted(ranks[0].updates, key=lambda key: key[1])
+    joined = ((key, [rank.updates.get(key, {}) for rank in ranks]) for key in keys)
+    return [(key, steps) for key, steps in joined if all("after" in step for step in steps)]
 
 
 def describe_end(code: int) -> str:
@@ -239,11 +240,6 @@ class DrawnEpoch:
         return max(self.length - len(self.counts), 0) if self.is_complete and self.length is not None else 0
 
     @property
-    def num_repeats(self) -> int:
-        """Number of draws of samples that were drawn before."""
-        return sum(self.counts.values()) - len(self.counts)
-
-    @property
     def num_repeated(self) -> int:
         """Number of samples that were drawn more than once."""
         return sum(count > 1 for count in self.counts.values())
@@ -296,23 +292,29 @@ def check_samples(runs: Runs) -> CheckResult:
     faults = []
     notes = []
     epochs = _list_epochs(runs, True)
-    if any(epoch.num_repeats for epoch in epochs.get(1, [])):
-        for size, found in epochs.items():
-            faults += [f"on {format_ranks(size)}, {SAME_SAMPLES}" for epoch in found if epoch.is_repeated]
+    if any(epoch.num_repeated for epoch in epochs.get(1, [])):
+        faults = [
+            f"on {format_ranks(size)}, every rank draws the same samples in the same order: use a DistributedSampler, "
+            "or other seeds"
+            for size, found in epochs.items()
+            if any(epoch.is_repeated for epoch in found)
+        ]
         return _conclude("samples", faults, [], "a single process also draws samples several times per epoch")
     for size, found in epochs.items():
         where = f"on {format_ranks(size)}"
         for number, epoch in enumerate(found):
             num = len(epoch.counts)
-            num_repeats = epoch.num_repeats
+            num_repeated = epoch.num_repeated
             num_missing = epoch.num_missing
             num_batches = sorted({len(each.ids) for each in epoch.passes})
-            if num_repeats and epoch.is_everywhere:
+            if num_repeated and epoch.is_everywhere:
                 faults.append(f"{where}, every rank trains on the same {num} samples: use a DistributedSampler")
-            elif num_repeats and epoch.is_padded:
-                notes.append(f"{where}, {num_repeats} of {num} samples are repeated at the end of an epoch, as padding")
-            elif num_repeats:
-                faults.append(f"{where}, {num_repeats} of {num} samples are repeated in epoch {number}")
+            elif num_repeated and epoch.is_padded:
+                notes.append(
+                    f"{where}, {num_repeated} of {num} samples are repeated at the end of an epoch, as padding"
+                )
+            elif num_repeated:
+                faults.append(f"{where}, {num_repeated} of {num} samples are repeated in epoch {number}")
             if epoch.is_complete and len(num_batches) > 1:
                 faults.append(f"{where}, ranks have {num_batches[0]} to {num_batches[-1]} batches in epoch {number}")
             if not epoch.is_complete:
@@ -321,7 +323,7 @@ def check_samples(runs: Runs) -> CheckResult:
                 notes.append(f"{where}, {num_missing} of {epoch.length} are left out of an epoch by drop_last")
             elif num_missing:
                 faults.append(f"{where}, {num_missing} of {epoch.length} samples are skipped in epoch {number}")
-            elif not num_repeats:
+            elif not num_repeated:
                 notes.append(f"{where}, an epoch has each of {num} samples")
     return _conclude("samples", faults, notes, "no torch DataLoader was iterated before a backward pass")
 
@@ -359,13 +361,10 @@ def check_gradient(runs: Runs) -> CheckResult:
         is_same = _have_same_gradients(ranks)
         if is_same:
             notes.append(f"the same on each of {size} ranks")
-        if is_same and ranks[0].is_ddp and not any(batches):  # `check_samples` compares batches
+        if is_same and not any(batches) and _has_exchanged(ranks):  # `check_samples` compares batches
             faults.append(f"on {size} ranks, all ranks compute the same gradient: each must train on other samples")
         begins = [0] * size
-        for key in sorted(ranks[0].updates):
-            steps = [line for rank in ranks if "after" in (line := rank.updates.get(key, {}))]
-            if len(steps) < size:
-                continue
+        for key, steps in _join_updates(ranks):
             weights = [1.0] * size
             if key[0] == 0:  # which backward passes belong to another optimizer is not known
                 ends = [step["num_backwards"] for step in steps]
@@ -385,8 +384,7 @@ def check_gradient(runs: Runs) -> CheckResult:
 
 def _have_same_gradients(ranks: Sequence[Rank]) -> bool:
     """Return whether all ranks compute the same gradient in each update."""
-    keys = [key for key in ranks[0].updates if all("after" in rank.updates.get(key, {}) for rank in ranks)]
-    steps = [[rank.updates[key]["computed"] for rank in ranks] for key in keys]
+    steps = [[line["computed"] for line in lines] for _, lines in _join_updates(ranks)]
     return any(_norm(step[0] or ()) for step in steps) and all(
         all(step) and max(compare(step[0], each) for each in step) <= TOLERANCE for step in steps
     )
@@ -441,19 +439,17 @@ def check_replicas(runs: Runs) -> CheckResult:
         if size == 1 or len(ranks) != size or any(rank.updates[0, 0]["num_elements"] != full for rank in ranks):
             continue
         notes.append(f"the same weights on {size} ranks after each of {len(ranks[0].updates)} steps")
-        keys = [key for key in ranks[0].updates if all("after" in rank.updates.get(key, {}) for rank in ranks)]
-        for name, key in [("before", (0, 0)), *(("after", key) for key in sorted(keys, key=lambda key: key[1]))]:
-            vectors = [rank.updates[key][name]["params"] for rank in ranks]
-            if (error := max(compare(vectors[0], each) for each in vectors)) > TOLERANCE:
-                how = (
-                    "begin with different weights"
-                    if name == "before"
-                    else f"have different weights after step {key[1]}"
-                )
+        moments = [("begin with different weights", [rank.updates[0, 0]["before"] for rank in ranks])]
+        moments += [
+            (f"have different weights after step {step}", [line["after"] for line in lines])
+            for (_, step), lines in _join_updates(ranks)
+        ]
+        for how, states in moments:
+            if (error := max(compare(states[0]["params"], state["params"]) for state in states)) > TOLERANCE:
                 faults.append(f"on {size} ranks, ranks {how} (by {error:.1e} of their norm)")
                 break
         else:
-            if not any(map(_has_exchanged, ranks)) and _have_same_gradients(ranks):
+            if not _has_exchanged(ranks) and _have_same_gradients(ranks):
                 faults.append(
                     f"{size} ranks exchange nothing, and make the same updates: each repeats the training of one rank; "
                     "give each its share of the samples, and wrap the model in DistributedDataParallel"
@@ -461,10 +457,10 @@ def check_replicas(runs: Runs) -> CheckResult:
     return _conclude("replicas", faults, notes, "no weights that each rank has a copy of were updated on several ranks")
 
 
-def _has_exchanged(rank: Rank) -> bool:
-    """Return whether the rank has begun collectives between its updates, as far as this is known."""
-    counts = {update["num_collectives"] for update in rank.updates.values()}
-    return len(rank.updates) < 2 or len(counts) > 1 or None in counts
+def _has_exchanged(ranks: Sequence[Rank]) -> bool:
+    """Return whether a rank has begun collectives between its updates, as far as this is known."""
+    counts = [{update["num_collectives"] for update in rank.updates.values()} for rank in ranks]
+    return any(len(rank.updates) < 2 or len(c) > 1 or None in c for rank, c in zip(ranks, counts, strict=True))
 
 
 def check_evaluation(runs: Runs) -> CheckResult:
@@ -482,7 +478,7 @@ def check_evaluation(runs: Runs) -> CheckResult:
                 faults.append(f"{where}, {epoch.num_missing} of {epoch.length} samples are not evaluated")
             if epoch.is_everywhere:
                 notes.append(f"{where}, each rank evaluates all {num} samples: correct, but no faster than one")
-            elif epoch.num_repeats and not all(each.is_trimmed for each in epoch.passes):
+            elif epoch.num_repeated and not all(each.is_trimmed for each in epoch.passes):
                 faults.append(
                     f"{where}, {epoch.num_repeated} of {num} samples count more than once{how}: give each rank its "
                     "share without padding, and add up sums and counts"
@@ -554,8 +550,7 @@ def _check_state(
 ) -> list[str]:
     """Compare the state after the save, and later learning rates, with those of the restarted script.
 
-    The optimizer's state holds the learning rate. If it is lost, another rate is a consequence, unless the rates follow
-    the schedule from its beginning.
+    The optimizer's state holds the learning rate: if it is lost, another rate may be a consequence.
 
     Args:
         saved: the state after the save.
@@ -563,22 +558,17 @@ def _check_state(
         whole: the updates of the uninterrupted run, of which the save has the first `num_done`.
     """
     state = resumed[0]["before"]
-    faults = []
     if saved["num_states"] and not state["num_states"]:
-        faults.append("the optimizer's state is lost: save and load optimizer.state_dict()")
-    elif saved["num_steps"] != state["num_steps"] or compare(saved["state"], state["state"]) > TOLERANCE:
-        faults.append(f"the optimizer's state differs (step {saved['num_steps']}, then {state['num_steps']})")
-    new, old = ([line["lr"] for line in lines] for lines in (resumed, whole))
-    num = min(len(new), len(old) - num_done)
-    place = next((n for n in range(num) if not _are_same_rates(new[n], old[num_done + n])), None)
-    begins_anew = old[:num].count(old[0]) < num and all(map(_are_same_rates, new[:num], old))
-    if place is not None and (begins_anew or not faults):
-        parts = "schedule's state" if begins_anew or saved["num_states"] else "states of schedule and optimizer"
-        faults.append(
-            f"the learning rate of step {place} after the restart is {new[place][0]:g}, that of the uninterrupted run "
-            f"{old[num_done + place][0]:g}: save and load the {parts}"
-        )
-    return faults
+        return ["the optimizer's state is lost: save and load optimizer.state_dict()"]
+    if saved["num_steps"] != state["num_steps"] or compare(saved["state"], state["state"]) > TOLERANCE:
+        return [f"the optimizer's state differs (step {saved['num_steps']}, then {state['num_steps']})"]
+    for step, (new, old) in enumerate(zip(resumed, whole[num_done:], strict=False)):
+        if not _are_same_rates(new["lr"], old["lr"]):
+            return [
+                f"the learning rate of step {step} after the restart is {new['lr'][0]:g}, that of the uninterrupted "
+                f"run {old['lr'][0]:g}: save and load the states of the schedule and the optimizer"
+            ]
+    return []
 
 
 def _are_same_rates(one: Sequence[float], other: Sequence[float]) -> bool:
@@ -610,9 +600,6 @@ def _check_continuation(restart: ResumedRun, num_done: int) -> CheckResult:
         if places:
             place = min(places, key=lambda place: abs(place - num_done))
             what = "skips" if place > num_done else "repeats"
-            if place == 0 and num_done >= len(restart.whole[0].list_passes(True)[0].ids):
-                text = f"after batch {num_done}, the order of epoch 0 comes again: the seed begins anew after a restart"
-                return CheckResult("resume", MISTAKE, f"{text}; seed each epoch with its number, as set_epoch does")
             return CheckResult("resume", MISTAKE, f"it {what} {abs(place - num_done)} batches after batch {num_done}")
     return CheckResult("resume", UNSEEN, "after the restart, the order differs from that of the uninterrupted run")
 

@@ -8,7 +8,7 @@ Each process that imports torch appends lines of JSON to `rank-<process id>.json
     trim          Accelerate removes the padding from the results of the last batch
     backward      a backward pass ends
     begin_update  an optimizer's step begins; the first one has the state "before" it. "num_collectives": begun so far,
-                  null if not known; "is_ddp": a model was wrapped in DistributedDataParallel
+                  null if not known
     end_update    it ends; "computed": the gradient of this rank, "reduced": in `.grad` after the last backward pass,
                   "used": in `.grad` after the step, "after": the state
     save          torch.save has returned
@@ -34,7 +34,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Subset
@@ -202,7 +201,7 @@ class Recorder:
         self._num_passes = 0
         self._queues: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
         self._passes: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
-        self._has_wrapped_accelerate = self._is_ddp = False
+        self._has_wrapped_accelerate = False
 
     def install(self) -> None:
         """Wrap the functions of torch that are recorded."""
@@ -213,7 +212,6 @@ class Recorder:
         _wrap_after(LoaderIterator, "_next_index", lambda index, iterator: self._queue(iterator).append(index))
         _wrap_after(LoaderIterator, "_reset", lambda _, iterator, *__, **___: self._queue(iterator).clear())
         _wrap_after(torch, "save", self._after_save)
-        _wrap_after(DistributedDataParallel, "__init__", self._after_ddp)
         _wrap_after(dist, "init_process_group", lambda *_, **__: self._wrap_accelerate())  # Trainer binds its method
         next_batch = LoaderIterator.__next__
         backward = torch.autograd.backward
@@ -303,16 +301,13 @@ class Recorder:
             self._trackers[id(optimizer)] = OptimizerTracker(self._projection)
         return self._trackers[id(optimizer)]
 
-    def _after_ddp(self, *_: Any, **__: Any) -> None:
-        self._is_ddp = True
-
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         rank = dist.get_rank() if dist.is_initialized() else read_rank()
         tracker = self._find_tracker(optimizer)
         if tracker.number < 0:
             tracker.number = max(each.number for each in self._trackers.values()) + 1
-        exchanged = {"num_collectives": count_collectives(), "is_ddp": self._is_ddp}
-        self._write("begin_update", rank=rank, **exchanged, **tracker.describe_begin(optimizer))
+        described = tracker.describe_begin(optimizer)
+        self._write("begin_update", rank=rank, num_collectives=count_collectives(), **described)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         tracker = self._find_tracker(optimizer)
