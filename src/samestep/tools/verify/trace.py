@@ -111,7 +111,6 @@ class Trace(Tracer):
                 "num_micro_batches": settings.batch_size // settings.micro_batch_size,
                 "micro_batch_size": settings.micro_batch_size,
                 "num_threads": settings.num_threads,
-                "deterministic": settings.deterministic,
                 "reduction": settings.reduction,
                 "schedules": [name for name, thing in self.objects.items() if isinstance(thing, LRScheduler)],
                 "buffers": buffers,
