@@ -28,7 +28,7 @@ from samestep.train.ending.stopping import Stopping
 from samestep.train.generators import call_on_rank_0
 from samestep.train.guards import calls
 from samestep.train.guards.out_of_memory import MemoryExplainer
-from samestep.train.guards.watchdog import Watchdog
+from samestep.train.guards.watchdog import Watchdog, check_further_run
 from samestep.train.inputs.loop_data import open_loop_data
 from samestep.train.inputs.sampler_orders import Sampler
 from samestep.train.loops.evaluate import Evaluator
@@ -49,6 +49,7 @@ from samestep.watch.progress import build_progress, say_above
 from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import Tracker
 from samestep.watch.trackers.registry import build_trackers
+from samestep.world.announcements import open_announcements
 from samestep.world.group_opening import choose_device, find_ranks, open_group
 from samestep.world.process_group import find_rank
 
@@ -172,7 +173,10 @@ class Run:
         if settings.precision == "tf32" and self.device.type == "cuda":
             use_tf32()
         precision_of_run = build_precision(settings.precision, self.device)
+        if environment.world_size > 1:
+            check_further_run(environment.rank)
         group = open_group(environment, self.device, backend=settings.backend)
+        open_announcements(group)
         self.local_rank = environment.local_rank
         self._group = group
         self._progress = build_progress(
