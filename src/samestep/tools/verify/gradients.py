@@ -46,19 +46,18 @@ def check_gradients(trials: Trials) -> Averages:
 
 def check_schedules(trace: Traced) -> list[str]:
     """Find schedules that advanced more than once between two steps."""
-    faults = []
-    for place, name in enumerate(trace.settings["schedules"]):
-        before = 0
-        for step, line in trace.steps.items():
-            advanced = line["schedules"][place] - before
-            before = line["schedules"][place]
-            if advanced > 1:
-                faults.append(
+    faults: dict[str, str] = {}
+    before: dict[str, int] = {}
+    for step, line in trace.steps.items():
+        for name, count in line["schedules"].items():
+            if (advanced := count - before.get(name, 0)) > 1:
+                faults.setdefault(
+                    name,
                     f"{name} advanced by {advanced} in step {step}: call {name}.step() once, after each step or after "
-                    "each epoch, not in both places"
+                    "each epoch, not in both places",
                 )
-                break
-    return faults
+        before = line["schedules"]
+    return [*faults.values()]
 
 
 def _judge_probe(probe: dict[str, Any], found: Averages) -> None:

@@ -350,10 +350,9 @@ def check_order(runs: Runs) -> CheckResult:
 
 def check_gradient(runs: Runs) -> CheckResult:
     """Check that updates use the mean of the gradients over all samples of all ranks."""
-    steps_of: dict[str, list[int]] = {}  # fault -> steps that have it
     faults = []
     notes = []
-    num_right = num_steps = 0
+    num_right = 0
     for size, ranks in runs.items():
         if size == 1 or len(ranks) != size:
             continue
@@ -370,15 +369,13 @@ def check_gradient(runs: Runs) -> CheckResult:
                 ends = [step["num_backwards"] for step in steps]
                 weights = _count_samples(batches, begins, ends)
                 begins = ends
-            num_steps += 1
             fault = _judge_gradient(steps, weights)
-            if fault is None:
-                num_right += not is_same
-            elif fault:
-                steps_of.setdefault(f"on {size} ranks, {fault}", []).append(key[1])
-    faults += [f"{text} (in {len(found)} of {num_steps} steps, first {found[0]})" for text, found in steps_of.items()]
+            num_right += fault is None and not is_same
+            if fault:
+                faults.append(f"on {size} ranks, in step {key[1]}, {fault}")
+                break
     notes += [f"the mean over the ranks in {num_right} steps"] if num_right else []
-    unseen = "no gradient of several ranks was seen" if not num_steps else "the gradients did not pass the hooks"
+    unseen = "no gradient of several ranks was seen both before and after it was averaged"
     return _conclude("gradient", faults, notes, unseen)
 
 
@@ -418,16 +415,15 @@ def _judge_gradient(steps: Sequence[Mapping[str, Any]], weights: Sequence[float]
             f"ranks with {min(weights):g} and {max(weights):g} samples have the same weight in the gradient, so that "
             "it is not the mean over the samples"
         )
-    fits = [_fit(step["used"], mean) for step in steps]
     own = [_fit(step["used"], step["computed"])[1] for step in steps]
-    if max(own) <= tolerance and max(rest for _, rest in fits) > tolerance:
-        return "each rank updates with its own gradient: wrap the model in DistributedDataParallel"
-    if max(rest for _, rest in fits) <= tolerance:
-        factor = fits[0][0]
-        if abs(factor - len(steps)) <= tolerance * factor:
-            return f"the gradient is the sum over the ranks, {factor:.3g} times the mean: divide by the world size"
-        return ""  # clipped, or scaled for float16, after it was averaged
-    return f"the gradient is not the mean over the ranks: it is off by {max(rest for _, rest in fits):.1e} of its norm"
+    factors, distances = zip(*(_fit(step["used"], mean) for step in steps), strict=True)
+    if max(distances) > tolerance:
+        if max(own) <= tolerance:
+            return "each rank updates with its own gradient: wrap the model in DistributedDataParallel"
+        return f"the gradient is not the mean over the ranks: it is off by {max(distances):.1e} of its norm"
+    if abs(factors[0] - len(steps)) <= tolerance * factors[0]:
+        return f"the gradient is the sum over the ranks, {factors[0]:.3g} times the mean: divide by the world size"
+    return ""  # clipped, or scaled for float16, after it was averaged
 
 
 def check_replicas(runs: Runs) -> CheckResult:

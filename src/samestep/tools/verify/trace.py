@@ -92,8 +92,9 @@ class Trace(Tracer):
             structure, tensors = encode(state)
             hashes = hash_tensors(tensors)
             line |= {"digest": digest_of(structure, hashes), "tensors": shorten(hashes)}
-            schedules = [thing for thing in self.objects.values() if isinstance(thing, LRScheduler)]
-            line |= {"values": dict(flatten(structure)), "schedules": [each.last_epoch for each in schedules]}
+            schedules = {name: thing for name, thing in self.objects.items() if isinstance(thing, LRScheduler)}
+            line["schedules"] = {name: schedule.last_epoch for name, schedule in schedules.items()}
+            line["values"] = dict(flatten(structure))
         self.write(line)
 
     def _write_begin(self, first_step: int) -> None:
@@ -112,7 +113,6 @@ class Trace(Tracer):
                 "micro_batch_size": settings.micro_batch_size,
                 "num_threads": settings.num_threads,
                 "reduction": settings.reduction,
-                "schedules": [name for name, thing in self.objects.items() if isinstance(thing, LRScheduler)],
                 "buffers": buffers,
                 "shard": settings.shard if self.context.world_size > 1 else None,
                 "fused": [
