@@ -4,8 +4,8 @@ import ast
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
-from itertools import chain, islice
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,15 @@ from samestep.plan.order import GivenOrder, Order, build_order
 from samestep.plan.tree import Layout, build_layout
 
 SEED = 5
-FAR = 10**6  # later than every step
 MicroBatch = list[tuple[int, int]]  # an epoch and a position of it, for each sample
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Epochs of given lengths. Without a sampler, all have the same length."""
+    """`num_epochs` epochs of `length` samples."""
 
-    lengths: list[int]
+    length: int
+    num_epochs: int
     has_sampler: bool
     micro_batch_size: int
     num_micro_batches: int
@@ -52,37 +52,37 @@ class Loop:
 
     @property
     def shard_sizes(self) -> list[int]:
-        cuts = np.linspace(0, self.lengths[0], self.num_shards + 1).astype(int)
+        cuts = np.linspace(0, self.length, self.num_shards + 1).astype(int)
         return [] if self.has_sampler else np.diff(cuts).tolist()
 
     def find_order(self, epoch: int) -> Order:
         """The order of an epoch; with a sampler, of random samples."""
-        length = self.lengths[epoch - self.first_epoch]
         if self.has_sampler:
-            return GivenOrder(np.random.default_rng(epoch).integers(0, 99, length), 99, epoch)
-        return build_order(length, seed=SEED, epoch=epoch, shuffle=self.shuffle, shard_sizes=self.shard_sizes)
+            return GivenOrder(np.random.default_rng(epoch).integers(0, 99, self.length), 99, epoch)
+        return build_order(self.length, seed=SEED, epoch=epoch, shuffle=self.shuffle, shard_sizes=self.shard_sizes)
 
     @cached_property
     def orders(self) -> dict[int, list[int]]:
         """The samples of each epoch."""
-        epochs = range(self.first_epoch, self.first_epoch + len(self.lengths))
-        return {
-            epoch: self.find_order(epoch).take(0, self.lengths[epoch - self.first_epoch]).tolist() for epoch in epochs
-        }
+        return {epoch: self.find_order(epoch).take(0, self.length).tolist() for epoch in self.epochs}
 
-    def build_plan(self, find_order: Callable[[int], Order] | None = None) -> LoopPlan:
+    @property
+    def epochs(self) -> range:
+        return range(self.first_epoch, self.first_epoch + self.num_epochs)
+
+    def build_plan(self) -> LoopPlan:
         return LoopPlan(
-            **self.numbers, length=99 if self.has_sampler else self.lengths[0], is_endless=self.is_endless,
+            **self.numbers, length=99 if self.has_sampler else self.length, is_endless=self.is_endless,
             shuffle=self.shuffle, drop_last=self.drop_last, shard_sizes=self.shard_sizes,
-            find_order=(find_order or self.find_order) if self.has_sampler else None, first_step=self.first_step,
+            find_order=self.find_order if self.has_sampler else None,
+            epoch_length=self.length if self.has_sampler else None, first_step=self.first_step,
             first_epoch=self.first_epoch,
         )  # fmt: skip
 
     def list_steps(self) -> list[list[MicroBatch]]:
         """The micro-batches of all steps whose samples are known."""
-        epochs = [[(epoch, p) for p in range(n)] for epoch, n in enumerate(self.lengths, self.first_epoch)]
         if self.is_endless:
-            samples = [sample for epoch in epochs for sample in epoch]
+            samples = [(epoch, p) for epoch in self.epochs for p in range(self.length)]
             steps = [*cut(samples, self.batch_size)]
             return [[*cut(step, self.micro_batch_size)] for step in steps if len(step) == self.batch_size]
         return [[*cut(step, self.micro_batch_size)] for steps in self.list_epochs() for step in steps]
@@ -90,8 +90,8 @@ class Loop:
     def list_epochs(self) -> list[list[MicroBatch]]:
         """The steps of each epoch, if the loop is not endless."""
         found = []
-        for epoch, length in enumerate(self.lengths, self.first_epoch):
-            steps = [*cut([(epoch, p) for p in range(length)], self.batch_size)]
+        for epoch in self.epochs:
+            steps = [*cut([(epoch, p) for p in range(self.length)], self.batch_size)]
             found.append([step for step in steps if len(step) == self.batch_size or not self.drop_last])
         return found
 
@@ -103,16 +103,15 @@ def cut(samples: MicroBatch, size: int) -> Iterator[MicroBatch]:
 @st.composite
 def loops(draw: st.DrawFn, **fixed: Any) -> Loop:
     has_sampler, is_endless, drop_last, shuffle = (draw(st.booleans()) for _ in range(4))
-    has_sampler, is_endless = fixed.get("has_sampler", has_sampler), fixed.get("is_endless", is_endless)
+    is_endless = fixed.get("is_endless", is_endless)
     size, v = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     least = size * v if drop_last and not is_endless else 1
-    length = st.integers(least, least + 30)
-    lengths = (
-        draw(st.lists(length, min_size=1, max_size=6)) if has_sampler else [draw(length)] * draw(st.integers(1, 6))
-    )
+    length, num_epochs = draw(st.integers(least, least + 30)), draw(st.integers(1, 6))
     shards = draw(st.sampled_from([0, 3, 7]))
     first_step, first_epoch = draw(st.sampled_from([(0, 0), (7, 0), (9, 4)]))
-    return Loop(lengths, has_sampler, size, v, is_endless, drop_last, shuffle, shards, first_step, first_epoch)
+    return Loop(
+        length, num_epochs, has_sampler, size, v, is_endless, drop_last, shuffle, shards, first_step, first_epoch
+    )
 
 
 def read(loop: Loop, positions: MicroBatch) -> list[int]:
@@ -131,9 +130,9 @@ def test_steps(loop: Loop) -> None:
         planned = plan.plan_step(step)
         spans = plan.micro_batches(step)
         assert [stop - start for start, stop in spans] == [*map(len, expected)]
-        assert plan.epoch_of(step) == expected[0][0][0]
+        assert [*plan.epochs_of(step)] == sorted({epoch for epoch, _ in join(expected)})
         samples = [read(loop, micro_batch) for micro_batch in expected]
-        assert [plan.indices(step, span).tolist() for span in spans] == samples
+        assert [plan.indices(span).tolist() for span in spans] == samples
         assert planned.samples.tolist() == read(loop, join(expected))
         assert planned.fingerprint == combine([fingerprint(np.array(each)) for each in samples])
         assert [epoch for epoch, piece in planned.pieces for _ in piece] == [epoch for epoch, _ in join(expected)]
@@ -145,20 +144,16 @@ def test_epochs(loop: Loop) -> None:
     assert plan.epochs_done(end) == loop.first_epoch
     for epoch, steps in enumerate(loop.list_epochs(), loop.first_epoch):
         assert plan.next_epoch(end) == epoch
-        plan.open_epochs(end)
-        assert plan.count_steps(epoch) == len(steps)
+        assert plan.steps_per_epoch == len(steps)
         for step in range(end + 1, end + len(steps)):
             assert plan.epochs_done(step) is None
             assert plan.next_epoch(step) == epoch + 1
             assert plan.epoch_of(step) == epoch
         end += len(steps)
-        assert plan.end_of(epoch) == plan.num_steps_until(epoch) == end
+        assert plan.num_steps_within(epoch) == plan.num_steps_until(epoch) == end
         assert plan.epochs_done(end) == epoch + 1
-        assert plan.count_dropped(epoch) == loop.lengths[epoch - loop.first_epoch] - sum(map(len, steps))
-    planned = plan.plan_end(len(loop.lengths))
-    assert plan.find_end(planned) == plan.find_known_end(end) == end
-    assert planned == (loop.first_epoch + len(loop.lengths) if loop.has_sampler else end)
-    assert plan.unit == ("epoch" if loop.has_sampler else "step")
+        assert plan.num_dropped == loop.length - sum(map(len, steps))
+    assert plan.plan_end(loop.num_epochs) == end
 
 
 @given(loops(is_endless=True))
@@ -166,18 +161,15 @@ def test_endless_loops(loop: Loop) -> None:
     plan = loop.build_plan()
     assert plan.next_epoch(loop.first_step) == loop.first_epoch
     for step, expected in enumerate(loop.list_steps(), loop.first_step):
-        plan.open_epochs(step)
         assert plan.epochs_done(step) is None
-        assert plan.count_dropped(expected[0][0][0]) == 0
-        if not loop.has_sampler:
-            last = expected[-1][-1]
-            assert plan.next_epoch(step + 1) == last[0] + 1
-    assert plan.find_end(plan.plan_end(8)) == plan.plan_end(8) == loop.first_step + 8
-    done = 0
-    for epoch, length in enumerate(loop.lengths, loop.first_epoch):
-        done += length
-        if -(-done // loop.batch_size) <= len(loop.list_steps()):
-            assert plan.num_steps_until(epoch) == loop.first_step - (-done // loop.batch_size)
+        assert plan.next_epoch(step + 1) == expected[-1][-1][0] + 1
+    assert plan.num_dropped == 0
+    assert plan.plan_end(8) == loop.first_step + 8
+    lasts = [step[-1][-1][0] for step in loop.list_steps()]
+    for epoch in loop.epochs:
+        assert plan.num_steps_within(epoch) == loop.first_step + sum(last <= epoch for last in lasts)
+        done = (epoch + 1 - loop.first_epoch) * loop.length
+        assert plan.num_steps_until(epoch) == loop.first_step - (-done // loop.batch_size)
 
 
 @given(loops())
@@ -188,56 +180,10 @@ def test_uses_of_samples(loop: Loop) -> None:
     for step in range(loop.first_step, loop.first_step + len(loop.list_steps())):
         for epoch, samples in plan.plan_step(step).pieces:
             used.setdefault(epoch, []).extend(samples.tolist())
-    for epoch, length in enumerate(loop.lengths, loop.first_epoch):
-        if len(used.get(epoch, [])) == length:
+    for epoch in loop.epochs:
+        if len(used.get(epoch, [])) == loop.length:
             counts = np.bincount(used[epoch], minlength=len(plan.count_uses(epoch)))
             assert counts.tolist() == plan.count_uses(epoch).tolist()
-
-
-@given(loops(has_sampler=True), st.data())
-def test_a_sampler_is_asked_for_what_the_next_step_needs(loop: Loop, data: st.DataObject) -> None:
-    asked: list[int] = []
-
-    @lru_cache
-    def find_order(epoch: int) -> Order:
-        asked.append(epoch)
-        return loop.find_order(epoch)
-
-    plan, steps = loop.build_plan(find_order), loop.list_steps()
-    assert plan.find_known_end(FAR) == loop.first_step
-    assert plan.find_end(plan.plan_end(3)) in (None, loop.first_step + 3)
-    for step, expected in enumerate(steps, loop.first_step):
-        plan.open_epochs(step)
-        assert asked == [*range(loop.first_epoch, expected[-1][-1][0] + 1)]
-        assert step < plan.find_known_end(FAR) <= loop.first_step + len(steps)
-        assert plan.find_known_end(step) == step
-    # A resume in any place continues with the same steps, and with the order that is open there.
-    steps_done = data.draw(st.integers(0, len(steps)))
-    plan = loop.build_plan()
-    for step in range(loop.first_step, loop.first_step + steps_done):
-        plan.open_epochs(step)
-    done = loop.first_step + steps_done
-    asked.clear()
-    find_order.cache_clear()
-    resumed = loop.build_plan(find_order)
-    if (found := plan.find_open(done)) is None:
-        resumed.resume(done, plan.epoch_of(done))
-        assert asked == []
-    else:
-        resumed.resume(done, *found)
-        assert asked == [found[0]]
-        assert resumed.find_open(done) == found
-    for step, expected in islice(enumerate(steps, loop.first_step), steps_done, None):
-        assert resumed.plan_step(step).samples.tolist() == read(loop, join(expected))
-        assert resumed.epoch_of(step) == expected[0][0][0]
-        assert resumed.micro_batches(step) == loop_spans(loop, step)
-
-
-def loop_spans(loop: Loop, step: int) -> tuple[tuple[int, int], ...]:
-    plan = loop.build_plan()
-    for each in range(loop.first_step, step + 1):
-        plan.open_epochs(each)
-    return plan.micro_batches(step)
 
 
 def share(world_size: int) -> Callable[[int], Layout]:
@@ -247,8 +193,6 @@ def share(world_size: int) -> Callable[[int], Layout]:
 @given(loops(), st.integers(1, 6))
 def test_the_ranks_load_each_micro_batch_once(loop: Loop, world_size: int) -> None:
     plan, end = loop.build_plan(), loop.first_step + len(loop.list_steps())
-    for step in range(loop.first_step, end):
-        plan.open_epochs(step)
     by_rank = [[*plan.tasks(loop.first_step, end, rank=r, layout=share(world_size))] for r in range(world_size)]
     alone = [*plan.tasks(loop.first_step, end, rank=0, layout=share(1))]
     assert len({task.seed for task in alone}) == len(alone)
@@ -267,7 +211,6 @@ def test_borrowed_micro_batches_come_first(loop: Loop, world_size: int) -> None:
     plan, step = loop.build_plan(), loop.first_step
     if not loop.list_steps():
         return
-    plan.open_epochs(step)
 
     def borrow(number: int, num_micro_batches: int) -> list[int]:
         assert (number, num_micro_batches) == (step, len(plan.micro_batches(step)))
@@ -321,7 +264,7 @@ def test_the_numbers_of_a_stream() -> None:
         "sampler": "default",
     }  # fmt: skip
     assert LoopPlan.from_numbers(plan.numbers | {"seed": 0, "batch_size": 8, "micro_batch_size": 2}).is_stream
-    assert plan.indices(10**9, plan.micro_batches(10**9)[3]).tolist() == [8 * 10**9 + 6, 8 * 10**9 + 7]
+    assert plan.indices(plan.micro_batches(10**9)[3]).tolist() == [8 * 10**9 + 6, 8 * 10**9 + 7]
 
 
 def test_sizes_that_do_not_fit_are_refused_at_once() -> None:
@@ -337,7 +280,7 @@ def test_large_data_sets_are_planned_in_place(length: int, num_shards: int) -> N
     sizes = [length // num_shards] * (num_shards - 1) if num_shards else []
     sizes += [length - sum(sizes)] if num_shards else []
     plan = LoopPlan(length=length, batch_size=256, micro_batch_size=64, seed=1, shard_sizes=sizes)
-    step = plan.count_steps(0) // 2
+    step = plan.steps_per_epoch // 2
     samples = plan.plan_step(step).samples
     assert len({*samples.tolist()}) == 256
     order = build_order(length, seed=1, epoch=0, shard_sizes=sizes)
@@ -347,7 +290,7 @@ def test_large_data_sets_are_planned_in_place(length: int, num_shards: int) -> N
 def test_the_plan_does_no_input_and_output() -> None:
     """Modules of plan/ import nothing that reads or writes, only the rest of plan/, numpy and what computes."""
     allowed = {"samestep.errors", "samestep.hashing", "samestep.plan", "numpy"}
-    pure = {"bisect", "collections", "dataclasses", "functools", "itertools", "math", "numbers", "struct",
+    pure = {"collections", "dataclasses", "functools", "itertools", "math", "numbers", "struct",
             "typing"}  # fmt: skip
     assert pure <= sys.stdlib_module_names
     for path in Path(samestep.plan.__path__[0]).glob("*.py"):

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from samestep.errors import Error
 from samestep.plan.schedule import (
-    EndlessSchedule,
     Schedule,
     check_numbers,
     default_micro_batch_size,
@@ -41,12 +40,13 @@ def test_each_position_once(length: int, size: int, v: int, drop_last: bool, wor
         for held in build_layout(len(micro_batches), world_size).ranges:
             for m in held:
                 seen += range(*micro_batches[m])
-    assert seen == list(range(length - length % batch_size if drop_last else length))
+    assert seen == list(range(length - schedule.num_dropped))
+    assert schedule.num_dropped == (length % batch_size if drop_last else 0)
 
 
 @given(micro_batch_sizes, counts, st.integers(0, 50))
 def test_endless_steps_are_full_and_adjoin(size: int, v: int, step: int) -> None:
-    schedule = EndlessSchedule(5, size * v, size)
+    schedule = Schedule(5, size * v, size, is_endless=True)
     assert schedule.num_micro_batches == v
     assert schedule.span(step)[1] == schedule.span(step + 1)[0]
     positions = [p for span in schedule.micro_batches(step) for p in range(*span)]
@@ -54,14 +54,10 @@ def test_endless_steps_are_full_and_adjoin(size: int, v: int, step: int) -> None
     assert len(schedule.micro_batches(step)) == v
 
 
-def test_steps_out_of_the_epoch() -> None:
-    schedule = Schedule(10, 4, 2)
-    assert schedule.num_steps == 3
-    for step in (-1, 3):
+def test_steps_before_the_loop() -> None:
+    for is_endless in (False, True):
         with pytest.raises(IndexError):
-            schedule.span(step)
-    with pytest.raises(IndexError):
-        EndlessSchedule(10, 4, 2).span(-1)
+            Schedule(10, 4, 2, is_endless=is_endless).span(-1)
 
 
 def test_default_micro_batch_size() -> None:
@@ -163,14 +159,13 @@ def test_numpy_numbers_are_numbers() -> None:
     assert Schedule(*numbers).num_steps == 3
 
 
-@pytest.mark.parametrize("build", [Schedule, EndlessSchedule])
-def test_invalid_lengths(build: type[Schedule] | type[EndlessSchedule]) -> None:
+def test_invalid_lengths() -> None:
     with pytest.raises(Error, match="the data set is empty"):
-        build(0, 4, 2)
+        Schedule(0, 4, 2)
     with pytest.raises(Error, match="length of the data set must be a whole number above 0, found None"):
-        build(None, 4, 2)  # type: ignore[arg-type]
+        Schedule(None, 4, 2)  # type: ignore[arg-type]
     with pytest.raises(Error, match="not a multiple"):
-        build(8, 3, 2)
+        Schedule(8, 3, 2)
 
 
 def test_drop_last_that_leaves_nothing() -> None:

@@ -565,6 +565,9 @@ RANKS: dict[str, Mistake] = {
     "samplers": by_rank(
         r"sampler\(1\) gave other indices on other ranks: seed it from the epoch, not the rank",
         lambda rank: {"sampler": lambda epoch: [(i + epoch * rank) % 32 for i in range(32)]}, at="loop"),
+    "a sampler of epochs of different lengths": in_loop(
+        r"sampler\(1\) gave 9 indices, and 8 for the epochs before: give as many .*, or use one loop per length",
+        sampler=lambda epoch: range(8 + epoch)),
     "samplers of run.steps": by_rank(
         r"sampler\(1\) gave other indices on other ranks: seed it from the epoch, not the r", at="loop",
         arguments=lambda rank: {

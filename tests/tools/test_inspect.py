@@ -422,8 +422,9 @@ def drawn(epoch: int) -> NDArray[np.int64]:
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5, 6, 8])
 @pytest.mark.parametrize(
     "numbers",
-    [{}, {"shuffle": False}, {"drop_last": True}, {"sampler": "given"}, {"mode": "steps"},
-     {"mode": "steps", "drop_last": True}, {"mode": "steps", "sampler": "given"}],
+    [{}, {"shuffle": False}, {"drop_last": True}, {"sampler": "given", "epoch_length": 21},
+     {"mode": "steps"},
+     {"mode": "steps", "drop_last": True}, {"mode": "steps", "sampler": "given", "epoch_length": 21}],
     ids=str,
 )  # fmt: skip
 def test_sound_runs_pass_the_audit(numbers: dict[str, Any], num_steps: int, run: Path, inspect: Inspect) -> None:
@@ -582,7 +583,7 @@ def test_many_problems_are_cut_short(run: Path, inspect: Inspect) -> None:
 
 
 def test_a_missing_order(run: Path, inspect: Inspect) -> None:
-    write_run(run, sampler="given")
+    write_run(run, sampler="given", epoch_length=3)
     write_ledger(run, plan_steps(2, drawn))
     with pytest.raises(Error, match=r"order of epoch 0 cannot be read from .*epoch-00000000.npy .*: restore it from a"):
         inspect("--samples")

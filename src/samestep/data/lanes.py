@@ -19,7 +19,7 @@ from samestep.data.sample_errors import describe_error
 from samestep.data.spec import has_lanes
 from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.plan.loop_plan import Task
-from samestep.plan.schedule import EndlessSchedule
+from samestep.plan.schedule import Schedule
 from samestep.plan.seeds import derive
 from samestep.torch_internals import as_worker
 
@@ -172,7 +172,7 @@ class Lanes:
         first_step: first step of the loop.
     """
 
-    def __init__(self, dataset: Any, schedule: EndlessSchedule, seed: int, first_step: int) -> None:
+    def __init__(self, dataset: Any, schedule: Schedule, seed: int, first_step: int) -> None:
         self.dataset = dataset
         self._seed = seed
         self._first_step = first_step

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from samestep.plan.epochs import Epochs
 from samestep.plan.ledger import combine, fingerprint
 from samestep.plan.order import Indices, Order, build_order
-from samestep.plan.schedule import Span
+from samestep.plan.schedule import Schedule, Span
 from samestep.plan.seeds import derive
 from samestep.plan.tree import Layout, build_layout
 
@@ -51,8 +50,7 @@ class StepSamples:
 class LoopPlan:
     """The samples of each step of a loop, its epochs and its end. Reads no files and no data.
 
-    Steps and epochs are numbered over all loops of the run. With a sampler, the lengths of epochs are known only from
-    `open_epochs` on; nothing else changes.
+    Steps and epochs are numbered over all loops of the run. All epochs of a loop have the same length.
 
     Attributes:
         length: samples of the data set; `STREAM_LENGTH` for a stream.
@@ -63,6 +61,7 @@ class LoopPlan:
         is_stream: whether the data set is read in lanes, one per micro-batch of a step.
         shard_sizes: the samples of each shard, if the data set is stored in shards.
         find_order: with a sampler, maps an epoch to the order that the sampler gives or has given. None: no sampler.
+        epoch_length: with a sampler, the samples of each epoch.
         first_step, first_epoch: where the loop begins.
 
     Raises:
@@ -71,10 +70,10 @@ class LoopPlan:
     Example::
 
         >>> plan = LoopPlan(length=10, batch_size=4, micro_batch_size=2, seed=0, shuffle=False)
-        >>> plan.count_steps(epoch=0), plan.micro_batches(1), plan.micro_batches(2)
+        >>> plan.steps_per_epoch, plan.micro_batches(1), plan.micro_batches(2)
         (3, ((4, 6), (6, 8)), ((8, 10),))
-        >>> plan.epoch_of(5), plan.indices(5, (8, 10)).tolist()
-        (1, [8, 9])
+        >>> plan.epoch_of(5), plan.micro_batches(5), plan.indices((18, 20)).tolist()
+        (1, ((18, 20),), [8, 9])
     """
 
     length: int
@@ -87,11 +86,12 @@ class LoopPlan:
     is_stream: bool = False
     shard_sizes: Sequence[int] | Indices = ()
     find_order: Callable[[int], Order] | None = None
+    epoch_length: int | None = None
     first_step: int = 0
     first_epoch: int = 0
 
     def __post_init__(self) -> None:
-        _ = self._epochs  # raises its errors now
+        _ = self._schedule  # raises its errors now
 
     @classmethod
     def from_numbers(
@@ -121,6 +121,7 @@ class LoopPlan:
             is_stream="num_lanes" in numbers,
             shard_sizes=shard_sizes,
             find_order=find_order if numbers["sampler"] == "given" else None,
+            epoch_length=numbers["epoch_length"] if numbers["sampler"] == "given" else None,
             first_step=numbers.get("first_step", 0),
             first_epoch=numbers.get("first_epoch", 0),
         )
@@ -130,6 +131,7 @@ class LoopPlan:
         """The numbers that identify the loop, except for those of the run and for its beginning."""
         return {
             **({"num_lanes": self.num_micro_batches} if self.is_stream else {}),
+            **({"epoch_length": self.epoch_length} if self.has_sampler else {}),
             "data_length": self.length,
             "mode": "steps" if self.is_endless else "epochs",
             "shuffle": self.shuffle,
@@ -143,118 +145,62 @@ class LoopPlan:
         return self.find_order is not None
 
     @property
-    def drops_tail(self) -> bool:
-        """Whether the last samples of an epoch are left out if they do not fill a step."""
-        return self.drop_last and not self.is_endless
-
-    @property
     def num_micro_batches(self) -> int:
         """V, the number of micro-batches of a full step. A stream has as many lanes."""
         return self.batch_size // self.micro_batch_size
 
-    # --- the orders of a sampler ------------------------------------------------------------------------------
-
-    def open_epochs(self, step: int) -> None:
-        """With a sampler: find the orders of the epochs of step `step`, unless they are known. Raises its errors."""
-        while self.has_sampler and self._epochs.end < self._epochs.place_of(step + 1):
-            self._open_epoch()
-
-    def _open_epoch(self) -> None:
-        self._epochs.add(len(self._order_of(self._epochs.next_epoch)))
-
-    def resume(self, step: int, epoch: int, start: int | None = None) -> None:
-        """With a sampler: continue after `step` steps of the run.
-
-        Args:
-            epoch, start: the result of `find_open`. Without a start, the epoch begins at the step.
-        """
-        if start is None:
-            self._epochs.begin(epoch, self._epochs.place_of(step))
-        else:
-            self._epochs.begin(epoch, start)
-            self._open_epoch()
-
-    def find_open(self, steps_done: int) -> tuple[int, int] | None:
-        """With a sampler: return the epoch that is open after `steps_done` steps, and the place where it begins.
-
-        None: no epoch is open, because one has ended there.
-        """
-        place = self._epochs.place_of(steps_done)
-        if place >= self._epochs.end:
-            return None
-        epoch = self._epochs.epoch_at(place)
-        return epoch, self._epochs.start_of(epoch)
-
     # --- steps and epochs -------------------------------------------------------------------------------------
 
     @property
-    def unit(self) -> str:
-        """What the planned end of the loop counts: "step", or "epoch" if the lengths of later epochs are not known."""
-        return "epoch" if self.has_sampler and not self.is_endless else "step"
+    def steps_per_epoch(self) -> int:
+        """Number of steps of each epoch. Not for endless loops."""
+        return self._schedule.num_steps
 
     def plan_end(self, count: int) -> int:
-        """Return the planned end of a loop of `count` epochs, or steps if it is endless: a `unit` of the run."""
-        if self.is_endless:
-            return self.first_step + count
-        return self.first_epoch + count if self.has_sampler else self.end_of(self.first_epoch + count - 1)
+        """Return the number of steps of the run after a loop of `count` epochs, or steps if it is endless."""
+        return self.first_step + (count if self.is_endless else count * self.steps_per_epoch)
 
-    def find_end(self, planned: int) -> int | None:
-        """Return the number of steps of the run at a planned end.
-
-        Epochs whose length is not known yet count as if they had the length of the last known one. None: none is known.
-        """
-        if self.unit == "step":
-            return planned
-        is_known = self._epochs.has_lengths or planned <= self._epochs.next_epoch
-        return self._epochs.start_of(planned) if is_known else None
-
-    def find_known_end(self, last_step: int) -> int:
-        """Return the step up to which the samples are known: at most `last_step`, and with a sampler less."""
-        return min(last_step, self._epochs.step_at(self._epochs.end)) if self.has_sampler else last_step
+    def epochs_of(self, step: int) -> range:
+        """Return the epochs that have a sample in step `step` of the run."""
+        epochs = self._schedule.epochs_of(step - self.first_step)
+        return range(self.first_epoch + epochs.start, self.first_epoch + epochs.stop)
 
     def epoch_of(self, step: int) -> int:
         """Return the epoch in which step `step` of the run begins."""
-        return self._epochs.epoch_at(self._epochs.place_of(step))
+        return self.epochs_of(step).start
 
-    def end_of(self, epoch: int) -> int:
-        """Return the number of finished steps of the run when an epoch ends. Not for endless loops."""
-        return self._epochs.start_of(epoch + 1)
-
-    def count_steps(self, epoch: int) -> int:
-        """Return the number of steps of an epoch. Not for endless loops."""
-        return self._epochs.start_of(epoch + 1) - self._epochs.start_of(epoch)
+    def num_steps_within(self, epoch: int) -> int:
+        """Return the number of steps of the run that need no sample of the epochs after `epoch`."""
+        return self.first_step + self._schedule.count_within(epoch + 1 - self.first_epoch)
 
     def num_steps_until(self, epoch: int) -> int:
         """Return the number of steps of the run after which all samples of an epoch are used."""
-        place = self._epochs.start_of(epoch + 1)
-        return self.first_step - (-place // self.batch_size) if self.is_endless else place
+        return self.first_step + self._schedule.count_until(epoch + 1 - self.first_epoch)
 
     def epochs_done(self, steps_done: int) -> int | None:
         """Return the number of completed epochs if an epoch ends after `steps_done` steps of the run, else None."""
-        epoch = self.epoch_of(steps_done)
-        return None if self.is_endless or self._epochs.start_of(epoch) != steps_done else epoch
+        if self.is_endless or (steps_done - self.first_step) % self.steps_per_epoch:
+            return None
+        return self.epoch_of(steps_done)
 
     def next_epoch(self, steps_done: int) -> int:
         """Return the first epoch of the next loop, if this one ends after `steps_done` steps of the run."""
-        if self.has_sampler:
-            return self._epochs.next_epoch
-        return self._epochs.epochs_of(steps_done - 1).stop if steps_done > self.first_step else self.first_epoch
+        return self.epochs_of(steps_done - 1).stop if steps_done > self.first_step else self.first_epoch
 
     # --- samples ----------------------------------------------------------------------------------------------
 
     def micro_batches(self, step: int) -> tuple[Span, ...]:
-        """Return the micro-batches of step `step`: spans of positions of its epoch, or of the loop if it is endless."""
+        """Return the micro-batches of step `step`: spans of positions of the loop."""
         return self._cut(step)
 
-    def indices(self, step: int, span: Span) -> Indices:
-        """Return the samples of a micro-batch of step `step`."""
-        pieces = self._take(step, span)
+    def indices(self, span: Span) -> Indices:
+        """Return the samples of a micro-batch."""
+        pieces = self._take(span)
         return pieces[0][1] if len(pieces) == 1 else np.concatenate([samples for _, samples in pieces])
 
     def plan_step(self, step: int) -> StepSamples:
         """Return the samples of step `step`, with their epochs."""
-        self.open_epochs(step)
-        taken = [self._take(step, span) for span in self.micro_batches(step)]
+        taken = [self._take(span) for span in self.micro_batches(step)]
         prints = [fingerprint(np.concatenate([samples for _, samples in pieces])) for pieces in taken]
         return StepSamples(tuple(piece for pieces in taken for piece in pieces), combine(prints))
 
@@ -265,14 +211,14 @@ class LoopPlan:
         order = self._order_of(epoch)
         return np.bincount(order.take(0, len(order)))
 
-    def count_dropped(self, epoch: int) -> int:
-        """Return the number of samples of an epoch that no step uses."""
-        length = len(self._order_of(epoch)) if self.has_sampler else self.length
-        return length % self.batch_size if self.drops_tail else 0
+    @property
+    def num_dropped(self) -> int:
+        """The number of samples of each epoch that no step uses."""
+        return self._schedule.num_dropped
 
-    def _take(self, step: int, span: Span) -> list[tuple[int, Indices]]:
-        pieces = self._epochs.pieces(step, span)
-        return [(epoch, self._order_of(epoch).take(start, stop)) for epoch, start, stop in pieces]
+    def _take(self, span: Span) -> list[tuple[int, Indices]]:
+        pieces = [(self.first_epoch + number, part) for number, part in self._schedule.pieces(span)]
+        return [(epoch, self._order_of(epoch).take(*part)) for epoch, part in pieces]
 
     @cached_property
     def _order_of(self) -> Callable[[int], Order]:
@@ -283,27 +229,20 @@ class LoopPlan:
         return build_order(self.length, seed=self.seed, epoch=epoch, shuffle=self.shuffle, shard_sizes=sizes)
 
     @cached_property
-    def _epochs(self) -> Epochs:
-        return Epochs(
-            self.batch_size,
-            self.micro_batch_size,
-            drop_last=self.drop_last,
-            is_endless=self.is_endless,
-            first_step=self.first_step,
-            first_epoch=self.first_epoch,
-            length=None if self.has_sampler else self.length,
-        )
+    def _schedule(self) -> Schedule:
+        length = self.length if self.epoch_length is None else self.epoch_length
+        return Schedule(length, self.batch_size, self.micro_batch_size, self.drop_last, self.is_endless)
 
     @cached_property
     def _cut(self) -> Callable[[int], tuple[Span, ...]]:
-        return lru_cache(maxsize=64)(self._epochs.micro_batches)
+        return lru_cache(maxsize=64)(lambda step: self._schedule.micro_batches(step - self.first_step))
 
     # --- ranks and their loaders ------------------------------------------------------------------------------
 
     def task(self, step: int, v: int) -> Task:
         """Return the task of micro-batch v of a step."""
         span = self.micro_batches(step)[v]
-        return Task(self.indices(step, span), derive(self.seed, "data", step=step, micro_batch=v))
+        return Task(self.indices(span), derive(self.seed, "data", step=step, micro_batch=v))
 
     def tasks(
         self,

@@ -1,4 +1,4 @@
-"""Maps positions of an epoch to steps and micro-batches.
+"""Maps positions of a loop to epochs, steps and micro-batches.
 
 Everything here is a function of a few integers, so the position in a run's data is one integer: the step.
 """
@@ -20,10 +20,15 @@ LEAST_SAMPLES = 64  # of a default micro-batch; fewer slow small models down (do
 
 @dataclass(frozen=True)
 class Schedule:
-    """One epoch of `length` samples in steps of `batch_size`; all arguments are in samples.
+    """The steps of a loop over epochs of `length` samples; all sizes are in samples. Steps and epochs count from 0.
 
-    The last step is short if `batch_size` does not divide `length`: it has fewer micro-batches, and the last
-    one may be smaller. `drop_last` omits the short step.
+    Position p of the loop is position `p % length` of epoch `p // length`. The last step of an epoch is short if
+    `batch_size` does not divide `length`: it has fewer micro-batches, and the last one may be smaller.
+
+    Args:
+        drop_last: omit the short step.
+        is_endless: every step is full, and a step that crosses the end of an epoch continues in the next one (or in
+            several, if the data set is tiny). `drop_last` has no effect.
 
     Raises:
         InvalidValue: a number is not an integer above 0, `micro_batch_size` does not divide `batch_size`, the data
@@ -34,11 +39,12 @@ class Schedule:
     batch_size: int
     micro_batch_size: int
     drop_last: bool = False
+    is_endless: bool = False
 
     def __post_init__(self) -> None:
         _check_length(self.length)
         check_numbers(self.batch_size, self.micro_batch_size, 1)
-        if self.drop_last and self.length < self.batch_size:
+        if self.num_dropped == self.length:
             raise InvalidValue(
                 f"drop_last leaves no step of {_samples(self.length)} with batch_size {self.batch_size}: "
                 f"lower batch_size to at most {self.length}, or remove drop_last",
@@ -46,9 +52,14 @@ class Schedule:
             )
 
     @property
+    def num_dropped(self) -> int:
+        """Samples of each epoch that no step uses."""
+        return self.length % self.batch_size if self.drop_last and not self.is_endless else 0
+
+    @property
     def num_steps(self) -> int:
-        """Steps of one epoch."""
-        return self.length // self.batch_size if self.drop_last else -(-self.length // self.batch_size)
+        """Steps of one epoch. Not for endless loops."""
+        return -(-(self.length - self.num_dropped) // self.batch_size)
 
     @property
     def num_micro_batches(self) -> int:
@@ -56,50 +67,44 @@ class Schedule:
         return self.batch_size // self.micro_batch_size
 
     def span(self, step: int) -> Span:
-        """Return (start, stop) of the positions of step `step` of the epoch, counted from 0."""
-        if not 0 <= step < self.num_steps:
-            raise IndexError(f"step {step} of an epoch of {self.num_steps} steps")
-        start = step * self.batch_size
-        return start, min(start + self.batch_size, self.length)
+        """Return (start, stop) of the positions of a step."""
+        if step < 0:
+            raise IndexError(f"step {step} is below 0")
+        if self.is_endless:
+            return step * self.batch_size, (step + 1) * self.batch_size
+        epoch, step_of_epoch = divmod(step, self.num_steps)
+        start = epoch * self.length + step_of_epoch * self.batch_size
+        return start, min(start + self.batch_size, (epoch + 1) * self.length)
 
     def micro_batches(self, step: int) -> tuple[Span, ...]:
         """Return (start, stop) positions of each micro-batch of a step. Only the last of an epoch may be smaller."""
-        return _cut(*self.span(step), self.micro_batch_size)
+        start, stop = self.span(step)
+        size = self.micro_batch_size
+        return tuple((at, min(at + size, stop)) for at in range(start, stop, size))
 
+    def epochs_of(self, step: int) -> range:
+        """Return the epochs that have a sample in a step."""
+        start, stop = self.span(step)
+        return range(start // self.length, (stop - 1) // self.length + 1)
 
-@dataclass(frozen=True)
-class EndlessSchedule:
-    """Steps that ignore the ends of epochs: endless position p is position `p % length` of epoch `p // length`.
+    def pieces(self, span: Span) -> list[tuple[int, Span]]:
+        """Return the parts of a span, one per epoch: the epoch, and positions in it."""
+        start, stop = span
+        pieces = []
+        while start < stop:
+            epoch, offset = divmod(start, self.length)
+            end = min(offset + stop - start, self.length)
+            pieces.append((epoch, (offset, end)))
+            start += end - offset
+        return pieces
 
-    Every step is full. A step that crosses the end of an epoch continues in the next one (or in several, if the data
-    set is tiny).
+    def count_within(self, num_epochs: int) -> int:
+        """Return the number of steps that need no sample after the first epochs."""
+        return num_epochs * self.length // self.batch_size if self.is_endless else num_epochs * self.num_steps
 
-    Raises:
-        InvalidValue: as in `Schedule`.
-    """
-
-    length: int
-    batch_size: int
-    micro_batch_size: int
-
-    def __post_init__(self) -> None:
-        _check_length(self.length)
-        check_numbers(self.batch_size, self.micro_batch_size, 1)
-
-    @property
-    def num_micro_batches(self) -> int:
-        """V, the number of micro-batches of every step."""
-        return self.batch_size // self.micro_batch_size
-
-    def span(self, step: int) -> Span:
-        """Return (start, stop) of the endless positions of step `step`."""
-        if step < 0:
-            raise IndexError(f"step {step} is below 0")
-        return step * self.batch_size, (step + 1) * self.batch_size
-
-    def micro_batches(self, step: int) -> tuple[Span, ...]:
-        """Return (start, stop) endless positions of each of the V micro-batches of a step."""
-        return _cut(*self.span(step), self.micro_batch_size)
+    def count_until(self, num_epochs: int) -> int:
+        """Return the number of steps after which all samples of the first epochs are used."""
+        return -(-num_epochs * self.length // self.batch_size) if self.is_endless else num_epochs * self.num_steps
 
 
 def check_numbers(
@@ -199,10 +204,6 @@ def describe_division(n: int, world_size: int, micro_batch_size: int | None = No
         listed = f"{min(shares)} or {max(shares)} each"
     busy = n / (world_size * max(shares))
     return f"{micro_batches} on {world_size} ranks: {listed}, {busy * 100:.0f} % busy"
-
-
-def _cut(start: int, stop: int, size: int) -> tuple[Span, ...]:
-    return tuple((at, min(at + size, stop)) for at in range(start, stop, size))
 
 
 def check_positive(name: str, value: object) -> None:

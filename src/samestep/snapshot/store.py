@@ -48,12 +48,11 @@ _ASIDE = ".old-"  # the snapshot that is being replaced
 
 class _SavedOrder(Struct):
     epoch: Count
-    start: Count
     indices: Any  # `GivenOrder` checks them
 
     def __post_init__(self) -> None:
-        if not hasattr(self.indices, "__array__"):
-            raise ValueError("the indices are no array")
+        if getattr(self.indices, "ndim", 0) != 1 or not len(self.indices):
+            raise ValueError("the indices are no array of one dimension")
 
 
 class _SavedLane(Struct):

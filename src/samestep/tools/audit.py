@@ -106,7 +106,7 @@ class _Audit:
         parts = ["each step read its positions of the stream"] if self._plan.is_stream else []
         if num_closed := len(self._closed):
             how_often = "as often as in the sampler's order" if self._plan.has_sampler else "once"
-            left_out = " except for the dropped tail" if self._plan.drops_tail else ""
+            left_out = " except for the dropped tail" if self._plan.num_dropped else ""
             epochs = "1 complete epoch" if num_closed == 1 else f"{num_closed} complete epochs"
             parts.append(f"in {epochs} each of {self._plan.length} samples was used {how_often}{left_out}")
         if self._left:
@@ -135,7 +135,7 @@ class _Audit:
     def _close(self, epoch: int) -> None:
         left = self._left.pop(epoch)
         self._closed.add(epoch)
-        if left.sum() != self._plan.count_dropped(epoch):
+        if left.sum() != self._plan.num_dropped:
             unused = np.flatnonzero(left)
             named = ", ".join(map(str, unused[:_NUM_SHOWN])) + (" ..." if len(unused) > _NUM_SHOWN else "")
             self.problems.append(f"epoch {epoch}: samples never used: {named}")
@@ -166,7 +166,7 @@ def audit_samples(
         Error: run.json or an order file lacks data that the audit needs.
     """
     numbers = record.get("numbers", {})
-    of_all = {name: value for name, value in numbers.items() if name not in ("num_lanes", "shards")}
+    of_all = {name: value for name, value in numbers.items() if name not in ("num_lanes", "epoch_length", "shards")}
     path = run / LEDGER
     status = read_or_empty(run / STATUS)
     num_steps = count_records(path)

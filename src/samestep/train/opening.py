@@ -46,8 +46,6 @@ def open_loop(
             'shard="fsdp2" does not support data that can only be read in order: use shard="optimizer"', code="SS608"
         )
     agree_on_loop(data, context)
-    if state.is_before_loops and not state.resumed_step:
-        data.open_epochs(0)  # an error for wrong indices comes before anything is written
     marks = read_marks(data, context, overrides=prepared.overrides)
     if state.is_before_loops:
         services.metrics.set_description(record_start(data, context, prepared))
@@ -74,8 +72,7 @@ def open_loop(
 def agree_on_loop(data: LoopData, context: RunContext) -> None:
     """Check that all ranks open the same loop over the same data."""
     calls.wait_for_call(context.group, calls.LOOP)
-    unit = data.plan.unit
-    lengths = {f"the number of {unit}s": data.planned, "the length of the data set": data.plan.length}
+    lengths = {"the number of steps": data.planned, "the length of the data set": data.plan.length}
     context.group.agree(data.numbers | lengths)
 
 

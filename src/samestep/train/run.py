@@ -472,7 +472,7 @@ class Run:
             collate_fn, num_workers, pin_memory: as in `torch.utils.data.DataLoader`.
             sampler: function of the epoch number that returns the indices of its samples, the same on all ranks. It is
                 called when the epoch begins, with seeded global generators, and may depend on the state of the
-                training, such as `run.state`. Epochs may have different lengths.
+                training, such as `run.state`. All epochs of the loop have the same length.
             shuffle: whether to use a different order in each epoch. Default: True.
             drop_last: whether to leave out the last step of an epoch if it is short. Default: False.
 
@@ -844,6 +844,7 @@ class Run:
             batch_size=self.batch_size,
             micro_batch_size=self.micro_batch_size,
             start=start,
+            epoch_length=self._state.find_epoch_length(),
             **arguments,
         )
         self._loop = open_loop(opened, self._context, self._state, prepared, self._services, self._interceptors)

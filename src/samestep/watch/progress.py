@@ -36,9 +36,6 @@ class Progress:
             epochs: number of epochs; None for a loop without epochs.
         """
 
-    def move_end(self, total_steps: int) -> None:
-        """Change the last step of the loop."""
-
     def step(self, number: int, num_samples: int, epoch: int) -> None:
         """Report `number` completed steps, the last with `num_samples` samples of epoch `epoch`."""
 
@@ -158,9 +155,6 @@ class Lines(Progress):
     def begin(self, *, total_steps: int | None, done_steps: int, epochs: int | None) -> None:
         self.close()
         self._pace = Pace(total_steps=total_steps, done_steps=done_steps, epochs=epochs)
-
-    def move_end(self, total_steps: int) -> None:
-        self._pace.total_steps = total_steps
 
     def step(self, number: int, num_samples: int, epoch: int) -> None:
         if self._is_shown:

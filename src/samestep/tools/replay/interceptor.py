@@ -71,7 +71,7 @@ class Replay(Tracer):
             self.write({"step": step.number, **samples, **bits})
         if step.number == self._step:
             plan = self.loop.data.plan
-            indices = [plan.indices(step.number, span).tolist() for span in plan.micro_batches(step.number)]
+            indices = [plan.indices(span).tolist() for span in plan.micro_batches(step.number)]
             self._finish(step, {**self._result, "samples": indices})
 
     def _finish(self, step: Step, result: dict[str, Any]) -> NoReturn:
@@ -101,7 +101,7 @@ class Replay(Tracer):
             batch = step.load_up_to(v)
             self._is_alone = True
             plan = self.loop.data.plan
-            indices = [plan.indices(step.number, span) for span in plan.micro_batches(step.number)]
+            indices = [plan.indices(span) for span in plan.micro_batches(step.number)]
             prints = [*map(fingerprint, indices[:v]), step.loaded_fingerprint, *map(fingerprint, indices[v + 1 :])]
             self._result = {"samples": [indices[v].tolist()], "losses": [], "weights": []}
             self._result |= {"num_samples": step.num_samples, "fingerprint": combine(prints)}

@@ -75,7 +75,7 @@ class Reference(Tracer):
             return
         plan = self.loop.data.plan
         spans = plan.micro_batches(step.number)
-        indices = [int(i) for span in spans for i in plan.indices(step.number, span)][:NUM_PROBES]
+        indices = [int(i) for span in spans for i in plan.indices(span)][:NUM_PROBES]
         modules = {id(part): part for module in self.modules.values() for part in module.modules()}.values()
         norms = [part for part in modules if isinstance(part, _BatchNorm) and part.training]
         buffers = [buffer for part in modules for buffer in part.buffers(recurse=False)]

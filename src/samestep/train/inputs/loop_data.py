@@ -1,6 +1,5 @@
 """The data set of a loop, with the plan by which it is read."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +8,7 @@ from samestep.data.source import Shard, read_shards
 from samestep.data.spec import DataSpec, is_stream, read_data_arguments
 from samestep.errors import InvalidType, InvalidValue
 from samestep.plan.loop_plan import STREAM_LENGTH, LoopPlan
-from samestep.plan.schedule import EndlessSchedule
+from samestep.plan.schedule import Schedule
 from samestep.train.inputs.sampler_orders import SamplerOrders
 
 
@@ -37,7 +36,7 @@ class LoopData:
 
     @property
     def planned(self) -> int:
-        """The loop's end in the script, without `max_steps`: a step or an epoch, see `LoopPlan.unit`."""
+        """The number of steps of the run at the loop's end in the script, without `max_steps`."""
         return self.plan.plan_end(self.count)
 
     @property
@@ -50,32 +49,6 @@ class LoopData:
         """The numbers that identify the loop."""
         return {**({"shards": self.shards_hash} if self.shards else {}), **self.plan.numbers}
 
-    def open_epochs(self, step: int) -> None:
-        """With a sampler: get the orders of the epochs of step `step`, unless they are known.
-
-        Raises:
-            InvalidType, InvalidValue: see `SamplerOrders.find`.
-        """
-        if self.orders is not None:
-            self.plan.open_epochs(step)
-            self.orders.drop_before(self.plan.epoch_of(step))
-
-    def state_dict(self, steps_done: int) -> dict[str, Any]:
-        """Return the order of an epoch that is open after `steps_done` steps, if a sampler gave it."""
-        if self.orders is None or (found := self.plan.find_open(steps_done)) is None:
-            return {}
-        epoch, start = found
-        return {"order": {"epoch": epoch, "start": start, "indices": self.orders.find(epoch).indices}}
-
-    def resume(self, step: int, epoch: int, order: Mapping[str, Any] | None = None) -> None:
-        """With a sampler: continue after `step` steps of the run, in epoch `epoch`. `order`: see `state_dict`."""
-        assert self.orders is not None
-        if order is None:
-            self.plan.resume(step, epoch)
-        else:
-            self.orders.restore(order["epoch"], order["indices"])
-            self.plan.resume(step, order["epoch"], order["start"])
-
 
 def open_loop_data(
     data: Any,
@@ -87,6 +60,7 @@ def open_loop_data(
     endless: bool,
     sampler: Any,
     start: tuple[int, int],
+    epoch_length: int | None = None,
     **arguments: Any,
 ) -> LoopData:
     """Check what the script passed to `run.epochs` or `run.steps`, and plan the loop.
@@ -95,6 +69,7 @@ def open_loop_data(
         data, count, sampler, arguments: what the script passed.
         endless: whether the data set is repeated and no step is short, as in `run.steps`.
         start: the step and the epoch where the loop begins.
+        epoch_length: the number of samples that the sampler gave for an epoch of this loop before a restart.
 
     Raises:
         Error: `data` is not a data set, or the arguments contradict each other.
@@ -117,11 +92,11 @@ def open_loop_data(
     if is_stream(spec.dataset):
         if sampler is not None or arguments.get("shuffle"):
             raise InvalidValue("a stream decides its order itself: leave sampler and shuffle out", code="SS104")
-        schedule = EndlessSchedule(STREAM_LENGTH, batch_size, micro_batch_size)
+        schedule = Schedule(STREAM_LENGTH, batch_size, micro_batch_size, is_endless=True)
         lanes = Lanes(spec.dataset, schedule, seed, start[0])
         spec = replace(spec, dataset=lanes, shuffle=False)
     shards, shard_sizes, shards_hash = read_shards(spec.dataset)
-    orders = None if sampler is None else SamplerOrders(sampler, seed, len(spec))
+    orders = None if sampler is None else SamplerOrders(sampler, seed, len(spec), start[1], epoch_length)
     plan = LoopPlan(
         length=len(spec),
         batch_size=batch_size,
@@ -133,6 +108,7 @@ def open_loop_data(
         is_stream=lanes is not None,
         shard_sizes=shard_sizes,
         find_order=None if orders is None else orders.find,
+        epoch_length=None if orders is None else orders.epoch_length,
         first_step=start[0],
         first_epoch=start[1],
     )

@@ -1,6 +1,7 @@
 """The orders that a script's sampler gives."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -13,31 +14,55 @@ Sampler = Callable[[int], Iterable[int]]
 
 
 class SamplerOrders:
-    """Calls the sampler once for each epoch, and holds its orders until they are dropped. See `LoopPlan.find_order`.
+    """Calls the sampler once for each epoch of a loop, and holds the orders of the newest epochs.
 
     Args:
         sampler: maps an epoch to the indices of its samples.
         seed: the seed of the run. The global generators are seeded from it before a call.
         num_samples: length of the data set.
+        first_epoch: the loop's first epoch.
+        epoch_length: number of samples of an epoch, if the sampler gave it before a restart. Else the sampler is called
+            for the first epoch.
+
+    Attributes:
+        epoch_length: number of samples of each epoch.
+
+    Raises:
+        InvalidType, InvalidValue: as `find`.
     """
 
-    def __init__(self, sampler: Sampler, seed: int, num_samples: int) -> None:
+    def __init__(
+        self, sampler: Sampler, seed: int, num_samples: int, first_epoch: int, epoch_length: int | None
+    ) -> None:
         self._sampler = sampler
         self._seed = seed
         self._num_samples = num_samples
         self._open: dict[int, GivenOrder] = {}
-        self._new: list[int] = []  # since the last call of `take_new`
+        self._new: dict[int, Indices] = {}  # since the last call of `open_epochs`
         self._is_proven = False  # the sampler gives the same indices when it is called again
+        if epoch_length is None:
+            order = self._call_sampler(first_epoch)
+            epoch_length = len(order)
+            self._add(first_epoch, order)
+        self.epoch_length = epoch_length
 
     def find(self, epoch: int) -> GivenOrder:
-        """Return the order of an epoch. Calls the sampler if it is later than all known ones.
+        """Return the order of an epoch. Calls the sampler if it is later than all known ones. See `LoopPlan`.
 
         Raises:
-            InvalidType, InvalidValue: the sampler gave something else than indices, or other ones in a second call.
+            InvalidType, InvalidValue: the sampler gave something else than indices, other ones in a second call, or
+                more or fewer than for the first epoch.
         """
         if epoch not in self._open:
             assert epoch > max(self._open, default=-1), f"the order of epoch {epoch} was dropped"
-            self._add(epoch, self._call_sampler(epoch))
+            order = self._call_sampler(epoch)
+            if len(order) != self.epoch_length:
+                raise InvalidValue(
+                    f"sampler({epoch}) gave {len(order)} indices, and {self.epoch_length} for the epochs before: give "
+                    "as many for each epoch, or use one loop per length",
+                    code="SS312",
+                )
+            self._add(epoch, order)
         return self._open[epoch]
 
     def restore(self, epoch: int, indices: Indices) -> None:
@@ -47,19 +72,25 @@ class SamplerOrders:
         """
         self._add(epoch, GivenOrder(indices, self._num_samples, epoch))
 
-    def drop_before(self, epoch: int) -> None:
-        """Forget the orders of earlier epochs."""
-        self._open = {each: order for each, order in self._open.items() if each >= epoch}
+    def open_epochs(self, epochs: range) -> dict[int, Indices]:
+        """Find the orders of epochs, and forget those of earlier ones.
 
-    def take_new(self) -> dict[int, Indices]:
-        """Return the indices of the epochs that are known since the last call."""
+        Returns:
+            The indices of the epochs that are known since the last call.
+        """
+        self._open = {epoch: self.find(epoch) for epoch in epochs}
         new = self._new
-        self._new = []
-        return {epoch: self._open[epoch].indices for epoch in new}
+        self._new = {}
+        return new
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the order of the newest epoch, for a snapshot. It gives the length of the others."""
+        epoch = max(self._open)
+        return {"epoch": epoch, "indices": self._open[epoch].indices}
 
     def _add(self, epoch: int, order: GivenOrder) -> None:
         self._open[epoch] = order
-        self._new.append(epoch)
+        self._new[epoch] = order.indices
 
     def _call_sampler(self, epoch: int) -> GivenOrder:
         order = self._call_once(epoch)

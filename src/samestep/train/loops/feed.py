@@ -44,11 +44,11 @@ class Feed:
         self._context = context
         self._state = state
         self._borrow = borrow
-        self._loaded_end = 0
+        self._loaded_end = state.steps_done  # the step up to which the loader has the samples
         self._loader_begin = state.steps_done  # the first step of the loader's micro-batches
         self._is_closed = False
         if has_steps:
-            self._call_sampler()
+            self._find_orders()
         self._spec = self._choose_workers()
         positions = {} if data.lanes is None else data.lanes.positions
         self.loader = self._open_loader(positions)
@@ -82,18 +82,13 @@ class Feed:
             self.data.lanes.move(positions)
         self.loader = self._open_loader(positions)
 
-    def load_further(self) -> bool:
-        """If the next step is not known yet, call the sampler for its epochs, and load them.
-
-        Returns:
-            Whether the end of the loop has moved.
-        """
+    def load_further(self) -> None:
+        """If the next step is not known yet, call the sampler for its epochs, and load them."""
         if self._state.steps_done != self._loaded_end:
-            return False
-        has_moved = self._call_sampler()
+            return
+        self._find_orders()
         self._loader_begin = self._state.steps_done
         self.loader.begin(self._begin_tasks())
-        return has_moved
 
     def gather_lanes(self) -> list[LanePosition]:
         """Gather the positions of a stream's lanes from the ranks that read them, on all ranks. [] without a stream."""
@@ -136,12 +131,8 @@ class Feed:
         return replace(spec, num_workers=num_workers)
 
     def _begin_tasks(self) -> Iterator[Task]:
-        """Return this rank's tasks for the steps whose samples are known: all, or with a sampler those of its epochs.
-
-        So the loader workers do not read ahead over the end of an epoch, where a sampler may depend on its last step.
-        """
+        """Return this rank's tasks for the steps whose samples are known."""
         context = self._context
-        self._loaded_end = self.plan.find_known_end(self._state.place.last_step)
         return self.plan.tasks(
             self._loader_begin,
             self._loaded_end,
@@ -150,17 +141,19 @@ class Feed:
             borrow=self._borrow,
         )
 
-    def _call_sampler(self) -> bool:
-        """Get the orders of the next step's epochs, check that all ranks have the same, and keep them.
+    def _find_orders(self) -> None:
+        """With a sampler, get the orders of the next step's epochs, check that all ranks have the same, and keep them.
 
-        Returns:
-            Whether the end of the loop has moved.
+        The loader workers do not read ahead over the end of these epochs, where a sampler may depend on the last step.
         """
-        if self.data.orders is None:
-            return False
+        self._loaded_end = self._state.place.last_step
+        orders = self.data.orders
+        if orders is None:
+            return
         context = self._context
-        self.data.open_epochs(self._state.steps_done)
-        for epoch, indices in self.data.orders.take_new().items():
+        epochs = self.plan.epochs_of(self._state.steps_done)
+        self._loaded_end = min(self._loaded_end, self.plan.num_steps_within(epochs[-1]))
+        for epoch, indices in orders.open_epochs(epochs).items():
             if len(set(context.group.gather(fingerprint(indices)))) > 1:
                 raise InvalidValue(
                     f"sampler({epoch}) gave other indices on other ranks: seed it from the epoch, not the rank",
@@ -171,4 +164,3 @@ class Feed:
                 continue
             if problem := context.location.once(partial(keep_order, directory, epoch, indices)):
                 context.say(problem)
-        return self._state.move_end(self.plan, context.config.max_steps)

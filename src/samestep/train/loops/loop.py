@@ -22,7 +22,7 @@ class Epoch:
 
     Attributes:
         number: number of the epoch, from 0, over the whole run.
-        num_steps: number of optimizer steps in the complete epoch. With a sampler, it may differ between epochs.
+        num_steps: number of optimizer steps in the complete epoch, the same in all epochs of a loop.
         is_done: whether the script has iterated over its steps.
 
     Example::
@@ -127,10 +127,10 @@ class Loop:
         for number in range(self._plan.epoch_of(state.steps_done), self._plan.first_epoch + num_epochs):
             if stopping.is_ending:
                 break
-            self._load_further()
+            self._feed.load_further()
             self._boundary.begin_body("epoch", number)
-            per_epoch = self._plan.count_steps(number)
-            end = self._plan.end_of(number)
+            per_epoch = self._plan.steps_per_epoch
+            end = self._plan.num_steps_until(number)
             self.repeats_head = state.steps_done > end - per_epoch
             epoch = Epoch(self, number, per_epoch, end, state.tally)
             try:
@@ -171,7 +171,7 @@ class Loop:
     def _run_steps(self) -> Iterator[Step]:
         self._boundary.begin()
         while not self._services.stopping.is_ending:
-            self._load_further()
+            self._feed.load_further()
             yield from self._run_step(is_last=False)
         self._boundary.finish()
 
@@ -204,18 +204,13 @@ class Loop:
         if not is_last:
             self._boundary.end_body(step, epochs_done=None, numbered=True)
 
-    def _load_further(self) -> None:
-        if self._feed.load_further():
-            self._services.metrics.move_end()
-
     def explain_end(self) -> tuple[str, str]:
         """Describe why the loop has no step left, and how to train it longer."""
         steps_done = self._state.steps_done
         last_step = self._state.place.last_step
         if steps_done < last_step:
             return f"run.stop() has ended it after step {steps_done}", f"start with {advise(resume=steps_done)}"
-        end = self._plan.find_end(self._state.place.planned)
-        is_cut = end is None or last_step < end
+        is_cut = last_step < self._state.place.planned
         more = "a larger max_steps" if is_cut else "more steps" if self._plan.is_endless else "more epochs"
         return f"{steps_done} of {last_step} steps are done", f"ask for {more}"
 

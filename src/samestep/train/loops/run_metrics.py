@@ -117,10 +117,6 @@ class RunMetrics(StepObserver):
         location = self._context.location
         return location.directory or location.kept
 
-    def move_end(self) -> None:
-        """Show another last step: a sampler gave the length of another epoch."""
-        self._progress.move_end(self._state.place.last_step)
-
     def reduced(self, step: Step) -> None:
         """Read the gradient and the learning rates of the update, which the script's body may change afterwards."""
         plan = self._subject.gradients.plan

@@ -1,7 +1,7 @@
 """The state of a run apart from the script's objects: its position, its loops, its counts and the script's own dict."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,6 @@ from samestep.train.inputs.loop_data import LoopData
 from samestep.train.inputs.samples import check_shards
 from samestep.train.state.tally import MetricsTally
 
-ENDLESS = 2**63
 AFTER_LOOP = 2**31  # number of the first evaluation after a loop; evaluations inside it have other numbers and draws
 
 
@@ -26,9 +25,8 @@ class Place:
 
     Attributes:
         number: number of the loop, from 0, in the order of the script.
-        last_step: number of completed steps when the loop ends, unless it ends early. `ENDLESS` while a sampler has not
-            given the length of an epoch yet; then as if all later epochs had the length of the current one.
-        planned: the loop's end in the script, without `max_steps`: a step or an epoch, see `LoopPlan.unit`.
+        last_step: number of completed steps when the loop ends, unless it ends early.
+        planned: the same in the script, without `max_steps`.
         is_past: whether the loop had ended in the snapshot from which the run resumed, so that it has no step left.
         is_further: whether an earlier loop of this process has run.
         is_replayed: whether the script's lines before this loop ran again, although the restored state is from a step
@@ -74,9 +72,8 @@ class RunState:
         self.summary: dict[str, Any] = {}
         self._lanes: list[dict[str, Any]] = []  # `LanePosition.row` of the snapshot
         self._lanes_s: list[float] = []
-        self._epoch = 0
-        self._order: Mapping[str, Any] | None = None  # see `LoopData.state_dict`
-        # Per finished loop: its end, its planned end, and with a sampler the first epoch of the next loop.
+        self._order: Mapping[str, Any] | None = None  # see `SamplerOrders.state_dict`
+        # Per finished loop: its end, its planned end, and with a sampler the length of its epochs.
         self._ends: list[list[int]] = []
         self._num_begun = 0
         self._num_past = 0
@@ -90,7 +87,9 @@ class RunState:
             epoch: the epoch of the next step.
             lanes: the positions in a stream.
         """
-        position = {"step": self.steps_done, "epoch": epoch, **data.state_dict(self.steps_done)}
+        position: dict[str, Any] = {"step": self.steps_done, "epoch": epoch}
+        if data.orders is not None:
+            position["order"] = data.orders.state_dict()
         if lanes:
             position["lanes"] = [lane.row for lane in lanes]
         return position | self.list_ends()
@@ -120,7 +119,6 @@ class RunState:
         """
         self._ends = position.get("loops", [])
         self._num_past = len(self._ends)
-        self._epoch = position["epoch"]
         self._order = position.get("order")
         self._lanes = position.get("lanes", [])
         lanes_s = notes.get("lanes_s", [])
@@ -191,6 +189,22 @@ class RunState:
 
     # --- loops ------------------------------------------------------------------------------------------------
 
+    def find_epoch_length(self) -> int | None:
+        """Return the number of samples that the sampler of the script's next loop gave for an epoch before a restart.
+
+        The state on which a sampler may depend is restored only when the loop begins, so it is not called before.
+        """
+        if self._num_begun < self._num_past:
+            _, _, *length = self._ends[self._num_begun]
+            return length[0] if length else None
+        order = self._continued_order
+        return None if order is None else len(order["indices"])
+
+    @property
+    def _continued_order(self) -> Mapping[str, Any] | None:
+        """The order in the snapshot, if the script's next loop is the one in which it was taken."""
+        return self._order if self._num_begun == self._num_past else None
+
     def begin_loop(
         self,
         data: LoopData,
@@ -206,16 +220,13 @@ class RunState:
         plan = data.plan
         planned = data.planned
         number = self._num_begun
+        if data.orders is not None and (order := self._continued_order) is not None:
+            data.orders.restore(order["epoch"], order["indices"])
         self._num_begun += 1
-        end, was, *further = self._ends[number] if number < self._num_past else (None, planned)
-        if plan.has_sampler and number <= self._num_past and self.resumed_step:
-            if end is None:
-                data.resume(self.resumed_step, self._epoch, self._order)
-            elif further:  # else the loop had no sampler, which `_record` refuses
-                data.resume(end, further[0])
+        end, was, *_ = self._ends[number] if number < self._num_past else (None, planned)
         place = Place(
             number,
-            last_step=find_last_step(plan, planned, max_steps) if end is None else end,
+            last_step=min(planned, max_steps or planned) if end is None else end,
             planned=planned,
             is_past=end is not None,
             is_further=number > self._num_past,
@@ -225,7 +236,7 @@ class RunState:
         if planned != was:
             say(
                 f"loop {number + 1} of this run ended at step {end} and is not continued, although its planned "
-                f"end is now {plan.unit} {planned} (was {was}): resume from a step before {end} to change it"
+                f"end is now step {planned} (was {was}): resume from a step before {end} to change it"
             )
         self.steps_done = max(plan.first_step, self.resumed_step) if end is None else end
         self.began_step = self.steps_done
@@ -256,13 +267,6 @@ class RunState:
         if loops != recorded:
             directory.write_loops(loops)
 
-    def move_end(self, plan: LoopPlan, max_steps: int | None) -> bool:
-        """Compute the loop's end again, since a sampler has given the length of an epoch. Return whether it moved."""
-        last_step = find_last_step(plan, self.place.planned, max_steps)
-        has_moved = last_step != self.place.last_step
-        self.place = replace(self.place, last_step=last_step)
-        return has_moved
-
     def leave_loop(self) -> None:
         """No further step of the loop begins."""
         self.is_in_loop = False
@@ -272,15 +276,9 @@ class RunState:
         self.is_in_loop = False
         if not self.place.is_past:
             self.stop_reason = ""
-            next_epoch = [plan.next_epoch(self.steps_done)] if plan.has_sampler else []
-            self._ends = [*self._ends, [self.steps_done, self.place.planned, *next_epoch]]
+            epoch_length = [] if plan.epoch_length is None else [plan.epoch_length]
+            self._ends = [*self._ends, [self.steps_done, self.place.planned, *epoch_length]]
 
     def begin_after_loop(self) -> None:
         """The script's lines after a loop begin."""
         self.num_evaluations = AFTER_LOOP
-
-
-def find_last_step(plan: LoopPlan, planned: int, max_steps: int | None) -> int:
-    """Return `Place.last_step` of a loop."""
-    end = plan.find_end(planned)
-    return min(ENDLESS if end is None else end, max_steps or ENDLESS)
