@@ -295,12 +295,13 @@ def _copy_file(source: str | Path, target: str | Path) -> None:
 
 def _is_small(path: Path) -> bool:
     """Return whether a file or directory is small enough for a copy."""
-    num_files = 0
-    num_bytes = 0 if path.is_dir() or not path.is_file() else path.stat().st_size
-    for directory, _, names in os.walk(path, followlinks=True):  # the limit also ends a circle of links
+    num_files = num_bytes = 0
+    # A limit also ends a circle of links.
+    walk = os.walk(path, followlinks=True) if path.is_dir() else [("", [], [str(path)])]
+    for directory, _, names in walk:
         num_files += len(names) + 1
         with suppress(OSError):
             num_bytes += sum(os.stat(os.path.join(directory, name)).st_size for name in names)
         if num_files > MAX_FILES or num_bytes > MAX_BYTES:
             return False
-    return num_bytes <= MAX_BYTES
+    return True

@@ -525,10 +525,10 @@ def _find_save(restart: ResumedRun) -> tuple[int, int] | CheckResult:
     if restart.code and not is_cut:
         num = min((len(_list_updates(rank)) for rank in restart.resumed), default=0)
         return CheckResult("state", MISTAKE, f"the restarted script {describe_end(restart.code)} after {num} steps")
-    if not restart.resumed:
-        return CheckResult("state", UNSEEN, "no step followed the restart")
-    if restart.interrupted[0].is_cut:
-        return CheckResult("state", UNSEEN, "the trial ended before it could be killed")
+    if not restart.resumed or restart.interrupted[0].is_cut:
+        return CheckResult(
+            "state", UNSEEN, "the trial ended before a kill after a save, or no step followed the restart"
+        )
     updates = restart.interrupted[0].updates
     first = restart.resumed[0].updates[0, 0]["before"]
     for save in reversed(saves):

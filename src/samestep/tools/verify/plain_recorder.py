@@ -195,9 +195,10 @@ class Recorder:
         self._pid = 0
         self._file = sys.stdout
         self._projection = Projection()
-        self._trackers: dict[int, OptimizerTracker] = {}  # by id of the optimizer, which is kept
-        self._kept: list[Any] = []  # objects whose ids are keys: while they exist, no other object has the same id
-        self._datasets: dict[int, int] = {}
+        self._trackers: dict[Optimizer, OptimizerTracker] = {}
+        self._datasets: dict[
+            int, tuple[int, Any]
+        ] = {}  # id -> its number, and the data set, so that no other has its id
         self._num_passes = 0
         self._queues: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
         self._passes: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
@@ -251,12 +252,12 @@ class Recorder:
         if not isinstance(iterator, LoaderIterator):  # a generator of a subclass, which calls this again
             return
         self._wrap_accelerate()
-        self._kept.append(loader.dataset)
+        number, _ = self._datasets.setdefault(id(loader.dataset), (len(self._datasets), loader.dataset))
         self._passes[iterator] = self._num_passes, loader
         samplers = (loader.sampler, loader.batch_sampler)
         self._write(
             "begin_pass",
-            dataset=self._datasets.setdefault(id(loader.dataset), len(self._datasets)),
+            dataset=number,
             length=count(loader.dataset),
             num_batches=count(loader),
             drop_last=any(getattr(each, "drop_last", False) for each in (loader, *samplers)),
@@ -296,10 +297,7 @@ class Recorder:
         self._find_tracker(optimizer).add(optimizer.param_groups[-1]["params"])
 
     def _find_tracker(self, optimizer: Optimizer) -> OptimizerTracker:
-        if id(optimizer) not in self._trackers:
-            self._kept.append(optimizer)
-            self._trackers[id(optimizer)] = OptimizerTracker(self._projection)
-        return self._trackers[id(optimizer)]
+        return self._trackers.setdefault(optimizer, OptimizerTracker(self._projection))
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         rank = dist.get_rank() if dist.is_initialized() else read_rank()

@@ -80,7 +80,6 @@ class Trace(Tracer):
             "threads": torch.get_num_threads(),
             "micro_batches": self._notes,
             "gradients": self._gradients,
-            "draws": read_draws(),
             "moved": [
                 f"{path} ({type(thing).__name__})"
                 for path, thing in self._find_generators().items()
