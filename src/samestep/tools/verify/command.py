@@ -118,10 +118,8 @@ def _run_exact(target: Target, values: Mapping[str, Any]) -> int:
     overrides = {name: value for name, value in values.items() if name in OF_RUN}
     world_sizes = parse_sizes("--world-sizes", options.world_sizes)
     modes = [None] if options.shard is None else _parse_modes(options.shard)
-    if len(modes) > 1 and world_sizes == [1]:
-        raise Error("--shard compares runs on several ranks, and --world-sizes has 1 only: add 2", code="SS104")
-    if options.heal and world_sizes == [1]:
-        raise Error("--heal needs several ranks, and --world-sizes has 1 only: add 2", code="SS104")
+    if world_sizes == [1] and (options.heal or len(modes) > 1):
+        raise Error("--heal and --shard need several ranks, and --world-sizes has 1 only: add 2", code="SS104")
     if options.steps < 1 or options.kills < 0:
         raise Error("verify needs at least one step, and at least 0 kills", code="SS101")
     kept = None if options.keep_runs is None else make_empty(Path(options.keep_runs))
