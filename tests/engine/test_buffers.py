@@ -112,6 +112,18 @@ def test_batch_norm(momentum: float | None) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize(("dtype", "value"), [
+    (torch.float16, 30000.0), (torch.float32, torch.finfo(torch.float32).min), (torch.float32, 0.1),
+    (torch.complex64, 3e38),
+])  # fmt: skip
+def test_a_value_that_all_micro_batches_give_stays(dtype: torch.dtype, value: float) -> None:
+    """No sum overflows or is rounded."""
+    model = nn.Module()
+    model.register_buffer("same", torch.zeros(2, dtype=dtype))
+    run_pass(build_buffers(model), 3, lambda v: model.same.fill_(value))
+    assert torch.equal(model.same, torch.full((2,), value, dtype=dtype))
+
+
 def test_one_micro_batch_decides_alone() -> None:
     """With the exact bits, also far from the value before: a mean of changes would be rounded."""
     model = nn.Module()

@@ -223,7 +223,7 @@ class Buffers:
                 )
             self._counts[k] += 1
             if _is_averaged(start):
-                values[k] = value.to(start, copy=True)
+                values[k] = value.to(start.device, _widen(start), copy=True)
             elif k not in self._firsts:
                 self._firsts[k] = v, value.to(start, copy=True)
             self._restore(k)
@@ -292,9 +292,16 @@ def _is_averaged(tensor: Tensor) -> bool:
     return (tensor.is_floating_point() or tensor.is_complex()) and tensor.element_size() > 1  # float8 has no addition
 
 
+def _widen(tensor: Tensor) -> torch.dtype:
+    """Return the type in which an averaged buffer is summed, so that no sum overflows, and equal values keep theirs."""
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
 def _carry(tensor: Tensor) -> Tensor:
     """Return a tensor like the one that is exchanged in place of a buffer: its bytes, unless it is averaged."""
-    return tensor if _is_averaged(tensor) else torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
+    if _is_averaged(tensor):
+        return torch.empty_like(tensor, dtype=_widen(tensor))
+    return torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
 
 
 def _to_bytes(tensor: Tensor) -> Tensor:
@@ -304,4 +311,4 @@ def _to_bytes(tensor: Tensor) -> Tensor:
 def _finish(total: Tensor | None, count: int, like: Tensor) -> Tensor:
     """Return the new value of a buffer, from the sum over all ranks. Of bytes, only one rank has sent any."""
     assert total is not None
-    return total / count if _is_averaged(like) else total.clone().view(like.dtype).view(like.shape)
+    return (total / count).to(like.dtype) if _is_averaged(like) else total.clone().view(like.dtype).view(like.shape)
