@@ -58,6 +58,7 @@ def test_values_are_those_at_the_call() -> None:
     """The script writes to each tensor after the call that got it."""
     tiny = Tiny(optimizer=None)
     score = torch.zeros(1)
+    predictions = torch.zeros(2)
     units = torch.tensor(1.0)
     for step in tiny.run.steps(torch.ones(8, 4), 1):
         for x in step:
@@ -69,11 +70,13 @@ def test_values_are_those_at_the_call() -> None:
                 loss *= 10
                 units *= 10
 
-    def count(x: Tensor) -> dict[str, Tensor]:
-        return {"total": score.add_(len(x))}
+    def count(x: Tensor) -> dict[str, Any]:
+        return {"total": score.add_(len(x)), "each": [*predictions.copy_(x[:, 0])]}
 
     assert step.metrics == {"loss": 2.0, "value": (1 + 4 + 9 + 16) / 10}
-    assert tiny.run.evaluate(count, torch.ones(8, 4))["total"] == (2 + 4 + 6 + 8) / 4
+    scores = tiny.run.evaluate(count, torch.arange(8.0).expand(4, 8).T)
+    assert scores["total"] == (2 + 4 + 6 + 8) / 4
+    assert [*map(float, scores["each"])] == [*range(8)]
 
 
 class Overwrites(torch.autograd.Function):

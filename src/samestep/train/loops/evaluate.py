@@ -1,5 +1,6 @@
 """Computes scores over a data set: every sample once, the same bits at any number of ranks."""
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -175,7 +176,7 @@ def _read(scores: Mapping[str, Any], num_samples: int) -> Row:
     row: Row = {}
     for name, value in scores.items():
         if isinstance(value, PerMicroBatch):
-            row[name] = [value.value]
+            row[name] = [_copy(value.value)]
             continue
         if isinstance(value, list):
             if len(value) != num_samples:
@@ -183,7 +184,7 @@ def _read(scores: Mapping[str, Any], num_samples: int) -> Row:
                     f"score {name!r} has {len(value)} entries for {num_samples} samples: give one per sample",
                     code="SS223",
                 )
-            row[name] = [*value]  # the script may use the list again
+            row[name] = [*map(_copy, value)]
             continue
         mean, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, num_samples)
         for number in (mean, weight):
@@ -195,6 +196,11 @@ def _read(scores: Mapping[str, Any], num_samples: int) -> Row:
                 )
         row[name] = (_read_now(mean), _read_now(weight))
     return row
+
+
+def _copy(entry: Any) -> Any:
+    """Return an entry of a list that the script cannot change any more, such as by writing into its own tensor."""
+    return entry.detach().clone() if isinstance(entry, Tensor) else copy.copy(entry)
 
 
 def _read_now(number: Any) -> Any:
