@@ -501,7 +501,7 @@ class RendezvousServer(threading.Thread):
             for member in leaving:  # the others continue without them
                 member.link.send("end", **asdict(End()))
                 self._drop(member)
-            return Restart(f"{' and '.join(member.hello.name for member in leaving)} received a signal to stop")
+            return Restart(f"{' and '.join(map(round_.name, leaving))} received a signal to stop")
         if first is not None and not (first.secondary and (round_.lost or round_.is_admitting)):
             if first.kind != "error" and may_restart:
                 self._num_restarts += 1
