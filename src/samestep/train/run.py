@@ -100,7 +100,8 @@ class Run:
 
     Attributes:
         dir: run directory or working copy; None without a directory.
-        device, local_rank: as in torch.distributed.
+        device: of this rank, for tensors that the script creates.
+        local_rank: this rank's number on its machine.
         batch_size, micro_batch_size, seed, shard: the values in use.
 
     Raises:
