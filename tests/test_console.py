@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 from support.commands import Popen, run
 
 from samestep.console import describe_ranks
@@ -36,6 +38,15 @@ def test_a_standard_error_that_cannot_be_written_ends_nothing() -> None:
     with open("/dev/full", "wb") as full:
         done = run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, text=True, check=True)
     assert done.stdout == "goes on\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["-m", "samestep", "inspect", "nowhere"], ["-c", "import samestep; samestep.Run('run', batch_size=0)"]],
+)
+def test_the_exit_code_of_an_error_that_cannot_be_printed(words: list[str], tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        assert run([sys.executable, *words], cwd=tmp_path, stderr=full).returncode == 2
 
 
 def test_only_a_slow_block_is_announced() -> None:

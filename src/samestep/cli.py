@@ -9,7 +9,7 @@ import click
 from click.shell_completion import CompletionItem, shell_complete
 
 from samestep.command_line import run, suggest
-from samestep.console import escape
+from samestep.console import print_error
 from samestep.errors import Error, describe, explain
 from samestep.version import __version__
 from samestep.world.environment import COMPLETION, check_surroundings, drop_output, fix_hash_seed, read_completion
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (Error, OSError, ModuleNotFoundError) as error:
         if (known := explain(error)) is None:
             raise
-        print(f"samestep: error: {escape(describe(known))}", file=sys.stderr)
+        print_error(f"samestep: error: {describe(known)}")
         if isinstance(error, OSError):
             drop_output()
         code = Error.exit_code

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from threading import Timer
-from typing import Any
+from typing import Any, TextIO
 
 # C0 except tab and newline, DEL, C1, marks that change the direction of text, surrogates.
 _UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -26,7 +26,7 @@ def escape(text: str) -> str:
 def say(sentence: str) -> None:
     """Print one line on standard error, in one write: ranks that share an unbuffered file do not mix their lines."""
     line = f"samestep: {escape(sentence)}".replace("\n", "\\n")
-    _write_error(f"{line}\n")
+    _write_error(f"{line}\n", sys.stderr)
 
 
 def warn(say: Callable[[str], None], sentence: str, *, start: str) -> None:
@@ -55,23 +55,29 @@ def saying_when_slow(sentence: str, after_s: float) -> Iterator[None]:
         timer.join()
 
 
-def print_error(text: str) -> None:
-    """Print a text of any length on standard error."""
-    _write_error(f"{escape(text)}\n")
+def print_error(text: str, *, original: bool = False) -> None:
+    """Print a text of any length on standard error.
+
+    Args:
+        original: print on that of the process, also where `sys.stderr` has been replaced.
+    """
+    _write_error(f"{escape(text)}\n", sys.__stderr__ if original else sys.stderr)
 
 
-def _write_error(text: str) -> None:
+def _write_error(text: str, stream: TextIO | None) -> None:
     """Write a text on standard error. It is lost if that cannot be written, as on a full disk: no run ends for that.
 
     It passes no buffer: Python would try again to write what is left in one, and end with exit code 120. And without a
     buffer (python -u), `print` loses the rest of a long text if a signal interrupts the write to a pipe.
     """
+    if stream is None:
+        return
     with suppress(OSError):
-        sys.stderr.flush()
-        buffer = getattr(sys.stderr, "buffer", None)
+        stream.flush()
+        buffer = getattr(stream, "buffer", None)
         raw = getattr(buffer, "raw", buffer)
         if not isinstance(raw, io.FileIO):  # such as a notebook's
-            print(text, end="", file=sys.stderr, flush=True)
+            print(text, end="", file=stream, flush=True)
             return
         data = memoryview(text.encode(errors="backslashreplace"))
         while data:

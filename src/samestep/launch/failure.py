@@ -15,6 +15,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from samestep.console import print_error
 from samestep.decoding import decode
 from samestep.errors import Error, NotHealed, PeerFailed, Stuck, WorkerDied, add_code, describe, is_out_of_memory
 from samestep.files import replace_file
@@ -147,7 +148,7 @@ def write_failure(rank: int, directory: str, error: BaseException, code: int) ->
         kind = "exit"
         message = f"code {code}"
         if not isinstance(error.code, int):
-            print(error.code, file=sys.stderr)  # as Python does for sys.exit("some text")
+            print_error(str(error.code))  # as Python does for sys.exit("some text")
     elif isinstance(error, (Stuck, WorkerDied)):
         kind = "stuck"
         message = str(error) if isinstance(error, Stuck) else f"rank {rank}'s {error}"
@@ -176,7 +177,7 @@ def write_failure(rank: int, directory: str, error: BaseException, code: int) ->
         replace_file(path, json.dumps(asdict(failure)).encode())
     except OSError:
         sentence = f"samestep: error: {describe(error)}" if isinstance(error, Error) else ""
-        print(sentence or traceback_text or message, file=sys.stderr)
+        print_error(sentence or traceback_text or message)
 
 
 def find_call(error: BaseException) -> str:

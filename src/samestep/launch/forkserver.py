@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakSet
 
-from samestep.console import say
+from samestep.console import print_error, say
 from samestep.errors import Error
 from samestep.launch.messages import READ_BYTES
 from samestep.launch.output_recorder import DRAIN_S, Recording
@@ -301,8 +301,8 @@ class _Server:
         if isinstance(error, Error):
             self.send({"error": str(error)})
         else:
-            traceback.print_exc()
             self.send({"error": f"the process that starts the ranks has failed ({type(error).__name__}: {error})"})
+            print_error("".join(traceback.format_exception(error)))
 
     def start(self, ranks: list[dict[str, Any]], common: dict[str, Any], out: int, err: int) -> None:
         self.directory = common["directory"]

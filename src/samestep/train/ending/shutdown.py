@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import NoReturn
 from weakref import WeakValueDictionary
 
-from samestep.console import escape
+from samestep.console import escape, print_error
 from samestep.errors import Error, PeerFailed, WorkerDied, describe, recognize
 from samestep.files import replace_file
 from samestep.launch.failure import is_secondary, read_failure, write_failure
@@ -162,11 +162,11 @@ def report_errors(rank: int) -> None:
             _say_once(error, rank)
             _leave(Error.exit_code)
         if isinstance(error, WorkerDied):
-            print(f"samestep: rank {rank}'s {escape(str(error))}", file=sys.__stderr__, flush=True)
+            print_error(f"samestep: rank {rank}'s {error}", original=True)
             _leave(1)
         if isinstance(error, PeerFailed) or is_secondary(error):
             reason = " ".join(str(error).split("\n")[0].split())
-            print(f"samestep: rank {rank} has lost another rank ({escape(reason)})", file=sys.__stderr__, flush=True)
+            print_error(f"samestep: rank {rank} has lost another rank ({reason})", original=True)
             _leave(1)
         previous(kind, error, trace)
         if issubclass(kind, KeyboardInterrupt) and not _is_at_prompt():
@@ -175,7 +175,7 @@ def report_errors(rank: int) -> None:
         if issubclass(kind, Exception) and has_group():
             if isinstance(sys.stderr, io.StringIO):  # torch.distributed's hook would print it after this one
                 text = textwrap.indent(sys.stderr.getvalue(), f"[rank{rank}]: ")
-                print(text, end="", file=sys.__stderr__, flush=True)
+                print_error(text.removesuffix("\n"), original=True)
             _leave(1)
 
     report.is_samestep = True  # type: ignore[attr-defined]
@@ -214,7 +214,7 @@ def _say_once(error: Error, rank: int) -> None:
         is_sayer = rank == (error.rank or 0) or (error.rank is None and not is_left_by_rank_0(SAY_AFTER_S))
     if is_sayer:
         # Not sys.stderr: torch.distributed's hook buffers sys.stderr around this one, and SystemExit loses the buffer.
-        print(f"samestep: error: {escape(describe(error))}", file=sys.__stderr__, flush=True)
+        print_error(f"samestep: error: {describe(error)}", original=True)
 
 
 def find_failure(error_dir: str | None, rank: int) -> str:
