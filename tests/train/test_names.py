@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 import samestep
 from samestep.errors import RunDirectoryError
 from samestep.snapshot.store import Store
-from samestep.train.state.names import load_optimizer, name_params, save_optimizer
+from samestep.train.state.names import list_params, load_optimizer, name_params, save_optimizer
 
 
 class Both(nn.Module):
@@ -21,8 +21,8 @@ class Both(nn.Module):
 
     def __init__(self, compiled: bool) -> None:
         super().__init__()
-        self.body: Any = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-        self.head = nn.Linear(3, 1)
+        self.body: Any = nn.Sequential(nn.Linear(4, 30), *[nn.Linear(30, 30) for _ in range(6)], nn.BatchNorm1d(30))
+        self.head = nn.Linear(30, 1)
         if compiled:
             self.body = torch.compile(self.body, backend="eager")
 
@@ -60,7 +60,13 @@ def train(run_dir: Path | None, num_steps: int, changes: str = "") -> dict[str, 
         run_dir, model=build_model, optimizer=build_optimizer, snapshot_every=1, compare_every=1,
         objects=lambda t: {"ema": AveragedModel(t.model, device="cpu")},
     )  # fmt: skip
-    tiny.train(num_steps=num_steps, then=lambda t: (update(t), t.ema.update_parameters(t.model)))
+
+    def then(t: Any) -> None:
+        t.run.clip_grad_norm_(list_params(t.optimizer), 0.01)
+        update(t)
+        t.ema.update_parameters(t.model)
+
+    tiny.train(num_steps=num_steps, then=then)
     state = {key.replace("_orig_mod.", ""): value.tolist() for key, value in tiny.ema.state_dict().items()}
     return state | {key.replace("_orig_mod.", ""): value.tolist() for key, value in tiny.model.state_dict().items()}
 

@@ -1,6 +1,6 @@
 """What `Run.prepare` builds from the script's objects."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -19,6 +19,7 @@ from samestep.train.guards.misuse import MisuseChecks
 from samestep.train.guards.replicas import ReplicaChecks
 from samestep.train.guards.trained_parameters import TrainedParameters
 from samestep.train.state.divided_optimizers import DividedOptimizers
+from samestep.train.state.names import name_params
 from samestep.train.state.restoring import SnapshotContents
 from samestep.train.state.run_state import RunState
 from samestep.train.state.sharded_init import ShardedInit, check_states, is_partial, move
@@ -67,6 +68,7 @@ class Prepared:
         misuse, parameters, replicas: observers of the models.
         point: where the run resumed.
         shard_blocks: as for `Run.prepare`.
+        places: the place of each parameter in the models, by id.
     """
 
     objects: Mapping[str, Any]
@@ -81,6 +83,14 @@ class Prepared:
     replicas: ReplicaChecks
     point: ResumePoint
     shard_blocks: Blocks | None
+    places: Mapping[int, int]
+
+    def sort(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """Sort parameters by their places in the models: the script's order, such as of a set, may decide no bits.
+
+        Tensors of no prepared model are last, in their order.
+        """
+        return sorted(params, key=lambda param: self.places.get(id(param), len(self.places)))
 
     def collect_states(self) -> Callable[[], dict[str, Any]]:
         """Call on all ranks before a snapshot. Returns a function that returns the objects' states, whole on rank 0."""
@@ -177,6 +187,7 @@ def prepare_objects(
         replicas=ReplicaChecks(objects, context.group, config.compare_every, has_divided_state=shard is not None),
         point=point,
         shard_blocks=shard_blocks,
+        places={number: place for place, number in enumerate(name_params(modules))},
     )
 
 

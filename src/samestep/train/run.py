@@ -793,7 +793,7 @@ class Run:
     ) -> Tensor:
         """Clip the gradient of the whole batch after the loop over micro-batches. See `torch.nn.utils.clip_grad_norm_`.
 
-        Args: as in torch.
+        Args: as in torch. The order of the parameters does not matter.
 
         Returns:
             The norm before clipping, a scalar tensor.
@@ -818,10 +818,11 @@ class Run:
             1.414
         """
         self._refuse_in_step("run.clip_grad_norm_", "the gradient is not complete there; dedent it")
-        gradients = self._check_prepared("run.clip_grad_norm_").gradients
+        prepared = self._check_prepared("run.clip_grad_norm_")
+        gradients = prepared.gradients
+        params = prepared.sort([parameters] if isinstance(parameters, Tensor) else parameters)
         if not gradients.plan.is_divided:
-            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-        params = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+            return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
         norm = compute_total_norm(params, norm_type, foreach, self._context.group, gradients.ownership)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the gradients is {norm.item()}, and error_if_nonfinite is set")
