@@ -1,5 +1,6 @@
 """What scripts do to a pass in one process, and the right numbers by hand."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -39,19 +40,26 @@ class FailsAt3(torch.autograd.Function):
         return grad, None
 
 
-@pytest.mark.parametrize("tries_again", [False, True])
-def test_a_backward_whose_error_is_caught_ends_the_run(tries_again: bool) -> None:
+@pytest.mark.parametrize("where", ["", "tries again", "outside of the loop"])
+def test_a_backward_whose_error_is_caught_ends_the_run(where: str) -> None:
     def learn(tiny: Tiny, x: Tensor) -> None:
         loss = FailsAt3.apply(tiny.model.weight.sum() * x.mean(), x.mean())  # type: ignore[no-untyped-call]
         try:
             tiny.step.backward(loss)
         except torch.OutOfMemoryError:
-            if tries_again:
+            if where == "tries again":
                 tiny.step.backward(tiny.model(x).mean())
 
     tiny = Tiny(model=lambda: nn.Linear(1, 1), batch_size=2, micro_batch_size=1)
+    data = torch.tensor([[1.0], [3.0]])
     with pytest.raises(samestep.Error, match=r"raised OutOfMemoryError in micro-batch 1 .* smaller micro_batch_size"):
-        tiny.train(num_steps=1, data=torch.tensor([[1.0], [3.0]]), body=learn, shuffle=False)
+        if where == "outside of the loop":
+            for step in tiny.run.steps(data, 2, shuffle=False):
+                with suppress(torch.OutOfMemoryError):
+                    for x in step:
+                        step.backward(FailsAt3.apply(tiny.model.weight.sum() * x.mean(), x.mean()))  # type: ignore[no-untyped-call]
+        else:
+            tiny.train(num_steps=1, data=data, body=learn, shuffle=False)
 
 
 def test_values_are_those_at_the_call() -> None:

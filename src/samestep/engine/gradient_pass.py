@@ -145,7 +145,7 @@ class GradientPass:
         Returns:
             The seconds in which it waited for other ranks.
         """
-        self._refuse_failed()
+        self.refuse_failed()
         waited_s = self._sum.waited_s
         wanted = None if model is None else self._find_wanted(model)
         own = self._losses.add(self._v, loss, weight)
@@ -204,7 +204,7 @@ class GradientPass:
             )
         return wanted
 
-    def _refuse_failed(self) -> None:
+    def refuse_failed(self) -> None:
         """Raise UsageError if a backward pass of the open micro-batch has failed, and the script has caught the error.
 
         Some of its gradients may have been sent, so it cannot be undone.
@@ -224,7 +224,7 @@ class GradientPass:
     def close(self) -> None:
         """End the open micro-batch: fold its gradients and its buffers into those of the micro-batches before it."""
         v = self._v
-        self._refuse_failed()
+        self.refuse_failed()
         self._inspect = None
         self._reducer.hooks.close()
         for hook in self._hooks:

@@ -500,7 +500,9 @@ class Step:
             raise UsageError(f"{what} inside the micro-batch loop of step {self.number}: {instead}", code="SS211")
 
     def check_not_left(self) -> None:
-        """Raise Error if the script left the loop over the micro-batches before its end."""
+        """Raise Error if the script left the loop over the micro-batches before its end, or caught an error of it."""
+        if self._pass is not None:
+            self._pass.refuse_failed()
         if self._is_left:
             raise UsageError(
                 f"the loop over the micro-batches of step {self.number} was left by break (or return, or an error), so "
