@@ -66,6 +66,7 @@ RESTORE = {
 # Sums over the samples of a rank, without padding; rank 0 of 1 has all samples.
 EVALUATE = "for inputs, targets in DataLoader(Subset(held_out, range(rank, 33, size)), 8): ddp(inputs)"
 PADDED = "for inputs, targets in DataLoader(held_out, 8, sampler=DistributedSampler(held_out)): ddp(inputs)"
+EVERYWHERE = "for inputs, targets in DataLoader(held_out, 8): ddp(inputs)"
 CLIP = "torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)"
 SHIFTED = "range(64) if size == 1 else range(rank * 28, rank * 28 + 36)"
 AVERAGE = "for p in model.parameters(): dist.all_reduce(p.grad); p.grad /= size"
@@ -151,8 +152,6 @@ MISTAKES: dict[str, tuple[dict[str, str], set[str]]] = {
     "schedule lost": (without("schedule"), {"state"}),
     "resume fails": ({"restore": SOUND["restore"] + "; held_out = None"}, {"state", "resume"}),
     "weights lost": (without("model"), {"state", "resume"}),
-    "evaluation on every rank": (
-        {"evaluate": "for inputs, targets in DataLoader(held_out, 8): ddp(inputs)"}, set()),
     "evaluation padded": ({"evaluate": PADDED}, {"evaluation"}),
     "evaluation drops the rest": (
         {"evaluate": EVALUATE.replace(", 8)", ", 8, drop_last=True)")}, {"evaluation"}),
@@ -174,6 +173,13 @@ def find_mistakes(directory: Path, *options: str) -> set[str]:
     done = samestep_command("verify", "--plain", "--json", *options, "planted.py", cwd=directory)
     assert done.returncode < 2, done.stderr
     return {key for key, each in json.loads(done.stdout)["checks"].items() if each["verdict"] == "MISTAKE"}
+
+
+def find_notes(directory: Path, *options: str) -> dict[str, str]:
+    """Return the checks that have a note about the `planted.py` of a directory, and its text."""
+    done = samestep_command("verify", "--plain", "--json", *options, "planted.py", cwd=directory)
+    assert done.returncode == 0, done.stderr
+    return {key: each["text"] for key, each in json.loads(done.stdout)["checks"].items() if each["verdict"] == "note"}
 
 
 def main() -> None:

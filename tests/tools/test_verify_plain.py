@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.runs import check, clean_variables, samestep_command
-from tools.plain_planted import MISSED, MISTAKES, find_mistakes, plant
+from tools.plain_planted import EVERYWHERE, MISSED, MISTAKES, SOUND, TEMPLATE, find_mistakes, find_notes, plant
 
 from samestep.tools.verify.plain_checks import (
     Pass,
@@ -112,6 +112,22 @@ def test_a_sound_script(tmp_path: Path) -> None:
     assert found["gradient"][1] == "the mean over the ranks in 12 steps"
     assert found["resume"][1] == "continues with the batches that follow the save, 10 of 10"
     assert [path.name for path in tmp_path.iterdir()] == ["planted.py"], "nothing else was written"
+
+
+@pytest.mark.parametrize(
+    ("after_step", "wanted"),
+    [
+        ("print(loss.item())", "on 2 ranks, each reads the loss of its own samples"),
+        ("rank == 0 and print(float(loss))", "on 2 ranks, 1 of them reads the loss of its own samples"),
+        ("average = loss.detach(); size > 1 and dist.all_reduce(average); rank == 0 and print(average.tolist())", ""),
+    ],
+)
+def test_notes(tmp_path: Path, after_step: str, wanted: str) -> None:
+    (tmp_path / "planted.py").write_text(TEMPLATE.format(**SOUND | {"evaluate": EVERYWHERE, "after_step": after_step}))
+    notes = find_notes(tmp_path, "--world-sizes", "2", "--resume-after", "0")
+    assert notes["evaluation"].startswith("on 2 ranks, each rank evaluates all 33 samples")
+    assert notes.get("losses", "").startswith(wanted)
+    assert ("losses" in notes) == bool(wanted)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from samestep.launch.target import Target
 from samestep.tools.traced_script import exiting_on_sigterm, start
 from samestep.tools.verify.plain_checks import (
     MISTAKE,
+    NOTE,
     OK,
     UNSEEN,
     CheckResult,
@@ -25,6 +26,7 @@ from samestep.tools.verify.plain_checks import (
     ResumedRun,
     check_evaluation,
     check_gradient,
+    check_losses,
     check_order,
     check_replicas,
     check_restart,
@@ -42,7 +44,7 @@ RECORDER = "samestep.tools.verify.plain_recorder"
 MAX_FILES = 10_000
 MAX_BYTES = 1 << 30
 ROW = "  {:<11} {:<13} {}"
-COLOURS = {OK: "green", UNSEEN: "yellow", MISTAKE: "red"}
+COLOURS = {OK: "green", UNSEEN: "yellow", NOTE: "yellow", MISTAKE: "red"}
 
 # Python runs a module of this name, if one is on its path, at the start of each process. Nothing is imported until the
 # process imports torch. A sitecustomize that would have run without this one runs as well.
@@ -168,6 +170,7 @@ def _compare(trials: "_PlainTrials", options: PlainOptions, world_sizes: Sequenc
     checks = (check_samples, check_order, check_gradient, check_replicas, check_evaluation)
     results = [CheckResult("run", MISTAKE, "; ".join(faults))] if faults else []
     results += [check(runs) for check in checks]
+    results += check_losses(runs)
     size = max(world_sizes)
     if options.resume_after and not faults:
         _, interrupted, _ = trials.run(size, kill_after=options.resume_after)

@@ -15,6 +15,7 @@ from samestep.units import format_ranks
 
 OK = "ok"
 MISTAKE = "MISTAKE"
+NOTE = "note"
 UNSEEN = "not observed"
 GRADIENT_TOLERANCE = 5e-3  # of the norm; gradients that are compressed to bfloat16 for the network are accurate to 2e-3
 TOLERANCE = 1e-6  # of the norm, between copies of float32
@@ -25,7 +26,7 @@ Runs = Mapping[int, Sequence["Rank"]]  # number of ranks -> records of each
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check: OK, MISTAKE or UNSEEN, and a sentence."""
+    """The result of one check: OK, MISTAKE, NOTE (correct, but see the sentence) or UNSEEN, and a sentence."""
 
     check: str
     verdict: str
@@ -87,6 +88,7 @@ class Rank:
     Attributes:
         updates: (number of the optimizer, step) -> the fields of its events "begin_update" and "end_update", and
             "num_backwards" until its end. An update without "after" has not ended.
+        losses: the numbers of its own losses that the script has read.
         saves: numbers of (updates, backward passes) before each save.
         is_cut: the recorder has ended the script after the steps of the trial.
         num_ahead: number of batches that loops fetch before they train on one.
@@ -95,6 +97,7 @@ class Rank:
     rank: int = -1
     passes: list[Pass] = field(default_factory=list)
     updates: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
     saves: list[tuple[int, int]] = field(default_factory=list)
     is_cut: bool = False
     num_ahead: int = 0
@@ -146,6 +149,8 @@ def _read_rank(lines: Iterable[Mapping[str, Any]]) -> Rank:
                     if each.is_grad and (each is latest or each.is_open):
                         each.num_before = each.num_before if each.num_backwards else len(each.ids) - 1
                         each.num_backwards += 1
+            case "loss":
+                record.losses.append(line["value"])
             case "trim" if latest is not None:
                 latest.is_trimmed = True
             case "begin_update":
@@ -463,6 +468,7 @@ def check_evaluation(runs: Runs) -> CheckResult:
     """Check that an evaluation counts each sample once."""
     faults = []
     notes = []
+    repeats = []
     for size, epochs in _list_epochs(runs, False).items():
         where = f"on {format_ranks(size)}"
         for epoch in epochs:
@@ -473,7 +479,7 @@ def check_evaluation(runs: Runs) -> CheckResult:
             if epoch.num_missing:
                 faults.append(f"{where}, {epoch.num_missing} of {epoch.length} samples are not evaluated")
             if epoch.is_everywhere:
-                notes.append(f"{where}, each rank evaluates all {num} samples: correct, but no faster than one")
+                repeats.append(f"{where}, each rank evaluates all {num} samples: correct, but no faster than one")
             elif epoch.num_repeated and not all(each.is_trimmed for each in epoch.passes):
                 faults.append(
                     f"{where}, {epoch.num_repeated} of {num} samples count more than once{how}: give each rank its "
@@ -481,7 +487,21 @@ def check_evaluation(runs: Runs) -> CheckResult:
                 )
             else:
                 notes.append(f"{where}, each of {num} samples counts once")
+    if repeats and not faults:
+        return CheckResult("evaluation", NOTE, "; ".join(dict.fromkeys(repeats)))
     return _conclude("evaluation", faults, notes, "no complete pass over a DataLoader without a backward pass")
+
+
+def check_losses(runs: Runs) -> list[CheckResult]:
+    """Return a note if ranks read different losses, or only some read theirs: such a log is not of the batch."""
+    for size, ranks in runs.items():
+        read = [rank.losses for rank in ranks if rank.losses]
+        differ = any(len({*values}) > 1 for values in zip(*read, strict=False))
+        if differ or 0 < len(read) < len(ranks):
+            who = "each" if len(read) == len(ranks) else f"{len(read)} of them"
+            text = f"on {size} ranks, {who} reads the loss of its own samples: to log it, average it over the ranks"
+            return [CheckResult("losses", NOTE, text)]
+    return []
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ Each process that imports torch appends lines of JSON to `rank-<process id>.json
     end_pass      it requests another batch, and there is none
     trim          Accelerate removes the padding from the results of the last batch
     backward      a backward pass ends
+    loss          the script reads the number of this rank's own loss, with item(), tolist() or float()
     begin_update  an optimizer's step begins; the first one has the state "before" it. "num_collectives": begun so far,
                   null if not known
     end_update    it ends; "computed": the gradient of this rank, "reduced": in `.grad` after the last backward pass,
@@ -203,6 +204,7 @@ class Recorder:
         self._queues: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
         self._passes: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
         self._has_wrapped_accelerate = False
+        self._roots: list[tuple[Tensor, Tensor]] = []  # of the last backward pass, with copies
 
     def install(self) -> None:
         """Wrap the functions of torch that are recorded."""
@@ -214,6 +216,8 @@ class Recorder:
         _wrap_after(LoaderIterator, "_reset", lambda _, iterator, *__, **___: self._queue(iterator).clear())
         _wrap_after(torch, "save", self._after_save)
         _wrap_after(dist, "init_process_group", lambda *_, **__: self._wrap_accelerate())  # Trainer binds its method
+        for name in ("item", "tolist", "__float__"):
+            _wrap_after(Tensor, name, self._after_read)
         next_batch = LoaderIterator.__next__
         backward = torch.autograd.backward
 
@@ -229,6 +233,9 @@ class Recorder:
         def run_backward(*args: Any, **options: Any) -> None:
             for tracker in self._trackers.values():
                 tracker.before_backward()
+            roots = options.get("tensors", args[0] if args else ())
+            roots = [roots] if isinstance(roots, Tensor) else roots
+            self._roots = [(root.detach(), root.detach().clone()) for root in roots]
             backward(*args, **options)
             for tracker in self._trackers.values():
                 tracker.after_backward()
@@ -290,6 +297,14 @@ class Recorder:
         if accelerate is not None and not self._has_wrapped_accelerate and hasattr(accelerate, "Accelerator"):
             self._has_wrapped_accelerate = True
             _wrap_after(accelerate.Accelerator, "gather_for_metrics", lambda *_, **__: self._write("trim"))
+
+    def _after_read(self, value: Any, tensor: Tensor) -> None:
+        """Note the number of a loss: a scalar that a backward pass can begin with, or began with and is as it was."""
+        if tensor.numel() == 1 and (
+            tensor.grad_fn is not None
+            or any(tensor.data_ptr() == root.data_ptr() and torch.equal(root, was) for root, was in self._roots)
+        ):
+            self._write("loss", value=float(value))
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
