@@ -88,19 +88,19 @@ class Rank:
     Attributes:
         updates: (number of the optimizer, step) -> the fields of its events "begin_update" and "end_update", and
             "num_backwards" until its end. An update without "after" has not ended.
-        losses: the numbers of its own losses that the script has read.
         saves: numbers of (updates, backward passes) before each save.
         is_cut: the recorder has ended the script after the steps of the trial.
         num_ahead: number of batches that loops fetch before they train on one.
+        losses: the numbers of its own losses that the script has read.
     """
 
     rank: int = -1
     passes: list[Pass] = field(default_factory=list)
     updates: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
     saves: list[tuple[int, int]] = field(default_factory=list)
     is_cut: bool = False
     num_ahead: int = 0
+    losses: list[float] = field(default_factory=list)
 
     def list_passes(self, is_training: bool) -> list[Pass]:
         """Return its passes in order: those with backward passes, or the others."""
