@@ -153,7 +153,7 @@ def test_the_script_before_the_diff_of_the_readme_trains(tmp_path: Path) -> None
         "curriculum.py",
         "contrastive.py",
         "growing.py",
-        "rollouts.py",
+        "grpo.py",
         "actnorm.py",
     ],
 )

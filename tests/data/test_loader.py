@@ -193,7 +193,7 @@ def test_the_generators_of_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({*expected}) == 1
     assert draw() == expected
     states: list[Any] = []
-    group: Any = SimpleNamespace(world_size=2, seal=lambda value: value, unseal=lambda value: value)
+    group: Any = SimpleNamespace(rank=0, world_size=2, seal=lambda value: value, unseal=lambda value: value)
     group.once = lambda call: states.append(call()) or states[0]
     call_on_rank_0(group, lambda: torch.rand((), generator=gpus[1]))
     own = draw()[1]
