@@ -301,7 +301,7 @@ def _build_route(
         return torch.zeros(*shape, dtype=dtype, device=bucket.device)
 
     def allocate_on_host(*shape: int, dtype: torch.dtype = bucket.dtype) -> Tensor:
-        return torch.zeros(*shape, dtype=dtype, pin_memory=True)
+        return torch.zeros(*shape, dtype=dtype, pin_memory=bucket.device.type == "cuda")
 
     num_bytes = bucket.num_elements * bucket.dtype.itemsize
     name = routes.choose_route(layout, num_bytes, exact=exact, has_owner=bucket.owner is not None)
