@@ -189,13 +189,21 @@ class GradientPass:
     def _find_wanted(self, model: nn.Module) -> set[int]:
         """Return the numbers of the trained parameters of a prepared model."""
         plain = getattr(model, "_orig_mod", model)
-        if not any(module is model or module is plain for module in self._context.modules.values()):
+        modules = self._context.modules
+        name = next((name for name, module in modules.items() if module is model or module is plain), None)
+        if name is None:
             raise InvalidValue(
                 "step.backward(model=...) got a model that was not passed to run.prepare: pass it there, too",
                 code="SS203",
             )
+        # By name, too: a gathered model of FSDP2 has other parameters. By id: a shared one has the other model's name.
         own = {id(param) for param in plain.parameters()}
-        wanted = {i for i, param in enumerate(self._reducer.plan.params) if id(param) in own and param.requires_grad}
+        plan = self._reducer.plan
+        wanted = {
+            i
+            for i, (path, param) in enumerate(zip(plan.names, plan.params, strict=True))
+            if param.requires_grad and (id(param) in own or path.startswith(f"{name}."))
+        }
         if not wanted:
             raise InvalidValue(
                 f"step.backward(model=...) in step {self._step} got a model without trained parameters: "
