@@ -99,7 +99,7 @@ def test_numbers(tmp_path: Path, flags: list[str], said: list[str]) -> None:
     (["launch", "--nproc-per-node", "0", "x.py"], "--nproc-per-node must be a whole number from 1"),
     (["launch", "missing.py"], "there is no script missing.py"),
     (["inspect", "nowhere"], "nowhere"),
-    (["inspect", "x" * 300], "xxx cannot be used (File name too long): name another"),
+    (["inspect", "x" * 300], "xxx cannot be read (File name too long): fix that, or name another one"),
     (["launch", "x" * 300], "xxx cannot be used (File name too long): name another"),
 ])  # fmt: skip
 def test_words(tmp_path: Path, words: list[str], said: str) -> None:
