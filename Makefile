@@ -19,7 +19,7 @@ test: $(VENV)/installed-dev
 	$(PYTEST) -m "not soak and not packages and not release"
 
 # Run the tests that need Debian packages (.ci/packages installs them as root), and the checks of what is released.
-test-system: $(VENV)/installed-dev
+test-system: $(VENV)/installed-dev $(VENV)/installed-docs
 	$(PYTEST) -m "(packages or release) and not soak"
 
 # Run what `make test` leaves out, before a release. Downloads several GB.
@@ -95,7 +95,7 @@ $(VENV)/installed-dev: pyproject.toml tests/constraints.txt
 	touch $(VENV)/installed $@
 
 $(VENV)/installed-docs: $(VENV)/installed
-	$(BIN)/pip install --quiet --editable ".[docs]"
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) "$(TORCH)" --editable ".[docs]"
 	touch $@
 
 clean:
