@@ -90,7 +90,9 @@ class Prepared:
 
         Tensors of no prepared model are last, in their order.
         """
-        return sorted(params, key=lambda param: self.places.get(id(param), len(self.places)))
+        listed = [*params]
+        places = [self.places.get(id(param), len(self.places)) for param in listed]
+        return [listed[i] for i in sorted(range(len(listed)), key=places.__getitem__)]
 
     def collect_states(self) -> Callable[[], dict[str, Any]]:
         """Call on all ranks before a snapshot. Returns a function that returns the objects' states, whole on rank 0."""
