@@ -298,7 +298,7 @@ def test_correct_code_raises_no_error(tmp_path: Path) -> None:
         t.optimizer.inner.zero_grad()  # at the start of the body, as in many scripts
         if t.step.micro_batch == 0 and t.step.number == 2:
             return
-        t.step.backward(F.mse_loss(t.model(x), y) + stranger(x[:, :1]).mean())
+        t.step.backward(F.mse_loss(t.model(x), y) + stranger(x[:, :1]).square().mean())
         t.step.log(a=1, b=torch.ones(()), c=True)
 
     def then(t: Tiny) -> None:
