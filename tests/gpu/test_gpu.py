@@ -464,19 +464,3 @@ def test_an_error_over_nccl(shard: str | None, tmp_path: Path) -> None:
     assert codes == [1, 1], output
     assert "rank 1 raised ValueError: a broken image" in output
     assert "PeerFailed" not in output.partition("a broken image")[0]
-
-
-def train_too_much(run_dir: str, micro_batch_size: int) -> None:
-    """A GPU of at most 1 TB has no memory for a micro-batch of 2**20."""
-    run = samestep.Run(run_dir, batch_size=micro_batch_size, micro_batch_size=micro_batch_size)
-    model = nn.Linear(1, 1)
-    run.prepare(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in run.steps(torch.zeros(micro_batch_size, 1), 1):
-        for x in step:
-            step.backward(model(x).expand(-1, 2**18).exp().mean())
-
-
-@pytest.mark.gpu
-def test_out_of_memory(tmp_path: Path) -> None:
-    with pytest.raises(samestep.Error, match=r"need .* on each rank .* \(memory of the GPU\), so activations"):
-        samestep.spawn(train_too_much, 1, (str(tmp_path), 2**20), device="cuda")

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.plan.memory import ParamSize, compute_memory, find_fitting
+from samestep.plan.memory import ParamSize, compute_memory
 
 
 @st.composite
@@ -66,15 +66,3 @@ def test_what_is_gathered(sizes: list[ParamSize]) -> None:
     blocks = [sum(s.num_bytes for s in sizes if s.block == k) for k in (1, 2, 3)]
     assert outside + max(blocks) <= found
     assert found <= outside + max(sum(s.gradient_bytes for s in sizes if s.block == 0), 2 * max(blocks))
-
-
-@given(SIZES, st.integers(1, 2000), st.integers(1, 6))
-def test_what_fits_is_the_smallest_number_of_ranks(sizes: list[ParamSize], room: int, most: int) -> None:
-    found = find_fitting(sizes, room, ["optimizer", "fsdp2"], most)
-    fitting = [
-        (shard, world_size)
-        for world_size in range(2, most + 1)
-        for shard in ("optimizer", "fsdp2")
-        if compute_memory(sizes, shard, world_size).total <= room
-    ]
-    assert found == (fitting[0] if fitting else None)

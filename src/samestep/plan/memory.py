@@ -93,24 +93,6 @@ def compute_memory(sizes: Sequence[ParamSize], shard: str | None, world_size: in
     return RankMemory(parameters, gradients, sum(states))
 
 
-def find_fitting(
-    sizes: Sequence[ParamSize], room_bytes: int, shards: Sequence[str], most_ranks: int
-) -> tuple[str, int] | None:
-    """Return the first of `shards`, on as few ranks as possible, with which the state fits; None if there is none.
-
-    Example::
-
-        >>> sizes = [ParamSize(400, 10, 400, 800, block=1), ParamSize(120, 3, 120, 240, block=2)]
-        >>> find_fitting(sizes, 1500, ["optimizer", "fsdp2"], 8)
-        ('fsdp2', 4)
-    """
-    for world_size in range(2, most_ranks + 1):
-        for shard in shards:
-            if compute_memory(sizes, shard, world_size).total <= room_bytes:
-                return shard, world_size
-    return None
-
-
 def _divide(num_bytes: int, num_rows: int, world_size: int) -> int:
     """Return the bytes of the first rank's rows."""
     return num_bytes // max(num_rows, 1) * -(-num_rows // world_size)

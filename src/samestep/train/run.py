@@ -14,7 +14,7 @@ from samestep.console import warn
 from samestep.data.loader import seed_all
 from samestep.engine.gradient_norm import clip_with_norm, compute_total_norm
 from samestep.engine.precision import build_precision
-from samestep.errors import InvalidValue, UsageError, add_explainer
+from samestep.errors import InvalidValue, UsageError
 from samestep.plan.seeds import derive
 from samestep.redaction import hide_secrets
 from samestep.snapshot.open_location import open_location
@@ -27,8 +27,7 @@ from samestep.train.ending.stop_signals import StopSignals
 from samestep.train.ending.stopping import Stopping
 from samestep.train.generators import call_on_rank_0
 from samestep.train.guards import calls
-from samestep.train.guards.out_of_memory import MemoryExplainer
-from samestep.train.guards.watchdog import Watchdog, check_further_run
+from samestep.train.guards.watchdog import Watchdog
 from samestep.train.inputs.loop_data import open_loop_data
 from samestep.train.inputs.sampler_orders import Sampler
 from samestep.train.loops.evaluate import Evaluator
@@ -49,7 +48,6 @@ from samestep.watch.progress import build_progress, say_above
 from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import Tracker
 from samestep.watch.trackers.registry import build_trackers
-from samestep.world.announcements import open_announcements
 from samestep.world.group_opening import choose_device, find_ranks, open_group
 from samestep.world.process_group import find_rank
 
@@ -174,10 +172,7 @@ class Run:
         if settings.precision == "tf32" and self.device.type == "cuda":
             use_tf32()
         precision_of_run = build_precision(settings.precision, self.device)
-        if environment.world_size > 1:
-            check_further_run(environment.rank)
         group = open_group(environment, self.device, backend=settings.backend)
-        open_announcements(group)
         self.local_rank = environment.local_rank
         self._group = group
         self._progress = build_progress(
@@ -202,7 +197,6 @@ class Run:
         self._interceptors = Interceptors(context, [*find_requests(settings), *requests])
         self._old_params = find_params()
         self._prepared: Prepared | None = None
-        self._explainer: MemoryExplainer | None = None
         self._loop: Loop | None = None
         is_sharded = settings.shard == "fsdp2"
         self._sharded_init = ShardedInit(
@@ -434,8 +428,6 @@ class Run:
             raise InvalidValue(f'device_map must be "keep" or None, not {device_map!r}', code="SS101")
         modules = check_objects(objects, self._old_params)
         self._old_params = {}
-        self._explainer = MemoryExplainer(objects, modules, shard_blocks, self._context)
-        add_explainer(self._explainer)
         self._prepared = prepare_objects(
             objects,
             modules,

@@ -1,0 +1,50 @@
+"""The memory that a rank uses is what `samestep scale` computes."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import tiny_run
+from torch import nn
+
+import samestep
+from samestep.plan.memory import compute_memory
+from samestep.torch_internals import get_local
+from samestep.train.state.param_sizes import measure_sizes
+
+SHARDS = ("none", "optimizer", "fsdp2")
+
+
+def build_blocks() -> nn.Module:
+    blocks = nn.ModuleList([nn.Linear(7, 7), nn.Linear(7, 7)])
+    return nn.Sequential(nn.Linear(5, 7), *blocks, nn.Linear(7, 3))
+
+
+def measure() -> list[Any]:
+    """Return the sizes, and of each rank the bytes of its parameters, of gradients and of its optimizer's state."""
+    found: list[Any] = []
+
+    def count(t: Any) -> None:
+        params = [*t.model.parameters()]
+        state = [value for each in t.optimizer.state.values() for value in each.values()]
+        tensors = (params, [param.grad for param in params if param.grad is not None], state)
+        found[:] = [sum(get_local(each).nbytes for each in some) for some in tensors]
+        found.append(measure_sizes({"model": t.model, "optimizer": t.optimizer}, {"model": t.model}, None))
+
+    tiny_run(None, model=build_blocks, optimizer=torch.optim.AdamW, data=torch.ones(24, 5), after_epoch=count)
+    everywhere: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, found)
+    return everywhere
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_the_formulas_are_those_of_a_run(shard: str) -> None:
+    ranks = samestep.spawn(measure, 3, env={"SAMESTEP_SHARD": shard})
+    sizes = ranks[0][3]
+    assert all(of_rank[3] == sizes for of_rank in ranks), "also where a rank has no state of a parameter"
+    assert sum(size.num_bytes for size in sizes) == 4 * (40 + 2 * 56 + 24 + 2)
+    expected = compute_memory(sizes, None if shard == "none" else shard, 3)
+    assert max(params for params, *_ in ranks) == expected.parameters
+    assert max(state for *_, state, _ in ranks) == expected.optimizer_state
+    if shard != "optimizer":  # which drops the gradients of other owners after the step's exchange
+        assert max(grads for _, grads, *_ in ranks) == expected.gradients
