@@ -21,7 +21,7 @@ from support.waiting import wait_until
 import samestep
 from samestep import console
 from samestep.errors import PeerFailed
-from samestep.world import group_opening, local_sockets
+from samestep.world import group_opening
 
 # --- processes forked by the script -----------------------------------------------------------------------------------
 
@@ -130,38 +130,6 @@ def test_a_call_of_one_rank_before_the_loop(tmp_path: Path, alone: str, names: s
         samestep.spawn(train, 2)
 
 
-@pytest.mark.parametrize(("when", "other", "late", "has_sockets"), [
-    ("before prepare", "run.prepare", 0, True),
-    ("before prepare", "run.prepare", 1, False),
-    ("before the loop", "run.epochs or run.steps", 1, True),
-    ("after the loop", "run.evaluate", 0, False),
-])  # fmt: skip
-def test_a_run_of_one_rank_outside_of_loops(
-    tmp_path: Path, when: str, other: str, late: int, has_sockets: bool
-) -> None:
-    """Whichever rank comes last, the error names both calls."""
-
-    def create(t: Tiny) -> dict[str, Any]:
-        (tmp_path / f"{t.run.rank} is here").touch()
-        if t.run.rank == late:
-            wait_until((tmp_path / f"{1 - late} is here").exists, "the other rank is here")
-        if t.run.rank == 0:
-            Tiny(None)
-        return {}
-
-    def train() -> None:
-        local_sockets.read_host_id = lambda kind: "this host" if has_sockets else ""  # type: ignore[assignment]
-        tiny = Tiny(None, **{"objects": create} if when == "before prepare" else {})
-        if when == "before the loop":
-            create(tiny)
-        tiny.train()
-        create(tiny)
-        tiny.run.evaluate(lambda batch: {"one": 1.0}, list(range(8)))
-
-    with pytest.raises(samestep.Error, match=rf"^rank 0 has called samestep\.Run, and rank 1 has called {other}: make"):
-        samestep.spawn(train, 2)
-
-
 def test_a_run_that_one_rank_creates_later(tmp_path: Path) -> None:
     """The first rank prints what it waits for: the other one may never create the run."""
     said = tmp_path / "said"
@@ -179,29 +147,13 @@ def test_a_run_that_one_rank_creates_later(tmp_path: Path) -> None:
     assert sentence.startswith("rank 0 has waited 0.1 s in samestep.Run for the other ranks: create each Run on every")
 
 
-@pytest.mark.parametrize(("where", "at", "has_sockets"), [
-    ("then", 1, True), ("then", 1, False), ("then", 3, False), ("after_epoch", 3, True),
-])  # fmt: skip
-def test_a_run_in_the_loop_of_another_one(tmp_path: Path, where: str, at: int, has_sockets: bool) -> None:
-    """One rank creates it, and the other one continues with the loop: the error names both. On all ranks, it works."""
-
+def test_a_run_in_the_loop_of_another_one(tmp_path: Path) -> None:
     def create(t: Tiny) -> None:
-        if t.step.number == at and t.run.rank in ranks:
+        update(t)
+        if t.step.number == 1:
             Tiny(None)
 
-    def train(t: Tiny, **given: Any) -> None:
-        more = {"then": lambda t: [update(t), create(t)]} if where == "then" else {"after_epoch": create}
-        t.train(**given, **more)
-
-    def connect_and_train(run_dir: Path) -> int:
-        local_sockets.read_host_id = lambda kind: "this host" if has_sockets else ""  # type: ignore[assignment]
-        return tiny_run(run_dir, do=train)
-
-    ranks = [0]
-    with pytest.raises(samestep.Error, match=r"^rank 0 has called samestep\.Run.*, and rank 1 (continues|has not)"):
-        samestep.spawn(connect_and_train, 2, (tmp_path / "x",))
-    ranks = [0, 1]
-    assert samestep.spawn(connect_and_train, 2, (tmp_path / "y",)) == 8
+    assert samestep.spawn(tiny_run, 2, (tmp_path / "y",), {"then": create}) == 8
 
 
 def test_a_rank_that_leaves_early(tmp_path: Path) -> None:

@@ -125,11 +125,3 @@ class BeatExchange:
     def _put(self, message: Message) -> None:
         if self._entries is not None:
             self._entries.put(f"beat/{self._rank}", json.dumps(to_builtins(message)))
-
-
-def read_beats(entries: SignedEntries, members: Sequence[int]) -> list[Beat]:
-    """Return the newest beat of each rank; [] before each has sent one, or if the store has closed."""
-    with suppress(RuntimeError):
-        texts = entries.read([f"beat/{rank}" for rank in members]) or []
-        return [decode(text, Message).beat for text in texts]
-    return []

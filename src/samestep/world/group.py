@@ -282,12 +282,11 @@ class Group:
         for message in messages:
             message.wait()
 
-    def open_entries(self) -> "SignedEntries | None":
-        """Open a connection for signed entries of the process group's store; None with one rank."""
-        return SignedEntries(self._key) if self.world_size > 1 else None
-
     def open_lasting_entries(self) -> "SignedEntries | None":
-        """As `open_entries`. If ranks can continue after a death, the entries stay when they form a new group."""
+        """Open a connection for signed entries of the process group's store; None with one rank.
+
+        If ranks can continue after a death, the entries stay when they form a new group.
+        """
         store = None if self._membership is None else connect_to_store()
         return SignedEntries(self._key, store) if self.world_size > 1 else None
 

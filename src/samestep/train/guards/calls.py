@@ -1,24 +1,19 @@
 """The calls that a script must make on all ranks in the same order, and the check that it does."""
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 from samestep.errors import UsageError
 from samestep.hashing import hash_short
-from samestep.world.announcements import announce, find_announced
 from samestep.world.group import Group
 
-EPOCH_END = 0
-EPOCH_END_AFTER_STOP = 1
-PREPARE, LOOP, ONCE, EVALUATE, RESTORE, NEW_RUN, UPDATE = range(2, 9)
+EPOCH_END, EPOCH_END_AFTER_STOP, PREPARE, LOOP, ONCE, EVALUATE, RESTORE, UPDATE = range(8)
 NAMES = {
     PREPARE: "run.prepare",
     LOOP: "run.epochs or run.steps",
     ONCE: "run.once",
     EVALUATE: "run.evaluate",
     RESTORE: "run.restore",
-    NEW_RUN: "samestep.Run",
     UPDATE: "optimizer.step",
 }
 ADVICE = {
@@ -29,7 +24,6 @@ OTHER_ADVICE = (
     "make the same calls in the same order on every rank, and check what ranks can see differently, such as whether a "
     "file exists, in the function that run.once calls"
 )
-OTHERS = (EPOCH_END, EPOCH_END_AFTER_STOP, *(call for call in NAMES if call not in (NEW_RUN, UPDATE)))
 
 
 def wait_for_call(group: Group, call: int, names: Sequence[str] = ()) -> list[int]:
@@ -45,18 +39,12 @@ def wait_for_call(group: Group, call: int, names: Sequence[str] = ()) -> list[in
     Raises:
         UsageError: another rank made a different call, or asked for different snapshots.
     """
-    nothing = _hash([])
-    if call != NEW_RUN and group.world_size > 1:  # a rank that creates a Run may wait in another exchange
-        is_end = call in (EPOCH_END, EPOCH_END_AFTER_STOP)  # of an epoch that can be short: without a round trip
-        _check_pairs(group.rank, call, announce(group.rank, call, [] if is_end else [NEW_RUN]))
     marks = group.gather_number(_mark(call, names))
-    if call == NEW_RUN:
-        _check_in_call(marks, group.rank)
     calls = [mark & 0xFF for mark in marks]
     asked = [mark >> 8 for mark in marks]
-    _check_same(calls, range(len(calls)))
+    _check_same(calls)
     if len({*asked}) > 1:
-        rank = next(rank for rank, each in enumerate(asked) if each != nothing)
+        rank = next(rank for rank, each in enumerate(asked) if each != _hash([]))
         other = next(other for other, each in enumerate(asked) if each != asked[rank])
         raise UsageError(
             f"rank {rank} asked for a snapshot at the end of this epoch, and rank {other} did not ask for the same: "
@@ -86,47 +74,10 @@ def gather_after_step(group: Group, value: Any) -> list[Any]:
 
 
 def _wait_between_steps(group: Group, call: int) -> None:
-    known = _list_marks()
+    known = {_mark(each) for each in (EPOCH_END, EPOCH_END_AFTER_STOP, *NAMES)}
     marks = group.gather_number(_mark(call))
-    _check_same([mark & 0xFF if mark in known else EPOCH_END for mark in marks], range(len(marks)))
-
-
-def announce_run(rank: int) -> None:
-    """Raise UsageError if another rank waits in another call for this one, which creates a further Run."""
-    _check_pairs(rank, NEW_RUN, announce(rank, NEW_RUN, OTHERS))
-
-
-def check_run(rank: int) -> None:
-    """As `announce_run`, for a rank that has announced its Run."""
-    _check_pairs(rank, NEW_RUN, find_announced(OTHERS))
-
-
-def _check_pairs(rank: int, call: int, found: Sequence[tuple[int, int]]) -> None:
-    for other, others_call in found:
-        calls = {rank: call, other: others_call}
-        _check_same([calls[each] for each in sorted(calls)], sorted(calls))
-
-
-def explain_in_loop(own: int, rank: int) -> str:
-    """Return the error of rank `own`, which has called samestep.Run, while `rank` is in a step."""
-    return (
-        f"rank {own} has called samestep.Run inside the loop of another run, and rank {rank} continues with "
-        "that loop: create the Run on every rank at the same place, or outside of the loop"
-    )
-
-
-def _check_in_call(marks: Sequence[int], own: int) -> None:
-    """Raise UsageError if a rank is in the exchange of a step, whose message does not begin with the mark of a call."""
-    known = _list_marks()
-    for rank, mark in enumerate(marks):
-        if mark not in known:
-            raise UsageError(explain_in_loop(own, rank), code="SS501")
-
-
-@cache
-def _list_marks() -> set[int]:
-    """Return the numbers that ranks gather in their calls. The message of a step's exchange begins with another one."""
-    return {_mark(call) for call in (EPOCH_END, EPOCH_END_AFTER_STOP, *NAMES)}
+    # The message of a step's exchange begins with another number.
+    _check_same([mark & 0xFF if mark in known else EPOCH_END for mark in marks])
 
 
 def _mark(call: int, names: Sequence[str] = ()) -> int:
@@ -134,18 +85,16 @@ def _mark(call: int, names: Sequence[str] = ()) -> int:
     return call + (_hash(names) << 8)
 
 
-def _check_same(calls: Sequence[int], ranks: Sequence[int]) -> None:
-    """Raise UsageError if the calls of the ranks differ. `calls`: one for each of `ranks`."""
-    name = NAMES.get(max(calls))
-    if name is None or min(calls) == max(calls):
+def _check_same(calls: Sequence[int]) -> None:
+    """Raise UsageError if the calls of the ranks differ, unless they are ends of epochs."""
+    call = max(calls)
+    if call not in NAMES or min(calls) == call:
         return
-    first = calls.index(max(calls))
-    rank = ranks[first]
-    call = calls[first]
-    other, others_call = next(each for each in zip(ranks, calls, strict=True) if each[1] != call)
+    rank = calls.index(call)
+    other, others_call = next(each for each in enumerate(calls) if each[1] != call)
     does = f"has called {NAMES[others_call]}" if others_call in NAMES else "has not"
     advice = ADVICE.get(call, OTHER_ADVICE)
-    raise UsageError(f"rank {rank} has called {name}, and rank {other} {does}: {advice}", code="SS501")
+    raise UsageError(f"rank {rank} has called {NAMES[call]}, and rank {other} {does}: {advice}", code="SS501")
 
 
 def _hash(names: Sequence[str]) -> int:

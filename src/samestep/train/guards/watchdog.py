@@ -16,21 +16,18 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from samestep.console import escape, warn
-from samestep.errors import Error, PeerFailed, Stuck, UsageError
+from samestep.errors import Error, PeerFailed, Stuck
 from samestep.files import read_text
 from samestep.launch.failure import write_failure
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
-from samestep.train.guards.calls import NEW_RUN, announce_run, check_run, explain_in_loop, wait_for_call
 from samestep.train.state.run_state import RunState
 from samestep.train.step.steps import Step, StepObserver
-from samestep.watch.beat_exchange import read_beats
 from samestep.watch.decision import RankFacts
 from samestep.watch.heartbeat import Heartbeat
 from samestep.watch.phase_clock import PhaseClock
 from samestep.watch.publishing import Files
 from samestep.watch.stall_diagnosis import Limits, build_limits, explain_slow_saving
-from samestep.world.announcements import wait_for_all
 from samestep.world.environment import read_host, read_terminal
 
 EXIT_CODE = 1
@@ -158,24 +155,6 @@ class Watchdog(PhaseClock, StepObserver):
             self._has_warned_of_saving = True
             warn(self._context.say, slow, start="snapshots slow the run")
 
-    def _build_check(self) -> Callable[[], None]:
-        """Return a function that raises UsageError if a rank waits elsewhere than in samestep.Run for this one."""
-        group = self._context.group
-        members = group.members
-        own = members[group.rank]
-        num_done = self.tallies["reducing"].num
-        earlier = dict[int, int]()
-        entries = group.open_lasting_entries()
-
-        def check() -> None:
-            check_run(group.rank)
-            for beat in read_beats(entries, members) if entries is not None else ():
-                is_ahead = beat.phase == "reducing" and beat.num_seen >= num_done  # in an exchange that comes later
-                if is_ahead and beat.number > earlier.setdefault(beat.rank, beat.number):  # one beat may mix two phases
-                    raise UsageError(explain_in_loop(own, beat.rank), code="SS501")
-
-        return check
-
     def close(self) -> None:
         """End the loop."""
         if self._heartbeat is not None:
@@ -207,31 +186,10 @@ class Watchdog(PhaseClock, StepObserver):
             _try_for(WRITE_S, partial(self._leave_error, rank, Stuck(sentence)))
             kill_sibling(pid)
 
-    def check_further_run(self) -> None:
-        """Check the run of this watchdog, as a part of the function `check_further_run`."""
-        group = self._context.group
-        if group.world_size == 1 or self.now[0] not in ("updating", "script"):
-            return
-        if group.local_sockets is not None:
-            wait_for_call(group, NEW_RUN)
-        else:  # an exchange over gloo that does not end would keep this process from ending
-            wait_for_all(group.rank, group.world_size, self._build_check())
-
     def _leave_error(self, rank: int, error: BaseException) -> None:
         error_dir = self._context.environment.error_dir
         if error_dir is not None and Path(error_dir).is_dir():
             write_failure(rank, error_dir, error, EXIT_CODE)
-
-
-def check_further_run(rank: int) -> None:
-    """Check that all ranks create a further Run, if this one does so between two exchanges of another run.
-
-    Raises:
-        UsageError: another rank makes another call or continues with its loop, and both would wait for each other.
-    """
-    announce_run(rank)
-    for watchdog in _open:
-        watchdog.check_further_run()
 
 
 def _try_for(limit_s: float, work: Callable[[], None]) -> None:

@@ -11,7 +11,6 @@ from samestep.train.loops.feed import Feed
 from samestep.train.loops.services import Services
 from samestep.train.state.run_state import RunState
 from samestep.train.step.interception import Interceptors
-from samestep.world.announcements import move_announcements
 from samestep.world.membership import Change, list_gone
 
 TRACKED_STEPS = 1000  # whose rows may not have reached the trackers when rank 0 dies
@@ -50,7 +49,6 @@ def continue_without(context: RunContext, state: RunState, feed: Feed, services:
         services.snapshotter.take_over()
         services.metrics.take_over(rows)
     services.watchdog.change_group()
-    move_announcements(context.group)
     seconds = time.monotonic() - change.began_s
     context.location.write_heal(Heal(state.steps_done, change.lost, len(change.left), seconds))
     context.say(_describe(change, state.steps_done, seconds))
