@@ -128,19 +128,6 @@ class PartialChecksums:
             self._finish(values)
 
 
-def find_zero(grads: Sequence[Tensor | None]) -> Callable[[], bool]:
-    """Read the beginning of each gradient. Returns a function that returns whether all are 0, which may wait for a GPU.
-
-    Call it before the gradients change.
-    """
-    pieces = [get_local(grad).detach().flatten()[:PIECE_BYTES] for grad in grads if grad is not None]
-    if not any(piece.is_cuda for piece in pieces):
-        is_zero = not any(bool(piece.any()) for piece in pieces)
-        return lambda: is_zero
-    wait = copy_to_host(pieces)
-    return lambda: not any(bool(piece.any()) for piece in wait())
-
-
 def choose_windows(num_bytes: int, step: int) -> list[tuple[int, int]]:
     """Return the ranges of bytes that are read in a step."""
     if num_bytes <= NUM_PIECES * PIECE_BYTES:

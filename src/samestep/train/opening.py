@@ -11,7 +11,6 @@ from samestep.train.context import RunContext
 from samestep.train.description import describe_run, describe_script, read_commit
 from samestep.train.determinism import describe_machine, fix_compiler
 from samestep.train.guards import calls
-from samestep.train.guards.unprepared import UnpreparedStateChecks
 from samestep.train.inputs.loop_data import LoopData
 from samestep.train.inputs.samples import add_samples, check_marks
 from samestep.train.loops.feed import Feed
@@ -142,16 +141,12 @@ def build_observers(
     ]
     if context.world_size > 1:
         observers.append(prepared.replicas)
-    run_dir = context.location.path
-    can_resume = context.rank == 0 and run_dir is not None
-    if can_resume and not state.place.is_further and not interceptors.is_trial:
-        observers.append(UnpreparedStateChecks(prepared.objects, data, context.say))
     interceptors.begin_loop(
         LoopParts(
             data,
             prepared.gradients,
             services.watchdog,
-            run_dir,
+            context.location.path,
             lambda position: prepared.contents.build(
                 position | state.list_ends(), state.script, prepared.collect_states()
             ),

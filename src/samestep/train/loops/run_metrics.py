@@ -2,13 +2,13 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from samestep.console import describe_ranks, warn
 from samestep.engine.gradient_averager import GradientAverager
-from samestep.engine.gradient_checksum import GradientChecksum, PartialChecksums, find_zero
+from samestep.engine.gradient_checksum import GradientChecksum, PartialChecksums
 from samestep.engine.gradient_pass import PassReport
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.plan.ledger import Entry, to_bits
@@ -24,8 +24,6 @@ from samestep.watch.stall_diagnosis import describe_spent, explain_waiting, shar
 from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import TrackerInfo
 from samestep.world.membership import list_gone
-
-MAX_ZERO = 5  # steps in a row whose loss and gradient may be exactly 0
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,6 @@ class RunMetrics(StepObserver):
         self._partial = PartialChecksums()
         self._checksummed: ReductionPlan | None = None
         self._is_logged = False  # the present step gets a row in metrics.jsonl
-        self._is_zero: Callable[[], bool] | None = None  # whether the previous step's gradient was, if its loss was 0
-        self._num_zero = 0  # steps in a row
         self._began_s = time.perf_counter()
         self._logged_s = -math.inf  # when the last row was written; rank 0's clock counts, which alone writes rows
 
@@ -130,7 +126,6 @@ class RunMetrics(StepObserver):
                 step.checksums.append((self._partial.add(self._checksum, read, step.number), True))
             else:
                 step.checksums.append((read, is_late))
-        self._look_for_zero(step)
         every = self._context.config.log_every
         steps_done = step.number + 1
         epochs_done = self._subject.plan.epochs_done(steps_done) if every.epochs else None
@@ -179,25 +174,6 @@ class RunMetrics(StepObserver):
         """Combine the checksums of the last gradient, before the ledger is written. On all ranks."""
         if self._subject.gradients.plan.is_divided:
             self._partial.resolve(self._context.group.gather_number(self._partial.take_own()))
-
-    def _look_for_zero(self, step: Step) -> None:
-        """Warn once if loss and gradient are exactly 0 in `MAX_ZERO` steps in a row. Reads a GPU a step later."""
-        if self._context.rank != 0 or self._num_zero == MAX_ZERO:
-            return
-        if self._is_zero is not None:
-            self._num_zero = self._num_zero + 1 if self._is_zero() else 0
-            if self._num_zero == MAX_ZERO:
-                sentence = (
-                    f"loss and gradient were exactly 0 in the {MAX_ZERO} steps before step {step.number}, so that "
-                    "nothing is learned: look for a mask or a weight that is 0 everywhere, or for dead units"
-                )
-                warn(self._context.say, sentence, start="loss and gradient were exactly 0")
-                return
-        self._is_zero = None
-        if step.averaged_loss == 0.0 and step.has_gradients:
-            self._is_zero = find_zero([param.grad for param in self._subject.gradients.plan.params])
-        else:
-            self._num_zero = 0
 
     def _add_to_ledger(self, records: RunDirectory | KeptLogs, step: Step) -> None:
         """Add a step to the ledger. Checksums on a GPU are read after the next step, which needs no wait."""
