@@ -140,18 +140,6 @@ def count_storage_uses(storage: int) -> int:
     return torch._C._storage_Use_Count(storage)
 
 
-def swap_param(module: nn.Module, param: nn.Parameter, other: nn.Parameter) -> None:
-    """Exchange the contents of two parameters, of which a module holds the first one.
-
-    `torch.utils.swap_tensors` refuses weak references, which LSTM, GRU and RNN keep.
-    """
-    is_recurrent = vars(module).pop("_flat_weight_refs", None) is not None
-    torch.utils.swap_tensors(param, other)  # type: ignore[no-untyped-call]
-    if is_recurrent:
-        init_weights: Callable[[], None] = module._init_flat_weights  # type: ignore[assignment]
-        init_weights()
-
-
 def rename_state(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
     """Return a module's state_dict with other keys. It keeps the versions of the modules, which have paths, too."""
     renamed: Any = type(state)()

@@ -60,7 +60,7 @@ def run_export(
     run.prepare is written to model.ema.safetensors.
 
     .safetensors is written one tensor at a time, so the model need not fit in memory. Without a suffix, FILE is a new
-    directory of such files for one object, as Hugging Face writes them, for from_pretrained and run.load_weights.
+    directory of such files for one object, as Hugging Face writes them, for from_pretrained.
     """
     max_bytes = parse_size(max_shard_size or SHARD_SIZE)
     if max_shard_size is not None and file.suffix:

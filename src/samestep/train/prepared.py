@@ -22,7 +22,7 @@ from samestep.train.state.divided_optimizers import DividedOptimizers
 from samestep.train.state.names import name_params
 from samestep.train.state.restoring import SnapshotContents
 from samestep.train.state.run_state import RunState
-from samestep.train.state.sharded_init import ShardedInit, check_states, is_partial, move
+from samestep.train.state.sharded_init import ShardedInit, check_states, is_partial
 from samestep.train.state.sharded_state import Blocks, ShardedState, check_options, has_parts, refuse_sharded
 from samestep.train.state.stateful import describe_models, find_held_optimizers, outline, refuse_overlaps, states
 from samestep.train.step.interception import Interceptors
@@ -194,12 +194,15 @@ def prepare_objects(
 
 
 def _place(modules: Mapping[str, nn.Module], device: torch.device | None, init: ShardedInit | None) -> None:
-    """Give memory to all parameters (`init`: None if they will be sharded), and move the models to the device."""
+    """Give memory to all parameters (`init`: None if they will be sharded), and move the models to the device.
+
+    `fully_shard` moves a model of which a part has no memory yet.
+    """
     for module in modules.values():
         if init is not None:
             init.fill(module)
-        if device is not None:
-            move(module, device)
+        if device is not None and not is_partial(module):
+            module.to(device)
 
 
 def _read(saved: SavedState, divided: Divided | None) -> dict[str, Any]:

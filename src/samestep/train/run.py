@@ -40,7 +40,6 @@ from samestep.train.state.restoring import restore_models
 from samestep.train.state.run_state import RunState
 from samestep.train.state.sharded_init import ShardedInit
 from samestep.train.state.stateful import check_objects, find_params
-from samestep.train.state.weights import load_weights
 from samestep.train.step.interception import Interceptors, find_requests, read_request
 from samestep.train.step.step_log import collect_values
 from samestep.train.step.steps import Step
@@ -198,10 +197,7 @@ class Run:
         self._old_params = find_params()
         self._prepared: Prepared | None = None
         self._loop: Loop | None = None
-        is_sharded = settings.shard == "fsdp2"
-        self._sharded_init = ShardedInit(
-            self.seed, group.rank if is_sharded else 0, group.world_size if is_sharded else 1
-        )
+        self._sharded_init = ShardedInit(self.seed)
         self._is_recalled = False  # by `restore`, before the first loop
         seed_all(derive(self.seed, "init"))
 
@@ -311,13 +307,14 @@ class Run:
         Parameters that are created inside it have no memory (they are on torch's meta device) before `prepare`, which
         gives memory to one block after the other, and calls `reset_parameters` of each module. Each call has a seed of
         its own, which follows from the run's seed and the order of the modules. So the values are the same at any
-        number of ranks, and in each mode of `shard`. All ranks run the same code inside the block.
+        number of ranks, and in each mode of `shard`. Other initialization has no effect inside the block. All ranks run
+        the same code there.
 
         Returns:
             The context manager.
 
         Raises:
-            UsageError: called after `prepare`, or (in `prepare`) a parameter was initialized in another way.
+            UsageError: called after `prepare`, or (in `prepare`) a module has parameters and no `reset_parameters`.
 
         Example::
 
@@ -341,43 +338,6 @@ class Run:
         if self._prepared is not None:
             raise UsageError("run.sharded_init was called after run.prepare: build all models before it", code="SS221")
         return self._sharded_init.building()
-
-    def load_weights(
-        self,
-        model: nn.Module,
-        path: str | Path,
-        *,
-        rename: Callable[[str], str] | None = None,
-        strict: bool = True,
-    ) -> None:
-        """Load weights from safetensors files into a model, before `prepare`. Each rank reads the rows that it keeps.
-
-        A model that was built in `sharded_init` is never whole. All other models get all weights.
-
-        Args:
-            model: the model. Its parameters keep their dtypes.
-            path: a .safetensors file, an index of several (`model.safetensors.index.json`), or a directory that
-                Hugging Face's `save_pretrained` wrote.
-            rename: function of the name of a parameter or buffer in the model, which returns its name in the file.
-            strict: whether to raise an error if the file lacks names or has others. Weights that are tied need one.
-
-        Raises:
-            InvalidValue: the files cannot be read, or do not fit the model.
-            UsageError: called after `prepare`, which restores the weights of a resumed run.
-
-        Example::
-
-            >>> import samestep, torch
-            >>> from safetensors.torch import save_file
-            >>> save_file(torch.nn.Linear(3, 1).state_dict(), "linear.safetensors")
-            >>> run = samestep.Run(None, batch_size=8, shard="fsdp2")
-            >>> with run.sharded_init():
-            ...     model = torch.nn.Linear(3, 1)
-            ...     run.load_weights(model, "linear.safetensors")
-        """
-        if self._prepared is not None:
-            raise UsageError("run.load_weights was called after run.prepare: load weights before it", code="SS221")
-        load_weights(model, Path(path), rename, self._sharded_init, strict=strict)
 
     def prepare(
         self,
