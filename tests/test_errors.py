@@ -27,9 +27,9 @@ import samestep
 from samestep.data.sample_errors import locate_error, pack, unpack
 from samestep.errors import Error, InvalidValue, MissingPackage, RunDirectoryError, describe, explain, recognize
 from samestep.launch.failure import MAX_REASON, read_failure, write_failure
-from samestep.snapshot.node_replication import ReplicatedLocation
+from samestep.snapshot.location import Location
+from samestep.snapshot.mirror import Unreachable
 from samestep.snapshot.resume_point import Holding, choose
-from samestep.snapshot.store import Unreachable
 
 ROOT = Path(__file__).parents[1]
 CODE = re.compile(r"SS\d{3}")
@@ -210,7 +210,8 @@ def test_from_the_node_with_the_file_to_the_run(tmp_path: Path) -> None:
     def fail() -> None:
         raise Unreachable("s3://x", "no")
 
-    location = ReplicatedLocation.__new__(ReplicatedLocation)
+    location = Location.__new__(Location)
+    location.is_replicated = True
     with pytest.raises(RunDirectoryError, match=r"^on \S+: the run directory s3://x cannot be reached") as caught:
         location._call(fail)
     assert caught.value.code == "SS416"

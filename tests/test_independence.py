@@ -26,8 +26,8 @@ FOLDERS = (
 # Feature -> its modules and packages, if they are several or not in FOLDERS.
 PARTS = {
     "second opinions": ["checks"],
-    "copies on other nodes": ["snapshot.node_replication"],
-    "runs at URLs": ["snapshot.object_store", "snapshot.remote_location"],
+    "copies on other nodes": ["snapshot.copies"],
+    "runs at URLs": ["snapshot.mirror"],
     "Slurm": ["tools.submit", "world.slurm_tasks"],
     "TF_CONFIG": ["launch.tf_config"],
     "Lightning": ["adapters.lightning", "adapters.lightning_metrics"],

@@ -26,7 +26,7 @@ from support.tiny import Tiny, tiny_run, update
 
 import samestep
 from samestep.errors import Error
-from samestep.snapshot import node_replication
+from samestep.snapshot import copies
 from samestep.snapshot.store import Store
 from samestep.world.group import Group
 
@@ -41,13 +41,13 @@ def train_on(disks: Sequence[Path], num_ranks: int, fault: Sequence[str], argume
     node, local_rank = divmod(int(os.environ["RANK"]), num_ranks)
     os.chdir(disks[node])
     os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(num_ranks))
-    node_replication.PIECE_BYTES = 1000  # otherwise one piece holds a whole snapshot
+    copies.PIECE_BYTES = 1000  # otherwise one piece holds a whole snapshot
     if arguments.pop("full_node", None) == node:
 
         def fail(*_: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        node_replication._append_piece = fail
+        copies._append_piece = fail
     train("run", fault, **arguments)
 
 

@@ -27,8 +27,8 @@ from support.waiting import wait_until
 import samestep
 from samestep.cli import main
 from samestep.errors import Error
-from samestep.snapshot.object_store import ObjectStore
-from samestep.snapshot.store import Store, Unreachable
+from samestep.snapshot.mirror import Mirror, Unreachable, _name_place
+from samestep.snapshot.store import Store
 
 Undisturbed = Callable[..., Outcome]
 
@@ -65,7 +65,7 @@ class Planted(LocalFileSystem):
                 raise OSError(5, "Input/output error")
             if how == "taken":
                 del self.plan[place]
-                ObjectStore(f"planted://{path.partition('/snapshots/')[0]}").take("another")
+                Mirror(f"planted://{path.partition('/snapshots/')[0]}").take("another")
             else:
                 raise OSError(28, "No space left on device")
 
@@ -325,14 +325,14 @@ def url() -> Iterator[str]:
 def make_remote(url: str, tmp_path: Path, steps: Sequence[int]) -> None:
     store = Store(tmp_path / "made")
     store.path.parent.mkdir()
-    remote = ObjectStore(url)
+    remote = Mirror(url)
     remote.take("a")
     remote.write("run.json", json.dumps({"format": 1, "numbers": {"seed": 3}}).encode())
     for step in steps:
         store.write({"objects": {"model": {"weight": torch.full((4,), float(step))}}}, step=step, meta={"step": step})
     store.write({"objects": {}}, step=4, name="best", meta={})
     for snapshot in store.snapshots():
-        remote.push(snapshot)
+        remote._push_snapshot(snapshot, _name_place(snapshot))
 
 
 def test_tools_read_urls(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -402,7 +402,7 @@ def test_invalid_urls(run_dir: Any, sentence: str) -> None:
 def test_no_bucket_is_made() -> None:
     """Some stores create the bucket when a directory in it is created."""
     with pytest.raises(Unreachable, match="FileNotFoundError"):
-        ObjectStore("file:///samestep-has-no-such-bucket/run").take("a run")
+        Mirror("file:///samestep-has-no-such-bucket/run").take("a run")
     assert not Path("/samestep-has-no-such-bucket").exists()
 
 

@@ -28,13 +28,12 @@ from samestep.files import read_bytes
 from samestep.plan.ledger import Entry
 from samestep.snapshot.kept_logs import Heal
 from samestep.snapshot.manifest import parse_manifest, seal
-from samestep.snapshot.object_store import ObjectStore
-from samestep.snapshot.remote_location import RemoteRun
+from samestep.snapshot.mirror import Mirror, Unreachable
 from samestep.snapshot.resume_point import ResumePoint
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import StartOptions
 from samestep.snapshot.serialization import decode
-from samestep.snapshot.store import SavedRun, Store, Unreachable
+from samestep.snapshot.store import SavedRun, Store
 from samestep.tools.export import run_export
 from samestep.tools.inspect import run_inspect
 from samestep.tools.live_view import run_watch
@@ -158,8 +157,8 @@ def read_here(place: Path) -> Any:
 def read_from_bucket(place: Path) -> Any:
     store = Store(place / "copy")
     store.path.parent.mkdir(exist_ok=True)
-    elsewhere = ObjectStore(f"file://{place / 'run'}").find_elsewhere()
-    store.find("latest", warn=lambda sentence: None, elsewhere=elsewhere)
+    mirror = Mirror(f"file://{place / 'run'}", warn=lambda sentence: None)
+    store.find("latest", pulled=mirror.pull(store, "latest"))
     return read_here_at(store)
 
 
@@ -192,16 +191,16 @@ def test_a_bucket_names_no_other_file(place: Path, name: str, size: int | None) 
 def test_a_lock_names_no_other_directory(place: Path, run: str) -> None:
     """The run's id in it is part of the name of the working copy."""
     (place / "run" / "lock").write_text(f"process 1 on here since then\n{'0' * 32}\n{run}\n")
-    remote = RemoteRun(f"file://{place / 'run'}", fresh=False, local_dir=str(place / "copies"), warn=pytest.fail)
-    assert remote.path.parent == place / "copies"
-    assert re.fullmatch(r".*-[0-9a-f]{12}", remote.path.name)
+    copy = Mirror(f"file://{place / 'run'}").join(str(place / "copies"))
+    assert copy.parent == place / "copies"
+    assert re.fullmatch(r".*-[0-9a-f]{12}", copy.name)
     (place / "run" / "lock").write_text(f"process 1 on here since then\n{'0' * 32}\n{'0a' * 16}\n")
-    assert ObjectStore(f"file://{place / 'run'}").read_lock()[1] == "0a" * 16
+    assert Mirror(f"file://{place / 'run'}").read_lock()[1] == "0a" * 16
 
 
 def test_a_bucket_names_no_other_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Object stores allow any text as a name."""
-    remote, names = ObjectStore(f"file://{place / 'run'}"), ("..", "a b", "\x1b[2J", "step-1")
+    remote, names = Mirror(f"file://{place / 'run'}"), ("..", "a b", "\x1b[2J", "step-1")
     found = {f"{place}/run/snapshots/{name}/manifest.json": {"size": 2} for name in names}
     found |= {f"{place}/run/orders/{name}": {"size": 2} for name in ("..", "epoch-00000001.npy", "x.npy")}
     monkeypatch.setattr(remote, "_find", lambda name: {path: i for path, i in found.items() if f"/{name}/" in path})
@@ -504,7 +503,7 @@ def use(run: Path) -> None:
     """Write everything that a run writes in its directory."""
     directory = RunDirectory(run, warn=lambda sentence: None)
     try:
-        directory.look("latest", [])
+        directory.look("latest")
         directory.begin(ResumePoint(), numbers={}, machine={}, config={}, options=StartOptions({}))
         directory.write_start(None, from_step=0, world_size=1)
         directory.write_heal(Heal(0, [1], 1, 0.1))
@@ -536,7 +535,7 @@ def test_the_same_without_links_writes_it_all(tmp_path: Path) -> None:
     use(tmp_path / "run")
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {"run.json", "ledger.bin", "status.json", "lock"}
     with pytest.raises(Unreachable):
-        ObjectStore(f"file://{tmp_path / 'run'}").read("snapshots")
+        Mirror(f"file://{tmp_path / 'run'}").read("snapshots")
 
 
 def test_a_report_is_not_written_through_a_link(place: Path) -> None:

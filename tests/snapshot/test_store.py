@@ -268,11 +268,11 @@ def test_adopting_one_of_another_store(store: Store, tmp_path: Path) -> None:
     shutil.copytree(snapshot.path, other.inbox, ignore=lambda *_: ["manifest.json"])
     with open(other.inbox / "state.json", "r+b") as handle:
         handle.write(b"?")
-    assert "state.json is damaged" in (other.adopt(snapshot) or "")
+    assert "state.json is damaged" in other.adopt(snapshot)
     assert [path.name for path in other.path.iterdir()] == ["step-00000005"]
     assert_same(read(other), make_state(1))
     shutil.copytree(snapshot.path, other.inbox, ignore=lambda *_: ["manifest.json"])
-    assert other.adopt(snapshot) is None
+    assert other.adopt(snapshot) == ""
     assert_same(read(other), make_state(0.5))
     [adopted] = other.snapshots()
     for file in ("manifest.json", "state.json", "tensors-00000.safetensors"):

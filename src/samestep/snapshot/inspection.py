@@ -1,7 +1,7 @@
 """Checks of a training state while a snapshot of it is written: finite, and the same on all ranks."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -37,18 +37,25 @@ class TrainingState:
     is_mine: Callable[[Tensor], bool] | None = None
 
 
-def check_tensors(wanted: Iterable[str], own: Collection[str], rank: int) -> None:
-    """Check that a rank has the tensors that it is to write in place of rank 0's.
+@dataclass(frozen=True)
+class SnapshotOrder:
+    """Snapshots of one step to be written.
 
-    Raises:
-        InvalidValue: one is missing.
+    Attributes:
+        names: names of the snapshots; None for a numbered one. Empty on ranks that do not write.
+        structure, tensors: the encoded state.
+        meta: see `RunDirectory.mark`.
+        is_last: whether the loop ends here.
+        places: of a divided state: the directories of the snapshots, see `Store.begin_parts`.
     """
-    if missing := next((name for name in wanted if name not in own), None):
-        raise InvalidValue(
-            f"{missing} is in the state of rank 0, and not in that of rank {rank}: make the objects for run.prepare "
-            "the same on all ranks",
-            code="SS504",
-        )
+
+    step: int
+    names: Sequence[str | None] = ()
+    structure: Any = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    is_last: bool = False
+    places: Sequence[str] = ()
 
 
 class Inspection:

@@ -42,17 +42,17 @@ def open_run(
             where = f"{error.filename or run} cannot be read ({error.strerror})"
             raise Error(f"{where}: fix that, or name another one", code="SS416") from None
         return
-    from samestep.snapshot.object_store import ObjectStore
+    from samestep.snapshot.mirror import Mirror
 
-    remote = ObjectStore(run)
+    mirror = Mirror(run)
     with WorkDir() as home:
-        remote.download(remote.list_files(), home.path)
+        mirror.download(home.path)
         store = Store(home.path)
         if which is None:
-            remote.copy_snapshots(store.path, is_whole=is_whole, has_digests=has_digests)
+            mirror.copy_snapshots(store.path, is_whole=is_whole, has_digests=has_digests)
         else:
-            rewinds = read_run(home.path, remote.url).get("rewinds", [])
-            store.find(which, warn=say, elsewhere=remote.find_elsewhere(rewinds))
+            rewinds = read_run(home.path, mirror.url).get("rewinds", [])
+            store.find(which, warn=say, pulled=mirror.pull(store, which, rewinds))
         yield home.path
 
 

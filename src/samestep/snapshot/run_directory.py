@@ -25,7 +25,7 @@ from samestep.snapshot.lock import Lock, detach, refuse_links
 from samestep.snapshot.parts import OtherParts
 from samestep.snapshot.resume_point import Holding, ResumePoint
 from samestep.snapshot.run_record import StartOptions, build_record, find_different, read_record
-from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Elsewhere, Snapshot, Store, Unreachable
+from samestep.snapshot.store import ABANDONED, NOTHING, SNAPSHOTS, Pulled, Snapshot, Store
 from samestep.watch.records import (
     HEALS,
     LEDGER,
@@ -183,43 +183,31 @@ class RunDirectory:
 
     # --- start ------------------------------------------------------------------------------------------------
 
-    def look(
-        self,
-        resume: str | int | None,
-        rewinds: Sequence[int],
-        elsewhere: Elsewhere | None = None,
-        *,
-        checks_parts: bool = True,
-    ) -> Holding:
-        """Look for the snapshot to resume from, and check it. A snapshot that is elsewhere is copied here.
+    def drop_left(self, rewinds: Sequence[int]) -> None:
+        """Abandon the snapshots that the run has left in another copy. `rewinds`: as in `run.json` of any copy."""
+        self.store.abandon([each for each in self.store.snapshots() if each.was_left(rewinds)])
 
-        Removes incomplete snapshots, and abandons those that the run has left in another copy.
+    def look(self, resume: str | int | None, pulled: Pulled = NOTHING, *, checks_parts: bool = True) -> Holding:
+        """Look for the snapshot to resume from, and check it.
 
         Args:
             resume: as in `RunConfig`.
-            rewinds: the steps to which the run has gone back, also while this copy took no part.
-            checks_parts: as in `Store.find`.
+            pulled, checks_parts: as in `Store.find`.
 
         Raises:
-            RunDirectoryError: there are snapshots and `resume` is None; raised by `elsewhere`, since another copy may
-                hold an older snapshot than those there.
+            RunDirectoryError: there are snapshots and `resume` is None.
         """
-        self.store.clean()
-        there = elsewhere.snapshots if elsewhere is not None else ()
         found = None
         problem = code = ""
         if resume is not None:
-            self.store.abandon([each for each in self.store.snapshots() if each.was_left(rewinds)])
             try:
                 found = self.store.find(
-                    resume, warn=self._warn, judge=self._judge, elsewhere=elsewhere, checks_parts=checks_parts
+                    resume, warn=self._warn, judge=self.judge, pulled=pulled, checks_parts=checks_parts
                 )
-            except Unreachable:
-                raise
             except Error as error:
                 problem, code = str(error), error.code
         here = self.store.snapshots()
-        if resume is None and (here or there):
+        if resume is None and (here or pulled.snapshots):
             ways = f"{advise(resume='latest')}, or {advise(fresh=True)}"
             raise RunDirectoryError(
                 f"{self.named} already has snapshots and resume is never: start with {ways}", code="SS406"
@@ -227,13 +215,13 @@ class RunDirectory:
         return Holding(
             found=found,
             problem=problem,
-            newest_step=max((each.step for each in (*here, *there)), default=0),
+            newest_step=max((each.step for each in (*here, *pulled.snapshots)), default=0),
             named=[each for each in here if each.problem is None and each.name is not None],
             num_recorded=count_records(self.path / LEDGER),
             code=code,
         )
 
-    def _judge(self, snapshot: Snapshot) -> str:
+    def judge(self, snapshot: Snapshot) -> str:
         """Return why a snapshot belongs to another run, such as one from a restored backup; "" if it does not."""
         meta = snapshot.manifest["meta"]
         if not {"metrics_bytes", "numbers", "world_size"} <= {*meta}:

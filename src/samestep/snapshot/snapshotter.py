@@ -14,8 +14,8 @@ from samestep.config import RunConfig
 from samestep.console import warn
 from samestep.errors import Error, InvalidValue, NotHealed
 from samestep.snapshot.async_copy import Copy, Refused, Staging, Watch, Writer, is_watchable, locate
-from samestep.snapshot.inspection import Inspection, TrainingState
-from samestep.snapshot.location import RunLocation, SnapshotOrder
+from samestep.snapshot.inspection import Inspection, SnapshotOrder, TrainingState
+from samestep.snapshot.location import Location
 from samestep.snapshot.parts import PATIENCE_S
 from samestep.snapshot.serialization import encode
 
@@ -49,7 +49,7 @@ class Snapshotter:
     def __init__(
         self,
         config: RunConfig,
-        location: RunLocation,
+        location: Location,
         count_ranks: Callable[[], int],
         say: Callable[[str], None],
         gather: Callable[[Any], list[Any]],
@@ -379,6 +379,6 @@ class Snapshotter:
                 self._collect()
 
     def close(self) -> bool:
-        """Complete the pending snapshots, and close the location. Returns the result of `RunLocation.close`."""
+        """Complete the pending snapshots, and close the location. Returns the result of `Location.close`."""
         self._wait_alone()
         return self._location.close()

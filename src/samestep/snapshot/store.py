@@ -163,10 +163,6 @@ class Snapshot:
         """Return whether the snapshot matches a request: "latest", a number of completed steps, or a name."""
         return which in ("latest", self.name, self.step)
 
-    def is_replaced_by(self, other: "Snapshot | None") -> bool:
-        """Return whether a snapshot of the same name in another copy of the run differs and is not older."""
-        return other is not None and other.step >= self.step and not self.is_same(other)
-
     def was_left(self, rewinds: Sequence[int]) -> bool:
         """Return whether the run has since gone back to an earlier step. `rewinds`: as in `run.json`."""
         if not self.manifest:
@@ -174,31 +170,27 @@ class Snapshot:
         return self.step > min(rewinds[self.manifest["meta"].get("rewinds", 0) :], default=self.step)
 
 
-class Unreachable(RunDirectoryError):
-    """A request to a place elsewhere failed. `reason`: its message."""
-
-    code = "SS416"
-
-    def __init__(self, where: str, reason: str) -> None:
-        super().__init__(f"the run directory {where} cannot be reached ({reason}): fix that, or name another one")
-        self.reason = reason
-
-
 @dataclass(frozen=True)
-class Elsewhere:
-    """Snapshots of the same run in another place, such as a URL.
+class Pulled:
+    """The result of a request for a snapshot that may be at a URL. If that has a newer one, it is in the store by now.
 
     Attributes:
-        where: the place, for messages.
-        snapshots: the names of their paths are those of their directories there.
-        fetch: copies the files of one of them, but not its manifest, to a directory. Raises Unreachable or OSError.
-        rewinds: the steps to which the run has gone back, as recorded there or here.
+        url: for messages; "" for a run without one.
+        snapshots: those at the URL.
+        problem: why none of them can be used, if one was wanted; else "".
     """
 
-    where: str
-    snapshots: Sequence[Snapshot]
-    fetch: Callable[[Snapshot, Path], None]
-    rewinds: Sequence[int] = ()
+    url: str = ""
+    snapshots: Sequence[Snapshot] = ()
+    problem: str = ""
+
+
+NOTHING = Pulled()
+
+
+def accept(snapshot: Snapshot) -> str:
+    """The judge of `Store.find` that accepts every snapshot."""
+    return ""
 
 
 class Store:
@@ -241,57 +233,54 @@ class Store:
         which: int | str,
         *,
         warn: Callable[[str], None] = warnings.warn,
-        judge: Callable[[Snapshot], str] = lambda _: "",
-        elsewhere: Elsewhere | None = None,
+        judge: Callable[[Snapshot], str] = accept,
+        pulled: Pulled = NOTHING,
         checks_parts: bool = True,
     ) -> Snapshot | None:
-        """Find the snapshot to read, and check every byte of it. Copy it here if it is elsewhere.
+        """Find the snapshot to read, and check every byte of it.
 
         Args:
             which: "latest", a number of completed steps, or a name.
             warn: called with a message for each damaged snapshot for which an older one is tried. The error names the
                 last one.
             judge: returns a further problem of a snapshot whose manifest is valid; "" for none.
-            elsewhere: replaces snapshots here of the same name and step that differ.
+            pulled: what was found at the run's URL.
             checks_parts: False to leave a divided snapshot to the caller, who checks it and may `refuse` it.
 
         Returns:
             The newest undamaged snapshot that matches; None if `which` is "latest" and there are no snapshots.
 
         Raises:
-            RunDirectoryError: no undamaged snapshot matches; raised by `elsewhere`.
-            OSError: the disk is full or gone.
+            RunDirectoryError: no undamaged snapshot matches.
+            OSError: the disk is gone.
         """
-        there = {} if elsewhere is None else {each.label: each for each in elsewhere.snapshots}
-        here = [each for each in self.snapshots() if not each.is_replaced_by(there.get(each.label))]
-        found = sorted([*there.values(), *here], key=lambda each: each.age)  # of two alike, the one here is last
-        wanted = [each for each in found if each.matches(which)]
+        found = self.snapshots()
         problem = ""
-        for snapshot in reversed(wanted):
+        for snapshot in reversed([each for each in found if each.matches(which)]):
             if problem:
                 warn(f"skipping a snapshot that cannot be used: {problem}")
-            if elsewhere is not None and snapshot is there.get(snapshot.label):
-                place = f"{elsewhere.where}/{SNAPSHOTS}/{snapshot.path.name}"
-                problem = snapshot.problem or judge(snapshot) or self._refused.get(self.path / snapshot.label, "")
-                problem = problem or self._copy(snapshot, elsewhere) or ""
-                copy = self._read(snapshot.label, self.path / snapshot.label)
-            else:
-                place = str(snapshot.path.relative_to(self.path.parent))
-                problem = snapshot.problem or judge(snapshot) or self._refused.get(snapshot.path, "")
-                if not problem and (checks_parts or elsewhere is not None or not snapshot.is_divided):
-                    problem = find_damage(snapshot.path, snapshot.manifest) or ""
-                copy = snapshot
+            problem = snapshot.problem or judge(snapshot) or self._refused.get(snapshot.path, "")
+            if not problem and (checks_parts or not snapshot.is_divided):
+                problem = find_damage(snapshot.path, snapshot.manifest) or ""
             if not problem:
-                return copy
+                return snapshot
             self._damaged.add(snapshot.path)
-            problem = f"{place}: {problem}"
-        where = str(self._named) if elsewhere is None else elsewhere.where
+            problem = f"{snapshot.path.relative_to(self.path.parent)}: {problem}"
+        problem = problem or pulled.problem
+        where = pulled.url or str(self._named)
         if which == "latest":
-            if not found:
+            if not problem:
                 return None
             advice = f"restore one from a backup, or start with {advise(fresh=True)}"
             raise RunDirectoryError(f"no snapshot in {where} can be used ({problem}): {advice}", code="SS410")
-        raise self._explain_missing(which, found, problem, where)
+        raise self._explain_missing(which, [*pulled.snapshots, *found], problem, where)
+
+    def holds(self, snapshot: Snapshot) -> bool:
+        """Return whether this store has another copy's snapshot, undamaged, or a newer one of the same name."""
+        here = next((each for each in self.snapshots() if each.label == snapshot.label), None)
+        if here is None or here.problem is not None:
+            return False
+        return here.step > snapshot.step or (here.is_same(snapshot) and find_damage(here.path, here.manifest) is None)
 
     def refuse(self, snapshot: Snapshot, problem: str) -> None:
         """Let `find` skip a snapshot that it has returned, because of a problem with it."""
@@ -310,16 +299,10 @@ class Store:
         sound = [s.name or f"step {s.step}" for s in found if s.problem is None and s.path not in self._damaged]
         others = "there is no other" if found else "there are none yet"
         if sound:
-            others = f"there is {', '.join(sound)}"
+            others = f"there is {', '.join(dict.fromkeys(sound))}"
         what = f"of step {which}" if isinstance(which, int) else f"named {which}"
         fault = f"the snapshot {what} cannot be used ({problem})" if problem else f"there is no snapshot {what}"
         return RunDirectoryError(f"{fault} in {where}: {others}", code="SS410" if problem else "SS411")
-
-    def _copy(self, snapshot: Snapshot, elsewhere: Elsewhere) -> str | None:
-        """Copy a snapshot to this store. Return a problem with it, as `adopt` does."""
-        self.make_inbox()
-        elsewhere.fetch(snapshot, self.inbox)
-        return self.adopt(snapshot)
 
     def read(self, snapshot: Snapshot, kind: Any = Object) -> dict[str, Any]:
         """Return the state in a snapshot that `find` returned, here or on another node; its tensors are in host memory.
@@ -455,22 +438,23 @@ class Store:
         """Return the directory for a snapshot's files from another store, see `make_inbox` and `adopt`."""
         return self.path / f"{_WRITING}inbox"
 
-    def make_inbox(self) -> None:
+    def make_inbox(self) -> Path:
         """Create the inbox, empty. Raises OSError."""
         self._create(self.inbox)
+        return self.inbox
 
-    def adopt(self, snapshot: Snapshot) -> str | None:
+    def adopt(self, snapshot: Snapshot) -> str:
         """Make the files in the inbox this snapshot of another store, replacing one of the same name.
 
         Returns:
-            A problem with the files, which are then removed; None if there is none.
+            A problem with the files, which are then removed; "" if there is none.
         """
         if problem := find_damage(self.inbox, snapshot.manifest):
             shutil.rmtree(self.inbox)
             return problem
         _write_json(self.inbox / MANIFEST, seal(snapshot.manifest))
         self._put(self.inbox, self.path / snapshot.label)
-        return None
+        return ""
 
     def prune(self, keep: int) -> None:
         """Remove numbered snapshots older than the `keep` (at least 1) newest undamaged ones. Named ones stay."""
@@ -524,6 +508,7 @@ class Store:
             with suppress(OSError):  # the next `clean` removes it
                 self._remove(aside)
         self._damaged.discard(target)
+        self._refused.pop(target, None)
 
     def _remove(self, path: Path) -> None:
         # Renamed first, so that no reader finds a snapshot of which half is gone.

@@ -88,13 +88,13 @@ def find_directory(run: str, local_dir: str | None) -> Path:
     """
     if not is_url(run):
         return Path(run)
-    from samestep.snapshot.object_store import ObjectStore, find_copy
+    from samestep.snapshot.mirror import Mirror, find_copy
 
-    remote = ObjectStore(run)
-    holder, number = remote.read_lock()
+    mirror = Mirror(run)
+    holder, number = mirror.read_lock()
     if not number:
         raise Error(f"there is no run at {run}: name a run's URL or directory", code="SS415")
-    copy = find_copy(remote.url, number, local_dir)
+    copy = find_copy(mirror.url, number, local_dir)
     if copy.is_dir() and (f" on {read_host()} since " in holder or (copy / RANKS).exists()):
         return copy
     raise Error(

@@ -9,7 +9,7 @@ import torch
 from samestep.config import RunConfig
 from samestep.engine.precision import Precision
 from samestep.plan.tree import Layout, build_layout
-from samestep.snapshot.location import RunLocation
+from samestep.snapshot.location import Location
 from samestep.world.environment import Environment
 from samestep.world.group import Group
 
@@ -35,7 +35,7 @@ class RunContext:
     device: torch.device
     precision: Precision
     say: Callable[[str], None]
-    location: RunLocation
+    location: Location
     script_config: Mapping[str, Any]
 
     @property

@@ -17,7 +17,7 @@ from samestep.engine.precision import build_precision
 from samestep.errors import InvalidValue, UsageError
 from samestep.plan.seeds import derive
 from samestep.redaction import hide_secrets
-from samestep.snapshot.open_location import open_location
+from samestep.snapshot.location import open_location
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.arguments import build_config, check_count, check_names, check_script_config
 from samestep.train.context import RunContext

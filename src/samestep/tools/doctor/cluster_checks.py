@@ -74,12 +74,12 @@ def look_at_run_dir(context: Context) -> dict[str, Any] | None:
     """On the first rank of each node: check the directory as the node sees it. Leaves no files."""
     rank = context.environment.rank
     if is_url(context.run_dir):
-        from samestep.snapshot.object_store import ObjectStore
+        from samestep.snapshot.mirror import Mirror
 
         if rank:
             return None
         try:
-            ObjectStore(str(context.run_dir)).is_empty()
+            Mirror(str(context.run_dir)).is_empty()
         except Error as error:
             return {"wanted": context.run_dir, "problem": str(error)}
         return {"wanted": context.run_dir, "problem": "", "writer": 0}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from samestep.console import warn
 from samestep.engine.precision import Precision
 from samestep.errors import Error, InvalidType, InvalidValue, RunDirectoryError, UsageError
-from samestep.snapshot.location import RunLocation
+from samestep.snapshot.location import Location
 from samestep.snapshot.run_record import OVERRIDE, StartOptions, describe_changes
 from samestep.snapshot.serialization import SavedState
 from samestep.snapshot.store import Store
@@ -264,7 +264,7 @@ def _load(name: str, thing: Any, saved: Any, names: Names) -> None:
 
 
 def restore_models(
-    location: RunLocation,
+    location: Location,
     known: Mapping[str, nn.Module],
     names: Sequence[str],
     which: int | str,

@@ -9,7 +9,7 @@ from torch import Tensor
 from samestep.data.lanes import LanePosition, Lanes
 from samestep.errors import RunDirectoryError
 from samestep.plan.loop_plan import LoopPlan
-from samestep.snapshot.location import RunLocation
+from samestep.snapshot.location import Location
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import find_different
 from samestep.train.inputs.loop_data import LoopData
@@ -209,7 +209,7 @@ class RunState:
         self,
         data: LoopData,
         max_steps: int | None,
-        location: RunLocation,
+        location: Location,
         say: Callable[[str], None],
     ) -> None:
         """Move to the script's next loop, and record it. On all ranks.

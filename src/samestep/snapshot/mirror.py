@@ -1,0 +1,460 @@
+"""The mirror of a run at a URL: in an object store, or in any other file system of fsspec.
+
+A run at a URL works in a directory on the disk of rank 0, its working copy. A start pulls what the directory lacks, and
+each snapshot is pushed, with its manifest last. Without a manifest, a snapshot does not exist.
+
+The files at the URL have the layout of a run directory, except that the directory of a named snapshot contains its step
+(`snapshots/best.step-00000007`): stores cannot rename directories, so a new one is written beside the old one.
+"""
+
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import wraps
+from itertools import count
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from samestep.console import say
+from samestep.data.order_files import ORDERS, list_orders
+from samestep.errors import Error, RunDirectoryError, needing
+from samestep.files import MAX_BYTES, open_regular, read_bytes, replace_file
+from samestep.hashing import hash_bytes
+from samestep.snapshot.lock import build_token, explain_takeover
+from samestep.snapshot.manifest import FILE, MANIFEST, NAME, find_wrong_size, parse_manifest
+from samestep.snapshot.run_directory import RunDirectory
+from samestep.snapshot.run_record import parse_run_record
+from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Pulled, Snapshot, Store, accept
+from samestep.watch.records import LOCK, RECORD, SHARED
+from samestep.world.environment import advise, read_cache_dir, read_host
+from samestep.world.forking import at_rest
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_PLACE = re.compile(rf"(?:({NAME.pattern})\.)?step-(\d{{8,18}})")
+_RUN = re.compile(r"[0-9a-f]{32}")  # the run's id
+_ORDER = re.compile(r"epoch-\d{8,}\.npy|shards-[0-9a-f]{16}\.json")
+
+
+class Unreachable(RunDirectoryError):
+    """A request to a URL failed. `reason`: its message."""
+
+    code = "SS416"
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(f"the run directory {url} cannot be reached ({reason}): fix that, or name another one")
+        self.reason = reason
+
+
+def open_mirror(url: str, *, fresh: bool, warn: Callable[[str], None]) -> "Mirror":
+    """Return the mirror at a URL; with `fresh`, the first of x, x-2, x-3 ... that is empty. Errors as for `Mirror`."""
+    mirror = Mirror(url, warn)
+    for number in count(2) if fresh else ():
+        if mirror.is_empty():
+            break
+        mirror = Mirror(f"{url.rstrip('/')}-{number}", warn)
+    return mirror
+
+
+def find_copies(local_dir: str | None) -> Path:
+    """Return the directory of the working copies of runs at URLs. Default: in the user's cache directory."""
+    return Path(local_dir).expanduser() if local_dir else read_cache_dir() / "runs"
+
+
+def find_copy(url: str, run: str, local_dir: str | None) -> Path:
+    """Return the directory of a run's working copy on rank 0's machine. It differs between runs, even at the same URL.
+
+    Args:
+        run: the run's id, see `Mirror.read_lock`.
+        local_dir: as in `find_copies`.
+    """
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", url.rpartition("::")[2]).strip("-")[-80:]
+    return find_copies(local_dir) / f"{name}-{run[:12]}"
+
+
+def _requests(method: "Callable[Concatenate[Mirror, P], T]") -> "Callable[Concatenate[Mirror, P], T]":
+    """Convert the exceptions of the store, which differ between stores, to `Unreachable`."""
+
+    @wraps(method)
+    def request(self: "Mirror", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except Error:
+            raise
+        except Exception as error:
+            raise Unreachable(self.url, _describe(error)) from error
+
+    return request
+
+
+class Mirror:
+    """The files of a run at a URL. Methods raise `Unreachable` if the store fails.
+
+    Args:
+        warn: prints a message.
+
+    Raises:
+        RunDirectoryError: the protocol is unknown.
+        Error: fsspec is not installed.
+    """
+
+    def __init__(self, url: str, warn: Callable[[str], None] = say) -> None:
+        self.url = url.rstrip("/")
+        self._warn = warn
+        self._token = b""
+        self._holder = self._run = ""
+        self._pushed: dict[str, str] = {}  # file -> sha256 of the content uploaded last
+        if not re.split("::|://", url, maxsplit=1)[1].strip("/"):
+            raise RunDirectoryError(f"the run directory {url} names no place: give a path after it", code="SS416")
+        with needing(f"the run directory {url} needs fsspec", "'samestep[remote]'"):
+            from fsspec.core import url_to_fs
+        try:
+            self._fs, root = url_to_fs(self.url)
+        except (ImportError, ValueError) as error:  # fsspec says what to install
+            raise RunDirectoryError(f"the run directory {url} cannot be used: {error}", code="SS416") from None
+        except Exception as error:
+            raise Unreachable(url, _describe(error)) from None
+        self._root = str(root).rstrip("/")
+
+    # --- files ------------------------------------------------------------------------------------------------
+
+    @_requests
+    def is_empty(self) -> bool:
+        """Return whether there are no files at the URL."""
+        self._fs.invalidate_cache()
+        return not self._find("")
+
+    @_requests
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a file; None if it does not exist."""
+        try:
+            return bytes(self._fs.cat_file(self._at(name)))
+        except FileNotFoundError:
+            return None
+
+    @_requests
+    def write(self, name: str, content: bytes) -> None:
+        """Write or replace a file. Object stores do this atomically; for a local disk, a rename does."""
+        if not getattr(self._fs, "local_file", False):
+            self._put(name, lambda path: self._fs.pipe_file(path, content))
+            return
+        folder, _, last = name.rpartition("/")
+        partial = f"{folder}/.{last}".lstrip("/")
+        self._put(partial, lambda path: self._fs.pipe_file(path, content))
+        self._fs.mv(self._at(partial), self._at(name))
+
+    @_requests
+    def list_files(self) -> list[str]:
+        """Return the names of the files of a run besides its snapshots. Some of them may not exist."""
+        names = [path.rpartition("/")[2] for path in self._find(ORDERS)]
+        return [*SHARED, *(f"{ORDERS}/{name}" for name in names if _ORDER.fullmatch(name))]
+
+    def download(self, directory: Path) -> None:
+        """Download these files to the same places in a directory, without one that exists there. Raises OSError, too.
+
+        `run.json` stays as it is if the directory has one.
+        """
+        for name in self.list_files():
+            if name == RECORD and (directory / name).exists():
+                continue
+            if (content := self.read(name)) is not None:
+                (directory / name).parent.mkdir(exist_ok=True)
+                replace_file(directory / name, content)
+
+    def _find(self, name: str) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = self._fs.find(self._at(name), detail=True)
+        except FileNotFoundError:
+            return {}
+        return found
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}".rstrip("/")
+
+    def _put(self, name: str, put: Callable[[str], None]) -> None:
+        """Call `put` with a file's path, and again after creating the directory if the store has directories."""
+        path = self._at(name)
+        try:
+            put(path)
+        except FileNotFoundError:
+            top = self._root[: f"{self._root}/".index("/", 1)]
+            if not self._fs.exists(top):  # a bucket with a mistyped name must not be created
+                raise
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            put(path)
+
+    # --- snapshots --------------------------------------------------------------------------------------------
+
+    @_requests
+    def snapshots(self) -> list[Snapshot]:
+        """Return the snapshots with a manifest, the oldest first; judged by manifests and file sizes.
+
+        Their paths are the names of their directories.
+        """
+        found = [self._read_manifest(place, sizes) for place, sizes in self._list().items() if MANIFEST in sizes]
+        return sorted(found, key=lambda snapshot: snapshot.age)
+
+    def _list(self) -> dict[str, dict[str, int]]:
+        """Return the size of each file in the snapshots' directories.
+
+        Other names are left out: object stores allow any text, and these names become those of local files.
+        """
+        self._fs.invalidate_cache()
+        sizes: dict[str, dict[str, int]] = {}
+        for path, info in self._find(SNAPSHOTS).items():
+            place, file = path.split("/")[-2:]
+            if _PLACE.fullmatch(place) or NAME.fullmatch(place):
+                sizes.setdefault(place, {})[file] = info["size"]
+        return sizes
+
+    def _read_manifest(self, place: str, sizes: Mapping[str, int]) -> Snapshot:
+        text = self._fs.cat_file(self._at_place(place, MANIFEST)) if sizes[MANIFEST] <= MAX_BYTES else b""
+        manifest, problem = parse_manifest(text)
+        match = _PLACE.fullmatch(place)
+        name, step = (match[1], int(match[2])) if match else (place, None)
+        problem = problem or find_wrong_size(manifest["files"], sizes)
+        return Snapshot.from_manifest(Path(place), name, step, manifest, problem)
+
+    def _at_place(self, place: str, file: str = "") -> str:
+        return self._at(f"{SNAPSHOTS}/{place}/{file}")
+
+    @_requests
+    def _fetch(self, place: str, files: Sequence[str], directory: Path) -> None:
+        for file in files:
+            self._fs.get_file(self._at_place(place, file), str(directory / file))
+
+    @_requests
+    def copy_snapshots(self, directory: Path, *, is_whole: bool, has_digests: bool = False) -> None:
+        """Download all snapshots to a directory, damaged or not.
+
+        Args:
+            is_whole: if False, creates empty files of the same sizes for all but the manifests.
+            has_digests: whether to download a snapshot whose manifest has no digest in any case.
+        """
+        sizes = self._list()
+        for snapshot in self.snapshots():
+            target = directory / snapshot.label
+            target.mkdir(parents=True, exist_ok=True)
+            present = [file for file in sizes[snapshot.path.name] if FILE.fullmatch(file)]
+            is_fetched = is_whole or (has_digests and snapshot.manifest.get("digest", "") is None)
+            self._fetch(snapshot.path.name, present if is_fetched else [MANIFEST], target)
+            for file in () if is_fetched else {*present} - {MANIFEST}:
+                (target / file).touch()
+                os.truncate(target / file, sizes[snapshot.path.name][file])
+
+    @_requests
+    def _remove(self, place: str) -> None:
+        """Remove a snapshot, or what is left of one."""
+        if self._fs.exists(self._at_place(place, MANIFEST)):
+            self._fs.rm_file(self._at_place(place, MANIFEST))
+        with suppress(FileNotFoundError):  # in an object store, a directory is gone with its last file
+            self._fs.rm(self._at_place(place), recursive=True)
+
+    # --- pull -------------------------------------------------------------------------------------------------
+
+    def pull_record(self, directory: RunDirectory) -> Sequence[int]:
+        """Download `run.json` unless the working copy has one. Return the steps to which the run has gone back.
+
+        Raises:
+            RunDirectoryError: there is no run at the URL, or it cannot be read.
+            OSError: the working copy cannot be written.
+        """
+        text = self.read(RECORD)
+        if text is None:
+            if self.snapshots():
+                raise RunDirectoryError(
+                    f"{self.url} holds snapshots but no {RECORD}: name another run directory", code="SS407"
+                )
+            return []
+        record = parse_run_record(text, self.url, f"repair it, or start with {advise(fresh=True)}")
+        if not directory.record:
+            replace_file(directory.path / RECORD, text)
+            directory.read_record()
+        rewinds: Sequence[int] = record.get("rewinds", [])
+        return rewinds
+
+    def pull(
+        self,
+        store: Store,
+        which: int | str | None,
+        rewinds: Sequence[int] = (),
+        judge: Callable[[Snapshot], str] = accept,
+        *,
+        with_files: bool = False,
+    ) -> Pulled:
+        """Copy the newest undamaged snapshot at the URL that matches to a store, unless that has it or a newer one.
+
+        Args:
+            which, judge: as for `Store.find`; None: copy none.
+            rewinds: as in `run.json`; snapshots that the run has left are ignored.
+            with_files: whether to download the other files of the run with a snapshot.
+
+        Raises:
+            OSError: the store cannot be written.
+        """
+        there = [each for each in self.snapshots() if not each.was_left(rewinds)]
+        problem = ""
+        for snapshot in reversed([each for each in there if which is not None and each.matches(which)]):
+            if problem:
+                self._warn(f"skipping a snapshot that cannot be used: {problem}")
+            if store.holds(snapshot):
+                return Pulled(self.url, there)
+            problem = snapshot.problem or judge(snapshot)
+            if not problem:
+                if with_files:  # first: a snapshot without the rows before it must not be found
+                    self.download(store.path.parent)
+                self._fetch(snapshot.path.name, snapshot.manifest["files"], store.make_inbox())
+                problem = store.adopt(snapshot)
+            if not problem:
+                return Pulled(self.url, there)
+            problem = f"{self.url}/{SNAPSHOTS}/{snapshot.path.name}: {problem}"
+        return Pulled(self.url, there, problem)
+
+    # --- push -------------------------------------------------------------------------------------------------
+
+    def begin(self, directory: RunDirectory, step: int) -> None:
+        """Make this process the writer, and move snapshots of later steps to `abandoned/`. Called once.
+
+        Raises:
+            RunDirectoryError: the URL cannot be written.
+        """
+        if self._holder and f" on {read_host()} since " not in self._holder:
+            self._warn(f"{self.url} was written by {self._holder}: if it still runs, it ends at its next snapshot")
+        self.take()
+        self._push_file(directory, RECORD)  # first: it lists the steps that the run went back to
+        for each in reversed(self.snapshots()):
+            if each.step > step:
+                self._abandon(each)
+
+    @_requests
+    def _abandon(self, snapshot: Snapshot) -> None:
+        place = snapshot.path.name
+        target = f"{ABANDONED}/{place}-{time.time_ns()}"
+        for file in (*snapshot.manifest.get("files", {}), MANIFEST):
+            if self._fs.exists(source := self._at_place(place, file)):
+                self._put(f"{target}/{file}", lambda path: self._fs.cp_file(source, path))
+        self._remove(place)
+
+    @at_rest()  # the network may take long
+    def push(self, directory: RunDirectory, keep: int) -> str:
+        """Upload the newest numbered snapshot, the newest of each name, and the other files that changed.
+
+        Of the numbered snapshots at the URL, keeps the `keep` newest.
+
+        Returns:
+            The end of a message about the snapshot if the URL cannot be written; "" otherwise. The earlier content of
+            the URL is undamaged in both cases.
+
+        Raises:
+            RunDirectoryError: another process has taken the run over.
+        """
+        try:
+            if not self._check():
+                self._pushed.clear()
+            self._push_files(directory)
+            self._push_snapshots(directory.store, keep)
+        except (Unreachable, OSError) as error:
+            why = error.reason if isinstance(error, Unreachable) else error
+            return f"is in {directory.path} only: it could not be uploaded to {self.url} ({why})"
+        return ""
+
+    def push_status(self, directory: RunDirectory) -> None:
+        """Upload the status of the run, if possible."""
+        with suppress(Error, OSError):
+            self._check()
+            self._push_files(directory)
+
+    def _push_snapshots(self, store: Store, keep: int) -> None:
+        there = {each.path.name: each for each in self.snapshots()}
+        newest = {each.name: each for each in store.snapshots() if each.problem is None}
+        # Named ones first: a script that resumes from the numbered one would not request them again.
+        for own in sorted(newest.values(), key=lambda each: each.name is None):
+            place = _name_place(own)
+            if place in there:
+                if there[place].problem is None and own.is_same(there[place]):
+                    continue
+                self._remove(place)
+            self._push_snapshot(own, place)
+        numbered = {each.step for each in [*there.values(), *newest.values()] if each.name is None and not each.problem}
+        oldest = {each.name: each.step for each in newest.values()}
+        oldest[None] = min(sorted(numbered)[-keep:], default=0)
+        for place, each in there.items():
+            if each.step < oldest.get(each.name, 0):
+                self._remove(place)
+
+    @_requests
+    def _push_snapshot(self, snapshot: Snapshot, place: str) -> None:
+        for file in snapshot.manifest["files"]:
+            source = str(snapshot.path / file)
+            self._put(f"{SNAPSHOTS}/{place}/{file}", lambda path: self._fs.put_file(source, path))  # noqa: B023
+        self._check()
+        self.write(f"{SNAPSHOTS}/{place}/{MANIFEST}", read_bytes(snapshot.path / MANIFEST))
+
+    def _push_files(self, directory: RunDirectory) -> None:
+        for name in (*SHARED, *list_orders(directory.path)):
+            self._push_file(directory, name)
+
+    def _push_file(self, directory: RunDirectory, name: str) -> None:
+        """Upload a file that exists and has changed. Raises OSError, too."""
+        path = directory.path / name
+        if not path.exists():
+            return
+        with open(path, "rb", opener=open_regular) as file:
+            content = file.read()
+        if self._pushed.get(name) != (now := hash_bytes(content)):
+            self.write(name, content)
+            self._pushed[name] = now
+
+    # --- lock -------------------------------------------------------------------------------------------------
+
+    def read_lock(self) -> tuple[str, str]:
+        """Return the last process that wrote here, and the run's id; "" if there is none.
+
+        The id is part of the path of the working copy, so a lock with any other text has none.
+        """
+        holder, _, run, *_ = [*(self.read(LOCK) or b"").decode(errors="replace").split("\n"), "", "", ""]
+        return holder, run if _RUN.fullmatch(run) else ""
+
+    def join(self, local_dir: str | None) -> Path:
+        """Join the run at the URL, or begin a new one. Return the directory of its working copy, see `find_copy`."""
+        self._holder, run = self.read_lock()
+        self._run = run or uuid.uuid4().hex
+        return find_copy(self.url, self._run, local_dir)
+
+    def take(self, run: str = "") -> None:
+        """Make this process the writer: the earlier one ends at its next check. Remove what that has left incomplete.
+
+        Args:
+            run: the run's unique id, of a mirror without `join`.
+        """
+        self._token = f"{build_token()}{run or self._run}\n".encode()
+        self.write(LOCK, self._token)
+        for place, sizes in self._list().items():
+            if MANIFEST not in sizes:
+                self._remove(place)
+
+    def _check(self) -> bool:
+        """Return whether the files written since `take` still exist. False if the directory was removed meanwhile.
+
+        Raises:
+            RunDirectoryError: another process has taken the run over.
+        """
+        text = self.read(LOCK)
+        if text is None:
+            self.write(LOCK, self._token)
+        elif text != self._token:
+            raise explain_takeover(self.url, text)
+        return text is not None
+
+
+def _name_place(snapshot: Snapshot) -> str:
+    """Return the name of a snapshot's directory at a URL."""
+    return f"{snapshot.name}.step-{snapshot.step:08d}" if snapshot.name else snapshot.label
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")
