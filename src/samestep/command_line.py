@@ -53,7 +53,7 @@ def run(command: click.Command, name: str, arguments: Sequence[str]) -> int:
     """Run a command, which `name` calls in messages. Returns its exit code. Raises Error if an argument is invalid."""
     try:
         with command.make_context(name, [*arguments]) as context:
-            return int(command.invoke(context))
+            return int(command.invoke(context) or 0)
     except click.exceptions.Exit as end:  # after --help
         return end.exit_code
 

@@ -218,7 +218,7 @@ def test_recipes_are_listed_by_their_docstrings() -> None:
 def test_a_recipes_help_is_its_own_and_launchs() -> None:
     done = run("train", "--seed=1", "mlp", "--help")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "--total-epochs" in done.stdout
+    assert "[TOTAL_EPOCHS] [SAVE_EVERY]" in done.stdout
     assert "--nproc-per-node" in done.stdout
 
 

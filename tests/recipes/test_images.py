@@ -95,7 +95,7 @@ def test_a_corrupt_image_is_named(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "x.png"
     Image.new("L", (30, 30), 9).save(file)
     file.write_bytes(file.read_bytes()[:-30] if content == b"cut" else content)
-    with pytest.raises(images.CorruptImage, match=rf"{file} cannot be decoded \(.*\): repair or remove it"):
+    with pytest.raises(Error, match=rf"{file} cannot be decoded \(.*\): convert, repair or remove it"):
         images.decode(file)
 
 
@@ -111,17 +111,12 @@ PIXELS: dict[str, tuple[Any, int | tuple[int, int, int]]] = {  # file name -> th
     "P.gif": (Image.new("RGBA", (2, 2), (0, 0, 0, 0)), 255),
     "CMYK.jpg": (Image.new("CMYK", (2, 2), (0, 0, 0, 255)), 0),
     "CMYK.tif": (Image.new("CMYK", (2, 2), (0, 0, 0, 55)), 200),
-    "I16.png": (Image.fromarray(BIG), 234),
-    "I16 dark.png": (Image.fromarray(BIG // 12), 19),
-    "I16.tif": (Image.fromarray(BIG), 234),
-    "I16B.tif": (Image.fromarray(BIG.astype(">u2")), 234),
-    "I.pgm": (Image.fromarray(BIG), 234),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PIXELS)
 def test_pixels_of_any_mode(name: str, tmp_path: Path) -> None:
-    """16 bits are scaled to 8, and transparent parts are white."""
+    """Transparent parts are white."""
     image, pixel = PIXELS[name]
     image.save(tmp_path / name)
     decoded = images.decode(tmp_path / name)
@@ -129,20 +124,20 @@ def test_pixels_of_any_mode(name: str, tmp_path: Path) -> None:
     assert decoded.getpixel((1, 1)) == (pixel if isinstance(pixel, tuple) else (pixel,) * 3)
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.float32])
-def test_values_without_a_range_are_refused(dtype: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
+def test_values_of_more_than_8_bits_are_refused(dtype: Any, tmp_path: Path) -> None:
     Image.fromarray(BIG.astype(dtype)).save(tmp_path / "x.tif")
-    with pytest.raises(Error, match=r"x\.tif cannot be decoded \(.*has no fixed range of values: convert it to 8"):
+    with pytest.raises(Error, match=r"x\.tif cannot be decoded \(.*has more than 8 bits"):
         images.decode(tmp_path / "x.tif")
 
 
-@pytest.mark.parametrize(("mode", "suffix"), [("L", "jpg"), ("RGB", "png"), ("I;16", "png"), ("RGB", "tif")])
+@pytest.mark.parametrize(("mode", "suffix"), [("L", "jpg"), ("RGB", "png"), ("RGB", "tif")])
 def test_images_are_upright(mode: str, suffix: str, tmp_path: Path) -> None:
     """The orientation says where the first row and column of the file are to be shown."""
     corners = {1: (0, 0), 2: (1, 0), 3: (1, 1), 4: (0, 1), 5: (0, 0), 6: (1, 0), 7: (1, 1), 8: (0, 1)}
     for orientation, corner in corners.items():
         image = Image.new(mode, (64, 32))
-        image.paste((255,) * 3 if mode == "RGB" else 65535 if mode == "I;16" else 255, (0, 0, 32, 16))
+        image.paste((255,) * 3 if mode == "RGB" else 255, (0, 0, 32, 16))
         exif = Image.Exif()
         exif[0x0112] = orientation
         image.save(tmp_path / f"x.{suffix}", exif=exif)
@@ -152,15 +147,10 @@ def test_images_are_upright(mode: str, suffix: str, tmp_path: Path) -> None:
         assert [each for each, at in places.items() if shown.getpixel(at)[0] > 128] == [corner], orientation
 
 
-def test_damaged_metadata_of_a_sound_image(tmp_path: Path) -> None:
-    Image.new("L", (4, 2), 9).save(tmp_path / "x.png", exif=b"Exif\0\0no header of TIFF")
-    assert images.decode(tmp_path / "x.png").size == (4, 2)
-
-
 def test_formats_that_start_other_programs_are_refused(tmp_path: Path) -> None:
     Image.new("L", (4, 2), 9).save(tmp_path / "x.eps")
     (tmp_path / "x.eps").rename(tmp_path / "x.jpg")
-    with pytest.raises(images.CorruptImage, match="cannot identify image file"):
+    with pytest.raises(Error, match="cannot identify image file"):
         images.decode(tmp_path / "x.jpg")
 
 
@@ -292,5 +282,5 @@ def test_the_model_normalizes_bytes() -> None:
 
 def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)  # importing it raises ImportError
-    with pytest.raises(Error, match=r"needs Pillow: pip install 'samestep\[recipes\]'"):
+    with pytest.raises(Error, match=r"needs Pillow .*: pip install 'samestep\[recipes\]'"):
         runpy.run_path(images.__file__)

@@ -26,7 +26,7 @@ def build_model(num_source: int = 20, num_target: int = 22, max_length: int = 24
     model = Seq2Seq(num_source, num_target, dim=16, num_heads=2, num_layers=2, max_length=max_length)
     with torch.no_grad():  # far from the initial values, for which all tokens are equally likely
         for param in model.parameters():
-            param.mul_(2.0) if param.dim() > 1 else param.add_(0.3 * torch.randn_like(param))
+            param.mul_(4.0) if param.dim() > 1 else param.add_(0.3 * torch.randn_like(param))
     return model.eval()
 
 

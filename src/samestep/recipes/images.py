@@ -4,14 +4,13 @@ samestep train images --nproc-per-node 2
 samestep train images --data photos --model resnet18 --image-size 224 --num-workers 4 --precision bf16
 """
 
-import argparse
 import io
 import math
-import warnings
-from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import click
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -19,25 +18,20 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import samestep
+from samestep.command_line import PATH
+from samestep.errors import needing
 from samestep.files import creating_directory
 from samestep.hashing import hash_bytes
-from samestep.recipes import build_schedule, check_numbers, run_main
+from samestep.recipes import AMOUNT, COUNT, SHARE, Recipe, build_schedule, keep_best, quarter
 from samestep.recipes.models.resnet import ARCHITECTURES, Bottleneck, ResidualBlock, build_resnet
+from samestep.units import format_count
 
-try:
+with needing("the recipe images needs Pillow", "'samestep[recipes]'"):
     from PIL import Image, ImageOps
-except ImportError:
-    raise samestep.MissingPackage("the recipe images needs Pillow: pip install 'samestep[recipes]'") from None
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # Pillow starts other programs to read some others
 Entry = tuple[Path, int]  # file and class
-
-
-class CorruptImage(samestep.Error):
-    """A file cannot be decoded as an image."""
-
-    code = "SS701"
 
 
 def find_images(folder: Path) -> tuple[list[str], list[Entry]]:
@@ -57,8 +51,7 @@ def find_images(folder: Path) -> tuple[list[str], list[Entry]]:
         entries += [(path, number) for path in files]
     if len(classes) < 2:
         raise samestep.InvalidValue(
-            f"{folder} has {len(classes)} folder{'s' * (len(classes) != 1)}: it needs "
-            "a folder of images for each of 2 classes",
+            f"{folder} has {format_count(len(classes), 'folder')}: it needs a folder of images for each of 2 classes",
             code="SS701",
         )
     return classes, entries
@@ -80,13 +73,10 @@ def split_data(folder: Path, held_out: float) -> tuple[list[str], list[Entry], l
             )
         return classes, train, val
     classes, entries = find_images(folder)
-
-    def is_held_out(path: Path) -> bool:
-        mark = hash_bytes(path.relative_to(folder).as_posix().encode())[:16]
-        return int(mark, 16) < held_out * 2**64
-
-    val = [entry for entry in entries if is_held_out(entry[0])]
-    train = [entry for entry in entries if not is_held_out(entry[0])]
+    marks = [hash_bytes(path.relative_to(folder).as_posix().encode())[:16] for path, _ in entries]
+    is_held_out = [int(mark, 16) < held_out * 2**64 for mark in marks]
+    val = [entry for entry, is_out in zip(entries, is_held_out, strict=True) if is_out]
+    train = [entry for entry, is_out in zip(entries, is_held_out, strict=True) if not is_out]
     if not train or not val:
         raise samestep.InvalidValue(
             f"{len(entries)} images in {folder} are too few to hold out {held_out:.0%}: add images", code="SS303"
@@ -104,10 +94,8 @@ def write_digits(folder: Path) -> None:
     """Write scikit-learn's 1,797 digits as PNG files, unless the folder exists."""
     if folder.is_dir():
         return
-    try:
+    with needing("the digits need scikit-learn", "'samestep[recipes]'"):
         from sklearn.datasets import load_digits
-    except ImportError:
-        raise samestep.MissingPackage("the digits need scikit-learn: pip install 'samestep[recipes]'") from None
     data = load_digits()
     with creating_directory(folder) as hidden:
         for number, (pixels, digit) in enumerate(zip(data.images, data.target, strict=True)):
@@ -116,40 +104,25 @@ def write_digits(folder: Path) -> None:
             Image.fromarray(np.minimum(pixels * 16, 255).astype(np.uint8)).save(path)
 
 
-def convert_to_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image of any mode to RGB: 16 bits are divided by 256, and transparent parts are white.
-
-    Raises:
-        ValueError: the mode has no fixed range of values, or no conversion.
-    """
-    # Pillow gives 16-bit files of these formats the 32-bit mode I, depending on its version. In TIFF, I is 32-bit.
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise ValueError(f"mode {image.mode} has no fixed range of values: convert it to 8 or 16 bits")
-    if image.has_transparency_data:
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-    return image.convert("RGB")
-
-
 def decode(path: Path) -> Image.Image:
-    """Read an image as RGB, upright according to its EXIF orientation.
+    """Read an image as RGB with 8 bits, upright according to its EXIF orientation. Transparent parts are white.
 
     Raises:
-        CorruptImage: the content is not an image. (OSError: the file cannot be read.)
+        InvalidValue: the content is no such image. (OSError: the file cannot be read.)
     """
     content = path.read_bytes()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about metadata
-            image = Image.open(io.BytesIO(content), formats=FORMATS)
-            image.load()  # applies the orientation of TIFF
-            with suppress(Exception):  # metadata may be damaged where the image is not
-                ImageOps.exif_transpose(image, in_place=True)
-            return convert_to_rgb(image)
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(content), formats=FORMATS))
+        if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+            raise ValueError(f"mode {image.mode} has more than 8 bits")
+        if image.has_transparency_data:
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+        return image.convert("RGB")
     except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error and others
         why = f"{type(error).__name__}: {error}".partition(" <")[0]  # without the address of the BytesIO
-        raise CorruptImage(f"{path} cannot be decoded ({why}): repair or remove it") from error
+        raise samestep.InvalidValue(
+            f"{path} cannot be decoded ({why}): convert, repair or remove it", code="SS701"
+        ) from error
 
 
 class Images(Dataset[tuple[Tensor, int]]):
@@ -183,56 +156,26 @@ class Images(Dataset[tuple[Tensor, int]]):
         return torch.from_numpy(np.array(image)).permute(2, 0, 1), label
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="images", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--data", type=Path, help="folder with a folder per class, or with train/ and val/ of these (default: digits)"
-    )
-    parser.add_argument(
-        "--held-out",
-        type=float,
-        default=0.2,
-        help="share of the images to validate on, if there is no val/ (default: 0.2)",
-    )
-    parser.add_argument("--model", choices=ARCHITECTURES, default="tiny", help="default: tiny")
-    parser.add_argument(
-        "--image-size", type=int, help="height and width of the crops in pixels (default: 64; digits: 8)"
-    )
-    parser.add_argument(
-        "--no-flip", action="store_true", help="do not mirror images at random (digits are never mirrored)"
-    )
-    parser.add_argument("--epochs", type=int, default=15, help="passes over the training set (default: 15)")
-    parser.add_argument("--batch-size", type=int, default=64, help="samples per step, over all ranks (default: 64)")
-    parser.add_argument(
-        "--micro-batch-size", type=int, help="samples per forward and backward pass (default: a quarter of the batch)"
-    )
-    parser.add_argument("--lr", type=float, default=0.1, help="the highest learning rate (default: 0.1)")
-    parser.add_argument(
-        "--weight-decay",
-        type=float,
-        default=1e-4,
-        help="weight decay of convolutions and the last layer (default: 0.0001)",
-    )
-    parser.add_argument("--label-smoothing", type=float, default=0.0, help="default: 0")
-    parser.add_argument(
-        "--patience", type=int, help="stop after this many epochs without a better top-1 accuracy (default: never)"
-    )
-    parser.add_argument("--precision", choices=["fp32", "tf32", "bf16", "fp16"], default="fp32", help="default: fp32")
-    parser.add_argument("--seed", type=int, default=0, help="seed of everything random except the split (default: 0)")
-    parser.add_argument("--num-workers", type=int, default=0, help="loader workers per rank (default: 0)")
-    parser.add_argument("--run-dir", default="runs/images", help="default: runs/images")
-    args = parser.parse_args(argv)
-    check_numbers(parser, args, "epochs batch_size micro_batch_size image_size patience", least=1)
-    check_numbers(parser, args, "lr weight_decay num_workers", least=0)
-    check_numbers(parser, args, "label_smoothing", 0, 1)
-    if not 0 < args.held_out < 1:
-        parser.error(f"--held-out is a share between 0 and 1, not {args.held_out}")
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = parse_arguments(argv)
-    micro_batch_size = args.micro_batch_size or args.batch_size // math.gcd(args.batch_size, 4)
+@click.command("images", cls=Recipe, help=__doc__)
+@click.option("--data", type=PATH, help="folder with a folder per class, or with train/ and val/; default: digits")
+@click.option("--held-out", type=SHARE, default=0.2, help="share of the images to validate on, if there is no val/")
+@click.option("--model", type=click.Choice([*ARCHITECTURES]), default="tiny", help="the network")
+@click.option("--image-size", type=COUNT, help="height and width of the crops in pixels; default: 64; digits: 8")
+@click.option("--no-flip", is_flag=True, help="do not mirror images at random (digits are never mirrored)")
+@click.option("--epochs", type=COUNT, default=15, help="passes over the training set")
+@click.option("--batch-size", type=COUNT, default=64, help="samples per step, over all ranks")
+@click.option("--micro-batch-size", type=COUNT, help="samples per forward and backward pass; default: a quarter")
+@click.option("--lr", type=AMOUNT, default=0.1, help="the highest learning rate")
+@click.option("--weight-decay", type=AMOUNT, default=1e-4, help="weight decay of convolutions and the last layer")
+@click.option("--label-smoothing", type=SHARE, default=0.0, help="as in torch")
+@click.option("--patience", type=COUNT, help="end after this many epochs without a better accuracy; default: never")
+@click.option("--precision", default="fp32", help="fp32, tf32, bf16 or fp16")
+@click.option("--seed", default=0, help="seed of everything random except the split")
+@click.option("--num-workers", default=0, help="loader workers per rank")
+@click.option("--run-dir", default="runs/images", help="directory of the run")
+def main(**options: Any) -> None:
+    args = SimpleNamespace(**options)
+    micro_batch_size = args.micro_batch_size or quarter(args.batch_size)
     split = None if args.data is None else split_data(args.data, args.held_out)
     run = samestep.Run(
         args.run_dir,
@@ -240,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         micro_batch_size=micro_batch_size,
         seed=args.seed,
         precision=args.precision,
-        config=vars(args) | ({} if split is None else {"images": hash_names(args.data, *split[1:])}),
+        config=options | ({} if split is None else {"images": hash_names(args.data, *split[1:])}),
     )
     folder = args.data or (run.dir or Path(args.run_dir)).parent / "digits-png"
     if args.data is None:
@@ -284,13 +227,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         result = run.evaluate(score, val, num_workers=args.num_workers, micro_batch_size=micro_batch_size)
         run.log({f"validation/{name}": value for name, value in result.items()})
-        if result["top1"] > run.state.get("best", -1.0):
-            run.state |= {"best": result["top1"], "best_epoch": epoch.number}
-            run.snapshot("best")
-        elif args.patience is not None and epoch.number - run.state["best_epoch"] >= args.patience:
-            run.stop(f"no better top-1 accuracy for {args.patience} epochs")
+        keep_best(run, result["top1"], args.patience)
         run.summary["validation top-1"] = f"{result['top1']:.2%} (best {run.state['best']:.2%})"
 
 
 if __name__ == "__main__":
-    run_main(main)
+    main()

@@ -1,6 +1,5 @@
 """`samestep sample`: generates text with a model that the recipe gpt has trained."""
 
-import math
 import os
 import sys
 from itertools import islice, takewhile
@@ -13,6 +12,7 @@ from samestep.command_line import Command
 from samestep.console import escape
 from samestep.decoding import convert
 from samestep.errors import Error
+from samestep.recipes import AMOUNT, COUNT
 from samestep.snapshot.reading import open_run, read_run, read_snapshot
 from samestep.tools.inspect import WHICH
 
@@ -24,15 +24,11 @@ if TYPE_CHECKING:
 @click.command("sample", cls=Command)
 @click.argument("run", type=click.Path())
 @click.option("--prompt", metavar="TEXT", default="", help="text to continue; -: standard input; default: none")
-@click.option("--max-tokens", metavar="N", type=int, default=200, help="tokens to add at most (default: 200)")
-@click.option(
-    "--temperature", metavar="T", type=float, default=0.8, help="0 always takes the most likely token (default: 0.8)"
-)
-@click.option("--top-k", metavar="K", type=int, help="sample among the K most likely tokens; default: all")
-@click.option(
-    "--num-samples", metavar="N", type=int, default=1, help="texts to generate, separated by a line --- (default: 1)"
-)
-@click.option("--seed", metavar="N", type=int, default=0, help="seed of the sampling (default: 0)")
+@click.option("--max-tokens", type=COUNT, default=200, help="tokens to add at most (default: 200)")
+@click.option("--temperature", type=AMOUNT, default=0.8, help="0 always takes the most likely token (default: 0.8)")
+@click.option("--top-k", type=COUNT, help="sample among this many most likely tokens; default: all")
+@click.option("--num-samples", type=COUNT, default=1, help="texts to generate, separated by a line --- (default: 1)")
+@click.option("--seed", default=0, help="seed of the sampling (default: 0)")
 @click.option("--snapshot", **WHICH, default="best", help="snapshot to use, such as latest; default: best")
 def run_sample(
     run: str,
@@ -50,12 +46,6 @@ def run_sample(
 
       samestep sample runs/gpt --prompt "def main(" --max-tokens 100 --temperature 0.5
     """
-    counts = {"--max-tokens": max_tokens, "--num-samples": num_samples, "--top-k": top_k}
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise Error(f"{name} is {count}: give 1 or more", code="SS101")
-    if not 0 <= temperature < math.inf:
-        raise Error(f"--temperature is {temperature}: give 0 (the most likely token) or more", code="SS101")
     text = os.fsdecode(sys.stdin.buffer.read()) if prompt == "-" else prompt
     with open_run(run, which=snapshot) as directory:
         model, tokenizer = load_model(directory, run, snapshot)
@@ -87,8 +77,7 @@ def load_model(directory: Path, called: str, which: int | str) -> tuple["GPT2", 
     Raises:
         Error: there is no run of the recipe gpt, or no such snapshot.
     """
-    if not {"tokenizer", "checkpoint_activations"} <= {*read_run(directory, called).get("config", {})}:
-        raise Error(f"{called} is no run of the recipe gpt: name one that samestep train gpt has made", code="SS703")
+    read_run(directory, called)  # there is a run
     _, saved = read_snapshot(directory, called, which)
 
     from samestep.recipes.corpora.text_tokenizer import Tokenizer
@@ -97,7 +86,9 @@ def load_model(directory: Path, called: str, which: int | str) -> tuple["GPT2", 
     try:
         model = GPT2(convert(saved["state"]["model"], GPT2Config))
         model.load_state_dict(saved["objects"]["model"])
-        return model, Tokenizer.from_state_dict(saved["objects"]["tokenizer"])
+        return model, Tokenizer(**saved["objects"]["tokenizer"])
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = " ".join(str(error).split())
-        raise Error(f"the model in {called} cannot be built ({why}): the snapshot was changed", code="SS703") from None
+        raise Error(
+            f"{called} is no run of the recipe gpt: name one that samestep train gpt has made ({why})", code="SS703"
+        ) from None

@@ -1,6 +1,5 @@
 """Sentence pairs as token ids, padded to batches of similar lengths."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,58 +9,44 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 import samestep
-from samestep.files import replace_file
-from samestep.recipes.corpora.sentence_pairs import Pair, read_pairs, refuse
-from samestep.recipes.corpora.text_tokenizer import train_byte_level
+from samestep.recipes.corpora.sentence_pairs import Pair, read_pairs
+from samestep.recipes.corpora.text_tokenizer import train_bpe
 from samestep.recipes.models.seq2seq import END, PAD, START
 
 SPECIAL = ("[PAD]", "[START]", "[END]")  # ids 0, 1 and 2
 LEAST_SIZE = 256 + len(SPECIAL)  # a token for each byte
 
-
-class Sentences:
-    """The concatenated token ids of all sentences of a language."""
-
-    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
-        self.lengths = torch.tensor([len(row) for row in rows])
-        self.starts = self.lengths.cumsum(0) - self.lengths
-        self.tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
-
-    def pad(self, indices: Tensor) -> Tensor:
-        """Return the token ids of some sentences, padded with PAD."""
-        lengths = self.lengths[indices, None]
-        starts = self.starts[indices, None]
-        columns = torch.arange(int(lengths.max()))
-        tokens = self.tokens[(starts + columns).clamp(max=len(self.tokens) - 1)].long()
-        return tokens.masked_fill(columns >= lengths, PAD)
+Row = tuple[list[int], list[int]]  # token ids of a source and a target
 
 
-class Pairs(Dataset[int]):
-    """Sentence pairs as token ids: `collate` makes a batch of the indices of its samples."""
+class Pairs(Dataset[Row]):
+    """Sentence pairs as token ids: the source with END, the target with START and END."""
 
     def __init__(self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> None:
-        self.source = Sentences([[*row, END] for row in sources])
-        self.target = Sentences([[START, *row, END] for row in targets])
+        pairs = zip(sources, targets, strict=True)
+        self.rows: list[Row] = [([*source, END], [START, *target, END]) for source, target in pairs]
 
     def __len__(self) -> int:
-        return len(self.source.lengths)
+        return len(self.rows)
 
-    def __getitem__(self, index: int) -> int:
-        return index
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[index]
 
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return indices
 
-    def collate(self, samples: list[int]) -> dict[str, Any]:
-        indices = torch.tensor(samples)
-        source = self.source.pad(indices)
-        target = self.target.pad(indices)
-        labels = target[:, 1:].contiguous()
-        num_tokens = int((labels != PAD).sum())  # a number, so that the weight is not copied from a GPU
-        return {"source": source, "target": target[:, :-1], "labels": labels, "num_tokens": num_tokens}
+def collate(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return a batch of padded pairs, and its number of target tokens."""
+    source = _pad([row[0] for row in rows])
+    target = _pad([row[1] for row in rows])
+    num_tokens = sum(len(row[1]) - 1 for row in rows)  # a number, so that the weight is not copied from a GPU
+    return {"source": source, "target": target[:, :-1], "labels": target[:, 1:].contiguous(), "num_tokens": num_tokens}
+
+
+def _pad(rows: Sequence[Sequence[int]]) -> Tensor:
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=PAD)
 
 
 class Bucketed:
@@ -71,7 +56,7 @@ class Bucketed:
     """
 
     def __init__(self, pairs: Pairs, batch_size: int, seed: int) -> None:
-        self.lengths = (pairs.target.lengths.numpy(), pairs.source.lengths.numpy())
+        self.lengths = np.array([(len(target), len(source)) for source, target in pairs.rows]).T
         self.batch_size = batch_size
         self.seed = seed
 
@@ -82,7 +67,7 @@ class Bucketed:
         # the last batch is short: of random lengths
         short = order[:num_short]
         order = order[num_short:]
-        order = order[np.lexsort([lengths[order] for lengths in self.lengths])]  # by source, then target; stable
+        order = order[np.lexsort(self.lengths[:, order])]  # by source, then target; stable
         batches = generator.permutation(order.reshape(-1, self.batch_size))
         return np.concatenate([batches.ravel(), short])
 
@@ -94,72 +79,64 @@ class Data:
     Attributes:
         tokenizers: tokenizers of the source and the target, as JSON.
         references: source and target of each pair in `held_out`.
-        left_out: reason for leaving pairs out -> number of pairs.
+        num_left_out: pairs that are longer than the model takes.
     """
 
     train: Pairs
     held_out: Pairs
-    references: list[tuple[str, str]]
+    references: list[Pair]
     tokenizers: tuple[str, str]
-    left_out: Counter[str]
+    num_left_out: int
 
 
 def load_data(
     data: str,
-    source_language: str,
-    target_language: str,
+    source: str,
+    target: str,
     directory: Path,
     *,
-    held_out: int | None,
+    num_held_out: int | None,
     vocab_size: int,
     max_length: int,
 ) -> Data:
     """Read the pairs, divide them, train the tokenizers, write them into `directory`, and encode the pairs.
 
-    The pairs of each part are in the order of their length.
+    Pairs of more than `max_length` tokens are left out. The held-out pairs are in the order of their length.
 
     Args:
-        data, source_language, target_language: as for `read_pairs`. Messages of catalogues that are too long are left
-            out; a line that is too long is an error.
-        held_out: as for `divide`.
+        data, source, target: as for `read_pairs`.
+        num_held_out: as for `divide`.
         vocab_size: largest number of tokens of each language.
-        max_length: largest number of tokens of a sentence, as for `Seq2Seq`.
 
     Raises:
         InvalidValue: there are no such data, or a pair cannot be used.
     """
-    corpus = read_pairs(data, source_language, target_language)
-    train, scored = divide(corpus.pairs, held_out)
-    texts = [pair.source for pair in train], [pair.target for pair in train]
-    source, target = (train_byte_level(each, vocab_size, SPECIAL, adds_space=True) for each in texts)
+    pairs = read_pairs(data, source, target)
+    train, scored = divide(pairs, num_held_out)
     directory.mkdir(exist_ok=True)
-    for name, tokenizer in (("source", source), ("target", target)):
-        replace_file(directory / f"{name}.json", tokenizer.to_str().encode())
+    tokenizers = []
+    for name, texts in zip(("source", "target"), zip(*train, strict=True), strict=True):
+        tokenizers.append(train_bpe(texts, vocab_size, SPECIAL, adds_space=True, min_frequency=0))
+        (directory / f"{name}.json").write_text(tokenizers[-1].to_str(), "utf-8")
+    encoded_train, kept_train = _encode(train, tokenizers, max_length)
+    encoded_scored, kept_scored = _encode(scored, tokenizers, max_length)
+    if not kept_train or not kept_scored:
+        raise samestep.InvalidValue(
+            f"too few pairs have at most {max_length} tokens: give a larger --max-length", code="SS303"
+        )
+    num_left_out = len(train) - len(kept_train)
+    texts = (tokenizers[0].to_str(), tokenizers[1].to_str())
+    return Data(encoded_train, encoded_scored, kept_scored, texts, num_left_out)
 
-    def encode(pairs: Sequence[Pair]) -> tuple[list[Pair], Pairs]:
-        sources = encode_all(source, [p.source for p in pairs])
-        targets = encode_all(target, [p.target for p in pairs])
-        kept = []
-        for number, pair in enumerate(pairs):
-            num_tokens = max(len(sources[number]), len(targets[number])) + 1
-            if num_tokens <= max_length:
-                kept.append(number)
-            elif corpus.is_found:
-                corpus.left_out[f"pairs of more than {max_length} tokens"] += 1
-            else:
-                why = f"has {num_tokens} tokens, and the model takes {max_length} (--max-length)"
-                raise refuse(pair.file, pair.number, why)
-        if not kept:
-            raise samestep.InvalidValue(
-                f"no pair has at most {max_length} tokens: give a larger --max-length", code="SS303"
-            )
-        kept.sort(key=lambda number: len(sources[number]))
-        return [pairs[k] for k in kept], Pairs([sources[k] for k in kept], [targets[k] for k in kept])
 
-    kept, encoded_train = encode(train)
-    kept, encoded_scored = (kept, encoded_train) if scored is train else encode(scored)
-    references = [(pair.source, pair.target) for pair in kept]
-    return Data(encoded_train, encoded_scored, references, (source.to_str(), target.to_str()), corpus.left_out)
+def _encode(pairs: Sequence[Pair], tokenizers: Sequence[Any], max_length: int) -> tuple[Pairs, list[Pair]]:
+    """Return the pairs of at most `max_length` tokens, encoded and as text, in the order of their length."""
+    sources, targets = (
+        encode_all(tokenizer, [pair[side] for pair in pairs]) for side, tokenizer in enumerate(tokenizers)
+    )
+    kept = [k for k in range(len(pairs)) if max(len(sources[k]), len(targets[k])) < max_length]
+    kept.sort(key=lambda k: len(sources[k]))
+    return Pairs([sources[k] for k in kept], [targets[k] for k in kept]), [pairs[k] for k in kept]
 
 
 def encode_all(tokenizer: Any, sentences: Sequence[str]) -> list[list[int]]:
@@ -174,7 +151,7 @@ def divide(pairs: list[Pair], num_held_out: int | None) -> tuple[list[Pair], lis
     Args:
         num_held_out: number of sources to hold out; 0: validate on the training pairs; None: a tenth, at most 500.
     """
-    sources = sorted({pair.source.casefold() for pair in pairs})
+    sources = sorted({source.casefold() for source, _ in pairs})
     num = min(500, max(1, len(sources) // 10)) if num_held_out is None else num_held_out
     if num == 0:
         return pairs, pairs
@@ -188,5 +165,5 @@ def divide(pairs: list[Pair], num_held_out: int | None) -> tuple[list[Pair], lis
     held_out = {sources[number] for number in chosen}
     parts: tuple[list[Pair], list[Pair]] = ([], [])
     for pair in pairs:
-        parts[pair.source.casefold() in held_out].append(pair)
+        parts[pair[0].casefold() in held_out].append(pair)
     return parts

@@ -3,47 +3,21 @@
 import gettext
 import struct
 import sys
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import samestep
 
 # of a message in a catalogue: names, menu entries and paragraphs are left out
 MIN_WORDS = 3
 MAX_WORDS = 24
-OTHER_LENGTHS = f"messages of fewer than {MIN_WORDS} or more than {MAX_WORDS} words"
-UNREADABLE = "catalogues that cannot be read"
 SYSTEM = ("/usr", "/usr/local")
 
-
-class Pair(NamedTuple):
-    """A sentence, its translation and their origin, such as "pairs.tsv", 12."""
-
-    source: str
-    target: str
-    file: str
-    number: int
+Pair = tuple[str, str]  # a sentence and its translation
 
 
-@dataclass
-class PairCorpus:
-    """Sentence pairs.
-
-    Attributes:
-        pairs: the pairs.
-        is_found: whether they are messages of this machine's programs, which users cannot correct.
-        left_out: reason for leaving pairs out -> number of pairs.
-    """
-
-    pairs: list[Pair]
-    is_found: bool = False
-    left_out: Counter[str] = field(default_factory=Counter)
-
-
-def read_pairs(data: str, source: str, target: str) -> PairCorpus:
+def read_pairs(data: str, source: str, target: str) -> list[Pair]:
     """Read the pairs of two languages.
 
     Args:
@@ -51,48 +25,36 @@ def read_pairs(data: str, source: str, target: str) -> PairCorpus:
         source, target: codes of languages, such as "en" and "pt_BR".
 
     Raises:
-        InvalidValue: there are no pairs, or a pair of a file cannot be used.
+        InvalidValue: there are no pairs, or a line of a file is no pair.
     """
-    if source == target:
-        raise samestep.InvalidValue(
-            f"source and target are both {source}: choose two languages by --source, --target", code="SS104"
-        )
-    if data == "gettext":
-        corpus = read_catalogues(find_directories(), source, target)
-    elif Path(data).is_dir():
-        found = sorted({path.parent.parent for path in Path(data).rglob("LC_MESSAGES")})
-        corpus = read_catalogues(found, source, target)
-    elif Path(data).is_file():
-        corpus = PairCorpus([*_read_lines(Path(data))])
+    if data == "gettext" or Path(data).is_dir():
+        inside = {path.parent.parent for path in Path(data).rglob("LC_MESSAGES")}
+        pairs = [*read_catalogues(find_directories() if data == "gettext" else sorted(inside), source, target)]
     else:
+        pairs = [*_read_lines(Path(data))]
+    if not pairs:
         raise samestep.InvalidValue(
-            f"there is no file {data}: give a file with a pair per line, a directory of gettext catalogues, or gettext",
+            f"{data} holds no pair of {source} and {target} that can be used: name other data by --data, or install "
+            "packages with translations, such as `pip install django`",
             code="SS701",
         )
-    if not corpus.pairs:
-        raise samestep.InvalidValue(
-            f"{data} holds no pair of {source} and {target} that can be used: name other data by --data", code="SS701"
-        )
-    return corpus
-
-
-def refuse(file: str, number: int, why: str) -> samestep.InvalidValue:
-    """Return the error for a line of a file."""
-    return samestep.InvalidValue(f"{file}, line {number} {why}: correct or remove it", code="SS701")
+    return pairs
 
 
 def _read_lines(file: Path) -> Iterator[Pair]:
     """Yield the pairs of a file: in each line, a source, a tab, and a target."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                columns = line.decode("utf-8-sig" if number == 1 else "utf-8").split("\t")
-            except UnicodeDecodeError as error:
-                raise refuse(str(file), number, f"is not UTF-8 ({error.reason})") from None
-            texts = [column.strip() for column in columns]
-            if len(texts) != 2 or not all(texts):
-                raise refuse(str(file), number, "is no source, a tab and a target")
-            yield Pair(texts[0], texts[1], str(file), number)
+    try:
+        with file.open(encoding="utf-8-sig") as opened:
+            lines = opened.readlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise samestep.InvalidValue(f"{file} is no text in UTF-8 ({error}): name other data", code="SS701") from None
+    for number, line in enumerate(lines, start=1):
+        texts = [column.strip() for column in line.split("\t")]
+        if len(texts) != 2 or not all(texts):
+            raise samestep.InvalidValue(
+                f"{file}, line {number} is no source, a tab and a target: correct or remove it", code="SS701"
+            )
+        yield texts[0], texts[1]
 
 
 def find_directories() -> list[Path]:
@@ -102,55 +64,35 @@ def find_directories() -> list[Path]:
     for packages in dict.fromkeys(path for path in sys.path if path.endswith("-packages")):
         for pattern in ("*/locale", "*/*/locale", "*/*/*/locale"):
             found += sorted(Path(packages).glob(pattern))
-    return [path for path in found if path.is_dir()]
+    return found
 
 
-def read_catalogues(directories: list[Path], source: str, target: str) -> PairCorpus:
-    """Read the messages that catalogues have in both languages. A pair in several catalogues counts once.
-
-    The messages' keys are English: "en" needs no catalogue.
-
-    Raises:
-        InvalidValue: there are no catalogues of a language.
-    """
-    corpus = PairCorpus([], is_found=True)
-    languages = {name: {} if name == "en" else _read_language(directories, name, corpus) for name in (source, target)}
-    seen = set[tuple[str, str]]()
-    for file, key in languages[target] or languages[source]:
-        texts = [key if name == "en" else known.get((file, key), "") for name, known in languages.items()]
-        pair = (_clean(texts[0]), _clean(texts[-1]))
-        if pair in seen or not all(pair) or pair[0] == pair[1]:  # an untranslated message is not a pair
-            continue
-        seen.add(pair)
-        if MIN_WORDS <= len(pair[0].split()) <= MAX_WORDS:
-            corpus.pairs.append(Pair(*pair, file, len(seen)))
-        else:
-            corpus.left_out[OTHER_LENGTHS] += 1
-    return corpus
+def read_catalogues(directories: list[Path], source: str, target: str) -> Iterator[Pair]:
+    """Yield the messages that catalogues have in both languages. A pair in several catalogues counts once."""
+    known = {name: {} if name == "en" else _read_language(directories, name) for name in (source, target)}
+    seen = set[Pair]()
+    for file, key in known[target] or known[source]:  # the key is the message in English
+        texts = [key if name == "en" else known[name].get((file, key), "") for name in (source, target)]
+        pair = (_clean(texts[0]), _clean(texts[1]))
+        is_sentence = MIN_WORDS <= len(pair[0].split()) <= MAX_WORDS
+        if is_sentence and pair not in seen and pair[1] and pair[0] != pair[1]:  # an untranslated message is no pair
+            seen.add(pair)
+            yield pair
 
 
-def _read_language(directories: list[Path], language: str, corpus: PairCorpus) -> dict[tuple[str, str], str]:
-    """Return the messages of all catalogues of a language: (catalogue, key) -> text."""
+def _read_language(directories: list[Path], language: str) -> dict[tuple[str, str], str]:
+    """Return the messages of all catalogues (.mo) of a language, in the singular: (catalogue, key) -> text."""
     messages = {}
-    files = [(each, file) for each in directories for file in sorted(each.glob(f"{language}/LC_MESSAGES/*.mo"))]
-    for directory, file in files:
-        try:
-            texts = read_catalogue(file)
-        except (OSError, ValueError, LookupError, struct.error):  # as `gettext` raises them
-            corpus.left_out[UNREADABLE] += 1
-            continue
-        messages.update({(str(directory / file.name), key): text for key, text in texts.items()})
-    if not files:
-        found = Counter(file.parent.parent.name for each in directories for file in each.glob("*/LC_MESSAGES/*.mo"))
-        others = f"there are some of {', '.join(name for name, _ in found.most_common(12))}"
-        advice = "install packages with translations, such as `pip install django`, or give other data by --data"
-        others = others if found else f"there are none at all: {advice}"
-        raise samestep.InvalidValue(f"no gettext catalogue of {language} was found, and {others}", code="SS701")
+    for directory in directories:
+        for file in sorted(directory.glob(f"{language}/LC_MESSAGES/*.mo")):
+            with suppress(OSError, ValueError, LookupError, struct.error):  # it is damaged
+                for key, text in read_catalogue(file).items():
+                    messages[str(directory / file.name), key] = text
     return messages
 
 
 def read_catalogue(file: Path) -> dict[str, str]:
-    """Return the messages of a gettext catalogue (.mo), by their keys without a context, in the singular.
+    """Return the messages of a gettext catalogue (.mo), by their keys in English, in the singular.
 
     Raises:
         OSError, ValueError, LookupError, struct.error: the file is not a catalogue, is truncated, or is not in the
@@ -158,13 +100,8 @@ def read_catalogue(file: Path) -> dict[str, str]:
     """
     with open(file, "rb") as opened:
         entries = gettext.GNUTranslations(opened)._catalog  # type: ignore[attr-defined]  # noqa: SLF001
-    singular = {key[0] if isinstance(key, tuple) else key: text for key, text in entries.items() if _is_singular(key)}
-    return {key: text for key, text in singular.items() if key}
-
-
-def _is_singular(key: str | tuple[str, int]) -> bool:
-    """Return whether a key is of a message without a plural, or of its singular form: (message, 0)."""
-    return isinstance(key, str) or key[1] == 0
+    forms = {key if isinstance(key, tuple) else (key, 0): text for key, text in entries.items()}
+    return {key: text for (key, form), text in forms.items() if key and form == 0}
 
 
 def _clean(text: str) -> str:
