@@ -1,12 +1,16 @@
 """Forks beside background threads, with real forks and threads."""
 
+import ctypes
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
+from samestep.waiting import wait_until
 from samestep.world import forking
 from samestep.world.forking import at_rest, at_work
 
@@ -68,4 +72,21 @@ def test_neither_side_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     inside.wait()
     assert fork_and_run(lambda: True)
     is_over.set()
+    thread.join()
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python repairs that lock in the child")
+def test_a_fork_waits_for_a_running_thread_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a thread may hold a lock of the interpreter without the GIL."""
+    monkeypatch.setattr(forking, "LIMIT_S", 1000.0)
+    numbers = np.ones(100_000_000, np.int8)
+
+    def run_without_gil() -> None:
+        ctypes.CDLL(None).prctl(15, b"pt_gloo_runloop")  # PR_SET_NAME
+        np.negative(numbers, out=numbers)
+
+    thread = threading.Thread(target=run_without_gil)
+    thread.start()
+    assert wait_until(lambda: numbers[0] == -1, 60.0, every_s=0.0005)
+    assert fork_and_run(lambda: bool(numbers[-1] == -1))
     thread.join()

@@ -7,13 +7,33 @@ waits until no thread is inside.
 """
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from samestep.files import read_text
+from samestep.waiting import wait_until
 
 # Limit of both waits: the watchdog must run although a fork hangs, and the script must continue although the store that
 # a thread queries does not answer.
 LIMIT_S = 10.0
+
+
+def _is_gloo_running() -> bool:
+    """Return whether a thread of gloo that calls Python is running.
+
+    It drops the tensors of a completed exchange. For that it creates a thread state of Python, under a lock that is not
+    the GIL. Before Python 3.12, a child that is forked meanwhile stops in `os.fork`
+    (https://github.com/python/cpython/issues/112275). A thread that sleeps, also for the GIL, does not hold the lock.
+    """
+    for path in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # the thread has ended
+            name, _, rest = read_text(path).partition("(")[2].rpartition(")")
+            if name.startswith("pt_gloo") and rest.split()[0] != "S":
+                return True
+    return False
 
 
 class _Gate:
@@ -39,6 +59,8 @@ class _Gate:
         with self._changed:
             self._num_forks += 1
             self._changed.wait_for(lambda: self._at_work <= {threading.get_ident()}, LIMIT_S)
+        if sys.version_info < (3, 12):
+            wait_until(lambda: not _is_gloo_running(), LIMIT_S, every_s=0.001)
 
     def end_fork(self) -> None:
         with self._changed:
