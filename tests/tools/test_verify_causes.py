@@ -67,9 +67,9 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         script.write_text(plant(**faults))
         options = {
             "steps": num_steps, "world_sizes": "1,3", "kills": num_kills, "kill_seed": kill_seed,
-            "gradients": gradients, "keep_runs": str(tmp_path / "runs"), "shard": shard,
-            "heal": heal,
+            "gradients": gradients, "shard": shard, "heal": heal,
         }  # fmt: skip
+        options = {name: value for name, value in options.items() if value or name in ("kills", "kill_seed")}
         code = run_verify.callback(Target("script", str(script)), options)
         return code, capsys.readouterr().out
 
@@ -90,12 +90,12 @@ UNPOOL = (
     one_in(16, [
         # A generator of the script: seeded once, not seeded, in the model, in the data set.
         ({"before": "rng = np.random.default_rng(3)", "in_micro_batch": "x = x + float(rng.normal())"},
-         ["differs from step 0", "first: model.layers.0.weight", "rng (Generator) draws in the steps"]),
+         ["differs from step 0", "first: model.layers.0.weight", "a global variable, its own generator"]),
         ({"in_model": "self.noise = torch.Generator().manual_seed(1)",
           "in_forward": "x = x + torch.randn(6, generator=self.noise)"},
-         ["on 3 ranks and on 1 rank", "model.noise (Generator) draws in the steps"]),
+         ["on 3 ranks and on 1 rank", "a global variable, its own generator"]),
         ({"in_data": "self.rng = np.random.default_rng(1)", "in_item": "x = x * float(self.rng.random())"},
-         ["the data set.rng (Generator) draws in the steps"]),
+         ["returned different values for the same samples", "not on earlier reads"]),
         # A data set whose samples depend on the rank: all of them, which the run refuses, or a few.
         ({"in_item": "x = x * torch.distributed.get_rank() if torch.distributed.is_initialized() else x"},
          ["exit code 2", "sample 0 of the data set differs between rank 0 and rank 1: build the same data set"]),
@@ -116,10 +116,10 @@ UNPOOL = (
         # A buffer that counts this rank's micro-batches.
         ({"in_model": "self.register_buffer('seen', torch.zeros(()))", "before": "count = 0",
           "after_micro_batch": "count += 1", "in_step": "model.seen += count"},
-         ["first: model.seen, the only tensor that differs", "model.seen is a buffer that depends on"]),
+         ["first: model.seen, the only tensor that differs", "a buffer must get its value from the whole step"]),
         # Threads.
         ({"before": "torch.set_num_threads(run.world_size)", "swap": f"{LAYERS} -> {WIDE}"},
-         ["the thread count changed: torch computed with 1 and with 3 threads, the run's number is 1"]),
+         ["or calls torch.set_num_threads"]),
         # Code that reads the rank, and a counter in each model.
         ({"in_micro_batch": "x = x * (1 + run.world_size)"},
          ["the same inputs of micro-batch", "or it reads its rank or the number of ranks (run.rank"]),
@@ -145,33 +145,24 @@ def test_a_planted_fault_is_found_and_named(verify: Any, faults: dict[str, str],
         assert expected in printed, f"{expected!r} is not in\n{printed}"
 
 
-GENERATOR, ORDER, STATE = "draws in the steps", "PYTHONHASHSEED", "not on earlier reads"
 SORTED = "words = list({'alpha', 'beta', 'gamma', 'delta', 'epsilon', 'zeta', 'eta', 'theta'})"
 BIAS = "model.layers[0].bias.data += "
 
 
 @pytest.mark.parametrize(
-    ("kind", "words", "faults"),
+    ("words", "faults"),
     one_in(6, [
-        (GENERATOR, "rng (Generator) draws",
-         {"before": "rng = torch.Generator(); rng.seed()", "in_step": BIAS + "torch.rand(8, generator=rng)"}),
-        (GENERATOR, "the data set.rng (Random) draws",
-         {"in_data": "import uuid; self.rng = random.Random(uuid.uuid4().hex)",
-          "in_item": "x = x * self.rng.random()"}),
-        (ORDER, "", {"in_data": SORTED + "; self.ids = {w: i for i, w in enumerate(words)}",
-                     "in_item": "x = x + self.ids['eta']"}),
-        (ORDER, "", {"in_model": "self.salt = hash('salt') % 97", "in_forward": "x = x * self.salt"}),
-        (STATE, "", {"top": "reads = [0]", "in_item": "reads[0] += 1; x = x * reads[0]"}),
-        (STATE, "", {"in_data": "self.count = 0", "in_item": "self.count += 1; x = x * (self.count % 5)",
-                     "swap": "epochs(data, 9) -> epochs(data, 9, num_workers=1)"}),
+        ("PYTHONHASHSEED", {"in_data": SORTED + "; self.ids = {w: i for i, w in enumerate(words)}",
+                            "in_item": "x = x + self.ids['eta']"}),
+        ("PYTHONHASHSEED", {"in_model": "self.salt = hash('salt') % 97", "in_forward": "x = x * self.salt"}),
+        ("not on earlier reads", {"top": "reads = [0]", "in_item": "reads[0] += 1; x = x * reads[0]"}),
+        ("not on earlier reads", {"in_data": "self.count = 0", "in_item": "self.count += 1; x = x * (self.count % 5)",
+                                  "swap": "epochs(data, 9) -> epochs(data, 9, num_workers=1)"}),
     ]),
 )  # fmt: skip
-def test_each_kind_of_cause_is_named_and_no_other(verify: Any, kind: str, words: str, faults: dict[str, str]) -> None:
-    code, printed = verify(num_steps=2, hashes=kind == ORDER, **faults)
+def test_an_order_of_hashes_or_of_reads_is_named(verify: Any, words: str, faults: dict[str, str]) -> None:
+    code, printed = verify(num_steps=2, hashes=words == "PYTHONHASHSEED", **faults)
     assert code == 1, printed
-    likely = [line for line in printed.splitlines() if "likely: " in line]
-    named = [name for name in (GENERATOR, ORDER, STATE) if any(name in line for line in likely)]
-    assert named == [kind], printed
     assert words in printed, printed
 
 
@@ -198,25 +189,6 @@ def test_a_logged_value_that_depends_on_the_number_of_ranks_is_named(verify: Any
 
 
 @pytest.mark.parametrize(
-    ("module", "words"),
-    one_in(12, [
-        ("RNG = np.random.default_rng(3)\ndef noise(): return float(RNG.random())",
-         "lib.noise.RNG (Generator) draws in the steps"),
-        ("class Noise:\n    rng = random.Random(3)\n    def __call__(self): return self.rng.random()\nnoise = Noise()",
-         "lib.noise.Noise.rng (Random) draws in the steps"),
-        ("def noise(): return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0",
-         "or it reads its rank or the number of ranks (run.rank"),
-    ]),
-)  # fmt: skip
-def test_modules_of_the_scripts_own_are_looked_into(verify: Any, tmp_path: Path, module: str, words: str) -> None:
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "noise.py").write_text(f"import functools, random, torch, numpy as np\n{module}\n")
-    code, printed = verify(top="from lib.noise import noise", in_micro_batch="x = x * (1 + noise())")
-    assert code == 1, printed
-    assert words in printed, printed
-
-
-@pytest.mark.parametrize(
     ("num_steps", "num_kills", "code", "words"),
     [  # The first kill is at the 12th file access: a run of one step has fewer; of two steps, it is in the second one.
         (
@@ -225,16 +197,15 @@ def test_modules_of_the_scripts_own_are_looked_into(verify: Any, tmp_path: Path,
             1,
             "no kill occurred before the end of the run, so nothing was resumed: use more --steps or fewer --kills",
         ),
-        (2, 2, 0, "1 of 2 kills occurred before the end of the run: for all, use more --steps"),
+        (2, 2, 0, "everything is the same, after 1 of 2 kills: for all, use more --steps"),
     ],
 )
 def test_kills_that_come_too_late_prove_nothing(
     verify: Any, num_steps: int, num_kills: int, code: int, words: str
 ) -> None:
-    found, printed = verify(num_steps=num_steps, num_kills=num_kills, kill_seed=8)
+    found, printed = verify(num_steps=num_steps, num_kills=num_kills, kill_seed=21)
     assert (found, words in printed) == (code, True), printed
     assert printed.count("same (it ended before it was killed)") == 1, printed
-    assert printed.endswith("\neverything is the same\n") == (code == 0)
 
 
 # Several runs on one to three ranks, with a kill and a resume: 17 s, and 19 s on a busy machine.
@@ -253,8 +224,7 @@ def test_what_no_snapshot_holds_is_found_by_the_interruption(verify: Any, in_ste
     )  # fmt: skip
     assert code == 1, printed
     assert "in two runs on 1 rank, resumed" in printed
-    named = " (such as rng (Random))" if "rng" in in_step else ""
-    assert f"state that the script keeps from step to step{named} is in no snapshot" in printed
+    assert "state that the script keeps from step to step, such as a generator of its own, is in no snapshot" in printed
     assert printed.count("likely: ") == 1, "two runs from begin to end were the same, so that it repeats"
     assert re.search(words, printed), printed
 
@@ -288,7 +258,7 @@ ZEROS = (
           "such as a mean in place of a sum"]),
         # A fused optimizer.
         ("fsdp2", {"before": "optimizer.param_groups[0].update(fused=True, foreach=False)"},
-         ["first: optimizer.state.model.layers.0.weight.exp_avg_sq, ", "optimizer has fused=True"]),
+         ["first: optimizer.state.model.layers.0.weight.exp_avg_sq, ", "or fused=True, whose kernel"]),
         # A buffer of +0.0, to which gradients of -0.0 are added.
         ("fsdp2", {"top": ZEROS, "swap": SGD, "in_model": "self.idle = nn.Parameter(torch.ones(4))",
                      "in_forward": MINUS_ZERO},
@@ -342,12 +312,11 @@ def test_what_a_repeated_pass_changes_twice_is_found(verify: Any) -> None:
     assert "likely: the script collects or adds up values in the loop over micro-batches" in printed
 
 
-def test_a_mode_that_the_run_refuses_is_not_a_defect(verify: Any) -> None:
+def test_a_mode_that_the_run_refuses(verify: Any) -> None:
     swap = "AdamW(model.parameters(), 0.02) -> Adafactor(model.parameters())"
     code, printed = verify(num_steps=2, shard=MODES, swap=swap)
-    assert code == 0, printed
-    assert "shard=fsdp2 is refused: optimizer is Adafactor, which may need whole tensors" in printed
-    assert printed.endswith("all other runs are the same\n")
+    assert code == 1, printed
+    assert "on 3 ranks with shard=fsdp2 it ends with exit code 2:\noptimizer is Adafactor" in printed
 
 
 PAD = """
@@ -366,12 +335,11 @@ WEIGHTED = "(F.cross_entropy(model(x), y, reduction='none') * (1 + y)).sum() / (
     ("faults", "words"),
     one_in(12, [
         ({"swap": f"{CROSS_ENTROPY} -> F.cross_entropy(model(x), y, reduction='sum')"},
-         ["the loss is a sum over the micro-batch: of 8 samples together it is 8 times the mean"]),
+         ["wrong weights: in the loss of 8 samples together they count 1, 1"]),
         ({"swap": f"{CROSS_ENTROPY} -> {WEIGHTED}"},
          ["wrong weights: in the loss of 8 samples together they count 0."]),
         ({"weight": ", weight=1.0"},
          ["got weight 1 for 8 samples together, and weights that add up to 8 for them one by one"]),
-        ({"in_step": "scheduler.step()"}, ["scheduler advanced by 2 in step 0: call scheduler.step() once"]),
         ({"top": PAD, "in_epoch": EVALUATE.replace("SCORE", "words.mean()")},
          ["score 'mean' of run.evaluate depends on the micro-batch size (1.4, and 1.65 one sample at a time)"]),
     ]),
@@ -389,15 +357,15 @@ def test_a_wrong_average_is_found_and_named(verify: Any, faults: dict[str, str],
         ({"swap": f"{CROSS_ENTROPY} -> {WEIGHTED}", "weight": ", weight=(1 + y).sum()"},
          ["the loss of 8 samples is the weighted mean"]),
         ({"top": PAD, "in_epoch": EVALUATE.replace("SCORE", "(words.sum() / (words > 0).sum(), (words > 0).sum())")},
-         ["the scores of run.evaluate are the same one sample at a time"]),
+         ["score 'mean' of run.evaluate is the same one sample at a time"]),
         ({"swap": "nn.ReLU(), nn.Dropout(0.1) -> nn.BatchNorm1d(8), nn.Tanh()"},
          ["the loss of 8 samples is the weighted mean"]),
         ({"swap": "self.layers(x) -> self.layers(x - x.mean(0))"},
          ["whether the loss is a mean was not checked: the model, or the loss, mixes the samples"]),
-        ({"in_micro_batch": "x = x + 0.1 * torch.randn_like(x)"}, ["draws random numbers (besides"]),
+        ({"in_micro_batch": "x = x + 0.1 * torch.randn_like(x)"}, ["draws random numbers"]),
         ({"weight": ", weight=torch.randint(1, 9, ())"}, ["the loss of 8 samples is the weighted mean"]),
         ({"top": PAD, "in_epoch": EVALUATE.replace("SCORE", "torch.rand(()), 'first': words[:, 0].mean()")},
-         ["score 'mean' of run.evaluate draws", "\nthe other scores of run.evaluate are the same one sample"]),
+         ["score 'mean' of run.evaluate draws", "score 'first' of run.evaluate is the same one sample"]),
     ]),
 )  # fmt: skip
 def test_right_averages_pass(verify: Any, faults: dict[str, str], words: list[str]) -> None:
@@ -411,4 +379,4 @@ def test_averages_that_cannot_be_checked_are_reported(verify: Any) -> None:
     code, printed = verify(gradients=True, swap="return self.layers(x) -> return self.layers(x) + x @ torch.ones(6, 3)")
     assert code == 1, printed
     assert "not checked" in printed
-    assert "averages were not checked: the script ends with exit code 1 in float64 (" in printed
+    assert "averages were not checked, in float64 the script ends with an error: " in printed

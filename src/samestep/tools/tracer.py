@@ -26,11 +26,9 @@ class Tracer(Interceptor):
         super().__init__(context, options)
         self.directory = Path(options["dir"])
         self._file = open(self.directory / f"rank-{context.rank}.jsonl", "a", opener=open_regular)  # noqa: SIM115
-        self.objects: Mapping[str, Any] = {}
         self.modules: Mapping[str, nn.Module] = {}
 
     def prepare(self, objects: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> None:
-        self.objects = objects
         self.modules = modules
 
     def begin_loop(self, loop: LoopParts) -> None:

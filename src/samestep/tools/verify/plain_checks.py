@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -20,8 +20,10 @@ UNSEEN = "not observed"
 GRADIENT_TOLERANCE = 5e-3  # of the norm; gradients that are compressed to bfloat16 for the network are accurate to 2e-3
 TOLERANCE = 1e-6  # of the norm, between copies of float32
 FEWEST = 8  # samples whose order is compared
+ALONE = "on 1 rank"
 
 Runs = Mapping[int, Sequence["Rank"]]  # number of ranks -> records of each
+Update = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,9 @@ class Pass:
         dataset: the number of the data set, in the order in which this rank uses them.
         length, num_batches: of the data set and of the loader; None: they have none.
         drop_last: whether the loader or its sampler has this option.
-        ids: the samples of each batch: their indices, or hashes of their contents.
-        places: all samples in order: their indices in the loader's data set, which a Subset maps to the ids.
         is_subset: the loader's data set is a Subset.
+        is_shuffled: the order of the samples can be another one in each pass.
+        ids: the samples of each batch: their indices, or hashes of their contents.
         is_grad: a batch was taken while gradients were enabled.
         is_open: more batches may follow.
         is_ended: the loop has requested a batch after the last one.
@@ -55,10 +57,10 @@ class Pass:
     dataset: int
     length: int | None
     num_batches: int | None
-    drop_last: bool
-    ids: list[list[Any]] = field(default_factory=list)
-    places: list[Any] = field(default_factory=list)
+    drop_last: bool = False
     is_subset: bool = False
+    is_shuffled: bool = True
+    ids: list[list[Any]] = field(default_factory=list)
     is_grad: bool = False
     is_open: bool = True
     is_ended: bool = False
@@ -86,31 +88,38 @@ class Rank:
     """The record of one rank.
 
     Attributes:
-        updates: (number of the optimizer, step) -> the fields of its events "begin_update" and "end_update", and
-            "num_backwards" until its end. An update without "after" has not ended.
+        updates: of all optimizers: the fields of the events "begin_update" and "end_update", and "num_backwards" until
+            its end. An update without "after" has not ended.
         saves: numbers of (updates, backward passes) before each save.
         is_cut: the recorder has ended the script after the steps of the trial.
-        num_ahead: number of batches that loops fetch before they train on one.
-        losses: the numbers of its own losses that the script has read.
     """
 
     rank: int = -1
     passes: list[Pass] = field(default_factory=list)
-    updates: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    updates: list[dict[str, Any]] = field(default_factory=list)
     saves: list[tuple[int, int]] = field(default_factory=list)
     is_cut: bool = False
-    num_ahead: int = 0
-    losses: list[float] = field(default_factory=list)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of updates of its first optimizer."""
+        return sum(update["optimizer"] == 0 for update in self.updates)
 
     def list_passes(self, is_training: bool) -> list[Pass]:
         """Return its passes in order: those with backward passes, or the others."""
         return [each for each in self.passes if each.ids and (each.num_backwards > 0) == is_training]
 
-    def list_batches(self) -> list[list[Any]] | None:
-        """Return the batches that it trained on; None if they are not one per backward pass."""
+    def list_batches(self, num_ahead: int = 0) -> list[list[Any]] | None:
+        """Return the batches that it trained on; None if they are not one per backward pass.
+
+        Args:
+            num_ahead: number of batches that its loops fetch ahead at least.
+        """
+        passes = self.list_passes(True)
+        num_ahead = max([num_ahead, *(each.num_ahead for each in passes)])
         batches: list[list[Any]] = []
-        for each in self.list_passes(True):
-            first = max(each.num_before - self.num_ahead, 0)
+        for each in passes:
+            first = max(each.num_before - num_ahead, 0)
             if first + each.num_backwards > len(each.ids):
                 return None
             batches += each.ids[first : first + each.num_backwards]
@@ -123,54 +132,49 @@ def read_ranks(directory: Path) -> list[Rank]:
     return sorted((each for each in ranks if each.updates), key=lambda each: each.rank)
 
 
-def _read_rank(lines: Iterable[Mapping[str, Any]]) -> Rank:
+def _read_rank(lines: Iterable[dict[str, Any]]) -> Rank:
     """Read the events that `plain_recorder` describes."""
     record = Rank()
     num_backwards = 0
     latest = None
     for line in lines:
-        match line["event"]:
+        match line.pop("event"):
             case "begin_pass":
                 for each in record.passes:
                     each.is_open &= each.dataset != line["dataset"]
-                record.passes.append(Pass(line["dataset"], line["length"], line["num_batches"], line["drop_last"]))
+                record.passes.append(Pass(**line))
             case "batch":
                 latest = record.passes[line["pass_number"]]
                 latest.ids.append(line["ids"])
-                latest.places += line.get("places", line["ids"])
-                latest.is_subset = "places" in line
-                latest.is_grad = latest.is_grad or line["is_grad"]
+                latest.is_grad |= line["is_grad"]
             case "end_pass":
-                record.passes[line["pass_number"]].is_ended = True
-                record.passes[line["pass_number"]].is_open = False
+                ended = record.passes[line["pass_number"]]
+                ended.is_ended = True
+                ended.is_open = False
             case "backward":
                 num_backwards += 1
                 for each in record.passes:  # several, if a loop takes batches from several loaders
                     if each.is_grad and (each is latest or each.is_open):
                         each.num_before = each.num_before if each.num_backwards else len(each.ids) - 1
                         each.num_backwards += 1
-            case "loss":
-                record.losses.append(line["value"])
             case "trim" if latest is not None:
                 latest.is_trimmed = True
             case "begin_update":
                 record.rank = line["rank"]
-                record.updates[line["optimizer"], line["step"]] = dict(line)
+                record.updates.append(line)
             case "end_update":
-                record.updates[line["optimizer"], line["step"]] |= {**line, "num_backwards": num_backwards}
+                record.updates[-1] |= {**line, "num_backwards": num_backwards}
             case "save":
                 record.saves.append((line["num_updates"], num_backwards))
             case "cut":
                 record.is_cut = True
-    record.num_ahead = max((each.num_ahead for each in record.list_passes(True)), default=0)
     return record
 
 
-def _join_updates(ranks: Sequence[Rank]) -> list[tuple[tuple[int, int], list[dict[str, Any]]]]:
-    """Return the updates that all ranks have completed: its key in `Rank.updates`, and the fields of each rank."""
-    keys = sorted(ranks[0].updates, key=lambda key: key[1])
-    joined = ((key, [rank.updates.get(key, {}) for rank in ranks]) for key in keys)
-    return [(key, steps) for key, steps in joined if all("after" in step for step in steps)]
+def _join_updates(ranks: Sequence[Rank]) -> list[list[Update]]:
+    """Return the updates that all ranks have completed: the fields of each rank."""
+    joined = zip(*(rank.updates for rank in ranks), strict=False)
+    return [[*lines] for lines in joined if all("after" in line for line in lines)]
 
 
 def describe_end(code: int) -> str:
@@ -180,26 +184,23 @@ def describe_end(code: int) -> str:
 
 def compare(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the distance of two projections, relative to the larger one."""
-    larger = max(_norm(one), _norm(other))
-    return _norm([a - b for a, b in zip(one, other, strict=True)]) / larger if larger else 0.0
-
-
-def _norm(vector: Sequence[float]) -> float:
-    return float(sum(each * each for each in vector) ** 0.5)
+    larger = max(math.hypot(*one), math.hypot(*other))
+    return math.dist(one, other) / larger if larger else 0.0
 
 
 def _fit(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
     """Return the factor c for which `one` is nearest to c * other, and the distance from it."""
-    square = sum(each * each for each in other)
-    factor = sum(a * b for a, b in zip(one, other, strict=True)) / square if square else 0.0
+    square = _dot(other, other)
+    factor = _dot(one, other) / square if square else 0.0
     return factor, compare(one, [factor * each for each in other])
 
 
 def _average(vectors: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
-    return [
-        sum(w * each for w, each in zip(weights, column, strict=True)) / sum(weights)
-        for column in zip(*vectors, strict=True)
-    ]
+    return [_dot(weights, column) / sum(weights) for column in zip(*vectors, strict=True)]
+
+
+def _dot(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True))
 
 
 def _conclude(check: str, faults: Sequence[str], notes: Sequence[str], unseen: str) -> CheckResult:
@@ -208,20 +209,25 @@ def _conclude(check: str, faults: Sequence[str], notes: Sequence[str], unseen: s
     return CheckResult(check, OK, "; ".join(dict.fromkeys(notes))) if notes else CheckResult(check, UNSEEN, unseen)
 
 
+# --- samples ------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class DrawnEpoch:
     """The n-th passes of all ranks over a data set.
 
     Attributes:
-        counts: sample -> how often the ranks together have drawn it.
+        where: the number of ranks, in words.
         length: the number of different samples in the data set of one process; None if it is not known.
         is_split: each rank has a data set of its own part, so that equal indices are other samples.
+        counts: sample -> how often the ranks together have drawn it.
     """
 
+    where: str
     passes: Sequence[Pass]
-    counts: Mapping[Any, int]
     length: int | None
     is_split: bool
+    counts: Mapping[Any, int]
 
     @property
     def is_repeated(self) -> bool:
@@ -256,16 +262,17 @@ class DrawnEpoch:
         return self.is_complete and {each for each, count in self.counts.items() if count > 1} <= last
 
 
-def _list_epochs(runs: Runs, is_training: bool) -> dict[int, list[DrawnEpoch]]:
-    """Return the epochs with or without backward passes at each number of ranks."""
-    lengths: list[int | None] = []
-    for passes in _group_passes(runs.get(1, []), is_training):
-        num = len({*passes[0].flatten()}) if passes[0].is_complete else None
-        lengths.append(num if passes[0].length is None else passes[0].length)
-    epochs: dict[int, list[DrawnEpoch]] = {}
+def _list_epochs(runs: Runs, is_training: bool) -> list[DrawnEpoch]:
+    """Return the epochs with or without backward passes, those of each number of ranks in order."""
+    lengths: list[int | None] = []  # of the data sets on 1 rank, or the number of samples of an iterable one
+    for alone, *_ in _group_passes(runs.get(1, []), is_training):
+        num = len({*alone.flatten()}) if alone.is_complete else None
+        lengths.append(num if alone.length is None else alone.length)
+    epochs = []
     for size, ranks in runs.items():
-        pairs = zip_longest(_group_passes(ranks, is_training), lengths)
-        epochs[size] = [_count(passes, length) for passes, length in pairs if passes]
+        for passes, length in zip_longest(_group_passes(ranks, is_training), lengths):
+            if passes:
+                epochs.append(_count(format_ranks(size), passes, length))
     return epochs
 
 
@@ -280,56 +287,49 @@ def _group_passes(ranks: Sequence[Rank], is_training: bool) -> list[list[Pass]]:
     return [groups[key] for key in sorted(groups)]
 
 
-def _count(passes: Sequence[Pass], length: int | None) -> DrawnEpoch:
-    """Count the samples in the passes of all ranks.
-
-    Args:
-        length: of the data set on 1 rank, or the number of samples of an iterable one.
-    """
+def _count(where: str, passes: Sequence[Pass], length: int | None) -> DrawnEpoch:
+    """Count the samples in the passes of all ranks. `length`: on 1 rank."""
     lengths = [each.length for each in passes]
     is_split = len(passes) > 1 and length == sum(each or 0 for each in lengths) and not passes[0].is_subset
     ids = ((rank, each) if is_split else each for rank, one in enumerate(passes) for each in one.flatten())
-    return DrawnEpoch(passes, Counter(ids), length if length is not None else lengths[0], is_split)
+    return DrawnEpoch(f"on {where}", passes, length if length is not None else lengths[0], is_split, Counter(ids))
 
 
 def check_samples(runs: Runs) -> CheckResult:
     """Check that the ranks together train on each sample once per epoch."""
-    faults = []
-    notes = []
     epochs = _list_epochs(runs, True)
-    if any(epoch.num_repeated for epoch in epochs.get(1, [])):
+    if any(epoch.num_repeated for epoch in epochs if epoch.where == ALONE):
         faults = [
-            f"on {format_ranks(size)}, every rank draws the same samples in the same order: use a DistributedSampler, "
-            "or other seeds"
-            for size, found in epochs.items()
-            if any(epoch.is_repeated for epoch in found)
+            f"{epoch.where}, every rank draws the same samples in the same order: use a DistributedSampler, or other "
+            "seeds"
+            for epoch in epochs
+            if epoch.is_repeated
         ]
         return _conclude("samples", faults, [], "a single process also draws samples several times per epoch")
-    for size, found in epochs.items():
-        where = f"on {format_ranks(size)}"
-        for number, epoch in enumerate(found):
-            num = len(epoch.counts)
-            num_repeated = epoch.num_repeated
-            num_missing = epoch.num_missing
-            num_batches = sorted({len(each.ids) for each in epoch.passes})
-            if num_repeated and epoch.is_everywhere:
-                faults.append(f"{where}, every rank trains on the same {num} samples: use a DistributedSampler")
-            elif num_repeated and epoch.is_padded:
-                notes.append(
-                    f"{where}, {num_repeated} of {num} samples are repeated at the end of an epoch, as padding"
-                )
-            elif num_repeated:
-                faults.append(f"{where}, {num_repeated} of {num} samples are repeated in epoch {number}")
-            if epoch.is_complete and len(num_batches) > 1:
-                faults.append(f"{where}, ranks have {num_batches[0]} to {num_batches[-1]} batches in epoch {number}")
-            if not epoch.is_complete:
-                notes.append(f"{where}, epoch {number} is longer than the trial: only repeats were looked for")
-            elif num_missing and epoch.passes[0].drop_last and num_missing < sum(len(p.ids[0]) for p in epoch.passes):
-                notes.append(f"{where}, {num_missing} of {epoch.length} are left out of an epoch by drop_last")
-            elif num_missing:
-                faults.append(f"{where}, {num_missing} of {epoch.length} samples are skipped in epoch {number}")
-            elif not num_repeated:
-                notes.append(f"{where}, an epoch has each of {num} samples")
+    faults = []
+    notes = []
+    for epoch in epochs:
+        where = epoch.where
+        num = len(epoch.counts)
+        num_repeated = epoch.num_repeated
+        num_missing = epoch.num_missing
+        num_batches = sorted({len(each.ids) for each in epoch.passes})
+        if num_repeated and epoch.is_everywhere:
+            faults.append(f"{where}, every rank trains on the same {num} samples: use a DistributedSampler")
+        elif num_repeated and epoch.is_padded:
+            notes.append(f"{where}, {num_repeated} of {num} samples are repeated at the end of an epoch, as padding")
+        elif num_repeated:
+            faults.append(f"{where}, {num_repeated} of {num} samples are repeated in an epoch")
+        if epoch.is_complete and len(num_batches) > 1:
+            faults.append(f"{where}, ranks have {num_batches[0]} to {num_batches[-1]} batches in an epoch")
+        if not epoch.is_complete:
+            notes.append(f"{where}, an epoch is longer than the trial: only repeats were looked for")
+        elif num_missing and epoch.passes[0].drop_last and num_missing < sum(len(p.ids[0]) for p in epoch.passes):
+            notes.append(f"{where}, {num_missing} of {epoch.length} are left out of an epoch by drop_last")
+        elif num_missing:
+            faults.append(f"{where}, {num_missing} of {epoch.length} samples are skipped in an epoch")
+        elif not num_repeated:
+            notes.append(f"{where}, an epoch has each of {num} samples")
     return _conclude("samples", faults, notes, "no torch DataLoader was iterated before a backward pass")
 
 
@@ -338,26 +338,56 @@ def check_order(runs: Runs) -> CheckResult:
     faults = []
     notes = []
     for size, ranks in runs.items():
-        passes = ranks[0].list_passes(True)
-        for one, other in pairwise(passes):
-            num = min(len(one.places), len(other.places))
-            if one.dataset != other.dataset or num < FEWEST or isinstance(one.places[0], str):
+        for one, other in pairwise(ranks[0].list_passes(True)):
+            places = one.flatten()
+            num = min(len(places), len(other.flatten()))
+            if one.dataset != other.dataset or num < FEWEST or isinstance(places[0], str):
                 continue
-            if all(a < b for a, b in pairwise(one.places)):
+            if not one.is_shuffled or all(a < b for a, b in pairwise(places)):
                 notes.append("the samples are not shuffled")
-            elif one.places[:num] == other.places[:num]:
-                where = f"on {format_ranks(size)}"
-                faults.append(f"{where}, epochs have the same shuffled order: call sampler.set_epoch(epoch)")
+            elif places[:num] == other.flatten()[:num]:
+                faults.append(
+                    f"on {format_ranks(size)}, epochs have the same shuffled order: call sampler.set_epoch(epoch)"
+                )
             else:
                 notes.append("a different one in each epoch")
     return _conclude("order", faults, notes, "fewer than two epochs over a data set with indices began")
+
+
+def check_evaluation(runs: Runs) -> CheckResult:
+    """Check that an evaluation counts each sample once."""
+    faults = []
+    notes = []
+    repeats = []
+    for epoch in _list_epochs(runs, False):
+        if not epoch.is_complete:
+            continue
+        where = epoch.where
+        num = len(epoch.counts)
+        if epoch.num_missing:
+            faults.append(f"{where}, {epoch.num_missing} of {epoch.length} samples are not evaluated")
+        if epoch.is_everywhere:
+            repeats.append(f"{where}, each rank evaluates all {num} samples: correct, but no faster than one")
+        elif epoch.num_repeated and not all(each.is_trimmed for each in epoch.passes):
+            how = ", as padding" if epoch.is_padded else ""
+            faults.append(
+                f"{where}, {epoch.num_repeated} of {num} samples count more than once{how}: give each rank its share "
+                "without padding, and add up sums and counts"
+            )
+        else:
+            notes.append(f"{where}, each of {num} samples counts once")
+    if repeats and not faults:
+        return CheckResult("evaluation", NOTE, "; ".join(dict.fromkeys(repeats)))
+    return _conclude("evaluation", faults, notes, "no complete pass over a DataLoader without a backward pass")
+
+
+# --- gradients and weights ----------------------------------------------------------------------------------------
 
 
 def check_gradient(runs: Runs) -> CheckResult:
     """Check that updates use the mean of the gradients over all samples of all ranks."""
     faults = []
     notes = []
-    num_right = 0
     for size, ranks in runs.items():
         if size == 1 or len(ranks) != size:
             continue
@@ -367,45 +397,46 @@ def check_gradient(runs: Runs) -> CheckResult:
             notes.append(f"the same on each of {size} ranks")
         if is_same and not any(batches) and _has_exchanged(ranks):  # `check_samples` compares batches
             faults.append(f"on {size} ranks, all ranks compute the same gradient: each must train on other samples")
+        num_right = 0
         begins = [0] * size
-        for key, steps in _join_updates(ranks):
-            weights = [1.0] * size
-            if key[0] == 0:  # which backward passes belong to another optimizer is not known
-                ends = [step["num_backwards"] for step in steps]
-                weights = _count_samples(batches, begins, ends)
-                begins = ends
-            fault = _judge_gradient(steps, weights)
+        for step, lines in enumerate(_join_updates(ranks)):
+            ends = [line["num_backwards"] for line in lines]
+            fault = _judge_gradient(lines, _count_samples(ranks, batches, begins, ends))
+            begins = ends
             num_right += fault is None and not is_same
             if fault:
-                faults.append(f"on {size} ranks, in step {key[1]}, {fault}")
+                faults.append(f"on {size} ranks, in step {step}, {fault}")
                 break
-    notes += [f"the mean over the ranks in {num_right} steps"] if num_right else []
+        notes += [f"the mean over the ranks in {num_right} steps"] if num_right else []
     unseen = "no gradient of several ranks was seen both before and after it was averaged"
     return _conclude("gradient", faults, notes, unseen)
 
 
 def _have_same_gradients(ranks: Sequence[Rank]) -> bool:
     """Return whether all ranks compute the same gradient in each update."""
-    steps = [[line["computed"] for line in lines] for _, lines in _join_updates(ranks)]
-    return any(_norm(step[0] or ()) for step in steps) and all(
+    steps = [[line["computed"] for line in lines] for lines in _join_updates(ranks)]
+    return any(math.hypot(*(step[0] or ())) for step in steps) and all(
         all(step) and max(compare(step[0], each) for each in step) <= TOLERANCE for step in steps
     )
 
 
 def _count_samples(
-    batches: Sequence[list[list[Any]] | None], begins: Sequence[int], ends: Sequence[int]
+    ranks: Sequence[Rank], batches: Sequence[list[list[Any]] | None], begins: Sequence[int], ends: Sequence[int]
 ) -> list[float]:
-    """Return the number of samples in some backward passes of each rank; 1 for all if they are not known."""
-    if any(each is None for each in batches):
+    """Return the number of samples in some backward passes of each rank; 1 for all if they are not known.
+
+    With several optimizers, it is not known to which of them a backward pass belongs.
+    """
+    if any(each is None for each in batches) or any(rank.num_steps < len(rank.updates) for rank in ranks):
         return [1.0] * len(batches)
     parts = [(each or [])[begin:end] for each, begin, end in zip(batches, begins, ends, strict=True)]
     return [float(sum(map(len, part))) or 1.0 for part in parts]
 
 
-def _judge_gradient(steps: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> str | None:
+def _judge_gradient(steps: Sequence[Update], weights: Sequence[float]) -> str | None:
     """Judge the gradients of one update of all ranks. Returns None if they are the mean, "" if this is not known."""
     computed = [step["computed"] for step in steps]
-    if not all(computed) or not any(map(_norm, computed)):
+    if not all(computed) or not any(math.hypot(*each) for each in computed):
         return ""
     mean, weighted = (_average(computed, each) for each in ([1.0] * len(steps), weights))
     tolerance = GRADIENT_TOLERANCE
@@ -420,10 +451,9 @@ def _judge_gradient(steps: Sequence[Mapping[str, Any]], weights: Sequence[float]
             f"ranks with {min(weights):g} and {max(weights):g} samples have the same weight in the gradient, so that "
             "it is not the mean over the samples"
         )
-    own = [_fit(step["used"], step["computed"])[1] for step in steps]
     factors, distances = zip(*(_fit(step["used"], mean) for step in steps), strict=True)
     if max(distances) > tolerance:
-        if max(own) <= tolerance:
+        if max(_fit(step["used"], step["computed"])[1] for step in steps) <= tolerance:
             return "each rank updates with its own gradient: wrap the model in DistributedDataParallel"
         return f"the gradient is not the mean over the ranks: it is off by {max(distances):.1e} of its norm"
     if abs(factors[0] - len(steps)) <= tolerance * factors[0]:
@@ -435,16 +465,14 @@ def check_replicas(runs: Runs) -> CheckResult:
     """Check that all ranks hold the same weights before the first update and after each."""
     faults = []
     notes = []
-    full = max((rank.updates[0, 0]["num_elements"] for ranks in runs.values() for rank in ranks), default=0)
+    sizes = [rank.updates[0]["num_elements"] for ranks in runs.values() for rank in ranks]
     for size, ranks in runs.items():
-        if size == 1 or len(ranks) != size or any(rank.updates[0, 0]["num_elements"] != full for rank in ranks):
+        if size == 1 or len(ranks) != size or any(rank.updates[0]["num_elements"] != max(sizes) for rank in ranks):
             continue
-        notes.append(f"the same weights on {size} ranks after each of {len(ranks[0].updates)} steps")
-        moments = [("begin with different weights", [rank.updates[0, 0]["before"] for rank in ranks])]
-        moments += [
-            (f"have different weights after step {step}", [line["after"] for line in lines])
-            for (_, step), lines in _join_updates(ranks)
-        ]
+        notes.append(f"the same weights on {size} ranks after each of {ranks[0].num_steps} steps")
+        moments = [("begin with different weights", [rank.updates[0]["before"] for rank in ranks])]
+        for step, lines in enumerate(_join_updates(ranks)):
+            moments.append((f"have different weights after step {step}", [line["after"] for line in lines]))
         for how, states in moments:
             if (error := max(compare(states[0]["params"], state["params"]) for state in states)) > TOLERANCE:
                 faults.append(f"on {size} ranks, ranks {how} (by {error:.1e} of their norm)")
@@ -460,48 +488,11 @@ def check_replicas(runs: Runs) -> CheckResult:
 
 def _has_exchanged(ranks: Sequence[Rank]) -> bool:
     """Return whether a rank has begun collectives between its updates, as far as this is known."""
-    counts = [{update["num_collectives"] for update in rank.updates.values()} for rank in ranks]
+    counts = [{update["num_collectives"] for update in rank.updates} for rank in ranks]
     return any(len(rank.updates) < 2 or len(c) > 1 or None in c for rank, c in zip(ranks, counts, strict=True))
 
 
-def check_evaluation(runs: Runs) -> CheckResult:
-    """Check that an evaluation counts each sample once."""
-    faults = []
-    notes = []
-    repeats = []
-    for size, epochs in _list_epochs(runs, False).items():
-        where = f"on {format_ranks(size)}"
-        for epoch in epochs:
-            if not epoch.is_complete:
-                continue
-            num = len(epoch.counts)
-            how = ", as padding" if epoch.is_padded else ""
-            if epoch.num_missing:
-                faults.append(f"{where}, {epoch.num_missing} of {epoch.length} samples are not evaluated")
-            if epoch.is_everywhere:
-                repeats.append(f"{where}, each rank evaluates all {num} samples: correct, but no faster than one")
-            elif epoch.num_repeated and not all(each.is_trimmed for each in epoch.passes):
-                faults.append(
-                    f"{where}, {epoch.num_repeated} of {num} samples count more than once{how}: give each rank its "
-                    "share without padding, and add up sums and counts"
-                )
-            else:
-                notes.append(f"{where}, each of {num} samples counts once")
-    if repeats and not faults:
-        return CheckResult("evaluation", NOTE, "; ".join(dict.fromkeys(repeats)))
-    return _conclude("evaluation", faults, notes, "no complete pass over a DataLoader without a backward pass")
-
-
-def check_losses(runs: Runs) -> list[CheckResult]:
-    """Return a note if ranks read different losses, or only some read theirs: such a log is not of the batch."""
-    for size, ranks in runs.items():
-        read = [rank.losses for rank in ranks if rank.losses]
-        differ = any(len({*values}) > 1 for values in zip(*read, strict=False))
-        if differ or 0 < len(read) < len(ranks):
-            who = "each" if len(read) == len(ranks) else f"{len(read)} of them"
-            text = f"on {size} ranks, {who} reads the loss of its own samples: to log it, average it over the ranks"
-            return [CheckResult("losses", NOTE, text)]
-    return []
+# --- the restart --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -523,92 +514,75 @@ class ResumedRun:
 
 def check_restart(restart: ResumedRun) -> list[CheckResult]:
     """Check that a restarted script continues with the state and the samples of its last save."""
-    found = _find_save(restart)
-    if isinstance(found, CheckResult):
-        return [replace(found, check="resume"), found]
-    num_done, num_backwards = found
-    saved = restart.interrupted[0].updates[0, num_done - 1]["after"]
-    faults = _check_state(saved, _list_updates(restart.resumed[0]), _list_updates(restart.whole[0]), num_done)
-    state = _conclude("state", faults, [f"the same as after step {num_done}"], "")
-    return [_check_continuation(restart, num_backwards), state]
-
-
-def _find_save(restart: ResumedRun) -> tuple[int, int] | CheckResult:
-    """Return the newest save with which the restarted script begins: its numbers of (updates, backward passes).
-
-    If there is none, returns the result of the check "state".
-    """
     saves = [save for save in restart.interrupted[0].saves if save[0]] if restart.interrupted else []
+    save = _find_save(restart, saves) if saves and restart.resumed else None
+    verdict = UNSEEN
     if not saves:
-        return CheckResult("state", UNSEEN, "the script saved nothing with torch.save within the trial")
-    is_cut = any(rank.is_cut for rank in restart.resumed)
-    if restart.code and not is_cut:
-        num = min((len(_list_updates(rank)) for rank in restart.resumed), default=0)
-        return CheckResult("state", MISTAKE, f"the restarted script {describe_end(restart.code)} after {num} steps")
-    if not restart.resumed or restart.interrupted[0].is_cut:
-        return CheckResult(
-            "state", UNSEEN, "the trial ended before a kill after a save, or no step followed the restart"
-        )
-    updates = restart.interrupted[0].updates
-    first = restart.resumed[0].updates[0, 0]["before"]
-    for save in reversed(saves):
-        last = updates.get((0, save[0] - 1), {})
-        if "after" in last and compare(last["after"]["params"], first["params"]) <= TOLERANCE:
-            return save
-    if not first["num_states"] and not restart.has_resume_args:
+        text = "the script saved nothing with torch.save within the trial"
+    elif restart.code and not any(rank.is_cut for rank in restart.resumed):
+        verdict = MISTAKE
+        num = min((rank.num_steps for rank in restart.resumed), default=0)
+        text = f"the restarted script {describe_end(restart.code)} after {num} steps"
+    elif not restart.resumed or restart.interrupted[0].is_cut:
+        text = "the trial ended before a kill after a save, or no step followed the restart"
+    elif save is not None:
+        return [_check_continuation(restart, save[1]), _check_state(restart, save[0])]
+    elif not restart.resumed[0].updates[0]["before"]["num_states"] and not restart.has_resume_args:
         text = "it begins anew after a kill: give --resume-args, if it needs an argument to resume"
-        return CheckResult("state", UNSEEN, text)
-    return CheckResult("state", MISTAKE, "the restarted script begins with weights that it never saved")
+    else:
+        verdict = MISTAKE
+        text = "the restarted script begins with weights that it never saved"
+    return [CheckResult("resume", verdict, text), CheckResult("state", verdict, text)]
 
 
-def _check_state(
-    saved: Mapping[str, Any], resumed: Sequence[Mapping[str, Any]], whole: Sequence[Mapping[str, Any]], num_done: int
-) -> list[str]:
+def _find_save(restart: ResumedRun, saves: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+    """Return the newest save with whose weights the restarted script begins."""
+    first = restart.resumed[0].updates[0]
+    for save in reversed(saves):
+        last = restart.interrupted[0].updates[save[0] - 1]
+        if "after" in last and compare(last["after"]["params"], first["before"]["params"]) <= TOLERANCE:
+            return save
+    return None
+
+
+def _check_state(restart: ResumedRun, num_done: int) -> CheckResult:
     """Compare the state after the save, and later learning rates, with those of the restarted script.
 
     The optimizer's state holds the learning rate: if it is lost, another rate may be a consequence.
 
     Args:
-        saved: the state after the save.
-        resumed: the updates after the restart.
-        whole: the updates of the uninterrupted run, of which the save has the first `num_done`.
+        num_done: updates of the uninterrupted run that the save has.
     """
-    state = resumed[0]["before"]
+    faults = []
+    saved = restart.interrupted[0].updates[num_done - 1]["after"]
+    state = restart.resumed[0].updates[0]["before"]
+    rates = zip(restart.resumed[0].updates, restart.whole[0].updates[num_done:], strict=False)
     if saved["num_states"] and not state["num_states"]:
-        return ["the optimizer's state is lost: save and load optimizer.state_dict()"]
-    if saved["num_steps"] != state["num_steps"] or compare(saved["state"], state["state"]) > TOLERANCE:
-        return [f"the optimizer's state differs (step {saved['num_steps']}, then {state['num_steps']})"]
-    for step, (new, old) in enumerate(zip(resumed, whole[num_done:], strict=False)):
-        if not _are_same_rates(new["lr"], old["lr"]):
-            return [
-                f"the learning rate of step {step} after the restart is {new['lr'][0]:g}, that of the uninterrupted "
-                f"run {old['lr'][0]:g}: save and load the states of the schedule and the optimizer"
-            ]
-    return []
-
-
-def _are_same_rates(one: Sequence[float], other: Sequence[float]) -> bool:
-    return len(one) == len(other) and all(map(partial(math.isclose, rel_tol=TOLERANCE), one, other))
-
-
-def _list_updates(rank: Rank) -> list[dict[str, Any]]:
-    """Return the updates of its first optimizer, in order."""
-    return [line for (optimizer, _), line in sorted(rank.updates.items()) if optimizer == 0]
+        faults.append("the optimizer's state is lost: save and load optimizer.state_dict()")
+    elif saved["num_steps"] != state["num_steps"] or compare(saved["state"], state["state"]) > TOLERANCE:
+        faults.append(f"the optimizer's state differs (step {saved['num_steps']}, then {state['num_steps']})")
+    else:
+        faults += [
+            f"the learning rate of step {step} after the restart is {new['lr'][0]:g}, that of the uninterrupted "
+            f"run {old['lr'][0]:g}: save and load the states of the schedule and the optimizer"
+            for step, (new, old) in enumerate(rates)
+            if not all(map(partial(math.isclose, rel_tol=TOLERANCE), new["lr"], old["lr"]))
+        ][:1]
+    return _conclude("state", faults, [f"the same as after step {num_done}"], "")
 
 
 def _check_continuation(restart: ResumedRun, num_done: int) -> CheckResult:
     """Compare the batches after the restart with those after the save in an uninterrupted run."""
-    num_ahead = restart.whole[0].num_ahead  # only a complete pass shows it, and the others may have none
-    interrupted, resumed = (
-        _join([replace(rank, num_ahead=max(rank.num_ahead, num_ahead)) for rank in ranks])
-        for ranks in (restart.interrupted, restart.resumed)
-    )
-    whole = _join(restart.whole)
+    # Only a complete pass shows how far a loop fetches ahead, and the others may have none.
+    num_ahead = max((each.num_ahead for each in restart.whole[0].list_passes(True)), default=0)
+    runs = (restart.interrupted, restart.resumed, restart.whole)
+    interrupted, resumed, whole = (_join([rank.list_batches(num_ahead) for rank in ranks]) for ranks in runs)
+    text = "after the restart, the order differs from that of the uninterrupted run"
     if interrupted is None or resumed is None or whole is None:
-        return CheckResult("resume", UNSEEN, "batches and backward passes do not correspond")
-    if whole[: len(interrupted)] != interrupted:
-        return CheckResult("resume", UNSEEN, "the order of the samples differs from run to run: give it a seed")
-    if (num := min(len(resumed), len(whole) - num_done)) > 0:
+        text = "batches and backward passes do not correspond"
+    elif whole[: len(interrupted)] != interrupted:
+        text = "the order of the samples differs from run to run: give it a seed"
+    elif (num := min(len(resumed), len(whole) - num_done)) > 0:
         if resumed[:num] == whole[num_done : num_done + num]:
             return CheckResult("resume", OK, f"continues with the batches that follow the save, {num} of {num}")
         few = min(num, 3)
@@ -617,12 +591,10 @@ def _check_continuation(restart: ResumedRun, num_done: int) -> CheckResult:
             place = min(places, key=lambda place: abs(place - num_done))
             what = "skips" if place > num_done else "repeats"
             return CheckResult("resume", MISTAKE, f"it {what} {abs(place - num_done)} batches after batch {num_done}")
-    return CheckResult("resume", UNSEEN, "after the restart, the order differs from that of the uninterrupted run")
+    return CheckResult("resume", UNSEEN, text)
 
 
-def _join(ranks: Sequence[Rank]) -> list[tuple[Any, ...]] | None:
+def _join(batches: Sequence[list[list[Any]] | None]) -> list[tuple[Any, ...]] | None:
     """Return the batches of all ranks, joined by their number; None if they are not known."""
-    batches = [rank.list_batches() for rank in ranks]
-    if not batches or any(each is None for each in batches):
-        return None
-    return list(zip(*(each for each in batches if each is not None), strict=False))
+    known = [each for each in batches if each is not None]
+    return [*zip(*known, strict=False)] if known and len(known) == len(batches) else None

@@ -1,13 +1,12 @@
 """Records what the ranks of a script that does not use samestep do: samples, gradients, weights and saves.
 
-Each process that imports torch appends lines of JSON to `rank-<process id>.jsonl`. Each line is an event:
+Each process that trains appends lines of JSON to `rank-<process id>.jsonl`. Each line is an event:
 
     begin_pass    the script iterates a DataLoader. Passes and data sets are numbered.
     batch         it takes a batch of a pass; with the indices of its samples, or hashes of their contents
     end_pass      it requests another batch, and there is none
     trim          Accelerate removes the padding from the results of the last batch
     backward      a backward pass ends
-    loss          the script reads the number of this rank's own loss, with item(), tolist() or float()
     begin_update  an optimizer's step begins; the first one has the state "before" it. "num_collectives": begun so far,
                   null if not known
     end_update    it ends; "computed": the gradient of this rank, "reduced": in `.grad` after the last backward pass,
@@ -37,8 +36,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, SequentialSampler, Subset
 
+from samestep.data.content import find_leaves
 from samestep.files import open_regular, read_text, replace_file
 from samestep.hashing import hash_pieces
 from samestep.torch_internals import LoaderIterator, count_collectives
@@ -76,7 +76,7 @@ class Projection:
 
     def project(self, place: int, tensor: Tensor) -> Tensor:
         """Project the tensor at a place of a list. Returns NUM_VECTORS numbers in float64, on the CPU."""
-        flat = tensor.detach().flatten()
+        flat = tensor.detach().to_dense().flatten()
         flat = flat[:: math.ceil(len(flat) / MAX_ELEMENTS) or 1].to("cpu", torch.float64)
         key = place, len(flat)
         if key not in self._vectors:
@@ -88,7 +88,7 @@ class Projection:
         """Project a list of tensors; None counts as zeros."""
         total = torch.zeros(NUM_VECTORS, dtype=torch.float64)
         for place, tensor in enumerate(tensors):
-            if tensor is not None and tensor.layout == torch.strided:
+            if tensor is not None:
                 total += self.project(place, tensor)
         return total
 
@@ -102,7 +102,6 @@ class OptimizerTracker:
     Attributes:
         number: of the optimizer, in the order of first updates; -1 before that.
         num_steps: completed updates.
-        has_seen_all: every gradient went through a hook since the last update.
     """
 
     def __init__(self, projection: Projection) -> None:
@@ -113,39 +112,36 @@ class OptimizerTracker:
         self._computed = self._reduced = projection.project_all([])  # zeros
         self.number = -1
         self.num_steps = 0
-        self.has_seen_all = True
 
     def add(self, params: Sequence[Tensor]) -> None:
-        """Follow more parameters. `register_hook` gets the gradient of this rank, before DDP averages it."""
-        for param in params:
-            place = len(self._params)
-            self._params.append(param)
-            if param.requires_grad:
-                self._hooked.add(place)
-                param.register_hook(partial(self._add_gradient, place))  # type: ignore[no-untyped-call]
-
-    def _add_gradient(self, place: int, gradient: Tensor) -> None:
-        if gradient.layout != torch.strided:
-            self.has_seen_all = False
-            return
-        self._computed = self._computed + self._projection.project(place, gradient)
+        """Follow more parameters."""
+        self._params += params
 
     def before_backward(self) -> None:
         """Restart from the gradients in `.grad`, if the script has updated or set them to zero since."""
-        left = self._projection.project_all([param.grad for param in self._params])
+        for place, param in enumerate(self._params):
+            if param.requires_grad and place not in self._hooked:
+                self._hooked.add(place)
+                # It gets the gradient of this rank, before DDP averages it.
+                param.register_hook(partial(self._add_gradient, place))  # type: ignore[no-untyped-call]
+        left = self._project_grads()
         if self._is_fresh or not left.any():
             self._computed = left
             self._is_fresh = False
-            self.has_seen_all = True
+
+    def _add_gradient(self, place: int, gradient: Tensor) -> None:
+        self._computed = self._computed + self._projection.project(place, gradient)
 
     def after_backward(self) -> None:
         """Note the gradients, which DDP has averaged by now."""
-        self._reduced = self._projection.project_all([param.grad for param in self._params])
+        self._reduced = self._project_grads()
+
+    def _project_grads(self) -> Tensor:
+        return self._projection.project_all([param.grad for param in self._params])
 
     def describe_begin(self, optimizer: Optimizer) -> dict[str, Any]:
         """Describe an update that begins: the learning rates, and before the first one the state."""
         return {
-            "step": self.num_steps,
             "optimizer": self.number,
             "lr": [float(group.get("lr", 0.0)) for group in optimizer.param_groups],
             "num_elements": sum(param.numel() for param in self._params),
@@ -154,18 +150,14 @@ class OptimizerTracker:
 
     def describe_end(self, optimizer: Optimizer) -> dict[str, Any]:
         """Describe the gradients of an update that ends, and the state. A closure computes them in the update."""
-        grads = [param.grad for param in self._params]
-        is_hooked = all(grad is None or place in self._hooked for place, grad in enumerate(grads))
         line = {
-            "step": self.num_steps,
-            "optimizer": self.number,
-            "computed": self._computed.tolist() if is_hooked and self.has_seen_all and not self._is_fresh else None,
+            "computed": None if self._is_fresh else self._computed.tolist(),
             "reduced": self._reduced.tolist(),
-            "used": self._projection.project_all(grads).tolist(),
+            "used": self._project_grads().tolist(),
             "after": self._describe_state(optimizer),
         }
         self._is_fresh = True
-        self.num_steps = self.num_steps + 1
+        self.num_steps += 1
         return line
 
     def _describe_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -185,7 +177,7 @@ class Recorder:
 
     Args:
         directory: for the file.
-        steps: updates after which the process ends with exit code 0.
+        steps: updates of an optimizer after which the process ends with exit code 0.
         kill_after: see `begin`.
     """
 
@@ -197,14 +189,13 @@ class Recorder:
         self._file = sys.stdout
         self._projection = Projection()
         self._trackers: dict[Optimizer, OptimizerTracker] = {}
-        self._datasets: dict[
-            int, tuple[int, Any]
-        ] = {}  # id -> its number, and the data set, so that no other has its id
+        self._num_updates = 0
+        # id -> number and data set, which is kept, so that no other gets its id
+        self._datasets: dict[int, tuple[int, Any]] = {}
         self._num_passes = 0
         self._queues: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
         self._passes: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
         self._has_wrapped_accelerate = False
-        self._roots: list[tuple[Tensor, Tensor]] = []  # of the last backward pass, with copies
 
     def install(self) -> None:
         """Wrap the functions of torch that are recorded."""
@@ -216,8 +207,6 @@ class Recorder:
         _wrap_after(LoaderIterator, "_reset", lambda _, iterator, *__, **___: self._queue(iterator).clear())
         _wrap_after(torch, "save", self._after_save)
         _wrap_after(dist, "init_process_group", lambda *_, **__: self._wrap_accelerate())  # Trainer binds its method
-        for name in ("item", "tolist", "__float__"):
-            _wrap_after(Tensor, name, self._after_read)
         next_batch = LoaderIterator.__next__
         backward = torch.autograd.backward
 
@@ -225,7 +214,8 @@ class Recorder:
             try:
                 batch = next_batch(iterator)
             except StopIteration:
-                self._end_pass(iterator)
+                if iterator in self._passes:
+                    self._write("end_pass", pass_number=self._passes[iterator][0])
                 raise
             self._add_batch(iterator, batch)
             return batch
@@ -233,9 +223,6 @@ class Recorder:
         def run_backward(*args: Any, **options: Any) -> None:
             for tracker in self._trackers.values():
                 tracker.before_backward()
-            roots = options.get("tensors", args[0] if args else ())
-            roots = [roots] if isinstance(roots, Tensor) else roots
-            self._roots = [(root.detach(), root.detach().clone()) for root in roots]
             backward(*args, **options)
             for tracker in self._trackers.values():
                 tracker.after_backward()
@@ -268,6 +255,8 @@ class Recorder:
             length=count(loader.dataset),
             num_batches=count(loader),
             drop_last=any(getattr(each, "drop_last", False) for each in (loader, *samplers)),
+            is_subset=isinstance(loader.dataset, Subset),
+            is_shuffled=not isinstance(loader.sampler, SequentialSampler) and getattr(loader.sampler, "shuffle", True),
         )
         self._num_passes += 1
 
@@ -278,33 +267,17 @@ class Recorder:
         index = queue.popleft()
         number, loader = self._passes[iterator]
         places = list(index) if isinstance(index, list | tuple | Tensor) else [index]
-        line: dict[str, Any] = {"pass_number": number, "is_grad": torch.is_grad_enabled()}
         if any(place is None for place in places):
             ids: list[Any] = list(hash_rows(batch))
         else:
-            ids = [int(place) if hasattr(place, "__index__") else str(place) for place in places]
-            if isinstance(loader.dataset, Subset):
-                line["places"] = ids
-                ids = [resolve(loader.dataset, place) for place in ids]
-        self._write("batch", **line, ids=ids)
-
-    def _end_pass(self, iterator: Any) -> None:
-        if iterator in self._passes:
-            self._write("end_pass", pass_number=self._passes[iterator][0])
+            ids = [resolve(loader.dataset, int(each) if hasattr(each, "__index__") else str(each)) for each in places]
+        self._write("batch", pass_number=number, is_grad=torch.is_grad_enabled(), ids=ids)
 
     def _wrap_accelerate(self) -> None:
         accelerate = sys.modules.get("accelerate")
         if accelerate is not None and not self._has_wrapped_accelerate and hasattr(accelerate, "Accelerator"):
             self._has_wrapped_accelerate = True
             _wrap_after(accelerate.Accelerator, "gather_for_metrics", lambda *_, **__: self._write("trim"))
-
-    def _after_read(self, value: Any, tensor: Tensor) -> None:
-        """Note the number of a loss: a scalar that a backward pass can begin with, or began with and is as it was."""
-        if tensor.numel() == 1 and (
-            tensor.grad_fn is not None
-            or any(tensor.data_ptr() == root.data_ptr() and torch.equal(root, was) for root, was in self._roots)
-        ):
-            self._write("loss", value=float(value))
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
@@ -325,18 +298,18 @@ class Recorder:
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         tracker = self._find_tracker(optimizer)
         self._write("end_update", **tracker.describe_end(optimizer))
+        self._num_updates += 1
         saved = self._directory / SAVED
         if self._kill_after is not None and tracker.num_steps >= self._kill_after and saved.exists():
             text = read_text(saved)
-            if text and tracker.num_steps > int(text):
+            if text and self._num_updates > int(text):
                 os.kill(os.getpid(), signal.SIGKILL)
         if tracker.num_steps >= self._steps:
             self._leave()
 
     def _after_save(self, *_: Any, **__: Any) -> None:
-        num_steps = max((tracker.num_steps for tracker in self._trackers.values()), default=0)
-        self._write("save", num_updates=num_steps)
-        replace_file(self._directory / SAVED, str(num_steps).encode())
+        self._write("save", num_updates=self._num_updates)
+        replace_file(self._directory / SAVED, str(self._num_updates).encode())
 
     def _leave(self) -> None:
         """End the process, once the other ranks have made this step too: they may still receive from this one."""
@@ -380,19 +353,8 @@ def resolve(dataset: Any, index: Any) -> Any:
 
 def hash_rows(batch: Any) -> Iterator[str]:
     """Return a hash per sample of a collated batch, for data sets without indices. Empty without tensors."""
-    tensors = list(_find_tensors(batch))
+    tensors = [each for each in find_leaves(batch) if isinstance(each, Tensor) and each.dim()]
     size = len(tensors[0]) if tensors else 0
     for row in range(size):
         values = [tensor[row].detach().cpu().reshape(-1).contiguous() for tensor in tensors if len(tensor) == size]
         yield hash_pieces(each.view(torch.uint8).numpy().tobytes() for each in values)[:16]
-
-
-def _find_tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor) and batch.dim():
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _find_tensors(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _find_tensors(value)

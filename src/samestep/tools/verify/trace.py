@@ -6,7 +6,6 @@ written.
 """
 
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -16,19 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.errors import Error
+from samestep.data.content import hash_content
 from samestep.hashing import hash_bytes
-from samestep.snapshot.serialization import digest, digest_of, encode
+from samestep.snapshot.serialization import digest_of, encode
 from samestep.tagged import KIND, view_bytes
 from samestep.tools.tracer import Tracer
 from samestep.torch_internals import gather_whole
 from samestep.train.context import RunContext
-from samestep.train.generators import KINDS, NUMPY_GENERATOR, PYTHON_GENERATOR, read_generator
-from samestep.train.script_objects import find_things
-from samestep.train.state.names import strip_compiled
+from samestep.train.generators import NUMPY_GENERATOR, PYTHON_GENERATOR, read_generator
 from samestep.train.step.steps import Step
 
 
@@ -37,7 +32,6 @@ class Trace(Tracer):
 
     def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
         super().__init__(context, options)
-        self._before: dict[str, str] = {}
         self._notes: list[dict[str, Any]] = []  # one per micro-batch and pass
         self._gradients: dict[str, str | None] = {}  # checksums by parameter, of the last pass
         self._has_begun = False
@@ -49,13 +43,11 @@ class Trace(Tracer):
         kill = self.options.get("kill")
         if kill and kill["rank"] == self.context.rank and kill["step"] == step.number:
             self._arm(kill)
-        self._before = {path: read_generator(thing) for path, thing in self._find_generators().items()}
         self._notes = []
 
     def forward(self, step: Step, batch: Any) -> Any:
-        note = {"v": step.micro_batch, "pass": step.num_passes, "samples": step.loaded_fingerprint, "losses": []}
-        note["input"] = hash_batch(batch)
-        self._notes.append(note)
+        note = {"v": step.micro_batch, "pass": step.num_passes, "samples": step.loaded_fingerprint}
+        self._notes.append({**note, "input": hash_content(batch), "losses": []})
         return batch
 
     def end_micro_batch(self, step: Step) -> None:
@@ -63,11 +55,11 @@ class Trace(Tracer):
 
     def backward(self, step: Step, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
         if self._notes:
-            self._notes[-1]["losses"] += [float(loss.detach()).hex()] if isinstance(loss, Tensor) else []
+            self._notes[-1]["losses"].append(float(loss.detach()).hex())
 
     def reduced(self, step: Step) -> None:
         self._gradients = {
-            name: None if param.grad is None else hash_tensor(gather_whole(param.grad))
+            name: None if param.grad is None else hash_bytes(view_bytes(gather_whole(param.grad)))[:16]
             for name, param in zip(self.loop.gradients.plan.names, self.loop.gradients.plan.params, strict=True)
         }
 
@@ -77,56 +69,31 @@ class Trace(Tracer):
             "step": step.number,
             "loss": None if step.averaged_loss is None else step.averaged_loss.hex(),
             "at_s": time.monotonic(),
-            "threads": torch.get_num_threads(),
             "micro_batches": self._notes,
             "gradients": self._gradients,
-            "moved": [
-                f"{path} ({type(thing).__name__})"
-                for path, thing in self._find_generators().items()
-                if self._before.get(path, "") not in ("", read_generator(thing))
-            ],
         }
         state = self.loop.build_state({"step": step.number + 1})  # on all ranks, which may hold parts of it
         if self.context.rank == 0:
             structure, tensors = encode(state)
             hashes = hash_tensors(tensors)
             line |= {"digest": digest_of(structure, hashes), "tensors": shorten(hashes)}
-            schedules = {name: thing for name, thing in self.objects.items() if isinstance(thing, LRScheduler)}
-            line["schedules"] = {name: schedule.last_epoch for name, schedule in schedules.items()}
             line["values"] = dict(flatten(structure))
         self.write(line)
 
     def _write_begin(self, first_step: int) -> None:
         settings = self.context.config
         state = self.loop.build_state({"step": first_step})  # on all ranks, which may hold parts of it
-        buffers = [
-            f"objects/{name}/{strip_compiled(path)}"
-            for name, module in self.modules.items()
-            for path, _ in module.named_buffers()
-        ]
         self.write(
             {
                 "world_size": self.context.world_size,
                 "begin": first_step,
                 "num_micro_batches": settings.batch_size // settings.micro_batch_size,
                 "micro_batch_size": settings.micro_batch_size,
-                "num_threads": settings.num_threads,
                 "reduction": settings.reduction,
-                "buffers": buffers,
                 "shard": settings.shard if self.context.world_size > 1 else None,
-                "fused": [
-                    name
-                    for name, thing in self.objects.items()
-                    if isinstance(thing, Optimizer) and any(group.get("fused") for group in thing.param_groups)
-                ],
                 "tensors": shorten(hash_tensors(encode(state)[1])) if self.context.rank == 0 else {},
             }
         )
-
-    def _find_generators(self) -> dict[str, Any]:
-        spec = self.loop.data.spec
-        roots = {"the data set": spec.dataset, "collate_fn": spec.collate_fn, **self.modules}
-        return find_things(roots, lambda thing: isinstance(thing, KINDS))
 
     def _arm(self, kill: dict[str, Any]) -> None:
         """Arrange to kill this process after some time, or at one of its next operations on a snapshot's files."""
@@ -156,23 +123,6 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 def shorten(hashes: Mapping[str, str]) -> dict[str, str]:
     """Return the first 16 hexadecimal digits of each hash."""
     return {name: each[:16] for name, each in hashes.items()}
-
-
-def hash_tensor(tensor: Tensor) -> str:
-    """Return a hash of a tensor's elements: 16 hexadecimal digits."""
-    return hash_bytes(view_bytes(tensor))[:16]
-
-
-def hash_batch(batch: Any) -> str:
-    """Return a hash of a micro-batch: 16 hexadecimal digits; "" if it cannot be hashed."""
-    try:
-        return digest(batch)[:16]
-    except Error:
-        pass
-    try:
-        return hash_bytes(pickle.dumps(batch))[:16]
-    except Exception:
-        return ""
 
 
 def read_draws() -> dict[str, str]:

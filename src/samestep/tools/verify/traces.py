@@ -20,15 +20,11 @@ class Traced:
         settings: the first line of the trace: facts about the run.
         steps: step -> rank 0's line.
         micro_batches: step -> (pass, micro-batch) -> the record of the rank that computed it.
-        threads: torch's thread counts at the ends of the steps.
-        moved: generators of the script that drew in the steps.
     """
 
     settings: Line
     steps: Mapping[int, Line]
     micro_batches: Mapping[int, Mapping[tuple[int, int], Line]]
-    threads: frozenset[int]
-    moved: tuple[str, ...]
 
     @property
     def step_s(self) -> float:
@@ -43,15 +39,11 @@ def read_traces(directory: Path) -> Traced:
     steps: dict[int, Line] = {}
     notes: dict[int, dict[tuple[int, int], Line]] = {}
     gradients: dict[int, dict[str, str | None]] = {}
-    threads: set[int] = set()
-    moved: dict[str, None] = {}
     for path in sorted(directory.glob("rank-*.jsonl")):
         for line in read_lines(path):
             if "step" not in line:
                 settings = settings or (line if "world_size" in line else {})
                 continue
-            threads.add(line["threads"])
-            moved |= dict.fromkeys(line["moved"])
             for note in line["micro_batches"]:
                 notes.setdefault(line["step"], {})[note["pass"], note["v"]] = note
             known = gradients.setdefault(line["step"], {})  # a rank may have those of its own parameters only
@@ -59,7 +51,7 @@ def read_traces(directory: Path) -> Traced:
             if "digest" in line:
                 steps[line["step"]] = line
     steps = {step: line | {"gradients": gradients[step]} for step, line in steps.items()}
-    return Traced(settings, dict(sorted(steps.items())), notes, frozenset(threads), tuple(moved))
+    return Traced(settings, dict(sorted(steps.items())), notes)
 
 
 @dataclass(frozen=True)

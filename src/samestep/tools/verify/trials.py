@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from samestep.config import NO_INTERCEPTORS, Overrides, to_variables
-from samestep.errors import Error
 from samestep.files import open_regular, read_tail
 from samestep.launch.target import Target
 from samestep.plan.ledger import Entry
@@ -58,36 +57,12 @@ class TrialOutcome:
     @property
     def where(self) -> str:
         """The ranks of this start in words, such as "2 ranks with shard=fsdp2"."""
-        return format_ranks(self.world_size) + (f" with shard={self.shard}" if is_mode(self.shard) else "")
-
-    @property
-    def refusal(self) -> str | None:
-        """The sentence in which samestep refuses to train with `shard`; None if it does not."""
-        said = [sentence for sentence in find_errors(self.output) if f'shard="{self.shard}"' in sentence]
-        return said[-1] if is_mode(self.shard) and self.code == Error.exit_code and said else None
+        return format_ranks(self.world_size) + (f" with shard={self.shard}" if self.shard not in (None, "none") else "")
 
     @property
     def last_words(self) -> str:
         """The error at the end; without one, the end of the output."""
         return "\n".join(find_errors(self.output) or self.output.rstrip().splitlines()[-SHOWN_LINES:])
-
-
-def is_mode(shard: str | None) -> bool:
-    """Return whether a value of `shard` divides something among the ranks."""
-    return shard not in (None, "none")
-
-
-def make_empty(directory: Path) -> Path:
-    """Create a directory. Raises Error if it cannot be created, or is not empty."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise Error(f"--keep-runs {directory} exists and is not empty: name a new or an empty directory", code="SS113")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Error(
-            f"--keep-runs {directory} cannot be created ({error.strerror}): name another directory", code="SS113"
-        ) from None
-    return directory
 
 
 @dataclass
