@@ -60,6 +60,11 @@ def run_plain(target: Target, values: Mapping[str, Any], world_sizes: Sequence[i
             "--launcher has no {n} for the number of ranks: write 'torchrun --nproc-per-node {n}', for example",
             code="SS101",
         )
+    if words["launcher"] and shutil.which(program := words["launcher"][0]) is None:
+        raise Error(
+            f"--launcher starts with {program}, which is not a program on the PATH: install it, or correct it",
+            code="SS107",
+        )
     with exiting_on_sigterm(), WorkDir("verify-") as temporary:
         entries = _sort_entries([each for each in values.get("link", "").split(",") if each], temporary.path)
         trials = _PlainTrials(target, values.get("steps", 100), words, entries, temporary)
