@@ -22,8 +22,7 @@ RESTARTS = "restarts.jsonl"  # one line for each start but the first: time, reas
 HEALS = "heals.jsonl"  # one line each time that ranks died and the others continued
 METRICS = "metrics.jsonl"  # one line for each logged row
 TIMELINE = "timeline.jsonl"  # where the time of every rank went: `watch.timeline`
-TRACKERS = "trackers.json"  # the run's id at each service of a tracker
-LAST_ROW = "samestep-last-row.json"  # in a directory of a service: the last row that it got
+TRACKERS = "trackers.json"  # the run's id and last row at each service of a tracker
 LEDGER = "ledger.bin"  # one record for each finished step: the samples it used
 LOGS = "logs"  # a directory: the output of each start's ranks
 SHARED = (RECORD, RESTARTS, HEALS, STATUS, TRACKERS, LEDGER, METRICS)  # what a copy holds besides orders and snapshots
@@ -103,6 +102,8 @@ class _Status(Struct):
 class _Service(Struct):
     id: str
     num_rewinds: Count
+    step: int = -1
+    names: list[str] = []
 
 
 class _Heal(Struct):
@@ -132,7 +133,6 @@ _KINDS: dict[str, Any] = {
     RECORD: _Record,
     STATUS: _Status,
     TRACKERS: dict[str, _Service],
-    LAST_ROW: defstruct("LastRow", [("id", str), ("step", Count), ("names", list[str])]),
     TIMELINE: _Interval,
     FAILURE: defstruct("Failure", [("rank", Count), ("reason", str)]),
     RESTARTS: defstruct("Restart", [("reason", str), ("from_step", Count)]),

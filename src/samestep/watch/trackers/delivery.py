@@ -81,14 +81,12 @@ class _Delivery:
         self._info = info
         self._is_started = False
         self._rows: deque[tuple[Mapping[str, Any], int, int]] = deque()  # values, step, bytes
-        self._changed = threading.Condition()
-        self._num_bytes = self._num_rows = self._num_lost = self._num_calls = 0
+        self._put_bytes = self._taken_bytes = 0  # each is counted by one thread
+        self._num_rows = self._num_sent = self._num_calls = 0
         self._num_failures = 0  # in a row, of the first row
-        self._failure = ""
+        self._failure = self._end_failure = self._status = ""
         self._is_reported = False
-        self._status = ""
-        self._end_failure = ""
-        self._has_news = False
+        self._news = threading.Event()
         self._thread = threading.Thread(target=self._deliver, name=f"tracker {self.name}", daemon=True)
 
     def start(self) -> None:
@@ -106,17 +104,13 @@ class _Delivery:
         self._thread.start()
 
     def put(self, values: Mapping[str, Any], step: int) -> None:
-        """Add a row to the queue. If too many rows wait, it is dropped and counted."""
+        """Add a row to the queue. If too many rows wait, it is dropped."""
         num_bytes = _ROW_BYTES + sum(getattr(value, "nbytes", 0) for value in values.values())
-        with self._changed:
-            self._num_rows += 1
-            if self._num_bytes + num_bytes > MAX_BYTES:
-                self._num_lost += 1
-            else:
-                self._rows.append((values, step, num_bytes))
-                self._num_bytes += num_bytes
-            self._has_news = True
-            self._changed.notify()
+        self._num_rows += 1
+        if self._put_bytes - self._taken_bytes + num_bytes <= MAX_BYTES:
+            self._put_bytes += num_bytes
+            self._rows.append((values, step, num_bytes))
+        self._news.set()
 
     def take_failure(self) -> str:
         """Return the first failure, once; "" if there is none, or it was returned before."""
@@ -127,10 +121,8 @@ class _Delivery:
 
     def close(self, status: str) -> None:
         """Let the thread deliver what is left, and finish the tracker."""
-        with self._changed:
-            self._status = status
-            self._has_news = True
-            self._changed.notify()
+        self._status = status
+        self._news.set()
 
     def join(self) -> str:
         """Wait for the thread. Return a description of failures; "" if all rows were delivered."""
@@ -138,33 +130,25 @@ class _Delivery:
         while self._thread.is_alive() and self._num_calls != num_calls:
             num_calls = self._num_calls
             self._thread.join(PATIENCE_S)
-        with self._changed:
-            num_lost = self._num_lost + len(self._rows)
-            is_hanging = self._thread.is_alive()
-        if is_hanging:
-            reason = f"did not return within {PATIENCE_S:.0f} s at the end"
-            return reason + (f"; {num_lost} of {self._num_rows} rows are lost" if num_lost else "")
+        num_lost = self._num_rows - self._num_sent
+        lost = f"{num_lost} of {self._num_rows} rows"
+        if self._thread.is_alive():
+            return f"did not return within {PATIENCE_S:.0f} s at the end" + (f"; {lost} are lost" if num_lost else "")
         if num_lost:
-            why = f" ({self._failure})" if self._failure else ""
-            return f"has lost {num_lost} of {self._num_rows} rows{why}"
+            return f"has lost {lost}" + (f" ({self._failure})" if self._failure else "")
         return f"failed at the end: {self._end_failure}" if self._end_failure else ""
 
     def _deliver(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._has_news)
-                self._has_news = False
-                status = self._status
-            if self._is_started or self._try(self._start_late):
+        status = ""
+        while not status:
+            self._news.wait()
+            self._news.clear()
+            status = self._status
+            self._is_started = self._is_started or self._try(partial(self._tracker.start, self._info))
+            if self._is_started:
                 self._send_rows()
-            if status:
-                if self._is_started and not self._try(partial(self._tracker.finish, status)):
-                    self._end_failure = self._failure
-                return
-
-    def _start_late(self) -> None:
-        self._tracker.start(self._info)
-        self._is_started = True
+        if self._is_started and not self._try(partial(self._tracker.finish, status)):
+            self._end_failure = self._failure
 
     def _send_rows(self) -> None:
         """Pass on rows until one fails."""
@@ -177,21 +161,20 @@ class _Delivery:
                 return
             if not self._send(0):
                 self._take(0)
-                self._num_lost += 1
             self._num_failures = 0
 
     def _send(self, place: int) -> bool:
         """Pass on the row at a place of the queue. Return whether the tracker took it."""
         values, step, _ = self._rows[place]
-        if not self._try(partial(self._tracker.log, values, step)):
-            return False
-        self._take(place)
-        return True
+        is_taken = self._try(partial(self._tracker.log, values, step))
+        if is_taken:
+            self._num_sent += 1
+            self._take(place)
+        return is_taken
 
     def _take(self, place: int) -> None:
-        with self._changed:
-            self._num_bytes -= self._rows[place][2]
-            del self._rows[place]
+        self._taken_bytes += self._rows[place][2]
+        del self._rows[place]
 
     def _try(self, call: Callable[[], None]) -> bool:
         """Call a method of the tracker, and return whether it succeeded. No failure of a tracker ends the run."""

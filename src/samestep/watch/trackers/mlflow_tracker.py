@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from samestep.errors import needing
-from samestep.watch.trackers.continuation import LoggedPoints, find_id, keep_id, name_run, read_earlier_rows
+from samestep.watch.trackers.continuation import ServiceLog
 from samestep.watch.trackers.protocol import TrackerInfo, is_histogram, to_number
 
 _FORBIDDEN = re.compile(r"[^\w/.\- ]")  # characters that names must not have on every platform
@@ -38,24 +38,23 @@ class MLflow:
         self.experiment = experiment
         self.tracking_uri = tracking_uri
         self._client: Any = None
-        self._run_id = ""
-        self._logged = LoggedPoints()
+        self._log: Any = None
 
     def start(self, info: TrackerInfo) -> None:
         with needing("MLflow is missing", "'samestep[mlflow]'"):
             from mlflow.tracking import MlflowClient
         # A client, not mlflow.start_run: the active run belongs to the script, and to one thread.
         self._client = MlflowClient(tracking_uri=self.tracking_uri)
-        run_id, is_rewound = find_id(info.dir, "mlflow")
-        if not run_id or not self._reopen(run_id, info):
-            self._create(info, is_rewound=is_rewound)
-        params = self._client.get_run(self._run_id).data.params
+        log = self._log = ServiceLog(info, "mlflow")
+        if not log.run_id or not self._reopen(log.run_id):
+            self._create(info)
+        params = self._client.get_run(log.run_id).data.params
         config = {_clean(name): str(value)[:_MAX_LENGTH] for name, value in info.config.items()}
         new = {name: value for name, value in config.items() if name not in params}  # MLflow refuses other values
         self._log_batch(params=new, tags={f"samestep.{name}": str(value) for name, value in info.describe().items()})
 
-    def _reopen(self, run_id: str, info: TrackerInfo) -> bool:
-        """Continue a run, and read the points that it has. Return False if the server does not have this run."""
+    def _reopen(self, run_id: str) -> bool:
+        """Continue a run after its last row. Return False if the server does not have this run."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -65,29 +64,24 @@ class MLflow:
                 raise
             return False
         self._client.update_run(run_id, status="RUNNING")
-        histories = [self._client.get_metric_history(run_id, name) for name in run.data.metrics]
-        points = [(each.key, each.step, each.value) for history in histories for each in history]
-        self._run_id = run_id
-        self._logged = LoggedPoints(points, info.resumed_step)
+        points = [each for name in run.data.metrics for each in self._client.get_metric_history(run_id, name)]
+        last = max([each.step for each in points], default=-1)
+        self._log.begin(run_id, last, [each.key for each in points if each.step == last])
         return True
 
-    def _create(self, info: TrackerInfo, *, is_rewound: bool) -> None:
+    def _create(self, info: TrackerInfo) -> None:
         experiment = self._client.get_experiment_by_name(self.experiment)
-        experiment_id = (
-            self._client.create_experiment(self.experiment) if experiment is None else (experiment.experiment_id)
-        )
+        number = self._client.create_experiment(self.experiment) if experiment is None else experiment.experiment_id
         tags = {"samestep.group": info.group} if info.group else {}
-        run = self._client.create_run(experiment_id, run_name=name_run(info, is_rewound=is_rewound), tags=tags)
-        self._run_id = run.info.run_id
-        self._logged = LoggedPoints()
-        keep_id(info.dir, "mlflow", self._run_id)
-        for values, step in read_earlier_rows(info) if is_rewound else ():
+        run = self._client.create_run(number, run_name=self._log.run_name, tags=tags)
+        self._log.begin(run.info.run_id)
+        for values, step in self._log.read_earlier_rows():
             self.log(values, step)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         numbers = {_clean(name): number for name, value in values.items() if (number := to_number(value)) is not None}
         texts = {name: str(v) for name, v in values.items() if to_number(v) is None and not is_histogram(v)}
-        self._log_batch(self._logged.drop_from(numbers, step), step, tags=texts)
+        self._log_batch(self._log.drop_known(numbers, step), step, tags=texts)
 
     def _log_batch(
         self,
@@ -101,14 +95,14 @@ class MLflow:
 
         now_ms = int(time.time() * 1000)
         self._client.log_batch(
-            self._run_id,
+            self._log.run_id,
             metrics=[Metric(name, float(value), now_ms, step) for name, value in (numbers or {}).items()],
             params=[Param(name, value) for name, value in (params or {}).items()],
             tags=[RunTag(_clean(name), value) for name, value in (tags or {}).items()],
         )
 
     def finish(self, status: str) -> None:
-        self._client.set_terminated(self._run_id, _STATUS[status])
+        self._client.set_terminated(self._log.run_id, _STATUS[status])
 
 
 def _clean(name: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from samestep.errors import Error, needing
-from samestep.watch.trackers.continuation import LastRow, find_id, keep_id, name_run, read_earlier_rows
+from samestep.watch.trackers.continuation import ServiceLog
 from samestep.watch.trackers.protocol import TrackerInfo, is_histogram, to_number
 from samestep.world.environment import read_job_type
 
@@ -34,23 +34,17 @@ class WandB:
     def __init__(self, project: str | None = None, **init: Any) -> None:
         self.init = {"project": project, **init}
         self._run: Any = None
-        self._last = LastRow()
+        self._log: Any = None
 
     def start(self, info: TrackerInfo) -> None:
         with needing("Weights & Biases is missing", "'samestep[wandb]'"):
             import wandb
             from wandb.errors import UsageError
-        run_id, is_rewound = find_id(info.dir, "wandb")
-        if not run_id:
-            run_id = uuid.uuid4().hex[:12]
-            keep_id(info.dir, "wandb", run_id)
+        log = self._log = ServiceLog(info, "wandb")
+        log.begin(log.run_id or uuid.uuid4().hex[:12])
         config = {"samestep": info.describe(), **info.config}
-        ours = {"name": name_run(info, is_rewound=is_rewound), "config": config, "id": run_id, "resume": "allow"}
-        ours["job_type"] = read_job_type()
-        if info.dir is not None:
-            ours["dir"] = str(info.dir)
-        if info.group:
-            ours["group"] = info.group
+        ours: dict[str, Any] = {"name": log.run_name, "config": config, "id": log.run_id, "resume": "allow"}
+        ours |= {"job_type": read_job_type(), "group": info.group or None, "dir": info.dir and str(info.dir)}
         try:
             self._run = wandb.init(**{**ours, **self.init})
         except UsageError as error:
@@ -59,33 +53,28 @@ class WandB:
             raise Error(
                 f"W&B cannot start ({error}): run wandb login, or set WANDB_MODE=offline", code="SS807"
             ) from error
-        if self._run.id != run_id:  # an `id` among the arguments, or a sweep's
-            keep_id(info.dir, "wandb", self._run.id)
-        self._last = LastRow(info.dir and info.dir / "wandb", self._run.id, is_new=is_rewound)
+        log.begin(self._run.id)  # of an `id` among the arguments, or of a sweep
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        for values, step in read_earlier_rows(info) if is_rewound else ():
+        for values, step in log.read_earlier_rows():
             self._run.log({"step": step, **values})
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         # Not log(step=...): W&B drops values with a lower step than the last one, such as if the script also logs to
         # W&B.
         logged: dict[str, Any] = {"step": step}
-        new = self._last.drop_from(values, step)
+        new = self._log.drop_known(values, step)
         if not new:
             return
         for name, value in new.items():
             number = to_number(value)
-            if number is not None:
-                logged[name] = number
-            elif is_histogram(value):
+            logged[name] = value if number is None else number
+            if is_histogram(value):
                 import wandb
 
                 logged[name] = wandb.Histogram(value.float().numpy())
-            else:
-                logged[name] = value
         self._run.log(logged)
-        self._last.keep(new, step)
+        self._log.keep(new, step)
 
     def finish(self, status: str) -> None:
         self._run.finish(exit_code=1 if status == "failed" else 0)
