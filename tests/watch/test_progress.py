@@ -14,7 +14,7 @@ import pytest
 from support.commands import Popen, run
 
 from samestep.watch import progress
-from samestep.watch.progress import Lines, Pace, Progress, build_progress
+from samestep.watch.progress import Pace, Progress, build_progress
 
 RUN = """
 import threading
@@ -96,7 +96,7 @@ def test_bar_on_a_terminal() -> None:
     text = plain(output)
     assert code == 0, text
     bars = [line for line in re.split(r"[\r\n]+", text) if re.match(r"\d+/720", line)]
-    assert re.fullmatch(r"720/720  epoch 20 +━+ loss 0\.001389  lr 3\.00e-04  [\d,]+ samples/s  eta 0:00 *", bars[-1])
+    assert re.fullmatch(r"720/720  epoch 20 +━+ loss 0\.001389  [\d,]+ samples/s  eta 0 s  lr 3\.00e-04 *", bars[-1])
     for line in (
         "before",
         "in the-middle-[bold]" + "x" * 200,
@@ -111,22 +111,17 @@ def test_bar_on_a_terminal() -> None:
         ("samples/s", "12,346"),
         ("written to", "runs/[x]"),
     ):
-        assert re.search(rf"{name} +│ {re.escape(value)} ", text), text
+        assert re.search(rf"{name} +{re.escape(value)}", text), text
     assert text.index("written to") < text.index("after")
 
 
-FIELDS = {20: "", 60: r"loss 0\.001389  eta 0:00", 80: r"loss 0\.001389  [\d,]+ samples/s  eta 0:00"}
-
-
-@pytest.mark.parametrize("columns", FIELDS)
-def test_a_narrow_terminal_has_a_bar_and_whole_fields(columns: int) -> None:
+@pytest.mark.parametrize("columns", [20, 60, 80])
+def test_a_narrow_terminal_has_one_line(columns: int) -> None:
     code, output = run_on_terminal(RUN + "p.close()\n", columns=columns)
     assert code == 0
     bars = [line for line in re.split(r"[\r\n]+", plain(output)) if re.match(r"\d+/720", line)]
-    assert bars
     assert max(map(len, bars)) <= columns
-    if FIELDS[columns]:
-        assert re.fullmatch(rf"720/720  epoch 20 ━{{10,}} {FIELDS[columns]} *", bars[-1])
+    assert re.match(r"720/720.* loss 0\.001", bars[-1]), bars[-1]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +152,7 @@ def test_lines_in_a_pipe() -> None:
     assert "step 360/720  epoch 10  validation/accuracy 0.9812" in lines
     last = lines.index("step 720/720  epoch 20  validation/accuracy 0.9812")
     assert re.fullmatch(
-        r"step 720/720  epoch 20  loss 0\.001389  lr 3\.00e-04  [\d,]+ samples/s  eta 0:00", lines[last - 1]
+        r"step 720/720  epoch 20  loss 0\.001389  lr 3\.00e-04  [\d,]+ samples/s  eta 0 s", lines[last - 1]
     )
     assert lines[last + 1 :] == [
         "validation accuracy  0.9861",
@@ -172,7 +167,7 @@ def test_lines_in_a_pipe() -> None:
 def test_lines_come_every_two_seconds_and_the_last_one_always(
     clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = Lines()
+    lines = Progress()
     lines.begin(total_steps=None, done_steps=0, epochs=None)
     for number in range(1, 102):
         lines.step(number, 32, 0)
@@ -189,7 +184,7 @@ def test_lines_come_every_two_seconds_and_the_last_one_always(
 
 
 def test_a_line_has_values_of_one_step(clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]) -> None:
-    lines = Lines()
+    lines = Progress()
     lines.begin(total_steps=None, done_steps=0, epochs=None)
     clock(-1.0)
     lines.log({"x": 0.0, "y": 0.0}, 9)
@@ -233,7 +228,7 @@ def test_pace_does_not_count_the_first_step_nor_those_of_before(clock: Callable[
         pace.step(number, 32, 1)
     clock(30.0)  # it validates
     assert pace.place() == "step 1010/1100  epoch 1"
-    assert pace.texts() == ["64 samples/s", "eta 0:45"]
+    assert pace.texts() == ["64 samples/s", "eta 45 s"]
 
 
 def test_pace_forgets_what_was_long_ago(clock: Callable[[float], None]) -> None:
@@ -244,7 +239,7 @@ def test_pace_forgets_what_was_long_ago(clock: Callable[[float], None]) -> None:
     for number in range(101, 1101):
         clock(0.05)
         pace.step(number, 32, 0)
-    assert pace.texts() == ["640 samples/s", "eta 7:25"]
+    assert pace.texts() == ["640 samples/s", "eta 445 s"]
 
 
 def test_steps_longer_than_the_window_have_a_pace(clock: Callable[[float], None]) -> None:
@@ -252,7 +247,7 @@ def test_steps_longer_than_the_window_have_a_pace(clock: Callable[[float], None]
     for number in range(1, 11):
         clock(120.0)
         pace.step(number, 60, 0)
-    assert pace.texts() == ["0.5 samples/s", "eta 3:00:00"]
+    assert pace.texts() == ["0.5 samples/s", "eta 3 h"]
 
 
 def test_most_steps_only_count(clock: Callable[[float], None]) -> None:

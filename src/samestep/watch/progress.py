@@ -9,6 +9,7 @@ from time import monotonic
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from samestep.console import escape
+from samestep.units import format_time
 from samestep.world.environment import drop_output
 
 if TYPE_CHECKING:
@@ -17,67 +18,22 @@ if TYPE_CHECKING:
 DRAW_EVERY_S = 0.1
 LINE_EVERY_S = 2.0
 WINDOW_S = 20.0
-LOSSES = ("train/loss", "loss")
-LEAST_BAR = 12  # minimum width of the bar and its gaps, in columns; the fields share the rest
 
 
-class Progress:
-    """The display of one rank. Each loop calls `begin`, `step` after each step, `log` for new numbers, and `end`.
-
-    This class shows nothing: it is the display of ranks other than 0.
-    """
-
-    def begin(self, *, total_steps: int | None, done_steps: int, epochs: int | None) -> None:
-        """Start a loop.
-
-        Args:
-            total_steps: the last step; None if there is no end.
-            done_steps: number of steps completed before this start of the run.
-            epochs: number of epochs; None for a loop without epochs.
-        """
-
-    def step(self, number: int, num_samples: int, epoch: int) -> None:
-        """Report `number` completed steps, the last with `num_samples` samples of epoch `epoch`."""
-
-    def log(self, values: Mapping[str, Any], number: int | None = None) -> None:
-        """Show numbers: those named "validation/..." on a line each time, others in the bar or on a line at intervals.
-
-        Args:
-            number: number of steps when they were measured, which may include the current one; None: as in `step`.
-        """
-
-    def print(self, *args: Any, **kw: Any) -> None:
-        """Print above the bar, like the builtin."""
-
-    def end(self, rows: Mapping[str, Any]) -> None:
-        """End the run: close the bar and print `rows` as a table of two columns."""
-
-    def close(self) -> None:
-        """Close the bar without a table, as after an error. Can be called at any time and repeatedly."""
-
-    def take_over(self, done_steps: int) -> None:
-        """Show the loop from now on, on a rank that has become rank 0."""
-
-
-def build_progress(*, rank: int, terminal: bool | None = None, stands_by: bool = False) -> Progress:
+def build_progress(*, rank: int, terminal: bool | None = None) -> "Progress":
     """Return the display of this rank: on rank 0 a bar on a terminal, or plain lines elsewhere; on other ranks none.
 
     Args:
         terminal: whether to draw a bar; None: if both standard output and standard error are terminals.
-        stands_by: whether another rank can take the place of rank 0.
     """
-    if rank != 0:
-        return Lines(is_shown=False) if stands_by else Progress()
-    if terminal is None:
-        terminal = sys.stdout.isatty() and sys.stderr.isatty()
-    if terminal:
+    if rank == 0 and (terminal or (terminal is None and sys.stdout.isatty() and sys.stderr.isatty())):
         bar = Bar()
         if not bar.console.is_dumb_terminal:
             return bar
-    return Lines()
+    return Progress(is_shown=rank == 0)
 
 
-def say_above(progress: Progress, sentence: str) -> None:
+def say_above(progress: "Progress", sentence: str) -> None:
     """Print a message of samestep, with control characters escaped."""
     progress.print(f"samestep: {escape(sentence)}")
 
@@ -112,10 +68,6 @@ class Pace:
             marks.popleft()
         return True
 
-    def begin_at(self, number: int) -> None:
-        """Measure from here on, after `number` steps."""
-        self.number = number
-
     def texts(self) -> list[str]:
         """Return texts such as ["812 samples/s", "eta 0:31"], leaving out what is not known yet."""
         if not self._marks:
@@ -128,7 +80,7 @@ class Pace:
             return []
         texts = [f"{_number((self.num_samples - num_samples) / elapsed_s)} samples/s"]
         if self.total_steps is not None:
-            texts.append(f"eta {_duration((self.total_steps - self.number) * elapsed_s / num_steps)}")
+            texts.append(f"eta {format_time(round((self.total_steps - self.number) * elapsed_s / num_steps))}")
         return texts
 
     def place(self, number: int | None = None) -> str:
@@ -138,8 +90,9 @@ class Pace:
         return f"step {self.number if number is None else number}{total}{epoch}"
 
 
-class Lines(Progress):
-    """Plain lines for files and pipes: validations, and every `LINE_EVERY_S` a line for each step with new numbers.
+class Progress:
+    """The display of one rank: plain lines for files and pipes. Validations have a line each, other numbers are shown
+    every `LINE_EVERY_S`. Each loop calls `begin`, `step` after each step, `log` for new numbers, and `end`.
 
     Args:
         is_shown: False: shows nothing until `take_over`.
@@ -148,40 +101,50 @@ class Lines(Progress):
     def __init__(self, *, is_shown: bool = True) -> None:
         self._is_shown = is_shown
         self._pace = Pace()
-        self._news: dict[str, Any] = {}  # not shown yet
-        self._places: dict[str, str] = {}  # where each of them was measured
+        self._news: dict[str, tuple[str, Any]] = {}  # name -> where it was measured, and the value
         self._said_at = float("-inf")
 
     def begin(self, *, total_steps: int | None, done_steps: int, epochs: int | None) -> None:
+        """Start a loop.
+
+        Args:
+            total_steps: the last step; None if there is no end.
+            done_steps: number of steps completed before this start of the run.
+            epochs: number of epochs; None for a loop without epochs.
+        """
         self.close()
+        self._news.clear()
         self._pace = Pace(total_steps=total_steps, done_steps=done_steps, epochs=epochs)
 
     def step(self, number: int, num_samples: int, epoch: int) -> None:
+        """Report `number` completed steps, the last with `num_samples` samples of epoch `epoch`."""
         if self._is_shown:
             self._pace.step(number, num_samples, epoch)
 
     def log(self, values: Mapping[str, Any], number: int | None = None) -> None:
+        """Show numbers: those named "validation/..." on a line each time, others in the bar or on a line at intervals.
+
+        Args:
+            number: number of steps when they were measured, which may include the current one; None: as in `step`.
+        """
         if not self._is_shown:
             return
-        line = self._take(values, number)
-        if self._news and (line or monotonic() - self._said_at >= LINE_EVERY_S):
-            self._say_news()
-        if line:
-            self.print(line)
-
-    def _take(self, values: Mapping[str, Any], number: int | None) -> str:
-        """Keep numbers to show later. Returns the line for those of validation; "" if there are none."""
+        place = self._pace.place(number)
         validation = {name: value for name, value in values.items() if name.startswith("validation/")}
-        if news := {name: value for name, value in values.items() if name not in validation}:
-            self._news = {name: value for name, value in self._news.items() if name not in news} | news
-            self._places |= dict.fromkeys(news, self._pace.place(number))
-        return "  ".join([self._pace.place(number), *_texts(validation)]) if validation else ""
+        for name in values.keys() - validation.keys():
+            self._news.pop(name, None)  # the newest ones are the last
+        self._news |= {name: (place, value) for name, value in values.items() if name not in validation}
+        self._show(is_due=bool(validation))
+        if validation:
+            self.print("  ".join([place, *_texts(validation)]))
 
     def take_over(self, done_steps: int) -> None:
+        """Show the loop from now on, on a rank that has become rank 0."""
         self._is_shown = True
-        self._pace.begin_at(done_steps)
+        self._pace.number = done_steps
 
     def print(self, *args: Any, **kw: Any) -> None:
+        """Print above the bar, like the builtin."""
         if not self._is_shown:
             return
         try:
@@ -192,23 +155,26 @@ class Lines(Progress):
             pass
 
     def end(self, rows: Mapping[str, Any]) -> None:
+        """End the run: close the bar and print `rows` in two columns."""
         self.close()
         width = max(map(len, rows), default=0)
         for name, value in rows.items():
             self.print(f"{name:<{width}}  {_number(value)}")
 
     def close(self) -> None:
-        self._say_news()
+        """End the display without rows, as after an error. Can be called at any time and repeatedly."""
+        self._show(is_due=True)
 
-    def _say_news(self) -> None:
-        if self._news:
-            pace = self._pace.texts()
-            newest = self._places[[*self._news][-1]]
-            for place in dict.fromkeys(self._places[name] for name in self._news):  # a line must not mix steps
-                values = {name: value for name, value in self._news.items() if self._places[name] == place}
-                self.print("  ".join([place, *_texts(values), *(pace if place == newest else ())]))
-            self._news.clear()
-            self._said_at = monotonic()
+    def _show(self, *, is_due: bool = False) -> None:
+        """Show the newest numbers, if that is due."""
+        if not self._news or not (is_due or monotonic() - self._said_at >= LINE_EVERY_S):
+            return
+        newest, _ = [*self._news.values()][-1]
+        for place in dict.fromkeys(place for place, _ in self._news.values()):  # a line must not mix steps
+            values = {name: value for name, (at, value) in self._news.items() if at == place}
+            self.print("  ".join([place, *_texts(values), *(self._pace.texts() if place == newest else ())]))
+        self._news.clear()
+        self._said_at = monotonic()
 
 
 class Terminal:
@@ -231,7 +197,7 @@ class Terminal:
             self._file.flush()
 
 
-class Bar(Lines):
+class Bar(Progress):
     """A bar on a terminal, drawn by `step`: a thread would endanger the forks of data workers."""
 
     def __init__(self) -> None:
@@ -239,7 +205,6 @@ class Bar(Lines):
 
         super().__init__()
         self.console = Console(force_terminal=True, file=cast(IO[str], Terminal()))
-        self._place_width = 0
         self._live: RichProgress | None = None
 
     def begin(self, *, total_steps: int | None, done_steps: int, epochs: int | None) -> None:
@@ -248,34 +213,25 @@ class Bar(Lines):
         from rich.table import Column
 
         super().begin(total_steps=total_steps, done_steps=done_steps, epochs=epochs)
-        self._news.clear()
-        longest = "" if total_steps is None else f"{total_steps}/{total_steps}  epoch {epochs}"
-        self._place_width = len(longest)
-        place = Column(no_wrap=True, min_width=len(longest))
-        self._live = RichProgress(
-            TextColumn("{task.description}", markup=False, table_column=place),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[news]}", markup=False, table_column=Column(no_wrap=True)),
-            console=self.console,
-            auto_refresh=False,
-            expand=True,
+        place, news = (
+            TextColumn(f"{{task.{name}}}", markup=False, table_column=Column(no_wrap=True))
+            for name in ("description", "fields[news]")
         )
-        self._live.add_task(self._pace.place().removeprefix("step "), total=total_steps, completed=done_steps, news="")
+        self._live = RichProgress(
+            place, BarColumn(bar_width=None), news, console=self.console, auto_refresh=False, expand=True
+        )
+        self._live.add_task("", total=total_steps, news="")
+        self._show()
         self._live.start()
         self.console.show_cursor(True)  # a hidden one would stay hidden if the process is killed
 
     def step(self, number: int, num_samples: int, epoch: int) -> None:
         if self._pace.step(number, num_samples, epoch):
-            self._draw()
-
-    def log(self, values: Mapping[str, Any], number: int | None = None) -> None:
-        if line := self._take(values, number):
-            self._draw()
-            self.print(line)
+            self._show()
 
     def print(self, *args: Any, **kw: Any) -> None:
         if self._live is None or kw.get("file") is not None:
-            print(*args, **kw)
+            super().print(*args, **kw)
             return
         text = io.StringIO()
         print(*args, **{**kw, "file": text})
@@ -284,44 +240,18 @@ class Bar(Lines):
 
         self.console.print(Text.from_ansi(text.getvalue().removesuffix("\n")), soft_wrap=True)
 
-    def end(self, rows: Mapping[str, Any]) -> None:
-        self.close()
-        from rich.table import Table
-
-        table = Table(show_header=False)
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
-        for name, value in rows.items():
-            table.add_row(str(name), _number(value))
-        if rows:
-            self.console.print(table, markup=False, highlight=False)
-
     def close(self) -> None:
         if self._live is not None:
-            self._draw()
-            live = self._live
-            self._live = None
+            self._show()
+            live, self._live = self._live, None  # which then prints the last lines
             live.stop()
 
-    def _draw(self) -> None:
+    def _show(self, *, is_due: bool = False) -> None:
         if self._live is not None:
-            task = self._live.task_ids[0]
+            values = _texts({name: value for name, (_, value) in self._news.items()})
             place = self._pace.place().removeprefix("step ")
-            losses = {name: value for name, value in self._news.items() if name in LOSSES}
-            rates = {name: value for name, value in self._news.items() if _is_rate(name)}
-            others = {name: value for name, value in self._news.items() if name not in losses | rates}
-            loss = _texts(losses)
-            rate = _texts(rates)
-            rest = _texts(others)
-            pace = self._pace.texts()
-            width = self.console.width - max(len(place), self._place_width) - LEAST_BAR
-            kept: list[str] = []  # the most important ones that fit
-            for text in [*loss, *reversed(pace), *rate, *rest]:
-                if len("  ".join([*kept, text])) <= width:
-                    kept.append(text)
-            news = "  ".join(text for text in [*loss, *rate, *pace, *rest] if text in kept)
-            total = self._pace.total_steps
-            self._live.update(task, completed=self._pace.number, total=total, description=place, news=news)
+            news = "  ".join([*values[:1], *self._pace.texts(), *values[1:]])  # what does not fit is cut off
+            self._live.update(self._live.task_ids[0], completed=self._pace.number, description=place, news=news)
             self._live.refresh()
 
 
@@ -330,31 +260,22 @@ def _texts(values: Mapping[str, Any]) -> list[str]:
     texts = []
     for full_name, value in values.items():
         name = full_name.removeprefix("train/")
-        if _is_rate(name):
-            label = "lr" + name.partition("rate")[2]  # "learning rate/1" belongs to the second group
-            texts.append(f"{label} {value:.2e}" if isinstance(value, float) else f"{label} {_number(value)}")
-        else:
-            texts.append(f"{name} {_number(value)}")
+        number = _number(value)
+        if name.startswith(("learning rate", "learning_rate")):
+            name = "lr" + name.partition("rate")[2]  # "learning rate/1" belongs to the second group
+            number = f"{value:.2e}" if isinstance(value, float) else number
+        texts.append(f"{name} {number}")
     return texts
-
-
-def _is_rate(name: str) -> bool:
-    return name.removeprefix("train/").startswith(("learning rate", "learning_rate"))
 
 
 def _number(value: Any) -> str:
     """Format a number, such as 0.1234, 12.35 or 1,235; other values with str."""
+    if isinstance(value, int):
+        return f"{value:,}"
     try:
         number = float(value)
     except (TypeError, ValueError):
         return str(value)
-    if isinstance(value, (int, str)):
-        return f"{value:,}" if isinstance(value, int) else value
+    if isinstance(value, str):
+        return value
     return f"{number:,.0f}" if 1000 <= abs(number) < 1e9 else f"{number:.4g}"
-
-
-def _duration(seconds: float) -> str:
-    """Format hours, minutes and seconds, such as 0:31 or 1:02:03."""
-    minutes, seconds_left = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds_left:02}" if hours else f"{minutes}:{seconds_left:02}"
