@@ -1,0 +1,1 @@
+"""Whole runs in one process, simulated from one seed (docs/dev/simulation.md)."""

@@ -1,0 +1,80 @@
+"""Runs simulated scenarios from random seeds, and shrinks one that fails: `make sim`."""
+
+import argparse
+import os
+import secrets
+import sys
+import time
+import traceback
+from pathlib import Path
+
+if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from sim.pinned import PINNED
+from sim.scenarios import Scenario, plan
+from sim.trials import Laboratory
+
+SHRINK_S = 60.0
+
+
+def main() -> int:
+    """Run scenarios until the time is over, or one fails. Returns 1 if one has failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, help="of the first scenario; the next ones count up; default: random")
+    parser.add_argument("--minutes", type=float, default=1.0, help="start no new scenario after this; default: 1")
+    parser.add_argument("--cpu-seconds", type=float, default=1e9, help="start no new scenario after so much CPU time")
+    parser.add_argument("--pinned", action="store_true", help="first run those of pinned.py")
+    parser.add_argument("--scenario", help="run only this one, as printed for a failure")
+    parser.add_argument("--twice", action="store_true", help="run each twice, and compare all points")
+    parser.add_argument("--keep-going", action="store_true", help="continue after a failure, and shrink nothing")
+    parser.add_argument("--verbose", action="store_true", help="print each scenario, and the history of a failure")
+    options = parser.parse_args()
+    laboratory = Laboratory()
+    if options.scenario:
+        return _run_one(laboratory, Scenario.parse(options.scenario), options)
+    first = secrets.randbelow(10**6) if options.seed is None else options.seed
+    print(f"seeds from {first}", flush=True)
+    began_s, began_cpu_s = time.monotonic(), time.process_time()
+    count = num_failed = 0
+    if options.pinned:
+        num_failed = sum(_run_one(laboratory, Scenario.parse(text), options) for text in PINNED.values())
+    while options.keep_going or not num_failed:
+        if time.monotonic() - began_s > 60 * options.minutes or time.process_time() > options.cpu_seconds:
+            break
+        num_failed += _run_one(laboratory, plan(first + count), options)
+        count += 1
+    cpu_s = time.process_time() - began_cpu_s
+    print(
+        f"{count} scenarios, {num_failed} failed; ranks healed in {laboratory.num_healed}; {cpu_s:.1f} s of CPU: "
+        f"{60 * count / cpu_s:.0f} per minute of one core"
+    )
+    return 1 if num_failed else 0
+
+
+def _run_one(laboratory: Laboratory, scenario: Scenario, options: argparse.Namespace) -> int:
+    """Run a scenario, and report a failure. Returns 1 if it failed."""
+    if options.verbose:
+        print(scenario, flush=True)
+    try:
+        laboratory.check(scenario)
+        if options.twice:
+            before = laboratory.trace
+            laboratory.run(scenario)
+            assert laboratory.trace == before, "a second time, other points were reached"
+        return 0
+    except Exception as problem:
+        print(f"FAILED {scenario}\n  {type(problem).__name__}: {str(problem)[:1500]}", flush=True)
+        if options.verbose:
+            print("\n".join(laboratory.history))
+            traceback.print_exc()
+    if not options.keep_going:
+        deadline_s = time.monotonic() + SHRINK_S
+        shrunk = laboratory.shrink(scenario, lambda: time.monotonic() > deadline_s)
+        print(f'  again: make sim ARGS="--scenario \'{shrunk}\'"', flush=True)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,323 @@
+"""Copies of all modules of samestep, one for each simulated process at a time.
+
+A copy imports simulated standard modules, because its `__import__` returns them. The library itself is unchanged.
+"""
+
+import builtins
+import copy
+import functools
+import gc
+import importlib
+import itertools
+import os
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from sim.disk import Disk
+from sim.fork_server import build_fork_server
+from sim.network import Distributed, LocalSockets, connect
+from sim.scheduler import Process
+from sim.standard_library import Facade, build_modules
+
+if TYPE_CHECKING:
+    from sim.machine import Machine
+
+SOURCE = Path(__file__).parents[2] / "src"
+_STATE = (
+    list, dict, set, itertools.count, weakref.WeakSet, weakref.WeakValueDictionary, bool, int, float, str, type(None),
+)  # fmt: skip
+
+Changes = Mapping[str, Sequence[tuple[str, str]]]  # file below src/samestep -> texts and their replacements
+
+
+def name_module(file: str) -> str:
+    """Return the name of the module in a file below src/samestep."""
+    return f"samestep.{file.removesuffix('.py').removesuffix('/__init__').replace('/', '.')}"
+
+
+@functools.cache
+def _compile(name: str) -> tuple[CodeType, str, bool] | None:
+    """Return the code of a module, its file, and whether it is a package; None if there is none."""
+    base = SOURCE / name.replace(".", "/")
+    for path, is_package in ((base / "__init__.py", True), (base.with_suffix(".py"), False)):
+        if path.exists():
+            return compile(path.read_text(), str(path), "exec", dont_inherit=True), str(path), is_package
+    return None
+
+
+def compile_changed(name: str, changes: Sequence[tuple[str, str]]) -> CodeType:
+    """Return the code of a module in which texts are replaced. Raises ValueError unless each is there once."""
+    found = _compile(name)
+    assert found is not None, name
+    text = Path(found[1]).read_text()
+    for old, new in changes:
+        if text.count(old) != 1:
+            raise ValueError(f"{name} has {old!r} {text.count(old)} times")
+        text = text.replace(old, new)
+    return compile(text, found[1], "exec", dont_inherit=True)
+
+
+class Instance:
+    """A copy of samestep's modules.
+
+    Attributes:
+        process: whose modules they are now.
+        machine: on which the process runs.
+    """
+
+    process: Process
+    machine: "Machine"
+
+    def __init__(self) -> None:
+        self.distributed = Distributed()
+        self._modules: dict[str, ModuleType] = {}
+        self._initial: dict[str, dict[str, tuple[Any, Any]]] = {}  # module -> variable -> value, and a copy of it
+        self._simulated = build_modules(self)
+        self._builtins = self._simulated["builtins"].__dict__
+
+    @property
+    def disk(self) -> Disk:
+        """The machine's disk."""
+        return self.machine.disk
+
+    def begin(self, process: Process, machine: "Machine") -> None:
+        """Give the modules to a process."""
+        self.process = process
+        self.machine = machine
+        process.instance = self
+        self.distributed.begin(process, machine.network)
+        self._simulated["os"].environ = process.variables
+        system = self._simulated["sys"]
+        system.modules = {**sys.modules, **self._modules, "__main__": ModuleType("__main__")}
+        system.excepthook = sys.excepthook
+
+    def end(self) -> None:
+        """Reset the modules when their process has ended.
+
+        Its objects are freed meanwhile. Their finalizers may raise: they still belong to a process that is dead.
+        """
+        report = sys.unraisablehook
+        sys.unraisablehook = _ignore
+        try:
+            self._reset()
+        finally:
+            sys.unraisablehook = report
+        for descriptor in self.process.descriptors:  # as the kernel does, which releases a lock
+            os.close(descriptor)
+
+    def _reset(self) -> None:
+        system = self._simulated["sys"].__dict__
+        system.pop("modules")["__main__"].__dict__.clear()
+        system.pop("last_value", None)
+        for name, values in self._initial.items():
+            variables = self._modules[name].__dict__
+            for key, (value, content) in values.items():
+                variables[key] = _restore(value, content)
+        gc.collect()
+
+    def load(self, name: str) -> Any:
+        """Import a module of samestep."""
+        if name in self._modules:
+            return self._modules[name]
+        parent, _, last = name.rpartition(".")
+        if parent:
+            self.load(parent)
+        found = _compile(name)
+        if found is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        code, path, is_package = found
+        module = ModuleType(name)
+        module.__dict__.update(__file__=path, __builtins__=self._builtins, __package__=name if is_package else parent)
+        if is_package:
+            module.__path__ = [os.path.dirname(path)]
+        before = sys.modules.get(name)
+        self._modules[name] = sys.modules[name] = module  # where dataclasses look for the module of a class
+        try:
+            exec(code, module.__dict__)
+        except BaseException:
+            del self._modules[name]
+            raise
+        finally:
+            del sys.modules[name]
+            if before is not None:
+                sys.modules[name] = before
+        if parent:
+            setattr(self._modules[parent], last, module)
+        self._replace_parts(name, module)
+        self._initial[name] = {
+            key: (value, _remember(value)) for key, value in vars(module).items() if _is_state(key, value)
+        }
+        return module
+
+    def _replace_parts(self, name: str, module: Any) -> None:
+        """Replace what no standard module stands for."""
+        if name == "samestep.world.local_sockets":
+            failed = self.load("samestep.errors").PeerFailed
+            module.connect = functools.partial(connect, self.distributed, failed)
+            module.LocalSockets = LocalSockets
+        elif name == "samestep.torch_internals":
+            module.break_gloo_connections = self._break_connections
+        elif name == "samestep.processes":
+            module.run_captured = _refuse_program
+        elif name == "samestep.launch.forkserver":
+            module.ForkServer = build_fork_server(self)
+
+    def _break_connections(self) -> None:
+        for endpoint in self.process.endpoints:
+            endpoint.is_broken = True
+
+    def change(self, name: str, code: CodeType) -> list[tuple[Any, CodeType]]:
+        """Give the functions of a module the code of a changed one. Returns the functions, with their code before."""
+        module = self.load(name)
+        variables = {**vars(module)}
+        exec(code, variables)
+        before = []
+        for old, new in _pair_functions(vars(module), variables, name):
+            if old.__code__ != new.__code__:
+                before.append((old, old.__code__))
+                old.__code__ = new.__code__
+        self.clear_caches()
+        return before
+
+    def clear_caches(self) -> None:
+        """Forget the results of functions with `functools.cache`."""
+        for module in self._modules.values():
+            for value in vars(module).values():
+                if isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()
+
+    def set_constants(self, values: Mapping[str, Any]) -> None:
+        """Set constants until the process ends: "module.NAME" -> value. Also where they were imported."""
+        for full_name, value in values.items():
+            module, _, name = full_name.rpartition(".")
+            before = vars(self.load(f"samestep.{module}"))[name]
+            for each in self._modules.values():
+                if name in vars(each) and vars(each)[name] == before:
+                    setattr(each, name, value)
+
+    # --- imports ----------------------------------------------------------------------------------------------
+
+    def import_name(self, name: str, package: str | None = None) -> Any:
+        """As importlib.import_module."""
+        is_own = name.partition(".")[0] == "samestep"
+        return self.load(name) if is_own else importlib.import_module(name, package)
+
+    def import_module(self, name: str, globals: Any = None, locals: Any = None, names: Any = (), level: int = 0) -> Any:
+        """As `__import__`."""
+        root, _, rest = name.partition(".")
+        if root == "samestep":
+            module = self.load(name)
+            for each in names or ():
+                if not hasattr(module, each) and _compile(f"{name}.{each}") is not None:
+                    self.load(f"{name}.{each}")
+            return module if names else self._modules["samestep"]
+        if name in self._simulated:
+            simulated = self._simulated[name]
+            return simulated if names or not rest else Facade(sys.modules[root], **{rest: simulated})
+        module = builtins.__import__(name, globals, locals, names, level)
+        return module if names or root not in self._simulated else self._simulated[root]
+
+
+def _ignore(_: Any) -> None:
+    pass
+
+
+def _refuse_program(*_: Any, **__: Any) -> Any:
+    raise FileNotFoundError(2, "no programs in a simulation")
+
+
+def _pair_functions(old: Mapping[str, Any], new: Mapping[str, Any], module: str) -> Iterator[tuple[Any, Any]]:
+    """Yield the functions and methods that both namespaces define, in pairs."""
+    for name, value in old.items():
+        other = new.get(name)
+        if isinstance(value, classmethod | staticmethod):
+            value, other = value.__func__, getattr(other, "__func__", None)
+        if isinstance(value, property) and isinstance(other, property):
+            value, other = value.fget, other.fget
+        plain = getattr(value, "__wrapped__", value)
+        twin = getattr(other, "__wrapped__", other)
+        if getattr(plain, "__module__", None) != module or twin is None:
+            continue
+        if isinstance(plain, FunctionType):
+            yield plain, twin
+        elif isinstance(value, type):
+            yield from _pair_functions(vars(value), vars(other), module)
+
+
+def _is_state(name: str, value: Any) -> bool:
+    return not name.startswith("__") and (isinstance(value, _STATE) or _is_own_object(value))
+
+
+def _is_own_object(value: Any) -> bool:
+    """Whether it is an object of a class of samestep with attributes, such as a lock."""
+    kind = type(value)
+    return kind.__module__.startswith("samestep.") and hasattr(value, "__dict__") and not isinstance(value, type)
+
+
+def _remember(value: Any) -> Any:
+    if isinstance(value, list | dict | set | itertools.count):
+        return copy.copy(value)
+    return {key: (each, _remember(each)) for key, each in vars(value).items()} if _is_own_object(value) else None
+
+
+def _restore(value: Any, content: Any) -> Any:
+    if isinstance(value, list):
+        value[:] = content
+    elif isinstance(value, dict | set):
+        value.clear()
+        value.update(content)
+    elif isinstance(value, itertools.count):
+        return copy.copy(content)
+    elif isinstance(value, weakref.WeakSet | weakref.WeakValueDictionary):
+        value.clear()
+    elif _is_own_object(value):
+        vars(value).clear()
+        vars(value).update({key: _restore(*pair) for key, pair in content.items()})
+    return value
+
+
+class Pool:
+    """Instances, for reuse: to import one takes as long as hundreds of steps."""
+
+    def __init__(self) -> None:
+        self._free: list[Instance] = []
+        self._all: list[Instance] = []
+
+    def take(self) -> Instance:
+        """Take one, a new one if there is none."""
+        if not self._free:
+            self._free.append(Instance())
+            self._all += self._free
+        return self._free.pop()
+
+    def give_back(self, instance: Instance) -> None:
+        """Return one whose process has ended."""
+        self._free.append(instance)
+
+    @contextmanager
+    def changed(self, changes: Changes) -> Iterator[None]:
+        """Change the source of the instances that are there, for the block.
+
+        Raises:
+            ValueError: it changes no function.
+        """
+        before = []
+        for file, texts in changes.items():
+            name = name_module(file)
+            code = compile_changed(name, texts)
+            for instance in self._all:
+                before += instance.change(name, code)
+        if changes and not before:
+            raise ValueError("the change is in no function")
+        try:
+            yield
+        finally:
+            for function, code in before:
+                function.__code__ = code
+            for instance in self._all:
+                instance.clear_caches()

@@ -1,0 +1,470 @@
+"""What processes exchange, in memory: the launcher's store, gloo's messages and collectives, and local sockets.
+
+A rank that dies has reached only some of the others.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as real
+
+from sim.scheduler import Process, Scheduler
+
+# samestep takes a RuntimeError that is raised in torch.distributed for the loss of another rank.
+__name__ = "torch.distributed.simulated"
+
+CONNECT_S = 60.0
+
+
+class Store:
+    """The entries of a launcher's store."""
+
+    def __init__(self, host: Process | None = None, port: int = 0) -> None:
+        self.entries: dict[str, bytes] = {}
+        self.host = host
+        self.port = port
+
+
+class StoreHandle:
+    """A connection to a store, as torch.distributed.TCPStore and PrefixStore."""
+
+    def __init__(self, process: Process, store: Store, prefix: str = "", timeout_s: float = 300.0) -> None:
+        self.store = store
+        self.prefix = prefix
+        self.port = store.port
+        self._process = process
+        self._timeout_s = timeout_s
+
+    def _name(self, what: str, key: str) -> str:
+        self._process.scheduler.point(self._process, f"store.{what} {key}")
+        self._check_open()
+        return self.prefix + key
+
+    def _check_open(self) -> None:
+        host = self.store.host
+        if host is not None and host.is_dead:
+            raise real.DistNetworkError("the store has closed")
+
+    def clone(self) -> "StoreHandle":
+        return StoreHandle(self._process, self.store, self.prefix, self._timeout_s)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.store.entries[self._name("set", key)] = value.encode() if isinstance(value, str) else bytes(value)
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        self.wait(keys)
+        return [self.store.entries[self.prefix + key] for key in keys]
+
+    def add(self, key: str, amount: int) -> int:
+        name = self._name("add", key)
+        number = int(self.store.entries.get(name, b"0")) + amount
+        self.store.entries[name] = str(number).encode()
+        return number
+
+    def check(self, keys: Sequence[str]) -> bool:
+        self._name("check", next(iter(keys), ""))
+        return all(self.prefix + key in self.store.entries for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self.store.entries.pop(self._name("delete", key), None) is not None
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        names = [self.prefix + key for key in keys]
+        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        host = self.store.host
+
+        def is_over() -> bool:
+            return all(name in self.store.entries for name in names) or (host is not None and host.is_dead)
+
+        label = f"store.wait {next(iter(keys), '')}"
+        if not self._process.scheduler.wait(self._process, is_over, limit_s, label):
+            raise real.DistStoreError("wait timeout")
+        self._check_open()
+
+    def num_keys(self) -> int:
+        return len(self.store.entries)
+
+
+class Message:
+    """A send. Its bytes are read when it is sent or when it is received, as the seed decides: gloo promises neither."""
+
+    def __init__(self, tensor: torch.Tensor, ready_s: float, *, is_eager: bool) -> None:
+        self.source = tensor.data.clone() if is_eager else tensor.data
+        self.ready_s = ready_s
+        self.is_done = self.is_lost = False
+
+
+class Endpoint:
+    """One rank of a process group, or of the sockets of a host."""
+
+    def __init__(self, process: Process, ring: "Ring", rank: int) -> None:
+        self.process = process
+        self.ring = ring
+        self.rank = rank
+        self.is_closed = False
+        self.is_broken = False  # by samestep, to end the waits
+        self.inbox: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
+        self.posted: dict[tuple[int, int], deque[Receive]] = defaultdict(deque)
+        self.streams: dict[int, bytearray] = defaultdict(bytearray)
+        self.num_collectives = 0
+        ring.endpoints[rank] = self
+        process.endpoints.append(self)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the others cannot reach it any more."""
+        return self.is_closed or self.process.is_dead
+
+    def deliver(self, source: int, tag: int) -> None:
+        """Match messages with receives, as gloo's thread does."""
+        scheduler = self.process.scheduler
+        inbox = self.inbox[source, tag]
+        posted = self.posted[source, tag]
+        while inbox and posted and inbox[0].ready_s <= scheduler.now_s:
+            if self.ring.endpoints[source].is_gone and scheduler.random.random() < 0.5:
+                for each in inbox:  # what was under way is lost
+                    each.is_lost = True
+                inbox.clear()
+                return
+            message = inbox.popleft()
+            receive = posted.popleft()
+            receive.tensor.data.copy_(message.source)
+            message.is_done = receive.is_done = True
+
+
+class Ring:
+    """The endpoints of a group of ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.endpoints: dict[int, Endpoint] = {}
+        self.collectives: dict[int, tuple[str, dict[tuple[int, int], Any]]] = {}  # number -> kind, (from, to) -> value
+
+
+class Send:
+    """The handle of an isend."""
+
+    def __init__(self, own: Endpoint, peer: int, tag: int, message: Message) -> None:
+        self._own = own
+        self._peer = peer
+        self._tag = tag
+        self._message = message
+
+    def wait(self) -> bool:
+        own = self._own
+        other = own.ring.endpoints[self._peer]
+        message = self._message
+
+        def is_over() -> bool:
+            if not (other.is_gone or own.is_broken):
+                other.deliver(own.rank, self._tag)
+            return message.is_done or message.is_lost or other.is_gone or own.is_broken
+
+        own.process.scheduler.wait(own.process, is_over, None, f"send.wait {self._peer}")
+        if not message.is_done:
+            raise RuntimeError(f"[simulated gloo] Connection closed by peer {self._peer}")
+        return True
+
+
+class Receive:
+    """The handle of an irecv."""
+
+    def __init__(self, own: Endpoint, peer: int, tag: int, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.is_done = False
+        self._own = own
+        self._peer = peer
+        self._tag = tag
+
+    def wait(self) -> bool:
+        own = self._own
+        other = own.ring.endpoints[self._peer]
+
+        def is_over() -> bool:
+            if not own.is_broken:
+                own.deliver(self._peer, self._tag)
+            return self.is_done or own.is_broken or (other.is_gone and not own.inbox[self._peer, self._tag])
+
+        own.process.scheduler.wait(own.process, is_over, None, f"recv.wait {self._peer}")
+        if not self.is_done:
+            raise RuntimeError(f"[simulated gloo] Connection closed by peer {self._peer}")
+        return True
+
+
+class Network:
+    """All stores and groups of one simulation. `slow`: probability that a message is late."""
+
+    def __init__(self, scheduler: Scheduler, slow: float) -> None:
+        self.slow = slow
+        self.scheduler = scheduler
+        self._stores: list[Store] = []
+        self._rings: dict[object, Ring] = {}
+
+    def open_store(self, host: Process) -> Store:
+        """Open the store of a launcher."""
+        self._stores.append(Store(host, 20_000 + len(self._stores)))
+        return self._stores[-1]
+
+    def find_store(self, port: int) -> Store:
+        """Return the store at a port."""
+        return self._stores[port - 20_000]
+
+    def find_ring(self, key: object, size: int) -> Ring:
+        """Return the ring of this key, which the first endpoint creates."""
+        return self._rings.setdefault(key, Ring(size))
+
+    def join(self, process: Process, key: object, rank: int, size: int, limit_s: float) -> Endpoint:
+        """Join a group, and wait for all of its ranks."""
+        ring = self.find_ring(key, size)
+        own = Endpoint(process, ring, rank)
+
+        def is_over() -> bool:
+            return len(ring.endpoints) == size or any(each.is_gone for each in ring.endpoints.values())
+
+        self.scheduler.wait(process, is_over, limit_s, "join")
+        if len(ring.endpoints) < size or any(each.is_gone for each in ring.endpoints.values()):
+            own.is_closed = True
+            raise real.DistNetworkError("not all ranks have come")
+        return own
+
+    def draw_delay_s(self) -> float:
+        """Return how late a message comes."""
+        choose = self.scheduler.random
+        return choose.expovariate(100.0) if choose.random() < self.slow else 0.0
+
+
+class _Groups:
+    WORLD: Any = None
+
+
+class Distributed(ModuleType):
+    """torch.distributed of one process, as far as samestep calls it on CPUs."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.distributed")
+        self.distributed_c10d = self
+        self.group = _Groups()
+        self._world = ModuleType("world")  # samestep resets its `group_count`
+        self._world.pg_map = {}  # type: ignore[attr-defined]
+        for name in ("DistError", "DistNetworkError", "DistStoreError", "DistBackendError", "default_pg_timeout"):
+            setattr(self, name, getattr(real, name))
+
+    def begin(self, process: Process, network: Network) -> None:
+        """Belong to a new process."""
+        self._process = process
+        self._network = network
+        self._own: Endpoint | None = None
+        self._store: StoreHandle | None = None
+        self.group.WORLD = None
+
+    @property
+    def _endpoint(self) -> Endpoint:
+        if self._own is None:
+            raise ValueError("Default process group has not been initialized")
+        return self._own
+
+    # --- the group --------------------------------------------------------------------------------------------
+
+    def PrefixStore(self, prefix: str, store: StoreHandle) -> StoreHandle:
+        return StoreHandle(self._process, store.store, f"{store.prefix}{prefix}/")
+
+    def HashStore(self) -> StoreHandle:
+        return StoreHandle(self._process, Store())
+
+    def TCPStore(
+        self, host: str, port: int, world_size: Any = None, is_master: bool = False, *_: Any, **__: Any
+    ) -> StoreHandle:
+        store = self._network.open_store(self._process) if is_master else self._network.find_store(port)
+        return StoreHandle(self._process, store)
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return self._own is not None
+
+    def get_rank(self) -> int:
+        return self._endpoint.rank
+
+    def get_world_size(self) -> int:
+        return self._endpoint.ring.size
+
+    def _get_default_store(self) -> Any:
+        return self._store
+
+    def _set_pg_timeout(self, timeout: timedelta) -> None:
+        pass
+
+    def init_process_group(
+        self, backend: str, *, timeout: timedelta, store: Any = None, rank: int = -1, world_size: int = -1
+    ) -> None:
+        variables = self._process.variables
+        if store is None:
+            port = int(variables["MASTER_PORT"])
+            store = StoreHandle(self._process, self._network.find_store(port), "default_pg/")
+            rank = int(variables["RANK"])
+            world_size = int(variables["WORLD_SIZE"])
+        key = id(store.store), store.prefix
+        self._own = self._network.join(self._process, key, rank, world_size, timeout.total_seconds())
+        self._store = store
+        self.group.WORLD = self._own
+
+    def destroy_process_group(self) -> None:
+        self._process.check()
+        if self._own is not None:
+            self._own.is_closed = True
+        self._own = self.group.WORLD = self._store = None
+
+    # --- messages ---------------------------------------------------------------------------------------------
+
+    def isend(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Send:
+        network = self._network
+        scheduler = network.scheduler
+        scheduler.point(self._process, f"isend {peer} {tag}")
+        own = self._endpoint
+        late_s = network.draw_delay_s()
+        message = Message(tensor, scheduler.now_s + late_s, is_eager=scheduler.random.random() < 0.5)
+        if late_s:  # so that the clock reaches that time
+            process = self._process
+            process.start(lambda: scheduler.wait(process, bool, late_s, "late"), "late", daemon=True)
+        own.ring.endpoints[peer].inbox[own.rank, tag].append(message)
+        return Send(own, peer, tag, message)
+
+    def irecv(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Receive:
+        self._network.scheduler.point(self._process, f"irecv {peer} {tag}")
+        own = self._endpoint
+        receive = Receive(own, peer, tag, tensor)
+        own.posted[peer, tag].append(receive)
+        return receive
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        self.isend(tensor, peer).wait()
+
+    def recv(self, tensor: torch.Tensor, peer: int) -> None:
+        self.irecv(tensor, peer).wait()
+
+    # --- collectives ------------------------------------------------------------------------------------------
+
+    def _show(self, kind: str, value: Any, sources: Sequence[int], targets: Sequence[int]) -> dict[int, Any]:
+        """Show `value` to the targets, one after the other. Returns what the sources have shown to this rank."""
+        own = self._endpoint
+        scheduler = self._network.scheduler
+        known, shown = own.ring.collectives.setdefault(own.num_collectives, (kind, {}))
+        own.num_collectives += 1
+        if known != kind:
+            raise AssertionError(f"rank {own.rank} calls {kind}, and another rank {known}")
+        scheduler.point(self._process, kind)
+        is_stepwise = scheduler.random.random() < 0.3
+        for target in targets:
+            if is_stepwise:
+                scheduler.point(self._process, f"{kind} to {target}")
+            shown[own.rank, target] = value
+        others = [own.ring.endpoints[source] for source in sources if source != own.rank]
+
+        def has_come(other: Endpoint) -> bool:
+            return (other.rank, own.rank) in shown
+
+        def is_over() -> bool:
+            is_lost = any(other.is_gone and not has_come(other) for other in others)
+            return own.is_broken or is_lost or all(has_come(other) for other in others)
+
+        scheduler.wait(self._process, is_over, None, kind)
+        if own.is_broken or not all(has_come(other) for other in others):
+            raise RuntimeError("[simulated gloo] Connection closed by peer")
+        return {source: shown[source, own.rank] for source in sources}
+
+    def _everyone(self) -> range:
+        return range(self._endpoint.ring.size)
+
+    def barrier(self) -> None:
+        self._show("barrier", None, self._everyone(), self._everyone())
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+        values = self._show("all_gather", tensor.data.clone(), self._everyone(), self._everyone())
+        for output, value in zip(outputs, values.values(), strict=True):
+            output.data.copy_(value)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        rank = self.get_rank()
+        value = tensor.data.clone() if rank == source else None
+        values = self._show(f"broadcast {source}", value, [source], self._everyone() if rank == source else [rank])
+        if rank != source:
+            tensor.data.copy_(values[source])
+
+
+class LocalSockets:
+    """As `samestep.world.local_sockets.LocalSockets`. `failed`: its PeerFailed."""
+
+    def __init__(self, own: Endpoint, failed: Callable[[str], Exception]) -> None:
+        self._own = own
+        self._failed = failed
+
+    def exchange(self, rows: Sequence[memoryview]) -> None:
+        """As its namesake."""
+        own = self._own
+        scheduler = own.process.scheduler
+        peers = [other for peer, other in own.ring.endpoints.items() if peer != own.rank]
+        scheduler.point(own.process, "exchange")
+        is_stepwise = scheduler.random.random() < 0.3
+        data = bytes(rows[own.rank])
+        for other in peers:
+            if is_stepwise:
+                scheduler.point(own.process, f"exchange to {other.rank}")
+            if other.is_gone:
+                raise self._failed(f"rank {other.rank} has closed its connection")
+            other.streams[own.rank] += data
+
+        def has_come(other: Endpoint) -> bool:
+            return len(own.streams[other.rank]) >= len(rows[other.rank])
+
+        def is_over() -> bool:
+            return any(other.is_gone and not has_come(other) for other in peers) or all(map(has_come, peers))
+
+        scheduler.wait(own.process, is_over, None, "exchange")
+        for other in peers:
+            if not has_come(other):
+                raise self._failed(f"rank {other.rank} has closed its connection")
+            row = rows[other.rank]
+            row[:] = own.streams[other.rank][: len(row)]
+            del own.streams[other.rank][: len(row)]
+
+    def close(self) -> None:
+        """As its namesake."""
+        self._own.is_closed = True
+
+
+def connect(
+    distributed: Distributed,
+    failed: Callable[[str], Exception],
+    group: Any,
+    timeout_s: float,
+    value: Any = None,
+    check: Callable[[Sequence[Any]], None] | None = None,
+    watch: Callable[[], None] = lambda: None,
+) -> LocalSockets | None:
+    """As `samestep.world.local_sockets.connect`, with the same collectives."""
+    process = distributed._process
+    network = distributed._network
+    ranks = group.gather((process.random.randbytes(8), value))
+    if check is not None:
+        check([theirs for _, theirs in ranks])
+    ring = network.find_ring(ranks[0][0], len(ranks))
+    own = Endpoint(process, ring, group.rank)
+    deadline_s = network.scheduler.now_s + CONNECT_S
+    failure = ""
+    while not network.scheduler.wait(process, lambda: len(ring.endpoints) == ring.size, 0.05, "connect"):
+        watch()
+        if network.scheduler.now_s > deadline_s:
+            failure = "timed out"
+            break
+    if any(group.gather(failure)):
+        own.is_closed = True
+        return None
+    return LocalSockets(own, failed)

@@ -1,0 +1,180 @@
+"""Scenarios: what is trained, on how many ranks, and which faults happen. They are data, and have a text form:
+
+    seed=7 script=gan shard=optimizer every=3 epochs=2 routes=chunks copies=background | 3 heal kill@fsync#2 | 2
+
+The rounds after the first bar are starts of the run. A fault has a kind, a place, and perhaps a rank and a duration in
+seconds: `freeze@exchange#5/2+30` freezes rank 2 for 30 s at the fifth point of the round that is an exchange; `@1234`
+is the round's 1234th point. Without a rank, a fault strikes the rank that is at the point.
+"""
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+SCRIPTS = ("mlp", "batchnorm", "gan", "ema")
+KINDS = ("kill", "kill_all", "power", "freeze", "stop", "full")
+PLACES = (
+    "fsync", "os.rename", "open", "write", "os.mkdir", "os.rmdir", "exchange", "all_gather", "broadcast", "recv.wait",
+    "send.wait", "isend", "barrier", "join", "store.set", "store.check", "condition", "queue.get", "event.wait",
+)  # fmt: skip
+NUM_POINTS = {1: 300, 2: 1000, 3: 1500, 4: 2000, 5: 2600}  # of a start of 10 steps, about
+_FAULT = re.compile(r"(\w+)@([\w.]+)(?:#(\d+))?(?:/(\d+))?(?:\+([\d.]+))?")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault.
+
+    Attributes:
+        kind: "kill" (a rank), "kill_all" (ranks and launcher), "power" (the same, and what is not synced is lost),
+            "freeze" (a rank), "stop" (SIGTERM to the launcher, or to `rank`), "full" (the disk).
+        label: the beginning of the labels of the points that count; "" for all.
+        count: the number of the point, from 1.
+        rank: None for the rank that is at the point.
+        seconds: of a freeze or a full disk.
+    """
+
+    kind: str
+    label: str
+    count: int
+    rank: int | None = None
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        place = f"{self.label}#{self.count}" if self.label else f"{self.count}"
+        rank = "" if self.rank is None else f"/{self.rank}"
+        return f"{self.kind}@{place}{rank}{f'+{self.seconds:g}' if self.seconds else ''}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Fault":
+        """Return the fault of a text. Raises ValueError."""
+        found = _FAULT.fullmatch(text)
+        if found is None or found[1] not in KINDS:
+            raise ValueError(f"{text!r} is no fault")
+        kind, place, count, rank, seconds = found.groups()
+        label, number = (place, int(count)) if count else ("", int(place))
+        return cls(kind, label, number, None if rank is None else int(rank), float(seconds or 0))
+
+
+@dataclass(frozen=True)
+class Round:
+    """One start of the run.
+
+    Attributes:
+        heals: `--heal`.
+        restarts: `--max-restarts`.
+    """
+
+    num_ranks: int
+    heals: bool = False
+    restarts: int = 0
+    faults: tuple[Fault, ...] = ()
+
+    def __str__(self) -> str:
+        words = [str(self.num_ranks), *(["heal"] if self.heals else [])]
+        return " ".join([*words, *([f"restarts={self.restarts}"] if self.restarts else []), *map(str, self.faults)])
+
+    @classmethod
+    def parse(cls, text: str) -> "Round":
+        """Return the round of a text. Raises ValueError."""
+        num_ranks, *words = text.split()
+        restarts = next((int(word.partition("=")[2]) for word in words if word.startswith("restarts=")), 0)
+        faults = tuple(Fault.parse(word) for word in words if "@" in word)
+        return cls(int(num_ranks), "heal" in words, restarts, faults)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run, from its first start to its last, which has no faults.
+
+    Attributes:
+        seed: of the order of tasks, and of all that the network and the disk decide.
+        script: a file of scripts/.
+        shard: "none" or "optimizer".
+        every: `--snapshot-every`, in steps.
+        epochs: of 5 steps.
+        routes: "direct" or "chunks": for gradients of every size, the route of small or that of large ones.
+        copies: "at_once" or "background": when the tensors of a snapshot are copied.
+    """
+
+    seed: int
+    script: str = "mlp"
+    shard: str = "none"
+    every: int = 2
+    epochs: int = 2
+    routes: str = "direct"
+    copies: str = "at_once"
+    rounds: tuple[Round, ...] = (Round(1),)
+
+    def __str__(self) -> str:
+        words = [f"{each.name}={getattr(self, each.name)}" for each in fields(self) if each.name != "rounds"]
+        return " | ".join([" ".join(words), *map(str, self.rounds)])
+
+    @classmethod
+    def parse(cls, text: str) -> "Scenario":
+        """Return the scenario of a text. Raises ValueError."""
+        head, *rounds = text.split("|")
+        given = dict(word.split("=") for word in head.split())
+        numbers = {name: int(given.pop(name)) for name in ("seed", "every", "epochs") if name in given}
+        return cls(**numbers, **given, rounds=tuple(Round.parse(each) for each in rounds))
+
+    @property
+    def faults(self) -> list[Fault]:
+        """All faults."""
+        return [fault for each in self.rounds for fault in each.faults]
+
+
+def plan(seed: int) -> Scenario:
+    """Return the scenario of a seed."""
+    choose = random.Random(f"scenario {seed}")
+    shard = choose.choice(("none", "none", "none", "optimizer"))
+    epochs = choose.choice((1, 2, 2))
+    rounds = [_plan_round(choose, epochs) for _ in range(choose.choice((1, 1, 2, 2, 3)))]
+    return Scenario(
+        seed,
+        script=choose.choice(SCRIPTS),
+        shard=shard,
+        every=choose.choice((1, 2, 3, 4)),
+        epochs=epochs,
+        routes=choose.choice(("direct", "direct", "chunks")),
+        copies=choose.choice(("at_once", "background")),
+        rounds=(*rounds, Round(choose.choice((1, 2, 3)))),
+    )
+
+
+def _plan_round(choose: random.Random, epochs: int) -> Round:
+    num_ranks = choose.choice((1, 2, 2, 3, 3, 3, 4, 5))
+    heals = num_ranks > 1 and choose.random() < 0.5
+    kinds = ("kill", "kill", "kill", "freeze", "stop") if heals else ("kill", "kill_all", "power", "power", *KINDS)
+    faults = [_plan_fault(choose, choose.choice(kinds), num_ranks, epochs) for _ in range(choose.choice((1, 1, 2)))]
+    restarts = choose.choice((0, 0, 0, 2))
+    return Round(num_ranks, heals, restarts, tuple(faults))
+
+
+def _plan_fault(choose: random.Random, kind: str, num_ranks: int, epochs: int) -> Fault:
+    rank = None if choose.random() < 0.6 else choose.randrange(num_ranks)
+    seconds = choose.choice((0.1, 3.0, 30.0)) if kind in ("freeze", "full") else 0.0
+    if choose.random() < 0.5:
+        return Fault(kind, choose.choice(PLACES), 1 + int(choose.expovariate(0.08)), rank, seconds)
+    return Fault(kind, "", choose.randrange(100, NUM_POINTS[num_ranks] * epochs // 2), rank, seconds)
+
+
+def simplify(scenario: Scenario) -> Iterator[Scenario]:
+    """Yield simpler scenarios: fewer starts, faults, ranks, features and epochs."""
+    rounds = scenario.rounds
+    for i in range(len(rounds) - 1):
+        yield replace(scenario, rounds=(*rounds[:i], *rounds[i + 1 :]))
+    for i, each in enumerate(rounds):
+        others = [replace(each, faults=(*each.faults[:k], *each.faults[k + 1 :])) for k in range(len(each.faults))]
+        others += [replace(each, restarts=0)] if each.restarts else []
+        others += [replace(each, heals=False)] if each.heals else []
+        others += [replace(each, num_ranks=n) for n in range(1, each.num_ranks)]
+        for other in others:
+            yield replace(scenario, rounds=(*rounds[:i], other, *rounds[i + 1 :]))
+    plain = Scenario(scenario.seed)
+    for name in ("shard", "routes", "copies", "script"):
+        if getattr(scenario, name) != getattr(plain, name):
+            yield replace(scenario, **{name: getattr(plain, name)})
+    if scenario.epochs > 1:
+        yield replace(scenario, epochs=scenario.epochs - 1)

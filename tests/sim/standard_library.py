@@ -1,0 +1,477 @@
+"""Standard modules of a simulated process: clocks, threads, locks, files, signals and the end of the process.
+
+A `Facade` has a few names of its own, and all others of the real module.
+"""
+
+import _thread
+import atexit
+import builtins
+import collections
+import faulthandler
+import importlib
+import io
+import os
+import queue
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent import futures
+from types import ModuleType, SimpleNamespace
+from typing import Any, Protocol
+
+from sim.disk import Disk, build_open
+from sim.network import Distributed
+from sim.scheduler import Exited, Killed, Process, Task
+
+EPOCH_S = 1_700_000_000.0
+LAUNCHER_PID = 99_999
+HOLDERS = ("samestep.snapshot.lock", "samestep.snapshot.append_log")  # hold descriptors that no file object closes
+
+
+class Facade(ModuleType):
+    """A module that has some names of its own, and all others of a real one."""
+
+    def __init__(self, real: ModuleType, **own: Any) -> None:
+        super().__init__(real.__name__)
+        self.__dict__.update(own, _real=real)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_real"], name)
+
+
+class Owner(Protocol):
+    """What the modules belong to: see `Instance`."""
+
+    process: Process
+    disk: Disk
+    distributed: Distributed
+
+    def import_name(self, name: str, package: str | None = None) -> Any: ...
+    def import_module(self, *arguments: Any) -> Any: ...
+
+
+def build_modules(own: Owner) -> dict[str, Any]:
+    """Build the modules of one process at a time: name -> module."""
+    return {
+        "time": _build_time(own),
+        "os": _build_os(own),
+        "sys": _build_sys(own),
+        "builtins": _build_builtins(own),
+        "threading": _build_threading(own),
+        "queue": _build_queue(own),
+        "signal": _build_signal(own),
+        "atexit": _build_atexit(own),
+        "faulthandler": Facade(faulthandler, enable=_do_nothing),
+        "socket": _build_socket(),
+        "secrets": Facade(
+            secrets,
+            token_bytes=lambda n=32: own.process.random.randbytes(n),
+            token_hex=lambda n=32: own.process.random.randbytes(n).hex(),
+        ),
+        "uuid": Facade(uuid, uuid4=lambda: uuid.UUID(bytes=own.process.random.randbytes(16), version=4)),
+        "importlib": Facade(importlib, import_module=own.import_name),
+        "concurrent.futures": Facade(futures, ThreadPoolExecutor=_Pool),
+        "torch.distributed": own.distributed,
+    }
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+class _Pool:
+    """ThreadPoolExecutor without threads."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __enter__(self) -> "_Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def map(self, fn: Callable[..., Any], *values: Any) -> Any:
+        return map(fn, *values)
+
+
+def _build_time(own: Owner) -> Facade:
+    def read_monotonic() -> float:
+        return own.process.scheduler.now_s
+
+    def read_wall() -> float:
+        return EPOCH_S + own.process.scheduler.now_s
+
+    def read_wall_ns() -> int:
+        own.process.scheduler.now_s += 1e-6  # no two are equal
+        return int(read_wall() * 1e9)
+
+    def sleep(seconds: float) -> None:
+        own.process.scheduler.wait(own.process, bool, seconds, "sleep")
+
+    def gmtime(seconds: float | None = None) -> Any:
+        return time.gmtime(read_wall() if seconds is None else seconds)
+
+    def strftime(form: str, at: Any = None) -> str:
+        return time.strftime(form, gmtime() if at is None else at)
+
+    return Facade(
+        time,
+        monotonic=read_monotonic,
+        perf_counter=read_monotonic,
+        time=read_wall,
+        time_ns=read_wall_ns,
+        sleep=sleep,
+        gmtime=gmtime,
+        localtime=gmtime,
+        strftime=strftime,
+    )
+
+
+def _build_os(own: Owner) -> Facade:
+    def leave(code: int) -> None:
+        own.process.end(code)
+        raise Exited(code)
+
+    def open_descriptor(path: Any, *args: Any, **options: Any) -> int:
+        descriptor = os.open(path, *args, **options)
+        if sys._getframe(2).f_globals.get("__name__") in HOLDERS:
+            own.process.descriptors.add(descriptor)
+        return descriptor
+
+    def close(descriptor: int) -> None:
+        own.process.check()
+        own.process.descriptors.discard(descriptor)
+        os.close(descriptor)
+
+    def fsync(descriptor: int) -> None:
+        own.process.scheduler.point(own.process, "fsync")
+        own.disk.sync(descriptor)
+
+    def write(descriptor: int, data: Any) -> int:
+        own.process.scheduler.point(own.process, "write")
+        if descriptor in (1, 2):
+            own.process.output.append(bytes(data).decode())
+            return len(data)
+        own.disk.check_space(own.process)
+        size = own.process.random.randint(1, len(data)) if own.process.random.random() < 0.05 else len(data)
+        return os.write(descriptor, data[:size])
+
+    def pwrite(descriptor: int, data: Any, place: int) -> int:
+        own.process.scheduler.point(own.process, "pwrite")
+        own.disk.check_space(own.process)
+        return os.pwrite(descriptor, data, place)
+
+    def truncate(descriptor: int, size: int) -> None:
+        own.process.scheduler.point(own.process, "truncate")
+        os.ftruncate(descriptor, size)
+
+    def kill(pid: int, signum: int) -> None:
+        own.process.check()
+        for process in {task.process for task in own.process.scheduler.tasks if task.process.pid == pid}:
+            process.end(-signum)
+        own.process.check()
+
+    return Facade(
+        os,
+        environ={},
+        getpid=lambda: own.process.pid,
+        getppid=lambda: LAUNCHER_PID,
+        _exit=leave,
+        open=open_descriptor,
+        close=close,
+        fsync=fsync,
+        write=write,
+        pwrite=pwrite,
+        ftruncate=truncate,
+        kill=kill,
+        killpg=kill,
+        setpriority=_do_nothing,
+        register_at_fork=_do_nothing,
+        dup2=_do_nothing,
+        chdir=_do_nothing,
+        isatty=lambda _: False,
+    )
+
+
+def _build_sys(own: Owner) -> Facade:
+    class Output(io.StringIO):
+        def write(self, text: str) -> int:
+            if text.strip():
+                own.process.output.append(text.rstrip("\n"))
+            return len(text)
+
+    output = Output()
+    return Facade(
+        sys,
+        stdout=output,
+        stderr=output,
+        __stdout__=output,
+        __stderr__=output,
+        argv=["train.py"],
+        orig_argv=["python", "train.py"],
+        path=[*sys.path],
+    )
+
+
+def _build_builtins(own: Owner) -> Facade:
+    def show(*words: Any, sep: str | None = " ", end: str | None = "\n", **_: Any) -> None:
+        if text := (" " if sep is None else sep).join(map(str, words)).rstrip("\n"):
+            own.process.output.append(text)
+
+    open_file = build_open(lambda: own.process, lambda: own.disk)
+    facade = Facade(builtins, **{**vars(builtins), "print": show, "open": open_file})
+    facade.__dict__["__import__"] = own.import_module
+    return facade
+
+
+def _build_atexit(own: Owner) -> Facade:
+    def register(fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+        own.process.exit_functions.append((fn, args))
+        return fn
+
+    def unregister(fn: Callable[..., Any]) -> None:
+        own.process.exit_functions[:] = [each for each in own.process.exit_functions if each[0] != fn]
+
+    def run_all() -> None:
+        while own.process.exit_functions:
+            fn, args = own.process.exit_functions.pop()
+            try:
+                fn(*args)
+            except Exception as error:  # as Python does
+                own.process.output.append(f"atexit: {error!r}")
+
+    return Facade(atexit, register=register, unregister=unregister, _run_exitfuncs=run_all)
+
+
+def _build_signal(own: Owner) -> Facade:
+    def get(signum: int) -> Any:
+        default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+        return own.process.handlers.get(signum, default)
+
+    def install(signum: int, handler: Any) -> Any:
+        own.process.check()
+        before = get(signum)
+        own.process.handlers[signum] = handler
+        return before
+
+    return Facade(signal, signal=install, getsignal=get, alarm=_do_nothing, pthread_sigmask=lambda *_: set())
+
+
+def _build_socket() -> Facade:
+    class Listener:
+        def getsockname(self) -> tuple[str, int]:
+            return "127.0.0.1", 0
+
+        def detach(self) -> int:
+            return -1
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ConnectionRefusedError
+
+    return Facade(socket, create_server=lambda *_, **__: Listener(), create_connection=refuse)
+
+
+def _bind(kind: type, own: Owner) -> Any:
+    """Return the class of these objects in the process that `own` has."""
+    return type(kind.__name__, (kind,), {"_own": own})
+
+
+class RLock:
+    """A lock. Tasks change places only at points, so it needs none of its own."""
+
+    _own: Owner
+
+    def __init__(self) -> None:
+        self._holder: int | None = None
+        self._depth = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        me = _thread.get_ident()
+        if self._holder == me:
+            self._depth += 1
+            return True
+        if self._holder is not None and blocking:
+            process = self._own.process
+            process.scheduler.wait(process, lambda: self._holder is None, None if timeout < 0 else timeout, "lock")
+        if self._holder is not None:
+            return False
+        self._holder = me
+        return True
+
+    def release(self) -> None:
+        if self._depth:
+            self._depth -= 1
+        else:
+            self._holder = None
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Event:
+    """As threading.Event."""
+
+    _own: Owner
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        self._own.process.scheduler.point(self._own.process, "event.set")
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._own.process.scheduler.wait(self._own.process, self.is_set, timeout, "event.wait")
+
+
+class Condition:
+    """As threading.Condition."""
+
+    _own: Owner
+
+    def __init__(self, lock: Any = None) -> None:
+        self._lock = lock or _bind(RLock, self._own)()
+        self._num_notified = 0
+
+    def __enter__(self) -> bool:
+        return bool(self._lock.acquire())
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        before = self._num_notified
+        return bool(self._wait(lambda: self._num_notified != before, timeout))
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        return predicate() or self._wait(predicate, timeout)
+
+    def _wait(self, predicate: Callable[[], Any], timeout: float | None) -> Any:
+        self._lock.release()
+        self._own.process.scheduler.wait(self._own.process, predicate, timeout, "condition")
+        self._lock.acquire()
+        return predicate()
+
+    def notify(self, n: int = 1) -> None:
+        self._num_notified += 1
+
+    notify_all = notify
+
+
+def _build_threading(own: Owner) -> Facade:
+    class Thread:
+        def __init__(
+            self, group: None = None, target: Any = None, name: str = "thread", args: Any = (), kwargs: Any = None,
+            *, daemon: bool | None = None,
+        ) -> None:  # fmt: skip
+            self.name = name
+            self.daemon = bool(daemon)
+            self._call = target, args, kwargs or {}
+            self._task: Task | None = None
+
+        @property
+        def ident(self) -> int | None:
+            return None if self._task is None else self._task.ident
+
+        native_id = ident
+
+        def start(self) -> None:
+            self._task = own.process.start(self._begin, self.name, daemon=self.daemon)
+            own.process.scheduler.point(own.process, f"start {self.name}")
+
+        def _begin(self) -> None:
+            try:
+                self.run()
+            except Exited:
+                raise Killed from None
+
+        def run(self) -> None:
+            target, args, kwargs = self._call
+            if target is not None:
+                target(*args, **kwargs)
+
+        def is_alive(self) -> bool:
+            return self._task is not None and not self._task.is_done
+
+        def join(self, timeout: float | None = None) -> None:
+            task = self._task
+            if task is not None and own.process.scheduler.current is not task:
+                own.process.scheduler.wait(own.process, lambda: task.is_done, timeout, f"join {self.name}")
+
+    class Timer(Thread):
+        def __init__(self, interval: float, function: Any, args: Any = (), kwargs: Any = None) -> None:
+            super().__init__(target=function, args=args or (), kwargs=kwargs, name="timer")
+            self._interval_s = interval
+            self._is_cancelled = _bind(Event, own)()
+
+        def cancel(self) -> None:
+            self._is_cancelled.set()
+
+        def run(self) -> None:
+            if not self._is_cancelled.wait(self._interval_s):
+                super().run()
+
+    def current_thread() -> Any:
+        task = own.process.scheduler.current
+        if task is None or task.is_main:
+            return own.process.main_thread
+        return SimpleNamespace(name=task.name, ident=task.ident, daemon=task.daemon)
+
+    def shut_down() -> None:
+        current = own.process.scheduler.current
+        for task in [each for each in own.process.tasks if not each.daemon and each is not current]:
+            own.process.scheduler.wait(own.process, lambda task=task: task.is_done, None, "shutdown")
+
+    return Facade(
+        threading,
+        Lock=_bind(RLock, own),
+        RLock=_bind(RLock, own),
+        Event=_bind(Event, own),
+        Condition=_bind(Condition, own),
+        Thread=Thread,
+        Timer=Timer,
+        main_thread=lambda: own.process.main_thread,
+        current_thread=current_thread,
+        get_native_id=lambda: own.process.pid,
+        active_count=lambda: len(own.process.tasks),
+        _shutdown=shut_down,
+    )
+
+
+def _build_queue(own: Owner) -> Facade:
+    class SimpleQueue:
+        def __class_getitem__(cls, _: Any) -> type:
+            return cls
+
+        def __init__(self, *_: Any) -> None:
+            self._items: collections.deque[Any] = collections.deque()
+
+        def put(self, item: Any, *_: Any, **__: Any) -> None:
+            self._items.append(item)
+            own.process.scheduler.point(own.process, "queue.put")
+
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            limit_s = timeout if block else 0.0
+            if not own.process.scheduler.wait(own.process, lambda: self._items, limit_s, "queue.get"):
+                raise queue.Empty
+            return self._items.popleft()
+
+        def empty(self) -> bool:
+            return not self._items
+
+    return Facade(queue, SimpleQueue=SimpleQueue, Queue=SimpleQueue)

@@ -1,0 +1,38 @@
+"""Simulated runs from fresh seeds, and from the seeds of failures found before. See docs/dev/simulation.md."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from sim.scenarios import KINDS, Fault, Round, Scenario, plan, simplify
+
+EXPLORE = Path(__file__).with_name("explore.py")
+
+
+def explore(*arguments: str) -> str:
+    """Run explore.py in a process of its own, which it changes. Returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, EXPLORE, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_random_runs_give_the_run_of_one_rank() -> None:
+    print(explore("--cpu-seconds", "25", "--minutes", "4", "--pinned"))
+
+
+def test_scenarios_have_a_text_form() -> None:
+    for scenario in map(plan, range(200)):
+        assert Scenario.parse(str(scenario)) == scenario
+
+
+def test_a_simpler_scenario_is_simpler() -> None:
+    assert [*simplify(Scenario(1, epochs=1))] == []
+    scenario = Scenario(1, rounds=(Round(2, faults=(Fault(KINDS[0], "fsync", 3),)), Round(1)))
+    assert Scenario(1, rounds=(Round(1),)) in [*simplify(scenario)]

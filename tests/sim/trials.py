@@ -1,0 +1,212 @@
+"""Runs scenarios, and compares each with the run of its script on one rank, without faults."""
+
+import gc
+import json
+import os
+import random
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samestep.snapshot.store import Store
+from sim.instances import Pool
+from sim.machine import Launch, Machine
+from sim.scenarios import Round, Scenario, simplify
+from sim.scheduler import Exited, Killed, Process, Scheduler
+
+STEPS_PER_EPOCH = 5  # of all scripts
+SCRIPTS = Path(__file__).parent / "scripts"
+MEASURED = re.compile(r"(time|wall|samples/s|seconds|_s)$")  # of metrics: what differs from run to run
+# The ends of a rank that has lost others. An error that has another reason is a violation.
+LOST = ("PeerFailed", "NotHealed", "DistNetworkError", "DistStoreError", "Connection closed", "the store has closed")
+NO_SPACE = ("No space left", "ENOSPC")
+DAMAGE = ("cannot be used", "is shorter than", "was changed during")
+STOPPED = (0, 75, 128 + 15)
+# For tensors of every size, what is usual for large ones.
+CONSTANTS = {
+    ("routes", "direct"): {"engine.routes.DIRECT_MAX_BYTES": 4 << 20, "engine.routes.NEIGHBORS_MAX_BYTES": 1 << 20},
+    ("routes", "chunks"): {"engine.routes.DIRECT_MAX_BYTES": 64, "engine.routes.NEIGHBORS_MAX_BYTES": 0},
+    ("copies", "at_once"): {"snapshot.async_copy.LARGE_BYTES": 1 << 18},
+    ("copies", "background"): {"snapshot.async_copy.LARGE_BYTES": 16},
+}
+
+
+class Violation(Exception):
+    """A promise that was broken."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves. Equal for runs that are the same."""
+
+    digest: str
+    ledger: bytes
+    metrics: Sequence[dict[str, Any]]
+
+    @classmethod
+    def read(cls, run_dir: Path) -> "Outcome":
+        """Read the outcome of a run directory. Raises Violation."""
+        store = Store(run_dir)
+        snapshots = [each for each in store.snapshots() if each.name is None]
+        if not snapshots:
+            raise Violation("the run has left no snapshot")
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        rows = [{key: value for key, value in json.loads(line).items() if not MEASURED.search(key)} for line in lines]
+        return cls(store.read_digest(snapshots[-1]), (run_dir / "ledger.bin").read_bytes(), rows)
+
+    def compare(self, expected: "Outcome") -> None:
+        """Raise Violation if it is not the expected one."""
+        if self.digest != expected.digest:
+            raise Violation(f"the digest is {self.digest[:12]}, not {expected.digest[:12]}")
+        if self.ledger != expected.ledger:
+            raise Violation(f"the ledger differs: {len(self.ledger)} bytes, not {len(expected.ledger)}")
+        for own, theirs in zip(self.metrics, expected.metrics, strict=False):
+            if own != theirs:
+                raise Violation(f"the metrics have the row {own}, not {theirs}")
+        if len(self.metrics) != len(expected.metrics):
+            raise Violation(f"the metrics have {len(self.metrics)} rows, not {len(expected.metrics)}")
+
+
+class Progress:
+    """Checks that a start resumes from the newest snapshot that must be on the disk. `every`: `--snapshot-every`."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._least = 0  # the step from which the run resumes, at least
+        self._is_known = True
+
+    def check(self, launch: Launch) -> None:
+        """Check all starts of a launch. Raises Violation."""
+        kinds = {fault.kind for fault in launch.struck}
+        if "full" in kinds or (launch.round.heals and "kill" in kinds):  # snapshots are omitted
+            self._is_known = False
+        firsts = [i for i, process in enumerate(launch.processes) if process.rank == 0]
+        for begin, end in zip(firsts, [*firsts[1:], None], strict=True):
+            steps = [found for process in launch.processes[begin:end] if (found := _find_steps(process))]
+            if not steps:
+                continue
+            first = min(each[0] for each in steps)
+            if self._is_known and first < self._least:
+                raise Violation(f"the run resumes from step {first}, and had saved step {self._least}")
+            # When a snapshot is due, the one before it is complete.
+            done = min(each[-1] for each in steps)
+            self._least = max(self._least, (done // self._every - 1) * self._every)
+            if kinds == {"stop"} and launch.launcher.code == STOPPED[1]:
+                self._least = max(self._least, done)
+
+
+def _find_steps(process: Process) -> list[int]:
+    """Return the numbers of the steps that a rank has begun."""
+    return [int(line.split()[1]) for line in process.output if re.fullmatch(r"step \d+", line)]
+
+
+class Laboratory:
+    """Runs scenarios, one after the other. One for each process, since it changes the process.
+
+    Attributes:
+        pool: the copies of samestep.
+        num_healed: launches in which ranks continued after the death of another one.
+        history: what has happened in the last scenario, for a person.
+    """
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")
+        os.chdir(SCRIPTS)  # where samestep looks for the modules of a script
+        gc.disable()  # a cycle is freed at the end of its process, and not at any time
+        sys.unraisablehook = _hide_ends(sys.unraisablehook)
+        self.pool = Pool()
+        self.num_healed = 0
+        self.history: list[str] = []
+        self.trace = 0
+        self._expected: dict[tuple[str, int], Outcome] = {}
+        self.run(Scenario(0, shard="optimizer", rounds=(Round(5, heals=True),)))  # imports all that is needed
+
+    def check(self, scenario: Scenario) -> None:
+        """Run a scenario. Raises Violation, Hang, or an error of the simulation, if it is not the run on one rank."""
+        key = scenario.script, scenario.epochs
+        if key not in self._expected:
+            self._expected[key] = self.run(Scenario(0, script=scenario.script, epochs=scenario.epochs))
+        self.run(scenario).compare(self._expected[key])
+
+    def forget(self) -> None:
+        """Forget the runs on one rank, since the source has changed."""
+        self._expected.clear()
+
+    def run(self, scenario: Scenario) -> Outcome:
+        """Run a scenario to its end."""
+        choose = random.Random(f"machine {scenario.seed}")
+        switch = choose.choice((0.05, 0.2, 0.6))
+        scheduler = Scheduler(f"{scenario.seed}", switch=switch, tick_s=10 ** choose.uniform(-5, -2))
+        self.history = scheduler.history
+        options = {
+            "snapshot-every": str(scenario.every),
+            "max-steps": str(STEPS_PER_EPOCH * scenario.epochs),
+            **({"shard": scenario.shard} if scenario.shard != "none" else {}),
+        }
+        script = SCRIPTS / f"{scenario.script}.py"
+        constants = {**CONSTANTS["routes", scenario.routes], **CONSTANTS["copies", scenario.copies]}
+        machine = Machine(scheduler, self.pool, script, options, constants, slow=choose.choice((0, 0, 0.02)))
+        progress = Progress(scenario.every)
+        try:
+            for each in scenario.rounds:
+                launch = machine.run(each)
+                self.num_healed += each.heals and launch.launcher.code == 0 and bool(launch.struck)
+                _check_ends(launch)
+                progress.check(launch)
+                _check_snapshots(machine.disk.run_dir)
+            return Outcome.read(machine.disk.run_dir)
+        finally:
+            self.trace = scheduler.trace
+            machine.close()
+
+    def shrink(self, scenario: Scenario, is_over: Any = lambda: False) -> Scenario:
+        """Return a simpler scenario that fails as well, or this one. `is_over`: whether to stop searching."""
+        for simpler in simplify(scenario):
+            if is_over():
+                break
+            try:
+                self.check(simpler)
+            except Exception:
+                return self.shrink(simpler, is_over)
+        return scenario
+
+
+def _hide_ends(before: Any) -> Any:
+    """Return a hook that hides what the finalizers of killed processes raise."""
+
+    def report(found: Any) -> None:
+        if not isinstance(found.exc_value, Killed | Exited):
+            before(found)
+
+    return report
+
+
+def _check_ends(launch: Launch) -> None:
+    """Check the exit codes of a launch, and what its processes have printed."""
+    kinds = {fault.kind for fault in launch.struck}
+    lines = [line for process in [launch.launcher, *launch.processes] for line in process.output]
+    code = launch.launcher.code
+    if code != 0 and (not kinds or (kinds <= {"freeze"})):
+        raise Violation(f"the launch ended with {code}: {' / '.join(lines[-5:])}")
+    if kinds <= {"stop", "freeze"} and code not in STOPPED:
+        raise Violation(f"after SIGTERM the launch ended with {code}: {' / '.join(lines[-5:])}")
+    for line in lines:
+        if any(words in line for words in DAMAGE):
+            raise Violation(line)
+
+
+def _check_snapshots(run_dir: Path) -> None:
+    """Check that every snapshot that can be seen is undamaged."""
+    store = Store(run_dir)
+    for snapshot in store.snapshots():
+        problems: list[str] = []
+        store.find(snapshot.name or snapshot.step, warn=problems.append)
+        if problems or snapshot.problem:
+            raise Violation(f"the snapshot {snapshot.label} is damaged: {problems or snapshot.problem}")
