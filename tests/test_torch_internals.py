@@ -2,7 +2,6 @@
 changed. Each test names an alternative.
 """
 
-import functools
 import selectors
 import socket
 from datetime import timedelta
@@ -245,114 +244,6 @@ def test_a_scaler_looks_at_the_optimizer_first() -> None:
     scaler.scale(param.sum()).backward()
     scaler.unscale_(optimizer)
     assert seen == []
-
-
-def read_units() -> dict[str, Any]:
-    """Shard a model by `fully_shard`, and return what a unit of it shows in a backward pass on 2 ranks."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    dist.init_process_group("gloo")
-    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
-    model.register_parameter("unused", nn.Parameter(torch.ones(3)))
-    model[1].bias.requires_grad_(False)
-    whole = {name: param.detach().clone() for name, param in model.named_parameters()}
-    for part in (model[0], model):
-        torch_internals.shard_module(part, DeviceMesh("cpu", range(2)))
-    units = torch_internals.list_units(model)
-    seen: dict[str, Any] = {"paths": [unit.path for unit in units], "had": {}, "sizes": {}, "reduced": {}}
-
-    def watch(unit: torch_internals.ShardedUnit) -> None:
-        def before() -> None:
-            seen["had"][unit.path] = unit.complete_grads(keep=True)
-
-        def reduce(flat: torch.Tensor, _: Any) -> None:
-            chunk = flat.view(2, -1)[dist.get_rank()]
-            parts = unit.split(chunk)
-            seen["sizes"][unit.path] = [None if part is None else [*part.shape] for part in parts]
-            seen["reduced"][unit.path] = [None if part is None else part.tolist() for part in parts]
-
-        unit.intercept(before, reduce)
-
-    for unit in units:
-        watch(unit)
-    model(torch.ones(1, 3)).sum().backward()
-    for unit in units:
-        unit.free_gathered()
-    weight = model[0].weight
-    seen["first row"] = torch_internals.find_first_row(weight)
-    seen["whole"] = torch.equal(torch_internals.gather_whole(weight), whole["0.weight"])
-    like = torch_internals.shard_like(weight, torch_internals.get_local(weight) * 2)
-    seen["like"] = torch.equal(torch_internals.gather_whole(like), whole["0.weight"] * 2)
-    seen["expected"] = whole["1.weight"][0].tolist()
-    dist.destroy_process_group()
-    return seen
-
-
-def list_ends() -> list[str]:
-    """Return what happens in a backward pass of a sharded model: the ends of its units, and a tensor's gradient."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    dist.init_process_group("gloo")
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1))
-    for part in (model[1], model[2], model):
-        torch_internals.shard_module(part, DeviceMesh("cpu", range(2)))
-    events: list[str] = []
-    for unit in torch_internals.list_units(model):
-        unit.intercept(functools.partial(events.append, unit.path), lambda flat, group: None)
-
-    def note(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        output.register_hook(lambda grad: events.append("gradient of the first layer's output"))
-
-    model[0].register_forward_hook(note)
-    model(torch.ones(1, 3)).sum().backward()
-    dist.destroy_process_group()
-    return events
-
-
-def test_each_unit_is_reduced_when_its_backward_is_over() -> None:
-    """Without `FSDPParamGroup._register_post_backward_hook`, which we replace, or `post_forward`: see how the release
-    finds the end of a unit's backward. A node on a unit's inputs changes the order in which gradients are added.
-    """
-    assert samestep.spawn(list_ends, 2) == ["2", "1", "gradient of the first layer's output", ""]
-
-
-def shard_integers() -> str:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    dist.init_process_group("gloo")
-    model = torch.nn.Linear(3, 1)
-    model.register_parameter("code", torch.nn.Parameter(torch.arange(4), requires_grad=False))
-    try:
-        torch_internals.shard_module(model, DeviceMesh("cpu", range(2)))
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        dist.destroy_process_group()
-    return ""
-
-
-def test_fully_shard_accepts_integers_from_torch_2_12_on() -> None:
-    """Remove `is_shardable` when torch 2.11 is not supported any more."""
-    refusal = samestep.spawn(shard_integers, 2)
-    assert torch_internals.is_shardable(torch.int64) == (not refusal), refusal
-    assert torch_internals.is_shardable(torch.bfloat16)
-
-
-def test_fully_shard_leaves_the_reduction_to_us() -> None:
-    """Without `FSDPParamGroup.post_backward`: `set_reduce_scatter_unused_params` of torch 2.13 sends zeros for
-    parameters without a gradient; their sign then differs from that of an unsharded run. Without its other private
-    parts: refuse shard="fsdp2" with this release.
-    """
-    seen = samestep.spawn(read_units, 2)
-    assert seen["paths"] == ["", "0"]
-    # The root holds the second layer, whose bias is frozen, and a parameter that has no gradient.
-    assert seen["had"] == {"0": [True, True], "": [True, False, False]}
-    assert seen["sizes"] == {"0": [[3, 3], [3]], "": [[1, 5], None, [2]]}
-    assert seen["reduced"]["0"][1] == seen["expected"][:3]
-    assert str(seen["reduced"][""][2]) == "[-0.0, -0.0]"
-    assert seen["first row"] == 0
-    assert seen["whole"]
-    assert seen["like"]
 
 
 def test_groups_have_the_same_name_after_one_has_failed() -> None:

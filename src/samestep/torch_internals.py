@@ -9,7 +9,7 @@ import socket
 import stat
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from samestep.files import read_text
 
@@ -307,7 +306,7 @@ def set_timeout(timeout: timedelta) -> None:
     dist.distributed_c10d._set_pg_timeout(timeout)
 
 
-# --- fully_shard (FSDP2) ----------------------------------------------------------------------------------------------
+# --- DTensor (FSDP2) --------------------------------------------------------------------------------------------------
 
 
 def get_local(tensor: Tensor) -> Tensor:
@@ -345,222 +344,3 @@ def shard_like(param: Any, local: Tensor) -> Tensor:
         local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
     return sharded
-
-
-def is_shardable(dtype: torch.dtype) -> bool:
-    """Return whether `fully_shard` accepts parameters of this dtype. In torch 2.11, it must be one of gradients."""
-    has_gradients = dtype.is_floating_point or dtype.is_complex
-    return has_gradients or torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
-
-
-def shard_module(module: nn.Module, mesh: Any) -> None:
-    """Call `fully_shard` on a module, after those inside it."""
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(module, mesh=mesh)
-
-
-class ShardedUnit:
-    """Parameters that `fully_shard` gathers, frees and reduces together.
-
-    Args:
-        module: a module on which `fully_shard` was called.
-        param_group: one of its groups of parameters.
-
-    Attributes:
-        path: the path of the module in the model.
-    """
-
-    def __init__(self, path: str, module: Any, param_group: Any) -> None:
-        self.path = path
-        self._module = module
-        self._group = param_group
-        self._backward_end = _BackwardEnd(lambda: param_group.post_backward())  # as it is then: `intercept` replaces it
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """The sharded parameters."""
-        return [each.sharded_param for each in self._group.fsdp_params]
-
-    def free_gathered(self) -> None:
-        """Free the whole parameters, if they are gathered. The next ones are frozen as the sharded ones are now."""
-        self._backward_end.forget()
-        self._module.reshard()
-        for each in self._group.fsdp_params:
-            if hasattr(each, "_unsharded_param"):  # created once, by the first gathering
-                each._unsharded_param.requires_grad_(each.sharded_param.requires_grad)
-
-    def intercept(self, before: Callable[[], None], reduce: Callable[[Tensor, Any], None]) -> None:
-        """Replace the reduction of this unit's gradients.
-
-        Args:
-            before: called when a backward pass has computed the unit's gradients.
-            reduce: called with these, flat, as one chunk per rank, and the process group. It must not change `.grad`.
-        """
-        from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-
-        class Replacement(ReduceScatter):  # type: ignore[misc]
-            def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-                return torch.empty(*size, dtype=dtype, device=device)
-
-            def __call__(
-                self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-            ) -> None:
-                reduce(input_tensor, group)
-
-        self._module.set_custom_reduce_scatter(Replacement())
-        # A sum instead of an average. The factor would be applied before and after the reduction.
-        self._module.set_gradient_divide_factor(1.0)
-        self._module.set_force_sum_reduction_for_comms(True)
-        post_backward = self._group.post_backward
-
-        def complete_and_reduce(*unused: Any) -> None:
-            before()
-            post_backward(*unused)
-
-        self._group.post_backward = complete_and_reduce
-        self._await_backward_by_nodes()
-
-    def _await_backward_by_nodes(self) -> None:
-        """Keep FSDP2 from adding a node to the graph of a backward pass, which would change the order of a sum.
-
-        FSDP2 passes the unit's inputs through a node of its own, whose backward reduces the gradients. There, the
-        gradients of an input that the unit uses twice are added to each other before that of a use outside the unit.
-        Hooks of the unit's own nodes find out as early when its backward is complete, and add nothing.
-        """
-        group = self._group
-        post_forward = group.post_forward
-        first: int | None = None  # number of the forward pass's first node, if gradients of its inputs are needed
-
-        def begin(args: Any, kwargs: Any) -> tuple[Any, Any]:
-            nonlocal first
-            is_needed = torch.is_grad_enabled() and _find_differentiable((args, kwargs))
-            first = torch._C._autograd._get_sequence_nr() if is_needed else None
-            return args, kwargs
-
-        def end(module: Any, inputs: Any, output: Any) -> Any:
-            nonlocal first
-            result = post_forward(module, inputs, output)
-            if first is not None and torch.is_grad_enabled():
-                roots = [tensor.grad_fn for tensor in _find_differentiable(result)]
-                self._backward_end.add(self._find_last_nodes(roots, first))
-                first = None
-            return result
-
-        group._register_post_backward_hook = begin
-        group.post_forward = end
-
-    def _find_last_nodes(self, roots: Iterable[Any], first: int) -> list[Any]:
-        """Return the nodes that have run when a backward pass has computed the gradients of parameters and inputs.
-
-        They are the nodes that use tensors from outside of the unit, and those that accumulate its parameters'
-        gradients.
-
-        Args:
-            roots: the nodes of the outputs.
-            first: number of the first node of the unit's forward pass. Nodes of earlier ones have lower numbers.
-        """
-        own = {id(each._unsharded_param) for each in self._group.fsdp_params}
-        last: dict[Any, None] = {}
-        seen = set[Any]()
-        stack = [node for node in roots if node is not None and node._sequence_nr() >= first]
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            for following, _ in node.next_functions:
-                if following is None:
-                    continue
-                if type(following).__name__ == "AccumulateGrad":
-                    last[following if id(following.variable) in own else node] = None
-                elif following._sequence_nr() < first:
-                    last[node] = None
-                else:
-                    stack.append(following)
-        return [*last]
-
-    def complete_grads(self, *, keep: bool) -> list[bool]:
-        """Give a gradient of -0.0, which changes no sum, to parameters without one; if not `keep`, to all.
-
-        FSDP2 would reduce only the parameters that have a gradient on this rank.
-
-        Returns:
-            Per parameter, whether it had a gradient that is kept.
-        """
-        had = []
-        for each in self._group.fsdp_params:
-            whole = getattr(each, "_unsharded_param", None)
-            if whole is None or not whole.requires_grad:
-                had.append(False)
-                continue
-            if whole.grad is None:
-                whole.grad = torch.full_like(whole, -0.0)
-                had.append(False)
-                continue
-            if whole.grad.layout is not torch.strided:
-                whole.grad = whole.grad.to_dense()
-            if not keep:
-                whole.grad = torch.full_like(whole.grad, -0.0)
-            had.append(keep)
-        return had
-
-    def split(self, flat: Tensor) -> list[Tensor | None]:
-        """Return the parts of this rank's chunk that belong to each parameter; None for frozen ones."""
-        offset = 0
-        parts: list[Tensor | None] = []
-        for each in self._group.fsdp_params:
-            if not each.sharded_param.requires_grad:
-                parts.append(None)
-                continue
-            parts.append(flat.as_strided(each.sharded_size, each.contiguous_sharded_stride, offset))
-            offset += each.padded_sharded_param_size.numel()
-        return parts
-
-
-def _find_differentiable(value: Any) -> list[Any]:
-    """Return the tensors in a structure of which a backward pass computes gradients."""
-    return [each for each in tree_leaves(value) if isinstance(each, Tensor) and each.requires_grad]
-
-
-class _BackwardEnd:
-    """Calls `act` when a backward pass has run the last nodes of all forward passes since the previous call."""
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act = act
-        self._num_left = 0
-        self._handles: list[Any] = []
-
-    def add(self, nodes: Iterable[Any]) -> None:
-        """Note the last nodes of a forward pass."""
-        new = [node.register_hook(self._count) for node in nodes]
-        self._handles += new
-        self._num_left += len(new)
-
-    def _count(self, *_: Any) -> None:
-        self._num_left -= 1
-        if self._num_left == 0:
-            self.forget()
-            self._act()
-
-    def forget(self) -> None:
-        """Forget all nodes. Those that accumulate gradients outlive their graph."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._num_left = 0
-
-
-def list_units(module: nn.Module) -> list[ShardedUnit]:
-    """Return the units of a model on which `fully_shard` was called, in the order of its modules."""
-    from torch.distributed.fsdp import FSDPModule
-
-    units = []
-    for path, part in module.named_modules():
-        if isinstance(part, FSDPModule):
-            state: Any = part._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one
-            if groups is None:
-                groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-            units += [ShardedUnit(path, part, group) for group in groups]
-    return units

@@ -154,7 +154,7 @@ class GradientPass:
         run = partial(self._reducer.hooks.backward, loss, factor)
         if isinstance(self._sum, ShardedPass):
             # On every rank, even of a loss that does not count: all ranks take part in the exchange.
-            self._sum.backward(self._v, wanted, partial(run, self._sum.take), has_weight=has_weight)
+            self._sum.backward(self._v, wanted, partial(run, None), has_weight=has_weight)
         elif has_weight and self._sum.is_sending and self._v in self.held:
             run(partial(self._receive, self._sum, wanted))
         elif has_weight:

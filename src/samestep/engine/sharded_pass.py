@@ -6,7 +6,6 @@ which are folded at once. So a rank keeps at most log2(micro-batches) + 1 sums o
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,87 +53,100 @@ class ShardedPass:
         num_micro_batches = memory.layout.num_micro_batches
         self._chunks = ChunkExchange(num_micro_batches, group.rank, group.world_size, self._models.block_size)
         self._sums = [ChunkSum(num_micro_batches) for _ in self._models.units]
-        self._dtypes: dict[int, torch.dtype] = {}  # of the gradients, per unit
         self._order: list[int] = []  # of the units, in all backward passes
         self._under_way: list[PendingOp] = []  # exchanges of chunks
         self._round = -1
         # Of the open micro-batch:
-        self._wanted: Sequence[bool] = ()  # per unit, whether its gradients are exchanged
+        self._is_called = False  # step.backward was called
+        self._wanted: set[int] = set()  # units whose gradients the current backward pass computes
+        self._missing: set[int] = set()  # units whose gradients are not on their way yet
         self._counts = False  # whether the gradients of the current backward pass are added to the sums
         self._fired = bytearray(len(plan.params))  # 1: the parameter has a gradient
-        self._reduced: set[int] = set()  # units
         self._models.free_gathered()
 
     def open(self, v: int) -> None:
         """Begin the micro-batch of the next round."""
         self._round += 1
-        self._wanted = ()
+        self._is_called = False
+        self._missing = {k for k, numbers in enumerate(self._numbers) if any(map(self._is_trained, numbers))}
         self._fired[:] = bytes(len(self._fired))
-        self._reduced.clear()
+
+    def _is_trained(self, i: int | None) -> bool:
+        return i is not None and self._plan.params[i].requires_grad
 
     def backward(self, v: int, wanted: set[int] | None, run: Callable[[], None], *, has_weight: bool) -> None:
         """Run the backward pass. `wanted`: numbers of the parameters that get gradients; None: all."""
-        self._wanted = [wanted is None or not wanted.isdisjoint(numbers) for numbers in self._numbers]
+        numbers = self._numbers
+        self._wanted = {k for k in range(len(numbers)) if wanted is None or not wanted.isdisjoint(numbers[k])}
+        if not self._is_called:
+            self._missing &= self._wanted
+        self._is_called = True
         self._counts = has_weight and v in self._parts.held
-        self._models.direct(self)
+        self._models.direct(self._reduce)
         try:
             run()
         finally:
             self._models.direct(None)
+        for k, unit in enumerate(self._models.units):
+            if unit.has_grads:  # the end of its backward pass was not found, such as without differentiable inputs
+                self._reduce(k)
 
-    def complete(self, k: int) -> None:
-        """Note which parameters of a unit have a gradient, and complete the others."""
-        self._order.append(k)
-        had = self._models.units[k].complete_grads(keep=self._counts)
-        for i, has_grad in zip(self._numbers[k], had, strict=True):
-            if has_grad and i is not None:
-                self._fired[i] = 1
-
-    def reduce(self, k: int, flat: Tensor, process_group: Any) -> None:
-        """Begin to exchange the chunks of a unit's gradients, and advance the exchanges of units before."""
-        if not self._wanted[k]:  # of another model
+    def _reduce(self, k: int) -> None:
+        """Begin to exchange the gradients of a unit, and advance the exchanges of units before."""
+        unit = self._models.units[k]
+        grads = unit.take_grads()
+        if k not in self._wanted or not any(map(self._is_trained, self._numbers[k])):
             return
-        if k in self._reduced:
+        if k not in self._missing:
             raise UsageError(
-                f'{self._models.names[k]} ran twice in one micro-batch, which shard="fsdp2" does not support: leave it '
-                "out of shard_blocks",
+                f'{unit.name} ran twice in one micro-batch, which shard="fsdp2" does not support: leave it out of '
+                "shard_blocks",
                 code="SS609",
             )
-        self._reduced.add(k)
-        self._dtypes[k] = flat.dtype
-        first = self._round * self._world_size
-        op = PendingOp(self._chunks.run(self._plan.narrow(flat), first, self._sums[k], process_group))
-        if flat.is_cuda:
-            wait_all([op])  # makes this stream wait, not the host
-        else:
-            self._under_way = [*(each for each in self._under_way if each.advance()), op]
+        self._send(k, grads if self._counts else [None] * len(grads))
 
-    def take(self, i: int, grad: Tensor) -> None:
-        """Drop what `fully_shard` leaves in `.grad` of parameter i."""
-        self._plan.params[i].grad = None
+    def _send(self, k: int, grads: Sequence[Tensor | None]) -> None:
+        self._missing.discard(k)
+        self._order.append(k)
+        for i, grad in zip(self._numbers[k], grads, strict=True):
+            if i is not None and grad is not None:
+                self._fired[i] = 1
+        stream = self._models.stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+            for grad in grads:
+                if grad is not None:
+                    grad.record_stream(stream)
+        with torch.cuda.stream(stream):
+            flat = self._plan.narrow(self._models.units[k].pack(grads))
+            first = self._round * self._world_size
+            op = PendingOp(self._chunks.run(flat, first, self._sums[k], self._models.process_group))
+            if stream is not None:
+                wait_all([op])  # makes the stream wait, not the host
+                return
+        self._under_way = [*(each for each in self._under_way if each.advance()), op]
 
     def close(self, v: int) -> None:
         """End a micro-batch.
 
         Raises:
-            UsageError: a unit was not used, so that other ranks wait for it; or the script has changed a parameter.
+            UsageError: other ranks wait for gradients; or the script has changed a parameter.
         """
         self._models.free_gathered()
+        if self._missing and not self._is_called:
+            raise UsageError(
+                f'step.backward was not called in micro-batch {v}, and with shard="fsdp2" all ranks wait for its '
+                "gradients: call it in every micro-batch, with weight=0 for one that does not count",
+                code="SS609",
+            )
+        for k in sorted(self._missing):  # parts of the model that were not used
+            self._send(k, [None] * len(self._numbers[k]))
         wait_all(self._under_way)
         self._under_way.clear()
+        if (stream := self._models.stream) is not None:
+            torch.cuda.current_stream().wait_stream(stream)
         for param in self._plan.untrained:
             param.grad = None
-        models = self._models
-        for k, numbers in enumerate(self._numbers):
-            is_wanted = not self._wanted or self._wanted[k]
-            is_trained = any(i is not None and self._plan.params[i].requires_grad for i in numbers)
-            if is_wanted and is_trained and k not in self._reduced:
-                what = f"{models.names[k]} was not used" if self._wanted else "step.backward was not called"
-                raise UsageError(
-                    f'{what} in micro-batch {v}, and with shard="fsdp2" all ranks wait for its gradients: use all of '
-                    "the model in every micro-batch, with weight=0 for one that does not count",
-                    code="SS609",
-                )
         self._guard.check()
         if v in self._parts.held:
             self._parts.mark(self._fired)
@@ -155,11 +167,12 @@ class ShardedPass:
                 code="SS609",
             )
         pieces = []
-        for k, (unit, numbers, each_sum) in enumerate(zip(self._models.units, self._numbers, self._sums, strict=True)):
+        for unit, numbers, each_sum in zip(self._models.units, self._numbers, self._sums, strict=True):
             total = each_sum.total
+            parts: Sequence[Tensor | None] = [None] * len(numbers)
             if total is not None:
-                total = total.to(self._dtypes[k])
-            parts = [None] * len(numbers) if total is None else unit.split(total)
+                total = total.to(unit.dtype)
+                parts = unit.split(total)
             trained = [(i, part) for i, part in zip(numbers, parts, strict=True) if i is not None]
             pieces.append(([i for i, _ in trained], [part for _, part in trained], total))
         return replace(sums, pieces=pieces)

@@ -1,50 +1,31 @@
-"""Sharded parameters: `fully_shard` gathers them unit by unit, and leaves the sums of their gradients to a pass."""
+"""Models whose parameters are sharded: `fully_shard` gathers them unit by unit, and a pass sums their gradients."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
-from samestep.errors import UsageError
-from samestep.torch_internals import ShardedUnit, list_units
-
-
-class Receiver(Protocol):
-    """Gets the gradients of units during a backward pass."""
-
-    def complete(self, k: int) -> None:
-        """Unit k has its gradients, unsharded."""
-
-    def reduce(self, k: int, flat: Tensor, process_group: Any) -> None:
-        """Sum the gradients of unit k, which are flat, one chunk per rank."""
+from samestep.engine.sharded_unit import ShardedUnit
 
 
+@dataclass(frozen=True, eq=False)
 class ShardedModels:
-    """The models of a run whose parameters are sharded. Directs the gradients of their units to a receiver.
-
-    Args:
-        modules: the models by name.
-        block_size: ranks per block; the ranks of a block are on one host.
+    """The models of a run whose parameters are sharded.
 
     Attributes:
         units: their units.
-        names: per unit, a name for messages.
+        process_group: the ranks.
+        block_size: ranks per block; the ranks of a block are on one host.
+        stream: for the exchanges of gradients on a GPU; None on the CPU.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], block_size: int) -> None:
-        self.block_size = block_size
-        self._receiver: Receiver | None = None
-        found = [
-            (unit, f"{name}.{unit.path}" if unit.path else name)
-            for name, module in modules.items()
-            for unit in list_units(module)
-        ]
-        self.units: Sequence[ShardedUnit] = [unit for unit, _ in found]
-        self.names = [name for _, name in found]
-        for k, unit in enumerate(self.units):
-            unit.intercept(partial(self._complete, k), partial(self._reduce, k))
+    units: Sequence[ShardedUnit]
+    process_group: Any
+    block_size: int
+    stream: torch.cuda.Stream | None
 
     def free_gathered(self) -> None:
         """Free whole parameters. A forward pass without a backward pass leaves some, and an update would not change
@@ -53,24 +34,10 @@ class ShardedModels:
         for unit in self.units:
             unit.free_gathered()
 
-    def direct(self, receiver: Receiver | None) -> None:
-        """Pass the gradients of the backward passes that follow to `receiver`."""
-        self._receiver = receiver
-
-    def _complete(self, k: int) -> None:
-        self._find_receiver().complete(k)
-
-    def _reduce(self, k: int, flat: Tensor, process_group: Any) -> None:
-        self._find_receiver().reduce(k, flat, process_group)
-
-    def _find_receiver(self) -> Receiver:
-        if self._receiver is None:
-            raise UsageError(
-                "a backward pass ran outside of step.backward (loss.backward(), or torch.autograd.grad for a gradient "
-                'penalty), which shard="fsdp2" does not support: use step.backward alone, or shard="optimizer"',
-                code="SS609",
-            )
-        return self._receiver
+    def direct(self, receive: Callable[[int], None] | None) -> None:
+        """Call `receive` with the number of each unit whose gradients a backward pass has computed from now on."""
+        for k, unit in enumerate(self.units):
+            unit.direct(None if receive is None else partial(receive, k))
 
 
 @dataclass(frozen=True, eq=False)

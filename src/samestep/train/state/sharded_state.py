@@ -13,9 +13,9 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from samestep.config import RunConfig
+from samestep.engine.sharded_unit import ShardedUnit
 from samestep.engine.shards import ShardedModels
 from samestep.errors import InvalidType, InvalidValue, UsageError, add_explainer
 from samestep.launch.failure import find_call
@@ -25,14 +25,12 @@ from samestep.torch_internals import (
     gather_whole,
     get_local,
     is_mixed,
-    is_shardable,
     is_sharded,
     shard_like,
-    shard_module,
     watch_norms,
 )
 from samestep.train.state.alike_updates import AlikeUpdates
-from samestep.train.state.names import STATE, list_by_name, list_named, name_params, save_module
+from samestep.train.state.names import STATE, list_by_name, name_params, save_module
 from samestep.train.state.sharded_init import ShardedInit, is_partial
 from samestep.train.state.stateful import Objects, name_optimizers, refuse_held, states
 from samestep.world.group import Group
@@ -126,12 +124,16 @@ class ShardedState:
         optimizers = name_optimizers(objects)
         refuse_held(objects, held, 'shard="fsdp2" cannot shard')
         self.check_optimizers()
-        whole = [param for module in modules.values() for param in module.parameters()]
-        sharded = _shard(modules, blocks, group, init)
+        places = [
+            (part, key, param)
+            for module in modules.values()
+            for part in module.modules()
+            for key, param in part.named_parameters(recurse=False)
+        ]
+        self.models = _shard(modules, blocks, group, init)
+        sharded = {id(param): getattr(part, key) for part, key, param in places}
         for optimizer in optimizers.values():
             _replace_params(optimizer, sharded)
-        del whole  # kept until here, because `sharded` is by id
-        self.models = ShardedModels(modules, find_block_size(group.gather_hosts()))
         for optimizer in optimizers.values():
             optimizer.register_step_post_hook(lambda *_: self.models.free_gathered())
         self._updates = AlikeUpdates(optimizers, group, "fsdp2")
@@ -236,83 +238,44 @@ def _check_blocks(modules: Mapping[str, nn.Module], blocks: Blocks) -> None:
             )
 
 
-def _shard(
-    modules: Mapping[str, nn.Module], blocks: Blocks | None, group: Group, init: ShardedInit
-) -> dict[int, nn.Parameter]:
-    """Shard models. Returns the sharded parameters by the id of the parameter that each replaces."""
+def _shard(modules: Mapping[str, nn.Module], blocks: Blocks | None, group: Group, init: ShardedInit) -> ShardedModels:
+    """Shard models: their parameters are replaced."""
     from torch.distributed.device_mesh import DeviceMesh
 
     _check_blocks(modules, blocks or ())
-    seen: set[int] = set()
-    places: list[tuple[nn.Module, str, int]] = []
-    for name, module in modules.items():
-        if not _has_forward(module):
-            raise InvalidValue(
-                f'{name} is a {type(module).__name__} without forward, and shard="fsdp2" gathers parameters when a '
-                'module is called: write a module that computes, or use shard="optimizer"',
-                code="SS607",
-            )
-        own = {id(param): path for path, param in list_named(module)}
-        if shared := seen & own.keys():
-            raise InvalidValue(
-                f'{name}.{own[min(shared)]} is shared with another model, which shard="fsdp2" does not support: pass '
-                "both as parts of one model",
-                code="SS607",
-            )
-        seen |= own.keys()
-        if _averages_together(module):
-            raise InvalidValue(
-                f'{name} averages parameters and buffers together (use_buffers=True), and with shard="fsdp2" only '
-                'parameters are sharded: give it avg_fn= in place of multi_avg_fn=, or use shard="optimizer"',
-                code="SS607",
-            )
-        for path, param in list_named(module):
-            if not param.dim() or not param.numel():
-                raise InvalidValue(
-                    f'{name}.{path} has {"no elements" if param.dim() else "no dimensions"}, so that shard="fsdp2" '
-                    f"cannot divide it: {'leave it out' if param.dim() else 'give it the shape (1,)'}, or use "
-                    'shard="optimizer"',
-                    code="SS607",
-                )
-            if not param.is_contiguous():
-                raise InvalidValue(
-                    f'{name}.{path} is not contiguous, which shard="fsdp2" needs: build it without memory_format and '
-                    'transposition, or use shard="optimizer"',
-                    code="SS607",
-                )
-            if not is_shardable(param.dtype):
-                raise InvalidValue(
-                    f'{name}.{path} has the dtype {param.dtype}, which shard="fsdp2" needs torch 2.12 for: install it, '
-                    'or use shard="optimizer"',
-                    code="SS607",
-                )
-        if len(dtypes := {str(param.dtype) for param in module.parameters() if param.requires_grad}) > 1:
-            raise InvalidValue(
-                f'{name} has trained parameters of {" and ".join(sorted(dtypes))}, and shard="fsdp2" needs one dtype: '
-                'convert them, or use shard="optimizer"',
-                code="SS607",
-            )
-        places += [
-            (part, key, id(param)) for part in module.modules() for key, param in part.named_parameters(recurse=False)
-        ]
     mesh = DeviceMesh(group.device.type, range(group.world_size))
-    for module in modules.values():
+    units: list[ShardedUnit] = []
+    seen: set[int] = set()
+    for name, module in modules.items():
+        own = {id(param) for param in module.parameters()}
+        dtypes = {str(param.dtype) for param in module.parameters() if param.requires_grad}
+        problems = {
+            "has no forward": not _has_forward(module),
+            "shares parameters with another model": bool(seen & own),
+            f"trains parameters of {' and '.join(sorted(dtypes))}": len(dtypes) > 1,
+        }
+        if problem := next((each for each, is_there in problems.items() if is_there), ""):
+            raise InvalidValue(
+                f'{name} {problem}, and shard="fsdp2" needs models with forward and one dtype, which share nothing: '
+                'change it, or use shard="optimizer"',
+                code="SS607",
+            )
+        seen |= own
+        paths = {id(part): f"{name}.{path}" if path else name for path, part in module.named_modules()}
         for part in [*find_blocks(module, blocks), module]:
             filled = init.fill(part)
-            shard_module(part, mesh)
+            try:
+                units.append(ShardedUnit(paths[id(part)], part, mesh))
+            except (ValueError, RuntimeError) as error:  # RuntimeError: also NotImplementedError
+                raise InvalidValue(
+                    f"{paths[id(part)]} cannot be sharded ({' '.join(str(error).split())}): change the model, or use "
+                    'shard="optimizer"',
+                    code="SS607",
+                ) from None
             for param in filled:  # free the whole one, which the optimizers refer to
                 param.data = param.data.new_empty(0)
-    return {number: getattr(part, key) for part, key, number in places}
-
-
-def _averages_together(module: nn.Module) -> bool:
-    """Return whether a model passes lists of parameters and buffers to one kernel, which takes one kind of tensors."""
-    if not isinstance(module, AveragedModel) or not module.use_buffers:
-        return False
-    dtypes = {param.dtype for param in module.parameters()}
-    is_mixed = any(buffer.dtype in dtypes for buffer in module.module.buffers())
-    is_on_cpu = all(param.device.type == "cpu" for param in module.parameters())  # where torch has no kernel for lists
-    return is_mixed and (module.multi_avg_fn is not None or (module.avg_fn is None and not is_on_cpu))
+    stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    return ShardedModels(units, mesh.get_group(), find_block_size(group.gather_hosts()), stream)
 
 
 def _check_optimizer(name: str, optimizer: Optimizer) -> None:
