@@ -1,12 +1,11 @@
 """The state of a run in a snapshot: built from the objects of `run.prepare`, and restored to them."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from samestep.console import warn
 from samestep.engine.precision import Precision
 from samestep.errors import Error, InvalidType, InvalidValue, RunDirectoryError, UsageError
 from samestep.snapshot.location import Location
@@ -25,9 +24,8 @@ from samestep.train.state.names import (
     name_params,
     naming,
     save_module,
-    strip_compiled,
 )
-from samestep.train.state.optimizer_settings import Override, find_changed, read_settings
+from samestep.train.state.optimizer_settings import find_changed, override, read_overriding, read_settings
 from samestep.train.state.sharded_state import shard_as
 from samestep.train.state.stateful import Objects, find_held_optimizers, name_optimizers
 from samestep.world.environment import advise
@@ -37,64 +35,42 @@ MAX_SHOWN = 600
 
 
 class LoopChanges:
-    """What a script can change in its loop besides values, and does not repeat after a resume.
-
-    Which parameters are frozen (`requires_grad`) and added parameter groups are restored. A change of the keys of a
-    model's state cannot be restored.
+    """What a script can change in its loop besides values, and does not repeat after a resume: which parameters are
+    frozen (`requires_grad`), and added parameter groups.
     """
 
     def __init__(self, objects: Objects, modules: Mapping[str, nn.Module]) -> None:
-        self._objects = objects
+        self._optimizers = name_optimizers(objects)
         self._modules = modules
-        self._frozen, self._groups = self._find_frozen(), self._read_groups()
-        self._keys = {
-            name: {*map(strip_compiled, module.state_dict(keep_vars=True))} for name, module in modules.items()
-        }
-        self._has_changed_keys = False
+        self._frozen = self._find_frozen()
+        self._groups = self._read_groups()
 
-    def state_dict(self, *, is_first_loop: bool) -> dict[str, Any]:
-        """The names of the frozen parameters, now and at the start (in the first loop, only if they differ), and the
-        parameter groups of the optimizers that got more of them.
+    def state_dict(self) -> dict[str, Any]:
+        """The names of the frozen parameters, now and at the start, and the parameter groups of the optimizers that got
+        more of them.
         """
-        frozen = self._find_frozen()
         groups = self._read_groups()
-        state = dict[str, Any]()
-        if not is_first_loop or frozen != self._frozen:
-            state = {"frozen": frozen, "frozen_at_start": self._frozen}
-        if added := {name: groups[name] for name in groups if groups[name] != self._groups[name]}:
-            state["groups"] = added
-        return state
+        return {
+            "frozen": self._find_frozen(),
+            "frozen_at_start": self._frozen,
+            "groups": {name: groups[name] for name in groups if groups[name] != self._groups[name]},
+        }
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+    def freeze(self, saved: Mapping[str, Any]) -> None:
         """Freeze what was frozen, unless the script's initial freezing differs: then it was changed on purpose."""
-        if saved.get("frozen_at_start") == self._frozen:
+        if saved["frozen_at_start"] == self._frozen:
             for name, param in self._params().items():
-                param.requires_grad_(name not in saved.get("frozen", ()))
+                param.requires_grad_(name not in saved["frozen"])
 
     def add_groups(self, saved: Mapping[str, Any]) -> None:
         """Add the parameter groups that only the snapshot has. `load` restores their options."""
         params = self._params()
-        for name, groups in saved.get("groups", {}).items():
+        for name, groups in saved["groups"].items():
             own = self._groups.get(name, [])
             if own != groups[: len(own)] or not all(each in params for group in groups for each in group):
                 continue  # `load` raises
             for group in groups[len(own) :]:
-                self._objects[name].add_param_group({"params": [params[each] for each in group]})
-
-    def find_changed_keys(self, states: Mapping[str, Any]) -> str:
-        """Describe a change of the keys in a model's state, once; "" if there is none. `states`: the state_dicts."""
-        for name, keys in {} if self._has_changed_keys else self._keys.items():
-            now = {*states[name]}
-            if now != keys:
-                self._has_changed_keys = True
-                parts = (("got", now - keys), ("lost", keys - now))
-                how = " and ".join(f"{what} {_list(some)}" for what, some in parts if some)
-                return (
-                    f"a model has other keys than in run.prepare ({name} {how}), so this script cannot be resumed from "
-                    "the snapshots that follow: make such changes before run.prepare (for torch.nn.utils.prune: "
-                    "prune.identity), and change only values after it"
-                )
-        return ""
+                self._optimizers[name].add_param_group({"params": [params[each] for each in group]})
 
     def _params(self) -> dict[str, nn.Parameter]:
         return {f"{name}.{path}": p for name, module in self._modules.items() for path, p in list_named(module)}
@@ -105,8 +81,8 @@ class LoopChanges:
     def _read_groups(self) -> dict[str, list[list[str]]]:
         names = {id(param): name for name, param in self._params().items()}
         return {
-            name: [sorted(names.get(id(param), "") for param in group["params"]) for group in thing.param_groups]
-            for name, thing in name_optimizers(self._objects).items()
+            name: [sorted(names.get(id(param), "") for param in group["params"]) for group in optimizer.param_groups]
+            for name, optimizer in self._optimizers.items()
         }
 
 
@@ -124,7 +100,7 @@ class SnapshotContents:
         self._precision = precision
         self._say = say
         self._changes = LoopChanges(objects, modules)
-        self._override: Override | None = None
+        self._overriding: dict[str, Any] | None = None  # the script's settings, see `read_overriding`
         self.options = StartOptions(read_settings(objects))
 
     def build(
@@ -140,13 +116,9 @@ class SnapshotContents:
             raise InvalidType(
                 f"run.state has become a {type(state).__name__}: keep it a dict, run.state[name] = value", code="SS102"
             )
-        saved = read_states()
-        if change := self._changes.find_changed_keys(saved):
-            warn(self._say, change, start="a model has other keys")
-        changes = self._changes.state_dict(is_first_loop="loops" not in position)
         return {
-            "objects": saved,
-            "position": {**position, "precision": self._precision.state_dict(), **changes},
+            "objects": read_states(),
+            "position": {**position, "precision": self._precision.state_dict(), **self._changes.state_dict()},
             "state": state,
         }
 
@@ -182,9 +154,10 @@ class SnapshotContents:
         asked = self.options.in_force
         changed = find_changed(begun_with, asked)
         how = describe_changes({name: begun_with[name] for name in changed}, {name: asked[name] for name in changed})
-        self._override = Override(objects, saved, changed) if changed and overrides else None
+        if changed and overrides:
+            self._overriding = read_overriding(objects, saved)
         self.restore_again(contents)
-        if self._override is not None:
+        if self._overriding is not None:
             self.options = StartOptions(asked, overridden=OVERRIDE + how)
         elif changed:
             self._say(
@@ -200,9 +173,8 @@ class SnapshotContents:
         Returns:
             `run.state`.
         """
-        load(self._objects, contents["objects"], leave=self._override.moved if self._override is not None else ())
-        if self._override is not None:
-            self._override.apply()
+        saved = contents["objects"]
+        load(self._objects, saved if self._overriding is None else override(self._objects, saved, self._overriding))
         try:
             self._precision.load_state_dict(contents["position"]["precision"])
         except KeyError as error:
@@ -210,26 +182,25 @@ class SnapshotContents:
                 f"the snapshot has no {error} of a loss scale, so no fp16 run has written it: resume from another one",
                 code="SS412",
             ) from None
-        self._changes.load_state_dict(contents["position"])
+        self._changes.freeze(contents["position"])
         return contents["state"]  # type: ignore[no-any-return]
 
 
-def load(objects: Objects, saved: Mapping[str, Any], *, leave: Collection[str] = ()) -> None:
-    """Restore every object's state, except those in `leave`. Raises Error if an object rejects it."""
+def load(objects: Objects, saved: Mapping[str, Any]) -> None:
+    """Restore every object's state. Raises Error if an object rejects it."""
     names = name_params(objects)
     with naming(find_held_optimizers(objects), names):
         for name, thing in objects.items():
-            if name not in leave:
-                try:
-                    _load(name, thing, saved[name], names)
-                except Error:
-                    raise
-                except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-                    why = " ".join(str(error).split())
-                    why = why if len(why) <= MAX_SHOWN else f"{why[: MAX_SHOWN - 4]} ..."
-                    raise RunDirectoryError(
-                        f"{name} does not take its state from the snapshot: {why}", code="SS412"
-                    ) from error
+            try:
+                _load(name, thing, saved[name], names)
+            except Error:
+                raise
+            except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+                why = " ".join(str(error).split())
+                why = why if len(why) <= MAX_SHOWN else f"{why[: MAX_SHOWN - 4]} ..."
+                raise RunDirectoryError(
+                    f"{name} does not take its state from the snapshot: {why}", code="SS412"
+                ) from error
 
 
 def _load(name: str, thing: Any, saved: Any, names: Names) -> None:
@@ -360,11 +331,6 @@ def _receive_shards(
         del state[key]
     state.update(received)
     return state
-
-
-def _list(keys: set[str]) -> str:
-    shown = sorted(keys)
-    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
 
 def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
