@@ -189,9 +189,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 
 
 def test_no_source_is_both_trained_on_and_held_out() -> None:
-    pairs = [
-        (f"Sentence {k // 2}".upper() if k % 2 else f"Sentence {k // 2}", f"Satz {k}") for k in range(80)
-    ]
+    pairs = [(f"Sentence {k // 2}".upper() if k % 2 else f"Sentence {k // 2}", f"Satz {k}") for k in range(80)]
     train, held_out = divide(pairs, 10)
     assert sorted(train + held_out) == sorted(pairs)
     assert len({source.casefold() for source, _ in held_out}) == 10

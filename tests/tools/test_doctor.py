@@ -33,7 +33,7 @@ THREE_HOSTS = Participants(("a", "b", "c"), (0, 1, 2))
 def judge(judgement: Any, participants: Participants, *facts: Any) -> list[Finding]:
     answers = {rank: {"facts": fact} for rank, fact in enumerate(facts)}
     answers |= {rank: {"facts": None} for rank in range(len(facts), len(participants.hosts))}
-    return judge_answers(DoctorCheck(lambda context: None, {"the check": judgement}), participants, answers)
+    return judge_answers(DoctorCheck("the check", lambda context: None, judgement), participants, answers)
 
 
 def only(findings: list[Finding], status: str) -> Finding:
@@ -45,10 +45,9 @@ def only(findings: list[Finding], status: str) -> Finding:
 
 def test_ranks_and_hosts_are_named() -> None:
     assert TWO_HOSTS.leaders == [0, 2]
-    assert TWO_HOSTS.name_ranks([2, 3]) == "b"
-    assert TWO_HOSTS.name_ranks([1, 2, 3]) == "rank 1 (a), b"
-    assert TWO_HOSTS.name_ranks(range(4)) == "all ranks"
-    assert TWO_HOSTS.summarize() == "4 ranks on 2 hosts (a, b)"
+    assert TWO_HOSTS.name_ranks([2, 3]) == "ranks 2 and 3 on b"
+    assert TWO_HOSTS.name_ranks([1, 2, 3]) == "ranks 1, 2 and 3 on a, b"
+    assert TWO_HOSTS.summarize() == "4 ranks on a, b"
     assert ALONE.summarize() == "1 rank on a"
     alike = Participants(("a", "a"), (0, 1))
     assert [alike.name_node(0), alike.name_node(1)] == ["a (node 0)", "a (node 1)"]
@@ -60,22 +59,21 @@ def test_a_check_that_fails_does_not_stop_the_others() -> None:
     run_dir = next(check for check in CHECKS if check.name == "run_dir")
     answers = {0: {"facts": written()}, 1: {"error": "OSError: no"}}
     findings = judge_answers(run_dir, TWO_HOSTS, answers)
-    assert [(f.check, f.status) for f in findings] == [("run_dir", "fail"), ("run_dir", "fail"), ("run_dir", "pass")]
-    assert findings[0].found == "could not be checked on rank 1 (a): OSError: no"
-    assert findings[1].found == "could not be checked on b: it did not answer"
+    assert [(f.check, f.status) for f in findings] == [("run_dir", "FAIL"), ("run_dir", "FAIL"), ("run_dir", "pass")]
+    assert [finding.found for finding in findings[:2]] == [
+        "could not be checked on ranks 2 and 3 on b: it did not answer",
+        "could not be checked on rank 1 on a: OSError: no",
+    ]
     assert describe_error(RuntimeError("\n first line \nsecond")) == "RuntimeError: first line"
 
 
 def test_versions() -> None:
     version = {"python": "3.11.7", "torch": "2.13.0", "NCCL": ""}
-    assert only(judge(judge_versions, TWO_RANKS, version, version), "pass").found == (
-        "python 3.11.7, torch 2.13.0 on all ranks"
-    )
-    found = only(judge(judge_versions, THREE_HOSTS, version, {**version, "torch": "2.12.0"}, version), "fail")
-    assert found.found == "torch is 2.12.0 on b, and 2.13.0 on the others"
-    assert found.advice == "install torch 2.13.0 there"
-    found = only(judge(judge_versions, THREE_HOSTS, {**version, "NCCL": "2.29"}, version, version), "fail")
-    assert found.found == "NCCL is 2.29 on a, and missing on the others"
+    assert only(judge(judge_versions, TWO_RANKS, version, version), "pass").found == "python 3.11.7, torch 2.13.0"
+    found = only(judge(judge_versions, THREE_HOSTS, version, {**version, "torch": "2.12.0"}, version), "FAIL")
+    assert found.found == "torch is 2.12.0 on rank 1 on b, and 2.13.0 on rank 0"
+    found = only(judge(judge_versions, THREE_HOSTS, {**version, "NCCL": "2.29"}, version, version), "FAIL")
+    assert found.found == "NCCL is missing on ranks 1 and 2 on b, c, and 2.29 on rank 0"
     old = {**version, "torch": "2.10.0"}
     found = only(judge(judge_versions, TWO_RANKS, old, old), "warn")
     assert found.found.startswith("torch 2.10.0 is installed, and samestep supports ")
@@ -90,7 +88,7 @@ def test_directories() -> None:
     assert found == "runs can be written, and is one for all hosts"
     own = only(judge(judge_run_dir, THREE_HOSTS, written(), written(), written(2)), "warn")
     assert own.found == "runs on c differs from that on a: a run keeps a copy on each such host"
-    shut = only(judge(judge_run_dir, ALONE, written(problem="Permission denied")), "fail")
+    shut = only(judge(judge_run_dir, ALONE, written(problem="Permission denied")), "FAIL")
     assert shut.found == "runs cannot be written on a (Permission denied)"
 
 
@@ -108,9 +106,9 @@ def test_a_url(tmp_path: Path) -> None:
 
 
 def test_connections() -> None:
-    assert only(judge(judge_connections, ALONE, None), "pass").found == "one host: nothing to reach"
+    assert only(judge(judge_connections, ALONE, None), "pass").found == "one host"
     assert only(judge(judge_connections, THREE_HOSTS, {}, {}, {}), "pass").found == "all hosts reach each other"
-    found = only(judge(judge_connections, THREE_HOSTS, {}, {"2": "10.0.0.3: Connection refused"}, {}), "fail")
+    found = only(judge(judge_connections, THREE_HOSTS, {}, {"2": "10.0.0.3: Connection refused"}, {}), "FAIL")
     assert found.found == "b cannot reach c at 10.0.0.3: Connection refused"
     with reserve_port() as port:
         assert try_connection("127.0.0.1", port) == "127.0.0.1: Connection refused"
@@ -128,28 +126,19 @@ def test_collectives() -> None:
     assert only(judge(judge_collectives, ALONE, None), "pass").found.startswith("one rank: nothing to exchange")
     assert only(judge(judge_collectives, TWO_RANKS, told(), told()), "pass").found == "right, over gloo"
     sentence = "1 of 3 numbers of an all-reduce are wrong"
-    wrong = only(judge(judge_collectives, TWO_RANKS, told(), told(wrong=[sentence])), "fail")
-    assert wrong.found == f"{sentence}: rank 1 (a)"
+    wrong = only(judge(judge_collectives, TWO_RANKS, told(), told(wrong=[sentence])), "FAIL")
+    assert wrong.found == f"{sentence}: rank 1 on a"
 
 
 def test_links() -> None:
     pairs = [(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)]
-    even = told(link(*pair, 1e9 + pair[0] * 1e8) for pair in pairs)
-    assert only(judge(judge_links, THREE_HOSTS, even), "pass").found.endswith("slowest: a -> b, 1 GB/s")
-    slow = only(
-        judge(judge_links, THREE_HOSTS, told(link(*pair, 12e6 if pair[0] == 1 else 1e9) for pair in pairs)), "warn"
-    )
-    assert slow.found == "the slowest link is b -> a, 12 MB/s; and b -> c, 12 MB/s; the median is 1 GB/s"
-    assert "switch port of b" in slow.advice
-    busy = [link(*pair, {1: 12e6, 2: 4e8}.get(pair[0], 1e9)) for pair in pairs]
-    assert "switch port of b" in only(judge(judge_links, THREE_HOSTS, told(busy)), "warn").advice
-    spread = [link(*pair, 12e6 if pair in {(0, 1), (1, 0), (2, 0)} else 1e9) for pair in pairs]
-    assert "switch port of a" in only(judge(judge_links, THREE_HOSTS, told(spread)), "warn").advice
-    unclear = [link(*pair, 12e6 if pair in {(0, 1), (1, 2), (2, 0)} else 1e9) for pair in pairs]
-    assert "switch port (ethtool" in only(judge(judge_links, THREE_HOSTS, told(unclear)), "warn").advice
-    two = only(judge(judge_links, TWO_HOSTS, told([link(0, 1, 1e9), link(1, 0, 12e6)])), "warn")
+    even = [link(*pair, 1e9 + pair[0] * 1e8) for pair in pairs]
+    assert only(judge_links(THREE_HOSTS, even), "pass").found.endswith("slowest: a -> b, 1 GB/s")
+    slow = only(judge_links(THREE_HOSTS, [link(*pair, 12e6 if pair[0] == 1 else 1e9) for pair in pairs]), "warn")
+    assert slow.found == "the slowest link is b -> a, 12 MB/s; then b -> c, 12 MB/s; the median is 1 GB/s"
+    two = only(judge_links(TWO_HOSTS, [link(0, 1, 1e9), link(1, 0, 12e6)]), "warn")
     assert two.found == "the slowest link is b -> a, 12 MB/s; the median is 1 GB/s"
-    assert judge(judge_links, ALONE, told()) == []
+    assert judge_links(ALONE, []) == []
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 7, 16])
@@ -182,15 +171,15 @@ def test_planted_faults_are_named(tmp_path: Path) -> None:
     done = check(samestep_command("launch", "--nproc-per-node", "2", DOCTORED, *words, cwd=tmp_path), 1)
     assert "Traceback" not in done.stdout + done.stderr
     record = json.loads(done.stdout)
-    assert record["status"] == "fail"
+    assert record["status"] == "FAIL"
     name = record["hosts"][0]
-    failures = {finding["found"] for finding in record["findings"] if finding["status"] == "fail"}
+    failures = {finding["found"] for finding in record["findings"] if finding["status"] == "FAIL"}
     assert failures >= {
-        f"could not be checked on rank 0 ({name}): PermissionError: [Errno 13] it is forbidden",
-        f"could not be checked on rank 1 ({name}): it hung in a call that does not return, and was abandoned after 2 s",
+        f"could not be checked on rank 0 on {name}: PermissionError: [Errno 13] it is forbidden (it had just begun)",
+        f"could not be checked on rank 1 on {name}: it hung, and was abandoned after 2 s (a call that does not return)",
     }
-    assert any(f"torch is 2.0.1 on rank 1 ({name}), and " in found for found in failures)
-    assert any(found.endswith(f"numbers of an all-reduce are wrong: rank 1 ({name})") for found in failures)
+    assert any(f"torch is 2.0.1 on rank 1 on {name}, and " in found for found in failures)
+    assert any(found.endswith(f"numbers of an all-reduce are wrong: rank 1 on {name}") for found in failures)
     assert len(failures) == 4
 
 

@@ -82,7 +82,7 @@ def test_faults_of_a_host_are_named(all_hosts: list[Host], tmp_path: Path) -> No
     assert report["hosts"] == ["h1", "h2", "h3"]
     found = wrong(report)
     assert set(found) == {"versions", "run_dir"} | ({"links"} if not shaped.returncode else set()), found
-    assert found["versions"][0].startswith("torch is 2.0.1 on h2, and ")
+    assert found["versions"][0].startswith("torch is 2.0.1 on rank 1 on h2, and ")
     assert f"{own / 'runs'} on h2, h3 differs from that on h1: a run keeps a copy on each such host" in found["run_dir"]
     assert not list(own.iterdir())
     if shaped.returncode:
@@ -90,7 +90,6 @@ def test_faults_of_a_host_are_named(all_hosts: list[Host], tmp_path: Path) -> No
     links = next(finding for finding in report["findings"] if finding["check"] == "links")
     assert links["status"] == "warn"
     assert links["found"].startswith("the slowest link is h2 -> h")
-    assert "switch port of h2" in links["advice"]
     slow = [link for link in links["measured"] if link["bytes_per_s"] < 15e6]
     assert {(link["from"], link["to"]) for link in slow} == {("h2", "h1"), ("h2", "h3")}, "100 Mbit/s are 12.5 MB/s"
 

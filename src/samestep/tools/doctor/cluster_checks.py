@@ -3,8 +3,7 @@
 import os
 import platform
 import socket
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -15,7 +14,7 @@ import torch
 from samestep.config import is_url
 from samestep.errors import Error
 from samestep.snapshot.writers import find_writers
-from samestep.tools.doctor.collectives import judge_collectives, judge_links, look_at_collectives
+from samestep.tools.doctor.collectives import judge_collectives, look_at_collectives
 from samestep.tools.doctor.examination import Context, DoctorCheck
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Finding, Participants
 from samestep.version import __version__
@@ -47,24 +46,20 @@ def look_at_versions(context: Context) -> dict[str, str]:
     }
 
 
-def judge_versions(participants: Participants, facts: Mapping[int, Mapping[str, str]]) -> Iterator[Finding]:
-    """Report the ranks that differ from the majority (from rank 0 if there is none)."""
+def judge_versions(participants: Participants, facts: Mapping[int, Mapping[str, str]]) -> list[Finding]:
+    """Report the ranks that differ from the first one."""
     versions = facts[min(facts)]
-    for name in versions:
-        values = {rank: theirs[name] for rank, theirs in facts.items()}
-        counts = Counter(values.values())
-        usual = max(counts, key=lambda value: (counts[value], value == values[min(values)]))
-        for value in [value for value in counts if value != usual]:
-            where = participants.name_ranks(rank for rank, other in values.items() if other == value)
-            found = f"{name} is {value or 'missing'} on {where}, and {usual or 'missing'} on the others"
-            advice = f"install {name} {usual} there" if usual else f"remove {name} there, or install it on all"
-            yield Finding(FAIL, found, advice)
-    for version in dict.fromkeys(theirs["torch"] for theirs in facts.values()):
-        found, _, advice = explain_torch(version).partition(": ")
-        if found:
-            yield Finding(WARN, found, advice)
+    problems = []
+    for name, usual in versions.items():
+        for other in sorted({theirs[name] for theirs in facts.values()} - {usual}):
+            where = participants.name_ranks([rank for rank, theirs in facts.items() if theirs[name] == other])
+            found = f"{name} is {other or 'missing'} on {where}, and {usual or 'missing'} on rank {min(facts)}"
+            problems.append(Finding("versions", FAIL, found, f"install the same {name} on all"))
+    found, _, advice = explain_torch(versions["torch"]).partition(": ")
+    if found:
+        problems.append(Finding("versions", WARN, found, advice))
     shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    yield Finding(PASS, shown + ("" if len(facts) == 1 else " on all ranks"), measured=versions)
+    return problems or [Finding("versions", PASS, shown, measured=versions)]
 
 
 # --- the directory for runs ---------------------------------------------------------------------------------------
@@ -105,19 +100,22 @@ def find_existing(path: Path) -> Path:
     return path
 
 
-def judge_run_dir(participants: Participants, facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
+def judge_run_dir(participants: Participants, facts: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
     """Report nodes that cannot write it, or do not share it."""
+    wanted = next(iter(facts.values()))["wanted"]
+    problems = []
     for rank, fact in facts.items():
         if fact["problem"]:
-            found = f"{fact['wanted']} cannot be written on {participants.hosts[rank]} ({fact['problem']})"
-            yield Finding(FAIL, found, "name another with --run-dir, and make it writable")
-    wanted = next(iter(facts.values()))["wanted"]
+            found = f"{wanted} cannot be written on {participants.hosts[rank]} ({fact['problem']})"
+            problems.append(Finding("run_dir", FAIL, found, "name another with --run-dir, and make it writable"))
     apart = [participants.nodes[rank] for rank, fact in facts.items() if not fact["problem"] and fact["writer"]]
     if apart:
         where = f"{participants.name_nodes(apart)} differs from that on {participants.name_node(0)}"
         found = f"{wanted} on {where}: a run keeps a copy on each such host"
-        yield Finding(WARN, found, "use a file system that all nodes share, if there is one, and give the full path")
-    yield Finding(PASS, f"{wanted} can be written{', and is one for all hosts' if len(facts) > 1 else ''}")
+        advice = "use a file system that all nodes share, if there is one, and give the full path"
+        problems.append(Finding("run_dir", WARN, found, advice))
+    where = ", and is one for all hosts" if len(facts) > 1 else ""
+    return problems or [Finding("run_dir", PASS, f"{wanted} can be written{where}")]
 
 
 # --- connections between nodes ------------------------------------------------------------------------------------
@@ -154,23 +152,26 @@ def try_connection(address: str, port: int) -> str:
     return ""
 
 
-def judge_connections(participants: Participants, facts: Mapping[int, Mapping[str, str]]) -> Iterator[Finding]:
+def judge_connections(participants: Participants, facts: Mapping[int, Mapping[str, str]]) -> list[Finding]:
     """Report the pairs of nodes of which one does not reach the other."""
     name = participants.name_node
-    for rank, problems in facts.items():
-        for node, problem in problems.items():
-            found = f"{name(participants.nodes[rank])} cannot reach {name(int(node))} at {problem}"
-            yield Finding(
-                FAIL,
-                found,
-                "open the firewall between them for all ports, or name another interface (GLOO_SOCKET_IFNAME)",
-            )
-    yield Finding(PASS, "all hosts reach each other" if facts else "one host: nothing to reach")
+    advice = "open the firewall between them for all ports, or name another interface (GLOO_SOCKET_IFNAME)"
+    problems = [
+        Finding(
+            "connections",
+            FAIL,
+            f"{name(participants.nodes[rank])} cannot reach {name(int(node))} at {problem}",
+            advice,
+        )
+        for rank, theirs in facts.items()
+        for node, problem in theirs.items()
+    ]
+    return problems or [Finding("connections", PASS, "all hosts reach each other" if facts else "one host")]
 
 
 CHECKS = (
-    DoctorCheck(look_at_versions, {"versions": judge_versions}),
-    DoctorCheck(look_at_run_dir, {"run_dir": judge_run_dir}),
-    DoctorCheck(look_at_connections, {"connections": judge_connections}, limit_s=30.0),
-    DoctorCheck(look_at_collectives, {"collectives": judge_collectives, "links": judge_links}, 45.0, GROUP_ADVICE),
+    DoctorCheck("versions", look_at_versions, judge_versions),
+    DoctorCheck("run_dir", look_at_run_dir, judge_run_dir),
+    DoctorCheck("connections", look_at_connections, judge_connections, limit_s=30.0),
+    DoctorCheck("collectives", look_at_collectives, judge_collectives, limit_s=45.0, advice=GROUP_ADVICE),
 )

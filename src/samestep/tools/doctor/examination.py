@@ -7,14 +7,13 @@ through the store of the rendezvous: so a rank that is missing or hangs is named
 import os
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from samestep.console import describe_ranks
-from samestep.tools.doctor.findings import FAIL, PASS, Finding, FindingsReport, Participants
+from samestep.tools.doctor.findings import FAIL, Finding, FindingsReport, Participants
 from samestep.world.environment import Environment, read_host
 from samestep.world.host import read_host_id
 from samestep.world.rendezvous_store import StoreExchange
@@ -49,30 +48,23 @@ class Context:
         return self.environment.rank in self.participants.leaders
 
 
-Judge = Callable[[Participants, Mapping[int, Any]], Iterable[Finding]]
-
-
 @dataclass(frozen=True)
 class DoctorCheck:
     """A check.
 
     Attributes:
+        name: of its line in the report.
         look: collects facts on every rank, as plain JSON; None if there is nothing to check.
-        judges: name of a line in the report -> derives its findings from rank -> facts, without the None. Yields the
-            problems, then what holds without them.
+        judge: derives the findings from rank -> facts, without the None.
         limit_s: time limit of `look`.
         advice: what to do if `look` fails.
     """
 
+    name: str
     look: Callable[[Context], Any]
-    judges: Mapping[str, Judge]
+    judge: Callable[[Participants, Mapping[int, Any]], Iterable[Finding]]
     limit_s: float = 15.0
     advice: str = "correct that, and run the doctor again"
-
-    @property
-    def name(self) -> str:
-        """The name of the first line."""
-        return next(iter(self.judges))
 
 
 def examine(
@@ -85,10 +77,8 @@ def examine(
 ) -> int:
     """Run the checks as one of the ranks. Returns the exit code: 1 on rank 0 if a check has failed, else 0."""
     report = FindingsReport(as_json=json) if environment.rank == 0 else None
-    problem = "cannot reach"
     try:
         exchange = StoreExchange(environment, JOIN_S)
-        problem = "has lost"
         hellos = exchange.exchange("hello", [read_host(), f"{read_host()}/{read_host_id('net')}"], JOIN_S)
         if missing := sorted(set(range(environment.world_size)) - set(hellos)):
             return _end_alone(report, f"{describe_ranks(missing)} did not come within {JOIN_S:g} s")
@@ -102,7 +92,7 @@ def examine(
         code = 0 if report is None else report.close()
         _wait_for_rank_0(exchange)
     except (OSError, RuntimeError) as error:  # of the store; `look` returns those of a check
-        return _end_alone(report, f"rank {environment.rank} {problem} the rendezvous store: {describe_error(error)}")
+        return _end_alone(report, f"rank {environment.rank} cannot reach the rendezvous store: {describe_error(error)}")
     if any(have_hung):
         sys.stdout.flush()
         os._exit(code)  # a thread that hangs in a collective would also block the end of the interpreter
@@ -115,7 +105,7 @@ def _end_alone(report: FindingsReport | None, what: str) -> int:
         print(f"samestep doctor: {what}", file=sys.stderr)
         return 1
     advice = "see the output of those ranks; the port of the endpoint must be open to all hosts"
-    report.add(Finding(FAIL, what, advice, check="rendezvous"))
+    report.add([Finding("rendezvous", FAIL, what, advice)])
     return report.close()
 
 
@@ -123,40 +113,34 @@ def _check(context: Context, check: DoctorCheck, report: FindingsReport | None) 
     """Run one check. Returns whether it hung on this rank."""
     if report is not None:
         report.begin(check.name)
-    context.doing = ""
-    answer = look_bounded(context, check)
-    hang = f"it hung{_format_activity(context)}, and was abandoned after {check.limit_s:g} s"
-    context.exchange.post(f"check/{check.name}", answer or {"error": hang})
-    if report is not None:
-        answers = context.exchange.collect(f"check/{check.name}", check.limit_s + GRACE_S if answer else GRACE_S)
-        report.add(*judge_answers(check, context.participants, answers))
-    return answer is None
-
-
-def look_bounded(context: Context, check: DoctorCheck) -> dict[str, Any] | None:
-    """Run a check on this rank, in a thread: {"facts": ...} or {"error": reason}. None if it hangs; it is abandoned."""
     answers: list[dict[str, Any]] = []
 
     def look() -> None:
         try:
             answers.append({"facts": check.look(context)})
         except Exception as error:
-            answers.append({"error": describe_error(error) + _format_activity(context)})
+            answers.append({"error": f"{describe_error(error)} ({context.doing})"})
 
-    thread = threading.Thread(target=look, daemon=True)
+    context.doing = "it had just begun"
+    thread = threading.Thread(target=look, daemon=True)  # is abandoned if it hangs
     thread.start()
     thread.join(check.limit_s)
-    return answers[0] if answers else None
-
-
-def _format_activity(context: Context) -> str:
-    return f" in {context.doing}" if context.doing else ""
+    has_hung = not answers
+    answer = (
+        answers[0] if answers else {"error": f"it hung, and was abandoned after {check.limit_s:g} s ({context.doing})"}
+    )
+    context.exchange.post(f"check/{check.name}", answer)
+    if report is not None:
+        limit_s = GRACE_S if has_hung else check.limit_s + GRACE_S
+        collected = context.exchange.collect(f"check/{check.name}", limit_s)
+        report.add(judge_answers(check, context.participants, collected))
+    return has_hung
 
 
 def describe_error(error: BaseException) -> str:
     """Format an error in one line, without the C++ stack that torch appends."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].strip()}"[:MAX_REASON] if lines else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join([type(error).__name__, *lines[:1]])[:MAX_REASON]
 
 
 def judge_answers(
@@ -168,17 +152,13 @@ def judge_answers(
         answers: rank -> `{"facts": ...}` or `{"error": reason}`; ranks that did not answer are missing.
     """
     facts = {rank: answer["facts"] for rank, answer in answers.items() if answer.get("facts") is not None}
-    reasons = {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
-    reasons |= {rank: "it did not answer" for rank in range(len(participants.hosts)) if rank not in answers}
+    missing = dict.fromkeys(set(range(len(participants.hosts))) - answers.keys(), "it did not answer")
+    reasons = missing | {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
     findings = []
-    for reason in Counter(reasons.values()):
-        ranks = [rank for rank, other in reasons.items() if other == reason]
-        where = "" if len(participants.hosts) == 1 else f" on {participants.name_ranks(ranks)}"
-        findings.append(Finding(FAIL, f"could not be checked{where}: {reason}", check.advice, check=check.name))
-    for name, judge in check.judges.items() if facts or not reasons else ():
-        found = [replace(finding, check=name) for finding in judge(participants, facts)]
-        findings += [finding for finding in found if finding.status != PASS] or found
-    return findings
+    for reason in dict.fromkeys(reasons.values()):
+        where = participants.name_ranks([rank for rank, other in reasons.items() if other == reason])
+        findings.append(Finding(check.name, FAIL, f"could not be checked on {where}: {reason}", check.advice))
+    return findings if reasons and not facts else [*findings, *check.judge(participants, facts)]
 
 
 def _wait_for_rank_0(exchange: StoreExchange) -> None:

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from samestep.console import print_result, show_activity
+from samestep.console import describe_ranks, print_result, show_activity
 from samestep.units import format_count, format_ranks, format_time
 
 PASS = "pass"
 WARN = "warn"
-FAIL = "fail"
+FAIL = "FAIL"
 COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red"}
 MAX_NAMED = 6
 WIDTH = 100  # of the text after status and name
@@ -45,33 +45,17 @@ class Participants:
 
     def name_nodes(self, nodes: Iterable[int]) -> str:
         """Return the names of several nodes, at most MAX_NAMED."""
-        return _list([self.name_node(node) for node in sorted(nodes)])
+        names = [self.name_node(node) for node in sorted({*nodes})]
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        return ", ".join(names[:MAX_NAMED]) + more
 
-    def name_ranks(self, ranks: Iterable[int]) -> str:
-        """Format ranks by node, such as "h2" (all ranks of a node) or "rank 3 (h2)"."""
-        some = sorted(ranks)
-        if len(some) == len(self.nodes):
-            return "all ranks" if len(some) > 1 else self.name_node(0)
-        parts = []
-        for node in sorted({self.nodes[rank] for rank in some}):
-            there = [rank for rank in some if self.nodes[rank] == node]
-            if len(there) == list(self.nodes).count(node) and len(self.leaders) > 1:
-                parts.append(self.name_node(node))
-            else:
-                parts.append(f"rank{'s' if len(there) > 1 else ''} {_list(there)} ({self.name_node(node)})")
-        return _list(parts)
+    def name_ranks(self, ranks: Sequence[int]) -> str:
+        """Return ranks and their hosts, such as "ranks 2 and 3 on h2"."""
+        return f"{describe_ranks(ranks)} on {self.name_nodes(self.nodes[rank] for rank in ranks)}"
 
     def summarize(self) -> str:
-        """Return a summary, such as "4 ranks on 2 hosts (h1, h2)"."""
-        num_nodes = len(self.leaders)
-        names = self.name_nodes(range(num_nodes))
-        ranks = format_ranks(len(self.hosts))
-        return f"{ranks} on {names}" if num_nodes == 1 else f"{ranks} on {num_nodes} hosts ({names})"
-
-
-def _list(names: Sequence[object]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(map(str, names[:MAX_NAMED])) + more
+        """Return a summary, such as "4 ranks on h1, h2"."""
+        return f"{format_ranks(len(self.hosts))} on {self.name_nodes(self.nodes)}"
 
 
 @dataclass(frozen=True)
@@ -79,17 +63,17 @@ class Finding:
     """A line of the report.
 
     Attributes:
+        check: the name of the line.
         status: PASS; WARN, a problem with which training can run; or FAIL, one that prevents it.
         found: the result, as text.
         advice: what to do, or "".
-        check: the name of the line.
         measured: the measurements, as plain JSON.
     """
 
+    check: str
     status: str
     found: str
     advice: str = ""
-    check: str = ""
     measured: Any = None
 
 
@@ -113,15 +97,16 @@ class FindingsReport:
         if not self._as_json:
             show_activity(f"  ...   {check}")
 
-    def add(self, *findings: Finding) -> None:
+    def add(self, findings: Iterable[Finding]) -> None:
         """Add the findings of a check."""
-        self.findings += findings
-        for finding in findings if not self._as_json else ():
-            status = finding.status.upper() if finding.status == FAIL else finding.status
-            lines = textwrap.wrap(finding.found, WIDTH)
-            lines += textwrap.wrap(finding.advice, WIDTH, initial_indent="-> ", subsequent_indent="   ")
-            text = ("\n" + " " * INDENT).join(lines)
-            print_result(f"  {status}  {finding.check:<{INDENT - 8}}{text}", status, COLOURS[finding.status])
+        for finding in findings:
+            self.findings.append(finding)
+            if not self._as_json:
+                lines = textwrap.wrap(finding.found, WIDTH)
+                lines += textwrap.wrap(finding.advice, WIDTH, initial_indent="-> ", subsequent_indent="   ")
+                text = ("\n" + " " * INDENT).join(lines)
+                line = f"  {finding.status}  {finding.check:<{INDENT - 8}}{text}"
+                print_result(line, finding.status, COLOURS[finding.status])
 
     def close(self) -> int:
         """Print the summary. Returns the exit code: 1 if a check has failed."""
