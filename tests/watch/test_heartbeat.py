@@ -23,7 +23,6 @@ from support.waiting import wait_until
 from samestep.decoding import convert, decode
 from samestep.tools.live_view import (
     HEADER,
-    ask_for_stacks,
     compute_rates,
     describe_end,
     format_rows,
@@ -374,24 +373,19 @@ def test_every_column_is_explained(tmp_path: Path) -> None:
     assert set(PHASES) <= set(re.findall(r"\w+", phases))
 
 
-def test_the_stacks_of_all_ranks(tmp_path: Path) -> None:
-    """Twice, because the ranks write them anew each time."""
-    logs, box = tmp_path / "logs" / "0", Box()
-    assert ask_for_stacks(tmp_path, [0, 1]) == "the run writes no logs, and no stacks"
-    logs.mkdir(parents=True)
-    with heartbeat(1, box, files=Files(logs=logs)), heartbeat(0, box, files=Files(tmp_path, logs)):
-        for _ in range(2):
-            text = ask_for_stacks(tmp_path, [0, 1])
-            assert re.findall(r"^rank (\d), step 0, starting", text, re.M) == ["0", "1"], text
-            assert text.count("test_heartbeat.py") >= 2
-            for file in logs.iterdir():
-                file.unlink()
+def test_the_stacks_of_a_rank_that_is_stuck(tmp_path: Path) -> None:
+    with heartbeat(0, None, world_size=1, files=Files(logs=tmp_path)) as (pulse, said):
+        pulse.enter("forward", 5)
+        wait_until((tmp_path / "stacks-0.txt").exists, "it writes its stacks")
+        wait_until(lambda: said, "it says so")
+    assert said[0].endswith(f" (stacks: {tmp_path})")
+    text = (tmp_path / "stacks-0.txt").read_text()
+    assert text.startswith("rank 0, step 5, forward for ")
+    assert "test_heartbeat.py" in text
 
 
 def test_watching_on_a_terminal(tmp_path: Path) -> None:
-    """The table is shown until Ctrl-C; --stacks prints the stacks of all ranks."""
-    logs = tmp_path / "logs" / "0"
-    logs.mkdir(parents=True)
+    """The table is shown until Ctrl-C."""
     (tmp_path / "run.json").write_text(json.dumps({"format": 1}))
     (tmp_path / "status.json").write_text(json.dumps({"status": "running"}))
     ours, theirs = os.openpty()
@@ -403,7 +397,7 @@ def test_watching_on_a_terminal(tmp_path: Path) -> None:
             shown += os.read(ours, 1 << 16)
         return words in shown.decode(errors="replace")
 
-    with heartbeat(0, None, world_size=1, files=Files(tmp_path, logs)) as (pulse, _):
+    with heartbeat(0, None, world_size=1, files=Files(tmp_path)) as (pulse, _):
         pulse.enter("forward", 5)
         command = [sys.executable, "-m", "samestep", "watch", tmp_path]
         variables = clean_variables({"TERM": "xterm", "COLUMNS": "150", "LC_ALL": "C.UTF-8"})
@@ -415,11 +409,7 @@ def test_watching_on_a_terminal(tmp_path: Path) -> None:
         finally:
             process.kill()
             process.wait()
-        stacks = check(samestep_command("watch", "--stacks", tmp_path, cwd=tmp_path)).stdout
     assert "Traceback" not in shown.decode(errors="replace")
-    assert "rank 0, step 5, forward for" in stacks
-    assert "test_heartbeat.py" in stacks
-    assert not (logs / "stacks-wanted").exists()
     os.close(ours)
     os.close(theirs)
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from samestep.watch.slow_ranks import find_slow
 from samestep.watch.stall_diagnosis import (
     LEARNT,
     NEW_GROUP,
@@ -18,9 +19,6 @@ from samestep.watch.stall_diagnosis import (
     build_limits,
     describe_spent,
     diagnose,
-    explain_slow_saving,
-    explain_waiting,
-    find_slow,
 )
 
 FRESH = {"num_seen": WARM_UP + 100, "longest_s": 0.02}
@@ -129,7 +127,7 @@ def test_the_sentence() -> None:
 @pytest.mark.parametrize(
     ("guilty", "words"),
     [
-        (hear(1, "forward", 20, faults_per_s=900.0, blocked="waiting for the disk"), "swapping (900 page faults"),
+        (hear(1, "forward", 20, blocked="waiting for the disk"), "waiting for the disk"),
         (hear(1, "loading", 20, blocked="blocked in pipe_read"), "blocked in pipe_read"),
         (hear(1, "forward", 20, is_busy=True), "has been computing for 20 s at step 120, computing"),
         (hear(1, "forward", 20, is_silent=True, process="stopped"), "was stopped (SIGSTOP) 20 s ago"),
@@ -225,27 +223,3 @@ def test_where_the_time_went() -> None:
     spent = {"starting": 99.0, "loading": 1.0, "forward": 2.0, "backward": 4.0, "reducing": 2.0, "saving": 1.0}
     assert describe_spent(spent) == "compute 60 %, gradient reduction 20 %, snapshots 10 %, data 10 %"
     assert describe_spent({}) == ""
-
-
-def test_ranks_that_wait_more_than_they_work() -> None:
-    spent = {"starting": 99.0, "loading": 1.0, "forward": 1.0, "backward": 1.0, "updating": 1.0, "reducing": 6.0}
-    said = "the ranks wait for each other 60 % of the time and work 40 %: fewer ranks, "
-    assert explain_waiting(spent, 50).startswith(said)
-    assert explain_waiting(spent, 49) == "", "too few steps to tell"
-    assert explain_waiting(spent | {"forward": 5.0}, 50) == ""
-
-
-@pytest.mark.parametrize(
-    ("spent_s", "is_slow"),
-    [
-        ({"saving": 6.0, "forward": 10.0}, True),
-        ({"saving": 6.0, "forward": 30.0}, False),
-        ({"saving": 4.0, "forward": 1.0}, False),  # too small to mention
-        ({"saving": 6.0, "forward": 10.0, "starting": 100.0}, True),
-        ({}, False),
-    ],
-)
-def test_the_warning_about_slow_snapshots_names_their_place(spent_s: dict[str, float], is_slow: bool) -> None:
-    said = explain_slow_saving(spent_s, 2.5, "runs/x")
-    assert bool(said) == is_slow
-    assert not said or ("2.5 s to write to runs/x" in said and "--snapshot-every" in said)

@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -12,20 +11,16 @@ from samestep.command_line import Command
 from samestep.config import is_url
 from samestep.console import build_table, escape, print_table
 from samestep.errors import Error
-from samestep.files import read_text, replace_file
 from samestep.snapshot.reading import read_run
 from samestep.units import format_count, format_time
-from samestep.waiting import wait_until
 from samestep.watch.records import (
     HEALS,
     RANKS,
     RESTART_S,
-    STACKS_WANTED,
     STALE_S,
     STATUS,
     RankStates,
     has_ended,
-    list_logs,
     read_or_empty,
     read_ranks,
     read_rows,
@@ -37,7 +32,6 @@ from samestep.world.environment import read_host, read_overrides
 POLL_S = 1.0
 WINDOW_S = 10.0
 OLD_S = 0.5  # age of a heartbeat that is shown
-ANSWER_S = 6.0  # for all ranks to write their stacks
 HEADER = ("rank", "host", "step", "phase", "in it for", "compute/step", "samples/s", "where")
 
 DESCRIPTION = f"""\
@@ -62,19 +56,16 @@ compute/step and samples/s cover the last {WINDOW_S:g} s; if printed once, the t
 @click.command("watch", cls=Command, help=DESCRIPTION)
 @click.argument("run", type=click.Path())
 @click.option("--local-dir", metavar="DIR", type=click.Path(), help="for a run at a URL: the run's --local-dir")
-@click.option("--stacks", is_flag=True, help="print the stacks of all ranks instead, once")
-def run_watch(run: str, local_dir: str | None, stacks: bool) -> int:
+def run_watch(run: str, local_dir: str | None) -> int:
     """Show the state of a run's ranks until it ends; without a terminal, once."""
     run_dir = find_directory(run, local_dir or read_overrides().get("local_dir"))
     read_run(run_dir, str(run_dir))
-    if sys.stdout.isatty() and not stacks:
+    if sys.stdout.isatty():
         return _follow(run_dir)
     record = read_ranks(run_dir)
     is_running = read_or_empty(run_dir / STATUS).get("status", "running") == "running"
     if record is None or not is_running or time.time() - record.time_s > STALE_S:
         print(escape(describe_end(run_dir)))
-    elif stacks:
-        print(escape(ask_for_stacks(run_dir, [rank.rank for rank in record.ranks])))
     else:
         print_table(_name_table(run_dir, record), *format_rows(record, None))
     return 0
@@ -122,30 +113,6 @@ def _follow(run_dir: Path) -> int:
             time.sleep(POLL_S)
     print(escape(describe_end(run_dir)))
     return 0
-
-
-def ask_for_stacks(run_dir: Path, ranks: Sequence[int]) -> str:
-    """Make all ranks write the stacks of their threads, and return the stacks of the main threads."""
-    starts = list_logs(run_dir)
-    if not starts:
-        return "the run writes no logs, and no stacks"
-    directory = starts[-1]
-    wanted = directory / STACKS_WANTED
-    try:
-        replace_file(wanted, b"")  # not through a link
-        asked_s = wanted.stat().st_mtime
-    except OSError as error:
-        return f"{directory} cannot be written ({error.strerror})"
-    files = {rank: directory / f"stacks-{rank}.txt" for rank in ranks}
-    wait_until(lambda: all(f.exists() and f.stat().st_mtime >= asked_s for f in files.values()), ANSWER_S)
-    wanted.unlink(missing_ok=True)
-    texts = []
-    for rank, file in files.items():
-        text = f"rank {rank} has not answered"
-        with suppress(OSError):
-            text = read_text(file)
-        texts.append("\n".join(text.split("\n\n")[:2]))  # its state, and the main thread
-    return "\n\n".join([*texts, f"all threads: {directory}/stacks-*.txt"])
 
 
 def describe_end(run_dir: Path) -> str:

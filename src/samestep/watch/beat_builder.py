@@ -54,13 +54,11 @@ class BeatBuilder:
         now_s = time.monotonic()
         phase, step, since_s = self._clock.now
         state = ThreadState()
-        faults_per_s = 0.0
         is_busy = False
         if now_s - since_s > self._interval_s:
             state = read_thread_state(self._ident, self._native_id)
             if self._before is not None and now_s > self._before[0] + self._interval_s / 2:
                 before_s, before = self._before
-                faults_per_s = (state.num_faults - before.num_faults) / (now_s - before_s)
                 is_busy = state.cpu_s - before.cpu_s > (now_s - before_s) / 2
             if phase == "saving":
                 written = count_written() - published
@@ -83,7 +81,6 @@ class BeatBuilder:
             num_seen=self._clock.tallies[phase].num,
             longest_s=self._clock.tallies[phase].longest_s,
             is_busy=is_busy,
-            faults_per_s=faults_per_s,
             spent_s={
                 name: round(spent_s - self._spent_before_s.get(name, 0.0), 6)
                 for name, spent_s in self._clock.spent_s().items()

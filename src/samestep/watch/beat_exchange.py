@@ -18,18 +18,10 @@ NUM_LEADERS = 8  # ranks that can lead if all lower ranks are silent
 MISSED = 4  # missing beats after which a rank counts as silent
 
 
-class StacksOrder(Struct, frozen=True):
-    """The leader's order that ranks write their stacks. `number`: a unique one, so that each executes it once."""
-
-    ranks: list[int] = []
-    number: int = 0
-
-
 class Message(Struct, frozen=True):
-    """What a rank sends: its state, and its orders if it leads."""
+    """What a rank sends: its state, and its order if it leads."""
 
     beat: Beat
-    stacks: StacksOrder = StacksOrder()
     order: EndOrder | None = None
 
 
@@ -54,8 +46,6 @@ class BeatExchange:
     ) -> None:
         self._sent = first
         self.order: EndOrder | None = None
-        self._wants_stacks = False
-        self._stacks_number = 0
         self.answered_s = time.monotonic()
         self._entries = entries
         self._rank = rank
@@ -69,11 +59,6 @@ class BeatExchange:
     def send(self, message: Message) -> None:
         """Let `exchange` send a message. A rank whose message is not renewed is silent."""
         self._sent = message
-
-    def take_stacks_order(self) -> bool:
-        """Return whether a leader has ordered this rank to write its stacks, since the last call."""
-        wanted, self._wants_stacks = self._wants_stacks, False
-        return wanted
 
     def exchange(self) -> None:
         """Send the message, and read those of others."""
@@ -99,9 +84,6 @@ class BeatExchange:
         if rank in self._beats and message.beat.number <= self._beats[rank][0].number:
             return
         self._beats[rank] = (message.beat, now_s)
-        if self._rank in message.stacks.ranks and message.stacks.number != self._stacks_number:
-            self._stacks_number = message.stacks.number
-            self._wants_stacks = True
         self.order = message.order or self.order
 
     def leads(self, now_s: float) -> bool:

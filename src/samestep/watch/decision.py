@@ -11,7 +11,6 @@ from samestep.watch.stall_diagnosis import Beat, Limits, Stall, diagnose
 
 GRACE_S = 2.0  # time from the end of the stuck ranks to the end of the others
 END_S = 60.0  # limit for the end of stuck ranks, so that the others continue; then all end
-MAX_STACKS = 16
 
 
 @dataclass(frozen=True)
@@ -113,10 +112,10 @@ State = Moving | CutOff | Stalled | Ending
 
 @dataclass(frozen=True)
 class Say:
-    """Print a line. `stacks`: ranks that write their stacks; the line names the files."""
+    """Print a line. `has_stacks`: ranks have written their stacks, and the line names the directory."""
 
     text: str
-    stacks: Sequence[int] = ()
+    has_stacks: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,20 +156,12 @@ def decide(state: State, view: View, facts: RankFacts) -> tuple[State, list[Acti
         return Moving(), []
     actions: list[Action] = []
     if not isinstance(state, Stalled) or state.stall.blocking != stall.blocking:
-        actions.append(Say(stall.sentence, _choose_stacks(stall, view.ranks)))
+        actions.append(Say(stall.sentence, has_stacks=True))
     ending = _begin_end(stall, view, view.ranks, facts) if stall.is_final else None
     if ending is None:
         return Stalled(stall, min(rank.still_s for rank in view.ranks)), actions
     ended = "the run" if ending.order.is_for_all else describe_ranks(stall.blocking)
     return ending, [*actions, Say(f"nothing has moved for too long: stopping {ended}")]
-
-
-def _choose_stacks(stall: Stall, ranks: Sequence[Beat]) -> list[int]:
-    """Return the ranks whose stacks explain a stall: the blocking ones, or all if those wait for others."""
-    responding = [beat for beat in ranks if not beat.is_silent]
-    blocking = [beat for beat in responding if beat.rank in stall.blocking]
-    shown = responding if any(beat.waits_in for beat in blocking) else blocking
-    return [beat.rank for beat in shown][:MAX_STACKS]
 
 
 def _begin_end(stall: Stall, view: View, ranks: Sequence[Beat], facts: RankFacts) -> Ending | None:

@@ -5,12 +5,12 @@ The leader, which is the lowest rank that responds, reads the beats of all ranks
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
 from samestep.watch.beat_builder import BeatBuilder
-from samestep.watch.beat_exchange import MISSED, BeatExchange, Message, StacksOrder
+from samestep.watch.beat_exchange import MISSED, BeatExchange, Message
 from samestep.watch.decision import Action, Ending, EndOthers, EndSelf, Moving, RankFacts, Say, State, View, decide
 from samestep.watch.phase_clock import PhaseClock
 from samestep.watch.publishing import Files, Publisher
@@ -51,7 +51,6 @@ class Heartbeat:
         self._exchange = BeatExchange(entries, facts.rank, facts.members, interval_s, first)
         self._slow = SlowRanks(facts.limits.floor_s, facts.say)
         self._state: State = Moving()
-        self._stacks = StacksOrder()  # the order of this rank, if it leads
         self._checked_s = self._awake_since_s = time.monotonic()
         self._failures = set[str]()  # that were printed
         self._closed = threading.Event()
@@ -129,38 +128,26 @@ class Heartbeat:
             self._publisher.show(ranks)
             ranks = [beat for beat in ranks if not self._facts.is_lost(beat.rank)]
             self._slow.observe(ranks, now_s)
-        if self._exchange.take_stacks_order():
-            self._publisher.order_stacks()
-        if ranks is not None and self._publisher.take_request():
-            self._order_stacks([beat.rank for beat in ranks])
         cut_off_s = 0.0 if self._is_alone else now_s - max(self._exchange.answered_s, self._awake_since_s)
         view = View(now_s, now_s - self._awake_since_s, cut_off_s, own, ranks, self._exchange.order)
         self._state, actions = decide(self._state, view, self._facts)
         order = self._state.order if isinstance(self._state, Ending) else None
+        if order is not None or own.still_s > self.limits.of(own):
+            self._publisher.show_stacks()
         for action in actions:
             self._execute(action)
-        self._exchange.send(Message(own, self._stacks, order))
+        self._exchange.send(Message(own, order))
 
     def _finish_checking(self) -> None:
         """End this process if the main thread has failed meanwhile because the stuck rank has ended."""
         if isinstance(self._state, Ending) and not self._facts.can_heal:
             self._facts.end(self._state.order.reason, False)
 
-    def _order_stacks(self, ranks: Sequence[int]) -> None:
-        self._stacks = StacksOrder([*ranks], time.time_ns())
-        if self._facts.rank in ranks:
-            self._publisher.order_stacks()
-
     def _execute(self, action: Action) -> None:
         facts = self._facts
         if isinstance(action, Say):
-            where = ""
-            if action.stacks:
-                self._order_stacks(action.stacks)
-                if self._files.logs is not None:
-                    name = str(action.stacks[0]) if len(action.stacks) == 1 else "*"
-                    where = f" (stack: {self._files.logs / f'stacks-{name}.txt'})"
-            facts.say(action.text + where)
+            logs = self._files.logs
+            facts.say(action.text + (f" (stacks: {logs})" if action.has_stacks and logs is not None else ""))
         elif isinstance(action, EndOthers):
             facts.end_others(action.frozen, action.reason)
             if action.elsewhere:

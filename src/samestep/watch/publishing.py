@@ -12,7 +12,7 @@ from msgspec import to_builtins
 
 from samestep.files import replace_file
 from samestep.watch.phase_clock import PhaseClock
-from samestep.watch.records import RANKS, STACKS_WANTED, TIMELINE, RankStates
+from samestep.watch.records import RANKS, TIMELINE, RankStates
 from samestep.watch.stall_diagnosis import Beat
 from samestep.watch.thread_state import read_stacks, trim_stack
 from samestep.watch.timeline import Timeline
@@ -50,7 +50,6 @@ class Publisher:
 
     def __init__(self, files: Files, clock: PhaseClock, rank: int, ident: int, *, is_first: bool) -> None:
         self.num_bytes = 0
-        self._is_asked = False
         self._files = files
         self._clock = clock
         self._rank = rank
@@ -59,20 +58,17 @@ class Publisher:
         if is_first and files.run_dir is not None:
             self._timeline = Timeline(files.run_dir / TIMELINE, files.began_step)
         self._shown: Sequence[Beat] | None = None  # the states of all ranks that are to be written
+        self._stalled: tuple[str, int, float] | None = None  # the phase whose stacks were written, or are to be
         self._writes_stacks = False
 
     def show(self, ranks: Sequence[Beat]) -> None:
         """Let `publish` write the states of all ranks."""
         self._shown = ranks
 
-    def order_stacks(self) -> None:
-        """Let `publish` write the stacks of this process."""
-        self._writes_stacks = True
-
-    def take_request(self) -> bool:
-        """Return whether `samestep watch` has requested the stacks of all ranks, since the last call."""
-        requested, self._is_asked = self._is_asked, False
-        return requested
+    def show_stacks(self) -> None:
+        """Let `publish` write the stacks of this process, once for each stall."""
+        self._writes_stacks |= self._stalled != self._clock.now
+        self._stalled = self._clock.now
 
     def publish(self) -> None:
         """Write what is to be written now."""
@@ -86,10 +82,6 @@ class Publisher:
         if ranks is not None:
             with suppress(OSError):
                 self._write_ranks(ranks)
-            with suppress(OSError):
-                if self._files.logs is not None:
-                    (self._files.logs / STACKS_WANTED).unlink()
-                    self._is_asked = True
 
     def finish(self, ranks: Sequence[Beat] | None, *, is_last: bool) -> None:
         """Write the end of the timeline, and remove `ranks.json` if no other heartbeat follows."""

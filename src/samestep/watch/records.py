@@ -27,8 +27,6 @@ LEDGER = "ledger.bin"  # one record for each finished step: the samples it used
 LOGS = "logs"  # a directory: the output of each start's ranks
 SHARED = (RECORD, RESTARTS, HEALS, STATUS, TRACKERS, LEDGER, METRICS)  # what a copy holds besides orders and snapshots
 
-STACKS_WANTED = "stacks-wanted"  # in the newest directory of LOGS: requests the stacks of all ranks
-
 RESTART_S = 5.0  # for a launcher to restart a failed run
 STALE_S = 30.0  # a run without news for this long counts as dead
 

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from msgspec import Struct
 
@@ -11,9 +10,6 @@ from samestep.console import describe_ranks
 from samestep.decoding import Count, Number
 from samestep.units import format_time
 
-# snapshots that take more than both slow a run
-SLOW_SAVING_S = 5.0
-SLOW_SAVING_SHARE = 0.25
 # Phase -> its description, after "rank 3 has".
 PHASES = {
     "starting": "been starting",
@@ -40,7 +36,6 @@ STOP_S = 300.0
 UNKNOWN_STOP_S = 1800.0  # the timeout of the other ranks' collectives
 TIMES_LONGER = 10.0
 WARM_UP = 2  # the first phases of each kind: they compile, open files, start workers
-MANY_FAULTS_PER_S = 20.0
 
 # Row of the table at the end -> its phases.
 SUMMARY = {
@@ -53,10 +48,6 @@ SUMMARY = {
     "other": ("script", "left"),
 }
 
-SLOWER = 1.25
-SLOW_AFTER_STEPS = 50
-SLOW_LEAST_S = 1e-3  # per micro-batch; smaller differences are noise
-
 
 class ThreadState(Struct, frozen=True, kw_only=True):
     """The state of a thread.
@@ -67,7 +58,6 @@ class ThreadState(Struct, frozen=True, kw_only=True):
         blocked: what it waits for in the kernel, such as "blocked in pipe_read"; "" if it runs.
         is_compiling: torch.compile is active.
         cpu_s: CPU time since the thread's start.
-        num_faults: major page faults since the thread's start.
     """
 
     waits_in: str = ""
@@ -75,7 +65,6 @@ class ThreadState(Struct, frozen=True, kw_only=True):
     blocked: str = ""
     is_compiling: bool = False
     cpu_s: Number = 0.0
-    num_faults: Count = 0
 
 
 class Beat(ThreadState, frozen=True, kw_only=True):
@@ -90,7 +79,6 @@ class Beat(ThreadState, frozen=True, kw_only=True):
         for_s: seconds without progress: no change of phase or micro-batch, no bytes written to a snapshot.
         num_seen, longest_s: how often this phase has ended, and its longest duration after WARM_UP.
         is_busy: it uses the CPU.
-        faults_per_s: major page faults per second.
         spent_s: phase -> total seconds in this loop; for the first loop of a start, since the start.
         num_steps: steps in this loop.
         num_micro_batches: micro-batches loaded so far.
@@ -111,7 +99,6 @@ class Beat(ThreadState, frozen=True, kw_only=True):
     num_seen: Count = 0
     longest_s: Number = 0.0
     is_busy: bool = False
-    faults_per_s: Number = 0.0
     spent_s: dict[str, Number] = {}
     num_steps: Count = 0
     num_micro_batches: Count = 0
@@ -233,28 +220,6 @@ def diagnose(ranks: Sequence[Beat], limits: Limits, awake_s: float = float("inf"
     return Stall(tuple(rank.rank for rank in blocking), sentence, still_s >= stop_s)
 
 
-def find_slow(paces: Mapping[int, Mapping[str, float]]) -> dict[int, tuple[str, float, float]]:
-    """Find the ranks that are slower than the others.
-
-    Args:
-        paces: rank -> phase -> seconds per micro-batch, without waits for other ranks.
-
-    Returns:
-        rank -> the phase that loses most, the rank's seconds per micro-batch, and the median of the other ranks.
-    """
-    found = {}
-    totals = {rank: sum(pace.values()) for rank, pace in paces.items()}
-    for rank, pace in paces.items():
-        others = [other for other in paces if other != rank]
-        if not others:
-            break
-        usual = median([totals[other] for other in others])
-        if totals[rank] > SLOWER * usual and totals[rank] - usual > SLOW_LEAST_S:
-            lost = {phase: s - median([paces[other].get(phase, 0.0) for other in others]) for phase, s in pace.items()}
-            found[rank] = (max(lost, key=lambda phase: lost[phase]), totals[rank], usual)
-    return found
-
-
 # --- words ----------------------------------------------------------------------------------------------------------
 
 
@@ -269,38 +234,6 @@ def share_spent(spent_s: Mapping[str, float]) -> dict[str, float]:
     parts = {name: sum(spent_s.get(phase, 0.0) for phase in phases) for name, phases in SUMMARY.items()}
     total_s = sum(parts.values())
     return {name: part_s / total_s for name, part_s in parts.items()} if total_s > 0 else {}
-
-
-def explain_waiting(spent_s: Mapping[str, float], num_steps: int) -> str:
-    """Return a hint if a rank has exchanged gradients and waited for longer than it has worked; else ""."""
-    shares = share_spent(spent_s)
-    works = sum(shares.get(name, 0.0) for name in ("data", "compute", "update"))
-    waits = shares.get("gradient reduction", 0.0)
-    if num_steps < SLOW_AFTER_STEPS or waits <= works:
-        return ""
-    return (
-        f"the ranks wait for each other {100 * waits:.0f} % of the time and work {100 * works:.0f} %: fewer ranks, or "
-        "larger batches, may be faster; samestep scale measures it"
-    )
-
-
-def explain_slow_saving(spent_s: Mapping[str, float], save_s: float, where: str) -> str:
-    """Return a warning if the run waits for its snapshots for a large part of its time; else "".
-
-    Args:
-        spent_s: phase -> total seconds.
-        save_s: seconds that the last snapshot took to write.
-        where: the directory or URL of the snapshots.
-    """
-    saving_s = spent_s.get("saving", 0.0)
-    total_s = sum(spent_s.values()) - spent_s.get("starting", 0.0)
-    if saving_s < SLOW_SAVING_S or saving_s < SLOW_SAVING_SHARE * total_s:
-        return ""
-    return (
-        f"snapshots slow the run: it waits for them to be copied and written for {100 * saving_s / total_s:.0f} % of "
-        f"its time, and the last one took {save_s:.1f} s to write to {where}; take fewer with --snapshot-every, or "
-        "choose a run directory on a faster disk"
-    )
 
 
 def _name(beats: Sequence[Beat]) -> str:
@@ -326,8 +259,6 @@ def _describe_others(others: Sequence[Beat], still_s: float) -> str:
             text += f", {first.place}"
         if first.is_compiling:
             text += ", compiling"
-        elif first.faults_per_s >= MANY_FAULTS_PER_S:
-            text += f", swapping ({first.faults_per_s:.0f} page faults per second)"
         elif first.blocked:
             text += f", {first.blocked}"
         elif first.is_busy:

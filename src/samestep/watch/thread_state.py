@@ -72,14 +72,13 @@ def read_thread_state(ident: int, native_id: int) -> ThreadState:
     # On a GPU, torch runs the hooks of a backward in a thread of its own.
     if not waits_in and any(frame.file == ROUTES for other in stacks.values() for frame in other):
         waits_in = "the reduction"
-    state, cpu_s, num_faults = _read_stat(native_id)
+    state, cpu_s = _read_stat(native_id)
     return ThreadState(
         waits_in=waits_in,
         place=_find_place(stack),
         blocked=_describe_wait(state, native_id),
         is_compiling=any(frame.file.startswith(COMPILERS) for frame in stack) and not waits_in,
         cpu_s=cpu_s,
-        num_faults=num_faults,
     )
 
 
@@ -124,13 +123,13 @@ def _find_place(stack: list[Frame]) -> str:
     return fallback
 
 
-def _read_stat(native_id: int) -> tuple[str, float, int]:
-    """Return a thread's state (R, S, D ...), CPU seconds and major page faults."""
+def _read_stat(native_id: int) -> tuple[str, float]:
+    """Return a thread's state (R, S, D ...) and CPU seconds."""
     try:
         fields = read_text(Path(f"/proc/self/task/{native_id}/stat")).rpartition(")")[2].split()
     except OSError:
-        return "", 0.0, 0
-    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), int(fields[9])
+        return "", 0.0
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def read_memory_mb() -> tuple[float, float]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from samestep.console import escape, warn
+from samestep.console import escape
 from samestep.errors import Error, PeerFailed, Stuck
 from samestep.files import read_text
 from samestep.launch.failure import write_failure
@@ -27,7 +27,7 @@ from samestep.watch.decision import RankFacts
 from samestep.watch.heartbeat import Heartbeat
 from samestep.watch.phase_clock import PhaseClock
 from samestep.watch.publishing import Files
-from samestep.watch.stall_diagnosis import Limits, build_limits, explain_slow_saving
+from samestep.watch.stall_diagnosis import Limits, build_limits
 from samestep.world.environment import read_host, read_terminal
 
 EXIT_CODE = 1
@@ -50,7 +50,6 @@ class Watchdog(PhaseClock, StepObserver):
         self._state = state
         self._terminal = read_terminal()
         self._heartbeat: Heartbeat | None = None
-        self._has_warned_of_saving = False
 
     # --- the phases of a step ---------------------------------------------------------------------------------
 
@@ -144,16 +143,6 @@ class Watchdog(PhaseClock, StepObserver):
                 directory.check_still_ours()
                 return True
         return self._context.rank != 0
-
-    def leave_saving(self, step: int) -> None:
-        """The script continues after a step. Warn once if the run waits long for its snapshots."""
-        self.enter("script", step)
-        location = self._context.location
-        if self._has_warned_of_saving or location.directory is None:
-            return
-        if slow := explain_slow_saving(self.spent_s(), self._snapshotter.save_s, location.shown):
-            self._has_warned_of_saving = True
-            warn(self._context.say, slow, start="snapshots slow the run")
 
     def close(self) -> None:
         """End the loop."""

@@ -105,7 +105,7 @@ class Boundary:
                 numbered=numbered,
                 ending=stopping.is_ending,
             )
-            self._services.watchdog.leave_saving(steps_done)
+            self._services.watchdog.enter("script", steps_done)
         self.end.exit_after_signal()
 
     def _get_state(self, epoch: int) -> TrainingState:
