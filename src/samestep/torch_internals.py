@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from operator import attrgetter
 from pathlib import Path
@@ -168,20 +167,6 @@ def as_worker(worker: int | None, num_workers: int, dataset: Any) -> Iterator[No
 LOOK_S = 0.2  # how long an iterator waits for data before it checks whether the workers are alive
 
 
-def count_received(iterator: Any) -> int:
-    """How many batches the iterator has returned in this pass."""
-    return int(iterator._rcvd_idx)
-
-
-def list_worker_tasks(iterator: Any) -> list[tuple[BaseProcess, list[int]]]:
-    """The workers, each with the numbers of the batches that were requested from it and not returned yet."""
-    tasks: dict[int, tuple[Any, ...]] = iterator._task_info  # batch -> (worker,), or (worker, data) once it has arrived
-    return [
-        (process, [k for k, info in tasks.items() if info == (number,)])
-        for number, process in enumerate(iterator._workers)
-    ]
-
-
 def watch_workers(iterator: Any) -> None:
     """Let the iterator look for dead workers every `LOOK_S` while it waits, in place of torch's SIGCHLD handler.
 
@@ -210,20 +195,6 @@ def end_on_feeder_error(end: Callable[[Exception], None]) -> None:
         end(error)
 
     Queue._on_queue_feeder_error = staticmethod(report)  # type: ignore[attr-defined]
-
-
-def shut_down_workers(iterator: Any, limit_s: float) -> bool:
-    """End the workers, and return True; False if one of them has held a lock for `limit_s`.
-
-    torch sets an event, whose lock each worker takes at times, and waits for the workers' remaining data. A worker that
-    was killed while it held the lock never releases it, and torch would wait forever.
-    """
-    lock = iterator._workers_done_event._cond
-    if not lock.acquire(True, limit_s):
-        return False
-    lock.release()
-    iterator._shutdown_workers()
-    return True
 
 
 def abandon_workers(iterator: Any) -> None:

@@ -296,7 +296,7 @@ def test_streams_have_no_epochs() -> None:
     assert all("Stream is a stream without indexing" in message for message in messages)
 
 
-@pytest.mark.parametrize("how", one_in(2, ["changed", "missing", "rewritten"]))
+@pytest.mark.parametrize("how", ["changed", "missing"])
 def test_other_shards_than_those_of_the_run(how: str, tmp_path: Path) -> None:
     samestep.spawn(train, 1, (tmp_path / "run", make_tars(tmp_path / "data"), 0, -1, 4))
     before = (tmp_path / "run" / "run.json").read_bytes()
@@ -304,13 +304,10 @@ def test_other_shards_than_those_of_the_run(how: str, tmp_path: Path) -> None:
     if how == "missing":
         tar.unlink()
         data: Any = WebDataset(tmp_path / "data")
-    elif how == "rewritten":
-        tar.write_bytes(tar.read_bytes().replace(b"sample 11", b"sample 21"))
-        data = WebDataset(tmp_path / "data")
     else:
         make_tars(tmp_path / "data", spare=2)
         data = WebDataset(tmp_path / "data")
-    what = {"missing": "is missing", "changed": "has changed", "rewritten": "has other content"}[how]
+    what = {"missing": "is missing", "changed": "has changed"}[how]
     with pytest.raises(samestep.Error, match=rf"shards are not those that the run began with: 2\.tar {what}"):
         samestep.spawn(train, 2, (tmp_path / "run", data))
     assert (tmp_path / "run" / "run.json").read_bytes() == before

@@ -101,9 +101,7 @@ class Disk:
             elif path.is_file() and not path.is_symlink() and self._cut_file(path, choose):
                 changed.append(str(path.relative_to(self.root)))
 
-    def _go_back(
-        self, directory: Path, now: dict[str, tuple[int, bool]], synced: dict[str, tuple[int, bool]]
-    ) -> None:
+    def _go_back(self, directory: Path, now: dict[str, tuple[int, bool]], synced: dict[str, tuple[int, bool]]) -> None:
         """Give a directory the names that were synced."""
         spare = Path(tempfile.mkdtemp(dir=self.root))
         kept = {inode: name for name, (inode, _) in now.items()}

@@ -72,7 +72,7 @@ def _run_one(laboratory: Laboratory, scenario: Scenario, options: argparse.Names
     if not options.keep_going:
         deadline_s = time.monotonic() + SHRINK_S
         shrunk = laboratory.shrink(scenario, lambda: time.monotonic() > deadline_s)
-        print(f'  again: make sim ARGS="--scenario \'{shrunk}\'"', flush=True)
+        print(f"  again: make sim ARGS=\"--scenario '{shrunk}'\"", flush=True)
     return 1
 
 

@@ -13,15 +13,12 @@ from support.shards import MAKERS, NUM_SHARDS, PER_SHARD, SAMPLES, make_tars, re
 
 from samestep.data.lanes import Lanes
 from samestep.data.loader import Loader
-from samestep.data.order_files import keep_shards
-from samestep.data.source import mark_shards, parse_shards, read_shards
+from samestep.data.source import parse_shards, read_shards
 from samestep.data.spec import read_data_arguments
-from samestep.errors import InvalidType, InvalidValue, RunDirectoryError
+from samestep.errors import InvalidValue
 from samestep.plan.loop_plan import Task
 from samestep.plan.schedule import Schedule
 from samestep.sources import WebDataset, open_tokens
-from samestep.train.inputs.loop_data import open_loop_data
-from samestep.train.inputs.samples import check_marks
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -38,56 +35,6 @@ def test_any_sample_in_any_order(kind: str, tmp_path: Path) -> None:
                 assert [x for loaded in loader for x in read_x(loaded.batch)] == indices.tolist()
     with pytest.raises(IndexError):
         source.__getitems__([SAMPLES])
-
-
-@pytest.mark.parametrize("kind", MAKERS)
-def test_a_shard_with_other_content_of_the_same_size(kind: str, tmp_path: Path) -> None:
-    source, run_dir = MAKERS[kind](tmp_path / "data"), tmp_path / "run"
-    run_dir.mkdir()
-
-    def start(*, overrides: bool = False) -> None:
-        data = open_loop_data(
-            source, 1, seed=0, batch_size=4, micro_batch_size=2, endless=True, sampler=None, start=(0, 0)
-        )
-        marks = check_marks(data, run_dir, overrides=overrides)
-        assert len(marks) == len(source.shards)
-        assert keep_shards(run_dir, data.shards_hash, data.shards, marks) == ""
-
-    start()
-    file = source.shard_files[-1]
-    os.utime(file, ns=(1, 1))  # as a copy of it
-    start()
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(
-        RunDirectoryError, match=r"not those that the run began with: .* has other content.*; restore them; to"
-    ):
-        start()
-    start(overrides=True)
-    start()
-
-
-def test_files_of_shards_are_checked(tmp_path: Path) -> None:
-    source = make_tars(tmp_path)
-    source.shard_files[2].unlink()
-    with pytest.raises(
-        InvalidValue, match=r"the shard .*2\.tar cannot be read \(No such file or directory\): restore it"
-    ):
-        mark_shards(source, [])
-    os.mkfifo(source.shard_files[2])
-    with pytest.raises(InvalidValue, match=r"the shard .*2\.tar cannot be read \(it is a FIFO\): restore it"):
-        mark_shards(source, [])
-    source.shard_files[2] = Path("a\0.tar")
-    with pytest.raises(InvalidValue, match=r"the shard a\0\.tar cannot be read \(embedded null byte\): restore it"):
-        mark_shards(source, [])
-    source.shard_files = source.shard_files[:2]
-    with pytest.raises(InvalidValue, match=r"WebDataset has 6 shards and 2 shard_files: give the file of each shard"):
-        mark_shards(source, [])
-    for wrong in (None, 3, "a.tar", [None, "a.tar"]):
-        source.shard_files = wrong
-        with pytest.raises(InvalidType, match=r"WebDataset.shard_files must be a list with the path of each"):
-            mark_shards(source, [])
 
 
 def test_a_damaged_list_of_shards() -> None:

@@ -24,29 +24,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate, default_convert, get_worker_info
 
-from samestep.console import warn
 from samestep.data.sample_errors import WorkerFailure, abbreviate, explain, pack, unpack
-from samestep.data.shared_files import SharedFiles
 from samestep.data.spec import DataSpec
 from samestep.errors import WORKER_ADVICE, Error, InvalidValue, WorkerDied
 from samestep.plan.ledger import fingerprint
 from samestep.plan.loop_plan import Task
 from samestep.processes import die_with_parent
-from samestep.torch_internals import (
-    abandon_workers,
-    count_received,
-    end_on_feeder_error,
-    forget_workers,
-    list_worker_tasks,
-    shut_down_workers,
-    watch_workers,
-)
+from samestep.torch_internals import abandon_workers, end_on_feeder_error, forget_workers, watch_workers
 
 FILES_ADVICE = (
     "each tensor that a worker sends is an open file until the rank has used it: raise the limit (ulimit -n), or use "
     'fewer workers, a smaller prefetch_factor or torch.multiprocessing.set_sharing_strategy("file_system")'
 )
-STOP_S = 5.0  # for a worker to release a lock
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # by DataLoader workers
 
 
@@ -129,7 +118,6 @@ class Loader:
 
     Args:
         positions: for a stream, the `LanePosition` of each lane where the tasks begin.
-        say: prints a warning; None: print none.
 
     Attributes:
         positions: for a stream, the newest `LanePosition` of each lane that `next` has returned.
@@ -146,10 +134,8 @@ class Loader:
         *,
         device: torch.device,
         positions: Mapping[int, Any] | None = None,
-        say: Callable[[str], None] | None = None,
     ) -> None:
         self._fetcher = Fetcher(spec.dataset, spec.collate_fn)
-        self._say = say
         self._workers = Workers(spec, device) if spec.num_workers else None
         self.begin(tasks)
         # The bits must equal those of a DataLoader worker, which has one thread.
@@ -195,13 +181,6 @@ class Loader:
         except StopIteration:
             self.close()
             raise
-        if self._say is not None and (name := workers.files.find_moved()):
-            sentence = (
-                f"the file {name} of the data set was open when its {workers.num_workers} loader workers were forked, "
-                "and they read it at one position, which they share: open it in each worker, at the first sample, or "
-                "read it by os.pread or mmap"
-            )
-            warn(self._say, sentence, start="the file")
         if isinstance(result, WorkerFailure):
             raise unpack(result)
         return result
@@ -228,14 +207,12 @@ class Workers:
 
     Attributes:
         iterator: yields the loaded micro-batches.
-        files: the files that the workers share.
+        processes: the workers, by number.
     """
 
     def __init__(self, spec: DataSpec, device: torch.device) -> None:
         context = spec.multiprocessing_context
         start_method = (context or multiprocessing).get_start_method()
-        self.num_workers = spec.num_workers
-        self.files = SharedFiles(spec.dataset if start_method == "fork" and spec.num_workers > 1 else None)
         start = WorkerStart(
             worker_init_fn=spec.worker_init_fn,
             deterministic_mode=torch.get_deterministic_debug_mode(),
@@ -257,7 +234,7 @@ class Workers:
             persistent_workers=True,
         )
         self.iterator: Any = iter(())
-        self.processes: set[multiprocessing.process.BaseProcess] = set()
+        self.processes: list[multiprocessing.process.BaseProcess] = []
         self._pid = os.getpid()
 
     @property
@@ -278,7 +255,8 @@ class Workers:
             watch_workers(self.iterator)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self.processes = set(multiprocessing.active_children()) - before
+        started = set(multiprocessing.active_children()) - before
+        self.processes = sorted(started, key=lambda process: process.pid or 0)
         # Runs before the exit hooks of torch and multiprocessing, which would wait for workers that ignore SIGTERM.
         atexit.register(self.stop)
         _started.add(self)
@@ -297,12 +275,12 @@ class Workers:
             if isinstance(error, EOFError):  # a thread of the worker has failed, and its traceback is printed
                 raise WorkerDied(f"a DataLoader worker could not send a micro-batch: {FILES_ADVICE}") from None
             raise
-        self._series.forget(count_received(self.iterator))
+        self._series.forget_first()
         return loaded
 
     def _describe_death(self) -> str | None:
         """Describe a dead worker and the samples that it was loading; None if all are alive."""
-        for number, (process, tasks) in enumerate(list_worker_tasks(self.iterator)):
+        for number, process in enumerate(self.processes):
             process.join(0.1)  # a pipe may break before the process has ended
             if process.is_alive():
                 continue
@@ -312,30 +290,29 @@ class Workers:
             if code == errno.EMFILE:
                 end = "has run out of open files"
                 advice = FILES_ADVICE
-            samples = [index for k in tasks for index in self._series.given[k]]
+            tasks = self._series.given.items()  # torch gives them to the workers in turn
+            samples = [index for k, indices in tasks if k % len(self.processes) == number for index in indices]
             what = f" with the samples {abbreviate(samples)} in flight" if samples else ""
             return f"DataLoader worker {number} (pid {process.pid}) {end}{what}: {advice}"
         return None
 
     def stop(self) -> None:
-        """Stop the workers. Waits up to STOP_S for a worker that is loading a sample. May be called twice."""
+        """End the workers, which hold no state: kill them. May be called twice."""
         atexit.unregister(self.stop)
         iterator = self.iterator
         self.iterator = iter(())
         if os.getpid() != self._pid or not self.processes:
             return  # forked: the workers belong to the parent
-        if not (self.are_alive and shut_down_workers(iterator, STOP_S)):
-            abandon_workers(iterator)
+        abandon_workers(iterator)
         for process in self.processes:
-            if process.is_alive():
-                process.kill()
+            process.kill()
             process.join()
-        self.processes = set()
+        self.processes = []
 
     def forget(self) -> None:
         """In a forked child: prevent torch's exit hook from stopping the parent's workers."""
         forget_workers(self.iterator)
-        self.processes = set()
+        self.processes = []
 
 
 _started: "WeakSet[Workers]" = WeakSet()
@@ -368,9 +345,9 @@ class _Series:
             self.given[number] = task.indices  # type: ignore[assignment]
             yield task.indices.tobytes(), task.seed  # pickling an array would take 10 us more
 
-    def forget(self, end: int) -> None:
-        """Drop the samples of the task before number `end`, which has been loaded."""
-        self.given.pop(end - 1, None)
+    def forget_first(self) -> None:
+        """Drop the samples of the first task, which has been loaded."""
+        del self.given[min(self.given)]
 
 
 @dataclass(frozen=True)

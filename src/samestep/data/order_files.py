@@ -1,26 +1,16 @@
 """The directory `orders/` of a run, from which the samples of each step can be computed again.
 
-It holds the order of each epoch if a sampler gave it, and for each source that the run has used the list of its shards,
-with the marks of their files. A later start compares its shards with this list.
+It holds the order of each epoch if a sampler gave it, and for each source that the run has used the list of its shards.
+A later start compares its shards with this list.
 """
 
 import io
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from samestep.data.source import (
-    Mark,
-    Shard,
-    explain_change,
-    explain_rewrite,
-    format_shards,
-    mark_shards,
-    parse_shards,
-)
+from samestep.data.source import Shard, explain_change, format_shards, parse_shards
 from samestep.files import open_regular, read_bytes, replace_file
 from samestep.plan.order import GivenOrder, Indices
 
@@ -62,36 +52,22 @@ def keep_order(run_dir: Path, epoch: int, indices: Indices) -> str:
 
 def read_shard_sizes(run_dir: Path, shards_hash: str) -> list[int]:
     """Return the number of samples of each shard. Raises OSError or ValueError if the list is damaged."""
-    shards, _ = parse_shards(read_bytes(run_dir / shards_file(shards_hash)))
-    return [shard.num_samples for shard in shards]
+    return [shard.num_samples for shard in parse_shards(read_bytes(run_dir / shards_file(shards_hash)))]
 
 
 def find_changed_shards(run_dir: Path, shards_hash: str, shards: Sequence[Shard]) -> str:
     """Describe how shards differ from those of a list; "" if they do not, or if the list cannot be read."""
     try:
-        before, _ = parse_shards(read_bytes(run_dir / shards_file(shards_hash)))
+        before = parse_shards(read_bytes(run_dir / shards_file(shards_hash)))
     except (OSError, ValueError):
         return ""
     return explain_change(before, shards)
 
 
-def mark_again(run_dir: Path, shards_hash: str, dataset: Any, shards: Sequence[Shard]) -> tuple[list[Mark], str]:
-    """Return the marks of a source's shards, and a description of files whose content is not that of the list.
-
-    Raises:
-        InvalidValue: a file cannot be read, see `mark_shards`.
-    """
-    before: list[Mark] = []
-    with suppress(OSError, ValueError):
-        _, before = parse_shards(read_bytes(run_dir / shards_file(shards_hash)))
-    marks = mark_shards(dataset, before)
-    return marks, explain_rewrite(shards, before, marks)
-
-
-def keep_shards(run_dir: Path, shards_hash: str, shards: Sequence[Shard], marks: Sequence[Mark]) -> str:
+def keep_shards(run_dir: Path, shards_hash: str, shards: Sequence[Shard]) -> str:
     """Write the list of a source's shards, unless it is there. Returns a warning, or ""."""
     path = run_dir / shards_file(shards_hash)
-    content = format_shards(shards, marks)
+    content = format_shards(shards)
     try:
         if not (path.exists() and read_bytes(path) == content):
             _replace(path, content)

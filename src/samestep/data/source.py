@@ -1,11 +1,7 @@
 """Sources: data sets that are stored in shards and read by micro-batch, and the comparison of their shards."""
 
-import errno
 import json
-import os
-import stat
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -13,14 +9,10 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from samestep.decoding import Count, decode
-from samestep.errors import InvalidType, InvalidValue
+from samestep.errors import InvalidValue
 from samestep.hashing import hash_pieces
 
 MAX_NAMED = 3  # shards in a message
-BLOCK = 4096  # bytes that are hashed at the start, in the middle and at the end of a shard's file
-
-# The mark of a shard's file: the time at which it was written, in nanoseconds, and a hash of three of its blocks.
-Mark = tuple[int, str]
 
 
 class Shard(NamedTuple):
@@ -49,9 +41,6 @@ class Source(Protocol):
     A data set whose reading draws no random numbers may also have `read_batch(indices)`. It gets an array of int64 and
     returns the micro-batch that the loop yields. It is called instead of `__getitems__` if no `collate_fn` is given,
     and saves 20 us per micro-batch, because the generators need no seed and the indices no list.
-
-    A source may also have `shard_files`, a list with the path of each shard's file. A resumed run then also refuses
-    files whose content has changed.
 
     Example::
 
@@ -116,84 +105,20 @@ def read_shards(dataset: Any) -> tuple[tuple[Shard, ...], NDArray[np.int64], str
     return tuple(shards), sizes[0], mark
 
 
-def mark_shards(dataset: Any, before: Sequence[Mark]) -> list[Mark]:
-    """Return the marks of a source's shards; [] if it does not name their files.
-
-    Only files that were written at a different time than in `before` are read, in 40 us per file; others take 5 us.
-
-    Args:
-        before: earlier marks; [] if there are none.
-
-    Raises:
-        InvalidValue: a file cannot be read, or there is not one for each shard.
-    """
-    given: Any = getattr(dataset, "shard_files", ())
-    try:
-        files = [os.fspath(file) for file in given]  # a Path takes 10 us more
-        is_list = not isinstance(given, str)
-    except TypeError:
-        is_list = False
-    if not is_list:
-        raise InvalidType(
-            f"{type(dataset).__name__}.shard_files must be a list with the path of each shard's file, "
-            f"not {given!r:.100}",
-            code="SS309",
-        )
-    if files and len(files) != len(dataset.shards):
-        name = type(dataset).__name__
-        count = len(dataset.shards)
-        raise InvalidValue(
-            f"{name} has {count} shards and {len(files)} shard_files: give the file of each shard", code="SS309"
-        )
-    known = dict(zip(files, before, strict=False))
-    marks = dict[str, Mark]()
-    for file in dict.fromkeys(files):
-        try:
-            marks[file] = _mark_file(file, known.get(file))
-        except (OSError, ValueError) as error:  # ValueError: the name holds a NUL character
-            why = getattr(error, "strerror", None) or error
-            raise InvalidValue(f"the shard {file} cannot be read ({why}): restore it", code="SS310") from None
-    return [marks[file] for file in files]
-
-
-def _mark_file(file: str, before: Mark | None) -> Mark:
-    status = os.stat(file)
-    if stat.S_ISFIFO(status.st_mode):  # `open` would block
-        raise OSError(errno.EINVAL, "it is a FIFO")
-    if before is not None and before[0] == status.st_mtime_ns:
-        return before
-    with open(file, "rb", buffering=0) as opened:
-        places = (0, status.st_size // 2, max(0, status.st_size - BLOCK))
-        blocks = [os.pread(opened.fileno(), BLOCK, place) for place in places]
-    return status.st_mtime_ns, hash_pieces(blocks)[:16]
-
-
-def explain_rewrite(shards: Sequence[Shard], before: Sequence[Mark], now: Sequence[Mark]) -> str:
-    """Describe which shards have different content than before at the same size; "" if none is known."""
-    pairs = zip(shards, before, now, strict=False)
-    return _list([f"{shard.name} has other content" for shard, was, found in pairs if was[1] != found[1]])
-
-
 class _Row(Struct, array_like=True):
     name: str
     num_samples: Count
     num_bytes: Count
-    written_ns: int = 0
-    content: str = ""
 
 
-def format_shards(shards: Iterable[Shard], marks: Iterable[Mark]) -> bytes:
+def format_shards(shards: Iterable[Shard]) -> bytes:
     """Return the content of a file with the shards; `parse_shards` reads it."""
-    rows = [(*shard, *mark) for shard, mark in zip_longest(shards, marks, fillvalue=())]
-    return json.dumps(rows, separators=(",", ":")).encode()
+    return json.dumps([*shards], separators=(",", ":")).encode()
 
 
-def parse_shards(text: bytes) -> tuple[list[Shard], list[Mark]]:
-    """Return the shards and marks from the text of `format_shards`. Raises ValueError if the text is damaged."""
-    rows = decode(text, list[_Row])
-    shards = [Shard(row.name, row.num_samples, row.num_bytes) for row in rows]
-    marks = [(row.written_ns, row.content) for row in rows if row.content]
-    return shards, marks if len(marks) == len(shards) else []  # a source without `shard_files`
+def parse_shards(text: bytes) -> list[Shard]:
+    """Return the shards from the text of `format_shards`. Raises ValueError if the text is damaged."""
+    return [Shard(row.name, row.num_samples, row.num_bytes) for row in decode(text, list[_Row])]
 
 
 def explain_change(before: Sequence[Shard], now: Sequence[Shard]) -> str:

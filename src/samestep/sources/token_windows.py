@@ -55,11 +55,6 @@ class TokenWindows:
             return []
         return [Shard(Path(mapped.filename).name, len(self), os.path.getsize(mapped.filename))]
 
-    @property
-    def shard_files(self) -> list[Path]:
-        """The path of the file in `shards`."""
-        return [] if (mapped := self._mapped) is None else [Path(mapped.filename)]
-
     def __len__(self) -> int:
         return len(self._windows)
 

@@ -48,7 +48,6 @@ class WebDataset:
 
     Attributes:
         shards: the tars, for the order and the record of a run.
-        shard_files: the file of each tar.
 
     Raises:
         InvalidValue: a tar is missing, truncated or compressed, or the index cannot be written.
@@ -73,16 +72,16 @@ class WebDataset:
         *,
         index_dir: str | Path | None = None,
     ) -> None:
-        self.shard_files = _list_tars(files)
-        root = os.path.commonpath([file.parent for file in self.shard_files])
-        names = [os.path.relpath(file, root) for file in self.shard_files]  # the data may be moved
+        self._files = _list_tars(files)
+        root = os.path.commonpath([file.parent for file in self._files])
+        names = [os.path.relpath(file, root) for file in self._files]  # the data may be moved
         self._index_files = [
             Path(index_dir, name.replace(os.sep, "--") + INDEX) if index_dir else file.with_name(file.name + INDEX)
-            for file, name in zip(self.shard_files, names, strict=True)
+            for file, name in zip(self._files, names, strict=True)
         ]
         self.shards = [
             Shard(name, _count_samples(file, at), file.stat().st_size)
-            for name, file, at in zip(names, self.shard_files, self._index_files, strict=True)
+            for name, file, at in zip(names, self._files, self._index_files, strict=True)
         ]
         self._transform = transform
         self._stops = np.cumsum([0, *(shard.num_samples for shard in self.shards)])
@@ -127,10 +126,10 @@ class WebDataset:
             return self._opened[shard]
         index = _read_index(self._index_files[shard], self.shards[shard].num_bytes)
         try:
-            file = open(self.shard_files[shard], "rb", buffering=0)  # noqa: SIM115  # it stays open
+            file = open(self._files[shard], "rb", buffering=0)  # noqa: SIM115  # it stays open
         except OSError as error:
             raise InvalidValue(
-                f"the shard {self.shard_files[shard]} cannot be read ({error.strerror}): restore it", code="SS310"
+                f"the shard {self._files[shard]} cannot be read ({error.strerror}): restore it", code="SS310"
             ) from None
         if len(self._opened) == MAX_OPEN:
             self._opened.popitem(last=False)

@@ -1,10 +1,8 @@
 """Opens a loop: everything between the check of its arguments and its first step."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from samestep.data.order_files import keep_shards
-from samestep.data.source import Mark
 from samestep.errors import InvalidValue
 from samestep.plan.schedule import describe_division
 from samestep.train.context import RunContext
@@ -12,7 +10,7 @@ from samestep.train.description import describe_run, describe_script, read_commi
 from samestep.train.determinism import describe_machine, fix_compiler
 from samestep.train.guards import calls
 from samestep.train.inputs.loop_data import LoopData
-from samestep.train.inputs.samples import add_samples, check_marks
+from samestep.train.inputs.samples import add_samples
 from samestep.train.loops.feed import Feed
 from samestep.train.loops.healing import begin_healing
 from samestep.train.loops.loop import Loop
@@ -45,12 +43,11 @@ def open_loop(
             'shard="fsdp2" does not support data that can only be read in order: use shard="optimizer"', code="SS608"
         )
     agree_on_loop(data, context)
-    marks = read_marks(data, context, overrides=prepared.overrides)
     if state.is_before_loops:
         services.metrics.set_description(record_start(data, context, prepared))
         fix_compiler()
     state.begin_loop(data, context.config.max_steps, context.location, context.say)
-    keep_marks(data, marks, context)
+    keep_list(data, context)
     resume_state(data, context, state, prepared, services)
     services.stopping.begin_loop()
     services.metrics.begin_loop(data.plan, prepared.objects, prepared.gradients)
@@ -75,20 +72,12 @@ def agree_on_loop(data: LoopData, context: RunContext) -> None:
     context.group.agree(data.numbers | lengths)
 
 
-def read_marks(data: LoopData, context: RunContext, *, overrides: bool) -> list[Mark]:
-    """Compare the content of the shards with that of earlier starts. Return their marks, of a run with a directory."""
-    directory = context.location.path
-    if directory is None or not data.shards:
-        return []
-    return context.group.once(lambda: check_marks(data, directory, overrides=overrides))
-
-
-def keep_marks(data: LoopData, marks: Sequence[Mark], context: RunContext) -> None:
-    """Write the names and marks of the shards to the run directory."""
+def keep_list(data: LoopData, context: RunContext) -> None:
+    """Write the names of the shards to the run directory."""
     directory = context.location.path
     if directory is None or not data.shards:
         return
-    if problem := context.location.once(lambda: keep_shards(directory, data.shards_hash, data.shards, marks)):
+    if problem := context.location.once(lambda: keep_shards(directory, data.shards_hash, data.shards)):
         context.say(problem)
 
 

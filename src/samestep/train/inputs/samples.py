@@ -12,8 +12,7 @@ import torch
 from samestep.data.content import hash_content, list_dtypes
 from samestep.data.lanes import Lanes
 from samestep.data.loader import Loader
-from samestep.data.order_files import find_changed_shards, mark_again
-from samestep.data.source import Mark
+from samestep.data.order_files import find_changed_shards
 from samestep.data.spec import DataSpec
 from samestep.errors import Error, InvalidValue, RunDirectoryError
 from samestep.plan.loop_plan import Task
@@ -26,7 +25,6 @@ from samestep.world.environment import advise
 from samestep.world.group import Group
 
 NUM_COMPARED = 8  # micro-batches of each lane that begins as another one does
-OTHER_SHARDS = "the data set's shards are not those that the run began with"
 
 
 def check_shards(data: LoopData, run_dir: Path, recorded: str | None) -> None:
@@ -42,24 +40,10 @@ def check_shards(data: LoopData, run_dir: Path, recorded: str | None) -> None:
         return
     if changed := find_changed_shards(run_dir, recorded, data.shards):
         raise RunDirectoryError(
-            f"{OTHER_SHARDS}: {changed}; restore them, or start with {advise(fresh=True)}", code="SS306"
-        )
-
-
-def check_marks(data: LoopData, run_dir: Path, *, overrides: bool) -> list[Mark]:
-    """Return the marks of the shards, for `keep_shards`. Compares them with those of an earlier start.
-
-    Raises:
-        RunDirectoryError: the content of shards has changed and `overrides` is False; the message names them.
-    """
-    marks, changed = mark_again(run_dir, data.shards_hash, data.spec.dataset, data.shards)
-    if changed and not overrides:
-        raise RunDirectoryError(
-            f"{OTHER_SHARDS}: {changed}; restore them; to continue with the new content, pass override=True to "
-            f"run.prepare, or start with {advise(override=True)}",
+            f"the data set's shards are not those that the run began with: {changed}; restore them, or start with "
+            f"{advise(fresh=True)}",
             code="SS306",
         )
-    return marks
 
 
 def add_samples(
