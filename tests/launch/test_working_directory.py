@@ -38,7 +38,7 @@ def test_a_command_imports_nothing_from_the_working_directory(tmp_path: Path, co
 
 
 def test_a_recipe_without_a_launcher_imports_nothing_from_the_working_directory(tmp_path: Path) -> None:
-    """For `samestep replay --pdb`. What the user names by -m is found in the working directory, as with python -m."""
+    """What the user names by -m is found in the working directory, as with python -m."""
     (tmp_path / "json.py").write_text(PLANTED)
     python, *words = Target("recipe", "json.tool", ["--help"]).to_plain_command()
     subprocess.run([python, *words], cwd=tmp_path, capture_output=True, check=True)

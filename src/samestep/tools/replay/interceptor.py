@@ -5,12 +5,10 @@ describes the requested step or micro-batch. Then all ranks end.
 """
 
 import math
-import pdb
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -31,15 +29,14 @@ from samestep.train.description import describe_script, read_commit
 from samestep.train.determinism import describe_machine
 from samestep.train.step.steps import Step
 
-PACKAGE = Path(__file__).parents[2]
 MAX_NORMS = 1000  # parameters in the result
 
 
 class Replay(Tracer):
     """Ends the run after a step, or after one micro-batch of it without computing the others.
 
-    Options: `step`; `micro_batch`, or None for the whole step; `debug`: open pdb in the script's loop; `save`: a file
-    for the micro-batch, the weights and the gradient, or None.
+    Options: `step`; `micro_batch`, or None for the whole step; `save`: a file for the micro-batch, the weights and the
+    gradient, or None.
     """
 
     def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
@@ -51,11 +48,6 @@ class Replay(Tracer):
         self._logged: dict[str, Any] = {}
         self._losses: dict[int, list[float]] = {}  # of each micro-batch that this rank computes in the step
         self._grads: list[Tensor | None] = []
-
-    def forward(self, step: Step, batch: Any) -> Any:
-        if self.options["debug"] and step.number == self._step and step.micro_batch == step.held.start:
-            _open_debugger(step)
-        return batch
 
     def reduced(self, step: Step) -> None:
         if step.number == self._step:
@@ -108,8 +100,6 @@ class Replay(Tracer):
             self._grads = [None] * len(self.loop.gradients.plan.params)
             watch = _NonFinite(self.modules)
             seed_all(derive(self.context.config.seed, "compute", step=step.number, pass_=0, micro_batch=v))
-            if self.options["debug"]:
-                _open_debugger(step)
             yield batch
             watch.close()
             if not (watch.has_forward or all(map(math.isfinite, self._result["losses"]))):
@@ -231,39 +221,3 @@ def _to_plain(value: Any) -> Any:
 
 def _to_json(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: torch.as_tensor(value).detach().double().cpu().tolist() for name, value in values.items()}
-
-
-class _Debugger(pdb.Pdb):
-    """pdb that ends the process when the user quits. Reads no .pdbrc, which could be in the directory of a run."""
-
-    def __init__(self) -> None:
-        super().__init__(readrc=False)
-
-    def stop_in(self, frame: FrameType) -> None:
-        """Stop at the next line of a frame, not in a function that it calls; otherwise the same as `set_trace`."""
-        self.reset()
-        each: FrameType | None = frame
-        while each is not None:
-            each.f_trace = self.trace_dispatch
-            self.botframe = each
-            each = each.f_back
-        self.set_next(frame)
-        sys.settrace(self.trace_dispatch)
-
-    def set_quit(self) -> None:
-        leave(0)
-
-
-def _open_debugger(step: Step) -> None:
-    """Stop at the next line of the script's own loop: the first line of its body."""
-    frame: FrameType | None = sys._getframe(1)
-    outside = []
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if PACKAGE not in path.parents or PACKAGE / "recipes" in path.parents:
-            outside.append(frame)
-        frame = frame.f_back
-    own = [each for each in outside if "site-packages" not in each.f_code.co_filename]  # not a progress bar's
-    chosen = (own or outside)[0]
-    print(f"samestep: step {step.number}, micro-batch {step.micro_batch}; c continues, q quits", flush=True)
-    _Debugger().stop_in(chosen)

@@ -1,25 +1,18 @@
 """`samestep replay`: computes a step of a run again, in a scratch directory, and compares its bits with the ledger."""
 
 import json
-import math
 import os
 import re
-import shlex
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from importlib.resources import files
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import click
 
-from samestep.config import NO_INTERCEPTORS, Option, to_variables
+from samestep.config import NO_INTERCEPTORS, Option, to_variables, whole
 from samestep.console import escape, print_table, say, show_activity, to_text
 from samestep.data.order_files import ORDERS, list_orders
 from samestep.decoding import as_json
@@ -38,63 +31,48 @@ from samestep.snapshot.store import SNAPSHOTS, Snapshot, Store
 from samestep.tools.inspect import describe_difference
 from samestep.tools.traced_script import build_trace, exiting_on_sigterm, find_errors, read_lines, start
 from samestep.watch.records import LEDGER, METRICS, RECORD, STATUS, read_or_empty
-from samestep.world.version_check import hash_file
 from samestep.world.workdir import WorkDir
 
 OF_RUN = ("device", "backend", "override")
 FLAGS: dict[str, Option] = {
-    "step": Option(int, "S", "the step, counted from 0; the last one is the step in which the run failed"),
-    "micro_batch": Option(int, "V", "compute only this micro-batch of step S, and describe it"),
-    "nproc_per_node": Option(int, "N", "number of ranks; default: 1"),
-    "as_recorded": Option(
-        bool, "", "use the script and the arguments that run.json records, which whoever can write the run has chosen"
-    ),
-    "pdb": Option(bool, "", "open pdb in the script's loop, at the first micro-batch of step S or at micro-batch V"),
+    "step": Option(int, "S", "the step, counted from 0; the last one is the step in which the run failed", whole(0)),
+    "micro_batch": Option(int, "V", "compute only this micro-batch of step S, and describe it", whole(0)),
+    "nproc_per_node": Option(int, "N", "number of ranks; default: 1", whole(1)),
     "save": Option(str, "FILE", "with --micro-batch: write the batch, the weights and the gradient, for torch.load"),
     "json": Option(bool, "", "print one JSON object, with the gradient norms of all parameters"),
     **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
 }
-RECORDED = Target("recorded", "")  # without a script on the command line
 INTERCEPTOR = "samestep.tools.replay.interceptor:Replay"
 NUM_SHOWN = 10
 POLL_S = 0.1
 SHOWN_LINES = 30
-_OTHER_RUN = re.compile(r".* holds another run \((.*)\): use its numbers, .*", re.DOTALL)
 
 
-@click.command("replay", cls=ScriptCommand, flags=FLAGS, words="RUN", default=RECORDED)
+@click.command("replay", cls=ScriptCommand, flags=FLAGS, words="RUN")
 def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
     """Computes step S of a run again (counted from 0, as step.number) on any number of ranks, starting from the newest
     undamaged snapshot at or before S, or from the beginning. Prints the step's loss, gradient and samples, and whether
     the bits of all replayed steps match the run's ledger. Only reads the run.
-    Without the script, or without its arguments, replay shows those that run.json records, and needs --as-recorded to
-    start that. It looks for the script in the working directory.
+    Give the script the arguments that it had: run.json records them.
     Exit code: 0 if the bits match; 1 if they differ; 2 if the step cannot be replayed.
     """
     check_target(target)
-    if (step := values.get("step")) is None or step < 0:
+    if "step" not in values:
         raise Error("replay needs the step: --step S, counted from 0", code="SS103")
-    if values.get("micro_batch", 0) < 0 or values.get("nproc_per_node", 1) < 1:
-        raise Error("--micro-batch is counted from 0, and --nproc-per-node from 1", code="SS101")
-    if values.get("save") is not None and "micro_batch" not in values:
-        raise Error("--save writes one micro-batch: name it by --micro-batch", code="SS104")
-    if (save := values.get("save")) is not None:
-        file = Path(save).resolve()
-        if (file.exists() and not file.is_file()) or not file.parent.is_dir():
+    if "save" in values:
+        if "micro_batch" not in values:
+            raise Error("--save writes one micro-batch: name it by --micro-batch", code="SS104")
+        file = Path(values["save"]).resolve()
+        if (
+            (file.exists() and not file.is_file())
+            or not file.parent.is_dir()
+            or file.is_relative_to(Path(run).resolve())
+        ):
             raise Error(
-                f"--save {save} is not a file, or its directory does not exist: name a file in an existing directory",
+                f"--save {file} is not a file, its directory does not exist, or it is in the run's directory, which is "
+                "only read: name a file in another directory",
                 code="SS113",
             )
-        if file.is_relative_to(Path(run).resolve()):
-            raise Error(
-                f"--save {save} is in the run's directory, which is only read: name a file elsewhere", code="SS113"
-            )
-    if values.get("pdb") and not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise Error("--pdb needs a terminal: start it in one, without redirections", code="SS104")
-    if values.get("pdb") and values.get("nproc_per_node", 1) > 1:
-        raise Error("--pdb debugs one rank, which computes the same bits: leave out --nproc-per-node", code="SS104")
-    if values.get("pdb") and values.get("json"):
-        raise Error("--json prints one JSON object, and --pdb a dialogue: leave out one of them", code="SS104")
     # The scratch directory is locked by the ranks, too: it is removed when a later command finds that all have ended.
     with exiting_on_sigterm(), WorkDir("replay-") as scratch, open_run(run, is_whole=True) as directory:
         return _Replay(run, directory, target, values, scratch).run()
@@ -130,14 +108,6 @@ class _Replay:
                 f"{self._called}: give at most {most}",
                 code="SS109",
             )
-        recorded = next(read_records(self._directory / LEDGER, first=self._step), None)
-        num_samples = numbers.get("batch_size", 1) if recorded is None else recorded.num_samples
-        num = math.ceil(num_samples / numbers.get("micro_batch_size", 1))
-        if num_samples and (self._micro_batch or 0) >= num:
-            raise Error(
-                f"step {self._step} has {num} micro-batches, 0 to {num - 1}, not {self._micro_batch}", code="SS709"
-            )
-        self._target = self._complete(self._target)
         snapshot = _choose(Store(self._directory), self._step, self._record.get("rewinds", []))
         first = 0 if snapshot is None else snapshot.step
         wanted = [*islice(read_records(self._directory / LEDGER, first=first), self._step + 1 - first)]
@@ -179,52 +149,12 @@ class _Replay:
         print(sentence)
         return 0 if is_same else 1
 
-    def _complete(self, target: Target) -> Target:
-        """Return the target with the script and the arguments that the run records, if the user consents.
-
-        Raises Error if the user does not, or there is no such script.
-        """
-        script = self._record.get("script", {})
-        arguments = script.get("arguments", [])
-        is_given = target != RECORDED
-        if not is_given:
-            target = self._find_script(script.get("file", ""), script.get("sha256"))
-            check_target(target)
-        if target.arguments or (is_given and not arguments):
-            return target
-        command = escape(shlex.join([target.name, *arguments]))
-        if self._values.get("as_recorded"):
-            say(f"starting {command}, as {RECORD} records")
-            return replace(target, arguments=arguments)
-        raise Error(
-            f"{self._called}/{RECORD} records the command {command}: give the script with its arguments, or "
-            "--as-recorded to start that",
-            code="SS710",
-        )
-
-    def _find_script(self, file: str, sha256: object) -> Target:
-        """Return the script of this name in the working directory, or else the recipe."""
-        path = Path(file)
-        recipe = Path(str(files("samestep.recipes") / file))
-        if path.is_file() and not path.resolve().is_relative_to(self._directory.resolve()):
-            return Target("script", file)
-        if recipe.is_file() and str(sha256).startswith(hash_file(recipe)):
-            return Target("recipe", f"samestep.recipes.{path.stem}")
-        where = f"its script, {escape(file)}, is not in the working directory" if file else "it records no script"
-        raise Error(
-            f"replay needs the script of {self._called}, and {where}: give its path after the options", code="SS710"
-        )
-
     def _say_begin(self, snapshot: Snapshot | None, first: int) -> None:
         where = "the beginning" if snapshot is None else f"the snapshot of step {first}"
         sentence = f"replaying steps {first} to {self._step} from {where}"
         older = [each.step for each in Store(self._directory).snapshots() if each.problem is None]
         if snapshot is None and older:
             sentence += f", because the oldest undamaged snapshot is that of step {min(older)}"
-        measured = read_or_empty(self._directory / STATUS).get("measured") or {}
-        if pace := measured.get("samples_per_s"):
-            batch_size = self._record.get("numbers", {}).get("batch_size", 0)
-            sentence += f"; the run took about {(self._step - first + 1) * batch_size / pace:.1f} s for them"
         say(sentence)
 
     def _build_run(self, snapshot: Snapshot | None) -> Path:
@@ -263,21 +193,14 @@ class _Replay:
             "log_every": 10**9,
             "stuck_after_s": 0,
         }
-        is_debugged = bool(self._values.get("pdb"))
         save = self._values.get("save")
         trace = {
             "step": self._step,
             "micro_batch": self._micro_batch,
-            "debug": is_debugged,
             "save": None if save is None else os.path.abspath(save),
         }
         variables = build_trace(INTERCEPTOR, self._scratch.path, to_variables(options), **trace)
         locks = (self._scratch.lock.fileno(),)
-        if is_debugged:
-            with _ignoring_interrupts():
-                command = self._target.to_plain_command()
-                subprocess.run(command, env=variables, pass_fds=locks, check=False)  # noqa: TID251 uses the terminal
-            return self._read_lines()
         command = self._target.to_full_command(self._num_ranks)
         shown_s = time.monotonic()
         with start(command, variables, output, locks) as process:
@@ -296,15 +219,9 @@ class _Replay:
     def _explain(self, output: Path) -> Error:
         """Return the error of a replay that did not reach the step."""
         name = self._target.name.removeprefix("samestep.recipes.")
-        if not output.exists():
-            return Error(f"{name} ended before step {self._step} was replayed", code="SS710")
         text = read_tail(output).replace(str(self._scratch.path / "run"), self._called)
         lines = text.rstrip().splitlines()
         errors = find_errors(text)
-        if errors and (other := _OTHER_RUN.fullmatch(errors[-1])):
-            return Error(
-                f"{name} is not the script of {self._called}, or has different arguments ({other[1]})", code="SS710"
-            )
         if errors:
             place = re.search(r"in micro-batch (\d+)", errors[-1])
             hint = f"; --micro-batch {place[1]} describes it" if place and self._micro_batch is None else ""
@@ -322,16 +239,6 @@ def _choose(store: Store, step: int, rewinds: Sequence[int]) -> Snapshot | None:
             return snapshot
         say(f"skipping the snapshot {snapshot.label}, which is damaged: {problem}")
     return None
-
-
-@contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    """Leave Ctrl-C to the debugged process."""
-    before = signal.signal(signal.SIGINT, lambda *_: None)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def compare_bits(found: Sequence[Entry], wanted: Sequence[Entry]) -> tuple[str, bool]:
