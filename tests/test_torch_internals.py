@@ -217,26 +217,6 @@ def test_clipping_looks_at_the_gradients_first() -> None:
     assert len(seen) == 2
 
 
-def test_a_scaler_looks_at_the_optimizer_first() -> None:
-    """Without `_unscale_grads_`: replace `GradScaler.step` and `unscale_`, which misses scripts that subclass it."""
-    param = nn.Parameter(torch.ones(3))
-    seen: list[Any] = []
-    undo = torch_internals.watch_scalers(seen.append)
-    for fused in (False, True):
-        optimizer = torch.optim.SGD([param], 0.1, fused=fused)
-        for scaler in (torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)):
-            scaler.scale(param.sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            assert seen == ([optimizer] if scaler.is_enabled() else [])
-            seen.clear()
-    undo()
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(param.sum()).backward()
-    scaler.unscale_(optimizer)
-    assert seen == []
-
-
 def test_groups_have_the_same_name_after_one_has_failed() -> None:
     """Without `group_count`: the ranks that meet after a death have other names for their group, and wait in vain."""
     store = dist.HashStore()  # type: ignore[attr-defined]

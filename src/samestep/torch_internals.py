@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from samestep.files import read_text
 
@@ -87,27 +86,6 @@ def _look_and_get_total_norm(tensors: Any, *args: Any, **options: Any) -> Tensor
 def get_total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     """Same as `torch.nn.utils.get_total_norm`, which nothing watches."""
     return _get_total_norm(tensors, norm_type)
-
-
-_scaler_watchers: list[Callable[[Optimizer], None]] = []
-_unscale: Callable[..., Any] = torch.amp.GradScaler._unscale_grads_
-
-
-def watch_scalers(look: Callable[[Optimizer], None]) -> Callable[[], None]:
-    """Call `look` with the optimizer of whose gradients a `torch.amp.GradScaler` is about to find infinite ones.
-
-    Returns:
-        A function that ends this.
-    """
-    torch.amp.GradScaler._unscale_grads_ = _look_and_unscale  # type: ignore[assignment, method-assign]
-    _scaler_watchers.append(look)
-    return lambda: _scaler_watchers.remove(look)
-
-
-def _look_and_unscale(scaler: Any, optimizer: Optimizer, *args: Any, **options: Any) -> Any:
-    for look in _scaler_watchers:
-        look(optimizer)
-    return _unscale(scaler, optimizer, *args, **options)
 
 
 # The iterator over a DataLoader. `_next_index` returns the indices of the next batch, `_reset` begins another pass.

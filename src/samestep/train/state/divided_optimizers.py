@@ -7,7 +7,7 @@ and 2. Unlike there, a rank owns whole tensors, so the division changes no bit, 
 (Muon, Shampoo, LARS, Adafactor) work.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import finalize
@@ -15,14 +15,14 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.engine.owned_tensors import send_owned
 from samestep.engine.ownership import Ownership
 from samestep.errors import InvalidValue, UsageError
 from samestep.snapshot.async_copy import locate
-from samestep.snapshot.serialization import SavedState, decode, encode, list_tensors
-from samestep.tagged import find_dtype, name_dtype
-from samestep.torch_internals import watch_norms, watch_scalers
+from samestep.snapshot.serialization import SavedState
+from samestep.torch_internals import watch_norms
 from samestep.train.state.alike_updates import AlikeUpdates
 from samestep.train.state.names import STATE, list_by_name, list_params, name_params
 from samestep.train.state.stateful import Objects, name_optimizers, refuse_held, states
@@ -75,7 +75,6 @@ class DividedOptimizers:
             optimizer.register_step_post_hook(self._send_updated)
         self._updates = AlikeUpdates(self._optimizers, group, "optimizer")
         finalize(self, watch_norms(partial(_refuse_norm, self.ownership)))
-        finalize(self, watch_scalers(partial(_refuse_scaler, {id(each) for each in self._optimizers.values()})))
 
     def _send_updated(self, optimizer: Optimizer, *_: Any) -> None:
         """After an update on all ranks, copy each parameter from its owner to the other ranks."""
@@ -97,26 +96,15 @@ class DividedOptimizers:
             A function that returns the objects' states, with tensors on the meta device for those of other ranks.
 
         Raises:
-            InvalidValue: an optimizer keeps NumPy arrays for its parameters, or was not the same on all ranks.
+            InvalidValue: an optimizer was not called alike on all ranks.
         """
-        rank = self._group.rank
-        mine = {name: self._list_states(each) for name, each in self._optimizers.items()}
-        _, outlines = self._exchange_outlines(mine)
-        collected: dict[str, dict[str, Any]] = {name: {} for name in self._optimizers}
-        for source, (structure, tensors) in enumerate(outlines):
-            if array := next((name for name, shape in list_tensors(structure).items() if shape is None), None):
-                raise InvalidValue(
-                    f'{array} is a numpy array, which shard="optimizer" cannot divide: make it a tensor', code="SS606"
-                )
-            if source != rank:
-                for name, of_params in decode(structure, tensors).items():
-                    collected[name] |= of_params
+        of_ranks = self._exchange_outlines()
         # A parameter is in the snapshot of its owner. They are equal on all ranks.
         params = [param for each in self._optimizers.values() for param in list_params(each)]
         self._stored = {(locate(param), param.shape): self.ownership.find(param) or 0 for param in params}
-        for of_state in mine.values():
-            self._stored |= {(locate(tensor), tensor.shape): rank for tensor in _list_tensors(of_state)}
-        return lambda: self._merge_states(collected)
+        rank = self._group.rank
+        self._stored |= {(locate(tensor), tensor.shape): rank for tensor in _list_tensors(of_ranks[rank])}
+        return lambda: self._merge(of_ranks)
 
     def is_mine(self, tensor: Tensor) -> bool:
         """Return whether this rank stores a tensor of the states that `outline` has described."""
@@ -153,69 +141,52 @@ class DividedOptimizers:
         Returns:
             A function that returns the objects' states, on rank 0 with those of the other ranks' parameters.
         """
-        collected = self._collect()
-        return lambda: self._merge_states(collected)
+        of_ranks = self._exchange_outlines()
+        if self._group.rank == 0:
+            for source in range(1, self._group.world_size):
+                of_ranks[source] = tree_map_only(
+                    Tensor, lambda tensor: torch.empty_like(tensor, device="cpu"), of_ranks[source]
+                )
+                self._group.receive(_list_tensors(of_ranks[source]), source)
+        else:
+            self._group.send(_list_tensors(of_ranks[self._group.rank]), target=0)
+        return lambda: self._merge(of_ranks)
 
-    def _collect(self) -> dict[str, dict[str, Any]]:
-        rank = self._group.rank
-        mine = {} if rank == 0 else {name: self._list_states(each) for name, each in self._optimizers.items()}
-        tensors, outlines = self._exchange_outlines(mine)
-        if rank != 0:
-            self._group.send(tensors, target=0)
-            return {}
-        collected: dict[str, dict[str, Any]] = {name: {} for name in self._optimizers}
-        for source, (structure, outlined) in enumerate(outlines[1:], start=1):
-            received = {name: torch.empty_like(tensor, device="cpu") for name, tensor in outlined.items()}
-            self._group.receive([*received.values()], source)
-            for name, of_params in decode(structure, received).items():
-                collected[name] |= of_params
-        return collected
+    def _exchange_outlines(self) -> list[dict[str, dict[str, Any]]]:
+        """Return the states of each rank's parameters: optimizer -> parameter -> state. On all ranks.
 
-    def _exchange_outlines(self, mine: Mapping[str, Any]) -> tuple[list[Tensor], list[tuple[Any, dict[str, Tensor]]]]:
-        """Describe states of this rank to the other ranks. On all ranks.
-
-        Returns:
-            The tensors in `mine`, and for each rank what `encode` returns, with tensors on the meta device unless they
-            are empty.
+        Tensors of other ranks are on the meta device, unless they are empty.
         """
         self._updates.check()
-        structure, tensors = encode(mine)
-        described = [[name, name_dtype(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
-        return [*tensors.values()], [
-            (
-                of_rank,
-                {
-                    name: torch.empty(shape, dtype=find_dtype(dtype), device="cpu" if 0 in shape else "meta")
-                    for name, dtype, shape in rows
-                },
-            )
-            for of_rank, rows in self._group.gather([structure, described])
-        ]
+        names = name_params(self._objects)
+        own = {
+            name: {
+                path: each.state[param]
+                for path, param in list_by_name(each, names).items()
+                if self.ownership.counts(param) and param in each.state  # the script may have made states of others
+            }
+            for name, each in self._optimizers.items()
+        }
+        outline = tree_map_only(Tensor, lambda tensor: tensor.to("meta") if tensor.numel() else tensor, own)
+        of_ranks = [self._group.unseal(sealed) for sealed in self._group.gather(self._group.seal(outline))]
+        of_ranks[self._group.rank] = own
+        return of_ranks
 
-    def _list_states(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the states of this rank's parameters. The script may have made states of others, too."""
-        own = list_by_name(optimizer, name_params(self._objects)).items()
-        return {name: optimizer.state[param] for name, param in own if self._counts(param) and param in optimizer.state}
-
-    def _merge_states(self, collected: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the objects' states with those of other ranks' parameters, in the order of the parameters."""
+    def _merge(self, of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
+        """Return the objects' states with those of all ranks' parameters, in the order of the parameters."""
         saved = states(self._objects)
         names = name_params(self._objects)
-        for name, of_params in collected.items():
-            params = list_by_name(self._optimizers[name], names)
-            own = {key: state for key, state in saved[name][STATE].items() if self._counts(params.get(key))}
-            merged = {**own, **of_params}
-            keys = [key for key in params if key in merged] + [key for key in merged if key not in params]
-            saved[name] = {**saved[name], STATE: {key: merged[key] for key in keys}}
+        for name, optimizer in self._optimizers.items():
+            params = list_by_name(optimizer, names)
+            found = {path: state for of_rank in of_ranks for path, state in of_rank[name].items()}
+            merged = {path: found[path] for path in params if path in found}
+            merged |= {key: state for key, state in saved[name][STATE].items() if key not in params}  # of no parameter
+            saved[name] = {**saved[name], STATE: merged}
         return saved
 
 
 def _list_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in the states of parameters."""
-    if isinstance(value, Tensor):
-        return [value]
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return [tensor for part in parts for tensor in _list_tensors(part)]
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
 def _refuse_norm(ownership: Ownership, grads: Sequence[Tensor]) -> None:
@@ -225,15 +196,5 @@ def _refuse_norm(ownership: Ownership, grads: Sequence[Tensor]) -> None:
         raise UsageError(
             'torch.nn.utils.clip_grad_norm_ (or get_total_norm) with shard="optimizer" sees the gradients of one rank '
             "only: call run.clip_grad_norm_, with the same arguments (max_norm=math.inf gives the norm alone)",
-            code="SS610",
-        )
-
-
-def _refuse_scaler(optimizers: Collection[int], optimizer: Optimizer) -> None:
-    """Refuse to skip an update because of the gradients of one rank. `optimizers`: the ids of the divided ones."""
-    if id(optimizer) in optimizers:
-        raise UsageError(
-            'torch.amp.GradScaler with shard="optimizer" sees the gradients of one rank only, so it may skip an update '
-            "on some ranks: leave it out, samestep.Run(precision='fp16') scales the loss itself",
             code="SS610",
         )

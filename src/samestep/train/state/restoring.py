@@ -13,7 +13,6 @@ from samestep.snapshot.run_record import OVERRIDE, StartOptions, describe_change
 from samestep.snapshot.serialization import SavedState
 from samestep.snapshot.store import Store
 from samestep.tagged import find_dtype, name_dtype
-from samestep.torch_internals import is_sharded
 from samestep.train.state.names import (
     STATE,
     Names,
@@ -245,8 +244,8 @@ def restore_models(
 ) -> bool:
     """Load the parameters and buffers of a snapshot into models, in place. On all ranks.
 
-    Only rank 0 reads the snapshot, and sends it to the others, because other nodes may not have it. Of a sharded model,
-    it sends one tensor at a time, of which each rank keeps its rows.
+    Only rank 0 reads the snapshot, because other nodes may not have it. It sends one tensor at a time; of a sharded
+    model, each rank keeps its rows.
 
     Args:
         known: the run's models.
@@ -271,14 +270,11 @@ def restore_models(
                 code="SS101",
             )
     modules = {name: known[name] for name in names or known}
-    sharded = {
-        name: module for name, module in modules.items() if any(is_sharded(each) for each in module.parameters())
-    }
-    whole = {name: module for name, module in modules.items() if name not in sharded}
     store = Store(location.path, location.named)
-    opened: list[SavedState] = []
+    opened: list[SavedState] = []  # on rank 0
 
-    def read_and_load() -> dict[str, dict[str, Any]] | None:
+    def read_others() -> dict[str, dict[str, Any]] | None:
+        """Return what is no tensor, such as extra_state. Few modules have any."""
         if may_lack and not any(each.matches(which) for each in store.snapshots()):
             return None
         found = location.find(which)
@@ -287,50 +283,29 @@ def restore_models(
         snapshot = store.open(found)
         opened.append(snapshot)
         objects = snapshot.contents["objects"]
-        load(whole, snapshot.fill({name: objects[name] for name in whole}))
-        # Such as extra_state; few modules have any.
         return {
             name: snapshot.fill({key: value for key, value in objects[name].items() if not isinstance(value, Tensor)})
             for name in modules
         }
 
-    others = group.once(read_and_load)
+    others = group.once(read_others)
     if others is None:
         return False
-    for name, module in whole.items():
-        if group.rank != 0 and others[name]:
-            load_module(module, {**save_module(module), **others[name]})
-    tensors = [each for module in whole.values() for each in module.state_dict().values()]
-    group.broadcast_tensors([each for each in tensors if isinstance(each, Tensor)])
-    for name, module in sharded.items():
-        load({name: module}, {name: _receive_shards(name, module, others[name], opened, group)})
+    for name, module in modules.items():
+        saved = opened[0].contents["objects"][name] if opened else {}
+        tensors = {key: value for key, value in saved.items() if isinstance(value, Tensor)}
+        outlines = [(key, name_dtype(value.dtype), [*value.shape]) for key, value in tensors.items()]
+        state = save_module(module)
+        received: dict[str, Any] = {**others[name]}
+        for key, dtype, shape in group.broadcast(outlines):
+            tensor = opened[0].fill(tensors[key]) if opened else torch.empty(shape, dtype=find_dtype(dtype))
+            group.broadcast_tensors([tensor])
+            received[key] = shard_as(state.get(key), tensor)
+        for key in state.keys() - received.keys():
+            del state[key]
+        state.update(received)
+        load({name: module}, {name: state})
     return True
-
-
-def _receive_shards(
-    name: str, module: nn.Module, others: Mapping[str, Any], opened: Sequence[SavedState], group: Group
-) -> dict[str, Any]:
-    """Return the state of a sharded model in a snapshot, with this rank's rows. On all ranks.
-
-    Args:
-        others: what is no tensor in the state.
-        opened: the snapshot, on rank 0.
-    """
-    saved: Mapping[str, Tensor] = {}
-    outlines: list[tuple[str, str, list[int]]] = []
-    if opened:
-        saved = {k: v for k, v in opened[0].contents["objects"][name].items() if isinstance(v, Tensor)}
-        outlines = [(key, name_dtype(value.dtype), [*value.shape]) for key, value in saved.items()]
-    state = save_module(module)
-    received: dict[str, Any] = {**others}
-    for key, dtype, shape in group.broadcast(outlines):
-        tensor = opened[0].fill(saved[key]) if opened else torch.empty(shape, dtype=find_dtype(dtype))
-        group.broadcast_tensors([tensor])
-        received[key] = shard_as(state.get(key), tensor)
-    for key in state.keys() - received.keys():
-        del state[key]
-    state.update(received)
-    return state
 
 
 def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
