@@ -36,6 +36,7 @@ from reduction import DDP, EXACT, FAST, Sequences, Shape, Transformer, compute_l
 from two_hosts import measure_on, open_two_hosts, shape_link
 
 from samestep.engine import routes
+from samestep.plan.tree import build_layout
 
 COMPUTATION, ALL_REDUCE, HALVES = "the computation alone", "all-reduce alone", "exchange by halves alone"
 ALONE = {EXACT: HALVES, FAST: ALL_REDUCE, DDP: ALL_REDUCE}
@@ -66,13 +67,10 @@ def run_computation(shape: Shape) -> Iterator[None]:
 
 
 def run_exchange(shape: Shape, route: str) -> Iterator[None]:
-    gradients = torch.zeros(count_bytes(shape) // 4)
-    spare = torch.empty((gradients.numel() + 1) // 2)
+    space = routes.Space(torch.zeros, count_bytes(shape) // 4, torch.float32, build_layout(2, 2), dist.get_rank())
+    exchange = routes.Butterfly(space) if route == HALVES else routes.Backend(space)
     while True:
-        if route == HALVES:
-            routes.wait_all([routes.PendingOp(routes.run_butterfly(gradients, spare, dist.get_rank(), 2, tag=0))])
-        else:
-            dist.all_reduce(gradients)
+        routes.wait_all([routes.PendingOp(exchange.run(tag=0))])
         yield
 
 

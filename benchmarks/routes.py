@@ -23,33 +23,22 @@ GRADIENT_BYTES = [5 * 10**6, 100 * 10**6]
 SWEEP_BYTES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 26 << 20]
 BLOCK_S = 0.1  # about as long as one block of exchanges takes
 DIRECT, BUTTERFLY, CHUNKS, ALL_REDUCE = "direct", "butterfly", "chunks", "all-reduce"
+ROUTES: dict[str, Callable[[routes.Space], routes.Route]] = {
+    DIRECT: routes.Direct, BUTTERFLY: routes.Butterfly, CHUNKS: routes.Chunks, ALL_REDUCE: routes.Backend,
+}  # fmt: skip
 
 
 def build_exchange(name: str, num_elements: int, world_size: int, rank: int) -> tuple[Tensor, Callable[[], Tensor]]:
     """This rank's gradient [num_elements], and what sums it over the ranks by the route `name`."""
     # As many micro-batches as ranks: one part each.
-    layout = build_layout(world_size, world_size)
-    rows = torch.zeros(world_size if name == DIRECT else 1, num_elements)
-    slots, own = list(rows), rows[rank if name == DIRECT else 0]
-    if name == BUTTERFLY:
-        scratch = rows.new_zeros((num_elements + 1) // 2)
-    elif name == CHUNKS:
-        scratch = rows.new_zeros(world_size, 1, num_elements // world_size)
+    space = routes.Space(torch.zeros, num_elements, torch.float32, build_layout(world_size, world_size), rank)
+    route = ROUTES[name](space)
 
     def run() -> Tensor:
-        if name == DIRECT:
-            routes.wait_all([routes.PendingOp(routes.run_direct(rows, rank, tag=0))])
-            return routes.add_parts(slots, layout)
-        if name == BUTTERFLY:
-            route = routes.run_butterfly(own, scratch, rank, world_size, tag=0)
-        elif name == CHUNKS:
-            route = routes.run_chunks(rows, scratch, rank, layout, tag=0)
-        else:
-            route = routes.run_all_reduce(own)
-        routes.wait_all([routes.PendingOp(route)])
-        return own
+        routes.wait_all([routes.PendingOp(route.run(tag=0))])
+        return route.root
 
-    return own, run
+    return route.parts[0], run
 
 
 def run_again_and_again(run: Callable[[], Tensor]) -> Iterator[Tensor]:

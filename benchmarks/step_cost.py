@@ -41,6 +41,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import samestep
 from samestep.engine import routes
+from samestep.plan.tree import build_layout
 from samestep.recipes.mlp import CustomDataset
 from samestep.world.environment import read_environment
 from samestep.world.group_opening import open_group
@@ -217,16 +218,15 @@ def run_floor(*, loads: bool) -> Iterator[None]:
 
 def run_exchange(route: str) -> Iterator[None]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    local_sockets = open_group(read_environment(), torch.device("cpu")).local_sockets if route == "sockets" else None
-    gradients = torch.zeros(world_size, sum(param.numel() for param in build_model().parameters()))
+    num_elements = sum(param.numel() for param in build_model().parameters())
+    space = routes.Space(torch.zeros, num_elements, torch.float32, build_layout(world_size, world_size), rank)
+    if route == "sockets":
+        sockets = open_group(read_environment(), torch.device("cpu")).local_sockets
+        exchange: routes.Route = routes.Direct(space, 64, sockets)
+    else:
+        exchange = routes.Direct(space) if route == "direct" else routes.Backend(space)
     while True:
-        if route == "direct":
-            routes.wait_all([routes.PendingOp(routes.run_direct(gradients, rank, tag=0))])
-        elif route == "sockets":
-            direct = routes.run_direct(gradients.view(torch.uint8), rank, 0, local_sockets=local_sockets)
-            routes.wait_all([routes.PendingOp(direct)])
-        else:
-            dist.all_reduce(gradients[rank])
+        routes.wait_all([routes.PendingOp(exchange.run(tag=0))])
         yield
 
 

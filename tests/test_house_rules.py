@@ -119,7 +119,7 @@ def opens_file(call: ast.Call) -> bool:
     if isinstance(call.func, ast.Name):
         return call.func.id == "open" and keywords.get("opener") != "open_regular"
     last = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-    if last == "open":  # of a Path: Image.open and GradientPass.open take other arguments
+    if last == "open":  # of a Path: Image.open and PassAttempt.open take other arguments
         mode = ast.unparse(call.args[0]) if call.args else ""
         return bool(re.fullmatch(r"'[rwax][bt+]*'", mode)) or bool({"mode", "encoding"} & {*keywords})
     return last in FILE_METHODS

@@ -32,7 +32,7 @@ get_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buff
 # Module -> the names of its own buffers with `persistent=False`. `state_dict` leaves them out, but may be overridden.
 get_non_persistent: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 
-# The C++ function that torch.autograd.backward calls. The Python wrapper repeats checks that GradientPass has made;
+# The C++ function that torch.autograd.backward calls. The Python wrapper repeats checks that PassAttempt has made;
 # they take 30 us, a tenth of a small model's step.
 run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 
@@ -40,6 +40,10 @@ run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run
 # those of torch.linalg.vector_norm on a GPU.
 compute_norms: Callable[[list[Tensor], float], Sequence[Tensor]] = torch._foreach_norm
 
+
+# Compute with each tensor of a list and a number, in place.
+multiply_all: Callable[[list[Tensor], float], None] = torch._foreach_mul_
+add_to_all: Callable[[list[Tensor], float], None] = torch._foreach_add_
 
 # Adds lists of tensors, pair by pair, in place. A call per tensor takes longer than the sum of a small gradient.
 add_all: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_add_
@@ -109,6 +113,11 @@ def count_collectives() -> int | None:
 def get_storage(tensor: Tensor) -> int:
     """The address of the tensor's storage object: equal for tensors that share memory."""
     return _get_storage_pointer(tensor.untyped_storage())
+
+
+def list_storages(tensors: Sequence[Tensor]) -> list[int]:
+    """The result of `get_storage` for each tensor, without a call in Python for each."""
+    return [*map(_get_storage_pointer, map(Tensor.untyped_storage, tensors))]
 
 
 def count_storage_uses(storage: int) -> int:

@@ -1,4 +1,4 @@
-"""The reducer alone, on real ranks: what it adds up, what it leaves unchanged, and what it refuses."""
+"""Passes over parameters alone, on real ranks: what it adds up, what it leaves unchanged, and what it refuses."""
 
 import gc
 from collections.abc import Callable
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 import samestep
 from samestep.engine import routes
 from samestep.engine.buckets import ALIGN_BYTES, build_buckets, choose_cap_bytes
-from samestep.engine.control import Control, Vote
-from samestep.engine.reducer import Reducer
-from samestep.engine.reduction_plan import build_reduction_plan
-from samestep.plan.tree import build_layout, split
+from samestep.engine.control import Vote
+from samestep.engine.ownership import Ownership
+from samestep.engine.passes import Gradients, PassAttempt
+from samestep.engine.precision import build_precision
+from samestep.plan.tree import split
 from samestep.torch_internals import break_gloo_connections, list_gloo_sockets
 from samestep.world.environment import read_environment
 from samestep.world.group_opening import open_group
@@ -49,55 +50,48 @@ def sum_tree(leaves: list[Tensor | None], lo: int, hi: int) -> Tensor | None:
     return right if left is None else left if right is None else left + right
 
 
-def backward(reducer: Reducer, reduction: Any, loss: Tensor) -> None:
-    """As `GradientPass.backward`."""
-    if reduction.is_sending:
-        reducer.hooks.backward(loss, 1.0, reduction.take)
-    else:
-        reducer.hooks.backward(loss, 1.0, None)
-        reduction.take_all()
+def build_gradients(
+    params: list[nn.Parameter], *, exact: bool = True, cap_bytes: int | None = None, is_divided: bool = False
+) -> Gradients:
+    group = open_group(read_environment(), torch.device("cpu"))
+    gradients = Gradients(
+        {}, group, build_precision("fp32", group.device), exact=exact, bucket_cap_bytes=cap_bytes, micro_batch_size=1,
+        ownership=Ownership(group.rank, group.world_size) if is_divided else None,
+    )  # fmt: skip
+    gradients.set_parameters([(f"p{i}", param) for i, param in enumerate(params)], [])
+    return gradients
 
 
 class Ranks:
-    """A reducer on this rank, and a pass over micro-batches."""
+    """Passes over parameters on this rank."""
 
-    def __init__(
-        self,
-        *,
-        exact: bool = True,
-        cap_bytes: int = 200,
-        is_divided: bool = False,
-    ) -> None:
-        self.group = open_group(read_environment(), torch.device("cpu"))
+    def __init__(self, *, exact: bool = True, cap_bytes: int = 200, is_divided: bool = False) -> None:
         self.params = build_params()
-        named = [(f"p{i}", param) for i, param in enumerate(self.params)]
-        self.owners = [(3 * i + 1) % self.group.world_size for i in ALL] if is_divided else None
-        plan = build_reduction_plan(
-            named,
-            self.group,
-            exact=exact,
-            bucket_cap_bytes=cap_bytes,
-            owners=self.owners,
-        )
-        self.reducer = Reducer(plan, self.group)
+        self.gradients = build_gradients(self.params, exact=exact, cap_bytes=cap_bytes, is_divided=is_divided)
+        self.group = self.gradients.group
+        self.owners = self.gradients.plan.owners
 
-    def run(
-        self,
-        n: int,
-        uses: Callable[[int], tuple[int, ...]] = lambda v: ALL,
-    ) -> list[bytes | None]:
-        """One pass in which micro-batch v uses parameters `uses(v)`. Returns the gradients' bytes."""
-        layout = build_layout(n, self.group.world_size)
-        reduction = self.reducer.begin(layout)
-        held = layout.ranges[self.group.rank]
-        for v in held:
-            reduction.open(v)
+    def compute(self, attempt: PassAttempt, uses: Callable[[int], tuple[int, ...]] = lambda v: ALL) -> None:
+        """The micro-batches of this rank. Micro-batch v uses parameters `uses(v)`."""
+        for v in attempt.held:
+            attempt.open(v)
             if used := uses(v):
                 terms = [(self.params[i] * draw(i, v)).sum().double() for i in used]
-                backward(self.reducer, reduction, torch.stack(terms).sum())
-            reduction.close(v)
-        reduction.assign(reduction.finish(Control(Vote())).average(self.reducer.plan, 1.0))
+                attempt.backward(torch.stack(terms).sum(), None, None)
+            attempt.close()
+
+    def run(self, n: int, uses: Callable[[int], tuple[int, ...]] = lambda v: ALL) -> list[bytes | None]:
+        """One pass. Returns the gradients' bytes."""
+        attempt = PassAttempt(self.gradients, 0, [1] * n, 0)
+        self.compute(attempt, uses)
+        attempt.apply(attempt.exchange(Vote(), [0] * len(attempt.held)))
         return [None if param.grad is None else param.grad.numpy().tobytes() for param in self.params]
+
+
+def average(total: Tensor, n: int, num_counted: int) -> Tensor:
+    """Compute the mean of a sum over `num_counted` of n micro-batches, as a pass does: powers of two change no bit."""
+    scale = 2.0 ** -(n - 1).bit_length()
+    return total * scale * (1 / scale / num_counted) + 0.0
 
 
 def gather(ranks: Ranks, grads: Any) -> Any:
@@ -133,7 +127,8 @@ def test_sums_of_what_was_used(n: int) -> None:
             expected.append(None)
             continue
         like = build_params()[i]
-        expected.append(torch.empty_like(like).copy_(total + 0.0).detach().numpy().tobytes())
+        mean = average(total, n, sum(bool(use_some(v)) for v in range(n)))
+        expected.append(torch.empty_like(like).copy_(mean).detach().numpy().tobytes())
     for num_ranks in (1, 2, 3, 4):
         for how in ((0, False), (1 << 30, False), (0, True)) if num_ranks > 1 else ((0, False),):
             assert samestep.spawn(partial(reduce_some, n, *how), num_ranks) == expected, (num_ranks, *how)
@@ -157,22 +152,15 @@ def release_after_a_failure() -> tuple[bool, int]:
     """Returns whether the exchange failed in the backward, and the number of connections that are open at the end."""
     routes.DIRECT_MAX_BYTES = 0
     ranks = Ranks()
-    layout = build_layout(4, ranks.group.world_size)
-    reduction = ranks.reducer.begin(layout)
-    held = layout.ranges[ranks.group.rank]
+    attempt = PassAttempt(ranks.gradients, 0, [1] * 4, 0)
     gc.disable()  # it would end what a cycle of references holds, at some time
     break_gloo_connections()
-    for v in held:
-        reduction.open(v)
-        terms = [(param * draw(i, v)).sum().double() for i, param in enumerate(ranks.params)]
-        backward(ranks.reducer, reduction, torch.stack(terms).sum())
-        reduction.close(v)
+    ranks.compute(attempt)
     with pytest.raises(RuntimeError) as caught:
-        reduction.finish(Control(Vote()))
+        attempt.exchange(Vote(), [0] * len(attempt.held))
     has_failed_before = "_attempt" in [entry.name for entry in caught.traceback]
     del caught
-    reduction.release()
-    ranks.reducer.forget_memory()
+    attempt.release()
     close_group()
     return has_failed_before, len(list_gloo_sockets())
 
@@ -195,6 +183,7 @@ def test_fast_gives_the_same_sums_but_for_rounding(num_ranks: int, is_divided: b
         total = sum_tree([draw(i, v).double() if i in use_some(v) else None for v in range(5)], 0, 5)
         assert (found[i] is None) == (total is None)
         if total is not None:
+            total = average(total, 5, 4)
             largest = sum(draw(i, v).double().abs() for v in range(5))
             assert isinstance(largest, Tensor)
             got = torch.tensor(found[i], dtype=torch.float64).view(SHAPES[i])
@@ -246,28 +235,16 @@ def test_how_large_buckets_grow(num_mb: float, between_hosts: float) -> None:
 
 
 class Alone:
-    """A reducer of one parameter, and a pass whose first micro-batch is open."""
+    """A pass of one rank over one parameter, whose first micro-batch is open."""
 
     def __init__(self) -> None:
-        group = open_group(read_environment({}), torch.device("cpu"))
         self.param = nn.Parameter(torch.ones(2))
-        trained = [("w", self.param)]
-        plan = build_reduction_plan(trained, group, exact=True, bucket_cap_bytes=None)
-        self.reducer = Reducer(plan, group)
-        self.hooks = self.reducer.hooks
-        self.reduction = self.reducer.begin(build_layout(2, 1))
-        self.open(0)
-
-    def open(self, v: int) -> None:
-        self.reduction.open(v)
-        self.hooks.open()
-
-    def close(self, v: int) -> None:
-        self.hooks.close()
-        self.reduction.close(v)
+        self.attempt = PassAttempt(build_gradients([self.param]), 0, [1] * 2, 0)
+        self.attempt.open(0)
+        self.close = self.attempt.close
 
     def backward(self, loss: Tensor) -> None:
-        backward(self.reducer, self.reduction, loss)
+        self.attempt.backward(loss, None, None)
 
 
 def test_a_backward_by_hand() -> None:
@@ -278,19 +255,21 @@ def test_a_backward_by_hand() -> None:
     with pytest.raises(samestep.Error, match=words):
         alone.backward(alone.param.sum())
     with pytest.raises(samestep.Error, match=words):
-        alone.close(0)
+        alone.close()
 
 
 def test_a_gradient_set_to_none() -> None:
     alone = Alone()
     alone.backward(alone.param.sum())
     alone.param.grad = None
-    with pytest.raises(samestep.Error, match="the gradient of w is None at the end of micro-batch 0: remove zero_grad"):
-        alone.close(0)
+    with pytest.raises(
+        samestep.Error, match="the gradient of p0 is None at the end of micro-batch 0: remove"
+    ):
+        alone.close()
 
 
 def test_an_unused_parameter_is_not_gone() -> None:
     alone = Alone()
     alone.backward(torch.ones(1, requires_grad=True).sum())
-    alone.close(0)
+    alone.close()
     assert alone.param.grad is None

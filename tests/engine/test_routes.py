@@ -9,9 +9,9 @@ from support.selection import one_in
 
 import samestep
 from samestep.engine import routes
-from samestep.engine.control import Control, Vote
-from samestep.engine.reducer import Reducer
-from samestep.engine.reduction_plan import build_reduction_plan
+from samestep.engine.control import Vote
+from samestep.engine.passes import Gradients, PassAttempt
+from samestep.engine.precision import build_precision
 from samestep.plan.tree import build_layout, split
 from samestep.world.environment import read_environment
 from samestep.world.group_opening import open_group
@@ -37,20 +37,16 @@ def reduce_on_a_rank(n: int, direct_max_bytes: int) -> list[bytes]:
     environment = read_environment()
     group = open_group(environment, torch.device("cpu"))
     params = [torch.nn.Parameter(torch.zeros(1003)), torch.nn.Parameter(torch.zeros(7))]
-    trained = [("x", params[0]), ("unused", params[1])]
-    plan = build_reduction_plan(trained, group, exact=True, bucket_cap_bytes=1)
-    reducer = Reducer(plan, group)
-    layout = build_layout(n, group.world_size)
-    reduction = reducer.begin(layout)
-    held = layout.ranges[group.rank]
-    for v in held:
-        reduction.open(v)
-        loss = (params[0] * draw_leaf(v)).sum()
-        reducer.hooks.backward(loss, 1.0, reduction.take if reduction.is_sending else None)
-        if not reduction.is_sending:
-            reduction.take_all()
-        reduction.close(v)
-    reduction.assign(reduction.finish(Control(Vote())).average(plan, 1.0))
+    gradients = Gradients(
+        {}, group, build_precision("fp32", group.device), exact=True, bucket_cap_bytes=1, micro_batch_size=1
+    )
+    gradients.set_parameters([("x", params[0]), ("unused", params[1])], [])
+    attempt = PassAttempt(gradients, 0, [1] * n, 0)
+    for v in attempt.held:
+        attempt.open(v)
+        attempt.backward((params[0] * draw_leaf(v)).sum(), None, None)
+        attempt.close()
+    attempt.apply(attempt.exchange(Vote(), [0] * len(attempt.held)))
     assert params[1].grad is None
     assert params[0].grad is not None
     gathered: list[bytes] = group.gather(params[0].grad.numpy().tobytes())
@@ -61,15 +57,20 @@ def reduce_on_a_rank(n: int, direct_max_bytes: int) -> list[bytes]:
 @pytest.mark.parametrize("direct_max_bytes", [0, 1 << 30])
 def test_all_ranks_get_the_canonical_sum(world_size: int, direct_max_bytes: int) -> None:
     for n in sorted({1, 2, world_size, 11}):
-        expected = (fold(0, n) + 0.0).numpy().tobytes()
+        scale = 2.0 ** -(n - 1).bit_length()  # changes no bit
+        expected = (fold(0, n) * scale * (1 / scale / n)).numpy().tobytes()
         found = samestep.spawn(partial(reduce_on_a_rank, n, direct_max_bytes), nprocs=world_size)
         assert found == [expected] * world_size
 
 
 def test_route_follows_from_size_and_layout() -> None:
-    assert routes.choose_route(build_layout(8, 4), 1 << 10) == "direct"
-    assert routes.choose_route(build_layout(8, 4), 64 << 20) == "butterfly"
-    assert routes.choose_route(build_layout(8, 3), 64 << 20) == "chunks"
+    def choose(num_bytes: int, world_size: int) -> object:
+        space = routes.Space(torch.zeros, num_bytes, torch.uint8, build_layout(8, world_size), 0)
+        return routes.choose_route(space)
+
+    assert choose(1 << 10, 4) is routes.Direct
+    assert choose(64 << 20, 4) is routes.Butterfly
+    assert choose(64 << 20, 3) is routes.Chunks
 
 
 def lose_a_peer() -> None:
@@ -77,8 +78,8 @@ def lose_a_peer() -> None:
     group = open_group(environment, torch.device("cpu"))
     if group.rank == 1:
         raise RuntimeError("rank 1 has had enough")
-    rows = torch.zeros(2, 64, dtype=torch.uint8)
-    routes.wait_all([routes.PendingOp(routes.run_direct(rows, group.rank, 0))])
+    route = routes.Direct(routes.Space(torch.zeros, 64, torch.uint8, build_layout(2, 2), group.rank))
+    routes.wait_all([routes.PendingOp(route.run(0))])
     dist.barrier()
 
 

@@ -268,5 +268,5 @@ def test_a_broken_connection_that_is_not_between_ranks() -> None:
     assert not is_secondary(raise_below("train", "torch._ops"))
     assert is_secondary(torch.distributed.DistBackendError("whatever NCCL says"))
     assert not is_secondary(raise_in("train", RuntimeError("Connection closed by peer")))
-    assert not is_secondary(raise_in("samestep.engine.reducer", torch.OutOfMemoryError("no room")))
+    assert not is_secondary(raise_in("samestep.engine.passes", torch.OutOfMemoryError("no room")))
     assert is_secondary(PeerFailed("rank 0 failed"))

@@ -15,7 +15,7 @@ from support.tiny import Pairs
 
 import samestep
 from samestep.config import OPTIONS
-from samestep.engine.gradient_pass import GradientPass
+from samestep.engine.passes import PassAttempt
 from samestep.train.context import RunContext
 from samestep.train.step.interception import Interceptor, Interceptors, load_interceptor, read_request
 from samestep.train.step.steps import Step, StepObserver
@@ -46,7 +46,7 @@ class Recorder(Interceptor):
         if step.number != 1:
             yield torch.ones(2, 4), torch.ones(2, 1)
 
-    def after_exchange(self, step: Step, report: Any) -> Iterator[Any]:
+    def after_exchange(self, step: Step, reduced: Any) -> Iterator[Any]:
         self.events.append("after_exchange")
         if step.number == 2 and self.context.rank == 1:
             yield from step.compute(0, (torch.ones(2, 4), torch.ones(2, 1)))
@@ -222,7 +222,7 @@ def test_events_of_a_run_that_does_not_end_well(monkeypatch: pytest.MonkeyPatch)
     def fail(*_: Any) -> None:
         raise RuntimeError("the other rank is gone")
 
-    monkeypatch.setattr(GradientPass, "exchange", fail)
+    monkeypatch.setattr(PassAttempt, "exchange", fail)
     (events,) = train(None)
     assert {*events[events.index("exchange_failed") :]} == ENDS
     life.check(events)

@@ -16,7 +16,8 @@ from samestep.checks.compute_checks import ComputeCheck, find_checks
 from samestep.console import warn
 from samestep.data.content import hash_content
 from samestep.data.loader import Loader, to_device
-from samestep.engine.gradient_pass import Inspect, PassReport
+from samestep.engine.leaf import Inspect
+from samestep.engine.passes import Reduced
 from samestep.errors import Error, InvalidValue
 from samestep.train.context import RunContext
 from samestep.train.determinism import describe_machine
@@ -159,14 +160,14 @@ class SecondOpinion(Interceptor):
     def end_micro_batch(self, step: Step) -> None:
         self._open = None
 
-    def after_exchange(self, step: Step, report: PassReport) -> Iterator[Any]:
+    def after_exchange(self, step: Step, reduced: Reduced) -> Iterator[Any]:
         """If two ranks disagree, let a third rank compute the micro-batch, and name the rank that is wrong.
 
         Raises:
             Error: ranks disagree, and `check_compute` is "stop". Raised on all ranks, before anything of the step is
                 applied.
         """
-        votes = report.votes
+        votes = reduced.votes
         rank = self.context.rank
         wrong = (check for check in self._checks if votes[check.owner].computed != votes[check.checker].recomputed)
         if (check := next(wrong, None)) is None:

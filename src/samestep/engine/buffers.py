@@ -2,6 +2,8 @@
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from operator import is_
 
 import numpy as np
 import torch
@@ -100,6 +102,7 @@ class Buffers:
             for name, module in modules.items()
             for path, part in module.named_modules()
         }
+        self._held_by = [*map(get_buffers, self._modules)]  # the modules' own dicts, which change with them
         self._group = group
         self._exact = exact
         self._num_passes = 0
@@ -121,6 +124,7 @@ class Buffers:
 
     def _find_all(self) -> None:
         self._listed = self._list()
+        self._all = self._read_all()
         # Of a buffer that modules share, the first place.
         first_of = {id(get_buffers(module)[name]): (module, name) for module, name in reversed(self._listed)}
         places = [*first_of.values()][::-1]
@@ -138,6 +142,18 @@ class Buffers:
         self._changed = set[int]()  # on this rank, in any pass
         self._uncounted = set[int]()  # of these, the ones whose version does not count the changes
         self._use([])
+
+    def _read_all(self) -> list[Tensor | None]:
+        """Return all buffers of all modules, also those that are no state."""
+        return [*chain.from_iterable(map(dict.values, self._held_by))]
+
+    @property
+    def _is_untouched(self) -> bool:
+        """Whether no buffer was written or replaced: a fast answer, which may also be False if none was."""
+        now = self._read_all()
+        is_counted = not self._tensors or (self._num_passes > PASSES_COMPARED and not self._uncounted)
+        is_same = len(now) == len(self._all) and all(map(is_, now, self._all))
+        return is_same and is_counted and [*map(read_version, self._tensors)] == self._versions
 
     def _read(self, k: int) -> Tensor:
         buffers, name = self._places[k]
@@ -169,6 +185,8 @@ class Buffers:
 
     def hold(self) -> None:
         """Remember the present values, which the script may have changed."""
+        if self._is_untouched and not self._changed:
+            return
         if self._list() != self._listed:
             self._find_all()
         self._changed.update(self._find_changes())
@@ -176,11 +194,13 @@ class Buffers:
             self._tensors[k] = tensor = self._read(k)
             self._starts[k] = tensor.detach().clone()
             self._versions[k] = read_version(tensor)
+        self._all = self._read_all()
 
     def undo(self) -> None:
         """Restore the values that `hold` has remembered."""
-        for k in self._find_changes():
-            self._restore(k)
+        if not self._is_untouched:
+            for k in self._find_changes():
+                self._restore(k)
 
     def _find_changes(self) -> list[int]:
         """Return the buffers that were written or replaced.
@@ -210,8 +230,17 @@ class Buffers:
         Raises:
             UsageError: it has added or removed a buffer, or changed a shape.
         """
-        self._check_listed()
         values: Grads = [None] * self.num_buffers
+        if not self._is_untouched:
+            self._take_changes(v, values)
+        if v == self._held[-1]:
+            self._last = values
+        elif self._tensors:
+            self._parts.fold(v, values)
+
+    def _take_changes(self, v: int, values: Grads) -> None:
+        """Fill in the values that micro-batch v gave to buffers, and restore those before it."""
+        self._check_listed()
         for k in self._find_changes():
             start = self._starts[k]
             value = self._read(k).detach()
@@ -227,10 +256,6 @@ class Buffers:
             elif k not in self._firsts:
                 self._firsts[k] = v, value.to(start, copy=True)
             self._restore(k)
-        if v == self._held[-1]:
-            self._last = values
-        else:
-            self._parts.fold(v, values)
 
     def _check_listed(self) -> None:
         if (listed := self._list()) != self._listed:
@@ -255,6 +280,8 @@ class Buffers:
         Raises:
             RuntimeError: another rank is gone.
         """
+        if not self._tensors:
+            return []
         rows = np.frombuffer(b"".join(packed), np.uint32).reshape(len(packed), 2, self.num_buffers)
         counts = rows[:, 0].sum(axis=0).tolist()
         firsts = rows[:, 1].min(axis=0, initial=NONE).tolist()
@@ -272,7 +299,7 @@ class Buffers:
         sums = sum_parts(self._plan, self._parts, last, Control(Vote()), memory, self._group)
         totals = {
             self._active[i]: total
-            for indices, of_bucket, _ in sums.pieces
+            for indices, of_bucket in sums.pieces
             for i, total in zip(indices, of_bucket, strict=True)
         }
         return [(k, _finish(totals[k], counts[k], self._starts[k])) for k in changed]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.engine.routes import Counts, Route, start_all_to_all
+from samestep.engine.routes import Counts, Messages, start_all_to_all
 from samestep.plan.tree import Node, cover, merges
 
 
@@ -71,7 +71,7 @@ class ChunkExchange:
         within = [self._num_chunks if each // block_size == self._block else 0 for each in range(world_size)]
         self._within = (within, within)
 
-    def run(self, flat: Tensor, first: int, total: ChunkSum, process_group: Any) -> Route:
+    def run(self, flat: Tensor, first: int, total: ChunkSum, process_group: Any) -> Messages:
         """Exchange a round's gradients, and add this rank's chunk of them to `total`.
 
         Args:

@@ -5,15 +5,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from samestep.engine import routes
 from samestep.engine.buckets import Bucket
 from samestep.engine.control import Control
 from samestep.engine.exchange_memory import BucketMemory, ExchangeMemory
-from samestep.engine.folding import MISSED, USED, Grads, RankParts, lay_out
+from samestep.engine.folding import MISSED, USED, Grads, RankParts, lay_out, list_present
 from samestep.engine.reduction_plan import ReductionPlan
+from samestep.torch_internals import add_to_all, multiply_all
 from samestep.world.group import Group
 
 
@@ -23,36 +23,28 @@ class Sums:
 
     Attributes:
         controls: every rank's control block.
-        pieces: per bucket, its parameters, their sums, and the memory that holds these in one piece, if there is one.
-            On ranks that do not get a bucket's sums, they are None.
+        pieces: per bucket, its parameters and their sums. On ranks that do not get a bucket's sums, they are None.
         used: a byte per parameter, see `USED`.
     """
 
     controls: list[Control]
-    pieces: Sequence[tuple[Sequence[int], Sequence[Tensor | None], Tensor | None]]
+    pieces: Sequence[tuple[Sequence[int], Sequence[Tensor | None]]]
     used: bytes
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a parameter gets a gradient, on this rank or another one."""
-        return any(marks & USED for marks in self.used)
-
-    def average(self, plan: ReductionPlan, inverse: float) -> Grads:
+    def average(self, inverse: float) -> Grads:
         """Return `sum * inverse`, computed in the sum; None if no micro-batch of the step used the parameter."""
-        averages: Grads = [None] * len(plan.params)
-        for indices, grads, flat in self.pieces:
-            scales = [(grad, self.used[i]) for i, grad in zip(indices, grads, strict=True)]
-            if flat is not None and inverse != 1.0 and any(marks & USED for _, marks in scales):
-                scales = [(flat, USED)]
-            for total, marks in scales:
-                # 0 + inverse * x, because the sign of a sum of -0.0 would otherwise depend on whether an absent
-                # gradient was sent as +0.0. If none was absent and the factor is 1 (the backward applies powers of
-                # two), nothing has to be done, which saves a pass over all memory.
-                if total is not None and marks & USED and (inverse != 1.0 or marks & MISSED):
-                    torch.add(plan.zeros[total.dtype, total.device], total, alpha=inverse, out=total)
+        averages: Grads = [None] * len(self.used)
+        for indices, grads in self.pieces:
             for i, grad in zip(indices, grads, strict=True):
                 if self.used[i] & USED:
                     averages[i] = grad
+        present = list_present(averages)
+        if present and inverse != 1.0:
+            multiply_all(present, inverse)
+        # The sign of a sum of -0.0 would otherwise depend on whether an absent gradient was sent as +0.0.
+        marked = zip(averages, self.used, strict=True)
+        if in_part := [grad for grad, marks in marked if grad is not None and marks & MISSED]:
+            add_to_all(in_part, 0.0)
         return averages
 
 
@@ -76,7 +68,11 @@ class Exchange:
         self._missing = [sum(param.requires_grad for param in bucket.params) for bucket in plan.buckets]
         self._pending: list[routes.PendingOp] = []
         self._failure: RuntimeError | None = None
-        self._attempt(memory.expect)
+        self._attempt(self._expect)
+
+    def _expect(self) -> None:
+        for tag, route in enumerate(self._memory.routes):
+            route.expect(tag)
 
     def pack(self, i: int, grad: Tensor | None) -> Tensor:
         """Copy this rank's parts of parameter i into its bucket. Returns the view that holds the last part.
@@ -118,17 +114,18 @@ class Exchange:
             grads: gradients of the last micro-batch that are not packed yet. None: there are none.
         """
         place = len(self._pending)
-        memory = self._memory.buckets[place]
-        if self._parts.held:
-            for i in self._plan.buckets[place].indices:
-                if not self._packed[i]:
-                    self.pack(i, None if grads is None else grads[i])
-        elif not self._plan.exact:
-            memory.root.zero_()
-        wait = partial(self._group.wait_for, num_bytes=memory.root.nbytes)
-        self._pending.append(routes.PendingOp(memory.route.run(tag=place), wait))
+        route = self._memory.routes[place]
+        if place < len(self._plan.buckets):
+            if self._parts.held:
+                for i in self._plan.buckets[place].indices:
+                    if not self._packed[i]:
+                        self.pack(i, None if grads is None else grads[i])
+            elif not self._plan.exact:
+                route.root.zero_()
+        wait = partial(self._group.wait_for, num_bytes=route.root.nbytes)
+        self._pending.append(routes.PendingOp(route.run(tag=place), wait))
         # At this fixed point, so that all ranks issue their messages in the same order.
-        if place and self._memory.buckets[place - 1].route.has_rounds:
+        if place and self._memory.routes[place - 1].has_rounds:
             self._pending[place - 1].advance()
 
     def finish(self, grads: Grads, control: Control) -> Sums:
@@ -147,12 +144,8 @@ class Exchange:
         memory = self._memory
         control.used = self._parts.used.to_bytes(len(self._plan.params))
         memory.form.pack_into(memory.blocks[rank], control)
-        while len(self._pending) < len(memory.buckets):
+        while len(self._pending) < len(memory.routes):
             self._send_next(grads)
-        if memory.control_rows is not None:
-            sockets = self._group.local_sockets
-            direct = routes.run_direct(memory.control_rows, rank, len(memory.buckets), local_sockets=sockets)
-            self._pending.append(routes.PendingOp(direct))
         routes.wait_all(self._pending)
         controls = [
             control if each == rank else memory.form.unpack_from(block, len(held))
@@ -161,22 +154,19 @@ class Exchange:
         used = self._parts.used
         for each in controls:
             used |= int.from_bytes(each.used)
-        pieces: list[tuple[Sequence[int], Sequence[Tensor | None], Tensor | None]] = [
-            (bucket.indices, *_read_sum(bucket, of_bucket))
-            if of_bucket.has_sum
-            else (bucket.indices, [None] * len(bucket.indices), None)
+        pieces = [
+            (bucket.indices, _read_sum(bucket, of_bucket))
             for bucket, of_bucket in zip(self._plan.buckets, memory.buckets, strict=True)
         ]
         return Sums(controls, pieces, used.to_bytes(len(self._plan.params)))
 
 
-def _read_sum(bucket: Bucket, memory: BucketMemory) -> tuple[Sequence[Tensor], Tensor]:
-    """Return the sums of a bucket in the dtype of its parameters, one by one and in one piece."""
+def _read_sum(bucket: Bucket, memory: BucketMemory) -> Sequence[Tensor | None]:
+    """Return the sums of a bucket in the dtype of its parameters; None on a rank that does not get them."""
+    if not memory.has_sum:
+        return [None] * len(bucket.indices)
     dtype = bucket.params[0].dtype
-    if bucket.dtype == dtype:
-        return memory.grads, memory.root
-    flat = memory.root.to(dtype)
-    return bucket.views(flat), flat
+    return memory.grads if bucket.dtype == dtype else bucket.views(memory.route.root.to(dtype))
 
 
 def sum_parts(
@@ -195,11 +185,13 @@ def sum_parts(
 
 def sum_alone(plan: ReductionPlan, parts: RankParts, grads: Grads, control: Control) -> Sums:
     """Return the sums if there is no other rank. Arguments as for `Exchange`."""
-    # As with more ranks, gradients get the parameter's strides, because norms sum in memory order.
-    sums = [
-        grad if grad is None or grad.stride() == strides else lay_out(grad, strides)
-        for grad, strides in zip(parts.complete(grads), plan.strides, strict=True)
-    ]
+    sums = parts.complete(grads)
+    if [*map(Tensor.stride, list_present(sums))] != plan.strides:
+        # As with more ranks, gradients get the parameter's strides, because norms sum in memory order.
+        sums = [
+            grad if grad is None or grad.stride() == strides else lay_out(grad, strides)
+            for grad, strides in zip(sums, plan.strides, strict=True)
+        ]
     if plan.exchange_dtype is not None:
         sums = [None if each is None else each.to(param.dtype) for each, param in zip(sums, plan.params, strict=True)]
-    return Sums([control], [(range(len(sums)), sums, None)], parts.used.to_bytes(len(plan.params)))
+    return Sums([control], [(range(len(sums)), sums)], parts.used.to_bytes(len(plan.params)))

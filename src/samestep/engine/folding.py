@@ -1,7 +1,9 @@
 """Adds up the gradients of one rank: a tensor per parameter, None for a parameter that was not used."""
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property
+from itertools import repeat
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -29,11 +31,11 @@ class RankParts:
         self.used = 0
         self._exact = plan.exact
         self._narrow = plan.narrow if plan.exchange_dtype is not None else None
-        self._count_merges = partial(layout.count_merges, rank)
+        self._layout = layout
+        self._rank = rank
         self._parts: list[Grads] = []
-        self._num_last = self._count_merges(self.held[-1]) if self.held else 0  # of the last micro-batch
 
-    def mark(self, fired: Sequence[int]) -> None:
+    def mark(self, fired: bytes | bytearray) -> None:
         """Note which parameters a micro-batch has used: a 1 for each of these, a 0 for each other one."""
         fired_bits = int.from_bytes(fired)
         all_bits = int.from_bytes(b"\1" * len(fired))
@@ -42,7 +44,7 @@ class RankParts:
     def fold(self, v: int, grads: Grads) -> None:
         """Add the gradients of micro-batch v, unless it is the last one: the parts that it completes become one."""
         grads = self._narrow_all(grads)
-        for _ in range(self._count_merges(v)):
+        for _ in range(self._layout.count_merges(self._rank, v)):
             grads = add_grads(self._parts.pop(), grads)
         self._parts.append(grads)
 
@@ -50,16 +52,24 @@ class RankParts:
         """Keep these parameters only, in this order."""
         self._parts = [[part[i] for i in indices] for part in self._parts]
 
+    @cached_property
+    def _split(self) -> tuple[list[Grads], list[Grads]]:
+        """The parts that the last micro-batch leaves as they are, and those that become one with it, in order.
+
+        If the order does not matter, all become one.
+        """
+        num_merged = self._layout.count_merges(self._rank, self.held[-1]) if self._exact else len(self._parts)
+        num_stay = len(self._parts) - num_merged
+        return self._parts[:num_stay], self._parts[num_stay:][::-1]
+
     def pack(self, i: int, grad: Tensor | None, views: Sequence[Tensor]) -> Tensor:
         """Copy the parts of parameter i to `views`, and add `grad`, of the last micro-batch. Returns the last view."""
         if self._narrow is not None and grad is not None:
             grad = self._narrow(grad)
-        # If the order does not matter, all parts are merged.
-        num_stay = len(self._parts) - self._num_last if self._exact else 0
-        for part, view in zip(self._parts[:num_stay], views, strict=False):
+        stay, merged = self._split
+        for part, view in zip(stay, views, strict=False):
             put(part[i], view)
-        merged = self._parts[num_stay:][::-1]
-        view = views[num_stay]
+        view = views[len(stay)]
         for part in merged[:-1]:
             grad = add(part[i], grad)
         left = merged[-1][i] if merged else None
@@ -90,10 +100,15 @@ def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 
 def add_grads(left: Grads, right: Grads) -> Grads:
     """Return the sums of pairs, see `add`."""
-    pairs = [(one, other) for one, other in zip(left, right, strict=True) if one is not None and other is not None]
-    if pairs:
-        add_all([one for one, _ in pairs], [other for _, other in pairs])
-    return [other if one is None else one for one, other in zip(left, right, strict=True)]
+    if not left or any(map(is_, (*left, *right), repeat(None))):
+        return [*map(add, left, right)]
+    add_all(list_present(left), list_present(right))
+    return left
+
+
+def list_present(grads: Grads) -> list[Tensor]:
+    """Return the gradients of the parameters that were used."""
+    return [grad for grad in grads if grad is not None]
 
 
 def put(grad: Tensor | None, view: Tensor) -> None:

@@ -29,25 +29,27 @@ def copy_to_host(tensors: Iterable[Tensor]) -> Callable[[], list[Tensor]]:
 
 
 class HostValue:
-    """The value that a tensor with one element has now. For a tensor on a GPU, the copy to the host is only queued.
+    """The value that a tensor with one element has now on a GPU, whose copy to the host is only queued.
 
     Reading it waits for what was queued before it. So a loss that is taken before its backward pass is read while the
     GPU computes that pass, and the host can queue the update meanwhile. `Tensor.item` would wait for all of it.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._wait = copy_to_host([tensor])
+
+    def __float__(self) -> float:
+        return float(self._wait()[0])
+
+
+def read_later(tensor: Tensor) -> float | HostValue:
+    """Return the value that a tensor with one element has now: the script may write to it after the call.
 
     Example::
 
         >>> import torch
-        >>> from samestep.engine.host_copies import HostValue
-        >>> loss = torch.tensor(0.5)
-        >>> value = HostValue(loss)
-        >>> float(value)
+        >>> from samestep.engine.host_copies import read_later
+        >>> read_later(torch.tensor(0.5))
         0.5
     """
-
-    def __init__(self, tensor: Tensor) -> None:
-        # The script may write to a loss or a weight after the call that got it.
-        value = tensor.detach()
-        self._wait = copy_to_host([value.clone() if value.device.type == "cpu" else value])
-
-    def __float__(self) -> float:
-        return float(self._wait()[0])
+    return tensor.item() if tensor.device.type == "cpu" else HostValue(tensor.detach())

@@ -1,13 +1,45 @@
 """The values of `step.log` in the control block."""
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import add, attrgetter
+
+from torch import Tensor
 
 from samestep.engine.control import Control
+from samestep.engine.host_copies import HostValue, read_later
 from samestep.plan.tree import Layout
 from samestep.world.group import Group
 
 Means = list[dict[str, tuple[float, float]]]  # per micro-batch: name -> the mean of its logged values, and their number
+Value = float | Tensor  # a tensor only on a GPU: float64, not copied to the host yet
 Table = list[list[float]]  # per micro-batch, per name
+
+
+read_has_new_names = attrgetter("has_new_names")
+
+
+class StepLog:
+    """The values that this rank logs in the micro-batches of one pass over a step."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, dict[str, list[float | HostValue]]] = {}
+
+    def add(self, v: int, name: str, value: Value) -> None:
+        """Add a value logged in micro-batch v."""
+        values = self._calls.setdefault(v, {}).setdefault(name, [])
+        values.append(read_later(value) if isinstance(value, Tensor) else value)
+
+    def compute_means(self, held: range) -> Means:
+        """Return the mean of the calls in each of these micro-batches. Waits for a GPU to compute the values."""
+        # The built-in sum differs: since Python 3.12 it compensates for rounding.
+        return [
+            {
+                name: (reduce(add, map(float, values), 0.0) / len(values), len(values))
+                for name, values in self._calls.get(v, {}).items()
+            }
+            for v in held
+        ]
 
 
 class LoggedNames:
@@ -19,42 +51,36 @@ class LoggedNames:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self._new: list[str] = []  # of the pass in progress
 
-    def has_new(self, logged: Means) -> bool:
-        """Return whether this rank's values have names without an entry."""
-        return any(logged) and any(name not in self.names for values in logged for name in values)
+    def tabulate(self, logged: Means) -> tuple[bool, Table, Table]:
+        """Return whether this rank's values have names without an entry, and the entries: means and counts."""
+        has_new = any(name not in self.names for values in logged for name in values)
+        entries = [[values.get(name, (0.0, 0.0)) for name in self.names] for values in logged]
+        return has_new, [[mean for mean, _ in row] for row in entries], [[count for _, count in row] for row in entries]
 
-    def tabulate(self, logged: Means) -> tuple[Table, Table]:
-        """Return the entries for this rank's values: the means, and the numbers of values."""
-        if not self.names:
-            return [[]] * len(logged), [[]] * len(logged)
-        entries = [[values.get(name, (0.0, 0)) for name in self.names] for values in logged]
-        return [[mean for mean, _ in row] for row in entries], [[count for _, count in row] for row in entries]
+    def collect(
+        self, logged: Means, controls: Sequence[Control], group: Group, layout: Layout
+    ) -> tuple[Means, list[str]]:
+        """Return the logged values of all ranks' micro-batches, and their new names, see `add`.
 
-    def add_new(self) -> None:
-        """Add the new names that `collect` has found, once all ranks have them."""
-        self.names += self._new
-        self._new = []
-
-    def collect(self, logged: Means, controls: Sequence[Control], group: Group, layout: Layout) -> Means:
-        """Return the logged values of all ranks' micro-batches; nothing if no rank has logged a value yet.
-
-        Values under new names need an additional exchange. `add_new` adds these names.
+        There are no values if no rank has logged one yet. Values under new names need an additional exchange.
         """
-        self._new = []
-        has_new = any(control.has_new_names for control in controls)
-        if not self.names and not has_new:
-            return []
-        if has_new:
+        if True in map(read_has_new_names, controls):
             collected = layout.sort(group.gather(logged))
-            self._new = sorted({name for values in collected for name in values} - {*self.names})
-            return collected
-        return [
+            return collected, sorted({name for values in collected for name in values} - {*self.names})
+        if not self.names:
+            return [], []
+        tables = zip(
+            layout.sort([control.values for control in controls]),
+            layout.sort([control.counts for control in controls]),
+            strict=True,
+        )
+        means = [
             {name: (value, count) for name, value, count in zip(self.names, values, counts, strict=True) if count}
-            for values, counts in zip(
-                layout.sort(control.values for control in controls),
-                layout.sort(control.counts for control in controls),
-                strict=True,
-            )
+            for values, counts in tables
         ]
+        return means, []
+
+    def add(self, names: Sequence[str]) -> None:
+        """Add the new names that `collect` has found, once all ranks have them."""
+        self.names += names

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from samestep.engine.control import NOT_CALLED, Control
-from samestep.engine.host_copies import HostValue
+from samestep.engine.host_copies import HostValue, read_later
 from samestep.errors import InvalidValue, UsageError
 from samestep.plan.tree import Layout
 
@@ -23,28 +23,25 @@ class PassLosses:
         step: number of the step, for messages.
         sizes: number of samples of each micro-batch of the step.
         held: this rank's micro-batches.
+
+    Attributes:
+        terms: micro-batch -> its loss and its weight.
     """
 
-    def __init__(self, step: int, sizes: Sequence[int], layout: Layout, held: range) -> None:
+    def __init__(self, step: int, sizes: Sequence[int], held: range) -> None:
         self._step = step
         self._sizes = sizes
-        self._layout = layout
         self._held = held
-        # micro-batch -> its loss and its weight
-        self._terms: dict[int, tuple[HostValue, float | HostValue]] = {}
+        self.terms: dict[int, tuple[float | HostValue, float | HostValue]] = {}
 
     @property
     def are_missing(self) -> bool:
         """Whether this rank has micro-batches, and step.backward was called in none of them."""
-        return bool(self._held) and self._terms.keys().isdisjoint(self._held)
-
-    def open(self, v: int) -> None:
-        """Begin micro-batch v, which may be another rank's: its loss is checked, too, and does not count."""
-        self._terms.pop(v, None)
+        return bool(self._held) and self.terms.keys().isdisjoint(self._held)
 
     def add(self, v: int, loss: Tensor, weight: float | Tensor | None) -> float | Tensor:
         """Note the loss of a step.backward. Returns its weight; arguments and errors as for it."""
-        if v in self._terms:
+        if v in self.terms:
             raise UsageError(
                 f"step.backward was called twice in micro-batch {v} of step {self._step}: add the losses and call it "
                 "once, dividing each by its own number of units (step.total); for another model, loop over the step "
@@ -59,11 +56,12 @@ class PassLosses:
                 f"step.backward needs a scalar loss that depends on the model, not {describe_value(loss)}: {hint}",
                 code="SS203",
             )
-        own: float | Tensor = self._sizes[v] if weight is None else weight
-        if not isinstance(own, Tensor) or own.device.type == "cpu":
-            own = self._check_weight(v, own)
+        own: float | Tensor = self._sizes[v]
+        if weight is not None:
+            is_on_device = isinstance(weight, Tensor) and weight.device.type != "cpu"
+            own = weight if is_on_device else self._check_weight(v, weight)
         # Before the backward pass, see `HostValue`.
-        self._terms[v] = HostValue(loss), HostValue(own) if isinstance(own, Tensor) else own
+        self.terms[v] = read_later(loss), read_later(own) if isinstance(own, Tensor) else own
         return own
 
     def _check_weight(self, v: int, weight: Any) -> float:
@@ -90,36 +88,36 @@ class PassLosses:
         losses = [0.0] * len(self._held)
         weights = [NOT_CALLED] * len(self._held)
         for k, v in enumerate(self._held):
-            if v in self._terms:
-                loss, weight = self._terms[v]
-                weights[k] = self._check_weight(v, weight)
+            if v in self.terms:
+                loss, weight = self.terms[v]
+                weights[k] = self._check_weight(v, weight) if isinstance(weight, HostValue) else weight
                 if weights[k]:
                     losses[k] = float(loss)
         return losses, weights
 
-    def average(self, controls: Sequence[Control]) -> tuple[float, float | None]:
+    def average(self, controls: Sequence[Control], layout: Layout) -> tuple[float, float | None]:
         """Return the total weight of all ranks' losses, and their average; None without weight.
 
         Raises:
             InvalidValue: a loss is not finite.
         """
-        pairs = [
-            (loss, weight)
-            for control in controls
-            for loss, weight in zip(control.losses, control.weights, strict=True)
-            if weight != NOT_CALLED
-        ]
-        total = math.fsum([weight for _, weight in pairs])
+        weights: list[float] = []
+        weighted: list[float] = []
+        for control in controls:
+            for loss, weight in zip(control.losses, control.weights, strict=True):
+                if weight != NOT_CALLED:
+                    weights.append(weight)
+                    weighted.append(loss * weight)
+        total = math.fsum(weights)
         if not total:
             return 0.0, None
-        weighted = [loss * weight for loss, weight in pairs]
         if not math.isfinite(sum(weighted)):
-            self._refuse_losses(controls)
+            self._refuse_losses(controls, layout)
         return total, math.fsum(weighted) / total
 
-    def _refuse_losses(self, controls: Sequence[Control]) -> NoReturn:
+    def _refuse_losses(self, controls: Sequence[Control], layout: Layout) -> NoReturn:
         """Raise InvalidValue for the first micro-batch whose loss is not finite."""
-        for rank, held in enumerate(self._layout.ranges):
+        for rank, held in enumerate(layout.ranges):
             for v, loss in zip(held, controls[rank].losses, strict=True):
                 if not math.isfinite(loss):
                     raise InvalidValue(

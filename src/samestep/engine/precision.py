@@ -1,7 +1,7 @@
 """Mixed precision: the context of `run.autocast()`, and the loss scale for float16."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -32,11 +32,11 @@ class Precision:
         """Return the context for a forward pass."""
         return nullcontext() if self._dtype is None else torch.autocast(self._device_type, dtype=self._dtype)
 
-    def accepts(self, gradients: Iterable[Tensor], agree: Callable[[bool], bool] = bool) -> bool:
+    def accepts(self, gradients: Sequence[Tensor | None], agree: Callable[[bool], bool] = bool) -> bool:
         """Return whether an update may use the reduced gradients.
 
         Args:
-            gradients: those that this rank has.
+            gradients: those that this rank has, and None for other parameters.
             agree: returns whether the gradients of all ranks are finite, from whether those of this rank are.
         """
         return True
@@ -63,9 +63,9 @@ class ScaledPrecision(Precision):
         self.scale = 2.0**16
         self._good_steps = 0
 
-    def accepts(self, gradients: Iterable[Tensor], agree: Callable[[bool], bool] = bool) -> bool:
+    def accepts(self, gradients: Sequence[Tensor | None], agree: Callable[[bool], bool] = bool) -> bool:
         # The largest absolute value, because a sum of squares may overflow. One read-back for all gradients.
-        largest = get_total_norm([each for each in gradients if each.numel()], math.inf)
+        largest = get_total_norm([each for each in gradients if each is not None and each.numel()], math.inf)
         good = agree(bool(largest.isfinite()))
         if good:
             self._good_steps += 1

@@ -1,6 +1,6 @@
 """What all passes over the same parameters have in common."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,6 @@ class ReductionPlan:
         names, params: of the parameters, in the models' order.
         untrained: parameters that no optimizer holds. Their gradients are dropped.
         strides: per parameter, the strides of its sum.
-        zeros: a zero of each dtype on each device.
         buckets: in the order in which they are exchanged.
         bucket_of: per parameter, the number of its bucket.
         owners: per parameter, the rank that gets its sum; None: all ranks get all sums.
@@ -32,8 +31,7 @@ class ReductionPlan:
     names: Sequence[str]
     params: Sequence[Tensor]
     untrained: Sequence[Tensor]
-    strides: Sequence[tuple[int, ...]]
-    zeros: Mapping[tuple[torch.dtype, torch.device], Tensor]
+    strides: list[tuple[int, ...]]
     buckets: Sequence[Bucket]
     bucket_of: Sequence[int]
     owners: Sequence[int] | None
@@ -76,13 +74,11 @@ def build_reduction_plan(
     dtypes = [choose_dtype(param, exchange_dtype) for param in params]
     buckets = build_buckets(params if models is None else [], bucket_cap_bytes, owners, dtypes)
     numbers = {i: number for number, bucket in enumerate(buckets) for i in bucket.indices}
-    kinds = {(param.dtype, param.device) for param in params}
     return ReductionPlan(
         names=[name for name, _ in trained],
         params=params,
         untrained=untrained,
         strides=[dense_strides(param) for param in params] if models is None else [],
-        zeros={(dtype, device): torch.zeros((), dtype=dtype, device=device) for dtype, device in kinds},
         buckets=buckets,
         bucket_of=[numbers[i] for i in range(len(params))] if models is None else [],
         owners=owners,

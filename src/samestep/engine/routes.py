@@ -1,17 +1,19 @@
 """The algorithms that exchange the parts of a gradient between ranks. Every route gives the same bits.
 
-A route is a generator. It issues its messages, yields the handles to wait for, and is resumed when they have completed.
-The reducer resumes it, so that the exchange overlaps with the backward. Every rank must start and resume its routes in
-the same order, from the thread that runs the backward, never from a callback.
+The steps of a route are a generator. It issues its messages, yields the handles to wait for, and is resumed when they
+have completed. The exchange resumes it, so that it overlaps with the backward. Every rank must start and resume its
+routes in the same order, from the thread that runs the backward, never from a callback.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.engine.buckets import pad_to_chunks
 from samestep.plan.tree import Layout
 from samestep.world.local_sockets import LocalSockets
 
@@ -22,7 +24,7 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
-Route = Iterator[Sequence[Work]]
+Messages = Iterator[Sequence[Work]]
 
 # Of all ranks' parts together. Gloo, 2 and 4 ranks (benchmarks/routes.py): below this, one message to each peer is the
 # fastest; above it, log2 W exchanges of half the data each, or chunks if the number of ranks is not a power of two.
@@ -31,22 +33,245 @@ DIRECT_MAX_BYTES = 4 << 20
 NEIGHBORS_MAX_BYTES = 1 << 20
 
 
-def choose_route(layout: Layout, num_bytes: int, *, exact: bool = True, has_owner: bool = False) -> str:
-    """Return how to exchange a bucket, the same on every rank.
+@dataclass(frozen=True)
+class Space:
+    """What a route needs to know of a bucket.
+
+    Attributes:
+        new: allocates zeros of a shape, on the device.
+        num_elements, dtype: of the bucket.
+        layout, rank: which parts the ranks have.
+        exact: whether to sum along the canonical tree, or with the backend.
+        owner: the one rank that gets the sum; None: all ranks get it.
+    """
+
+    new: Callable[..., Tensor]
+    num_elements: int
+    dtype: torch.dtype
+    layout: Layout
+    rank: int
+    exact: bool = True
+    owner: int | None = None
+
+
+class Route:
+    """The memory of a bucket, and the exchange of its parts.
+
+    Attributes:
+        parts: this rank's parts.
+        root: finally holds the sum, on the ranks that get it.
+        blocks: the ranks' control blocks, if they are sent with this bucket.
+        has_rounds: whether the exchange waits several times, so that it is worth advancing it meanwhile.
+    """
+
+    has_rounds = False
+
+    def __init__(self, space: Space, parts: Sequence[Tensor], root: Tensor) -> None:
+        self.space = space
+        self.parts = parts
+        self.root = root
+        self.blocks: list[memoryview] = []
+
+    def expect(self, tag: int) -> None:
+        """Prepare for the other ranks' parts, if that is possible before this rank's own are complete."""
+
+    def run(self, tag: int) -> Messages:
+        """Exchange this rank's parts."""
+        raise NotImplementedError
+
+
+class Direct(Route):
+    """Each rank sends a row with its parts and its control block to every other rank. Latency 1, W - 1 rows received.
 
     Args:
-        num_bytes: size of the bucket.
-        exact: whether to sum along the canonical tree: "direct", "butterfly", "chunks" or "owner"; otherwise the
-            backend's "all-reduce" or "reduce".
-        has_owner: whether only one rank gets the sum.
+        control_bytes: size of the control block; 0: there is none.
+        sockets: of the ranks, if all run on one host.
     """
-    if not exact or layout.world_size == 1:
-        return "reduce" if has_owner else "all-reduce"
-    if has_owner:
-        return "owner"
+
+    def __init__(self, space: Space, control_bytes: int = 0, sockets: LocalSockets | None = None) -> None:
+        layout, num_parts = space.layout, space.layout.max_parts
+        part_bytes = space.num_elements * space.dtype.itemsize
+        row_bytes = num_parts * part_bytes + control_bytes
+        self._rows = space.new(layout.world_size, row_bytes, dtype=torch.uint8)
+        self._slots = [
+            row[k * part_bytes : (k + 1) * part_bytes].view(space.dtype) for row in self._rows for k in range(num_parts)
+        ]
+        own = slice(space.rank * num_parts, (space.rank + 1) * num_parts)
+        super().__init__(space, self._slots[own], self._slots[layout.root])
+        self._receives: Sequence[Work] = ()
+        self._sockets = sockets if control_bytes and row_bytes <= NEIGHBORS_MAX_BYTES else None
+        if control_bytes:
+            self.blocks = [memoryview(row.numpy()) for row in self._rows[:, num_parts * part_bytes :]]
+
+    def expect(self, tag: int) -> None:
+        if self._sockets is None and not self._rows.is_cuda:
+            peers = [peer for peer in range(len(self._rows)) if peer != self.space.rank]
+            self._receives = _list_works(dist.irecv(self._rows[peer], peer, tag=tag) for peer in peers)
+
+    def run(self, tag: int) -> Messages:
+        rows, rank = self._rows, self.space.rank
+        if self._sockets is not None:
+            self._sockets.exchange([memoryview(row.numpy()) for row in rows])
+        elif rows.is_cuda:
+            dist.all_gather_into_tensor(rows.view(-1), rows[rank])
+        else:
+            if not self._receives:
+                self.expect(tag)
+            receives, self._receives = self._receives, ()
+            sends = [dist.isend(rows[rank], peer, tag=tag) for peer in range(len(rows)) if peer != rank]
+            yield [*receives, *_list_works(sends)]
+        add_parts(self._slots, self.space.layout)
+
+
+class Butterfly(Route):
+    """Each rank has one part, which becomes the sum: recursive halving, then doubling.
+
+    Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005),
+    with the nearest rank first, in the order of the canonical tree.
+    """
+
+    has_rounds = True
+
+    def __init__(self, space: Space) -> None:
+        root = space.new(space.num_elements)
+        super().__init__(space, [root], root)
+        self._spare = space.new((space.num_elements + 1) // 2)
+
+    def run(self, tag: int) -> Messages:
+        x = self.root
+        path = _plan_butterfly(x.numel(), self.space.rank, self.space.layout.world_size)
+        for peer, keep, give in path:
+            theirs = self._spare[: keep.stop - keep.start]
+            yield _exchange([(x[give], peer)], [(theirs, peer)], tag)
+            x[keep].add_(theirs)
+        for peer, keep, give in reversed(path):
+            yield _exchange([(x[keep], peer)], [(x[give], peer)], tag)
+
+
+class Chunks(Route):
+    """All-to-all of chunks, addition, all-gather: any number of ranks, any number of parts."""
+
+    has_rounds = True
+
+    def __init__(self, space: Space) -> None:
+        num_parts, world_size = space.layout.max_parts, space.layout.world_size
+        padded = pad_to_chunks(space.num_elements, world_size)
+        self._whole = space.new(num_parts, padded)
+        self._chunks = space.new(world_size, num_parts, padded // world_size)  # every rank's parts of this rank's chunk
+        parts = [row[: space.num_elements] for row in self._whole]
+        super().__init__(space, parts, parts[0])
+
+    def run(self, tag: int) -> Messages:
+        whole, chunks, rank, layout = self._whole, self._chunks, self.space.rank, self.space.layout
+        held = [len(parts_of) for parts_of in layout.parts]
+        peers = [peer for peer in range(layout.world_size) if peer != rank]
+        size = chunks.shape[2]
+        bounds = [slice(peer * size, (peer + 1) * size) for peer in range(layout.world_size)]
+        sends = [(whole[k, bounds[peer]], peer) for peer in peers for k in range(held[rank])]
+        receives = [(chunks[peer, k], peer) for peer in peers for k in range(held[peer])]
+        if held[rank]:
+            chunks[rank].copy_(whole[:, bounds[rank]])
+        if sends or receives:
+            yield _exchange(sends, receives, tag)
+        whole[0, bounds[rank]].copy_(add_parts(chunks.view(-1, size), layout))
+        yield _exchange(
+            [(whole[0, bounds[rank]], peer) for peer in peers],
+            [(whole[0, bounds[peer]], peer) for peer in peers],
+            tag,
+        )
+
+
+class ToOwner(Route):
+    """Each rank sends its parts to the owner, which alone has memory for those of all ranks, and adds them."""
+
+    def __init__(self, space: Space) -> None:
+        layout, rank, num_parts = space.layout, space.rank, space.layout.max_parts
+        self._is_owner = rank == space.owner
+        self._theirs = space.new(layout.world_size * num_parts if self._is_owner else 0, space.num_elements)
+        own = slice(rank * num_parts, (rank + 1) * num_parts)
+        self._whole = self._theirs[own] if self._is_owner else space.new(num_parts, space.num_elements)
+        parts = [*self._whole]
+        super().__init__(space, parts, self._theirs[layout.root] if self._is_owner else parts[0])
+
+    def run(self, tag: int) -> Messages:
+        layout, rank, owner = self.space.layout, self.space.rank, self.space.owner
+        held = layout.parts[rank]
+        if not self._is_owner:
+            if held and owner is not None:
+                yield _exchange([(self._whole[: len(held)], owner)], [], tag)
+            return
+        rows = self._theirs.view(layout.world_size, layout.max_parts, -1)
+        receives = [
+            (rows[peer, : len(parts)], peer) for peer, parts in enumerate(layout.parts) if parts and peer != rank
+        ]
+        if receives:
+            yield _exchange([], receives, tag)
+        add_parts(self._theirs, layout)
+
+
+class Backend(Route):
+    """The backend sums one part of each rank, for all ranks or for the owner. The bits depend on the ranks."""
+
+    def __init__(self, space: Space) -> None:
+        root = space.new(space.num_elements)
+        super().__init__(space, [root], root)
+
+    def run(self, tag: int) -> Messages:
+        owner = self.space.owner
+        yield [
+            dist.all_reduce(self.root, async_op=True) if owner is None else dist.reduce(self.root, owner, async_op=True)
+        ]
+
+
+class Staged(Route):
+    """Copies of the parts in host memory are exchanged.
+
+    Args:
+        host: exchanges them.
+        new: allocates the parts, on the device.
+    """
+
+    def __init__(self, host: Route, new: Callable[..., Tensor]) -> None:
+        parts = [new(len(part)) for part in host.parts]
+        super().__init__(host.space, parts, parts[0])
+        self._host = host
+        self.blocks = host.blocks
+        self.has_rounds = host.has_rounds
+
+    def expect(self, tag: int) -> None:
+        self._host.expect(tag)
+
+    def run(self, tag: int) -> Messages:
+        for mine, copy in zip(self.parts, self._host.parts, strict=True):
+            copy.copy_(mine)
+        yield from self._host.run(tag)
+        if self.space.owner in (None, self.space.rank):
+            self.root.copy_(self._host.root)
+
+
+def choose_route(space: Space) -> Callable[[Space], Route]:
+    """Return how to exchange a bucket, the same on every rank."""
+    layout = space.layout
+    if not space.exact:
+        return Backend
+    if space.owner is not None:
+        return ToOwner
+    num_bytes = space.num_elements * space.dtype.itemsize
     if num_bytes * layout.max_parts * layout.world_size <= DIRECT_MAX_BYTES:
-        return "direct"
-    return "butterfly" if layout.butterfly else "chunks"
+        return Direct
+    return Butterfly if layout.butterfly else Chunks
+
+
+def add_parts(slots: Sequence[Tensor] | Tensor, layout: Layout) -> Tensor:
+    """Sum all ranks' parts, one slot each, along the canonical tree. Returns the root's slot."""
+    for dst, src in layout.additions:
+        slots[dst].add_(slots[src])
+    return slots[layout.root]
+
+
+def _list_works(works: Iterable[Work | None]) -> list[Work]:
+    """Return the handles. None stands for a rank outside of the group."""
+    return [work for work in works if work is not None]
 
 
 def _exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int) -> Sequence[Work]:
@@ -58,73 +283,10 @@ def _exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tens
     # batch_isend_irecv works on gloo as well, but doubles the cost of a small message.
     works = [dist.irecv(tensor, peer, tag=tag) for tensor, peer in receives]
     works += [dist.isend(tensor, peer, tag=tag) for tensor, peer in sends]
-    return [work for work in works if work is not None]  # None: a rank outside of the group
+    return _list_works(works)
 
 
-def post_receives(rows: Tensor, rank: int, tag: int) -> Sequence[Work]:
-    """Post the receives for `run_direct` early, so that no peer has to wait for this rank."""
-    if rows.is_cuda:
-        return ()
-    works = [dist.irecv(rows[peer], peer, tag=tag) for peer in range(rows.shape[0]) if peer != rank]
-    return [work for work in works if work is not None]
-
-
-def run_direct(
-    rows: Tensor,
-    rank: int,
-    tag: int,
-    *,
-    receives: Sequence[Work] | None = None,
-    local_sockets: LocalSockets | None = None,
-) -> Route:
-    """Send this rank's row of `rows` [W, n] to every other rank. Latency 1, W - 1 rows received.
-
-    Args:
-        receives: result of `post_receives` for the same rows and tag; None: post them now.
-        local_sockets: exchange over these sockets, without yielding.
-    """
-    if local_sockets is not None:
-        local_sockets.exchange([memoryview(row.numpy()) for row in rows])
-        return
-    if rows.is_cuda:
-        dist.all_gather_into_tensor(rows.view(-1), rows[rank])
-        return
-    if receives is None:
-        receives = post_receives(rows, rank, tag)
-    works = [dist.isend(rows[rank], peer, tag=tag) for peer in range(rows.shape[0]) if peer != rank]
-    yield [*receives, *(work for work in works if work is not None)]
-
-
-def add_parts(slots: Sequence[Tensor] | Tensor, layout: Layout) -> Tensor:
-    """Sum all ranks' parts, one slot each, along the canonical tree. Returns the root's slot."""
-    for dst, src in layout.additions:
-        slots[dst].add_(slots[src])
-    return slots[layout.root]
-
-
-def run_to_owner(slots: Tensor, parts: Tensor, rank: int, owner: int, layout: Layout, tag: int) -> Route:
-    """Send this rank's parts to the owner, which sums all ranks' parts in `slots`. Other ranks receive nothing.
-
-    Args:
-        slots: [W * max_parts, n], the parts of all ranks; on the owner only.
-        parts: [max_parts, n], this rank's parts; on the owner, its slots.
-    """
-    if rank != owner:
-        sends = [(parts[: len(layout.parts[rank])], owner)] if layout.parts[rank] else []
-        if sends:
-            yield _exchange(sends, [], tag)
-        return
-    rows = slots.view(layout.world_size, layout.max_parts, -1)
-    receives = [(rows[peer, : len(held)], peer) for peer, held in enumerate(layout.parts) if held and peer != rank]
-    if receives:
-        yield _exchange([], receives, tag)
-    add_parts(slots, layout)
-
-
-Span = tuple[int, int]
-
-
-def plan_butterfly(num_elements: int, rank: int, world_size: int) -> list[tuple[int, Span, Span]]:
+def _plan_butterfly(num_elements: int, rank: int, world_size: int) -> list[tuple[int, slice, slice]]:
     """Return this rank's (peer, range to keep, range to give) in each round of halving, the nearest rank first."""
     lo = 0
     hi = num_elements
@@ -133,52 +295,12 @@ def plan_butterfly(num_elements: int, rank: int, world_size: int) -> list[tuple[
     while distance < world_size:
         peer = rank ^ distance
         mid = (lo + hi) // 2
-        keep, give = ((lo, mid), (mid, hi)) if rank < peer else ((mid, hi), (lo, mid))
+        lower, upper = slice(lo, mid), slice(mid, hi)
+        keep, give = (lower, upper) if rank < peer else (upper, lower)
         path.append((peer, keep, give))
-        lo, hi = keep
+        lo, hi = keep.start, keep.stop
         distance *= 2
     return path
-
-
-def run_butterfly(x: Tensor, spare: Tensor, rank: int, world_size: int, tag: int) -> Route:
-    """Recursive halving, then doubling: `x` [n] is this rank's only part, and finally the sum.
-
-    Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005),
-    with the nearest rank first, in the order of the canonical tree. `spare` [>= (n + 1) // 2] is scratch memory.
-    """
-    path = plan_butterfly(x.numel(), rank, world_size)
-    for peer, keep, give in path:
-        theirs = spare[: keep[1] - keep[0]]
-        yield _exchange([(x[give[0] : give[1]], peer)], [(theirs, peer)], tag)
-        x[keep[0] : keep[1]].add_(theirs)
-    for peer, keep, give in reversed(path):
-        yield _exchange([(x[keep[0] : keep[1]], peer)], [(x[give[0] : give[1]], peer)], tag)
-
-
-def run_chunks(parts: Tensor, chunks: Tensor, rank: int, layout: Layout, tag: int) -> Route:
-    """All-to-all of chunks, completion, all-gather: any number of ranks, any number of parts.
-
-    Args:
-        parts: [max_parts, n] this rank's parts, n a multiple of W; row 0 finally holds the sum.
-        chunks: [W, max_parts, n // W] scratch memory: every rank's parts of this rank's chunk.
-    """
-    world_size, num_parts, size = chunks.shape
-    held = [len(parts_of) for parts_of in layout.parts]
-    peers = [peer for peer in range(world_size) if peer != rank]
-    bounds = [slice(peer * size, (peer + 1) * size) for peer in range(world_size)]
-    sends = [(parts[k, bounds[peer]], peer) for peer in peers for k in range(held[rank])]
-    receives = [(chunks[peer, k], peer) for peer in peers for k in range(held[peer])]
-    if held[rank]:
-        chunks[rank].copy_(parts[:, bounds[rank]])
-    if sends or receives:
-        yield _exchange(sends, receives, tag)
-    total = add_parts(chunks.view(world_size * num_parts, size), layout)
-    parts[0, bounds[rank]].copy_(total)
-    yield _exchange(
-        [(parts[0, bounds[rank]], peer) for peer in peers],
-        [(parts[0, bounds[peer]], peer) for peer in peers],
-        tag,
-    )
 
 
 def pass_along_ring(data: Sequence[Tensor], rank: int) -> Iterator[int]:
@@ -204,16 +326,6 @@ def pass_along_ring(data: Sequence[Tensor], rank: int) -> Iterator[int]:
     for send in sends:
         assert send is not None
         send.wait()
-
-
-def run_reduce(x: Tensor, owner: int) -> Route:
-    """Reduce `x` to its owner with the backend. The bits of the sum depend on the number of ranks."""
-    yield [dist.reduce(x, owner, async_op=True)]
-
-
-def run_all_reduce(x: Tensor) -> Route:
-    """All-reduce `x` with the backend. The bits of the sum depend on the number of ranks."""
-    yield [dist.all_reduce(x, async_op=True)]
 
 
 Counts = tuple[Sequence[int], Sequence[int]]
@@ -253,7 +365,7 @@ class PendingOp:
         wait: waits for messages.
     """
 
-    def __init__(self, route: Route, wait: Callable[[Sequence[Work]], None] = _wait) -> None:
+    def __init__(self, route: Messages, wait: Callable[[Sequence[Work]], None] = _wait) -> None:
         self._route = route
         self._wait = wait
         self._works = next(route, None)

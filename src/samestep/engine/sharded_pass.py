@@ -4,7 +4,7 @@ The ranks work in rounds: round j brings the gradients of the micro-batches from
 which are folded at once. So a rank keeps at most log2(micro-batches) + 1 sums of the size of its chunk.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -15,9 +15,9 @@ from samestep.engine.control import Control
 from samestep.engine.exchange import Exchange, Sums
 from samestep.engine.exchange_memory import ExchangeMemory
 from samestep.engine.folding import Grads, RankParts
+from samestep.engine.leaf import OpenMicroBatch, ParameterGuard, drop_grads
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.engine.routes import PendingOp, wait_all
-from samestep.engine.script_guards import ParameterGuard
 from samestep.engine.shards import Shards
 from samestep.errors import UsageError
 from samestep.hashing import hash_short
@@ -26,7 +26,7 @@ from samestep.world.group import Group
 
 
 class ShardedPass:
-    """Same interface as `ReductionPass`, for sharded parameters. All ranks open the same number of micro-batches.
+    """Same interface as `TreeSum`, for sharded parameters. All ranks open the same number of micro-batches.
 
     Args:
         memory: for the control blocks.
@@ -74,17 +74,29 @@ class ShardedPass:
     def _is_trained(self, i: int | None) -> bool:
         return i is not None and self._plan.params[i].requires_grad
 
-    def backward(self, v: int, wanted: set[int] | None, run: Callable[[], None], *, has_weight: bool) -> None:
-        """Run the backward pass. `wanted`: numbers of the parameters that get gradients; None: all."""
+    def backward(
+        self,
+        micro_batch: OpenMicroBatch,
+        loss: Tensor,
+        factor: float | Tensor,
+        wanted: set[int] | None,
+        *,
+        has_weight: bool,
+    ) -> None:
+        """Run the backward pass, also of a loss that does not count: all ranks take part in the exchange.
+
+        Args:
+            wanted: numbers of the parameters that get gradients; None: all.
+        """
         numbers = self._numbers
         self._wanted = {k for k in range(len(numbers)) if wanted is None or not wanted.isdisjoint(numbers[k])}
         if not self._is_called:
             self._missing &= self._wanted
         self._is_called = True
-        self._counts = has_weight and v in self._parts.held
+        self._counts = has_weight and micro_batch.v in self._parts.held
         self._models.direct(self._reduce)
         try:
-            run()
+            micro_batch.run_backward(loss, factor)
         finally:
             self._models.direct(None)
         for k, unit in enumerate(self._models.units):
@@ -126,7 +138,7 @@ class ShardedPass:
                 return
         self._under_way = [*(each for each in self._under_way if each.advance()), op]
 
-    def close(self, v: int) -> None:
+    def close(self, micro_batch: OpenMicroBatch) -> None:
         """End a micro-batch.
 
         Raises:
@@ -135,8 +147,8 @@ class ShardedPass:
         self._models.free_gathered()
         if self._missing and not self._is_called:
             raise UsageError(
-                f'step.backward was not called in micro-batch {v}, and with shard="fsdp2" all ranks wait for its '
-                "gradients: call it in every micro-batch, with weight=0 for one that does not count",
+                f'step.backward was not called in micro-batch {micro_batch.v}, and with shard="fsdp2" all ranks wait '
+                "for its gradients: call it in every micro-batch, with weight=0 for one that does not count",
                 code="SS609",
             )
         for k in sorted(self._missing):  # parts of the model that were not used
@@ -145,10 +157,9 @@ class ShardedPass:
         self._under_way.clear()
         if (stream := self._models.stream) is not None:
             torch.cuda.current_stream().wait_stream(stream)
-        for param in self._plan.untrained:
-            param.grad = None
+        drop_grads(self._plan.untrained)
         self._guard.check()
-        if v in self._parts.held:
+        if micro_batch.v in self._parts.held:
             self._parts.mark(self._fired)
 
     def finish(self, control: Control) -> Sums:
@@ -171,10 +182,9 @@ class ShardedPass:
             total = each_sum.total
             parts: Sequence[Tensor | None] = [None] * len(numbers)
             if total is not None:
-                total = total.to(unit.dtype)
-                parts = unit.split(total)
+                parts = unit.split(total.to(unit.dtype))
             trained = [(i, part) for i, part in zip(numbers, parts, strict=True) if i is not None]
-            pieces.append(([i for i, _ in trained], [part for _, part in trained], total))
+            pieces.append(([i for i, _ in trained], [part for _, part in trained]))
         return replace(sums, pieces=pieces)
 
     def release(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from samestep.engine.gradient_averager import GradientAverager
+from samestep.engine.passes import Gradients
 from samestep.snapshot.resume_point import ResumePoint
 from samestep.snapshot.serialization import SavedState, encode
 from samestep.snapshot.snapshotter import Snapshotter
@@ -76,7 +76,7 @@ class Prepared:
     numbers: Mapping[str, Any]
     overrides: bool
     contents: SnapshotContents
-    gradients: GradientAverager
+    gradients: Gradients
     divided: Divided | None
     misuse: MisuseChecks
     parameters: TrainedParameters
@@ -162,7 +162,7 @@ def prepare_objects(
             sharded.check_optimizers()
         state.load_state_dict(read["position"], read["state"], meta, is_latest=config.resume == "latest")
         snapshotter.resume(point.step)
-    gradients = GradientAverager(
+    gradients = Gradients(
         modules,
         context.group,
         context.precision,

@@ -6,7 +6,7 @@ from typing import Any
 
 from samestep.console import warn
 from samestep.engine.control import Vote
-from samestep.engine.gradient_pass import PassReport
+from samestep.engine.passes import Reduced
 from samestep.errors import UsageError
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
@@ -107,8 +107,8 @@ class Stopping(StepObserver):
                 self._snapshotter.want()
             self.signal = max(vote.stop for vote in votes)
 
-    def exchanged(self, step: Step, report: PassReport) -> None:
-        self.take_votes(report.votes)
+    def exchanged(self, step: Step, reduced: Reduced) -> None:
+        self.take_votes(reduced.votes)
 
     def vote_alone(self) -> None:
         """With one rank, react at the end of a body to a signal that arrived after the exchange."""

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from samestep.engine.gradient_averager import GradientAverager
+from samestep.engine.passes import Gradients
 from samestep.errors import UsageError
 from samestep.train.state.names import list_named, list_params
 from samestep.train.state.stateful import Objects, find_saved, name_optimizers
@@ -41,7 +41,7 @@ class MisuseChecks(StepObserver):
         self,
         objects: Objects,
         modules: Mapping[str, nn.Module],
-        gradients: GradientAverager,
+        gradients: Gradients,
         held: Iterable[Optimizer],
         group: Group,
     ) -> None:

@@ -9,7 +9,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from samestep.config import Interval
-from samestep.engine.gradient_pass import PassReport
+from samestep.engine.passes import Reduced
 from samestep.errors import Error
 from samestep.snapshot.async_copy import is_finite
 from samestep.snapshot.inspection import TrainingState
@@ -99,8 +99,8 @@ class ReplicaChecks(StepObserver):
         """Return whether a comparison is due by this rank's clock."""
         return self._every is not None and self._every.has_passed(time.monotonic() - self._alike_s)
 
-    def exchanged(self, step: Step, report: PassReport) -> None:
-        self._is_wanted |= any(vote.comparison for vote in report.votes)
+    def exchanged(self, step: Step, reduced: Reduced) -> None:
+        self._is_wanted |= any(vote.comparison for vote in reduced.votes)
 
     def compare_if_due(self, step: int, epochs_done: int | None) -> None:
         """Call `compare` if it is due after `step` steps. `epochs_done`: at the end of an epoch, else None."""

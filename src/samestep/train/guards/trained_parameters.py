@@ -6,21 +6,21 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from samestep.engine.gradient_averager import GradientAverager
+from samestep.engine.passes import Gradients
 from samestep.train.state.names import list_named, list_params
 from samestep.train.state.stateful import Objects, name_optimizers
 from samestep.train.step.steps import Step, StepObserver
 
 
 class TrainedParameters(StepObserver):
-    """Passes the trained parameters to `GradientAverager`, again after each change by the script (add_param_group).
+    """Passes the trained parameters to `Gradients`, again after each change by the script (add_param_group).
 
     Args:
         held: the optimizers that prepared objects hold.
     """
 
     def __init__(
-        self, objects: Objects, modules: Mapping[str, nn.Module], gradients: GradientAverager, held: Iterable[Optimizer]
+        self, objects: Objects, modules: Mapping[str, nn.Module], gradients: Gradients, held: Iterable[Optimizer]
     ) -> None:
         self._modules = modules
         self._gradients = gradients

@@ -14,8 +14,8 @@ from samestep.data.loader import Loader, seed_all, to_device
 from samestep.data.sample_errors import locate_error
 from samestep.data.spec import DataSpec, read_data_arguments
 from samestep.engine.control import Vote
-from samestep.engine.gradient_averager import GradientAverager
-from samestep.engine.host_copies import HostValue
+from samestep.engine.host_copies import read_later
+from samestep.engine.passes import Gradients
 from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.plan.loop_plan import Task
 from samestep.plan.order import build_order
@@ -51,7 +51,7 @@ class Evaluator:
         self,
         context: RunContext,
         modules: Mapping[str, nn.Module],
-        gradients: GradientAverager,
+        gradients: Gradients,
         state: RunState,
         clock: PhaseClock,
         stopping: Stopping,
@@ -140,7 +140,7 @@ class Evaluator:
         gradients = {param: param.grad for module in self._modules.values() for param in module.parameters()}
         evaluating = dict.fromkeys(modes, False)
         without = dict.fromkeys(gradients)
-        self._gradients.hold_buffers()
+        self._gradients.buffers.hold()
         self._clock.enter("validating", steps_done)
         try:
             with Loader(spec, tasks, device=context.device) as loader, torch.no_grad():
@@ -149,7 +149,7 @@ class Evaluator:
                     _set("training", evaluating)  # each time: a score function may call model.train()
                     _set("grad", without)  # and backward(), such as to weigh an input
                     rows.append(_read(score(to_device(loaded.batch, context.device)), loaded.num_samples))
-                    self._gradients.undo_buffers()
+                    self._gradients.buffers.undo()
                     self._clock.enter("validating", steps_done)
             return [_to_numbers(row) for row in rows[:num_own]]
         except Error as error:
@@ -205,7 +205,7 @@ def _copy(entry: Any) -> Any:
 
 def _read_now(number: Any) -> Any:
     """Return what `float` reads the present value from: the script may write to a tensor after the call."""
-    return HostValue(number) if isinstance(number, Tensor) else number
+    return read_later(number) if isinstance(number, Tensor) else number
 
 
 def _to_numbers(row: Row) -> Row:

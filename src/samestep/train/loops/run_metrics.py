@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from samestep.console import describe_ranks, warn
-from samestep.engine.gradient_averager import GradientAverager
 from samestep.engine.gradient_checksum import GradientChecksum, PartialChecksums
-from samestep.engine.gradient_pass import PassReport
+from samestep.engine.passes import Gradients, Reduced
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.plan.ledger import Entry, to_bits
 from samestep.plan.loop_plan import LoopPlan
@@ -36,7 +35,7 @@ class _Subject:
     """
 
     plan: LoopPlan
-    gradients: GradientAverager
+    gradients: Gradients
     objects: Objects
     wrapped: Wrapped
 
@@ -64,7 +63,7 @@ class RunMetrics(StepObserver):
         """Set the description of this start, for the trackers."""
         self._info = info
 
-    def begin_loop(self, plan: LoopPlan, objects: Objects, gradients: GradientAverager) -> None:
+    def begin_loop(self, plan: LoopPlan, objects: Objects, gradients: Gradients) -> None:
         """A loop begins. Arguments as for `_Subject`."""
         self._num_samples = 0
         self._begun = _Subject(plan, gradients, objects, find_wrapped(objects))
@@ -163,8 +162,8 @@ class RunMetrics(StepObserver):
         sentence = f"step {step.number} makes no update: {why}; such steps are counted as skipped_steps"
         warn(self._context.say, sentence, start="step")
 
-    def exchanged(self, step: Step, report: PassReport) -> None:
-        self._partial.resolve([vote.checksum for vote in report.votes])
+    def exchanged(self, step: Step, reduced: Reduced) -> None:
+        self._partial.resolve([vote.checksum for vote in reduced.votes])
 
     def take_checksum(self) -> int:
         """Return the checksum of this rank's part of the last gradient, if gradients are divided; else 0."""

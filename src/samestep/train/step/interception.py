@@ -12,8 +12,8 @@ from torch import nn
 
 from samestep.config import OPTIONS, RunConfig
 from samestep.decoding import parse_json
-from samestep.engine.gradient_averager import GradientAverager
-from samestep.engine.gradient_pass import Inspect, PassReport
+from samestep.engine.leaf import Inspect
+from samestep.engine.passes import Gradients, Reduced
 from samestep.errors import Error, InvalidValue
 from samestep.plan.memory import ParamSize
 from samestep.train.context import RunContext
@@ -39,7 +39,7 @@ class LoopParts:
     """
 
     data: LoopData
-    gradients: GradientAverager
+    gradients: Gradients
     clock: PhaseClock
     run_dir: Path | None
     build_state: Callable[[dict[str, Any]], dict[str, Any]]
@@ -145,7 +145,7 @@ class Interceptor(StepObserver):
         return iter(())
 
     def inspect(self, step: Step) -> Inspect | None:
-        """Return a function that gets each gradient of the next micro-batch alone, see `GradientPass.open`; or None."""
+        """Return a function that gets each gradient of the next micro-batch alone, see `PassAttempt.open`; or None."""
         return None
 
     def forward(self, step: Step, batch: Any) -> Any:
@@ -159,7 +159,7 @@ class Interceptor(StepObserver):
         """
         return 0, 0
 
-    def after_exchange(self, step: Step, report: PassReport) -> Iterator[Any]:
+    def after_exchange(self, step: Step, reduced: Reduced) -> Iterator[Any]:
         """All ranks' reports have arrived, and nothing is applied yet. Return batches of `Step.compute`, if any.
 
         The script's body runs for each of them.
@@ -231,9 +231,9 @@ class Interceptors:
                 return results
         return 0, 0
 
-    def after_exchange(self, step: Step, report: PassReport) -> Iterator[Any]:
+    def after_exchange(self, step: Step, reduced: Reduced) -> Iterator[Any]:
         for each in self.installed:
-            yield from each.after_exchange(step, report)
+            yield from each.after_exchange(step, reduced)
 
 
 @dataclass(frozen=True)

@@ -2,40 +2,16 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from numbers import Real
-from operator import add
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from samestep.engine.control import NOT_CALLED
-from samestep.engine.host_copies import HostValue
-from samestep.engine.logged_values import Means
+from samestep.engine.logged_values import Means, Value
 from samestep.engine.losses import describe_value
 from samestep.errors import InvalidType
-
-Value = float | Tensor  # a tensor only on a GPU: float64, not copied to the host yet
-
-
-class StepLog:
-    """The values that this rank logs in the micro-batches of one pass over a step."""
-
-    def __init__(self, num_micro_batches: int) -> None:
-        self._calls: list[dict[str, list[float | HostValue]]] = [{} for _ in range(num_micro_batches)]
-
-    def add(self, k: int, name: str, value: Value) -> None:
-        """Add a value logged in this rank's k-th micro-batch."""
-        self._calls[k].setdefault(name, []).append(HostValue(value) if isinstance(value, Tensor) else value)
-
-    def compute_means(self) -> Means:
-        """Return the mean of each micro-batch's calls. Waits for a GPU to compute the values."""
-        # The built-in sum differs: since Python 3.12 it compensates for rounding.
-        return [
-            {name: (reduce(add, map(float, values), 0.0) / len(values), len(values)) for name, values in calls.items()}
-            for calls in self._calls
-        ]
 
 
 def collect_values(what: str, values: Mapping[str, Any] | None, named: Mapping[str, Any]) -> dict[str, Any]:

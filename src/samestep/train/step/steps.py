@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Protocol
 
 import torch
@@ -12,15 +13,16 @@ from samestep.data.content import hash_content
 from samestep.data.loader import Loaded, seed_all, to_device
 from samestep.data.sample_errors import locate_error
 from samestep.engine.control import Vote
-from samestep.engine.gradient_averager import GradientAverager
-from samestep.engine.gradient_pass import GradientPass, Inspect, PassReport
+from samestep.engine.leaf import Inspect
+from samestep.engine.logged_values import Value
+from samestep.engine.passes import Gradients, PassAttempt, Reduced
 from samestep.errors import Error, NotHealed, UsageError
 from samestep.plan.ledger import combine
 from samestep.plan.schedule import Span
 from samestep.plan.seeds import derive
 from samestep.train.context import RunContext
 from samestep.train.state.run_state import RunState
-from samestep.train.step.step_log import StepLog, Value, average_batch, collect_values, read_number
+from samestep.train.step.step_log import average_batch, collect_values, read_number
 from samestep.world.group import may_be_death
 
 
@@ -61,7 +63,7 @@ class StepObserver:
     def exchange_failed(self, step: "Step", error: RuntimeError) -> None:
         """The exchange raised `error`. May raise another error instead."""
 
-    def exchanged(self, step: "Step", report: PassReport) -> None:
+    def exchanged(self, step: "Step", reduced: Reduced) -> None:
         """All ranks' reports have arrived; `.grad` is not set yet."""
 
     def reduced(self, step: "Step") -> None:
@@ -90,7 +92,7 @@ class StepInterception(Protocol):
 
     def results(self) -> tuple[int, int]: ...
 
-    def after_exchange(self, step: "Step", report: PassReport) -> Iterator[Any]: ...
+    def after_exchange(self, step: "Step", reduced: Reduced) -> Iterator[Any]: ...
 
 
 Event = Callable[..., None]
@@ -146,9 +148,18 @@ class StepParts:
     context: RunContext
     state: RunState
     load: Callable[[int, int], Loaded]
-    gradients: GradientAverager
+    gradients: Gradients
     observers: Observers
     cast_vote: Callable[[], Vote]
+
+
+class StepPhase(Enum):
+    """Where the script is in a step."""
+
+    OUTSIDE = auto()  # of the loops over its micro-batches
+    PROBE = auto()  # in the body, for a batch of an interceptor
+    INSIDE = auto()
+    LEFT = auto()  # the script has left the loop before its end
 
 
 class Step:
@@ -165,7 +176,6 @@ class Step:
         sizes: samples per micro-batch, over all ranks.
         held: numbers of this rank's micro-batches.
         borrowed: micro-batches of other ranks that this rank computes before its own, to compare the results.
-        is_open: whether the script iterates over the micro-batches.
         has_gradients: whether the last pass left gradients in `.grad`.
         is_skipped: whether no pass left a gradient: no micro-batch had a weight above 0, or the gradient overflowed in
             fp16.
@@ -195,28 +205,44 @@ class Step:
         self.epoch = epoch
         self.sizes = [stop - start for start, stop in spans]
         self._parts = parts
-        self._context = parts.context
         self._on = parts.observers
-        self._interceptors = parts.observers.interceptors
-        self._pass: GradientPass | None = None  # only inside the loop over the micro-batches
+        self._phase = StepPhase.OUTSIDE
+        self._attempt: PassAttempt | None = None  # only in the loop over the micro-batches
         self._loaded: dict[int, Loaded] = {}
-        self._log = StepLog(0)  # of the current pass
         self._fingerprints: list[int] = []
-        self._vote: Vote | None = None  # of an exchange that has failed
         self._members: Sequence[int] = ()  # at the beginning of the first pass
-        self._num_ranks = 0  # in the current pass
-        self._is_left = False
-        self._is_probe = False
+        self._num_ranks = 0  # in the newest attempt
         self.held = range(0)
-        self.borrowed = self._interceptors.borrow(number, len(self.sizes))
+        self.borrowed = parts.observers.interceptors.borrow(number, len(self.sizes))
         self.micro_batch = 0
         self.num_passes = 0
         self.averaged_loss: float | None = None
         self.averages: dict[str, tuple[Value, float]] = {}
         self.checksums: list[tuple[Callable[[], int | None], bool]] = []
-        self.is_open = False
         self.has_gradients = False
         self.is_skipped = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the script iterates over the micro-batches.
+
+        Example::
+
+            >>> import samestep, torch
+            >>> run = samestep.Run(None, batch_size=4)
+            >>> model = torch.nn.Linear(1, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> run.prepare(model=model, optimizer=optimizer)
+            >>> for step in run.steps(torch.ones(8, 1), 1):
+            ...     for x in step:
+            ...         step.backward(model(x).mean())
+            ...         inside = step.is_open
+            ...     optimizer.step()
+            ...
+            >>> inside, step.is_open
+            (True, False)
+        """
+        return self._phase is not StepPhase.OUTSIDE
 
     @property
     def is_over(self) -> bool:
@@ -279,7 +305,7 @@ class Step:
         """
         self._check_is_over("step.loss")
         loss = self.averaged_loss if self.averaged_loss is not None else math.nan
-        return torch.tensor(loss, dtype=torch.float32, device=self._context.device)
+        return torch.tensor(loss, dtype=torch.float32, device=self._parts.context.device)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -323,44 +349,52 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, then set `.grad` to the gradient of the whole batch."""
         self._begin_pass()
-        yield from self._rehearse()
-        while True:
-            for v in (*self.borrowed, *self._start(), *self._find_pass().fillers):
+        yield from self._on.interceptors.probe(self)
+        self._phase = StepPhase.INSIDE
+        vote: Vote | None = None
+        reduced: Reduced | None = None
+        while reduced is None:  # else a rank has died, and the others compute its micro-batches, too
+            attempt = self._begin_attempt()
+            for v in (*self.borrowed, *attempt.held, *attempt.fillers):
                 yield from self.compute(v, self._load(v))
-            exchanged = yield from self._exchange()
-            if exchanged is not None:  # else a rank has died, and the others compute its micro-batches, too
-                break
-        self._apply(exchanged)
+            self._on.exchange(self)
+            vote = vote or self._parts.cast_vote()
+            reduced = yield from self._exchange(attempt, vote)
+        self._apply(attempt, reduced)
         seed_all(self._derive("after"))
-        self._end_pass()
+        self.num_passes += 1
+        self._phase = StepPhase.OUTSIDE
+        self._attempt = None
+        self._on.reduced(self)
 
     def compute(self, v: int, batch: Any) -> Iterator[Any]:
         """Run the script's body on micro-batch v. The results are dropped unless this rank holds it."""
+        on = self._on
+        attempt = self._find_attempt()
         self.micro_batch = v
         seed_all(self._derive("compute", v))
-        current = self._find_pass()
-        current.open(v, self._interceptors.inspect(self))
-        self._on.begin_micro_batch(self)
+        attempt.open(v, on.interceptors.inspect(self))
+        on.begin_micro_batch(self)
         try:
-            yield self._interceptors.forward(self, batch)
+            yield on.interceptors.forward(self, batch)
         except GeneratorExit:
-            self._is_left = True
-            self._on.leave(self.number)
+            self._phase = StepPhase.LEFT
+            on.leave(self.number)
             raise
-        self._on.end_micro_batch(self)
-        current.close()
+        on.end_micro_batch(self)
+        attempt.close()
 
-    def _find_pass(self) -> GradientPass:
-        if self._pass is None:
+    def _find_attempt(self) -> PassAttempt:
+        if self._attempt is None:
             raise UsageError(
                 "step.backward was called outside the micro-batch loop: call it inside `for batch in step` (list(step) "
                 "ends the loop); for another pass, loop over the step again",
                 code="SS202",
             )
-        return self._pass
+        return self._attempt
 
     def _derive(self, purpose: str, v: int = 0) -> int:
-        seed = self._context.config.seed
+        seed = self._parts.context.config.seed
         return derive(seed, purpose, step=self.number, pass_=self.num_passes, micro_batch=v)
 
     def _begin_pass(self) -> None:
@@ -373,41 +407,34 @@ class Step:
             raise UsageError(
                 f"step {self.number} is iterated over inside its own loop: use one loop after the other", code="SS218"
             )
-        members = self._context.group.members
+        members = self._parts.context.group.members
         if not self.num_passes:
             self._members = members
         elif members != self._members:  # a list of this rank's results may have those of an interrupted pass, too
             raise NotHealed(f"step {self.number} lost a rank, and has a further pass over its micro-batches")
         self._on.begin_pass(self)
-        self.is_open = True
+        self._phase = StepPhase.PROBE
 
-    def _rehearse(self) -> Iterator[Any]:
-        self._is_probe = True
-        yield from self._interceptors.probe(self)
-        self._is_probe = False
-
-    def _start(self) -> range:
-        if self._pass is None:
-            self._pass = self._parts.gradients.begin(self.number, self.sizes, self.num_passes)
-        else:
-            self._pass = self._pass.repeat()
+    def _begin_attempt(self) -> PassAttempt:
+        if self._attempt is not None:  # it has failed
             self.borrowed = ()
             self._load_again()
-        self._num_ranks = self._context.world_size
-        self.held = self._pass.held
-        self._log = StepLog(len(self.held))
-        return self.held
+        self._attempt = PassAttempt(self._parts.gradients, self.number, self.sizes, self.num_passes)
+        self._num_ranks = self._parts.context.world_size
+        self.held = self._attempt.held
+        return self._attempt
 
     def _load(self, v: int) -> Any:
         self.micro_batch = v
+        context = self._parts.context
         if v not in self._loaded:
             self._on.load(self)
             try:
                 self._loaded[v] = self._parts.load(self.number, v)
             except Error as error:
                 place = f"step {self.number}"
-                raise locate_error(error, self._context.location.logs, self._context.rank, place) from error.__cause__
-        return to_device(self._loaded[v].batch, self._context.device, non_blocking=True)
+                raise locate_error(error, context.location.logs, context.rank, place) from error.__cause__
+        return to_device(self._loaded[v].batch, context.device, non_blocking=True)
 
     def _load_again(self) -> None:
         """Load batches for a repetition of the pass, since the script may have changed those it got in place."""
@@ -425,20 +452,15 @@ class Step:
             self._load(each)
         return self._load(v)
 
-    def _exchange(self) -> Generator[Any, None, PassReport | None]:
+    def _exchange(self, attempt: PassAttempt, vote: Vote) -> Generator[Any, None, Reduced | None]:
         """Exchange the gradients. Returns None if a rank has died meanwhile, so that the pass must be repeated."""
-        self._on.exchange(self)
-        group = self._context.group
-        current = self._find_pass()
-        fingerprints = [self._loaded[v].fingerprint for v in self.held]
-        exchanged: PassReport | None = None
+        group = self._parts.context.group
+        reduced: Reduced | None = None
         try:
             with group.together():
-                self._vote = self._vote or self._parts.cast_vote()
-                report = current.exchange(self._vote, fingerprints, self._log.compute_means())
-                yield from self._interceptors.after_exchange(self, report)
-                current.complete(report)
-                exchanged = report
+                exchanged = attempt.exchange(vote, [self._loaded[v].fingerprint for v in self.held])
+                yield from self._on.interceptors.after_exchange(self, exchanged)
+                reduced = exchanged
             group.confirm()
         except RuntimeError as error:
             if not group.can_heal or not may_be_death(error):
@@ -446,33 +468,26 @@ class Step:
                 raise
             reason = str(error)
         else:
-            return exchanged
-        current.release()
+            return reduced
+        attempt.release()
         why = ""
-        if current.only_collects:
+        if attempt.only_collects:
             why = f"a rank died in a pass of step {self.number} without step.backward, which is not repeated"
-        return exchanged if group.heal(reason, why) else None
+        return reduced if group.heal(reason, why) else None
 
-    def _apply(self, report: PassReport) -> None:
-        self._vote = None
-        self._on.exchanged(self, report)
-        self.has_gradients = self._find_pass().apply(report)
-        self.averaged_loss = report.loss
+    def _apply(self, attempt: PassAttempt, reduced: Reduced) -> None:
+        self._on.exchanged(self, reduced)
+        self.has_gradients = attempt.apply(reduced)
+        self.averaged_loss = reduced.loss
         if self.has_gradients:
             self.is_skipped = False
         if self.averaged_loss is not None:
-            weight = math.fsum([weight for weight in report.weights if weight > 0])
+            weight = math.fsum([weight for weight in reduced.weights if weight > 0])
             self.averages["loss"] = (self.averaged_loss, weight)
-        if report.logged:
-            self.averages |= average_batch(report.logged, report.weights, self.sizes)
+        if reduced.logged:
+            self.averages |= average_batch(reduced.logged, reduced.weights, self.sizes)
         if self.num_passes == 0:
-            self._fingerprints = report.fingerprints
-
-    def _end_pass(self) -> None:
-        self.num_passes += 1
-        self.is_open = False
-        self._pass = None
-        self._on.reduced(self)
+            self._fingerprints = reduced.fingerprints
 
     def collect(self, values: Mapping[int, Any]) -> list[Any]:
         """Return values of the micro-batches of all ranks, in their order, on every rank. Call it after the loop.
@@ -484,7 +499,7 @@ class Step:
         Raises:
             NotHealed: a rank died before it sent its values.
         """
-        group = self._context.group
+        group = self._parts.context.group
         mine = [(v, values[v]) for v in self.held if v in values]
         counts = group.gather_number(len(mine))
         rows = group.gather(mine) if any(counts) else [[] for _ in counts]
@@ -501,9 +516,9 @@ class Step:
 
     def check_not_left(self) -> None:
         """Raise Error if the script left the loop over the micro-batches before its end, or caught an error of it."""
-        if self._pass is not None:
-            self._pass.refuse_failed()
-        if self._is_left:
+        if self._attempt is not None:
+            self._attempt.refuse_failed()
+        if self._phase is StepPhase.LEFT:
             raise UsageError(
                 f"the loop over the micro-batches of step {self.number} was left by break (or return, or an error), so "
                 "its gradient is not complete: let it run to its end; to end early, call run.stop()",
@@ -540,9 +555,9 @@ class Step:
             1.0
         """
         self._on.backward(self, loss, weight, model)
-        if self._is_probe:
+        if self._phase is StepPhase.PROBE:
             return
-        waited_s = self._find_pass().backward(loss, weight, model)
+        waited_s = self._find_attempt().backward(loss, weight, model)
         self._on.end_backward(self, waited_s)
 
     def total(self, count: Callable[[Any], float | Tensor]) -> float:
@@ -577,8 +592,9 @@ class Step:
             (3.0, 1.0)
         """
         self.refuse_inside("step.total was called", "call it before the loop, with a function of a micro-batch")
-        self.held = self._parts.gradients.find_held(len(self.sizes))
-        self._num_ranks = self._context.world_size
+        context = self._parts.context
+        self.held = context.build_layout(len(self.sizes)).ranges[context.rank]
+        self._num_ranks = context.world_size
         numbers = {}
         for v in self.held:
             batch = self._load(v)
@@ -613,11 +629,11 @@ class Step:
             )
         collected = collect_values("step.log", values, named)
         self._on.log(self, collected)
-        if self._is_probe:
+        if self._phase is StepPhase.PROBE:
             return
         for name, given in collected.items():
             value = read_number(name, given, self.sizes[self.micro_batch] if self.is_open else 1)
-            if self.is_open and self.micro_batch in self.held:
-                self._log.add(self.held.index(self.micro_batch), name, value)
-            elif not self.is_open:
+            if self._attempt is None:
                 self.averages[name] = (value, self.num_samples)
+            else:
+                self._attempt.log(name, value)

@@ -1,0 +1,455 @@
+"""Passes over a step's micro-batches, each of which averages the gradient of the whole batch from all ranks' losses."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter, is_not
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from samestep.engine.buffers import Buffers, refuse_lone_sample
+from samestep.engine.control import Control, Vote
+from samestep.engine.exchange import Exchange, Sums, sum_alone
+from samestep.engine.exchange_memory import ExchangeMemory, LastMemory
+from samestep.engine.folding import USED, Grads, RankParts
+from samestep.engine.leaf import NONE, GradientHooks, Inspect, OpenMicroBatch, ParameterGuard, drop_grads, read_grads
+from samestep.engine.logged_values import LoggedNames, Means, StepLog, Value
+from samestep.engine.losses import PassLosses
+from samestep.engine.ownership import Ownership
+from samestep.engine.precision import Precision
+from samestep.engine.reduction_plan import build_reduction_plan
+from samestep.engine.sharded_pass import ShardedPass
+from samestep.engine.shards import ShardedModels
+from samestep.errors import Error, InvalidValue, UsageError
+from samestep.plan.tree import Layout, build_layout
+from samestep.world.group import Group
+
+read_buffers = attrgetter("buffers")
+read_fingerprints = attrgetter("fingerprints")
+read_vote = attrgetter("vote")
+read_weights = attrgetter("weights")
+
+
+class Gradients:
+    """Averages the gradients of the models of one run, and what all passes have in common.
+
+    Args:
+        modules: the prepared models by name.
+        group: the ranks.
+        precision: scales losses, and accepts gradients.
+        exact: whether to sum along the canonical tree; otherwise use the backend's all-reduce.
+        bucket_cap_bytes: the largest size of a bucket of gradients; None: see `choose_cap_bytes`.
+        micro_batch_size: samples of a whole micro-batch.
+        models: the models, if their parameters are sharded.
+        exchange_dtype: see `ReductionPlan`.
+
+    Attributes:
+        ownership: the rank that gets each parameter's gradient; None: all ranks get all gradients.
+        buffers: of the models.
+        logged: names of logged values.
+        plan: the parameters, and how their gradients are summed.
+        hooks, guard: of the parameters.
+        memory: for exchanges.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        group: Group,
+        precision: Precision,
+        *,
+        exact: bool,
+        bucket_cap_bytes: int | None,
+        micro_batch_size: int,
+        ownership: Ownership | None = None,
+        models: ShardedModels | None = None,
+        exchange_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.modules = modules
+        self.group = group
+        self.precision = precision
+        self.micro_batch_size = micro_batch_size
+        self.ownership = ownership
+        self.buffers = Buffers(modules, group, exact=exact)
+        self.logged = LoggedNames()
+        self._exact = exact
+        self._bucket_cap_bytes = bucket_cap_bytes
+        self._models = models
+        self._exchange_dtype = exchange_dtype
+        self.hooks = GradientHooks(())
+        self.set_parameters((), ())
+
+    def set_parameters(self, trained: Sequence[tuple[str, nn.Parameter]], untrained: Sequence[nn.Parameter]) -> None:
+        """Average the gradients of these parameters from now on. Arguments as for `build_reduction_plan`."""
+        self.hooks.remove()
+        self.plan = plan = build_reduction_plan(
+            trained,
+            self.group,
+            exact=self._exact,
+            bucket_cap_bytes=self._bucket_cap_bytes,
+            untrained=untrained,
+            owners=None if self.ownership is None else self.ownership.assign([param for _, param in trained]),
+            models=self._models,
+            exchange_dtype=self._exchange_dtype,
+        )
+        self.hooks = GradientHooks(plan.params)
+        self.guard = ParameterGuard(plan.names, plan.params)
+        self.memory = LastMemory(plan, self.group)
+
+    def free_gathered(self) -> None:
+        """Free the parameters that a forward pass without a backward pass has gathered, if parameters are sharded."""
+        if self._models is not None:
+            self._models.free_gathered()
+
+    def build_layout(self, num_micro_batches: int) -> Layout:
+        """Return how the ranks share the micro-batches of a step."""
+        return build_layout(num_micro_batches, self.group.world_size, self.plan.shards is not None)
+
+    def find_wanted(self, model: nn.Module, step: int) -> set[int]:
+        """Return the numbers of the trained parameters of a prepared model."""
+        plain = getattr(model, "_orig_mod", model)
+        name = next((name for name, module in self.modules.items() if module is model or module is plain), None)
+        if name is None:
+            raise InvalidValue(
+                "step.backward(model=...) got a model that was not passed to run.prepare: pass it there, too",
+                code="SS203",
+            )
+        # By name, too: a gathered model of FSDP2 has other parameters. By id: a shared one has the other model's name.
+        own = {id(param) for param in plain.parameters()}
+        wanted = {
+            i
+            for i, (path, param) in enumerate(zip(self.plan.names, self.plan.params, strict=True))
+            if param.requires_grad and (id(param) in own or path.startswith(f"{name}."))
+        }
+        if not wanted:
+            raise InvalidValue(
+                f"step.backward(model=...) in step {step} got a model without trained parameters: "
+                "pass its optimizer to run.prepare, and set requires_grad of its parameters",
+                code="SS203",
+            )
+        return wanted
+
+
+@dataclass
+class Reduced:
+    """The result of a pass over a step's micro-batches; the same on every rank, but for divided gradients.
+
+    Attributes:
+        votes: vote of each rank.
+        fingerprints: fingerprint of the samples, per micro-batch of the step.
+        weights: per micro-batch of the step; `NOT_CALLED` without a step.backward.
+        logged: logged values, per micro-batch of the step; empty if no rank has logged a value yet.
+        new_names: names of logged values that are new.
+        is_used: whether a micro-batch has used a parameter.
+        grads: averaged gradients.
+        loss: weighted average over the whole batch; None if the total weight is 0.
+        buffers: the numbers and new values of changed buffers.
+        error: why the pass cannot be applied, on all ranks.
+    """
+
+    votes: list[Vote]
+    fingerprints: list[int]
+    weights: list[float]
+    logged: Means
+    new_names: Sequence[str]
+    is_used: bool
+    grads: Grads = field(default_factory=list)
+    loss: float | None = None
+    buffers: Sequence[tuple[int, Tensor]] = ()
+    error: Error | None = None
+
+
+class PassAttempt:
+    """One attempt at a pass over a step's micro-batches.
+
+    For each of this rank's micro-batches `open`, `backward` and `close`, then `exchange` and `apply`. Until `apply`,
+    the state that snapshots contain does not change: if a rank dies, the others drop the attempt and begin another.
+
+    Before its own micro-batches and between `exchange` and `apply`, a rank can also open micro-batches of other ranks.
+    They change nothing; only the function given to `open` gets their gradients.
+
+    Args:
+        step: number of the step, for messages.
+        sizes: number of samples of each micro-batch of the step.
+        number: number of the pass over this step.
+
+    Attributes:
+        held: this rank's micro-batches.
+        fillers: micro-batch to open after them.
+    """
+
+    def __init__(self, gradients: Gradients, step: int, sizes: Sequence[int], number: int) -> None:
+        rank = gradients.group.rank
+        plan = gradients.plan
+        layout = gradients.build_layout(len(sizes))
+        self.held = layout.ranges[rank]
+        self.fillers = layout.find_fillers(rank)
+        self._gradients = gradients
+        self._layout = layout
+        self._step = step
+        self._sizes = sizes
+        self._number = number
+        self._losses = PassLosses(step, sizes, self.held)
+        self._log = StepLog()
+        # A power of two, which changes no bit. If the number of micro-batches is one too, the sum is then the mean.
+        self._scale = gradients.precision.scale / 2 ** (layout.num_micro_batches - 1).bit_length()
+        drop_grads(plan.params)
+        drop_grads(plan.untrained)
+        gradients.guard.begin()
+        gradients.buffers.begin(layout)
+        memory = gradients.memory.find(layout, gradients.buffers.num_buffers, len(gradients.logged.names))
+        self._sum: TreeSum | ShardedPass
+        if plan.shards is None or memory is None:
+            self._sum = TreeSum(gradients, layout, memory)
+        else:
+            self._sum = ShardedPass(plan, plan.shards, gradients.group, memory, gradients.guard)
+        self._open = OpenMicroBatch(plan, 0, None)
+        self._checks: Sequence[RemovableHandle] = ()  # of the open micro-batch
+
+    @property
+    def only_collects(self) -> bool:
+        """Whether the script has called step.backward in none of this rank's micro-batches, and there are some."""
+        return self._losses.are_missing
+
+    def release(self) -> None:
+        """Release the messages of an exchange that has failed: they keep connections to the other ranks open."""
+        self._sum.release()
+        self._gradients.memory.forget()
+        self._gradients.buffers.forget_memory()
+
+    def open(self, v: int, inspect: Inspect | None = None) -> None:
+        """Begin micro-batch v. `inspect` is called with each of its gradients, before it is added to others."""
+        gradients = self._gradients
+        self._losses.terms.pop(v, None)  # of an earlier computation of it
+        self._open = OpenMicroBatch(gradients.plan, v, inspect)
+        if self._sizes[v] == 1:
+            self._checks = refuse_lone_sample(gradients.modules, self._step, v, gradients.group.rank)
+        self._sum.open(v)
+
+    def backward(self, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> float:
+        """Run the backward of the open micro-batch. Arguments and errors as for `Step.backward`.
+
+        Returns:
+            The seconds in which it waited for other ranks.
+        """
+        self.refuse_failed()
+        waited_s = self._sum.waited_s
+        wanted = None if model is None else self._gradients.find_wanted(model, self._step)
+        own = self._losses.add(self._open.v, loss, weight)
+        has_weight = isinstance(own, Tensor) or bool(own)
+        factor = own / self._gradients.micro_batch_size * self._scale if has_weight else 1.0
+        self._sum.backward(self._open, loss, factor, wanted, has_weight=has_weight)
+        return self._sum.waited_s - waited_s
+
+    def log(self, name: str, value: Value) -> None:
+        """Add a value logged in the open micro-batch."""
+        self._log.add(self._open.v, name, value)
+
+    def refuse_failed(self) -> None:
+        """Raise UsageError if a backward pass of the open micro-batch has failed, and the script has caught the error.
+
+        Some of its gradients may have been sent, so it cannot be undone.
+        """
+        if failure := self._open.failure:
+            raise UsageError(
+                f"step.backward raised {failure} in micro-batch {self._open.v} of step {self._step}, and the script "
+                "continued with an incomplete gradient: let the error end the run, which resumes from the newest "
+                "snapshot; if memory is short, choose a smaller micro_batch_size instead of another try",
+                code="SS202",
+            )
+
+    def close(self) -> None:
+        """End the open micro-batch: fold its gradients and its buffers into those of the micro-batches before it."""
+        self.refuse_failed()
+        for check in self._checks:
+            check.remove()
+        self._checks = ()
+        self._sum.close(self._open)
+        if self._open.v in self.held:
+            self._gradients.buffers.fold(self._open.v)
+        else:
+            self._gradients.buffers.undo()
+
+    def exchange(self, vote: Vote, fingerprints: list[int]) -> Reduced:
+        """Average the gradients over all ranks, and gather the other contributions of each rank.
+
+        Args:
+            vote, fingerprints: contributions of this rank; the latter per micro-batch.
+
+        Raises:
+            InvalidValue: a weight is out of range.
+            RuntimeError: another rank is gone.
+        """
+        gradients = self._gradients
+        buffers = gradients.buffers
+        losses, weights = self._losses.read()
+        logged = self._log.compute_means(self.held)
+        has_new_names, values, counts = gradients.logged.tabulate(logged)
+        control = Control(vote, has_new_names, losses, weights, fingerprints, b"", buffers.pack(), values, counts)
+        sums = self._sum.finish(control)
+        controls = sums.controls
+        reduced = Reduced(
+            [*map(read_vote, controls)],
+            self._layout.sort(map(read_fingerprints, controls)),
+            self._layout.sort(map(read_weights, controls)),
+            *gradients.logged.collect(logged, controls, gradients.group, self._layout),
+            is_used=any(map(USED.__and__, sums.used)),
+        )
+        try:
+            total, reduced.loss = self._losses.average(controls, self._layout)
+        except Error as error:  # the same on all ranks
+            reduced.error = error
+            return reduced
+        reduced.grads = [None] * len(gradients.plan.params)
+        if total:
+            reduced.grads = sums.average(gradients.micro_batch_size / self._scale / total)
+        reduced.buffers = buffers.exchange([*map(read_buffers, controls)])
+        return reduced
+
+    def apply(self, reduced: Reduced) -> bool:
+        """Leave the averaged gradient in `.grad`, change the buffers, and add the new names of logged values.
+
+        Does not wait for other ranks, unless each has a part of the gradients only.
+
+        Returns:
+            Whether `.grad` holds gradients.
+
+        Raises:
+            Error: a loss is not finite, or no parameter got a gradient.
+        """
+        gradients = self._gradients
+        gradients.logged.add(reduced.new_names)
+        if reduced.error is not None:
+            raise reduced.error
+        has_gradients = reduced.loss is not None
+        if has_gradients and not self._number and not reduced.is_used:
+            raise UsageError(
+                f"no trained parameter got a gradient in step {self._step}: compute the loss from the models "
+                "that were passed to run.prepare, and do not detach it from them",
+                code="SS205",
+            )
+        if gradients.precision.accepts(reduced.grads, self._agree):
+            self._sum.assign(reduced.grads)
+        else:
+            has_gradients = False
+            drop_grads(gradients.plan.params)
+        gradients.buffers.finish(reduced.buffers)
+        return has_gradients
+
+    def _agree(self, is_finite: bool) -> bool:
+        """Return whether the gradients of all ranks are finite."""
+        if not self._gradients.plan.is_divided:
+            return is_finite
+        return all(self._gradients.group.gather_number(is_finite))
+
+
+class TreeSum:
+    """Sums the gradients that backward passes leave in `.grad`.
+
+    During the backward of this rank's last micro-batch, each gradient is packed into its bucket, and complete buckets
+    are sent. Such an overlap with the exchange is what DDP does, too (Li et al. 2020, "PyTorch Distributed: Experiences
+    on Accelerating Data Parallel Training").
+
+    Args:
+        memory: for the exchange; None if there is no other rank.
+    """
+
+    def __init__(self, gradients: Gradients, layout: Layout, memory: ExchangeMemory | None) -> None:
+        self._plan = plan = gradients.plan
+        self._hooks = gradients.hooks
+        self._guard = gradients.guard
+        self._parts = parts = RankParts(plan, layout, gradients.group.rank)
+        self._last = parts.held[-1] if parts.held else None  # this rank's last micro-batch
+        self._exchange: Exchange | None = None
+        if memory is None:
+            self._hooks.remove()  # they are for messages
+        else:
+            self._hooks.attach()
+            self._exchange = Exchange(plan, memory, gradients.group, parts)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that backward passes have waited for exchanges, and so for other ranks."""
+        return 0.0 if self._exchange is None else self._exchange.waited_s
+
+    def open(self, v: int) -> None:
+        """Begin micro-batch v. After the exchange, `.grad` may still hold gradients of this rank."""
+        if v not in self._parts.held:
+            drop_grads(self._plan.params)
+
+    def backward(
+        self,
+        micro_batch: OpenMicroBatch,
+        loss: Tensor,
+        factor: float | Tensor,
+        wanted: set[int] | None,
+        *,
+        has_weight: bool,
+    ) -> None:
+        """Run the backward pass. `wanted`: numbers of the parameters that get gradients; None: all."""
+        if not has_weight:
+            return
+        if self._exchange is None or micro_batch.v != self._last:
+            micro_batch.run_backward(loss, factor)
+            micro_batch.note_all(wanted)
+            return
+        with self._hooks.passing_to(partial(self._send, self._exchange, micro_batch, wanted)):
+            micro_batch.run_backward(loss, factor)
+
+    def _send(
+        self, exchange: Exchange, micro_batch: OpenMicroBatch, wanted: set[int] | None, i: int, grad: Tensor
+    ) -> None:
+        """Send the gradient of parameter i, when its bucket is complete."""
+        param = self._plan.params[i]
+        if wanted is not None and i not in wanted:
+            param.grad = None
+            return
+        if grad.layout is not torch.strided:
+            param.grad = grad = grad.to_dense()  # a sparse one has other rows on each rank
+        if micro_batch.inspect is not None:
+            micro_batch.inspect(i, grad)
+        # Packed now, while it is in the cache, so that its memory is reused for the next gradient. `.data`, because
+        # views of one bucket would share a version.
+        packed = exchange.pack(i, grad)
+        if packed.dtype == grad.dtype:  # else it was rounded, and `.grad` cannot hold it
+            param.grad = grad = packed.data
+        micro_batch.note(i, grad)
+        exchange.send_complete(i)
+
+    def close(self, micro_batch: OpenMicroBatch) -> None:
+        """End a micro-batch, and fold it unless it is the last of this rank or another rank's.
+
+        Raises:
+            UsageError: the script has changed a gradient, or a parameter since the pass began.
+        """
+        grads = micro_batch.close()
+        drop_grads(self._plan.untrained)
+        if micro_batch.v not in self._parts.held:
+            drop_grads(self._plan.params)
+            return
+        self._parts.mark(bytes(map(is_not, grads, NONE)))
+        if micro_batch.v != self._last:
+            drop_grads(self._plan.params)
+            self._parts.fold(micro_batch.v, grads)
+            return
+        self._guard.check()  # `finish` folds it, bucket by bucket, while sending
+        if self._exchange is not None and self._plan.exchange_dtype is not None:
+            drop_grads(self._plan.params)  # all are packed
+
+    def finish(self, control: Control) -> Sums:
+        """Complete the sums. Returns them with every rank's control block."""
+        grads = read_grads(self._plan.params)
+        if self._exchange is None:
+            return sum_alone(self._plan, self._parts, grads, control)
+        return self._exchange.finish(grads, control)
+
+    def release(self) -> None:
+        """Release the messages of an exchange that has failed."""
+        self._exchange = None
+
+    def assign(self, grads: Grads) -> None:
+        """Leave gradients in `.grad`: None for a parameter without one."""
+        for param, grad in zip(self._plan.params, grads, strict=True):
+            param.grad = grad
