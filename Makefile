@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST = $(BIN)/pytest -n 5 --dist worksteal  # on 2 cores 4 leave a sixth of their time idle
 
-.PHONY: train test test-system release lint types docs peers test-adapters test-gpu test-lowest test-newest-torch newest soak chaos sim clean
+.PHONY: train test test-system release lint types docs peers test-adapters test-gpu test-lowest test-newest-torch newest soak chaos sim mutants clean
 
 train: $(VENV)/installed
 	$(BIN)/samestep train digits --nproc-per-node 2 $(ARGS)
@@ -82,6 +82,10 @@ chaos: $(VENV)/installed-dev
 # Run simulated scenarios, thousands of starts and faults in one process: make sim ARGS="--minutes 10 --seed 1".
 sim: $(VENV)/installed-dev
 	$(BIN)/python tests/sim/explore.py $(ARGS)
+
+# Plant faults in the source, one at a time, and show which the simulation finds: 10 minutes.
+mutants: $(VENV)/installed-dev
+	$(BIN)/python tests/sim/mutants.py $(ARGS)
 
 # pip would compile the packages on one core. Some contain files that do not compile, which pip ignores, too.
 define install

@@ -87,6 +87,17 @@ class Disk:
             self._cut_directory(self.run_dir, choose, changed)
         return changed
 
+    def flip_byte(self, choose: random.Random) -> str:
+        """Change a byte of the newest snapshot, if there is an older one. Returns the path; "" for none."""
+        snapshots = sorted(self.run_dir.glob("snapshots/step-*"))
+        if len(snapshots) < 2:
+            return ""
+        path = choose.choice(sorted(snapshots[-1].iterdir()))
+        data = bytearray(path.read_bytes())
+        data[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
+        path.write_bytes(data)
+        return str(path.relative_to(self.root))
+
     def _cut_directory(self, directory: Path, choose: random.Random, changed: list[str]) -> None:
         inode = directory.stat().st_ino
         now = _list_names(directory)
@@ -109,7 +120,10 @@ class Disk:
             (directory / name).rename(spare / name)
         for name, (inode, is_directory) in synced.items():
             if inode in kept:
-                (spare / kept[inode]).rename(directory / name)
+                path = directory / name
+                (spare / kept[inode]).rename(path)
+                if is_directory and kept[inode] != name:  # later changes in it are lost, too
+                    self._go_back(path, _list_names(path), self._names.get(inode, {}))
             else:
                 self._restore(directory / name, inode, is_directory)
         shutil.rmtree(spare)

@@ -30,7 +30,7 @@ class Launch:
         waiting: faults that have not happened.
         struck: those that have.
         counts: label of a waiting fault -> how many such points there were.
-        power: what a power cut loses is drawn from this; None without one.
+        flipped: the file of which a byte has changed; "" for none.
     """
 
     round: Round
@@ -41,7 +41,7 @@ class Launch:
     waiting: list[Fault] = field(default_factory=list)
     struck: list[Fault] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    power: random.Random | None = None
+    flipped: str = ""
 
 
 class Machine:
@@ -97,8 +97,13 @@ class Machine:
         self._pool.take().begin(launcher, self)
         launcher.start(partial(_run_launcher, launcher, [*words, str(self._script)]))
         self.scheduler.run()
-        if self._launch.power is not None:
-            self.scheduler.note(f"the power is back, and changed are: {self.disk.cut_power(self._launch.power)}")
+        choose = random.Random(f"{self.scheduler.seed} {round_}")
+        kinds = {fault.kind for fault in self._launch.struck}
+        if "power" in kinds:
+            self.scheduler.note(f"the power is back, and changed are: {self.disk.cut_power(choose)}")
+        if "flip" in kinds:
+            self._launch.flipped = self.disk.flip_byte(choose)
+            self.scheduler.note(f"a byte has changed in {self._launch.flipped}")
         self.disk.full_until_s = 0.0
         return self._launch
 
@@ -156,8 +161,6 @@ class Machine:
         elif fault.kind == "kill":
             victim.receive(signal.SIGKILL)
         else:
-            if fault.kind == "power":
-                launch.power = random.Random(f"{self.scheduler.seed} {fault}")
             for process in [launch.launcher, *launch.processes]:
                 process.receive(signal.SIGKILL)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 SCRIPTS = ("mlp", "batchnorm", "gan", "ema")
-KINDS = ("kill", "kill_all", "power", "freeze", "stop", "full")
+KINDS = ("kill", "kill_all", "power", "flip", "freeze", "stop", "full")
 PLACES = (
     "fsync", "os.rename", "open", "write", "os.mkdir", "os.rmdir", "exchange", "all_gather", "broadcast", "recv.wait",
     "send.wait", "isend", "barrier", "join", "store.set", "store.check", "condition", "queue.get", "event.wait",
@@ -28,7 +28,8 @@ class Fault:
 
     Attributes:
         kind: "kill" (a rank), "kill_all" (ranks and launcher), "power" (the same, and what is not synced is lost),
-            "freeze" (a rank), "stop" (SIGTERM to the launcher, or to `rank`), "full" (the disk).
+            "flip" (the same, and a byte of the newest snapshot changes), "freeze" (a rank), "stop" (SIGTERM to the
+            launcher, or to `rank`), "full" (the disk).
         label: the beginning of the labels of the points that count; "" for all.
         count: the number of the point, from 1.
         rank: None for the rank that is at the point.
@@ -125,12 +126,18 @@ class Scenario:
         return [fault for each in self.rounds for fault in each.faults]
 
 
-def plan(seed: int) -> Scenario:
-    """Return the scenario of a seed."""
-    choose = random.Random(f"scenario {seed}")
-    shard = choose.choice(("none", "none", "none", "optimizer"))
-    epochs = choose.choice((1, 2, 2))
-    rounds = [_plan_round(choose, epochs) for _ in range(choose.choice((1, 1, 2, 2, 3)))]
+def plan(seed: int, focus: str = "") -> Scenario:
+    """Return the scenario of a seed.
+
+    Args:
+        focus: "" for any, "heal" (deaths that others survive), "background" (kills while the tensors of a snapshot are
+            copied), a kind of fault, or a kind and a place, such as "kill_all@os.rename".
+    """
+    choose = random.Random(f"scenario {seed} {focus}")
+    shard = "none" if focus == "heal" else choose.choice(("none", "none", "none", "optimizer"))
+    epochs = 2 if focus else choose.choice((1, 2, 2))
+    num_rounds = 1 if focus else choose.choice((1, 1, 2, 2, 3))
+    rounds = [_plan_round(choose, epochs, focus) for _ in range(num_rounds)]
     return Scenario(
         seed,
         script=choose.choice(SCRIPTS),
@@ -138,25 +145,31 @@ def plan(seed: int) -> Scenario:
         every=choose.choice((1, 2, 3, 4)),
         epochs=epochs,
         routes=choose.choice(("direct", "direct", "chunks")),
-        copies=choose.choice(("at_once", "background")),
+        copies="background" if focus == "background" else choose.choice(("at_once", "background")),
         rounds=(*rounds, Round(choose.choice((1, 2, 3)))),
     )
 
 
-def _plan_round(choose: random.Random, epochs: int) -> Round:
-    num_ranks = choose.choice((1, 2, 2, 3, 3, 3, 4, 5))
+def _plan_round(choose: random.Random, epochs: int, focus: str) -> Round:
+    num_ranks = choose.choice((3, 4, 5) if focus == "heal" else (1, 2, 2, 3, 3, 3, 4, 5))
     heals = num_ranks > 1 and choose.random() < 0.5
     kinds = ("kill", "kill", "kill", "freeze", "stop") if heals else ("kill", "kill_all", "power", "power", *KINDS)
-    faults = [_plan_fault(choose, choose.choice(kinds), num_ranks, epochs) for _ in range(choose.choice((1, 1, 2)))]
-    restarts = choose.choice((0, 0, 0, 2))
+    kind, _, place = focus.partition("@")
+    if focus:
+        heals = focus == "heal"
+        kinds = {"heal": ("kill",), "background": ("kill_all", "power")}.get(kind, (kind,))
+    faults = [
+        _plan_fault(choose, choose.choice(kinds), num_ranks, epochs, place) for _ in range(choose.choice((1, 1, 2)))
+    ]
+    restarts = 0 if focus else choose.choice((0, 0, 0, 2))
     return Round(num_ranks, heals, restarts, tuple(faults))
 
 
-def _plan_fault(choose: random.Random, kind: str, num_ranks: int, epochs: int) -> Fault:
+def _plan_fault(choose: random.Random, kind: str, num_ranks: int, epochs: int, place: str) -> Fault:
     rank = None if choose.random() < 0.6 else choose.randrange(num_ranks)
     seconds = choose.choice((0.1, 3.0, 30.0)) if kind in ("freeze", "full") else 0.0
-    if choose.random() < 0.5:
-        return Fault(kind, choose.choice(PLACES), 1 + int(choose.expovariate(0.08)), rank, seconds)
+    if place or choose.random() < 0.5:
+        return Fault(kind, place or choose.choice(PLACES), 1 + int(choose.expovariate(0.08)), rank, seconds)
     return Fault(kind, "", choose.randrange(100, NUM_POINTS[num_ranks] * epochs // 2), rank, seconds)
 
 

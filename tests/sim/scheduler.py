@@ -52,6 +52,7 @@ class Process:
         frozen_until_s: until then, none of its tasks runs.
         signals: signals that its main thread has not handled yet.
         output: the lines that it has printed.
+        num_lines_before: how many there were when it got its first signal; None without one.
         descriptors: open files that no file object closes.
         torch_globals: its part of torch's global state, while another process runs.
         instance: its copy of samestep's modules.
@@ -73,6 +74,7 @@ class Process:
         self.handlers: dict[int, Any] = {}
         self.signals: list[int] = []
         self.output: list[str] = []
+        self.num_lines_before: int | None = None
         self.descriptors: set[int] = set()
         self.endpoints: list[Any] = []
         self.torch_globals: TorchGlobals | None = None
@@ -102,6 +104,8 @@ class Process:
             self.end(-signum)
         elif not self.is_dead:
             self.signals.append(signum)
+            if self.num_lines_before is None:
+                self.num_lines_before = len(self.output)
 
     def end(self, code: int) -> None:
         """End the process now. Its connections close; its threads unwind when each of them runs next."""

@@ -18,15 +18,13 @@ from samestep.snapshot.store import Store
 from sim.instances import Pool
 from sim.machine import Launch, Machine
 from sim.scenarios import Round, Scenario, simplify
-from sim.scheduler import Exited, Killed, Process, Scheduler
+from sim.scheduler import Exited, Killed, Scheduler
 
 STEPS_PER_EPOCH = 5  # of all scripts
 SCRIPTS = Path(__file__).parent / "scripts"
 MEASURED = re.compile(r"(time|wall|samples/s|seconds|_s)$")  # of metrics: what differs from run to run
-# The ends of a rank that has lost others. An error that has another reason is a violation.
-LOST = ("PeerFailed", "NotHealed", "DistNetworkError", "DistStoreError", "Connection closed", "the store has closed")
-NO_SPACE = ("No space left", "ENOSPC")
 DAMAGE = ("cannot be used", "is shorter than", "was changed during")
+MAX_AFTER_SIGTERM = 2  # steps: the one whose exchange carries the vote may be the next one
 STOPPED = (0, 75, 128 + 15)
 # For tensors of every size, what is usual for large ones.
 CONSTANTS = {
@@ -84,11 +82,11 @@ class Progress:
     def check(self, launch: Launch) -> None:
         """Check all starts of a launch. Raises Violation."""
         kinds = {fault.kind for fault in launch.struck}
-        if "full" in kinds or (launch.round.heals and "kill" in kinds):  # snapshots are omitted
+        if launch.flipped or "full" in kinds or (launch.round.heals and "kill" in kinds):  # snapshots are omitted
             self._is_known = False
         firsts = [i for i, process in enumerate(launch.processes) if process.rank == 0]
         for begin, end in zip(firsts, [*firsts[1:], None], strict=True):
-            steps = [found for process in launch.processes[begin:end] if (found := _find_steps(process))]
+            steps = [found for process in launch.processes[begin:end] if (found := _find_steps(process.output))]
             if not steps:
                 continue
             first = min(each[0] for each in steps)
@@ -101,9 +99,9 @@ class Progress:
                 self._least = max(self._least, done)
 
 
-def _find_steps(process: Process) -> list[int]:
-    """Return the numbers of the steps that a rank has begun."""
-    return [int(line.split()[1]) for line in process.output if re.fullmatch(r"step \d+", line)]
+def _find_steps(lines: Sequence[str]) -> list[int]:
+    """Return the numbers of the steps that a rank has begun, from what it has printed."""
+    return [int(line.split()[1]) for line in lines if re.fullmatch(r"step \d+", line)]
 
 
 class Laboratory:
@@ -130,14 +128,15 @@ class Laboratory:
 
     def check(self, scenario: Scenario) -> None:
         """Run a scenario. Raises Violation, Hang, or an error of the simulation, if it is not the run on one rank."""
+        expected = self.expect(scenario)
+        self.run(scenario).compare(expected)
+
+    def expect(self, scenario: Scenario) -> Outcome:
+        """Return the outcome of a scenario's script on one rank."""
         key = scenario.script, scenario.epochs
         if key not in self._expected:
             self._expected[key] = self.run(Scenario(0, script=scenario.script, epochs=scenario.epochs))
-        self.run(scenario).compare(self._expected[key])
-
-    def forget(self) -> None:
-        """Forget the runs on one rank, since the source has changed."""
-        self._expected.clear()
+        return self._expected[key]
 
     def run(self, scenario: Scenario) -> Outcome:
         """Run a scenario to its end."""
@@ -154,13 +153,16 @@ class Laboratory:
         constants = {**CONSTANTS["routes", scenario.routes], **CONSTANTS["copies", scenario.copies]}
         machine = Machine(scheduler, self.pool, script, options, constants, slow=choose.choice((0, 0, 0.02)))
         progress = Progress(scenario.every)
+        is_damaged = False
         try:
             for each in scenario.rounds:
                 launch = machine.run(each)
                 self.num_healed += each.heals and launch.launcher.code == 0 and bool(launch.struck)
-                _check_ends(launch)
+                _check_ends(launch, is_damaged=is_damaged)
                 progress.check(launch)
-                _check_snapshots(machine.disk.run_dir)
+                is_damaged |= bool(launch.flipped)
+                if not is_damaged:
+                    _check_snapshots(machine.disk.run_dir)
             return Outcome.read(machine.disk.run_dir)
         finally:
             self.trace = scheduler.trace
@@ -188,8 +190,8 @@ def _hide_ends(before: Any) -> Any:
     return report
 
 
-def _check_ends(launch: Launch) -> None:
-    """Check the exit codes of a launch, and what its processes have printed."""
+def _check_ends(launch: Launch, *, is_damaged: bool) -> None:
+    """Check the exit codes of a launch, and what its processes have printed. `is_damaged`: whether a snapshot is."""
     kinds = {fault.kind for fault in launch.struck}
     lines = [line for process in [launch.launcher, *launch.processes] for line in process.output]
     code = launch.launcher.code
@@ -197,8 +199,13 @@ def _check_ends(launch: Launch) -> None:
         raise Violation(f"the launch ended with {code}: {' / '.join(lines[-5:])}")
     if kinds <= {"stop", "freeze"} and code not in STOPPED:
         raise Violation(f"after SIGTERM the launch ended with {code}: {' / '.join(lines[-5:])}")
+    for process in launch.processes:
+        if process.num_lines_before is not None:
+            steps = _find_steps(process.output[process.num_lines_before :])
+            if len(steps) > MAX_AFTER_SIGTERM:
+                raise Violation(f"after SIGTERM {process.name} has begun the steps {steps}")
     for line in lines:
-        if any(words in line for words in DAMAGE):
+        if not is_damaged and any(words in line for words in DAMAGE):
             raise Violation(line)
 
 

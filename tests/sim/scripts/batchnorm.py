@@ -22,3 +22,4 @@ for epoch in run.epochs(data, 3, num_workers=0):
             step.backward(F.mse_loss(model(inputs), targets))
         run.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+    run.log({"epoch/loss": epoch.metrics["loss"]})

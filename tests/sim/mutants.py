@@ -1,0 +1,73 @@
+"""Plants the faults of planted.py, one at a time, and shows which the simulation finds: `make mutants`."""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from sim.planted import PLANTED, SOURCE, Planted
+from sim.scenarios import plan
+from sim.trials import Laboratory
+
+Found = tuple[int, float, str]  # number of scenarios, seconds, and what has shown the fault, or ""
+TESTS = Path(__file__).parents[1]
+
+
+def main() -> int:
+    """Return 1 if a planted fault was not found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="words in the descriptions of the faults to plant")
+    parser.add_argument("--seconds", type=float, default=60.0, help="limit of CPU time for each; default: 60")
+    options = parser.parse_args()
+    laboratory = Laboratory()
+    num_missed = 0
+    for planted in [each for each in PLANTED if options.only in each.what]:
+        search = find_by_test if planted.test else partial(find, laboratory, limit_s=options.seconds)
+        num_scenarios, took_s, how = search(planted)
+        num_missed += not how
+        how = how or "MISSED"
+        print(f"{took_s:5.1f} s {num_scenarios:4d}  {planted.what} ({planted.promise}): {how[:150]}", flush=True)
+    print(f"{num_missed} of {len(PLANTED)} were missed")
+    return 1 if num_missed else 0
+
+
+def find(laboratory: Laboratory, planted: Planted, limit_s: float) -> Found:
+    """Run scenarios until one shows the fault."""
+    began_s = time.process_time()
+    for seed in count():
+        scenario = plan(seed, planted.focus if seed % 3 else "")
+        laboratory.expect(scenario)
+        with laboratory.pool.changed({planted.file: [(planted.old, planted.new)]}):
+            try:
+                laboratory.check(scenario)
+            except Exception as problem:
+                return seed + 1, time.process_time() - began_s, f"{type(problem).__name__}: {problem}".splitlines()[0]
+        if time.process_time() - began_s > limit_s:
+            return seed + 1, time.process_time() - began_s, ""
+    raise AssertionError
+
+
+def find_by_test(planted: Planted) -> Found:
+    """Run a file of tests with a copy of the source that has the fault."""
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        copy = shutil.copytree(SOURCE, Path(directory, "samestep"))
+        path = copy / planted.file
+        path.write_text(path.read_text().replace(planted.old, planted.new))
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", planted.test]
+        done = subprocess.run(command, cwd=TESTS, env={**os.environ, "PYTHONPATH": directory}, capture_output=True)
+    return 1, time.monotonic() - began_s, f"tests/{planted.test}" if done.returncode == 1 else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

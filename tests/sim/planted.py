@@ -1,0 +1,279 @@
+"""Small wrong edits of the source, as data. `make mutants` shows that the simulation finds each; see mutants.py.
+
+An edit must change the code of a function. Its text is in the file exactly once, and short, so that it survives other
+changes of the file; `test_planted.py` checks this.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src" / "samestep"
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A wrong edit.
+
+    Attributes:
+        what: what is wrong.
+        promise: the promise that it breaks (docs/dev/simulation.md lists them).
+        file: below src/samestep.
+        old, new: the text, and what replaces it.
+        focus: of the scenarios that are tried first, see `scenarios.plan`.
+        test: the file of tests/ that finds it; "" for the simulation.
+    """
+
+    what: str
+    promise: str
+    file: str
+    old: str
+    new: str
+    focus: str = ""
+    test: str = ""
+
+
+SAME_BITS = "same bits at any number of ranks"
+ONCE = "each sample once, in the ledger"
+ATOMIC = "snapshots are atomic and checked"
+RESUME = "the same command resumes"
+HEAL = "a dead rank costs no step"
+EVALUATE = "the same evaluation at any number of ranks"
+METRICS = "no row doubled or missing"
+
+PLANTED = (
+    # --- samples, seeds and the tree
+    Planted(
+        "two additions of the tree are swapped", SAME_BITS, "engine/routes.py",
+        "    for dst, src in layout.additions:\n", "    for dst, src in layout.additions[::-1]:\n",
+    ),
+    Planted(
+        "a rank adds its parts in another order", SAME_BITS, "engine/folding.py",
+        "            grads = add_grads(self._parts.pop(), grads)\n        self._parts.append(grads)",
+        "            grads = add_grads(self._parts.pop(0), grads)\n        self._parts.append(grads)",
+    ),
+    Planted(
+        "an addition goes to the wrong part", SAME_BITS, "plan/tree.py",
+        "additions.append((dst, _complete(mid, hi, slots, additions)))",
+        "additions.append((_complete(mid, hi, slots, additions), dst))",
+    ),
+    Planted(
+        "a rank does not merge the parts at the beginning of its range", SAME_BITS, "plan/tree.py",
+        "    return tuple(node for node in reversed(lefts) if node[0] >= first)",
+        "    return tuple(node for node in reversed(lefts) if node[0] > first)",
+    ),
+    Planted(
+        "the seed of a micro-batch does not depend on the step", SAME_BITS, "plan/seeds.py",
+        "_pack(seed & _MASK_64, step, pass_, micro_batch)", "_pack(seed & _MASK_64, 0, pass_, micro_batch)",
+    ),
+    Planted(
+        "the seed of a micro-batch does not depend on the pass", SAME_BITS, "plan/seeds.py",
+        "_pack(seed & _MASK_64, step, pass_, micro_batch)", "_pack(seed & _MASK_64, step, 0, micro_batch)",
+    ),
+    Planted(
+        "Python's generator is not seeded", SAME_BITS, "data/loader.py",
+        "    _seed_python(seed)\n", "    pass\n",
+    ),
+    Planted(
+        "NumPy's generator is not seeded", SAME_BITS, "data/loader.py",
+        "    np.random.seed(seed >> 31)\n", "    pass\n",
+    ),
+    Planted(
+        "torch's generator is not seeded", SAME_BITS, "data/loader.py",
+        "    torch.default_generator.manual_seed(seed)\n", "    pass\n",
+    ),
+    Planted(
+        "a rank computes a micro-batch with the seed of another one", SAME_BITS, "train/step/steps.py",
+        'seed_all(self._derive("compute", v))\n        current',
+        'seed_all(self._derive("compute", 0))\n        current',
+    ),
+    Planted(
+        "a step takes the samples of the step before it", ONCE, "plan/loop_plan.py",
+        "span = self.micro_batches(step)[v]", "span = self.micro_batches(max(step - 1, 0))[v]",
+    ),
+    Planted(
+        "the order of an epoch does not depend on the epoch", ONCE, "plan/order.py",
+        'return _shuffle(length, derive(seed, "order", step=epoch))', 'return _shuffle(length, derive(seed, "order"))',
+    ),
+    Planted(
+        "the last, short step of an epoch takes samples of the next epoch", ONCE, "plan/schedule.py",
+        "return start, min(start + self.batch_size, (epoch + 1) * self.length)",
+        "return start, start + self.batch_size",
+    ),
+    # --- gradients, losses and buffers
+    Planted(
+        "the mean of the losses is not weighted", SAME_BITS, "engine/losses.py",
+        "math.fsum(weighted) / total", "math.fsum(weighted) / len(weighted)",
+    ),
+    Planted(
+        "the total weight is that of one rank", SAME_BITS, "engine/losses.py",
+        "            for control in controls\n", "            for control in controls[:1]\n",
+    ),
+    Planted(
+        "the gradient is divided by the size of a whole batch", SAME_BITS, "engine/gradient_pass.py",
+        "self._context.micro_batch_size / self._scale / total",
+        "self._context.micro_batch_size / self._scale / (self._context.micro_batch_size * len(self._sizes))",
+    ),
+    Planted(
+        "a buffer is divided by the number of all micro-batches of one rank", SAME_BITS, "engine/buffers.py",
+        "(total / count)", "(total / max(1, count - 1))",
+    ),
+    Planted(
+        "a micro-batch begins with the buffers that the one before it has left", SAME_BITS, "engine/buffers.py",
+        "        tensor.data.copy_(self._starts[k])\n", "        pass\n",
+    ),
+    Planted(
+        "the fingerprints of the last rank are dropped", ONCE, "engine/gradient_pass.py",
+        "self._layout.sort(control.fingerprints for control in sums.controls)",
+        "self._layout.sort([*(control.fingerprints for control in sums.controls[:-1]), []])",
+    ),
+    Planted(
+        "a rank ignores the votes of the others", RESUME, "engine/gradient_pass.py",
+        "votes=[control.vote for control in sums.controls]", "votes=[vote]", focus="stop",
+    ),
+    Planted(
+        "the ranks stop only if the first one has got a signal", RESUME, "train/ending/stopping.py",
+        "self.signal = max(vote.stop for vote in votes)", "self.signal = votes[0].stop", focus="stop",
+    ),
+    # --- evaluations
+    Planted(
+        "an evaluation has the scores of the first rank only", EVALUATE, "train/loops/evaluate.py",
+        "_merge(layout.sort(group.unseal(sealed) for sealed in rows))", "_merge(group.unseal(rows[0]))",
+    ),
+    Planted(
+        "an evaluation trains dropout", EVALUATE, "train/loops/evaluate.py",
+        '                    _set("training", evaluating)', '                    _set("training", modes)',
+    ),
+    Planted(
+        "an evaluation leaves the modules in another mode", EVALUATE, "train/loops/evaluate.py",
+        '            _set("training", modes)\n            _set("grad", gradients)',
+        '            _set("grad", gradients)',
+    ),
+    # --- files
+    Planted(
+        "the tensors of a snapshot are not synced", ATOMIC, "snapshot/serialization.py",
+        "os.fsync(file.fileno())", "pass", focus="power",
+    ),
+    Planted(
+        "the manifest is not synced", ATOMIC, "snapshot/store.py",
+        "os.fsync(file.fileno())", "pass", focus="power",
+    ),
+    Planted(
+        "the names in a new snapshot are not synced", ATOMIC, "snapshot/store.py",
+        "        _sync(directory)\n", "", focus="power",
+    ),
+    Planted(
+        "the name of a new snapshot is not synced", RESUME, "snapshot/store.py",
+        "            raise\n        _sync(self.path)\n", "            raise\n", focus="power",
+    ),
+    Planted(
+        "the ledger is not synced before a snapshot", ONCE, "snapshot/append_log.py",
+        "        os.fsync(self._file)\n\n    def cut", "        pass\n\n    def cut", focus="power",
+    ),
+    Planted(
+        "the name of a new log is not synced", ONCE, "snapshot/append_log.py",
+        "            sync_directory(path.parent)", "            pass", focus="power",
+    ),
+    Planted(
+        "a snapshot is visible before its files are complete", ATOMIC, "snapshot/store.py",
+        'directory = self.path / (place or f"{_WRITING}{target.name}")',
+        "directory = self.path / (place or target.name)", focus="power",
+    ),
+    Planted(
+        "the record of a run is not replaced atomically", RESUME, "files.py",
+        "        os.replace(partial, path)", "        path.unlink(missing_ok=True)\n        os.replace(partial, path)",
+        focus="kill_all@os.rename",
+    ),
+    Planted(
+        "the newest snapshots are pruned, and not the oldest", RESUME, "snapshot/store.py",
+        "numbered[: numbered.index(sound[-max(keep, 1) :][0])]", "numbered[max(keep, 1) :]",
+    ),
+    Planted(
+        "the checksum of a manifest is not compared", ATOMIC, "snapshot/manifest.py",
+        'if manifest.pop("sha256", None) != _checksum(manifest):', 'if not manifest.pop("sha256", None):',
+        test="snapshot/test_store.py",
+    ),
+    Planted(
+        "the checksums of a snapshot's bytes are not compared", ATOMIC, "snapshot/manifest.py",
+        'if checksum != expected["pieces"][k][1]:', "if not checksum:", focus="flip",
+    ),
+    Planted(
+        "a short write of a log is taken for a whole one", ONCE, "snapshot/append_log.py",
+        "del self._pending[:num_written]", "self._pending.clear()",
+    ),
+    # --- resuming
+    Planted(
+        "a row of the ledger is doubled after a resume", ONCE, "snapshot/run_directory.py",
+        "step * LEDGER_RECORD.size)", "(step + (step > 0)) * LEDGER_RECORD.size)",
+    ),
+    Planted(
+        "the metrics are not cut on a resume", METRICS, "snapshot/run_directory.py",
+        "(rows, metrics, point.metrics_bytes)", "(rows, metrics, metrics.flush())",
+    ),
+    Planted(
+        "a snapshot does not know all rows of its step", METRICS, "snapshot/run_directory.py",
+        '"metrics_bytes": metrics_bytes', '"metrics_bytes": max(0, metrics_bytes - 1)',
+    ),
+    Planted(
+        "run.state is not restored", RESUME, "train/state/restoring.py",
+        'return contents["state"]', "return {}", focus="kill_all",
+    ),
+    Planted(
+        "the first state of an optimizer is kept on a resume", RESUME, "train/state/restoring.py",
+        "            if name not in leave:\n", "            if name not in leave and not name.startswith('opt'):\n",
+    ),
+    Planted(
+        "the sums of the metrics of an epoch are not restored", METRICS, "train/state/run_state.py",
+        'self.tally.load_state_dict(notes.get("tally", {}))', "pass", focus="kill_all",
+    ),
+    Planted(
+        "a resumed run begins one step late", RESUME, "train/state/run_state.py",
+        'self.steps_done = position["step"]\n', 'self.steps_done = position["step"] + (position["step"] % 5 == 3)\n',
+    ),
+    Planted(
+        "the body after an epoch is not seeded", SAME_BITS, "train/loops/boundary.py",
+        "        seed_all(derive(self._context.config.seed, purpose, step=number))\n", "",
+    ),
+    Planted(
+        "a copy for a snapshot is not joined before the update", ATOMIC, "train/ending/stopping.py",
+        "        self._snapshotter.join_copy()\n", "", focus="background",
+    ),
+    # --- healing
+    Planted(
+        "healing: a collective that counts is repeated", HEAL, "world/membership.py",
+        "return position < max(positions)", "return False", focus="heal",
+    ),
+    Planted(
+        "healing: a collective that does not count is not repeated", HEAL, "world/membership.py",
+        "return position < max(positions)", "return True", focus="heal",
+    ),
+    Planted(
+        "healing: nobody confirms a collective", HEAL, "world/group.py",
+        "            self._gather_number_now(1)\n            membership.complete()",
+        "            membership.complete()",
+        focus="heal",
+    ),
+    Planted(
+        "healing: a rank keeps the members of the group before", HEAL, "world/membership.py",
+        "self.members = self._named = members", "self._named = members", focus="heal",
+    ),
+    Planted(
+        "healing: the new rank 0 does not complete the ledger", HEAL, "snapshot/kept_logs.py",
+        '        ledger.append(b"".join(missing))\n', "", focus="heal",
+    ),
+    Planted(
+        "healing: the new rank 0 does not complete the metrics", HEAL, "snapshot/kept_logs.py",
+        "metrics.append(b\"\".join([*rows, ", "metrics.append(b\"\".join([] and [*rows, ", focus="heal",
+    ),
+    Planted(
+        "healing: a vote is cast again for a repeated pass", HEAL, "train/step/steps.py",
+        "self._vote = self._vote or self._parts.cast_vote()", "self._vote = self._parts.cast_vote()", focus="heal",
+    ),
+    Planted(
+        "healing: the micro-batches of a dead rank are not computed", HEAL, "train/step/steps.py",
+        "            self._pass = self._pass.repeat()\n", "            self._pass.release()\n", focus="heal",
+    ),
+    Planted(
+        "healing: a rank joins before all have come", HEAL, "world/membership.py",
+        "if has_moved and have_come(self._store, self.generation, self.members):", "if has_moved:", focus="heal",
+    ),
+)  # fmt: skip
