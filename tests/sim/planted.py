@@ -218,8 +218,8 @@ PLANTED = (
         'return contents["state"]', "return {}", focus="kill_all",
     ),
     Planted(
-        "the first state of an optimizer is kept on a resume", RESUME, "train/state/restoring.py",
-        "            if name not in leave:\n", "            if name not in leave and not name.startswith('opt'):\n",
+        "the state of an optimizer is not restored", RESUME, "train/state/restoring.py",
+        "    thing.load_state_dict(state)\n", "",
     ),
     Planted(
         "the sums of the metrics of an epoch are not restored", METRICS, "train/state/run_state.py",
