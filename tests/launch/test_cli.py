@@ -96,7 +96,7 @@ def test_version() -> None:
         (["launch", "-heal", __file__], "launch has no option -heal; did you mean --heal?"),
         (["inspect"], "samestep inspect: the following arguments are required: RUN; see samestep inspect --help"),
         (
-            ["export", "a", "b.pt", "c"],
+            ["export", "a", "b.safetensors", "c"],
             "samestep export: Got unexpected extra argument (c); see samestep export --help",
         ),
         (["watch", "--jsn", "a"], "watch has no option --jsn; there are --help, --local-dir"),
@@ -126,7 +126,7 @@ BAD = [  # arguments, and a part of the sentence
     ("submit missing.py", "there is no script missing.py"),
     ("inspect missing", "there is no directory missing"),
     ("report missing", "there is no directory missing"),
-    ("export missing model.pt", "there is no directory missing"),
+    ("export missing model.safetensors", "there is no directory missing"),
     ("diff missing missing", "there is no directory missing"),
     ("doctor --device tpu", "--device must be cpu, cuda"),
     ("doctor --run-dir file", "the run directory file cannot be written (it is a file)"),

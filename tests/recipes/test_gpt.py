@@ -396,12 +396,12 @@ def test_sample_of_another_run(tmp_path: Path) -> None:
 
 
 def test_exported_weights_load_without_samestep(run_dir: Path, tmp_path: Path) -> None:
-    ask("export", run_dir, tmp_path / "model.pt", "--snapshot", "best")
+    ask("export", run_dir, tmp_path / "model.safetensors", "--snapshot", "best")
     (tmp_path / "gpt2.py").write_bytes((Path(gpt.__file__).parent / "models" / "gpt2.py").read_bytes())
     (tmp_path / "plain.py").write_text(
-        "import torch\nfrom gpt2 import GPT2, GPT2Config\n"
+        "import torch\nfrom safetensors.torch import load_file\nfrom gpt2 import GPT2, GPT2Config\n"
         "model = GPT2(GPT2Config(vocabulary_size=257, context=16, num_layers=4, num_heads=4, width=128)).eval()\n"
-        "model.load_state_dict(torch.load('model.pt'))\n"
+        "model.load_state_dict(load_file('model.safetensors'))\n"
         "tokens = model.generate(torch.tensor([*b'the c']), temperature=0)\n"
         "print(bytes(next(tokens) for _ in range(8)).decode())\n"
     )

@@ -71,9 +71,10 @@ def test_the_same_run_at_any_world_size_and_after_a_resume(photos: Path, before:
 LOAD = """
 import sys
 import torch
+from safetensors.torch import load_file
 from resnet import build_resnet
 model = build_resnet("tiny", 2)
-model.load_state_dict(torch.load("model.pt", weights_only=True))
+model.load_state_dict(load_file("model.safetensors"))
 model.eval()
 scores = model(torch.stack([torch.full((3, 8, 8), shade, dtype=torch.uint8) for shade in (60, 220)]))
 print("learned" if scores.isfinite().all() and scores.shape == (2, 2) else scores)
@@ -84,7 +85,7 @@ def check_export(run_dir: Path) -> str:
     """Load the exported best weights with a copy of the model's file. Returns the output of that script."""
     directory = run_dir.parent / f"elsewhere-{run_dir.name}"
     directory.mkdir()
-    ask("export", run_dir, directory / "model.pt", "--snapshot", "best")
+    ask("export", run_dir, directory / "model.safetensors", "--snapshot", "best")
     shutil.copy(MODELS / "resnet.py", directory)
     (directory / "load.py").write_text(LOAD)
     return check(run_command(sys.executable, directory / "load.py", cwd=directory)).stdout

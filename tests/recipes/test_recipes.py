@@ -60,11 +60,11 @@ def test_mlp_prints_a_line_per_epoch_from_each_rank(tmp_path: Path) -> None:
             assert f"[rank {rank}] Epoch {epoch} | Batchsize: 256 | Steps: 8\n" in said
     steps = [snapshot.step for snapshot in Store(tmp_path / "mlp").snapshots()]
     assert steps == [16, 24]
-    ask("export", tmp_path / "mlp", tmp_path / "model.pt")
+    ask("export", tmp_path / "mlp", tmp_path / "model.safetensors")
     (tmp_path / "plain.py").write_text(
-        "import torch\nfrom torch import nn\n"
+        "import torch\nfrom safetensors.torch import load_file\nfrom torch import nn\n"
         "model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 1))\n"
-        "model.load_state_dict(torch.load('model.pt', weights_only=True))\n"
+        "model.load_state_dict(load_file('model.safetensors'))\n"
         "print(model(torch.full((1, 20), 0.5)).item())\n"
     )
     printed = check(run_command(sys.executable, "plain.py", cwd=tmp_path)).stdout
@@ -98,14 +98,14 @@ def test_digits_stops_early_and_its_best_weights_load_without_samestep(tmp_path:
     assert [*(run_dir / "tensorboard").iterdir()]
     accuracies = [row["validation/accuracy"] for row in read_rows(run_dir) if "validation/accuracy" in row]
     assert len(accuracies) == accuracies.index(max(accuracies)) + 2 < 9
-    ask("export", run_dir, tmp_path / "model.pt", "--snapshot", "best")
+    ask("export", run_dir, tmp_path / "model.safetensors", "--snapshot", "best")
     shutil.copy(cnn.__file__, tmp_path)
     _, held_out = digits.load_data()
     torch.save([held_out.images, held_out.digits], tmp_path / "held_out.pt")
     (tmp_path / "plain.py").write_text(
-        "import torch\nfrom cnn import CNN\n"
+        "import torch\nfrom safetensors.torch import load_file\nfrom cnn import CNN\n"
         "model = CNN().eval()\n"
-        "model.load_state_dict(torch.load('model.pt', weights_only=True))\n"
+        "model.load_state_dict(load_file('model.safetensors'))\n"
         "images, digits = torch.load('held_out.pt')\n"
         "print((model(images).argmax(1) == digits).double().mean().item())\n"
     )

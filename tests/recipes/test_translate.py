@@ -356,13 +356,14 @@ PREDICT = """\
 import sys
 sys.modules["samestep"] = None  # no import of it works from here on
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from seq2seq import END, Seq2Seq
 
 source, target = (Tokenizer.from_file(f"{sys.argv[1]}/tokenizers/{name}.json") for name in ("source", "target"))
 sizes = source.get_vocab_size(), target.get_vocab_size()
 model = Seq2Seq(*sizes, dim=64, num_heads=2, num_layers=1, max_length=40).eval()
-model.load_state_dict(torch.load("model.ema.pt"))
+model.load_state_dict(load_file("model.safetensors"))
 for line in sys.stdin:
     tokens = torch.tensor([[*source.encode(line.strip()).ids, END]])
     print(target.decode(model.translate(tokens)[0]).strip())
@@ -371,7 +372,7 @@ for line in sys.stdin:
 
 def test_the_exported_model_translates_without_samestep(trained: tuple[Path, str], tmp_path: Path) -> None:
     run_dir, _ = trained
-    ask("export", run_dir, tmp_path / "model.pt", "--snapshot", "best")
+    ask("export", run_dir, tmp_path / "model.safetensors", "--snapshot", "best", "--object", "ema")
     (tmp_path / "seq2seq.py").write_text((MODELS / "seq2seq.py").read_text())
     (tmp_path / "predict.py").write_text(PREDICT)
     lines = "".join(f"{source}\n" for source, _ in build_pairs(6))

@@ -7,7 +7,6 @@ import operator
 import os
 import re
 import shutil
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import deepcopy
@@ -34,7 +33,6 @@ from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import StartOptions
 from samestep.snapshot.serialization import decode
 from samestep.snapshot.store import SavedRun, Store
-from samestep.tools.export import run_export
 from samestep.tools.inspect import run_inspect
 from samestep.tools.live_view import run_watch
 from samestep.tools.report.run_data import build_intervals
@@ -346,22 +344,6 @@ def test_a_state_that_does_not_fit(tmp_path: Path, path: tuple[str, ...], value:
     store.write(state, step=snapshot.step, meta=snapshot.manifest["meta"])
     with pytest.raises(RunDirectoryError, match=message):
         samestep.spawn(train_on_numbers, 1, (tmp_path, 4))
-
-
-@pytest.mark.parametrize("name", ["a\0b", "\ud800", "../../outside", "\x1b[2J"])
-def test_the_name_of_an_average_names_no_other_file(place: Path, name: str, capsys: Any) -> None:
-    """It is a part of the name of the file to which the average is exported."""
-    weights = OrderedDict(w=torch.arange(3.0))
-    weights._metadata = OrderedDict()  # type: ignore[attr-defined]
-    average = OrderedDict({"n_averaged": torch.tensor(3), "module.w": torch.ones(3)})
-    average._metadata = OrderedDict()  # type: ignore[attr-defined]
-    Store(place / "run").write({**STATE, "objects": {"model": weights, name: average}}, step=4, meta=META)
-    (place / "exported").mkdir()
-    with suppress(Error):  # safetensors holds UTF-8 only
-        assert run_export([str(place / "run"), str(place / "exported" / "model.safetensors")]) == 0
-        assert len([*(place / "exported").iterdir()]) == 2
-    assert (place / "outside").read_text() == "as it was"
-    assert "\x1b" not in capsys.readouterr().out
 
 
 # --- files beside the snapshots ---------------------------------------------------------------------------------------

@@ -54,8 +54,7 @@ def models(tmp_path: Path) -> dict[str, nn.Module]:
 
 def assert_loads(file: Path, expected: nn.Module) -> None:
     model = Tied()
-    state = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
-    assert model.load_state_dict(state).missing_keys == []
+    assert model.load_state_dict(load_file(file)).missing_keys == []
     assert model.head.weight is model.embedding.weight
     for key, value in expected.state_dict().items():
         assert torch.equal(model.state_dict()[key], value), key
@@ -65,21 +64,14 @@ def find_files(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.is_file())
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".pth"])
-def test_the_model_and_its_average(
-    tmp_path: Path, models: dict[str, nn.Module], capsys: pytest.CaptureFixture[str], suffix: str
-) -> None:
-    file, average = tmp_path / f"out.v1{suffix}", tmp_path / f"out.v1.ema{suffix}"
+def test_the_newest_model(tmp_path: Path, models: dict[str, nn.Module], capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.v1.safetensors"
     assert main(["export", str(tmp_path / "run"), str(file)]) == 0
     assert_loads(file, models["model 5"])
-    assert_loads(average, models["ema 5"])
-    assert [line.rpartition(", ")[0] for line in capsys.readouterr().out.splitlines()] == [
-        f"{file}: 10 tensors of model after step 5", f"{average}: 10 tensors of ema after step 5",
-    ]  # fmt: skip
-    for one, name in ((file, "model"), (average, "ema")) if suffix == ".safetensors" else ():
-        with safe_open(one, "pt") as opened:
-            assert (opened.metadata()["step"], opened.metadata()["object"]) == ("5", name)
-    assert find_files(tmp_path) == [average.name, file.name]
+    assert capsys.readouterr().out.startswith(f"{file}: 10 tensors of model after step 5, ")
+    with safe_open(file, "pt") as opened:
+        assert (opened.metadata()["step"], opened.metadata()["object"]) == ("5", "model")
+    assert find_files(tmp_path) == [file.name]
 
 
 def test_a_model_of_another_name(tmp_path: Path) -> None:
@@ -92,10 +84,9 @@ def test_a_model_of_another_name(tmp_path: Path) -> None:
         state = {"objects": states | more, "position": {"step": step, "epoch": 0}, "state": {}}
         Store(tmp_path / "run").write(state, step=step, name=None, meta={})
     with pytest.raises(Error, match="name the model by --object"):
-        run_export([str(tmp_path / "run"), str(tmp_path / "x.pt")])
-    assert run_export([str(tmp_path / "run"), str(tmp_path / "x.pt"), "--snapshot", "1"]) == 0
-    assert_loads(tmp_path / "x.pt", net)
-    assert find_files(tmp_path) == ["x.mean.pt", "x.pt"]
+        run_export([str(tmp_path / "run"), str(tmp_path / "x.safetensors")])
+    assert run_export([str(tmp_path / "run"), str(tmp_path / "x.safetensors"), "--snapshot", "1"]) == 0
+    assert_loads(tmp_path / "x.safetensors", net)
 
 
 @pytest.mark.parametrize(("which", "step"), [("3", 3), ("best", 3), ("5", 5)])
@@ -110,25 +101,24 @@ def test_another_one(tmp_path: Path, models: dict[str, nn.Module], which: str, s
     assert find_files(tmp_path) == ["x.safetensors"], "only the requested object"
 
 
-@pytest.mark.parametrize("mine", ["x.pt", "x.ema.pt"])
-def test_nothing_is_overwritten_without_force(tmp_path: Path, models: dict[str, nn.Module], mine: str) -> None:
+def test_nothing_is_overwritten_without_force(tmp_path: Path, models: dict[str, nn.Module]) -> None:
+    mine = "x.safetensors"
     (tmp_path / mine).write_text("mine")
     with pytest.raises(Error, match=rf"/{mine} exists already: name another file, or replace it with --force"):
-        run_export([str(tmp_path / "run"), str(tmp_path / "x.pt")])
+        run_export([str(tmp_path / "run"), str(tmp_path / "x.safetensors")])
     assert (tmp_path / mine).read_text() == "mine"
     assert find_files(tmp_path) == [mine]
-    assert run_export([str(tmp_path / "run"), str(tmp_path / "x.pt"), "--force"]) == 0
-    assert_loads(tmp_path / "x.pt", models["model 5"])
-    assert_loads(tmp_path / "x.ema.pt", models["ema 5"])
+    assert run_export([str(tmp_path / "run"), str(tmp_path / "x.safetensors"), "--force"]) == 0
+    assert_loads(tmp_path / "x.safetensors", models["model 5"])
 
 
 def test_a_damaged_snapshot_is_skipped(
     tmp_path: Path, models: dict[str, nn.Module], capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.truncate(tmp_path / "run/snapshots/step-00000005/tensors-00000.safetensors", 100)
-    assert run_export([str(tmp_path / "run"), str(tmp_path / "x.pt")]) == 0
+    assert run_export([str(tmp_path / "run"), str(tmp_path / "x.safetensors")]) == 0
     assert "step-00000005: tensors-00000.safetensors has 100 bytes" in capsys.readouterr().err
-    assert_loads(tmp_path / "x.pt", models["model 3"])
+    assert_loads(tmp_path / "x.safetensors", models["model 3"])
 
 
 @pytest.mark.parametrize(
@@ -141,8 +131,8 @@ def test_a_damaged_snapshot_is_skipped(
 )
 def test_what_is_not_there(tmp_path: Path, models: dict[str, nn.Module], arguments: list[str], said: str) -> None:
     with pytest.raises(Error, match=said):
-        run_export([str(tmp_path / "run"), str(tmp_path / "x.pt"), *arguments])
-    assert not (tmp_path / "x.pt").exists()
+        run_export([str(tmp_path / "run"), str(tmp_path / "x.safetensors"), *arguments])
+    assert not (tmp_path / "x.safetensors").exists()
 
 
 class Extra(nn.Linear):
@@ -157,35 +147,24 @@ class Extra(nn.Linear):
         self.extra = state
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-@pytest.mark.parametrize("extra", [{"seen": [3, "x"]}, np.arange(3)], ids=["plain", "numpy"])
-def test_entries_that_are_no_tensors(
-    tmp_path: Path, suffix: str, extra: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A .pt file holds what torch.load reads with weights_only=True. The rest is named."""
+def test_entries_that_are_no_tensors_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text(json.dumps({"format": 1, "numbers": {}}))
-    state = {"objects": {"model": Extra(extra).state_dict()}, "position": {"step": 1, "epoch": 0}, "state": {}}
+    state = {"objects": {"model": Extra(np.arange(3)).state_dict()}, "position": {"step": 1, "epoch": 0}, "state": {}}
     Store(tmp_path / "run").write(state, step=1, name=None, meta={})
-    file = tmp_path / f"x{suffix}"
-    assert run_export([str(tmp_path / "run"), str(file)]) == 0
-    if suffix == ".pt" and isinstance(extra, dict):
-        model = Extra(None)
-        model.load_state_dict(torch.load(file, weights_only=True))
-        assert model.extra == extra
-    else:
-        assert "bytes, without _extra_state, which the format does not hold" in capsys.readouterr().out
+    assert run_export([str(tmp_path / "run"), str(tmp_path / "x.safetensors")]) == 0
+    assert "bytes, without _extra_state" in capsys.readouterr().out
 
 
 def test_a_suffix_that_names_no_format(tmp_path: Path, models: dict[str, nn.Module]) -> None:
-    with pytest.raises(Error, match=r"x\.bin ends in none of \.safetensors, \.pt, \.pth: name a file that does$"):
+    with pytest.raises(Error, match=r"x\.bin does not end in \.safetensors: name a file that does"):
         run_export([str(tmp_path / "run"), str(tmp_path / "x.bin")])
     assert find_files(tmp_path) == []
 
 
 def test_an_output_that_cannot_be_written(tmp_path: Path, models: dict[str, nn.Module]) -> None:
-    with pytest.raises(Error, match=r"nowhere/x.pt cannot be written .*: name another file"):
-        run_export([str(tmp_path / "run"), str(tmp_path / "nowhere" / "x.pt")])
+    with pytest.raises(Error, match=r"nowhere/x.safetensors cannot be written .*: name another file"):
+        run_export([str(tmp_path / "run"), str(tmp_path / "nowhere" / "x.safetensors")])
     (tmp_path / "empty").mkdir()
     with pytest.raises(Error, match=r"it has no run\.json"):
-        run_export([str(tmp_path / "empty"), str(tmp_path / "x.pt")])
+        run_export([str(tmp_path / "empty"), str(tmp_path / "x.safetensors")])

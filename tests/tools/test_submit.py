@@ -7,11 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.tiny import tiny_run
 
 from samestep.cli import main
-from samestep.errors import Error
-from samestep.tools.submit import parse_time
 
 
 @pytest.fixture
@@ -120,30 +117,7 @@ def test_which_exits_are_requeued(
     assert (done.returncode, done.stdout) == (code, "requeue 7\n" if is_queued else "")
 
 
-def test_a_limit_that_leaves_no_time_is_warned_about(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", "--dry-run", "--time", "1", "train.py"]) == 0
-    assert "--time 1 leaves 45 s before the signal to stop, which Slurm can send up to 60 s" in capsys.readouterr().err
-    assert main(["submit", "--dry-run", "--time", "5", "train.py"]) == 0
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90", 5400), ("2:30", 150), ("2:00:00", 7200), ("1-0", 86400), ("1-12:30", 131400), ("UNLIMITED", None)],
-)
-def test_times(text: str, seconds: int | None) -> None:
-    assert parse_time(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "x", "1:2:3:4", "-5", "2h", "0"])
-def test_no_times(text: str) -> None:
-    with pytest.raises(Error, match="--time"):
-        parse_time(text)
-
-
-@pytest.mark.parametrize(
-    ("words", "grace_s"), [((), 120), (("--time", "4"), 60), (("--time", "1-0"), 120), (("--grace-s", "300"), 300)]
-)
+@pytest.mark.parametrize(("words", "grace_s"), [((), 120), (("--time", "4", "--grace-s", "60"), 60)])
 def test_grace(script: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], grace_s: int) -> None:
     text = render(capsys, *words, "train.py")
     assert read_directives(text)["signal"] == f"USR1@{grace_s}"
@@ -158,8 +132,6 @@ def test_grace(script: Path, capsys: pytest.CaptureFixture[str], words: tuple[st
         (("--node", "2", "train.py"), "submit has no option --node; did you mean --nodes?"),
         (("--nodes", "0", "train.py"), "--nodes must be a whole number of at least 1, not 0"),
         (("--gpus-per-node", "a100", "train.py"), "--gpus-per-node must be a whole number, not 'a100'"),
-        (("--time", "2h", "train.py"), "--time takes minutes, h:m:s or days-h:m:s"),
-        (("--time", "5", "--grace-s", "300", "train.py"), "--grace-s 300 is as long as --time 5"),
         (
             ("--nodes=2", "--gpus-per-node=8", "--batch-size=32", "--micro-batch-size=8", "train.py"),
             "16 ranks cannot share a step of 4 micro-batches (batch_size 32, micro_batch_size 8): start 1 to 4 ranks",
@@ -199,14 +171,6 @@ def test_names_with_signs(script: Path, capsys: pytest.CaptureFixture[str], name
     assert directives["job-name"] == Path(name).stem
     assert directives["output"] == f"runs/{name}/slurm/%j.out"
     assert read_srun(text)[-2:] == [name, name]
-
-
-def test_more_ranks_than_the_run_in_the_directory_can_have(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny_run("runs/x", max_steps=1)
-    capsys.readouterr()
-    said = refuse(capsys, "--dry-run", "--nodes", "5", "--run-dir", "runs/x", "train.py")
-    assert "began with 4 micro-batches per step, on which its bits depend, so 5 ranks cannot share it" in said
-    render(capsys, "--nodes", "4", "--run-dir", "runs/x", "train.py")
 
 
 def test_no_cluster(script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,11 @@ from samestep.launch.script_command import ScriptCommand
 from samestep.launch.target import COMMAND, Target
 from samestep.plan.schedule import check_numbers
 from samestep.processes import run_captured
-from samestep.snapshot.run_record import read_record
 from samestep.version import __version__
 from samestep.world.environment import SECRET, START_AGAIN, child_variables, read_overrides
 from samestep.world.mpi_ranks import FIRST_PORT, NUM_PORTS
 
 GRACE_S = 120
-LEAST_S = 120  # Slurm can signal a minute early, and on a busy file system ranks start in tens of seconds
 
 FLAGS: dict[str, Option] = {
     "nodes": Option(int, "N", "number of nodes; default: 1", whole(1)),
@@ -41,7 +38,7 @@ FLAGS: dict[str, Option] = {
     "cpus_per_rank": Option(
         int, "N", "CPUs per rank, including its data loader; default: 4 with a GPU, else 1", whole(1)
     ),
-    "time": Option(str, "T", "time limit of a start: 2:00:00, 90 (minutes), 1-12 (days-hours)"),
+    "time": Option(str, "T", "time limit of a start: 2:00:00, 90 (minutes), 1-12 (days-hours); longer than --grace-s"),
     "partition": Option(str, "P", "Slurm partition"),
     "account": Option(str, "A", "Slurm account"),
     "sbatch": Option(list, "OPTION", "another option of sbatch, such as --sbatch=--mem=64G; can be repeated"),
@@ -49,9 +46,7 @@ FLAGS: dict[str, Option] = {
     "dry_run": Option(bool, "", "print the batch script, and submit nothing"),
     **{name: launch.FLAGS[name] for name in ("show_ranks", "tf_config", "max_restarts", "heal")},
     **OPTIONS,
-    "grace_s": Option(
-        int, "S", f"seconds from the signal to the limit; default: {GRACE_S}, at most a quarter of --time", whole(1)
-    ),
+    "grace_s": Option(int, "S", f"seconds from the signal to the limit; default: {GRACE_S}", whole(1)),
 }
 PASSED_ON = {"show_ranks", "tf_config", "max_restarts", "heal", *OPTIONS} - {"run_dir", "grace_s"}
 
@@ -132,8 +127,10 @@ def render_script(target: Target, values: Mapping[str, Any]) -> str:
     num_nodes, num_gpus = values.get("nodes", 1), values.get("gpus_per_node", 0)
     num_local = values.get("nproc_per_node", num_gpus or 1)
     num_cpus = num_local * values.get("cpus_per_rank", 4 if num_gpus else 1)
-    _check_sizes(num_nodes * num_local, values)
-    grace_s = _choose_grace(values)
+    sizes = {**read_overrides(), **values}
+    if "batch_size" in sizes and "micro_batch_size" in sizes:
+        check_numbers(sizes["batch_size"], sizes["micro_batch_size"], num_nodes * num_local, format_flags)
+    grace_s = values.get("grace_s", GRACE_S)
     default_names = {"module": target.name, "recipe": target.name.rpartition(".")[2]}
     run_dir = values.get("run_dir")
     directives = {
@@ -172,63 +169,6 @@ def render_script(target: Target, values: Mapping[str, Any]) -> str:
         start_again=START_AGAIN,
         killed=128 + signal.SIGUSR1,
     )
-
-
-def _check_sizes(num_ranks: int, values: Mapping[str, Any]) -> None:
-    """Raise Error if the run in the directory, or the options, give a step of fewer micro-batches than ranks."""
-    run_dir = values.get("run_dir", "")
-    most = num_ranks
-    # There is no run yet, its directory is at a URL, or run.json is damaged, which the run itself reports.
-    with suppress(OSError, ValueError, TypeError, KeyError, Error):
-        numbers = read_record(Path(run_dir), run_dir)["numbers"] if run_dir else {}
-        most = numbers["batch_size"] // numbers["micro_batch_size"]
-    if most < num_ranks:
-        raise Error(
-            f"the run in {run_dir} began with {most} micro-batch{'' if most == 1 else 'es'} per step, on which its "
-            f"bits depend, so {num_ranks} ranks cannot share it: give fewer nodes or ranks, or another --run-dir",
-            code="SS109",
-        )
-    sizes = {**read_overrides(), **values}
-    if "batch_size" in sizes and "micro_batch_size" in sizes:
-        check_numbers(sizes["batch_size"], sizes["micro_batch_size"], num_ranks, format_flags)
-
-
-def _choose_grace(values: Mapping[str, Any]) -> int:
-    """Return the seconds from the signal to stop to the kill. Raises Error if the limit leaves no time before."""
-    limit_s = parse_time(values["time"]) if "time" in values else None
-    if limit_s is None:
-        return int(values.get("grace_s", GRACE_S))
-    grace_s = int(values.get("grace_s", min(GRACE_S, max(limit_s // 4, 1))))
-    if grace_s >= limit_s:
-        raise Error(
-            f"--grace-s {grace_s} is as long as --time {values['time']}: the run would stop as it starts", code="SS104"
-        )
-    if limit_s - grace_s < LEAST_S:
-        say(
-            f"--time {values['time']} leaves {limit_s - grace_s} s before the signal to stop, which Slurm can send up "
-            f"to 60 s early: give {LEAST_S} s and the time of some steps and a snapshot, or it may save nothing new"
-        )
-    return grace_s
-
-
-def parse_time(text: str) -> int | None:
-    """Parse Slurm's time limit (minutes, m:s, h:m:s, d-h, d-h:m or d-h:m:s) into seconds; None: no limit."""
-    if text.lower() in ("unlimited", "infinite", "-1"):
-        return None
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
-    if match is None:
-        raise Error(
-            f"--time takes minutes, h:m:s or days-h:m:s, such as 90, 2:00:00 or 1-12, not {text!r}", code="SS101"
-        )
-    days, *parts = match.groups()
-    first, *rest = [int(part) for part in parts if part is not None]
-    if days is None and len(rest) < 2:
-        total_s = first * 60 + sum(rest)
-    else:
-        total_s = int(days or 0) * 86400 + sum(n * unit for n, unit in zip((first, *rest), (3600, 60, 1), strict=False))
-    if not total_s:
-        raise Error(f"--time {text} leaves no time to train", code="SS101")
-    return total_s
 
 
 def _quote(text: str) -> str:
