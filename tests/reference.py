@@ -21,7 +21,7 @@ def build_options() -> str:
         default = defaults.get(name, getattr(RunConfig, name, None))
         shown = "" if default is inspect.Parameter.empty else f"`{default!r}`"
         identity = " **Identity.**" if option.is_identity else ""
-        argument = f"`{name}`" if option.is_argument else ""
+        argument = f"`{name}`" if name in defaults else ""
         flag = f"`{name_flag(name)}{' ' if option.metavar else ''}{option.metavar}`"
         rows.append(f"| {argument} | {flag} | {shown} | {option.help}.{identity} |")
     return f"""\

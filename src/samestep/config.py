@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
@@ -48,7 +49,6 @@ class Option:
         check: maps the option's name and a value to the value to use. Raises Error.
         is_identity: each run directory has one value of the option; a start with a different value is an error.
         is_shared: the value must be the same on all ranks.
-        is_argument: `samestep.Run` takes the option as an argument; otherwise it is set outside the script only.
         interceptor: "module:class" of the interceptor that a run installs if the option is not None; "" for none. The
             check of such an option returns None for "never".
     """
@@ -59,7 +59,6 @@ class Option:
     check: Callable[[str, Any], Any] = lambda name, value: value
     is_identity: bool = False
     is_shared: bool = True
-    is_argument: bool = True
     interceptor: str = ""
 
     def parse(self, name: str, text: str) -> Any:
@@ -114,11 +113,12 @@ class Interval:
         return self.seconds is not None and elapsed_s >= self.seconds
 
 
-_INTERVALS = "give a number of steps such as 10, of epochs such as 2epochs, a time such as 30min, or never"
-_LOG_INTERVALS = "give steps such as 10, epochs such as 1epochs, or a time such as 30s"
+_ANY = "give a number of steps such as 10, of epochs such as 2epochs, a time such as 30min, or never"
+_STEPS = "give a number of steps such as 100, or never"  # checked steps load further samples, so they are planned ahead
+_ALWAYS = "give steps such as 10, epochs such as 1epochs, or a time such as 30s"
 
 
-def parse_interval(name: str, value: Any, allowed: str = _INTERVALS) -> Interval | None:
+def parse_interval(name: str, value: Any, allowed: str = _ANY) -> Interval | None:
     """Parse an interval.
 
     10, "10" and "10steps" are steps, "2epochs" is epochs, "30min" (s, min, h) is a time; None and "never" give None.
@@ -128,33 +128,19 @@ def parse_interval(name: str, value: Any, allowed: str = _INTERVALS) -> Interval
         allowed: end of the message.
 
     Raises:
-        Error: the value is none of these.
+        Error: the value is none of these, or none of those that `allowed` names.
     """
-    if value is None or value == "never":
+    if value in (None, "never") and allowed != _ALWAYS:
         return None
     match = None if isinstance(value, bool) else _INTERVAL.fullmatch(str(value).strip())
-    if match is None or int(match[1]) == 0:
+    unit = (match and match[2]) or "steps"
+    is_steps = unit.startswith("step")
+    if match is None or int(match[1]) == 0 or (allowed == _STEPS and not is_steps):
         raise InvalidValue(f"{name} is {value!r}: {allowed}", code="SS101")
     count = int(match[1])
-    unit = match[2] or ""
     if unit in _SECONDS:
         return Interval(seconds=count * _SECONDS[unit])
-    return Interval(epochs=count) if unit.startswith("epoch") else Interval(steps=count)
-
-
-def _check_steps(name: str, value: Any) -> Interval | None:
-    allowed = "give a number of steps such as 100, or never"
-    interval = parse_interval(name, value, allowed)
-    if interval is not None and interval.steps is None:  # checked steps load further samples, so they are planned ahead
-        raise InvalidValue(f"{name} is {value!r}: {allowed}", code="SS101")
-    return interval
-
-
-def _check_log_every(name: str, value: Any) -> Interval:
-    interval = parse_interval(name, value, _LOG_INTERVALS)
-    if interval is None:
-        raise InvalidValue(f"{name} is {value!r}: {_LOG_INTERVALS}", code="SS101")
-    return interval
+    return Interval(steps=count) if is_steps else Interval(epochs=count)
 
 
 def is_url(run_dir: object) -> bool:
@@ -176,43 +162,23 @@ def whole(least: int, most: float = math.inf, *, optional: bool = False) -> Call
     return check
 
 
-def _choice(literal: Any) -> Callable[[str, Any], Any]:
-    *others, last = choices = get_args(literal)
+def choice(*values: Any) -> Callable[[str, Any], Any]:
+    """Return the check of an option that has one of some values. "none" means None, if that is one of them."""
 
     def check(name: str, value: Any) -> Any:
-        if value not in choices:
+        given = None if value == "none" and None in values else value
+        if type(given) not in map(type, values) or given not in values:
+            *others, last = ["none" if each is None else str(each) for each in values]
             raise InvalidValue(f"{name} must be {', '.join(others)} or {last}, not {value!r}", code="SS101")
-        return value
+        return given
 
     return check
-
-
-def _check_shard(name: str, value: Any) -> Any:
-    return None if value in (None, "none") else _choice(Literal[Shard, "none"])(name, value)
-
-
-def _check_exchange_dtype(name: str, value: Any) -> Any:
-    if value not in (None, "none", "bf16"):
-        raise InvalidValue(f"{name} must be bf16 or none, not {value!r}", code="SS101")
-    return None if value == "none" else value
-
-
-def _check_bool(name: str, value: Any) -> Any:
-    if not isinstance(value, bool):
-        raise InvalidValue(f"{name} must be True or False, not {value!r}", code="SS101")
-    return value
 
 
 def _check_device(name: str, value: Any) -> Any:
     if value is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", str(value)):
         raise InvalidValue(f"{name} must be cpu, cuda or one GPU such as cuda:1, not {str(value)!r}", code="SS101")
     return None if value is None else str(value)
-
-
-def _check_backend(name: str, value: Any) -> Any:
-    if value not in (None, "gloo", "nccl"):
-        raise InvalidValue(f"{name} must be gloo or nccl, not {value!r}", code="SS101")
-    return value
 
 
 def _check_bucket_cap(name: str, value: Any) -> Any:
@@ -284,7 +250,11 @@ def _check_trackers(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The options of one run, checked. Built by `samestep.train.arguments.build_config`."""
+    """The options of one run, checked. Built by `samestep.train.arguments.build_config`.
+
+    Those without a default here are arguments of `samestep.Run`, which has their defaults. The others are set outside
+    the script only.
+    """
 
     run_dir: Annotated[
         Path | str | None,
@@ -303,7 +273,6 @@ class RunConfig:
             "DIR",
             "directory for the working copies of runs at URLs; default: ~/.cache/samestep/runs",
             is_shared=False,
-            is_argument=False,
         ),
     ] = None
     batch_size: Annotated[
@@ -312,7 +281,7 @@ class RunConfig:
     micro_batch_size: Annotated[
         int, Option(int, "N", "samples per forward and backward pass; must divide the batch size", is_identity=True)
     ]
-    seed: Annotated[int, Option(int, "N", "seed of the run", whole(0), is_identity=True)] = 0
+    seed: Annotated[int, Option(int, "N", "seed of the run", whole(0), is_identity=True)]
     num_threads: Annotated[
         int,
         Option(
@@ -322,21 +291,26 @@ class RunConfig:
             whole(1, MAX_THREADS),
             is_identity=True,
         ),
-    ] = 1
+    ]
     precision: Annotated[
         Precision,
         Option(
             str,
             "P",
             "fp32, bf16 or fp16: the type that run.autocast() uses; tf32: fp32 with TF32 kernels on a GPU",
-            _choice(Precision),
+            choice(*get_args(Precision)),
             is_identity=True,
         ),
-    ] = "fp32"
+    ]
     reduction: Annotated[
         Reduction,
-        Option(str, "R", "exact: the same bits at any world size; fast: the backend's all-reduce", _choice(Reduction)),
-    ] = "exact"
+        Option(
+            str,
+            "R",
+            "exact: the same bits at any world size; fast: the backend's all-reduce",
+            choice(*get_args(Reduction)),
+        ),
+    ]
     shard: Annotated[
         Shard | None,
         Option(
@@ -344,9 +318,9 @@ class RunConfig:
             "S",
             "optimizer: divide the optimizers' state among the ranks; fsdp2: also parameters and gradients; none: "
             "every rank holds all of it",
-            _check_shard,
+            choice(*get_args(Shard), None),
         ),
-    ] = None
+    ]
     exchange_dtype: Annotated[
         ExchangeDtype | None,
         Option(
@@ -354,10 +328,10 @@ class RunConfig:
             "T",
             "bf16: round gradients and their partial sums to bfloat16, which halves the bytes of their exchange; none: "
             "exchange them as they are",
-            _check_exchange_dtype,
+            choice("bf16", None),
             is_identity=True,
         ),
-    ] = None
+    ]
     device: Annotated[
         str | None,
         Option(
@@ -367,20 +341,19 @@ class RunConfig:
             _check_device,
             is_shared=False,
         ),
-    ] = None
+    ]
     backend: Annotated[
         Literal["gloo", "nccl"] | None,
         Option(
             str,
             "B",
             "gloo: exchange gradients through host memory, so ranks can share a GPU; default: nccl on GPUs",
-            _check_backend,
-            is_argument=False,
+            choice("gloo", "nccl", None),
         ),
     ] = None
     deterministic: Annotated[
-        bool, Option(bool, "", "use deterministic kernels only, even if the script says otherwise", _check_bool)
-    ] = True
+        bool, Option(bool, "", "use deterministic kernels only, even if the script says otherwise", choice(True, False))
+    ]
     bucket_cap_mb: Annotated[
         float | None,
         Option(
@@ -389,12 +362,12 @@ class RunConfig:
             "MiB of gradients per message; default: 25 on one host, else 1/16 of the total, 1 to 25",
             _check_bucket_cap,
         ),
-    ] = None
+    ]
     snapshot_every: Annotated[
         Interval | None,
         Option(str, "E", "interval of snapshots: 10 (steps), 2epochs, 30min, or never", parse_interval),
     ]
-    keep_last: Annotated[int, Option(int, "N", "how many numbered snapshots to keep", whole(1))] = 3
+    keep_last: Annotated[int, Option(int, "N", "how many numbered snapshots to keep", whole(1))]
     resume: Annotated[
         str | int | None,
         Option(
@@ -404,16 +377,15 @@ class RunConfig:
             _check_resume,
             is_shared=False,
         ),
-    ] = "latest"
+    ]
     fresh: Annotated[
         bool,
         Option(
             bool,
             "",
             "start from step 0 in a new directory beside the run's directory",
-            _check_bool,
+            choice(True, False),
             is_shared=False,
-            is_argument=False,
         ),
     ] = False
     override: Annotated[
@@ -422,16 +394,18 @@ class RunConfig:
             bool,
             "",
             "resume with the script's optimizer and scheduler settings and its data",
-            _check_bool,
-            is_argument=False,
+            choice(True, False),
         ),
     ] = False
-    max_steps: Annotated[
-        int | None, Option(int, "N", "stop after this many steps in total", whole(1, optional=True))
-    ] = None
+    max_steps: Annotated[int | None, Option(int, "N", "stop after this many steps in total", whole(1, optional=True))]
     log_every: Annotated[
         Interval,
-        Option(str, "E", "interval of rows in metrics.jsonl: 10 (steps), 1epochs or 30s", _check_log_every),
+        Option(
+            str,
+            "E",
+            "interval of rows in metrics.jsonl: 10 (steps), 1epochs or 30s",
+            partial(parse_interval, allowed=_ALWAYS),
+        ),
     ]
     compare_every: Annotated[
         Interval | None,
@@ -448,19 +422,19 @@ class RunConfig:
             str,
             "N",
             "every N steps, recompute a micro-batch of each rank on another rank, and compare the bits; default: never",
-            _check_steps,
+            partial(parse_interval, allowed=_STEPS),
             interceptor="samestep.checks.second_opinion:SecondOpinion",
         ),
-    ] = None
+    ]
     check_compute: Annotated[
         CheckCompute,
         Option(
             str,
             "C",
             "if --check-compute-every finds a difference: stop before the step is applied, or warn",
-            _choice(CheckCompute),
+            choice(*get_args(CheckCompute)),
         ),
-    ] = "stop"
+    ]
     trackers: Annotated[
         tuple[Any, ...],
         Option(
@@ -470,7 +444,7 @@ class RunConfig:
             _check_trackers,
             is_shared=False,
         ),
-    ] = ()
+    ]
     grace_s: Annotated[
         int | None,
         Option(
@@ -479,7 +453,6 @@ class RunConfig:
             "seconds from a stop signal until the system kills the run; it warns if that is too short",
             whole(0, optional=True),
             is_shared=False,
-            is_argument=False,
         ),
     ] = None
     stuck_after_s: Annotated[
@@ -490,7 +463,6 @@ class RunConfig:
             "stop a run without progress for this long; 0: never; default: learned, at least 300; first steps: 1800",
             whole(0, optional=True),
             is_shared=False,
-            is_argument=False,
         ),
     ] = None
 
