@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST = $(BIN)/pytest -n 5 --dist worksteal  # on 2 cores 4 leave a sixth of their time idle
 
-.PHONY: train test test-system release lint types docs peers test-adapters test-gpu test-lowest test-newest-torch newest soak chaos sim mutants clean
+.PHONY: train test test-system release lint types docs peers test-adapters test-gpu test-lowest test-newest-torch newest soak sim mutants clean
 
 train: $(VENV)/installed
 	$(BIN)/samestep train digits --nproc-per-node 2 $(ARGS)
@@ -74,10 +74,6 @@ newest:
 # Run all cases of all tests, including similar ones: half an hour on 2 cores.
 soak: $(VENV)/installed-dev
 	$(BIN)/pytest -n 3 --dist worksteal
-
-# Run random sequences of faults on small runs and print one line for each: make chaos ARGS="--minutes 60 --seed 1".
-chaos: $(VENV)/installed-dev
-	$(BIN)/python tests/chaos.py $(ARGS)
 
 # Run simulated scenarios, thousands of starts and faults in one process: make sim ARGS="--minutes 10 --seed 1".
 sim: $(VENV)/installed-dev

@@ -1,6 +1,4 @@
-"""Every test leaves the process as it was: no child process, no variable of a launcher, no other working directory. A
-table of the faults that runs survived is printed at the end.
-"""
+"""Every test leaves the process as it was: no child process, no variable of a launcher, no other working directory."""
 
 import functools
 import gc
@@ -11,29 +9,22 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from support.assertions import write_rewritten
-from support.commands import WORKER, find_programs
+from support.commands import prepare
 from support.hosts import Host, open_hosts, why_not
-from support.preloaded import use_for_spawn
-from support.stacks import format_stacks
-from support.strikes import Strike, format_tables, read_strikes
+
+from samestep.launch import forkserver
 
 LAUNCHERS = ("SAMESTEP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
-SERVERS = ("launch.forkserver", "support.preloaded", "support.command_server", "multiprocessing.resource_tracker")
-FORKED_WITHOUT_EXEC = 0x40  # PF_FORKNOEXEC of the kernel's flags of a process
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # of these, a run changes the handlers
 GRACE_S = 20.0
 PID = os.getpid()
 LONG = ("test_slurm.py", "test_docs.py")
-
-use_for_spawn()
-strikes: list[Strike] = []  # of all tests, also of those that ran in pytest-xdist's workers
-stalls: list[Any] = []
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with & by a shell; tests and their children need it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,12 +32,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with & by a she
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
 def pytest_configure(config: pytest.Config) -> None:
-    """Workers of pytest-xdist, their command servers and their fork servers are forks of one process."""
-    starts = getattr(config.option, "tx", None)
-    if starts and {*starts} == {"popen"} and "PYTEST_XDIST_WORKER" not in os.environ:
-        config.option.tx = [f"popen//python={find_programs() / WORKER}"] * len(starts)
-        write_rewritten(config, Path(__file__).parent)  # while that process imports torch
+    """Prepare a process that runs tests, and not one that only distributes them to workers of pytest-xdist."""
+    if getattr(config.option, "tx", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        write_rewritten(config, Path(__file__).parent)
+        os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}  # of the workers
     else:
+        prepare()
         from hypothesis import HealthCheck, settings  # not in the process that only distributes the tests
 
         # The time that an example takes depends on what runs beside it.
@@ -55,22 +46,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def find_children() -> dict[int, psutil.Process]:
-    """The descendants of this process by pid, except idle fork servers, its command server, and multiprocessing's
-    resource tracker.
-    """
+    """The descendants of this process by pid, except idle fork servers and the resource tracker of multiprocessing."""
+    idle = {server._pid for server in forkserver._idle_servers} | {resource_tracker._resource_tracker._pid}
     found: dict[int, psutil.Process] = {}
-    seek = [(os.getpid(), True)]
-    for pid, is_server in seek:  # grows
+    seek = [os.getpid()]
+    for pid in seek:  # grows
         for child in _list_children(pid):
-            try:
+            with suppress(psutil.Error):
                 process = psutil.Process(child)
-                is_child_server = is_server and _is_server(process, pid)
-                is_zombie = pid == os.getpid() and process.status() == psutil.STATUS_ZOMBIE
-                if not is_child_server and not is_zombie:
+                seek.append(child)
+                if child not in idle and process.status() != psutil.STATUS_ZOMBIE:
                     found[child] = process
-            except (psutil.Error, OSError):
-                continue
-            seek.append((child, is_child_server))
     return found
 
 
@@ -82,17 +68,6 @@ def _list_children(pid: int) -> list[int]:
             with suppress(OSError):  # This thread has ended, and others have not.
                 found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
     return found
-
-
-def _is_server(process: psutil.Process, parent: int) -> bool:
-    """Return whether this is a server. A fork of a server has the same command line until it changes it."""
-    words = " ".join(process.cmdline())
-    return any(name in words for name in SERVERS) and (parent == os.getpid() or _has_own_program(process.pid))
-
-
-def _has_own_program(pid: int) -> bool:
-    flags = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[6]
-    return not int(flags) & FORKED_WITHOUT_EXEC
 
 
 def describe(processes: dict[int, psutil.Process]) -> str:
@@ -184,20 +159,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not any(name in item.nodeid for name in LONG))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_timeout_set_timer() -> Iterator[None]:
-    """Print the stacks of a test's processes when it meets its timeout, before it is interrupted and ends them."""
-    result = yield
-    interrupt = signal.getsignal(signal.SIGALRM)
-
-    def print_stacks(number: int, frame: Any) -> None:
-        print(format_stacks([psutil.Process(), *find_children().values()]), file=sys.stderr, flush=True)
-        interrupt(number, frame)  # type: ignore[operator]
-
-    signal.signal(signal.SIGALRM, print_stacks)
-    return result
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
     """End a child that a test has forked: it would otherwise run the next tests as a second worker."""
@@ -206,19 +167,3 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
         os._exit(1)
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "teardown":
-        strikes.extend(read_strikes(report.user_properties))
-        stalls.extend(value for key, value in report.user_properties if key == "stall")  # what, rightly judged, seconds
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for what, lines in format_tables(strikes):
-        terminalreporter.section(f"{what}, by the moment; each run then came to the same end", sep="-")
-        for line in lines:
-            terminalreporter.write_line(line)
-    if stalls:
-        num_hits = sum(is_hit for _, is_hit, _ in stalls)
-        terminalreporter.section(f"stuck or only slow: {num_hits} of {len(stalls)} judged rightly", sep="-")
-        for what, is_hit, seconds in stalls:
-            terminalreporter.write_line(f"{what:<24}{'hit' if is_hit else 'MISS':<6}{seconds:.1f} s")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from reference import INTERNAL, build_options
-from support.commands import find_programs
+from support.commands import run_line
 
 import samestep
 
@@ -49,14 +49,8 @@ def find_commands(page: Path) -> Iterator[str]:
 
 def run_command(command: str, cwd: Path) -> str:
     """Run a documented command with this test's interpreter and package. Returns its output."""
-    path = f"{find_programs()}:{Path(sys.executable).parent}"
-    done = subprocess.run(
-        ["bash", "-c", f'export PATH="{path}:$PATH"; {command}'],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    variables = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = run_line(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -175,7 +169,7 @@ def test_make_train(tmp_path: Path) -> None:
     made = (ROOT / ".venv" / "installed").exists()
     arguments = f'ARGS="--epochs 1 --run-dir {tmp_path / "run"}"'
     done = subprocess.run(
-        ["bash", "-c", f"make {f'-o .venv/installed BIN={find_programs()}' if made else '-n'} train {arguments}"],
+        ["bash", "-c", f"make {'-o .venv/installed' if made else '-n'} train {arguments}"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -16,7 +16,7 @@ from types import ModuleType
 
 import cloudpickle
 import pytest
-from support.commands import find_programs, run
+from support.commands import run_line
 from support.runs import clean_variables
 from support.selection import one_in
 from support.source import parse_source
@@ -123,10 +123,10 @@ def test_programs(code: str, tmp_path: Path) -> None:
         (tmp_path / script.splitlines()[0].removeprefix("# ")).write_text(script)
     for script in scripts:
         (tmp_path / "script.py").write_text(script)
-    path = f"{find_programs()}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     env = clean_variables({"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PATH": path})
-    command = ["bash", "-c", commands[0] if commands else "python script.py"]
-    done = run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    for line in (commands[0] if commands else "python script.py").splitlines():
+        done = run_line(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     said = re.findall(r"^samestep: error: .*", done.stderr, re.MULTILINE)
     assert done.returncode == 2, done.stdout + done.stderr
     assert len(said) == 1, done.stderr

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +14,9 @@ from support.commands import Popen
 from support.hosts import Host
 from support.waiting import DEADLINE_S, wait_until
 
-MARK = "SAMESTEP_TEST_MARK"
-
 
 class Command:
-    """Starts `samestep` in a directory. A variable in the environment marks all its processes.
+    """Starts `samestep` in a directory, and finds all its processes.
 
     Attributes:
         python: the interpreter.
@@ -27,10 +24,8 @@ class Command:
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.python = directory, sys.executable
-        self.mark = uuid.uuid4().hex
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SAMESTEP", "OMP"))}
-        self.variables = {**kept, MARK: self.mark}
-        self.started: list[subprocess.Popen[str]] = []
+        self.variables = {name: value for name, value in os.environ.items() if not name.startswith(("SAMESTEP", "OMP"))}
+        self.started: list[Popen] = []
 
     def write(self, name: str, text: str) -> Path:
         path = self.directory / name
@@ -49,7 +44,7 @@ class Command:
         stdout: int | IO[str] = subprocess.PIPE,
         host: Host | None = None,
         real: bool = False,
-    ) -> subprocess.Popen[str]:
+    ) -> Popen:
         """Start it in its own process group, as a shell does. `host`: on another host. `real`: in a new interpreter."""
         words = self.words(*arguments, program=program)
         process = Popen(
@@ -70,20 +65,13 @@ class Command:
     def run(self, *arguments: str, program: str = "samestep", real: bool = False) -> subprocess.CompletedProcess[str]:
         return self.finish(self.start(*arguments, program=program, real=real))
 
-    def finish(self, process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    def finish(self, process: Popen) -> subprocess.CompletedProcess[str]:
         out, err = process.communicate(timeout=DEADLINE_S)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def processes(self) -> list[psutil.Process]:
         """Return the live processes of this command, including children of the ranks."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (psutil.Error, OSError):
-                continue
-        return found
+        return [process for started in self.started for process in started.processes()]
 
     def wait_for(self, *names: str) -> None:
         """Wait until the ranks have created these files."""

@@ -8,13 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support.commands import find_programs
 from support.ports import reserve_port
 from support.runs import digest, run_command
 
 TESTS = Path(__file__).parents[1]
 SCRIPT = str(TESTS / "scripts" / "launched.py")
-PYTHON = "python"  # forks a process that has imported torch
+PYTHON = sys.executable
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 ALONE = ["rank 0 of 1, local 0"]
@@ -80,7 +79,7 @@ def launch(command: list[str], cwd: Path, **extra: str) -> str:
     """Run a command of the table. Returns its output."""
     (cwd / "own.py").write_text(command[-1])
     words = command[: -1 if "own.py" in command else None]
-    programs = f"{find_programs()}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     paths = f"{TESTS}:{TESTS / 'scripts'}"
     variables = {"PATH": programs, "PYTHONPATH": paths, "VIRTUAL_ENV": sys.prefix, "OMPI_ALLOW_RUN_AS_ROOT": "1"}
     variables["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"

@@ -7,12 +7,12 @@ import re
 import select
 import signal
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from processes import Command
-from support.commands import find_programs
 from support.disks import open_disk
 from support.waiting import DEADLINE_S, wait_until
 
@@ -121,7 +121,7 @@ def test_one_terminal_for_both_keeps_the_order(command: Command) -> None:
     write_script(command, REDRAWS)
     ours, theirs = pty.openpty()
     received = b""
-    words = [find_programs() / "samestep", "launch", "train.py", "redraw"]
+    words = [sys.executable, "-m", "samestep", "launch", "train.py", "redraw"]
     launch = subprocess.Popen(
         ["sh", "-c", 'stty rows 30 cols 99 && exec "$@"', "sh", *words],
         cwd=command.directory, env=command.variables, stdin=theirs, stdout=theirs, stderr=theirs,

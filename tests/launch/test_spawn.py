@@ -17,6 +17,7 @@ from processes import Command
 from support.waiting import DEADLINE_S, wait_until
 
 import samestep
+from samestep.launch import forkserver
 from samestep.launch.local_ranks import Ranks
 
 
@@ -39,8 +40,8 @@ def sum_ranks(scale: int = 1) -> tuple[torch.Tensor, int]:
 
 def find_servers() -> list[psutil.Process]:
     """The fork servers of this process."""
-    mark = "support.preloaded import serve;"
-    return [child for child in psutil.Process().children() if mark in " ".join(child.cmdline())]
+    pids = {server._pid for server in forkserver._open_servers}
+    return [child for child in psutil.Process().children() if child.pid in pids]
 
 
 def children() -> list[psutil.Process]:

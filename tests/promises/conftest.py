@@ -4,20 +4,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from promises.faulty import train
 from promises.trial import Outcome, Trial, read_outcome
 from support.disks import Disk, open_disk
-from support.strikes import Strike
 
 import samestep
 
 
 @pytest.fixture
-def trial(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trial]:
+def trial(tmp_path: Path) -> Iterator[Trial]:
     """A run to which a test applies faults. Afterwards no process and no partial file of it is left."""
-    strikes: list[Strike] = []
-    made = Trial(tmp_path / "run", strikes)
+    made = Trial(tmp_path / "run")
     yield made
-    request.node.user_properties += [strike.to_property() for strike in strikes]
     made.close()
 
 
@@ -27,21 +25,9 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         yield made
 
 
-@pytest.fixture
-def note_stall(request: pytest.FixtureRequest) -> Callable[[str, bool, float], None]:
-    """Records whether a run that is stuck, or seems to be, was judged correctly."""
-
-    def note(what: str, is_hit: bool, seconds: float) -> None:
-        request.node.user_properties.append(("stall", [what, is_hit, seconds]))
-
-    return note
-
-
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
     """The outcome of a run without faults, by the arguments of `faulty.train`."""
-    from promises.faulty import train
-
     known: dict[str, Outcome] = {}
 
     def run(**arguments: object) -> Outcome:

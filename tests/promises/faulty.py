@@ -11,7 +11,6 @@ and rows of its own.
 import argparse
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -40,11 +39,7 @@ STEPS_PER_EPOCH = 5  # the last one with 5 samples: 2 + 2 + 1
 NUM_EPOCHS = 3
 NUM_STEPS = NUM_EPOCHS * STEPS_PER_EPOCH
 DEADLINE_S = 60.0
-# A convolution with BatchNorm; attention; two models and two passes; a stream, which has no epochs.
-KINDS = ("images", "transformer", "adversary", "stream")
-
 IN_STEP = ("forward", "backward", "reduction", "update")
-SECOND_PASS = "second pass"  # of the kind "adversary"
 IN_BODY = ("before validation", "validation", "before schedule", "after schedule")
 IN_SAVING = (
     "staging",
@@ -62,8 +57,7 @@ SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "preempt": signal.S
 ENDINGS = ("raise", "exit", "exhaust")  # an exception; os._exit; too much memory
 ELSEWHERE = ("fill", "protect", "forbid", "remove", "backdate")  # faults of the disk, permissions, names and clock
 ACTIONS = (*SIGNALS, *ENDINGS, *ELSEWHERE, "repair", "hold", "stop")  # repair: undo the last of ELSEWHERE
-WHEN = "|".join([*MOMENTS, SECOND_PASS])
-FAULT = re.compile(rf"({'|'.join(ACTIONS)}) (?:rank (\d+)|all ranks) at step (\d+) in ({WHEN})")
+FAULT = re.compile(rf"({'|'.join(ACTIONS)}) (?:rank (\d+)|all ranks) at step (\d+) in ({'|'.join(MOMENTS)})")
 UNPRIVILEGED = 65534
 DAY_S = 86400
 
@@ -328,33 +322,7 @@ class Images(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         return self.images[index] + 0.3 * torch.randn(1, 4, 4), self.kinds[index]
 
 
-class ImageStream:
-    """The same images, each lane in another order."""
-
-    def __init__(self, images: Images) -> None:
-        self._images = images
-
-    def lane(self, lane: int, num_lanes: int) -> Iterator[tuple[Tensor, Tensor]]:
-        numbers = [*range(lane, len(self._images), num_lanes)]
-        return (self._images[number] for number in random.Random(lane).sample(numbers, len(numbers)))
-
-
-class Tokens(nn.Module):
-    """Cuts the grey values of images into tokens."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        return torch.bucketize(images.flatten(1), torch.linspace(-2, 4, 15))
-
-
-class Mean(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean(1)
-
-
-def build_model(kind: str) -> nn.Module:
-    if kind == "transformer":
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-        return nn.Sequential(Tokens(), nn.Embedding(16, 8), layer, Mean(), nn.Linear(8, 3))
+def build_model() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1, bias=False),
         nn.BatchNorm2d(4),
@@ -367,7 +335,7 @@ def build_model(kind: str) -> nn.Module:
 
 def train(
     run_dir: str | Path, fault: str | Sequence[str] = (), *, epochs: int = NUM_EPOCHS, num_steps: int | None = None,
-    num_workers: int = 0, with_sampler: bool = False, settled: bool = False, kind: str = KINDS[0],
+    num_workers: int = 0, with_sampler: bool = False, settled: bool = False,
     **arguments: Any,
 ) -> Path:  # fmt: skip
     """Trains a run, or the rest of it. Returns its directory.
@@ -376,7 +344,6 @@ def train(
         fault: one or several faults.
         num_steps: train this number of steps by `run.steps`; default: epochs.
         with_sampler: the script gives each epoch's order.
-        kind: one of KINDS.
         settled: each step waits until all snapshots are complete, so that a fault cannot interrupt one.
         arguments: for `samestep.Run`.
     """
@@ -391,20 +358,12 @@ def train(
         faults.watch_saving()
     if faults.are_in("staging"):
         faults.watch_copying()
-    model = build_model(kind)
+    model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=0.5)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
-    objects = {"model": model, "optimizer": optimizer, "schedule": schedule, "average": average}
-    if kind == "adversary":
-        adversary = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 1, 3, padding=1))
-        objects |= {"adversary": adversary, "its_optimizer": torch.optim.SGD(adversary.parameters(), lr=0.05)}
-    run.prepare(**objects)
-    samples: Any = Images(NUM_SAMPLES, faults)
-    held_out = Images(11, faults)
-    validates_every = 4
-    if kind == "stream":
-        samples, num_steps, validates_every = ImageStream(samples), NUM_STEPS, STEPS_PER_EPOCH
+    run.prepare(model=model, optimizer=optimizer, schedule=schedule, average=average)
+    samples, held_out = Images(NUM_SAMPLES, faults), Images(11, faults)
     num_begun = 0
 
     def on_first_grad(_: Tensor) -> None:
@@ -429,25 +388,15 @@ def train(
             run._context.group.barrier()
         for images, kinds in step:
             num_begun += 1
-            scores = model(images if kind != "adversary" else images + objects["adversary"](images).detach())
+            scores = model(images)
             faults.reach("forward")
             scores.register_hook(lambda _: faults.reach("backward"))
-            step.backward(F.cross_entropy(scores, kinds), model=model if kind == "adversary" else None)
+            step.backward(F.cross_entropy(scores, kinds))
             step.log(accuracy=(scores.argmax(1) == kinds).float().mean())
         run.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         average.update_parameters(model)
-        if kind == "adversary":
-            deceive(step)
         faults.reach("update")
-
-    def deceive(step: Any) -> None:
-        """A second pass over the micro-batches, of another model, as that of a GAN."""
-        adversary = objects["adversary"]
-        for images, kinds in step:
-            faults.reach(SECOND_PASS)
-            step.backward(-F.cross_entropy(model(images + adversary(images)), kinds), model=adversary)
-        objects["its_optimizer"].step()
 
     def validate(steps_done: int) -> None:
         faults.reach("before validation")
@@ -468,7 +417,7 @@ def train(
     if num_steps is not None:
         for step in run.steps(samples, num_steps, num_workers=num_workers):
             train_step(step)
-            if (step.number + 1) % validates_every == 0:
+            if (step.number + 1) % 4 == 0:
                 validate(step.number + 1)
     else:
         sampler = rotate if with_sampler else None
@@ -502,9 +451,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=NUM_EPOCHS)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--settled", action="store_true")
-    parser.add_argument("--kind", choices=KINDS, default=KINDS[0])
     args = parser.parse_args()
-    options = {"epochs": args.epochs, "num_workers": args.num_workers, "settled": args.settled, "kind": args.kind}
+    options = {"epochs": args.epochs, "num_workers": args.num_workers, "settled": args.settled}
     train(args.run_dir, args.fault, **options)
 
 

@@ -1,5 +1,6 @@
 """Training functions about gradients: which weights get one, and how the ranks exchange them."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,6 @@ from promises.loops import (
     case,
     learn_classes,
     list_norms,
-    on_long_routes,
     read_grads,
     score_classes,
     sgd_momentum,
@@ -27,6 +27,7 @@ from promises.models import (
     Branches,
     Coder,
     Kinds,
+    OtherDtypes,
     Transformer,
     build_pairs,
     build_texts,
@@ -37,7 +38,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
-def train_transformer(**arguments: Any) -> Result:
+def train_transformer(model: Callable[[], nn.Module] = Transformer, **arguments: Any) -> Result:
     def body(t: Any, tokens: Tensor) -> None:
         t.step.backward(F.cross_entropy(t.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()))
 
@@ -53,12 +54,16 @@ def train_transformer(**arguments: Any) -> Result:
         t.trace.add("scores", t.run.evaluate(score, build_texts(29, seed=1)))
 
     return trace_run(
-        Transformer, optimizer=adamw, data=build_texts(), body=body, then=then, after_epoch=validate,
+        model, optimizer=train_some, data=build_texts(), body=body, then=then, after_epoch=validate,
         objects=lambda t: {
             "scheduler": torch.optim.lr_scheduler.LambdaLR(t.optimizer, lambda step: min(1.0, (step + 1) / 4)),
             "ema": AveragedModel(t.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))},
         **arguments,
     )  # fmt: skip
+
+
+def train_some(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return adamw([param for param in params if param.requires_grad])
 
 
 def train_many_parts() -> Result:
@@ -69,10 +74,8 @@ def train_many_parts() -> Result:
 CASES |= {
     "transformer": train_transformer,
     "transformer_in_many_buckets": partial(train_transformer, bucket_cap_mb=0.001, num_epochs=1),
-    "transformer_on_long_routes": on_long_routes(train_transformer, num_epochs=1),
-    "transformer_in_many_buckets_on_long_routes": on_long_routes(train_transformer, bucket_cap_mb=0.004, num_epochs=1),
+    "frozen_in_other_dtypes": partial(train_transformer, OtherDtypes, num_epochs=1),
     "many_parts": train_many_parts,
-    "many_parts_on_long_routes": on_long_routes(train_many_parts),
     "two_threads": partial(train_transformer, num_threads=2, num_epochs=1),
 }
 
@@ -258,7 +261,7 @@ def train_kinds() -> Result:
     return trace_run(Kinds, optimizer=sgd_momentum)
 
 
-CASES |= {"dtypes": train_kinds, "dtypes_on_long_routes": on_long_routes(train_kinds)}
+CASES["dtypes"] = train_kinds
 
 
 @case

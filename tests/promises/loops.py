@@ -33,18 +33,6 @@ def case(fn: Callable[[], Result]) -> Callable[[], Result]:
     return fn
 
 
-def on_long_routes(fn: Callable[..., Result], **arguments: Any) -> Callable[[], Result]:
-    """A case in which no bucket is small enough to go to all ranks directly, but goes in parts."""
-
-    def run_case() -> Result:
-        from samestep.engine import routes
-
-        routes.DIRECT_MAX_BYTES = 0
-        return fn(**arguments)
-
-    return run_case
-
-
 def build_run(**arguments: Any) -> samestep.Run:
     return samestep.Run(None, **SIZES | arguments)  # type: ignore[arg-type]
 

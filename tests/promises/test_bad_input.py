@@ -17,11 +17,10 @@ import psutil
 import pytest
 import torch
 from promises.wrong import MISTAKES, learn_well, train
-from support.commands import Popen, find_programs
+from support.commands import Popen
 from support.disks import Disk
 from support.ports import reserve_port
 from support.runs import check, clean_variables, run_command, samestep_command
-from support.selection import one_in
 from support.tiny import Pairs, Tiny, tiny_run, update
 from support.waiting import DEADLINE_S, wait_until
 from torch import nn
@@ -74,7 +73,7 @@ def python(name: str, run_dir: Path, **variables: str) -> Done:
 # --- options, words and variables -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("flags", "said"), one_in(2, [
+@pytest.mark.parametrize(("flags", "said"), [
     (["--batch-size", "33", "--micro-batch-size", "4"],
      ["batch_size 33 is not a multiple of micro_batch_size 4", "a batch_size of 32 or 36, or a micro_batch_size of"]),
     (["--nproc-per-node", "3", "--batch-size", "4", "--micro-batch-size", "2"],
@@ -82,7 +81,7 @@ def python(name: str, run_dir: Path, **variables: str) -> Done:
     (["--nproc-per-node", "2", "--precision", "fp8"], ["must be fp32, tf32, bf16 or fp16, not 'fp8'"]),
     (["--snapshot-every", "2weeks"], ["--snapshot-every is '2weeks': give a number of steps such as 10"]),
     (["--resume", "best"], ["there is no snapshot named best"]),
-]), ids=["batch size", "ranks", "precision", "snapshot_every", "resume"])  # fmt: skip
+], ids=["batch size", "ranks", "precision", "snapshot_every", "resume"])  # fmt: skip
 def test_numbers(tmp_path: Path, flags: list[str], said: list[str]) -> None:
     done = samestep_command("train", "mlp", *flags, "--run-dir", "runs/x", cwd=tmp_path)
     assert_refused(done, *said)
@@ -109,7 +108,7 @@ def test_words(tmp_path: Path, words: list[str], said: str) -> None:
     assert look(tmp_path) == {"x.py": hashlib.sha256(b"").hexdigest()}
 
 
-@pytest.mark.parametrize(("variables", "said"), one_in(3, [
+@pytest.mark.parametrize(("variables", "said"), [
     ({"SAMESTEP_BATCH_SIZE": "abc"}, "SAMESTEP_BATCH_SIZE must be a whole number, not 'abc'"),
     ({"SAMESTEP_MICRO_BATCH_SIZE": "3"}, "batch_size 8 is not a multiple of micro_batch_size 3"),
     ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not: start the ranks with samestep launch or torchrun"),
@@ -118,7 +117,7 @@ def test_words(tmp_path: Path, words: list[str], said: str) -> None:
     ({"SAMESTEP_BATCHSIZE": "4"}, "no variable SAMESTEP_BATCHSIZE; did you mean SAMESTEP_BATCH_SIZE"),
     ({"SAMESTEP_FRESH": "nein"}, "SAMESTEP_FRESH must be 1 or 0, not 'nein'"),
     (PAIR | {"GLOO_SOCKET_IFNAME": "none0"}, "GLOO_SOCKET_IFNAME is none0, but this machine has .*lo"),
-]))  # fmt: skip
+])  # fmt: skip
 def test_variables(tmp_path: Path, variables: dict[str, str], said: str) -> None:
     assert_refused(python("nothing", tmp_path / "x", **variables), said)
     assert look(tmp_path) == {}
@@ -235,10 +234,7 @@ def test_directories_of_others(tmp_path: Path) -> None:
 # --- in the loop ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", one_in(4, [
-    "an empty data set", "a loss per sample", "a lone sample", "SyncBatchNorm", "optimizer.step not dedented",
-    "a collate function that fails in a worker", "break in the epochs",
-]))  # fmt: skip
+@pytest.mark.parametrize("name", ["an empty data set", "a collate function that fails in a worker"])
 def test_launched(tmp_path: Path, name: str) -> None:
     """The other ranks, which lost a peer, print nothing."""
     assert_refused(launch(name, tmp_path / "x", 2), MISTAKES[name].sentence)
@@ -246,7 +242,7 @@ def test_launched(tmp_path: Path, name: str) -> None:
         assert look(tmp_path) == {}
 
 
-@pytest.mark.parametrize("name", one_in(6, ["loss.item()", "break in the epochs", "a data set that fails in a worker"]))
+@pytest.mark.parametrize("name", ["break in the epochs"])
 def test_plain_python(tmp_path: Path, name: str) -> None:
     assert_refused(python(name, tmp_path / "x"), MISTAKES[name].sentence)
 
@@ -287,9 +283,9 @@ def start_ranks(name: str, run_dir: Path, scripts: Sequence[Path], port: int) ->
     return [Done(rank.args, rank.returncode, *words) for rank, words in zip(ranks, said, strict=True)]
 
 
-@pytest.mark.parametrize("name", one_in(4, ["a data set that fails", "optimizer.step not dedented"]))
-def test_once_without_a_launcher(tmp_path: Path, name: str) -> None:
+def test_once_without_a_launcher(tmp_path: Path) -> None:
     """One rank prints the error. The other ranks print at most that they have lost a rank."""
+    name = "a data set that fails"
     ranks = start_by_hand(name, tmp_path / "x")
     words = "".join(done.stderr for done in ranks)
     assert words.count("samestep: error: ") == 1, words
@@ -326,17 +322,6 @@ def test_ranks_that_run_something_else(tmp_path: Path, change: str, said: str) -
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.soak
-def test_once_under_torchrun(tmp_path: Path) -> None:
-    """torchrun adds its own output and sets its own exit code."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run_command(*words, SCRIPT, tmp_path / "x", "a data set that fails", cwd=tmp_path, env=ON_LO)
-    assert done.returncode == 1
-    assert done.stderr.count("samestep: error: ") == 1, done.stderr
-    assert re.search(MISTAKES["a data set that fails"].sentence, done.stderr)
-    assert "wrong.py" not in "".join(re.findall(r"Traceback.*", done.stderr, re.DOTALL)).split("ChildFailedError")[0]
-
-
 def test_after_a_poisoned_step(tmp_path: Path) -> None:
     """The last sound snapshot stays. Once the script is corrected, the run resumes from it."""
     run_dir = tmp_path / "x"
@@ -350,37 +335,6 @@ def test_after_a_poisoned_step(tmp_path: Path) -> None:
 # --- disks ------------------------------------------------------------------------------------------------------------
 
 
-# Three trainings, whose snapshots fill a small disk: 8 s, and 16 s on a busy machine.
-def test_full_disk(disk: Disk) -> None:
-    """The older snapshot stays, and the run continues with a message. Once there is space, the command saves again."""
-    run_dir = disk.path / "x"
-    disk.remount("size=120k")
-    words = ["train", "mlp", "--snapshot-every", "5", "--keep-last", "50", "--log-every", "1", "--run-dir", run_dir]
-    done = samestep_command(*words, "--max-steps", "60", cwd=disk.path)
-    failed = re.findall(
-        r"the snapshot of step (\d+) could not be written \((.*)\): (.*), and the run continues", done.stdout
-    )
-    sound = [snapshot.step for snapshot in Store(run_dir).snapshots() if snapshot.problem is None]
-    assert sound[:2] == [5, 10]
-    assert {int(step) for step, _, _ in failed} == set(range(5, 60, 5)) - set(sound)
-    assert_refused(done, r"the snapshot of step 60 could not be written \(.*No space left on device.*; fix this, and ")
-    assert all("No space left on device" in reason for _, reason, _ in failed)
-    assert failed[-1][2] == f"the newest is that of step {max(sound)}"
-    assert "steps       60" in done.stdout
-    assert not list(run_dir.rglob(".tmp-*")), "incomplete files are removed"
-    for step in sound:
-        assert Store(run_dir).find(step) is not None
-
-    disk.remount("size=4m")
-    done = check(samestep_command(*words, "--max-steps", "60", cwd=disk.path))
-    assert f"resumed at step {max(sound)}" in done.stdout
-    assert "could not be written" not in done.stdout
-    lone = disk.path / "lone"
-    check(samestep_command(*words[:-1], lone, "--max-steps", "60", cwd=disk.path))
-    for name in ("metrics.jsonl", "ledger.bin"):
-        assert (run_dir / name).read_bytes() == (lone / name).read_bytes()
-
-
 def fill(path: Path) -> None:
     """Writes a file until the disk is full."""
     with open(path, "wb", buffering=0) as file, suppress(OSError):
@@ -388,8 +342,7 @@ def fill(path: Path) -> None:
             file.write(b"x" * 1024)
 
 
-@pytest.mark.parametrize("how", ["at its end", "told to stop"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("num_ranks", "how"), [(2, "at its end"), (1, "told to stop")])
 def test_full_disk_at_the_end(disk: Disk, tmp_path: Path, num_ranks: int, how: str) -> None:
     """Training is lost, so the run fails, whatever the script does after the loop."""
 
@@ -459,8 +412,7 @@ def test_full_disk_without_snapshots(
     assert "could not be written" not in check(samestep_command("inspect", run_dir, cwd=disk.path)).stdout
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_no_room_to_begin(disk: Disk, num_ranks: int) -> None:
+def test_no_room_to_begin(disk: Disk) -> None:
     disk.remount("size=8k")
     (disk.path / "x").mkdir()
     with open(disk.path / "filler", "wb", buffering=0) as file:
@@ -468,7 +420,7 @@ def test_no_room_to_begin(disk: Disk, num_ranks: int) -> None:
             pass
     before = look(disk.path)
     with pytest.raises(samestep.Error, match=r"the run directory .* cannot be written \(No space left on device\)"):
-        samestep.spawn(train, num_ranks, ("nothing", disk.path / "x"))
+        samestep.spawn(train, 2, ("nothing", disk.path / "x"))
     assert look(disk.path) == before
 
 
@@ -575,16 +527,15 @@ def open_files(pid: int) -> set[str]:
 
 def test_the_process_itself_reads_its_lock(tmp_path: Path) -> None:
     """A POSIX lock is lost when the process itself closes the file, as after a copy of the directory."""
-    python = find_programs() / "python"
 
     def train() -> None:
-        run = Tiny(tmp_path / "x").run
+        tiny = Tiny(tmp_path / "x")
         (tmp_path / "x" / "lock").read_bytes()
-        second = [python, SCRIPT, str(tmp_path / "x"), "nothing"]
+        second = [sys.executable, SCRIPT, str(tmp_path / "x"), "nothing"]
         done = subprocess.run(second, env=clean_variables(ON_LO), capture_output=True, text=True)
         assert done.returncode == 2
         assert "is locked by process" in done.stderr
-        assert run.dir is not None
+        assert tiny.run.dir is not None
 
     samestep.spawn(train)
 

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.runs import check, samestep_command
-from support.selection import one_in
 from support.tiny import Tiny, learn, tiny_run, update
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -91,55 +90,75 @@ def use_each(cases: list[tuple[Path, Any, dict[str, Any]]]) -> None:
         use_samples(directory, data, **arguments)
 
 
-def train(directory: Path, world_size: int, length: int, **arguments: Any) -> tuple[Used, Counter[int]]:
-    """The samples that were used, and the number of reads of each sample."""
-    return train_each([(directory, length, arguments)], world_size)[0]
-
-
 def train_each(cases: list[tuple[Path, int, dict[str, Any]]], world_size: int) -> list[tuple[Used, Counter[int]]]:
     """Several runs in one launch: for each, the used samples, and the number of reads of each sample.
 
-    The few samples that a start reads to identify its data are not counted.
+    The few samples that each rank reads to identify its data are not counted.
     """
     runs = []
     for directory, length, arguments in cases:
         directory.mkdir(exist_ok=True)
-        with open(directory / "starts", "a") as file:
-            file.write("." * world_size)  # each rank reads them
         runs.append((directory, Recorded(length, directory / "read"), arguments))
     samestep.spawn(use_each, world_size, (runs,))
     results = []
     for directory, data, _ in runs:
-        num_reads = (directory / "starts").stat().st_size
-        identifying = Counter(dict.fromkeys({0, len(data) // 2, len(data) - 1}, num_reads))
+        identifying = Counter(dict.fromkeys({0, len(data) // 2, len(data) - 1}, world_size))
         results.append((read_used(directory), data.count() - identifying))
     return results
 
 
-TAILS = {
-    "none": 24,
-    "whole micro-batches": 24 + 12,
-    "a ragged micro-batch": 24 + 14,
-    "fewer micro-batches than ranks": 24 + 8,
-    "less than a micro-batch": 24 + 1,
-    "an epoch of less than a step": 13,
-    "an epoch of less than a micro-batch": 3,
-    "one sample": 1,
+def draw_some(epoch: int) -> list[int]:
+    """Some samples twice, some not at all."""
+    return [(epoch + 3 * i) % 31 for i in range(38)]
+
+
+# Numbers of samples, in steps of 24, and how they are read.
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "no tail": (24, {}),
+    "whole micro-batches": (24 + 12, {}),
+    "a ragged micro-batch": (24 + 14, {"num_workers": 2}),
+    "fewer micro-batches than ranks": (24 + 8, {}),
+    "less than a micro-batch": (24 + 1, {}),
+    "an epoch of less than a micro-batch": (3, {}),
+    "drop_last": (24 + 15, {"drop_last": True}),
+    "a sampler": (31, {"sampler": draw_some}),
+    "endless steps": (31, {"num_steps": 6}),
+    "several epochs in a step": (7, {"num_steps": 6}),
 }
 
 
-@pytest.mark.parametrize("world_size", one_in(4, [5, 1, 2, 3]))
-def test_every_tail(tmp_path: Path, world_size: int) -> None:
-    cases = [(tmp_path / name, length, {"batch_size": 24, "micro_batch_size": 4}) for name, length in TAILS.items()]
-    for (directory, length, _), (used, read) in zip(cases, train_each(cases, world_size), strict=True):
-        steps_per_epoch = -(-length // 24)
-        assert sorted(used) == list(range(NUM_EPOCHS * steps_per_epoch)), directory.name
-        epochs = [join(used, e * steps_per_epoch, (e + 1) * steps_per_epoch) for e in range(NUM_EPOCHS)]
+def test_every_tail(tmp_path: Path) -> None:
+    cases = [(tmp_path / name, length, {"batch_size": 24, "micro_batch_size": 4, **how})
+             for name, (length, how) in CASES.items()]  # fmt: skip
+    results = dict(zip(CASES, train_each(cases, 5), strict=True))
+    for name, (used, read) in results.items():
+        length, how = CASES[name]
+        samples, per_epoch = join(used), 24 if "drop_last" in how else 38 if "sampler" in how else length
+        assert read == Counter(samples), name
+        assert main(["inspect", str(tmp_path / name / "run"), "--samples"]) == 0, name
+        epochs = [samples[start : start + per_epoch] for start in range(0, len(samples), per_epoch)]
+        if "num_steps" in how:
+            assert [len(step) for step in used.values()] == [24] * 6, name
+            assert len({*epochs[-1]}) == len(epochs.pop()) == 6 * 24 % length, name
+        else:
+            assert len(epochs) == NUM_EPOCHS, name
+        if "sampler" in how:
+            assert epochs == [draw_some(0), draw_some(1)]
+            continue
         for epoch in epochs:
-            assert sorted(epoch) == list(range(length)), directory.name
-        assert read == dict.fromkeys(range(length), NUM_EPOCHS), directory.name
-        assert length < 10 or epochs[0] != epochs[1], directory.name
-        assert main(["inspect", str(directory / "run"), "--samples"]) == 0, directory.name
+            assert len({*epoch}) == len(epoch) == per_epoch, name
+            assert {*epoch} <= {*range(length)}, name
+        assert length < 10 or epochs[0] != epochs[1], name
+    dropped = results["drop_last"][0]
+    assert {*join(dropped, 0, 1)} != {*join(dropped, 1, 2)}, "each epoch drops others"
+
+
+def test_a_loader_is_taken_for_its_data(tmp_path: Path) -> None:
+    data = Recorded(38, tmp_path / "read")
+    loader = DataLoader(data, batch_size=4, shuffle=False, drop_last=True)
+    samestep.spawn(functools.partial(use_samples, tmp_path, loader, batch_size=24, micro_batch_size=4), 3)
+    assert join(read_used(tmp_path)) == [*range(24), *range(24)]
+    assert data.count() - Counter([0, 19, 37] * 3) == dict.fromkeys(range(24), NUM_EPOCHS)
 
 
 @given(data=st.data())
@@ -167,76 +186,6 @@ def test_any_numbers(tmp_path_factory: pytest.TempPathFactory, data: st.DataObje
         assert sum(read.values()) == NUM_EPOCHS * (length - dropped)
 
 
-@pytest.mark.parametrize("world_size", one_in(4, [3, 1, 2, 5]))
-def test_drop_last(tmp_path: Path, world_size: int) -> None:
-    used, read = train(tmp_path, world_size, 24 + 15, batch_size=12, micro_batch_size=2, drop_last=True)
-    assert sorted(used) == list(range(NUM_EPOCHS * 3))
-    epochs = [join(used, 3 * e, 3 * e + 3) for e in range(NUM_EPOCHS)]
-    assert [len(set(epoch)) for epoch in epochs] == [36, 36]
-    assert set(epochs[0]) != set(epochs[1]), "each epoch drops others"
-    assert read == Counter(join(used))
-    assert main(["inspect", str(tmp_path / "run"), "--samples"]) == 0
-
-
-@pytest.mark.parametrize("world_size", one_in(2, [3, 1]))
-def test_workers_read_once_too(tmp_path: Path, world_size: int) -> None:
-    used, read = train(tmp_path, world_size, 38, batch_size=24, micro_batch_size=4, num_workers=2)
-    assert sorted(join(used, 0, 2)) == sorted(join(used, 2, 4)) == list(range(38))
-    assert read == dict.fromkeys(range(38), NUM_EPOCHS)
-
-
-@pytest.mark.parametrize("world_size", one_in(2, [3, 1]))
-def test_a_loader_is_taken_for_its_data(tmp_path: Path, world_size: int) -> None:
-    data = Recorded(38, tmp_path / "read")
-    loader = DataLoader(data, batch_size=4, shuffle=False, drop_last=True)
-    samestep.spawn(functools.partial(use_samples, tmp_path, loader, batch_size=24, micro_batch_size=4), world_size)
-    assert join(read_used(tmp_path)) == [*range(24), *range(24)]
-    assert data.count() - Counter([0, 19, 37] * world_size) == dict.fromkeys(range(24), NUM_EPOCHS)
-
-
-def draw_some(epoch: int) -> list[int]:
-    """Some samples twice, some not at all."""
-    return [(epoch + 3 * i) % 31 for i in range(38)]
-
-
-@pytest.mark.parametrize("world_size", one_in(4, [3, 1, 2, 5]))
-def test_a_sampler_is_obeyed(tmp_path: Path, world_size: int) -> None:
-    used, read = train(tmp_path, world_size, 31, batch_size=24, micro_batch_size=4, sampler=draw_some)
-    assert join(used, 0, 2) == draw_some(0)
-    assert join(used, 2, 4) == draw_some(1)
-    assert read == Counter(draw_some(0) + draw_some(1))
-    assert main(["inspect", str(tmp_path / "run"), "--samples"]) == 0
-
-
-@pytest.mark.parametrize("world_size", one_in(4, [3, 1, 2, 5]))
-def test_endless_steps_cross_epochs(tmp_path: Path, world_size: int) -> None:
-    """A step of 24 samples holds several epochs of 7."""
-    arguments = {"batch_size": 24, "micro_batch_size": 4, "num_steps": 6}
-    cases = [(tmp_path / str(length), length, arguments) for length in (31, 7)]
-    for (directory, length, _), (used, read) in zip(cases, train_each(cases, world_size), strict=True):
-        samples = join(used)
-        assert [len(step) for step in used.values()] == [24] * 6
-        for start in range(0, len(samples) - length + 1, length):
-            assert sorted(samples[start : start + length]) == list(range(length))
-        assert len(set(samples[-(6 * 24 % length) :])) == 6 * 24 % length
-        assert read == Counter(samples)
-        assert main(["inspect", str(directory / "run"), "--samples"]) == 0
-
-
-@pytest.mark.parametrize("world_sizes", [(2, 5, 1), (1, 3, 2)])
-@pytest.mark.soak
-def test_a_run_of_several_parts(tmp_path: Path, world_sizes: tuple[int, int, int]) -> None:
-    """It stops in the middle of epochs and resumes with other numbers of ranks."""
-    for world_size, max_steps in zip(world_sizes, (1, 4, None), strict=True):
-        used, read = train(tmp_path, world_size, 38, batch_size=12, micro_batch_size=2, max_steps=max_steps)
-        assert sorted(used) == list(range(max_steps or 8))
-    assert sorted(join(used, 0, 4)) == sorted(join(used, 4, 8)) == list(range(38))
-    assert read == dict.fromkeys(range(38), NUM_EPOCHS)
-    alone = tmp_path / "alone"
-    assert train(alone, 1, 38, batch_size=12, micro_batch_size=2)[0] == used
-    assert (alone / "run" / "ledger.bin").read_bytes() == (tmp_path / "run" / "ledger.bin").read_bytes()
-
-
 EVALUATIONS = [(31, None, 0), (3, None, 0), (40, 7, 2)]  # samples, samples of a micro-batch, workers
 
 
@@ -252,9 +201,8 @@ def evaluate_all(directory: Path) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("world_size", one_in(4, [5, 1, 2, 3]))
-def test_evaluate_sees_each_sample_once_in_order(tmp_path: Path, world_size: int) -> None:
-    scores = samestep.spawn(evaluate_all, world_size, (tmp_path,))
+def test_evaluate_sees_each_sample_once_in_order(tmp_path: Path) -> None:
+    scores = samestep.spawn(evaluate_all, 5, (tmp_path,))
     for (length, _, _), found in zip(EVALUATIONS, scores, strict=True):
         assert found == {"indices": list(range(length)), "mean": (length - 1) / 2}
         assert Recorded(length, tmp_path / str(length)).count() == dict.fromkeys(range(length), 1)
@@ -267,7 +215,7 @@ def test_evaluate_sees_each_sample_once_in_order(tmp_path: Path, world_size: int
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Used]:
     """A run of two epochs of four steps on three ranks, and which samples its ranks used."""
     directory = tmp_path_factory.mktemp("audited")
-    used, _ = train(directory, 3, 38, batch_size=12, micro_batch_size=2)
+    [(used, _)] = train_each([(directory, 38, {"batch_size": 12, "micro_batch_size": 2})], 3)
     return directory / "run", used
 
 
@@ -288,37 +236,24 @@ def test_inspect_shows_what_each_step_used(audited: tuple[Path, Used]) -> None:
     assert "2 complete epochs each of 38 samples was used once" in lines[-1]
 
 
-def swap_steps(records: list[tuple[int, ...]]) -> None:
-    """Step 5 has used the samples of step 2, of another epoch."""
-    records[5] = (*records[5][:3], *records[2][3:])
+Records = list[tuple[int, ...]]
+TAMPERINGS: dict[str, Callable[[Records], Records]] = {
+    "the samples of a step of another epoch": lambda rows: [*rows[:5], (*rows[5][:3], *rows[2][3:]), *rows[6:]],
+    "unknown samples": lambda rows: [*rows[:5], (*rows[5][:3], rows[5][3] ^ 1, *rows[5][4:]), *rows[6:]],
+    "fewer samples": lambda rows: [*rows[:5], (5, 1, 11, *rows[5][3:]), *rows[6:]],
+    "a lost step": lambda rows: [*rows[:5], *rows[6:]],
+    "a repeated step": lambda rows: [*rows[:5], rows[4], *rows[5:]],
+}
 
 
-def use_unknown(records: list[tuple[int, ...]]) -> None:
-    records[5] = (*records[5][:3], records[5][3] ^ 1, *records[5][4:])
-
-
-def use_fewer(records: list[tuple[int, ...]]) -> None:
-    records[5] = (5, 1, 11, *records[5][3:])
-
-
-def lose_a_step(records: list[tuple[int, ...]]) -> None:
-    del records[5]
-
-
-def repeat_a_step(records: list[tuple[int, ...]]) -> None:
-    records.insert(5, records[4])
-
-
-@pytest.mark.parametrize("tamper", [swap_steps, use_unknown, use_fewer, lose_a_step, repeat_a_step])
+@pytest.mark.parametrize("what", TAMPERINGS)
 def test_the_audit_fails_on_another_ledger(
-    audited: tuple[Path, Used], tamper: Callable[[list[tuple[int, ...]]], None], capsys: pytest.CaptureFixture[str]
+    audited: tuple[Path, Used], what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_dir, _ = audited
-    path = run_dir / "ledger.bin"
-    records: list[tuple[int, ...]] = list(RECORD.iter_unpack(path.read_bytes()))
-    tamper(records)
+    path = audited[0] / "ledger.bin"
+    records = TAMPERINGS[what]([*RECORD.iter_unpack(path.read_bytes())])
     path.write_bytes(b"".join(RECORD.pack(*record) for record in records))
-    assert main(["inspect", str(run_dir), "--samples"]) == 1
+    assert main(["inspect", str(audited[0]), "--samples"]) == 1
     printed = capsys.readouterr().out
     assert "audit failed" in printed
     assert "step 5" in printed

@@ -5,13 +5,12 @@ any kill or stop, inside a loop and between two loops.
 import json
 import os
 import signal
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import ask, check, digest, run_command, samestep_command
+from support.runs import ask, read_bits
 from support.tiny import Pairs
 
 import samestep
@@ -85,10 +84,6 @@ def train(
     return taken
 
 
-def read(run_dir: Path) -> Outcome:
-    return digest(run_dir), *((run_dir / name).read_bytes() for name in ("metrics.jsonl", "ledger.bin"))  # type: ignore[return-value]
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     run_dir = tmp_path_factory.mktemp("loops") / "run"
@@ -98,21 +93,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     assert "in 1 complete epoch each of 30 samples was used once; epoch 6 is incomplete, no sample twice" in said
     orders = {line.partition(": ")[2] for line in said.splitlines() if " epoch " in line}
     assert len(orders) >= NUM_STEPS, "no loop has the order of another one"
-    return read(run_dir)
+    return read_bits(run_dir)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_any_number_of_ranks(tmp_path: Path, undisturbed: Outcome, world_size: int) -> None:
-    samestep.spawn(train, world_size, (tmp_path / "run",))
-    assert read(tmp_path / "run") == undisturbed
+def test_any_number_of_ranks(tmp_path: Path, undisturbed: Outcome) -> None:
+    samestep.spawn(train, 3, (tmp_path / "run",))
+    assert read_bits(tmp_path / "run") == undisturbed
 
 
-@pytest.mark.soak
 def test_killed_and_stopped_everywhere(tmp_path: Path, undisturbed: Outcome) -> None:
     """In the first loop, in its last step, between two loops, inside later ones."""
     run_dir = tmp_path / "run"
-    strikes = [(3, "kill"), (7, "terminate"), (BETWEEN, "kill"), (BETWEEN, "raise"), (9, "raise"), (12, "kill"),
-               (13, "terminate"), (16, "terminate"), (19, "kill")]  # fmt: skip
+    strikes = [(7, "terminate"), (BETWEEN, "kill"), (12, "kill"), (16, "terminate"), (19, "kill")]
     for number, (strike, how) in enumerate(strikes):
         num_ranks = 1 + number % 3
         if how == "terminate":  # the run saves and ends
@@ -123,10 +115,10 @@ def test_killed_and_stopped_everywhere(tmp_path: Path, undisturbed: Outcome) -> 
             with pytest.raises((RuntimeError, ValueError)):
                 samestep.spawn(train, num_ranks, (run_dir, {strike: how}))
     assert samestep.spawn(train, 2, (run_dir,))[-1] == NUM_STEPS - 1
-    assert read(run_dir) == undisturbed
+    assert read_bits(run_dir) == undisturbed
     ask("inspect", run_dir, "--samples", "--json")
     assert samestep.spawn(train, 3, (run_dir,)) == [], "the run is complete"
-    assert read(run_dir) == undisturbed
+    assert read_bits(run_dir) == undisturbed
 
 
 def test_stop_ends_one_loop(tmp_path: Path) -> None:
@@ -140,7 +132,7 @@ def test_stop_ends_one_loop(tmp_path: Path) -> None:
         samestep.spawn(train, 2, (run_dir, {11: "kill"}))
     assert samestep.spawn(train, 3, (run_dir,))[0] > 6
     # (What the epoch's body logs after the snapshot of the stop is not in it.)
-    assert read(run_dir)[::2] == read(whole)[::2]
+    assert read_bits(run_dir)[::2] == read_bits(whole)[::2]
     assert "audit passed" in ask("inspect", run_dir, "--samples")
     assert samestep.spawn(train, 1, (run_dir,)) == []
     assert samestep.spawn(train, 1, (run_dir,), env={"SAMESTEP_RESUME": "6"})[:3] == [6, 7, 8], "by its step"
@@ -174,22 +166,3 @@ def test_the_page(tmp_path: Path) -> None:
     assert "audit passed" in ask("inspect", tmp_path / "runs" / "phases", "--samples")
 
 
-@pytest.mark.soak
-def test_every_launcher(tmp_path: Path, undisturbed: Outcome) -> None:
-    """Started by python and killed in the second loop, restarted by `launch` in the third, ended by torchrun."""
-    script = tmp_path / "train.py"
-    tests = str(Path(__file__).parents[1])
-    script.write_text(
-        f"import os, sys\nsys.path.append({tests!r})\nfrom promises.test_loops import train\n"
-        "at, how = sys.argv[1:]\n"
-        "is_struck = os.environ.get('RANK', '0') == '0' and os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') == '0'\n"
-        "train('run', {int(at): how} if is_struck else {})\n"
-    )
-    done = run_command(sys.executable, script, "10", "kill", cwd=tmp_path)
-    assert done.returncode == -signal.SIGKILL
-    restarted = ("launch", "--nproc-per-node", "3", "--max-restarts", "1", script, "19", "kill")
-    done = check(samestep_command(*restarted, cwd=tmp_path))
-    assert "resumed at step " in done.stdout + done.stderr  # 10, or 8 if the kill came before the snapshot was complete
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, "-2", "nothing")
-    done = check(run_command(sys.executable, *torchrun, cwd=tmp_path))
-    assert read(tmp_path / "run") == undisturbed

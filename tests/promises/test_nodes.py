@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -92,10 +91,8 @@ def test_a_host_goes_and_comes_back(trial: Trial, undisturbed: Undisturbed, all_
     assert "samestep: ranks 0 on node 0 (h1), 1 on node 1 (h2)\n" in goes.output
     (trial.faults / "held-0").unlink()
     goes.process.kill()
-    killed_s = time.time()
     goes.wait()
     wait_until(lambda: (trial.faults / "held-0").exists(), "it goes on alone")
-    trial.note("kill launcher", "forward, 1 of 2 hosts", (trial.dir / "restarts.jsonl").stat().st_mtime - killed_s)
     comes = start_elastic(trial, endpoint, 1, all_hosts[1], *faults)
     stays.wait_for_words("a second one ends at once")  # it saves, to let the other join
     trial.go_on()
@@ -117,9 +114,7 @@ def test_the_plug_is_pulled(trial: Trial, undisturbed: Undisturbed, all_hosts: l
     stays, goes = (start_elastic(trial, endpoint, rank, host, HELD) for rank, host in enumerate((stays_on, cut_off)))
     trial.wait_held()
     cut_off.pull_the_plug()
-    cut_s = time.time()
     wait_until(lambda: (trial.dir / "restarts.jsonl").exists(), "it goes on alone")
-    trial.note("pull the plug", "forward, 1 of 2 hosts", time.time() - cut_s)
     assert finish(stays, goes) == [0, 1], stays.output + goes.output
     assert f"the launcher at {endpoint}, the rendezvous of the nodes, has ended" in goes.err.read_text()
     assert trial.outcome() == undisturbed()
@@ -137,7 +132,7 @@ def test_a_rank_dies_on_one_node(trial: Trial, undisturbed: Undisturbed, port: i
         for rank in (0, 1)
     ]
     assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
-    trial.note_strike(fault)
+    trial.assert_struck(fault)
     for node in nodes:
         assert "samestep: rank 1 was killed by SIGKILL (out of memory?); restart 1 of 1\n" in node.err.read_text()
         assert "Traceback" not in node.output

@@ -2,17 +2,14 @@
 
 import re
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from promises import gradients, training  # noqa: F401 - they add to CASES
-from promises.loops import CASES, learn_classes
+from promises.loops import learn_classes
 from support.runs import samestep_command
-from support.selection import one_in
 from support.tiny import Tiny, tiny_run, update
 from torch import nn
 
@@ -157,22 +154,3 @@ def test_the_command_ends_with_2_and_prints_it_once(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def compare_always(fn: Callable[[], Any]) -> None:
-    """Runs it and compares after every step, buffers included: they may not differ later either."""
-    from samestep.train.guards import replicas
-
-    names = replicas.name_replicated
-
-    def name_all(objects: Any, **how: Any) -> Any:
-        yield from names(objects, **how)
-        for name, thing in objects.items():
-            if isinstance(thing, nn.Module):
-                yield from ((f"{name}.{path}", buffer) for path, buffer in thing.named_buffers())
-
-    replicas.name_replicated = name_all
-    fn()
-
-
-@pytest.mark.parametrize("name", one_in(12, sorted(set(CASES) - {"two_threads", "compiled_by_aot_eager"})))
-def test_equal_replicas_raise_no_error(name: str) -> None:
-    samestep.spawn(compare_always, 3, (CASES[name],), env={"SAMESTEP_COMPARE_EVERY": "1"})

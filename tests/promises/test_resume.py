@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import signal
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from promises.faulty import IN_BODY, IN_SAVING, IN_STEP, NUM_STEPS, STEPS_PER_EPOCH
+from promises.faulty import IN_BODY, IN_STEP, NUM_STEPS, STEPS_PER_EPOCH
 from promises.trial import Outcome, Trial, read_tree, resume_is_from
 from promises.wrong import learn_well
 from support.runs import ask
-from support.selection import one_in
 from support.tiny import Pairs, Tiny, learn, tiny_run, update
 from support.waiting import wait_until
 from torch import Tensor, nn
@@ -28,7 +26,7 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 import samestep
-from samestep.watch.trackers.continuation import LastRow, find_id, keep_id
+from samestep.watch.trackers.continuation import ServiceLog
 
 Undisturbed = Callable[..., Outcome]
 POINTS = "points"
@@ -39,18 +37,14 @@ class Points:
 
     def start(self, info: samestep.TrackerInfo) -> None:
         assert info.dir is not None
-        self.id, _ = find_id(info.dir, POINTS)
-        if not self.id:
-            (info.dir / POINTS).mkdir()
-            self.id = str(info.resumed_step)
-            keep_id(info.dir, POINTS, self.id)
-        self.last = LastRow(info.dir / POINTS, self.id)
-        self.file = open(info.dir / POINTS / "points.jsonl", "ab", buffering=0)  # noqa: SIM115
+        self.kept = ServiceLog(info, POINTS)
+        self.kept.begin(self.kept.run_id or str(info.resumed_step))
+        self.file = open(info.dir / f"{POINTS}.jsonl", "ab", buffering=0)  # noqa: SIM115
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        if new := self.last.drop_from(values, step):
-            self.file.write(json.dumps([self.id, {"step": step, **new}]).encode() + b"\n")
-            self.last.keep(new, step)
+        if new := self.kept.drop_known(values, step):
+            self.file.write(json.dumps([self.kept.run_id, {"step": step, **new}]).encode() + b"\n")
+            self.kept.keep(new, step)
 
     def finish(self, status: str) -> None:
         self.file.close()
@@ -59,44 +53,33 @@ class Points:
 # --- kills under the launcher -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("fault", "flags", "arguments", "num_ranks_then"), one_in(3, [
-    ("kill rank 1 at step 7 in forward", [], [], 2),
-    ("freeze rank 1 at step 8 in reduction", ["--snapshot-every", "3"], [], 4),
+@pytest.mark.parametrize(("fault", "flags", "arguments", "num_ranks_then"), [
     ("exit rank 0 at step 10 in before schedule", ["--snapshot-every", "2epochs"], [], 3),
     ("kill rank 0 at step 6 in writing manifest", ["--snapshot-every", "2"], [], 1),
     ("kill rank 1 at step 9 in worker", [], ["--num-workers", "2"], 2),
-]))  # fmt: skip
+])  # fmt: skip
 def test_killed_under_the_launcher(
     trial: Trial, undisturbed: Undisturbed, fault: str, flags: list[str], arguments: list[str], num_ranks_then: int
 ) -> None:
     """The user runs the command again. (`--max-restarts`, which does it automatically, has its own tests.)"""
-    with trial.killing_the_frozen():
-        killed = trial.start("launch", 2, fault, *flags, arguments=arguments)
-        code = killed.wait()
+    killed = trial.start("launch", 2, fault, *flags, arguments=arguments)
+    code = killed.wait()
     in_worker, is_exit = "worker" in fault, "exit" in fault
     assert code == (1 if in_worker else 3 if is_exit else 128 + signal.SIGKILL), killed.output
     # (For the death of a DataLoader worker, torch raises one of several errors.)
     said = "samestep: rank" if in_worker else "ended with exit code 3" if is_exit else "was killed by SIGKILL"
     assert said in killed.output
-    trial.note_strike(fault, "kill its process" if in_worker else None)
+    trial.assert_struck(fault)
     assert trial.num_ends == 0
-
-    if fault.startswith("kill rank 1"):
-        trial.run("launch", num_ranks_then, fault, *flags, arguments=arguments)
-    else:
-        trial.spawn(num_ranks_then)
+    trial.run("launch", num_ranks_then, fault, *flags, arguments=arguments)
     assert trial.num_ends == 1
     assert trial.outcome() == undisturbed()
 
 
-def build_ends_of_launchers() -> list[tuple[str, str]]:
-    """The victim and where the run is: every moment, with the victims in turn."""
-    victims = ("launcher", "server", "frozen launcher")
-    steps = {"start": 0} | dict.fromkeys(IN_STEP, 7) | dict.fromkeys((*IN_BODY, *IN_SAVING), 10)
-    return [(victims[i % 3], f"step {step} in {moment}") for i, (moment, step) in enumerate(steps.items())]
-
-
-@pytest.mark.parametrize(("victim", "held_at"), one_in(12, build_ends_of_launchers()))
+@pytest.mark.parametrize(("victim", "held_at"), [
+    ("launcher", "step 7 in backward"), ("server", "step 10 in writing tensors"),
+    ("frozen launcher", "step 0 in start"),
+])  # fmt: skip
 def test_the_launcher_itself_is_killed(trial: Trial, undisturbed: Undisturbed, victim: str, held_at: str) -> None:
     """Its ranks and their DataLoader workers end too, so that they cannot write into the resumed run."""
     arguments = ["--num-workers", "1", "--settled"]
@@ -104,14 +87,11 @@ def test_the_launcher_itself_is_killed(trial: Trial, undisturbed: Undisturbed, v
     trial.wait_held()
     (server,) = [process for process in launch.processes() if process.ppid() == launch.process.pid]
     assert len(launch.processes()) >= 2 + 2 + (2 if "backward" in held_at else 0)
-    began_s = time.monotonic()
     if victim == "frozen launcher":
         os.kill(launch.process.pid, signal.SIGSTOP)
         wait_until(lambda: server.parent().status() == psutil.STATUS_STOPPED, "the launcher is stopped")
     os.kill(server.pid if victim == "server" else launch.process.pid, signal.SIGKILL)
     assert launch.wait() == (128 + signal.SIGKILL if victim == "server" else -signal.SIGKILL)
-    what = "freeze" if victim == "frozen launcher" else "kill"
-    trial.note(f"{what} {victim.split()[-1]}", held_at.split(" in ")[1], time.monotonic() - began_s)
 
     trial.spawn(3)
     assert trial.outcome() == undisturbed()
@@ -121,10 +101,9 @@ def test_the_launcher_itself_is_killed(trial: Trial, undisturbed: Undisturbed, v
 
 
 # A start for each of up to seven faults, and one to the end: 17 s, and 22 s on a busy machine.
-@pytest.mark.parametrize("seed", one_in(6, range(3)))
-def test_killed_again_and_again(trial: Trial, undisturbed: Undisturbed, seed: int) -> None:
+def test_killed_again_and_again(trial: Trial, undisturbed: Undisturbed) -> None:
     """Several crashes in turn, each at another number of ranks."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     steps = sorted(draw.sample(range(NUM_STEPS), 5))
     faults = [f"{draw.choice(['kill', 'raise'])} rank 0 at step {step} in {draw.choice(IN_STEP)}" for step in steps]
     faults += [f"kill all ranks at step 5 in {draw.choice(IN_BODY)}", "kill rank 0 at step 6 in before rename"]
@@ -140,7 +119,7 @@ def test_killed_again_and_again(trial: Trial, undisturbed: Undisturbed, seed: in
             assert new
             struck |= new
             for fault in new:
-                trial.note_strike(fault)
+                trial.assert_struck(fault)
     assert len(struck) >= 6
     trial.spawn(2, faults)
     assert trial.outcome() == undisturbed()
@@ -149,25 +128,20 @@ def test_killed_again_and_again(trial: Trial, undisturbed: Undisturbed, seed: in
 # Two starts on several ranks, and one without a crash: 13 s, and 19 s on a busy machine.
 @pytest.mark.parametrize(
     ("arguments", "fault"),
-    one_in(
-        2,
-        [
-            ({"num_steps": 17, "snapshot_every": 4}, "kill rank 1 at step 7 in before schedule"),
-            ({"num_steps": 17, "snapshot_every": 3}, "kill rank 1 at step 10 in reduction"),
-            ({"num_workers": 2, "snapshot_every": 3}, "kill rank 0 at step 8 in backward"),
-            ({"with_sampler": True, "snapshot_every": 3}, "kill all ranks at step 7 in update"),  # also damaged, below
-        ],
-    ),
-    ids=["steps, in the body", "steps", "DataLoader workers", "a sampler"],
+    [
+        ({"num_steps": 17, "snapshot_every": 4}, "kill rank 1 at step 7 in before schedule"),
+        ({"num_workers": 2, "snapshot_every": 3}, "kill rank 0 at step 8 in backward"),
+    ],
+    ids=["steps", "DataLoader workers"],
 )
 def test_other_loops(trial: Trial, undisturbed: Undisturbed, arguments: dict[str, object], fault: str) -> None:
     """A tracker keeps its id through the crash, and gets every row once."""
     trial.spawn_to_fail(2, fault, trackers=[Points()], **arguments)
-    trial.note_strike(fault)
+    trial.assert_struck(fault)
     trial.spawn(3, fault, trackers=[Points()], **arguments)
     outcome = trial.outcome()
     assert outcome == undisturbed(**arguments)
-    lines = (trial.dir / POINTS / "points.jsonl").read_text().splitlines()
+    lines = (trial.dir / f"{POINTS}.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in outcome.metrics.splitlines()]
     wanted = [json.dumps(["0", {name: row[name] for name in row if name != "epoch"}]) for row in rows]
     assert sorted(set(lines), key=lines.index) == wanted
@@ -177,22 +151,19 @@ def test_other_loops(trial: Trial, undisturbed: Undisturbed, arguments: dict[str
 # --- the run directory ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("every", "keep", "fault", "saved", "resumed", "at_end"), one_in(3, [
+@pytest.mark.parametrize(("every", "keep", "fault", "saved", "resumed", "at_end"), [
     (3, 3, "kill rank 1 at step 13 in forward", ["5", "best 5", "6", "9", "best 10", "12"], 12, ["9", "12", "15"]),
     ("3", 1, "kill rank 0 at step 10 in after schedule", ["best 5", "9"], 9, ["15"]),
-    ("5steps", 3, "kill rank 0 at step 10 in before schedule", ["best 5", "5"], 5, ["5", "10", "15"]),
     ("1epochs", 3, "kill rank 0 at step 10 in before schedule", ["best 5", "5"], 5, ["5", "10", "15"]),
-    ("2epochs", 3, "kill rank 1 at step 9 in update", ["best 5"], 5, ["10", "15"]),
     ("2epochs", 3, "kill rank 1 at step 11 in update", ["10", "best 10"], 10, ["10", "15"]),
     ("never", 3, "kill rank 1 at step 11 in update", ["best 10"], 10, []),
-    ("never", 3, "kill rank 1 at step 4 in update", [], 0, []),
-]))  # fmt: skip
+])  # fmt: skip
 def test_what_is_saved_and_kept(
     trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], every: int | str, keep: int, fault: str,
     saved: list[str], resumed: int, at_end: list[str],
 ) -> None:  # fmt: skip
     trial.spawn_to_fail(2, fault, snapshot_every=every, keep_last=keep, settled=True)
-    trial.note_strike(fault)
+    trial.assert_struck(fault)
     numbered = [f"step-{int(name):08d}" for name in saved if name.isdecimal()][-keep:]
     there = trial.snapshots
     assert [name for name in there if name != "best"] == numbered
@@ -204,20 +175,6 @@ def test_what_is_saved_and_kept(
     if every != "never":
         assert trial.outcome() == undisturbed()
     assert (trial.dir / "metrics.jsonl").read_bytes() == undisturbed().metrics
-
-
-def test_rows_past_the_snapshot_are_cut(trial: Trial, undisturbed: Undisturbed) -> None:
-    """After an exception, a rank writes its rows before it ends. Those past the snapshot must not be there twice."""
-    fault = "raise rank 0 at step 9 in update"
-    trial.spawn_to_fail(2, fault)
-    trial.note_strike(fault)
-    rows = (trial.dir / "metrics.jsonl").read_bytes()
-    ledger = (trial.dir / "ledger.bin").read_bytes()
-    assert b'{"step": 8' in rows
-    assert len(ledger) == 9 * 40
-    trial.spawn(2, fault)
-    assert trial.outcome() == undisturbed()
-    assert undisturbed().metrics.startswith(rows), "the failed run had the same rows until then"
 
 
 def test_rows_from_before_the_first_step(tmp_path: Path) -> None:
@@ -274,7 +231,7 @@ def test_a_backup_of_another_run(tmp_path: Path, capfd: pytest.CaptureFixture[st
 # --- where a run resumes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", one_in(4, [6, "6", "best", "latest"]))
+@pytest.mark.parametrize("which", [6, "best"])
 def test_resume_from_an_older_snapshot(
     trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], which: int | str
 ) -> None:
@@ -286,7 +243,7 @@ def test_resume_from_an_older_snapshot(
     capfd.readouterr()
     trial.spawn(3, fault, snapshot_every=3, resume=which)
     printed = capfd.readouterr().out
-    step = {"best": 10, "latest": 12}.get(str(which), 6)
+    step = 10 if which == "best" else 6
     assert resume_is_from(printed) == step
     newer = {name for name in there if int(name.removeprefix("step-").replace("best", "10")) > step}
     moved = {path.name.rpartition("-")[0] for path in trial.dir.glob("abandoned/*")}
@@ -295,21 +252,12 @@ def test_resume_from_an_older_snapshot(
     assert trial.outcome() == undisturbed()
 
 
-def test_resume_by_the_launcher_flag(trial: Trial, undisturbed: Undisturbed) -> None:
-    trial.spawn(2, snapshot_every=4, keep_last=9)
-    went_back = trial.run("launch", 2, "", "--resume", "8", "--snapshot-every", "4")
-    assert resume_is_from(went_back.output) == 8
-    moved = {path.name.rpartition("-")[0] for path in trial.dir.glob("abandoned/*")}
-    assert moved == {"step-00000012", "step-00000015", "best"}
-    assert trial.outcome() == undisturbed()
-
-
 def test_killed_while_going_back(trial: Trial, undisturbed: Undisturbed) -> None:
     """A crash while snapshots are moved leaves a directory from which the run can resume."""
     trial.spawn(2, snapshot_every=3, keep_last=9)
     fault = "kill rank 0 at step 0 in rewinding"
     trial.spawn_to_fail(2, fault, snapshot_every=3, resume=3)
-    trial.note_strike(fault)
+    trial.assert_struck(fault)
     assert "step-00000009" in trial.snapshots, "the kill came between two moves"
     trial.spawn(2, snapshot_every=3, resume="latest")
     assert trial.outcome() == undisturbed()
@@ -324,14 +272,6 @@ def test_resume_refused(trial: Trial, resume: str | int, said: str) -> None:
     after = read_tree(trial.dir)
     assert before.pop("lock") != after.pop("lock")  # names the last process
     assert before == after
-
-
-def test_resume_refused_by_the_launcher(trial: Trial) -> None:
-    trial.spawn(1, epochs=1)
-    refused = trial.run("launch", 2, "", "--resume", "never", code=2)
-    assert "resume is never" in refused.output
-    assert "Traceback" not in refused.output
-    assert trial.num_ends == 1
 
 
 def test_never_on_an_empty_directory(trial: Trial, undisturbed: Undisturbed) -> None:
@@ -354,23 +294,12 @@ def test_fresh_starts_beside(trial: Trial, undisturbed: Undisturbed) -> None:
         assert trial.outcome() == undisturbed()
 
 
-def test_fresh_names_the_directory_as_it_was_given(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for cwd, given, written in [(tmp_path, "x", "x"), (tmp_path, "x", "x-2"), (tmp_path / "x", ".", tmp_path / "x-3")]:
-        monkeypatch.chdir(cwd)
-        samestep.spawn(tiny_run, 1, (given,), env={"SAMESTEP_FRESH": "1"})
-        assert re.findall(r"written to +(.*)", capfd.readouterr().out) == [str(written)]
-    assert {path.name for path in tmp_path.iterdir()} == {"x", "x-2", "x-3"}
-
-
 # --- the length of a run ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("max_steps", "every"),
-    one_in(6, [(3, 3), (10, 3), (7, "1epochs"), (14, "1epochs"), (3, "2epochs"), (10, "2epochs")]),
+    [(3, 3), (7, "1epochs")],
 )
 def test_max_steps_and_then_more(
     trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], max_steps: int, every: int | str
@@ -385,12 +314,6 @@ def test_max_steps_and_then_more(
     assert trial.num_ends == 2
 
 
-def test_max_steps_of_the_launcher(trial: Trial, undisturbed: Undisturbed) -> None:
-    trial.run("launch", 2, "", "--max-steps", "7")
-    trial.spawn(1)
-    assert trial.outcome() == undisturbed()
-
-
 def test_more_epochs(trial: Trial, undisturbed: Undisturbed) -> None:
     trial.spawn(3, epochs=1)
     trial.spawn(1, epochs=2, snapshot_every="2epochs")
@@ -398,7 +321,7 @@ def test_more_epochs(trial: Trial, undisturbed: Undisturbed) -> None:
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.parametrize("is_nested", one_in(2, [True, False]))
+@pytest.mark.parametrize("is_nested", [True, False])
 def test_a_schedule_of_another_length(tmp_path: Path, capfd: pytest.CaptureFixture[str], is_nested: bool) -> None:
     """A restored schedule keeps its settings, with a message, also within another schedule."""
 
@@ -434,8 +357,7 @@ class Summing(Optimizer):
             param -= self.param_groups[0]["lr"] * state["sum"]
 
 
-@pytest.mark.parametrize("kind", [Summing, torch.optim.Muon, torch.optim.LBFGS])
-@pytest.mark.parametrize("is_loaded_before", [False, True])
+@pytest.mark.parametrize(("kind", "is_loaded_before"), [(Summing, True), (torch.optim.Muon, False)])
 def test_an_optimizer_without_a_setting_of_torch(tmp_path: Path, kind: Any, is_loaded_before: bool) -> None:
     """torch adds its own settings to an optimizer's defaults at each load. The second loop loads a second time."""
 
@@ -622,74 +544,25 @@ def test_nothing_left_to_do(trial: Trial, undisturbed: Undisturbed, capfd: pytes
 # --- damaged snapshots ------------------------------------------------------------------------------------------------
 
 
-def flip_a_byte(snapshot: Path) -> str:
-    data = bytearray((snapshot / "tensors-00000.safetensors").read_bytes())
-    data[-100] ^= 1
-    (snapshot / "tensors-00000.safetensors").write_bytes(data)
-    return "tensors-00000.safetensors"
-
-
-def flip_a_byte_of_the_state(snapshot: Path) -> str:
-    data = (snapshot / "state.json").read_text()
-    assert '"best_step": 10' in data
-    (snapshot / "state.json").write_text(data.replace('"best_step": 10', '"best_step": 11'))
-    return "state.json"
-
-
-def flip_any_byte(snapshot: Path) -> str:
-    draw = random.Random(str(snapshot))
-    path = draw.choice(sorted(snapshot.iterdir()))
-    data = bytearray(path.read_bytes())
-    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-    path.write_bytes(data)
-    return path.name
-
-
-def lose_the_manifest(snapshot: Path) -> str:
-    (snapshot / "manifest.json").unlink()
-    return "manifest.json"
-
-
-def forge_the_manifest(snapshot: Path) -> str:
-    data = (snapshot / "manifest.json").read_text()
-    (snapshot / "manifest.json").write_text(data.replace('"metrics_bytes": ', '"metrics_bytes": 1'))
-    return "manifest.json"
-
-
-# (The tests of the store damage every file, and any byte that hypothesis draws.)
-DAMAGES = [flip_a_byte_of_the_state, flip_any_byte, lose_the_manifest, forge_the_manifest]
-
-
-@pytest.mark.parametrize("damage", one_in(3, DAMAGES))
 def test_a_damaged_snapshot_is_not_used(
-    trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], damage: Callable[[Path], str]
+    trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """(The tests of the store damage every file, and any byte.)"""
     trial.spawn(2, max_steps=12, snapshot_every=4, keep_last=9)
-    file = damage(trial.dir / "snapshots" / "step-00000012")
+    [file] = (trial.dir / "snapshots" / "step-00000012").glob("tensors*")
+    file.write_bytes(file.read_bytes()[:-100])
     capfd.readouterr()
     trial.spawn(3, snapshot_every=4)
     printed = capfd.readouterr().out
     assert resume_is_from(printed) == 10  # the best
-    assert f"snapshots/step-00000012: {file}" in printed
+    assert f"snapshots/step-00000012: {file.name}" in printed
     assert trial.outcome() == undisturbed()
-    trial.note("damage", "at rest", 0.0)
 
 
-def test_no_snapshot_is_sound(trial: Trial) -> None:
-    trial.spawn(1, epochs=1)
-    for snapshot in (trial.dir / "snapshots").iterdir():
-        flip_a_byte(snapshot)
-    before = read_tree(trial.dir / "snapshots")
-    with pytest.raises(samestep.Error, match=r"no snapshot in .* can be used .*tensors-00000\.safetensors is damaged"):
-        trial.spawn(1)
-    assert read_tree(trial.dir / "snapshots") == before
-
-
-@pytest.mark.parametrize("text", one_in(2, [b"", b"x" * 200]))
-def test_the_open_epochs_order_is_damaged(trial: Trial, undisturbed: Undisturbed, text: bytes) -> None:
+def test_the_open_epochs_order_is_damaged(trial: Trial, undisturbed: Undisturbed) -> None:
     """As after a power failure: the snapshot has the order, and the audit finds it."""
     trial.spawn(2, max_steps=7, with_sampler=True)
-    (trial.dir / "orders" / "epoch-00000001.npy").write_bytes(text)
+    (trial.dir / "orders" / "epoch-00000001.npy").write_bytes(b"")
     trial.spawn(3, with_sampler=True)
     assert trial.outcome() == undisturbed(with_sampler=True)
     ask("inspect", trial.dir, "--samples")

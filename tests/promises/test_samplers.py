@@ -91,13 +91,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return outcomes
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize(("num_ranks", "num_workers"), [(1, 2), (2, 0), (3, 1)])
-def test_the_same_bits(tmp_path: Path, undisturbed: Undisturbed, loop: str, num_ranks: int, num_workers: int) -> None:
-    samestep.spawn(learn_by_curriculum, num_ranks, (tmp_path / "run",), LOOPS[loop] | {"num_workers": num_workers})
-    assert read(tmp_path / "run") == undisturbed[loop]
-
-
 # Four to six starts, some of them with loader workers: 12 s, and 16 s on a busy machine.
 @pytest.mark.parametrize("loop", LOOPS)
 def test_killed_and_resumed(tmp_path: Path, undisturbed: Undisturbed, loop: str) -> None:

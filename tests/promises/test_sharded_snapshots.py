@@ -108,7 +108,7 @@ def test_killed_while_a_part_is_written(
     trial: Trial, undisturbed: Callable[..., Outcome], first: dict[str, str], fault: str, then: dict[str, str]
 ) -> None:
     trial.spawn_to_fail(3, fault, keep_last=1, **first)
-    trial.note_strike(fault)
+    trial.assert_struck(fault)
     trial.spawn(2, keep_last=1, **then)
     assert trial.outcome() == undisturbed()
 

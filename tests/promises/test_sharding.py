@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from promises import gradients, training  # noqa: F401 - they fill CASES
-from promises.loops import CASES, Result, build_run
+from promises.loops import Result, build_run
 from promises.models import build_pairs
-from promises.test_same_bits import HEAVY, run_alone
+from promises.test_same_bits import run_alone
 from promises.trial import Outcome, Trial
 from support.runs import digest
 from support.selection import one_in
@@ -26,45 +25,6 @@ from samestep.torch_internals import get_local
 
 DIVIDED = {"SAMESTEP_SHARD": "optimizer"}
 SHARDED = {"SAMESTEP_SHARD": "fsdp2"}
-NOT_SHARDED = {
-    "gradients_of_minus_zero": "has no forward",
-    "gradients_that_a_function_withholds": "has no forward",
-    "methods_other_than_forward": "has no forward",
-    "gradients_kept_for_the_next_step": "DTensor|unevenly sharded",  # computes with a whole one and a shard
-    "two_models_in_turn": "step.backward was not called in micro-batch",
-    "micro_batches_without_backward": "step.backward was not called in micro-batch",
-    "gan": "a backward pass ran outside of step.backward",  # has a gradient penalty
-    "scores_by_gradients": "a backward pass ran outside of step.backward",
-    "dtypes": "forward and one dtype",
-    "dtypes_on_long_routes": "forward and one dtype",
-    "direct_between_hosts": "forward and one dtype",
-}
-if torch.torch_version.TorchVersion(torch.__version__) < "2.12":
-    NOT_SHARDED["parameters_of_integers"] = "cannot be sharded"
-
-
-# A compiled model, which torch compiles on each rank: 32 s, and 53 s on a busy machine.
-@pytest.mark.parametrize(("name", "world_size"), one_in(9, [
-    (name, world_size) for name in CASES for world_size in HEAVY.get(name, (2, 3, 5))
-]))  # fmt: skip
-def test_any_model(name: str, world_size: int) -> None:
-    train = CASES[name]
-    assert_same(samestep.spawn(train, world_size, env=DIVIDED), run_alone(train), f"{world_size} ranks", "1 rank")
-
-
-# A compiled model, which torch compiles on each rank, and FSDP2 on up to five ranks: 30 s on a busy machine.
-@pytest.mark.parametrize(("name", "world_size"), one_in(9, [
-    (name, world_size) for name in CASES for world_size in HEAVY.get(name, (2, 3, 5))
-]))  # fmt: skip
-def test_any_model_sharded(name: str, world_size: int) -> None:
-    train = CASES[name]
-    if name in NOT_SHARDED:
-        with pytest.raises((samestep.Error, RuntimeError), match=NOT_SHARDED[name]):
-            samestep.spawn(train, world_size, env=SHARDED)
-        return
-    assert_same(samestep.spawn(train, world_size, env=SHARDED), run_alone(train), f"{world_size} ranks", "1 rank")
-
-
 @pytest.mark.parametrize(
     "fault",
     one_in(
@@ -81,7 +41,7 @@ def test_any_model_sharded(name: str, world_size: int) -> None:
 def test_resumed_with_another_division(trial: Trial, undisturbed: Callable[..., Outcome], fault: str) -> None:
     """On 3 ranks with divided optimizers, then on 2 without, then on 4 with them."""
     trial.spawn_to_fail(3, fault, keep_last=1, **DIVIDED)
-    trial.note_strike(fault)
+    trial.assert_struck(fault)
     trial.spawn_to_fail(2, "kill rank 1 at step 13 in forward", keep_last=1)
     assert trial.spawn(4, keep_last=1, **DIVIDED) == trial.dir
     assert trial.outcome() == undisturbed()
@@ -105,26 +65,13 @@ def test_resumed_with_another_sharding(
 ) -> None:
     """On 3 ranks with sharded models, then on 2 in another way, then on 4 sharded again."""
     trial.spawn_to_fail(3, fault, keep_last=1, **SHARDED)
-    trial.note_strike(fault)
+    trial.assert_struck(fault)
     trial.spawn_to_fail(2, "kill rank 1 at step 13 in forward", keep_last=1, **then)
     assert trial.spawn(4, keep_last=1, **SHARDED) == trial.dir
     assert trial.outcome() == undisturbed()
 
 
 ROUNDED = {"SAMESTEP_EXCHANGE_DTYPE": "bf16"}
-
-
-@pytest.mark.parametrize(("name", "shard", "world_size"), one_in(24, [
-    (name, shard, world_size)
-    for name in CASES
-    for shard in ("none", "optimizer", "fsdp2")
-    for world_size in HEAVY.get(name, (2, 3, 5))
-    if shard != "fsdp2" or name not in NOT_SHARDED
-]))  # fmt: skip
-def test_rounded_gradients(name: str, shard: str, world_size: int) -> None:
-    train = CASES[name]
-    alone = samestep.spawn(train, 1, env=ROUNDED)
-    assert_same(samestep.spawn(train, world_size, env=ROUNDED | {"SAMESTEP_SHARD": shard}), alone, "ranks", "1 rank")
 
 
 def get_weights() -> torch.Tensor:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from promises.test_restarts import flags_of
 from promises.trial import SCRIPT, Outcome, Started, Trial
-from support.commands import find_programs
 from support.selection import one_in
 from support.slurm import ASK_EVERY_S, Cluster, open_cluster, why_not
 from support.waiting import DEADLINE_S, wait_until
@@ -41,7 +40,7 @@ class Jobs:
 
     def __init__(self, trial: Trial, cluster: Cluster) -> None:
         self.trial, self.cluster = trial, cluster
-        self.python = find_programs() / "python"
+        self.python = sys.executable
         self._started: list[Started] = []
 
     def start(self, *words: str | Path, **variables: str) -> Started:
@@ -175,7 +174,7 @@ def test_a_task_fails(jobs: Jobs, trial: Trial) -> None:
     assert f"RuntimeError: a fault: {fault}" in said
     assert "samestep: rank 0 has lost another rank" in said
     assert said.count("Traceback") == 1
-    trial.note_strike(fault)
+    trial.assert_struck(fault)
 
 
 # Two jobs of Slurm, each on two nodes: 13 s, and 22 s on a busy machine.

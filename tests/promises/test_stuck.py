@@ -5,8 +5,6 @@ continues.
 import json
 import re
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,21 +33,15 @@ WORDS = {
     "exception swallowed": r"rank 1 \(host \S+\) has been outside the loop for \d+ s at step 6, stalls\.py:\d+ in train"
     r", blocked( in \w+)?" + WAITS,
 }
-NoteStall = Callable[[str, bool, float], None]
 
 
 @pytest.mark.parametrize("fault", WORDS)
-def test_a_stuck_rank_is_named(
-    tmp_path: Path, fault: str, capfd: pytest.CaptureFixture[str], note_stall: NoteStall
-) -> None:
+def test_a_stuck_rank_is_named(tmp_path: Path, fault: str, capfd: pytest.CaptureFixture[str]) -> None:
     run_dir, name, guilty = tmp_path / "run", fault.partition(" of rank 0")[0], 0 if "rank 0" in fault else 1
     with pytest.raises(RuntimeError) as raised:
         samestep.spawn(train, 2, (run_dir, name, guilty), env={"SAMESTEP_STUCK_AFTER_S": str(STUCK_AFTER_S)})
-    ended_s = time.time() - (run_dir / "pid-1").stat().st_mtime
     said = capfd.readouterr().err
-    is_hit = bool(re.match(WORDS[fault], str(raised.value)))
-    note_stall(fault, is_hit, ended_s)
-    assert is_hit, str(raised.value)
+    assert re.match(WORDS[fault], str(raised.value)), str(raised.value)
     named = [line for line in said.splitlines() if re.search(WORDS[fault], line)]
     assert len(named) == 1, f"one line on the terminal, whichever ranks' output is hidden: {said}"
     if fault not in ("SIGSTOP", "SIGSTOP of rank 0"):  # a stopped process writes nothing
@@ -65,7 +57,7 @@ def test_a_stuck_rank_is_named(
 
 
 @pytest.mark.packages
-def test_a_dropped_link(tmp_path: Path, note_stall: NoteStall) -> None:
+def test_a_dropped_link(tmp_path: Path) -> None:
     """Without a launcher, and with the store in rank 0, which receives nothing from the other host."""
     reason = why_not()
     if reason:
@@ -87,18 +79,15 @@ def test_a_dropped_link(tmp_path: Path, note_stall: NoteStall) -> None:
         try:
             wait_until(lambda: len(list(tmp_path.glob("run/pid-*"))) == 2, "both train")
             wait_until((tmp_path / "run" / "ranks.json").exists, "each has heard from the other")
-            began_s = time.monotonic()
             hosts[1].pull_the_plug()
             codes = [rank.wait() for rank in ranks]
-            ended_s = time.monotonic() - began_s
         finally:
             for rank in ranks:
                 rank.close()
     said = [rank.err.read_text() for rank in ranks]
     heard = r"nothing was heard of rank 1 \(host h2\) for \d+ s, .*: the host or its network is down; rank 0 waits"
-    is_hit = bool(re.search(heard, said[0])) and "rank 1 (host h2) is cut off" in said[1]
-    note_stall("link dropped", is_hit, ended_s)
-    assert is_hit, "\n".join(said)
+    assert re.search(heard, said[0]), said[0]
+    assert "rank 1 (host h2) is cut off" in said[1]
     assert codes == [1, 1]
 
 
@@ -117,15 +106,10 @@ def test_a_slow_rank_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("what", ["first step", "validation", "snapshot"])
-def test_a_slow_run_continues(
-    tmp_path: Path, what: str, capfd: pytest.CaptureFixture[str], note_stall: NoteStall
-) -> None:
+def test_a_slow_run_continues(tmp_path: Path, what: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Each takes longer than the time after which a rank is named, or even than that after which a run ends."""
-    began_s = time.monotonic()
     samestep.spawn(train_slowly, 2, (tmp_path / "run", what), env={"SAMESTEP_STUCK_AFTER_S": str(STUCK_AFTER_S)})
-    took_s = time.monotonic() - began_s
     said = capfd.readouterr()
-    note_stall(f"slow {what}", said.err == "", took_s)
     assert said.err == ""
     assert re.search(r"time +.*%", said.out), "the shares of the time, in the table at the end"
     assert not (tmp_path / "run" / "ranks.json").exists()

@@ -7,18 +7,16 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-from promises.faulty import Fault, train
+from promises.faulty import train
 from support.commands import Popen
 from support.hosts import Host
 from support.runs import ask, clean_variables
-from support.strikes import Strike
 from support.waiting import DEADLINE_S, wait_until
 
 import samestep
@@ -26,7 +24,6 @@ from samestep.snapshot.store import Store
 from samestep.watch.records import RANKS, TIMELINE
 
 SCRIPT = Path(__file__).with_name("faulty.py")
-MARK = "PROMISES_TEST_MARK"
 PROMPTLY_S = 30.0  # from a fault to the end of all processes: 1 s on an idle machine
 
 
@@ -64,9 +61,8 @@ class Started:
         self, command: Sequence[str | Path], output: Path, env: Mapping[str, str], stdout: int | None = None,
         host: Host | None = None, cwd: Path | None = None,
     ) -> None:  # fmt: skip
-        self._mark = uuid.uuid4().hex
         self.out, self.err = output.with_suffix(".out"), output.with_suffix(".err")
-        variables = clean_variables({**env, MARK: self._mark})
+        variables = clean_variables(env)
         variables.pop("PYTHONUNBUFFERED", None)  # which is rarely set
         with open(self.out, "w") as out, open(self.err, "w") as err:
             self.process = Popen(
@@ -95,14 +91,7 @@ class Started:
 
     def processes(self) -> list[psutil.Process]:
         """The program and its descendants that are alive."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (psutil.Error, OSError):
-                continue
-        return found
+        return self.process.processes()
 
     @property
     def output(self) -> str:
@@ -123,10 +112,9 @@ class Trial:
         faults: the directory beside it in which the script and the test exchange files.
     """
 
-    def __init__(self, run_dir: Path, strikes: list[Strike]) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self.dir = run_dir
         self.faults = run_dir.with_name(f"{run_dir.name}-faults")
-        self._strikes = strikes
         self._started: list[Started] = []
         self.faults.mkdir()
 
@@ -215,16 +203,11 @@ class Trial:
 
     # --- faults and signals ------------------------------------------------------------------------------------
 
-    def note_strike(self, fault: str, kind: str | None = None) -> None:
-        """Records that a fault has struck and all processes have ended. Fails unless both are so."""
-        parsed = Fault.parse(fault)
-        ended_s = time.time() - (self.faults / f"struck-{fault.replace(' ', '-')}").stat().st_mtime
-        assert ended_s < PROMPTLY_S, f"{fault}: everything had ended {ended_s:.1f} s later"
-        who = "all ranks" if parsed.rank is None else f"rank {parsed.rank}" if parsed.rank == 0 else "another rank"
-        self.note(kind or f"{parsed.action} {who}", parsed.moment, ended_s)
-
-    def note(self, kind: str, moment: str, ended_s: float) -> None:
-        self._strikes.append(Strike(kind, moment, ended_s))
+    def assert_struck(self, *faults: str) -> None:
+        """Faults have struck, and all processes have ended promptly."""
+        for fault in faults:
+            ended_s = time.time() - (self.faults / f"struck-{fault.replace(' ', '-')}").stat().st_mtime
+            assert ended_s < PROMPTLY_S, f"{fault}: everything had ended {ended_s:.1f} s later"
 
     def wait_held(self, rank: int = 0) -> None:
         """Waits until the fault holds the rank."""

@@ -1,275 +1,295 @@
-"""Starts programs for tests. Python programs run as forks of a process that has already imported torch.
+"""Starts programs for tests. A Python program is a fork of this process, which has imported torch.
 
-`Popen` and `run` have the interface of those in `subprocess`; see `command_server` for the differences.
-`find_programs` returns a directory with `python`, `samestep` and `torchrun`, which run on the server too: for shells,
-ssh and Slurm, which start programs themselves.
+A fork finds what `python ARGUMENTS` would give it: arguments, environment, directory, files, signal handlers, search
+path, standard streams, `__main__`, and its end: exit code, traceback, atexit handlers. Modules are imported already,
+str hashes are those of this process, and the interpreter is not torn down at the end.
 """
 
 import atexit
-import json
+import builtins
+import ctypes
+import faulthandler
+import gc
+import importlib
+import io
+import logging
+import multiprocessing.util
 import os
-import select
+import random
+import re
+import resource
+import secrets
+import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
+import types
+import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from unittest import mock
 
-from support import command_server
-from support.command_server import HASH_SEEDS
+import psutil
+
+from samestep.launch import rank_process
+from samestep.launch.rank_process import leave, load_main
 from support.hosts import Host
 
-# Variables that take effect when a program starts: if their values differ from the server's, it is not forked.
-READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "MKL_", "KMP_", "OPENBLAS_", "GLIBC_")
-UTF8 = (None, "C", "POSIX", "C.UTF-8", "en_US.UTF-8")  # locales that are equivalent for Python
+TESTS = str(Path(__file__).parents[1])
+TORCHRUN_STARTS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+ON_DEMAND = {"digits": "sklearn.datasets"}  # 2 s of CPU, if a program has this argument
+# Variables that take effect when an interpreter starts: with other values than here, a program is not forked.
+READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "MKL_", "OPENBLAS_", "GLIBC_")
 HANDLED = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
-# scikit-learn sets these when it is imported. Torch does not use the OpenMP runtime that reads them.
-IGNORED = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 FLAGS = ("-P", "-u")  # of the interpreter; torchrun starts its ranks with -u
-NAMESPACES = ("net", "uts", "mnt")
-WORKER = "worker"  # the program `python` of a worker of pytest-xdist
-# Its first argument is its own path, beside which it finds the server.
-CLIENT = """\
-#!{python} -IS
-import os, sys
-sys.path.insert(0, {tests!r})
-from support import commands
-sys.exit(commands.run_as_client(sys.argv))
-"""
+SPECIAL = "|&;<>()$`*?#\n"  # what a shell gives a meaning to
+PROGRAMS = {
+    "python": [sys.executable],
+    "samestep": [sys.executable, "-m", "samestep"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+}
+MAX_MARK = 800_000  # of the bytes that RLIMIT_MSGQUEUE allows by default
+HUGE_BYTES = 1 << 21
+MADV_COLLAPSE = 25  # since Linux 6.1; where it is unknown, nothing changes
+
+_tests = 0  # the process that runs the tests
+_base_path: list[str] = []
 
 
 class Popen(subprocess.Popen[Any]):
-    """A program. A Python program is a fork of this process's command server, if possible.
+    """A program. A Python program is a fork of this process, if possible.
 
     Args:
         real: start a new interpreter.
         host: on another host than this.
-        is_bound: the program is killed when this process ends.
-        is_worker: the program has servers of its own, as forks of itself.
     """
 
     def __init__(
-        self,
-        args: Sequence[str | Path] | str,
-        *more: Any,
-        real: bool = False,
-        host: Host | None = None,
-        is_bound: bool = False,
-        is_worker: bool = False,
-        **options: Any,
+        self, args: Sequence[str | Path] | str, *more: Any, real: bool = False, host: Host | None = None, **options: Any
     ) -> None:
-        self._real, self._host, self._is_bound, self._is_worker = real, host, is_bound, is_worker
-        self._connection: socket.socket | None = None
-        super().__init__(args if isinstance(args, str) else [str(word) for word in args], *more, **options)
+        words = args if isinstance(args, str) else [str(word) for word in args]
+        then = options.pop("preexec_fn", None)
+        self.mark = secrets.randbelow(MAX_MARK)
+        if os.getpid() == _tests:
+            then = partial(resource.setrlimit, resource.RLIMIT_MSGQUEUE, (self.mark, MAX_MARK))
+        variables = dict(os.environ if options.get("env") is None else options["env"])
+        if host is not None:
+            words = [str(word) for word in host.wrap(words)]
+        elif not real and is_forkable(words, variables, options.get("cwd") or ""):
+            for word in ON_DEMAND.keys() & {*words}:
+                with suppress(ImportError):
+                    importlib.import_module(ON_DEMAND[word])
+            then = partial(_become, words, variables, options.get("pass_fds", ()), then)
+        super().__init__(words, *more, preexec_fn=then, **options)
 
-    def _execute_child(  # type: ignore[override]
-        self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Sequence[int], cwd: Any, env: Any,
-        startupinfo: Any, creationflags: Any, shell: bool, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
-        errread: int, errwrite: int, restore_signals: bool, gid: Any, gids: Any, uid: Any, umask: int,
-        start_new_session: bool, process_group: int,
-    ) -> None:  # fmt: skip
-        if getattr(preexec_fn, "__module__", "") == "samestep.processes":  # It binds the launcher to its parent.
-            self._is_bound = True
-            rest = (executable, None, gid, gids, uid, shell or None)
-        else:
-            rest = (executable, preexec_fn, gid, gids, uid, shell or None)
-        place = os.path.abspath(cwd) if cwd is not None else os.getcwd()
-        variables = {os.fsdecode(n): os.fsdecode(v) for n, v in (os.environ if env is None else env).items()}
-        if self._real or rest != (None,) * 6 or not os.path.isdir(place) or not is_forkable(args, variables, place):
-            if self._host is not None:
-                args = [str(word) for word in self._host.wrap(args)]
-            super()._execute_child(  # type: ignore[misc]
-                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
-                p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
-                start_new_session, process_group,
-            )  # fmt: skip
-            return
-        if self._host is not None:
-            variables |= self._host.variables
-        files = [0 if p2cread == -1 else p2cread, 1 if c2pwrite == -1 else c2pwrite, 2 if errwrite == -1 else errwrite]
-        request = {
-            "words": list(args), "cwd": place, "variables": variables, "fds": [0, 1, 2, *pass_fds], "umask": umask,
-            "session": start_new_session, "group": process_group, "is_bound": self._is_bound,
-            "is_worker": self._is_worker,
-            "host": self._host and (self._host.namespace, self._host.name),
-        }  # fmt: skip
-        namespaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(_find_server(choose_hash_seed(variables)))
-        command_server.send(connection, request, [*namespaces, *files, *pass_fds])
-        for file in namespaces:
-            os.close(file)
-        started, _ = command_server.receive(connection)
-        self.pid, self._connection = started["pid"], connection
-        if started["status"] is not None:
-            raise RuntimeError(f"{args} could not be started on the command server")
-        self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
-
-    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        if self._connection is None:
-            return super()._try_wait(wait_flags)  # type: ignore[misc,no-any-return]
-        if wait_flags & os.WNOHANG and not select.select([self._connection], [], [], 0)[0]:
-            return 0, 0
-        ended, _ = command_server.receive(self._connection)
-        self._connection.close()
-        return self.pid, signal.SIGKILL if ended is None else ended["status"]
-
-    def _internal_poll(self, _deadstate: int | None = None, *_: Any) -> int | None:
-        if self._connection is None:
-            return super()._internal_poll(_deadstate)  # type: ignore[misc,no-any-return]
-        if self.returncode is None and self._waitpid_lock.acquire(False):  # type: ignore[attr-defined]
-            try:
-                if self.returncode is None:
-                    pid, status = self._try_wait(os.WNOHANG)
-                    if pid:
-                        self._handle_exitstatus(status)  # type: ignore[attr-defined]
-            finally:
-                self._waitpid_lock.release()  # type: ignore[attr-defined]
-        return self.returncode
+    def processes(self) -> list[psutil.Process]:
+        """The program and its descendants that are alive, found by a limit that each inherits."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                is_zombie = process.status() == psutil.STATUS_ZOMBIE
+                if not is_zombie and process.rlimit(psutil.RLIMIT_MSGQUEUE)[0] == self.mark:
+                    found.append(process)
+        return found
 
 
-def run(
-    args: Sequence[str | Path] | str,
-    *,
-    input: str | bytes | None = None,
-    capture_output: bool = False,
-    timeout: float | None = None,
-    check: bool = False,
-    **options: Any,
-) -> subprocess.CompletedProcess[Any]:
+def run(args: Sequence[str | Path] | str, **options: Any) -> subprocess.CompletedProcess[Any]:
     """As `subprocess.run`, and with the further arguments of `Popen`."""
-    if input is not None:
-        options["stdin"] = subprocess.PIPE
-    if capture_output:
-        options["stdout"] = options["stderr"] = subprocess.PIPE
-    with Popen(args, **options) as process:
-        try:
-            out, err = process.communicate(input, timeout)
-        except BaseException:
-            process.kill()
-            raise
-    done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
-    if check:
-        done.check_returncode()
-    return done
+    with mock.patch.object(subprocess, "Popen", Popen):
+        return subprocess.run(args, **options)
 
 
-def is_forkable(words: Any, variables: Mapping[str, str], cwd: str = "") -> bool:
-    """Return whether a command is a Python program that a fork of the server can run. It starts in `cwd`."""
-    if not isinstance(words, list | tuple) or len(words) < 2 or str(words[0]) not in (sys.executable, _python):
+def run_line(line: str, *, env: Mapping[str, str], **options: Any) -> subprocess.CompletedProcess[Any]:
+    """Run a line as bash does. What needs no shell is a fork of this process, if possible."""
+    words = [] if {*line} & {*SPECIAL} else shlex.split(line)
+    variables = dict(env)
+    while words and re.match(r"\w+=", words[0]):
+        name, _, variables[name] = words.pop(0).partition("=")
+    if words[:1] and words[0] in PROGRAMS:
+        return run([*PROGRAMS[words[0]], *words[1:]], env=variables, **options)
+    return run(["bash", "-c", line], env=env, **options)
+
+
+def is_forkable(words: Any, variables: Mapping[str, str], cwd: str | Path = "") -> bool:
+    """Return whether a command is a Python program that can be a fork of this process. It starts in `cwd`.
+
+    A process that has run a script has its modules: it can only start new interpreters.
+    """
+    main = getattr(sys.modules["__main__"].__spec__, "name", "")
+    if not _tests or (os.getpid() != _tests and not main.startswith(("samestep.__main__", "torch.distributed.run"))):
+        return False
+    if not isinstance(words, list) or len(words) < 2 or words[0] != sys.executable:
         return False
     first = words[2] if words[1] in FLAGS and len(words) > 2 else words[1]
-    if first not in ("-m", "-c") and (str(first).startswith("-") or not os.path.isfile(os.path.join(cwd, first))):
+    if first not in ("-m", "-c") and (first.startswith("-") or not os.path.isfile(os.path.join(cwd, first))):
         return False
-    if choose_hash_seed(variables) not in HASH_SEEDS:
-        return False
-    names = {name for name in (*variables, *_variables) if name.startswith(READ_AT_START)}
-    for name in names.difference(HANDLED, IGNORED):
-        given, known = variables.get(name), _variables.get(name)
-        is_locale = name.startswith(("LC_", "LANG"))
-        if given != known and not (is_locale and given in UTF8 and known in UTF8):
-            return False
-    return True
+    return variables.get("PYTHONHASHSEED", "0") == "0" and _read_at_start(variables) == _read_at_start(os.environ)
 
 
-def choose_hash_seed(variables: Mapping[str, str]) -> str:
-    """Return the hash seed of a program: PYTHONHASHSEED, by default 0. With `random`, ranks 0 and 1 have different
-    ones.
-    """
-    seed = variables.get("PYTHONHASHSEED", HASH_SEEDS[0])
-    return HASH_SEEDS[int(variables.get("RANK", 0)) % 2] if seed == "random" else seed
+def _read_at_start(variables: Mapping[str, str]) -> dict[str, str]:
+    names = {name for name in variables if name.startswith(READ_AT_START)}
+    return {name: variables[name] for name in names.difference(HANDLED)}
 
 
-_variables: Mapping[str, str] = dict(os.environ)  # of the server
-_address = ""  # of the server
-_python = sys.executable  # the program `python` of `find_programs`, if there is one
+def prepare() -> None:
+    """Import what programs import, once, in the process that runs the tests."""
+    global _tests, _base_path
+    own = (TESTS, os.path.dirname(sys.executable))  # of pytest
+    _base_path = [entry for entry in sys.path if entry and not entry.startswith(own)]
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    os.environ["OMP_WAIT_POLICY"] = "passive"  # if the cores are busy, active waiting costs more
+    from samestep.launch import forkserver
+
+    forkserver.preload()
+    forkserver._start_server = _start_fork_server
+    importlib.import_module(TORCHRUN_STARTS).Popen = Popen
+    import torch
+
+    torch.set_num_threads(1)  # a fork does not copy threads
+    _use_huge_pages()
+    _tests = os.getpid()
 
 
-def open_server(start: Callable[[socket.socket, socket.socket], int]) -> None:
-    """Start a server for this process by `start`, which has the interface of `command_server.start`."""
-    global _address, _variables
-    _address = os.path.join(tempfile.mkdtemp(prefix="commands-", dir="/tmp"), "socket")
-    life, theirs = socket.socketpair()
-    with theirs, socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(_address)
-        listener.listen(64)
-        _variables = dict(os.environ)
-        pid = start(theirs, listener)
-    _write_programs(Path(_address).with_name("bin"))
-    atexit.register(_end_server, os.getpid(), pid, life)
+def _start_fork_server(fd: int) -> int:
+    """Start the server of `samestep.spawn` as a fork."""
+    code = "import sys; from multiprocessing.connection import Connection; from samestep.launch import forkserver; "
+    code += f"sys.path.append({TESTS!r}); forkserver.serve(Connection({fd}))"
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "pass_fds": [fd], "start_new_session": True}
+    server = Popen([sys.executable, "-P", "-c", code], **options)
+    server.returncode = 0  # it ends when this process does; there is nothing to warn about
+    return server.pid
 
 
-def _find_server(hash_seed: str = HASH_SEEDS[0]) -> str:
-    """Return the address of the server with a PYTHONHASHSEED. It is started on first use."""
-    if not _address:
-        open_server(partial(command_server.start, hash_seed=HASH_SEEDS[0]))
-    if hash_seed == HASH_SEEDS[0]:
-        return _address
-    address = f"{_address}-{hash_seed}"
-    if not os.path.exists(address):
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(_address)
-            command_server.send(connection, {"hash_seed": hash_seed, "address": address})
-            command_server.receive(connection)
-    return address
+def _use_huge_pages() -> None:
+    """Move this process's private memory to huge pages: a fork copies the page table, of 57,000 entries otherwise."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, mode, *_, name = (*line.split(maxsplit=5), "")[:6]
+        if mode.startswith("rw-p") and not name.startswith(("/", "[stack", "[v")):
+            begin, end = (int(address, 16) for address in span.split("-"))
+            for address in range(-(-begin // HUGE_BYTES) * HUGE_BYTES, end - HUGE_BYTES + 1, HUGE_BYTES):
+                madvise(address, HUGE_BYTES, MADV_COLLAPSE)
 
 
-def _end_server(client: int, pid: int, life: socket.socket) -> None:
-    if os.getpid() == client:  # and not a fork of it
-        life.close()
-        os.waitpid(pid, 0)
+def _become(words: list[str], variables: Mapping[str, str], kept: Sequence[int], then: Callable[[], object]) -> None:
+    """In the child: run the program in place of its interpreter, and end."""
+    try:
+        if then is not None:
+            then()
+        _leave_tests(variables, kept)
+        _run(words)
+    finally:
+        os._exit(1)
 
 
-def use_server(address: str) -> None:
-    """In a program on the server: run the Python programs that it starts on the server, too."""
-    global _address, _python
-    _address, _python = address, os.path.join(os.path.dirname(address), "bin", "python")
+def _leave_tests(variables: Mapping[str, str], kept: Sequence[int]) -> None:
+    """Undo what the tests have changed, and what libraries read from the environment."""
+    gc.freeze()
+    gc.enable()
+    faulthandler.disable()
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd not in kept:
+            with suppress(OSError):  # the one that listed them
+                os.close(fd)
+    os.environ.clear()
+    os.environ.update(variables)
+    signal.set_wakeup_fd(-1)
+    for signum in signal.valid_signals():
+        if callable(signal.getsignal(signum)):
+            signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     subprocess.Popen = Popen  # type: ignore[misc]
+    sys.excepthook = sys.__excepthook__
+    atexit._clear()
+    atexit.register(multiprocessing.util._exit_function)
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
+    warnings.showwarning = _show_warning
+    logging.getLogger().handlers.clear()
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_pytest")]
+    tempfile.tempdir = None
+    import numpy as np
+    import torch
+
+    np.random.seed()
+    random.seed()
+    torch.default_generator.seed()
+    torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", "1")))
 
 
-def find_programs() -> Path:
-    """Return a directory for PATH."""
-    return Path(_find_server()).with_name("bin")
+def _show_warning(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+    print(warnings.formatwarning(message, category, filename, lineno, line), end="", file=sys.stderr)
 
 
-def _write_programs(directory: Path) -> None:
-    directory.mkdir()
-    (directory / "server.json").write_text(json.dumps({"python": sys.executable, "variables": dict(_variables)}))
-    for name in ("python", "samestep", "torchrun", WORKER):
-        path = directory / name
-        path.write_text(CLIENT.format(python=sys.executable, tests=str(Path(__file__).parents[1])))
-        path.chmod(0o755)
+def _open_streams(is_unbuffered: bool) -> None:
+    """Open the standard streams as Python does when it starts."""
+    assert sys.__stdout__ is not None
+    usual = sys.__stdout__.errors
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        raw = open(number, mode + "b", buffering=0 if is_unbuffered and mode == "w" else -1, closefd=False)  # noqa: SIM115
+        getattr(raw, "raw", raw).name = f"<{name}>"
+        is_line_buffered = not is_unbuffered and (name == "stderr" or os.isatty(number))
+        errors = "backslashreplace" if name == "stderr" else usual
+        stream = io.TextIOWrapper(raw, "utf-8", errors, None, is_line_buffered, is_unbuffered)
+        stream.mode = mode  # type: ignore[misc]
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
-def run_as_client(words: list[str]) -> int:
-    """Run a program of `find_programs` on the server: pass signals on to it, and end with its exit code."""
-    global _variables
-    program = Path(words[0])
-    server = json.loads(program.with_name("server.json").read_text())
-    sys.executable, _variables = server["python"], server["variables"]
-    use_server(str(program.parents[1] / "socket"))
-    is_worker = program.name == WORKER
-    if is_worker:
-        command = [sys.executable, *words[1:]]
-    elif program.name == "python":
-        command = [str(program), *words[1:]]
-    else:
-        command = [sys.executable, str(Path(sys.executable).with_name(program.name)), *words[1:]]
-    if not is_forkable(command, os.environ):
-        os.execv(sys.executable, [sys.executable, *command[1:]])
-    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCONT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until there is a process to pass them on to
-    process = Popen(command, is_bound=True, is_worker=is_worker)
-    for signum in signals:
-        signal.signal(signum, lambda number, _: process.send_signal(number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-    code = process.wait()
-    if code < 0:
-        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
-        os.kill(os.getpid(), -code)
-    return code
+def _run(words: list[str]) -> NoReturn:
+    """Run the program, and end as Python does: print the last exception, wait for threads, run atexit handlers."""
+    flag, *rest = words[1:] if words[1] in FLAGS else ["", *words[1:]]
+    _open_streams(is_unbuffered=flag == "-u" or bool(os.environ.get("PYTHONUNBUFFERED")))
+    sys.orig_argv[:] = words
+    given = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[:] = [*given, *_base_path]
+    if any(os.path.exists(os.path.join(entry, "sitecustomize.py")) for entry in given):
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
+    if rest[:2] == ["-m", "samestep"]:
+        os.environ.setdefault("PYTHONHASHSEED", "0")  # else it starts itself again, to have that
+    code = 0
+    try:
+        program, main = _load_text(*rest[1:]) if rest[0] == "-c" else _load_file(rest)
+        exec(program, main.__dict__)
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        code = (error.code or 0) & 0xFF if isinstance(error.code, int | None) else 1
+    except BaseException as error:
+        code, frames = 1, error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, rank_process.__file__):
+            frames = frames.tb_next
+        sys.last_value = error
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        if isinstance(error, KeyboardInterrupt):
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+    leave(code, waits=True)
+
+
+def _load_file(words: list[str]) -> tuple[types.CodeType, types.ModuleType]:
+    is_module = words[0] == "-m"
+    return load_main("module" if is_module else "script", words[is_module], words[is_module + 1 :])
+
+
+def _load_text(text: str, *arguments: str) -> tuple[types.CodeType, types.ModuleType]:
+    sys.argv = ["-c", *arguments]
+    sys.path.insert(0, "")
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins)
+    return compile(text, "<string>", "exec", dont_inherit=True), main

@@ -38,9 +38,11 @@ class Trace:
 
     def digest(self) -> str:
         """Return what `samestep inspect --digest` would print for a snapshot of this moment."""
-        found = [digest(build_state(self._run, {"step": self._run.steps_done, "epoch": 0}))]
-        if self._run._prepared is not None and self._run._prepared.divided is not None:
-            dist.broadcast_object_list(found, 0)  # only rank 0 has the whole state
+        state = build_state(self._run, {"step": self._run.steps_done, "epoch": 0})
+        if self._run._prepared is None or self._run._prepared.divided is None:
+            return digest(state)
+        found = [digest(state) if self._run.rank == 0 else ""]  # only rank 0 has the whole state
+        dist.broadcast_object_list(found, 0)
         return found[0]
 
     def finish(self) -> list[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import Popen, find_programs
+from support.commands import Popen
 from support.hosts import Host, run
 from support.runs import clean_variables, kill_tree
 from support.waiting import DEADLINE_S
@@ -29,8 +29,7 @@ def run_on(hosts: Sequence[Host], cwd: Path, *words: str, own: Path | None = Non
         processes = []
         for rank, host in enumerate(hosts):
             flags = [f"--nnodes={len(hosts)}", f"--node-rank={rank}", f"--rdzv-endpoint={hosts[0].address}:{PORT}"]
-            python = sys.executable if own is None else str(find_programs() / "python")  # started by the shell below
-            command = [python, "-m", "samestep", "launch", "--nproc-per-node=1", *flags, str(DOCTORED)]
+            command = [sys.executable, "-m", "samestep", "launch", "--nproc-per-node=1", *flags, str(DOCTORED)]
             variables = {"OMP_NUM_THREADS": "1"}
             command += words
             if own is not None:
