@@ -142,17 +142,17 @@ def train_slowly(run_dir: Path, what: str) -> None:
 
 def write_slowly(run: samestep.Run) -> None:
     """Makes each snapshot take 5 s, while its file grows."""
-    write: Any = run._services.snapshotter._write
+    prepare: Any = run._context.location.prepare
 
-    def slow(*arguments: Any) -> None:
+    def slow(*arguments: Any) -> Any:
         directory = run._context.location.directory
         with open(directory.path / "slow.tmp" if directory else os.devnull, "wb", 0) as file:
             for _ in range(50):
                 time.sleep(0.1)
                 file.write(bytes(1 << 18))
-        write(*arguments)
+        return prepare(*arguments)
 
-    run._services.snapshotter._write = slow  # type: ignore[method-assign]
+    run._context.location.prepare = slow  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

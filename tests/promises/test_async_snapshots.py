@@ -174,14 +174,14 @@ def train_with(run_dir: Path, patch: Callable[[Any], None], **arguments: Any) ->
 def test_a_failure_is_reported_and_the_run_continues(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def patch(run: Any) -> None:
         store = run._context.location.directory.store
-        write = store.write_encoded
+        commit = store.commit
 
-        def write_or_fail(*args: Any, step: int, **kwargs: Any) -> Path:
+        def commit_or_fail(*args: Any, step: int, **kwargs: Any) -> Path:
             if step == 4:
                 raise RuntimeError("boom")
-            return write(*args, step=step, **kwargs)
+            return commit(*args, step=step, **kwargs)
 
-        store.write_encoded = write_or_fail
+        store.commit = commit_or_fail
 
     samestep.spawn(train_with, 1, (tmp_path, patch), {"snapshot_every": 2, "keep_last": 9})
     out = capfd.readouterr().out
@@ -217,13 +217,13 @@ def test_a_slow_disk_is_named_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The disk takes 0.5 s for each snapshot, and the steps between two snapshots take less."""
-    write = Store.write_encoded
+    commit = Store.commit
 
-    def write_slowly(self: Store, *args: Any, **kwargs: Any) -> Path:
+    def commit_slowly(self: Store, *args: Any, **kwargs: Any) -> Path:
         time.sleep(0.5)
-        return write(self, *args, **kwargs)
+        return commit(self, *args, **kwargs)
 
-    monkeypatch.setattr(Store, "write_encoded", write_slowly)
+    monkeypatch.setattr(Store, "commit", commit_slowly)
     monkeypatch.setattr(stall_diagnosis, "SLOW_SAVING_S", 0.1)
     monkeypatch.setattr(stall_diagnosis, "SLOW_SAVING_SHARE", 0.05)  # the total grows with the load of the machine
     train(tmp_path / "slow", "")

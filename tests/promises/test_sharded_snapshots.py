@@ -160,17 +160,17 @@ def test_a_damaged_part_is_not_used(
 
 def train_on_full_disk(run_dir: Path, rank: int, step: int) -> None:
     """Train, on a disk that is full when one rank writes the snapshot of one step."""
-    deliver = Store.deliver
+    prepare = Store.prepare
     is_full = True
 
-    def deliver_or_fail(store: Store, place: str, own: int, *args: Any) -> None:
+    def prepare_or_fail(store: Store, place: str, tensors: Any, own: int) -> Any:
         nonlocal is_full
         if is_full and own == rank and f"step-{step:08d}" in place:
             is_full = False
             raise OSError(errno.ENOSPC, "No space left on device")
-        deliver(store, place, own, *args)
+        return prepare(store, place, tensors, own)
 
-    Store.deliver = deliver_or_fail  # type: ignore[method-assign]
+    Store.prepare = prepare_or_fail  # type: ignore[method-assign]
     tiny_run(run_dir, num_steps=8, snapshot_every=2, keep_last=9, model=lambda: torch.nn.Linear(4, 1))
 
 

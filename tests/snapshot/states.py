@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.snapshot.parts import OtherParts
+from samestep.snapshot.parts import name_part
 from samestep.snapshot.serialization import encode
 from samestep.snapshot.store import Store
 
@@ -27,26 +27,16 @@ def make_state(mark: float, num_values: int = 1000) -> dict[str, Any]:
 def write_divided(store: Store, mark: float, step: int, num_ranks: int = 3, num_values: int = 1000) -> Path:
     """Write a snapshot of which each rank writes its rows of the tensors, one rank after the other."""
     structure, tensors = encode(make_state(mark, num_values))
-    place = store.begin_parts(step, None)
-    others = OtherParts(num_ranks)
-
-    def deliver_others() -> None:
-        for rank in range(1, num_ranks):
-            try:
-                store.deliver(place, rank, take_rows(tensors, rank, num_ranks))
-            except OSError as error:
-                others.limit_wait(f"rank {rank} could not write it ({error})")
-
-    return store.write_encoded(
-        structure,
-        take_rows(tensors, 0, num_ranks),
-        step=step,
-        name=None,
-        meta={"mark": mark},
-        confirm=deliver_others,
-        place=place,
-        others=others,
-    )
+    place = store.begin(step, None)
+    parts = []
+    for rank in range(num_ranks):
+        try:
+            parts.append(store.prepare(place, take_rows(tensors, rank, num_ranks), rank))
+        except OSError as error:
+            store.abort(place)
+            raise OSError(f"{name_part(rank)} cannot be written: {error}") from error
+    meta = {"mark": mark}
+    return store.commit(place, parts[0], structure, step=step, name=None, meta=meta, num_parts=num_ranks)
 
 
 def take_rows(tensors: Mapping[str, torch.Tensor], rank: int, num_ranks: int) -> dict[str, torch.Tensor]:

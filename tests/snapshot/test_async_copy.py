@@ -1,19 +1,14 @@
 """Copies that are made during the computation: their content, and the writes that they detect."""
 
-import threading
-
 import pytest
 import torch
-from support.waiting import DEADLINE_S
 from torch import Tensor
 
 from samestep.snapshot.async_copy import (
     LARGE_BYTES,
     Copy,
-    Refused,
     Staging,
     Watch,
-    Writer,
     is_finite,
     is_watchable,
     locate,
@@ -136,48 +131,3 @@ def test_finite(bad: float, dtype: torch.dtype) -> None:
     tensor[17] = bad
     assert not is_finite(tensor)
     assert is_finite(torch.empty(0, dtype=dtype))
-
-
-@pytest.mark.parametrize("accept", [True, False])
-def test_nothing_is_written_before_it_is_decided(accept: bool) -> None:
-    copy, _ = begin({"large": torch.randn(NUM_LARGE)})
-    events: list[str] = []
-    is_waiting = threading.Event()
-
-    def write(confirm: object) -> None:
-        is_waiting.set()
-        confirm()  # type: ignore[operator]
-        events.append("written")
-
-    saving = Writer(copy, write)
-    assert is_waiting.wait(DEADLINE_S)
-    assert not saving.has_ended
-    assert not saving.is_decided
-    events.append("decided")
-    saving.decide(accept)
-    saving.wait_until_written()
-    assert saving.has_ended
-    assert events == (["decided", "written"] if accept else ["decided"])
-    assert (saving.failure is None) == accept
-    assert accept or isinstance(saving.failure, Refused)
-
-
-def test_settling_refuses_what_is_torn() -> None:
-    tensors = {"large": torch.randn(NUM_LARGE)}
-    copy, _ = begin(tensors)
-    tensors["large"].add_(1)
-    saving = Writer(copy, lambda confirm: confirm())
-    saving.wait_until_written()
-    assert isinstance(saving.failure, Refused)
-
-
-def test_errors_are_kept() -> None:
-    def look(place: int, tensor: Tensor) -> None:
-        raise ValueError("a look")
-
-    tensors = {"large": torch.randn(NUM_LARGE)}
-    copy = Copy(tensors, {}, stable={locate(tensors["large"])}, look=look)
-    saving = Writer(copy, lambda confirm: confirm())
-    saving.wait_until_written()
-    assert copy.has_failed
-    assert str(saving.failure) == "a look"

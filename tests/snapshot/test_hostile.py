@@ -493,7 +493,9 @@ def use(run: Path) -> None:
         directory.enter(lambda: Entry(0, 0, 8, 1))
         directory.store.make_inbox()
         meta = directory.mark(epoch=0, world_size=1, notes={})
-        directory.save({}, {}, step=4, name=None, meta=meta, confirm=lambda: None)
+        place = directory.store.begin(4, None)
+        own = directory.store.prepare(place, {})
+        directory.commit(place, own, {}, step=4, name=None, meta=meta, num_parts=1)
         directory.prune(1)
         directory.write_status("done", "", {"steps": 1})
     finally:

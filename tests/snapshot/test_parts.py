@@ -15,8 +15,9 @@ from states import assert_same, make_state, take_rows, write_divided
 from test_store import DAMAGE, flip, remount, small_disk  # noqa: F401 - a fixture
 
 from samestep.errors import InvalidValue, RunDirectoryError
+from samestep.snapshot import parts
 from samestep.snapshot.manifest import find_damage, seal
-from samestep.snapshot.parts import OtherParts, name_part
+from samestep.snapshot.parts import name_part
 from samestep.snapshot.serialization import digest, encode
 from samestep.snapshot.store import Snapshot, Store
 
@@ -41,7 +42,7 @@ def test_each_rank_writes_a_file(store: Store) -> None:
     assert os.listdir(store.path) == ["step-00000007"]
     found = find(store)
     assert found.is_divided
-    assert (found.manifest["format"], found.manifest["digest"]) == (2, None)
+    assert found.manifest["digest"] is None
     assert_same(store.read(found), make_state(0.5))
     assert store.read_digest(found) == digest(make_state(0.5))
     sizes = [(path / part).stat().st_size for part in PARTS]
@@ -50,9 +51,9 @@ def test_each_rank_writes_a_file(store: Store) -> None:
 
 def test_a_digest_of_whole_tensors_is_in_the_manifest(store: Store) -> None:
     structure, tensors = encode({"objects": {"a": torch.ones(3), "b": torch.zeros(2)}})
-    place = store.begin_parts(1, None)
-    store.deliver(place, 1, {"objects/b": tensors.pop("objects/b")})
-    store.write_encoded(structure, tensors, step=1, name=None, meta={}, place=place, others=OtherParts(2))
+    place = store.begin(1, None)
+    store.prepare(place, {"objects/b": tensors.pop("objects/b")}, 1)
+    store.commit(place, store.prepare(place, tensors), structure, step=1, name=None, meta={}, num_parts=2)
     assert find(store).manifest["digest"] == digest({"objects": {"a": torch.ones(3), "b": torch.zeros(2)}})
 
 
@@ -62,11 +63,9 @@ def test_any_rows_are_read(num_rows: int, num_ranks: int, data: st.DataObject, t
     tensor = torch.arange(num_rows * 3, dtype=torch.float64).view(num_rows, 3)
     store = Store(tmp_path_factory.mktemp("rows"))
     structure, tensors = encode({"objects": tensor})
-    place = store.begin_parts(1, None)
-    for rank in range(1, num_ranks):
-        store.deliver(place, rank, take_rows(tensors, rank, num_ranks))
-    own = take_rows(tensors, 0, num_ranks)
-    store.write_encoded(structure, own, step=1, name=None, meta={}, place=place, others=OtherParts(num_ranks))
+    place = store.begin(1, None)
+    parts = [store.prepare(place, take_rows(tensors, rank, num_ranks), rank) for rank in range(num_ranks)]
+    store.commit(place, parts[0], structure, step=1, name=None, meta={}, num_parts=num_ranks)
     first = data.draw(st.integers(0, num_rows))
     count = data.draw(st.integers(0, num_rows - first))
     saved = store.open(find(store))
@@ -151,63 +150,39 @@ def test_no_digest_of_a_manifest_without_a_part(store: Store) -> None:
 # --- parts that do not come ---------------------------------------------------------------------------------------
 
 
-def write_without(store: Store, missing: int, reason: str) -> None:
-    """Write a snapshot of 3 ranks, of which one writes nothing."""
-    structure, tensors = encode(make_state(2))
-    place = store.begin_parts(2, None)
-    for rank in {1, 2} - {missing}:
-        store.deliver(place, rank, take_rows(tensors, rank, 3))
-    others = OtherParts(3)
-    others.limit_wait(reason, patience_s=0.05)
-    own = take_rows(tensors, 0, 3)
-    store.write_encoded(structure, own, step=2, name=None, meta={}, place=place, others=others)
-
-
 @pytest.mark.parametrize("missing", [1, 2])
 def test_a_part_that_is_missing(missing: int, store: Store) -> None:
     write_divided(store, 1, step=1)
-    with pytest.raises(OSError, match=rf"tensors-0000{missing}.safetensors is missing: rank {missing} has ended"):
-        write_without(store, missing, f"rank {missing} has ended")
+    structure, tensors = encode(make_state(2))
+    place = store.begin(2, None)
+    parts = [store.prepare(place, take_rows(tensors, rank, 3), rank) for rank in {0, 1, 2} - {missing}]
+    with pytest.raises(FileNotFoundError, match=f"receipt-0000{missing}"):
+        store.commit(place, parts[0], structure, step=2, name=None, meta={}, num_parts=3)
     assert os.listdir(store.path) == ["step-00000001"]
     assert find(store).step == 1
-
-
-def test_the_directory_is_removed_before_a_receipt_is_read(store: Store) -> None:
-    """The other ranks have written their parts, so none of them reports a failure."""
-    structure, tensors = encode(make_state(2))
-    place = store.begin_parts(2, None)
-    store.deliver(place, 1, take_rows(tensors, 1, 2))
-    others = OtherParts(2)
-
-    def confirm() -> None:
-        shutil.rmtree(store.path)
-        others.limit_wait("nobody has noticed", patience_s=1.0)  # else a failure of this test would last forever
-
-    own = take_rows(tensors, 0, 2)
-    with pytest.raises(FileNotFoundError, match=place):
-        store.write_encoded(structure, own, step=2, name=None, meta={}, confirm=confirm, place=place, others=others)
 
 
 def test_a_part_that_lacks_rows(store: Store) -> None:
     """Such as when the ranks have built different models."""
     structure, tensors = encode(make_state(2))
-    place = store.begin_parts(2, None)
-    others = OtherParts(2)
-    store.deliver(place, 1, take_rows(tensors, 2, 3))
+    place = store.begin(2, None)
+    store.prepare(place, take_rows(tensors, 2, 3), 1)
+    own = store.prepare(place, take_rows(tensors, 0, 3))
     with pytest.raises(InvalidValue, match=r"not written all of the state: objects/model/weight has the shape \[666\]"):
-        store.write_encoded(structure, take_rows(tensors, 0, 3), step=2, name=None, meta={}, place=place, others=others)
+        store.commit(place, own, structure, step=2, name=None, meta={}, num_parts=2)
     assert os.listdir(store.path) == []
 
 
-def test_a_rank_that_is_refused_leaves_nothing(store: Store) -> None:
+def test_a_rank_that_fails_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     _, tensors = encode(make_state(2))
-    place = store.begin_parts(2, None)
+    place = store.begin(2, None)
 
-    def refuse() -> None:
-        raise RuntimeError("refused")
+    def fail(*_: Any) -> None:
+        raise OSError("no room for a receipt")
 
-    with pytest.raises(RuntimeError, match="refused"):
-        store.deliver(place, 1, tensors, refuse)
+    monkeypatch.setattr(parts, "replace_file", fail)
+    with pytest.raises(OSError, match="no room"):
+        store.prepare(place, tensors, 1)
     assert os.listdir(store.path / place) == []
     store.clean()
     assert os.listdir(store.path) == []

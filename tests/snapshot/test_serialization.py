@@ -23,11 +23,11 @@ from samestep.decoding import parse_json
 from samestep.errors import InvalidType
 from samestep.snapshot.serialization import (
     MAX_LEVELS,
+    SavedTensors,
     decode,
     digest,
     digest_of,
     encode,
-    read_tensors,
     view_bytes,
     write_tensors,
 )
@@ -45,7 +45,12 @@ def restore(state: Any, directory: Path) -> Any:
     with open(directory / "tensors.safetensors", "wb") as file:
         write_tensors(file, tensors)
     text = json.dumps(structure, allow_nan=False)
-    return decode(json.loads(text), read_tensors(directory / "tensors.safetensors"))
+    return decode(json.loads(text), read_all(directory / "tensors.safetensors"))
+
+
+def read_all(path: Path) -> dict[str, torch.Tensor]:
+    saved = SavedTensors([path])
+    return {name: saved.read(name) for name in saved.parts}
 
 
 @st.composite
@@ -202,7 +207,7 @@ def test_reading_ignores_no_missing_bytes(tmp_path: Path) -> None:
     path = tmp_path / "tensors.safetensors"
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(EOFError, match="ends within a"):
-        read_tensors(path)
+        read_all(path)
 
 
 class Colour(IntEnum):

@@ -1,6 +1,7 @@
 """The control block that each rank sends to all others once per pass, with its gradients. Gathered, not summed."""
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -10,13 +11,21 @@ NOT_CALLED = -1.0  # the weight of a micro-batch that had no backward
 BUFFER_BYTES = 8  # of the entry of a buffer, see `Buffers.pack`
 
 
+class Saving(IntEnum):
+    """What a rank does for a snapshot."""
+
+    NOTHING = 0  # that concerns the other ranks
+    COPYING = 1  # it copies its state
+    WRITTEN = 2  # it has written its part of a divided snapshot, or failed
+
+
 class Vote(NamedTuple):
     """One rank's requests to all ranks after this step.
 
     Attributes:
         stop: number of the signal by which this rank was requested to stop; 0 for none.
         snapshot: whether a snapshot is due by this rank's clock.
-        copying: whether this rank is copying its state for a snapshot.
+        saving: what this rank does for a snapshot, a `Saving`.
         comparison: whether a replica check is due by this rank's clock.
         computed: checksum of this rank's results for a micro-batch that another rank computes, too; 0 for none.
         recomputed: checksum of this rank's results for a micro-batch of another rank; 0 for none.
@@ -25,7 +34,7 @@ class Vote(NamedTuple):
 
     stop: int = 0
     snapshot: bool = False
-    copying: bool = False
+    saving: int = Saving.NOTHING
     comparison: bool = False
     computed: int = 0
     recomputed: int = 0
@@ -71,7 +80,7 @@ class ControlFormat:
         self._most = most = max(len(held) for held in layout.ranges)
         self._num_names = num_names
         self._struct = Struct(
-            f"<q???QQI?Q{most}Q{most * (2 + 2 * num_names)}d{num_params}s{BUFFER_BYTES * num_buffers}s"
+            f"<q?B?QQI?Q{most}Q{most * (2 + 2 * num_names)}d{num_params}s{BUFFER_BYTES * num_buffers}s"
         )
         self.size_bytes = -(-self._struct.size // 64) * 64
 

@@ -4,16 +4,14 @@ Parameters and the optimizer's state change only in an update. Their copy may ru
 pass, and must be complete before the next update. All other tensors are copied at once.
 """
 
-import os
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from samestep.snapshot.serialization import is_dense
-from samestep.world.forking import at_rest, at_work
+from samestep.world.forking import at_rest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,8 +20,6 @@ LARGE_BYTES = 1 << 18  # smaller tensors are copied at once, which takes no long
 _CHUNK = 1 << 17  # elements, so that `look` finds them in the cache: 0.11 s for 500 MB instead of 0.18 s
 _GPU_CHUNK = 1 << 24
 _NUM_SAMPLED = 32
-_NICER = 10
-_POLL_S = 0.05
 
 
 class Watch:
@@ -181,86 +177,6 @@ def _split(whole: _Piece) -> Iterator[_Piece]:
     for start in range(0, source.numel(), size):
         part = slice(start, start + size)
         yield _Piece(whole.place, source[part], None if target is None else target[part])
-
-
-class Refused(Exception):
-    """The main thread decided against the snapshot."""
-
-
-class Writer:
-    """A thread that runs `copy` and `write`. The thread that makes the updates joins `copy` and calls `decide`.
-
-    It is not a daemon thread: a process whose main thread has ended exits after the snapshot is written.
-
-    Args:
-        copy: created between two steps.
-        write: writes the copy. It calls its argument before the snapshot becomes visible; that raises `Refused`.
-        is_sound: checks the complete copy if the main thread ends without a decision.
-
-    Attributes:
-        failure: why there is no snapshot; None before the end, and after a success.
-    """
-
-    def __init__(
-        self, copy: Copy, write: Callable[[Callable[[], None]], None], is_sound: Callable[[], bool] = lambda: True
-    ) -> None:
-        self.copy = copy
-        self.failure: Exception | None = None
-        self._write = write
-        self._is_sound = is_sound
-        self._is_refused = False
-        self._decided = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="samestep snapshot")
-        self._thread.start()
-
-    @property
-    def is_decided(self) -> bool:
-        """Return whether `decide` was called."""
-        return self._decided.is_set()
-
-    @property
-    def has_ended(self) -> bool:
-        """Return whether the thread has ended."""
-        return not self._thread.is_alive()
-
-    def decide(self, accept: bool) -> None:
-        """Accept the copy as a snapshot, or refuse it. Call after joining the copy."""
-        self._is_refused = not accept
-        self._decided.set()
-
-    def wait_until_written(self) -> None:
-        """Wait until the snapshot is complete or has failed."""
-        if not self.is_decided:
-            self._decide_alone()
-        self._thread.join()
-
-    def _decide_alone(self) -> None:
-        self.copy.join()
-        self.decide(not self.copy.torn and self._is_sound())
-
-    def _run(self) -> None:
-        try:
-            with at_work():
-                self.copy.run()
-                _lower_priority()
-                self._write(self._confirm)
-        except Exception as error:
-            self.failure = error
-
-    def _confirm(self) -> None:
-        with at_rest():
-            while not self._decided.wait(_POLL_S):
-                if not threading.main_thread().is_alive():  # it makes no further update
-                    self._decide_alone()
-        if self._is_refused:
-            raise Refused
-
-
-def _lower_priority() -> None:
-    """Lower this thread's priority (nice +10)."""
-    if sys.platform == "linux":  # where each thread has its own priority
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICER)
 
 
 def locate(tensor: "Tensor") -> int:

@@ -42,11 +42,11 @@ class SnapshotOrder:
     """Snapshots of one step to be written.
 
     Attributes:
-        names: names of the snapshots; None for a numbered one. Empty on ranks that do not write.
+        names: names of the snapshots; None for a numbered one.
         structure, tensors: the encoded state.
         meta: see `RunDirectory.mark`.
         is_last: whether the loop ends here.
-        places: of a divided state: the directories of the snapshots, see `Store.begin_parts`.
+        places: the directories of the snapshots, see `Store.begin`. Empty on ranks that do not write.
     """
 
     step: int

@@ -5,7 +5,6 @@ All of samestep above this package uses a `Location`; docs/dev/run_location.md d
 
 import errno
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from samestep.launch.output_recorder import start_log
 from samestep.snapshot.inspection import SnapshotOrder, TrainingState
 from samestep.snapshot.kept_logs import Heal, KeptLogs
 from samestep.snapshot.manifest import find_damage
-from samestep.snapshot.parts import OtherParts
+from samestep.snapshot.parts import Part
 from samestep.snapshot.resume_point import Holding, ResumePoint, choose
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import StartOptions
@@ -91,7 +90,8 @@ class Location:
         location.begin(point, numbers, machine, config, options)
         for each snapshot:
             order = location.align(order, state)
-            location.write(order, tensors, confirm)           # each rank, in a thread
+            parts = location.prepare(order, tensors)          # each rank, in a thread
+            location.commit(order, parts)                     # each rank, in a thread; or `abort`
         location.end()
         location.write_status(status, reason, end)            # each rank
         location.close()                                      # each rank
@@ -145,7 +145,6 @@ class Location:
         self._writers = writers
         self._mirror = mirror
         self._rewinds: Sequence[int] = ()
-        self._others: OtherParts | None = None  # of the last order, on rank 0
         self._copies: Copies | None = None
         if self.is_replicated:
             from samestep.snapshot import copies
@@ -163,11 +162,6 @@ class Location:
         assert self.named is not None
         self.directory = RunDirectory(self.named, warn=self.warn)
         self.directory.check_numbers(self._config.identity())
-
-    def limit_wait(self, reason: str, patience_s: float = 0.0) -> None:
-        """Let `write` fail if other ranks do not write their parts. As `OtherParts.limit_wait`."""
-        if self._others is not None:
-            self._others.limit_wait(reason, patience_s)
 
     def warn(self, sentence: str) -> None:
         """Print a message about this rank's files, on this rank and in any thread."""
@@ -318,56 +312,55 @@ class Location:
             OSError: this rank could not write the rows of metrics; they are kept, and written with the next ones.
         """
         if self._copies is not None:
-            return self._copies.align(self.directory, order, state)
-        return self._align_parts(order) if self.is_divided else order
-
-    def _align_parts(self, order: SnapshotOrder) -> SnapshotOrder:
+            order = self._copies.align(self.directory, order, state)
+        places: list[str] = []
         problem: OSError | None = None
-        places: list[tuple[str | None, str]] = []
         if self.directory is not None:
+            store = self.directory.store
             try:
-                store = self.directory.store
-                store.clean()  # what ranks have left of failed attempts; none of them writes now
-                places = [(name, store.begin_parts(order.step, name)) for name in order.names]
+                store.clean()  # what failed attempts have left; no rank writes now
+                places = [store.begin(order.step, name) for name in order.names]
             except OSError as error:
                 problem = error
-        places = self._group.broadcast(places)
+        if self.is_divided:
+            places = self._group.broadcast(places)
         if problem is not None:
             raise problem
-        self._others = None if self.directory is None else OtherParts(self._group.world_size)
-        return replace(order, names=[name for name, _ in places], places=[place for _, place in places])
+        return replace(order, places=places)
 
-    def write(self, order: SnapshotOrder, tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> float:
-        """Write the snapshots of an order, and remove old ones, on this rank and in any thread.
+    def prepare(self, order: SnapshotOrder, tensors: Mapping[str, Tensor]) -> list[Part]:
+        """Write what this rank stores of the snapshots of an order, in any thread. Raises OSError.
 
         Args:
             tensors: copies of the order's tensors.
-            confirm: called before the first manifest. May raise; then nothing is left of the snapshot.
+        """
+        if self.path is None:
+            return []
+        store = Store(self.path)
+        rank = self._group.rank if self.is_divided else 0
+        return [store.prepare(place, tensors, rank) for place in order.places]
 
-        Returns:
-            The duration in seconds, without that of `confirm`.
+    def commit(self, order: SnapshotOrder, parts: Sequence[Part]) -> None:
+        """Complete the snapshots of an order that all ranks have prepared, and remove old ones, in any thread.
+
+        Args:
+            parts: those of this rank.
 
         Raises:
             Error: another process has taken the run over.
             OSError: a disk is full or gone; older snapshots are unchanged.
         """
         if self.directory is None:
-            for place in order.places:
-                assert self.path is not None
-                Store(self.path).deliver(place, self._group.rank, tensors, confirm)
-            confirm()
-            return 0.0
-        took_s = 0.0
-        for name, place in zip(order.names, order.places or [""] * len(order.names), strict=True):
-            took_s = self.directory.save(
+            return
+        for name, place, part in zip(order.names, order.places, parts, strict=True):
+            self.directory.commit(
+                place,
+                part,
                 order.structure,
-                tensors,
                 step=order.step,
                 name=name,
                 meta=order.meta,
-                confirm=confirm,
-                place=place,
-                others=self._others,
+                num_parts=self._group.world_size if self.is_divided else 1,
             )
         try:
             self.directory.prune(self._config.keep_last)
@@ -375,12 +368,16 @@ class Location:
             raise
         except Exception as error:
             self.warn(f"old snapshots could not be removed ({error}): the run continues")
-        if not order.is_last:  # `end` uploads the last one
-            began_s = time.monotonic()
-            if problem := self._push():
-                self.warn(f"the snapshot of step {order.step} {problem}, and the run continues")
-            took_s += time.monotonic() - began_s
-        return took_s
+        # `end` uploads the last one
+        problem = "" if order.is_last else self._push()
+        if problem:
+            self.warn(f"the snapshot of step {order.step} {problem}, and the run continues")
+
+    def abort(self, order: SnapshotOrder) -> None:
+        """Remove what the ranks have written of the snapshots of an order, in any thread."""
+        if self.directory is not None:
+            for place in order.places:
+                self.directory.store.abort(place)
 
     def _push(self) -> str:
         """Upload what is new. Return the end of a message about the snapshot if that fails; "" otherwise."""

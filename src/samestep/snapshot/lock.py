@@ -16,8 +16,6 @@ from samestep.world.environment import advise, read_host
 # The errors of flock on file systems without locks (some mounts of Lustre and NFS). The token still works there.
 NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 TEXT_BYTES = 400
-NAMING_S = 1.0  # for a process that holds the lock to write its name; on a full disk it cannot
-POLL_S = 0.01
 
 _held: set[int] = set()  # descriptors
 
@@ -56,7 +54,6 @@ class Lock:
     def __init__(self, path: Path, named: Path) -> None:
         self.path = path
         self._named = named
-        deadline_s = time.monotonic() + NAMING_S
         while True:
             self.is_new = not path.exists()
             self._descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
@@ -66,9 +63,6 @@ class Lock:
                 if error.errno not in NO_FLOCK:
                     text = os.read(self._descriptor, TEXT_BYTES)
                     os.close(self._descriptor)
-                    if not text and time.monotonic() < deadline_s:  # the holder has got the lock at this moment
-                        time.sleep(POLL_S)
-                        continue
                     raise RunDirectoryError(
                         f"the run in {self._named} is locked by {_name_holder(text)}: stop it, or start beside it with "
                         f"{advise(fresh=True)}",

@@ -19,7 +19,7 @@ from samestep.files import open_regular, read_bytes
 from samestep.hashing import hash_bytes, hash_pieces
 from samestep.version import __version__
 
-FORMAT = 2  # of snapshots whose tensors are in one file per rank; all others have format 1
+FORMAT = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
 FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\.(json|safetensors)")  # in the manifest's directory
@@ -39,7 +39,7 @@ def build_manifest(
     import torch
 
     written = {
-        "format": FORMAT if len(list_tensor_files(files)) > 1 else 1,
+        "format": FORMAT,
         "step": step,
         "name": name,
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -147,7 +147,7 @@ class _Meta(Struct):
 
 
 class _Manifest(Struct, forbid_unknown_fields=True):
-    format: Literal[1, 2]
+    format: Literal[1]
     step: Count
     name: Annotated[str, Meta(pattern=rf"\A{NAME.pattern}\Z")] | None
     time: Annotated[datetime, Meta(tz=True)]
@@ -159,8 +159,6 @@ class _Manifest(Struct, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if STATE not in self.files:
             raise ValueError(f"there is no {STATE}")
-        if self.digest is None and self.format == 1:
-            raise ValueError("there is no digest")
 
 
 def find_damage(directory: Path, manifest: Mapping[str, Any], rank: int = 0, num_ranks: int = 1) -> str | None:

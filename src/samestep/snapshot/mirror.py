@@ -60,20 +60,16 @@ def open_mirror(url: str, *, fresh: bool, warn: Callable[[str], None]) -> "Mirro
     return mirror
 
 
-def find_copies(local_dir: str | None) -> Path:
-    """Return the directory of the working copies of runs at URLs. Default: in the user's cache directory."""
-    return Path(local_dir).expanduser() if local_dir else read_cache_dir() / "runs"
-
-
 def find_copy(url: str, run: str, local_dir: str | None) -> Path:
     """Return the directory of a run's working copy on rank 0's machine. It differs between runs, even at the same URL.
 
     Args:
         run: the run's id, see `Mirror.read_lock`.
-        local_dir: as in `find_copies`.
+        local_dir: the directory of all working copies. Default: in the user's cache directory.
     """
+    copies = Path(local_dir).expanduser() if local_dir else read_cache_dir() / "runs"
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", url.rpartition("::")[2]).strip("-")[-80:]
-    return find_copies(local_dir) / f"{name}-{run[:12]}"
+    return copies / f"{name}-{run[:12]}"
 
 
 def _requests(method: "Callable[Concatenate[Mirror, P], T]") -> "Callable[Concatenate[Mirror, P], T]":

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from samestep.errors import RunDirectoryError
 from samestep.snapshot.store import Snapshot
 
@@ -60,15 +62,14 @@ class Holding:
     code: str = ""
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "Holding":
+    def from_plain(cls, plain: Any) -> "Holding":
         """Return the holding that another rank has sent, from `to_plain`."""
-        found = None if plain["found"] is None else Snapshot.from_plain(plain["found"])
-        return cls(**{**plain, "found": found, "named": [Snapshot.from_plain(each) for each in plain["named"]]})
+        return msgspec.convert(plain, cls, dec_hook=lambda kind, text: kind(text))
 
     def to_plain(self) -> dict[str, Any]:
         """Return the attributes as JSON, for other ranks."""
-        found = None if self.found is None else self.found.to_plain()
-        return {**vars(self), "found": found, "named": [each.to_plain() for each in self.named]}
+        plain: dict[str, Any] = msgspec.to_builtins(self, enc_hook=str)
+        return plain
 
 
 def choose(held: Sequence[Holding], rewinds: Sequence[int]) -> tuple[int, ResumePoint]:

@@ -22,7 +22,7 @@ from samestep.snapshot.append_log import AppendLog, LastEntry, format_row
 from samestep.snapshot.kept_logs import Heal, KeptLogs
 from samestep.snapshot.ledger_file import count_records
 from samestep.snapshot.lock import Lock, detach, refuse_links
-from samestep.snapshot.parts import OtherParts
+from samestep.snapshot.parts import Part
 from samestep.snapshot.resume_point import Holding, ResumePoint
 from samestep.snapshot.run_record import StartOptions, build_record, find_different, read_record
 from samestep.snapshot.store import ABANDONED, NOTHING, SNAPSHOTS, Pulled, Snapshot, Store
@@ -505,45 +505,27 @@ class RunDirectory:
             **notes,
         }
 
-    def save(
+    def commit(
         self,
+        place: str,
+        own: Part,
         structure: Any,
-        tensors: Mapping[str, Any],
         *,
         step: int,
         name: str | None,
         meta: Mapping[str, Any],
-        confirm: Callable[[], None],
-        place: str = "",
-        others: OtherParts | None = None,
-    ) -> float:
-        """Write a snapshot of an encoded state. May be called in any thread, by one at a time.
-
-        Args:
-            place, others: as in `Store.write_encoded`.
-
-        Returns:
-            The duration in seconds, without that of `confirm`.
+        num_parts: int,
+    ) -> None:
+        """Complete a snapshot, in any thread. Arguments as for `Store.commit`.
 
         Raises:
             RunDirectoryError: another process has taken the run over.
             OSError: the disk is full or gone; older snapshots are unchanged.
         """
-        began_s = time.monotonic()
         for log in self._get_logs():
             log.sync()  # first: a power cut must not leave a snapshot of steps that the ledger lacks
-
-        def confirm_all() -> None:
-            nonlocal began_s
-            waits_s = time.monotonic()
-            confirm()
-            began_s += time.monotonic() - waits_s
-            self._check_begun()
-
-        self.store.write_encoded(
-            structure, tensors, step=step, name=name, meta=meta, confirm=confirm_all, place=place, others=others
-        )
-        return time.monotonic() - began_s
+        self._check_begun()
+        self.store.commit(place, own, structure, step=step, name=name, meta=meta, num_parts=num_parts)
 
     def prune(self, keep: int) -> None:
         """Remove the oldest numbered snapshots above `keep`. Errors as for `save`."""

@@ -186,17 +186,6 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Piec
     return [(len(text), hash_bytes(text)), *((length, hashes[name]) for name, length in lengths)], hashes
 
 
-def read_tensors(path: Path) -> dict[str, "Tensor"]:
-    """Read the tensors of a safetensors file. Allocates no more memory than the file's size.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError, EOFError: the file is not a safetensors file.
-    """
-    saved = SavedTensors([path])
-    return {name: saved.read(name) for name in saved.parts}
-
-
 @dataclass(frozen=True)
 class TensorPart:
     """A tensor, or some of its rows, in a safetensors file. `start`: the first byte in the file."""

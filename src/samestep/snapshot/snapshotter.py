@@ -2,22 +2,23 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from samestep.config import RunConfig
 from samestep.console import warn
+from samestep.engine.control import Saving
 from samestep.errors import Error, InvalidValue, NotHealed
-from samestep.snapshot.async_copy import Copy, Refused, Staging, Watch, Writer, is_watchable, locate
+from samestep.snapshot.async_copy import Copy, Staging, Watch, is_watchable, locate
 from samestep.snapshot.inspection import Inspection, SnapshotOrder, TrainingState
 from samestep.snapshot.location import Location
-from samestep.snapshot.parts import PATIENCE_S
+from samestep.snapshot.parts import name_part
 from samestep.snapshot.serialization import encode
+from samestep.snapshot.writer import Event, Stage, Writer
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,6 @@ class Snapshotter:
         saved_step: the step of the newest numbered snapshot, complete or being written; None if there is none.
         save_s: duration of writing the last snapshot, in seconds; 0 before the first one, and on ranks that do not
             write.
-        unsaved: step and reason, if the last snapshot could not be written; else None. On ranks that write.
     """
 
     def __init__(
@@ -59,12 +59,10 @@ class Snapshotter:
         self._count_ranks = count_ranks
         # The ranks agree on what they write if each writes a part. Else each rank knows what rank 0 writes.
         self._gather = gather if location.is_divided else lambda value: [value]
-        self._failure = ""  # why this rank could not write its part of the last snapshot
-        self._is_lost = False  # whether the last numbered snapshot could not be written
         self._say = say
         self.saved_step: int | None = None
         self.save_s = 0.0
-        self.unsaved: tuple[int, str] | None = None
+        self._unsaved = (-1, "")  # step and reason, if the last snapshot could not be written
         self._is_wanted = self._is_ending = False
         self._names_due: list[str] = []
         self._asked: list[str] = []
@@ -167,10 +165,7 @@ class Snapshotter:
         Raises:
             Error: the state is not finite, or not the same on all ranks, or another process has taken the run over.
         """
-        if not self._location.is_divided:
-            self._collect()
-        elif ending:
-            self.wait_until_written()
+        self._collect()
         every = self._config.snapshot_every
         is_new = numbered and self.saved_step != step
         due = is_new and every is not None and (ending or self._is_wanted or every.is_due(step, epochs_done))
@@ -179,7 +174,6 @@ class Snapshotter:
         if self._location.path is None or not (due or names):
             return
         self.wait_until_written()
-        self.unsaved = None
         self._is_ending = ending
         if due:
             # Last: a script that resumes from it would not request the named ones again.
@@ -188,41 +182,54 @@ class Snapshotter:
             self._saved_s = time.monotonic()
             self._is_wanted = False
         self._recent.append((step, names))
-        state = get_state()
-        inspection = Inspection(state, step)
-        self._start_writer(self._align(self._build_order(state, step, names), state), inspection, state)
+        self._begin(get_state(), step, names)
         if ending:
             try:
                 self.wait_until_written()
             finally:
                 self._wait_alone()  # after an exception, the script may change the tensors that are being written
 
-    def _build_order(self, state: TrainingState, step: int, names: list[str | None]) -> SnapshotOrder:
-        nothing = SnapshotOrder(step, is_last=self._is_ending)
-        directory = self._location.directory
-        if directory is None and not self._location.is_divided:
-            return nothing
-        contents = state.build()
-        if directory is None:
-            _, tensors = encode({"objects": contents["objects"]}, state.is_mine)
-            return replace(nothing, tensors=tensors)
-        structure, tensors = encode(contents, state.is_mine)
-        try:
-            meta = directory.mark(
-                epoch=contents["position"]["epoch"], world_size=self._count_ranks(), notes=state.notes
-            )
-        except OSError as error:
-            self._report(step, names, error)
-            return nothing
-        return SnapshotOrder(step, names, structure, tensors, meta, is_last=self._is_ending)
+    def _begin(self, state: TrainingState, step: int, names: Sequence[str | None]) -> None:
+        """Begin to copy and write a state."""
+        order = self._build_order(state, step, names)
+        inspection = Inspection(state, step)
+        targets: dict[str, Tensor] = {}
+        # No step follows the last snapshot, so it needs no copy. Without memory for one, the next step waits. (Of a
+        # lack of memory, torch raises a RuntimeError.)
+        with suppress(MemoryError, RuntimeError):
+            if not self._is_ending:
+                targets = self._staging.take(order.tensors)
+        places = {locate(tensor) for tensor in order.tensors.values()}
+        others = {f"/{place}": tensor for place, tensor in inspection.tensors.items() if place not in places}
+        stable = {locate(tensor) for tensor in state.stable} - self._unstable
+        copy = Copy(order.tensors | others, targets, stable=stable, look=inspection.look)
+        writer = Writer(copy, self._location, order, targets or order.tensors, inspection.is_sound)
+        self._pending = _Pending(order, inspection, writer)
+        if order.tensors and not targets:
+            writer.wait_until_prepared()
 
-    def _align(self, order: SnapshotOrder, state: TrainingState) -> SnapshotOrder:
+    def _build_order(self, state: TrainingState, step: int, names: Sequence[str | None]) -> SnapshotOrder:
+        """Encode what this rank stores of a state. The order has no names if this rank fails, or rank 0 has failed."""
+        order = SnapshotOrder(step, names, is_last=self._is_ending)
+        directory = self._location.directory
+        try:
+            if directory is not None:
+                contents = state.build()
+                structure, tensors = encode(contents, state.is_mine)
+                epoch = contents["position"]["epoch"]
+                meta = directory.mark(epoch=epoch, world_size=self._count_ranks(), notes=state.notes)
+                order = replace(order, structure=structure, tensors=tensors, meta=meta)
+            elif self._location.is_divided:
+                _, tensors = encode({"objects": state.build()["objects"]}, state.is_mine)
+                order = replace(order, tensors=tensors)
+        except OSError as error:
+            self._report(order, error)
+            order = replace(order, names=())
         try:
             return self._location.align(order, state)
         except OSError as error:
-            if order.names:  # otherwise it was reported before
-                self._report(order.step, order.names, error)
-            return SnapshotOrder(order.step, is_last=order.is_last)
+            self._report(order, error)
+            return SnapshotOrder(step, is_last=self._is_ending)
 
     # --- write ------------------------------------------------------------------------------------------------
 
@@ -241,9 +248,14 @@ class Snapshotter:
         return True
 
     @property
-    def is_copying(self) -> bool:
-        """Return whether a copy is in progress."""
-        return self._pending is not None and not self._pending.writer.is_decided
+    def saving(self) -> Saving:
+        """Return what this rank does for a snapshot, for the other ranks."""
+        if self._pending is None:
+            return Saving.NOTHING
+        writer = self._pending.writer
+        if writer.stage is Stage.COPYING:
+            return Saving.COPYING
+        return Saving.WRITTEN if writer.stage is Stage.WRITING and writer.has_prepared else Saving.NOTHING
 
     def join_copy(self) -> None:
         """Wait until the state is copied. All ranks call this before an update.
@@ -254,70 +266,47 @@ class Snapshotter:
         if self._watch is not None:
             self._unstable |= {locate(tensor) for tensor in self._watch.find_changed()}
             self._watch = None
-        if self._pending is None or self._pending.writer.is_decided:
+        if self._pending is None or self._pending.writer.stage is not Stage.COPYING:
             return
         writer = self._pending.writer
-        copy = self._pending.writer.copy
+        copy = writer.copy
         inspection = self._pending.inspection
         copy.join()
         try:
             if copy.has_failed:
                 inspection.look_again()
-            reports = self._gather([bool(copy.torn), inspection.find_infinite()])
+            reports = self._gather((bool(copy.torn), inspection.find_infinite()))
             if any(is_torn for is_torn, _ in reports):
-                writer.decide(False)
+                writer.handle(Event.UNSOUND)
                 self._unstable |= {*copy.torn}
                 self._take_again(self._pending.order)
                 return
             inspection.conclude(next((label for _, label in reports if label), ""))
         except Error:  # after another exception, the check of this rank decides
-            writer.decide(False)
+            writer.handle(Event.UNSOUND)
             raise
-        writer.decide(True)
+        writer.handle(Event.SOUND)
+
+    def join_parts(self) -> None:
+        """Wait until all ranks have written their parts of a divided snapshot, or failed, and decide. All call this."""
+        if self._pending is None or self._pending.writer.stage is not Stage.WRITING:
+            return
+        writer = self._pending.writer
+        writer.wait_until_prepared()
+        failures = self._gather("" if writer.failure is None else str(writer.failure) or repr(writer.failure))
+        failed = next((rank for rank, failure in enumerate(failures) if failure), None)
+        writer.handle(Event.WRITTEN if failed is None else Event.FAILED)
+        if failed is not None:
+            why = f"{name_part(failed)} is missing: rank {failed} could not write it ({failures[failed]})"
+            self._report(self._pending.order, OSError(why))
 
     def wait_until_written(self) -> None:
         """Wait until all snapshots are written. All ranks call this. Errors as for `join_copy`."""
         self.join_copy()
-        if self._location.is_divided:
-            self._share_failures()
+        self.join_parts()
         if self._pending is not None:
             self._pending.writer.wait_until_written()
         self._collect()
-        if any(self._gather(self._is_lost)):
-            self.saved_step = None
-        self._is_lost = False
-
-    def _share_failures(self) -> None:
-        """Wait until the other ranks' parts are written, and let rank 0 not wait for one that failed."""
-        if self._location.directory is None:
-            if self._pending is not None:
-                self._pending.writer.wait_until_written()
-            self._collect()
-        failures = self._gather(self._failure)
-        self._failure = ""
-        for rank, failure in enumerate(failures):
-            if failure and rank:
-                self._location.limit_wait(f"rank {rank} could not write it ({failure})")
-
-    def _start_writer(self, order: SnapshotOrder, inspection: Inspection, state: TrainingState) -> None:
-        targets: dict[str, Tensor] = {}
-        due = order
-        try:
-            if not self._is_ending:  # no step follows the last snapshot, so it needs no copy
-                targets = self._staging.take(order.tensors)
-        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError
-            self._report(order.step, order.names, error)
-            order = SnapshotOrder(order.step, is_last=order.is_last)
-        places = {locate(tensor) for tensor in order.tensors.values()}
-        others = {f"/{place}": tensor for place, tensor in inspection.tensors.items() if place not in places}
-        stable = {locate(tensor) for tensor in state.stable} - self._unstable
-        copy = Copy(order.tensors | others, targets, stable=stable, look=inspection.look)
-        write = partial(self._write, order, order.tensors if self._is_ending else targets)
-        self._pending = _Pending(due, inspection, Writer(copy, write, inspection.is_sound))
-
-    def _write(self, order: SnapshotOrder, tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> None:
-        """Write all snapshots of an order. May be called in any thread."""
-        self.save_s = self._location.write(order, tensors, confirm)
 
     def _take_again(self, order: SnapshotOrder) -> None:
         """Make the snapshots due again after this step."""
@@ -333,25 +322,26 @@ class Snapshotter:
 
     def _collect(self) -> None:
         """Report the result of a writer that has ended."""
-        if self._pending is None or not (self._pending.writer.has_ended and self._pending.writer.is_decided):
+        if self._pending is None or not self._pending.writer.has_ended:
             return
         pending = self._pending
         self._pending = None
+        if self._location.directory is not None:
+            self.save_s = pending.writer.took_s
         failure = pending.writer.failure
         if isinstance(failure, Error):
             raise failure
-        if failure is not None and not isinstance(failure, Refused):
-            self._report(pending.order.step, pending.order.names, failure)
+        if failure is not None and pending.writer.stage is Stage.COMMITTED:
+            self._report(pending.order, failure)
 
-    def _report(self, step: int, names: Sequence[str | None], error: Exception) -> None:
-        self._failure = str(error) or type(error).__name__
-        if None in names:
-            self._is_lost = True
-            if not self._location.is_divided:  # else the ranks agree in `wait_until_written`
-                self.saved_step = None
-        if self._location.directory is not None:
-            self.unsaved = step, self._location.directory.explain_failure(step, error)
-            self._location.warn(self.unsaved[1] + ("" if self._is_ending else ", and the run continues"))
+    def _report(self, order: SnapshotOrder, error: Exception) -> None:
+        """Report that this rank could not write the snapshots of an order. Without names, it was reported before."""
+        if None in order.names:
+            self.saved_step = None
+        directory = self._location.directory
+        if order.names and directory is not None:
+            self._unsaved = order.step, directory.explain_failure(order.step, error)
+            self._location.warn(self._unsaved[1] + ("" if self._is_ending else ", and the run continues"))
 
     # --- end --------------------------------------------------------------------------------------------------
 
@@ -359,21 +349,24 @@ class Snapshotter:
         """Complete all snapshots and logs. All ranks call this at the end of the loop, after `step` steps."""
         self.wait_until_written()
         problem = self._location.end()
-        if problem and (self.unsaved is None or self.unsaved[0] != step):
-            self.unsaved = step, f"the snapshot of step {step} {problem}"
-            self._location.warn(self.unsaved[1])
+        if problem and not self.explain_unsaved(step):
+            self._unsaved = step, f"the snapshot of step {step} {problem}"
+            self._location.warn(self._unsaved[1])
         directory = self._location.directory
         if directory is None:
             return
-        is_unsaved = self.unsaved is not None and self.unsaved[0] == step
-        if directory.find_lost() and not is_unsaved:
+        if directory.find_lost() and not self.explain_unsaved(step):
             self._location.warn(directory.lost)
         directory.check_logs()
+
+    def explain_unsaved(self, step: int) -> str:
+        """Return why the snapshot of a step could not be written; "" if it could, and on ranks that do not write."""
+        failed, reason = self._unsaved
+        return reason if failed == step else ""
 
     def _wait_alone(self) -> None:
         """Complete the pending snapshots without collectives, because the other ranks may be gone."""
         if self._pending is not None:
-            self._location.limit_wait("its rank has ended", PATIENCE_S)
             with suppress(Error):
                 self._pending.writer.wait_until_written()
                 self._collect()

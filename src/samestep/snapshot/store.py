@@ -30,7 +30,7 @@ from samestep.snapshot.manifest import (
     read_manifest,
     seal,
 )
-from samestep.snapshot.parts import OtherParts, deliver_part, merge_parts, name_part, write_part
+from samestep.snapshot.parts import Part, merge_parts, take_receipts, write_part
 from samestep.snapshot.serialization import SavedState, SavedTensors, digest_of, encode, list_tensors
 from samestep.world.environment import advise
 from samestep.world.forking import at_rest
@@ -118,15 +118,6 @@ class Snapshot:
             return cls(path, found if step is None else step, name, manifest, problem)
         return cls(path, step, name, manifest, problem if found == step else f"{MANIFEST} is of step {found}")
 
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "Snapshot":
-        """Return the snapshot with these attributes, from `to_plain`."""
-        return cls(**{**plain, "path": Path(plain["path"])})
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return the attributes as JSON, for other ranks."""
-        return {**vars(self), "path": str(self.path)}
-
     @property
     def label(self) -> str:
         """Return the name of the directory in a `Store`."""
@@ -143,21 +134,16 @@ class Snapshot:
         return sum(file["size"] for file in self.manifest.get("files", {}).values())
 
     @property
-    def identity(self) -> str:
-        """The same for snapshots of the same name and content in two copies of the run; "" without a manifest."""
-        content = [self.manifest.get(key) for key in ("digest", "step", "meta")]
-        if content[0] is None:
-            content[0] = self.manifest.get("files")
-        return json.dumps([self.label, *content], sort_keys=True) if self.manifest else ""
-
-    @property
     def is_divided(self) -> bool:
         """Return whether each rank has written a file of its own."""
         return len(list_tensor_files(self.manifest.get("files", {}))) > 1
 
     def is_same(self, other: "Snapshot") -> bool:
         """Return whether a snapshot in another copy of the run has the same name and content."""
-        return self.identity == other.identity != ""
+        if not self.manifest or not other.manifest or self.label != other.label:
+            return False
+        keys = ("digest" if self.manifest["digest"] else "files", "step", "meta")
+        return all(self.manifest[key] == other.manifest[key] for key in keys)
 
     def matches(self, which: int | str) -> bool:
         """Return whether the snapshot matches a request: "latest", a number of completed steps, or a name."""
@@ -373,57 +359,63 @@ class Store:
             InvalidValue: the name is not valid.
             OSError: the disk is full, read-only or gone. The incomplete snapshot is removed, older ones are unchanged.
         """
-        return self.write_encoded(*encode(state), step=step, name=name, meta=meta)
-
-    def write_encoded(
-        self,
-        structure: Any,
-        tensors: Mapping[str, "Tensor"],
-        *,
-        step: int,
-        name: str | None,
-        meta: Mapping[str, Any],
-        confirm: Callable[[], None] = lambda: None,
-        place: str = "",
-        others: OtherParts | None = None,
-    ) -> Path:
-        """Like `write`, for the result of `encode`. Calls `confirm`, which may raise, before it writes the manifest.
-
-        Args:
-            place, others: of a state of which `tensors` are the part of rank 0: the result of `begin_parts`, and the
-                other ranks' parts.
-        """
-        target = self._name_target(step, name)
-        directory = self.path / (place or f"{_WRITING}{target.name}")
+        structure, tensors = encode(state)
+        place = self.begin(step, name)
         try:
-            if others is None:
-                self._create(directory)
-            part = write_part(directory, name_part(0), tensors)
-            state = _write_json(directory / STATE, structure)
-            confirm()
-            parts = {} if others is None else others.wait(directory)
-            files, digest = merge_parts(structure, {0: part, **parts})
-            files[STATE] = state
-            manifest = build_manifest(step=step, name=name, digest=digest, files=files, meta=meta)
-            _write_json(directory / MANIFEST, manifest)
-            self._put(directory, target)
+            part = self.prepare(place, tensors)
         except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
+            self.abort(place)
             raise
-        return target
+        return self.commit(place, part, structure, step=step, name=name, meta=meta)
 
-    def begin_parts(self, step: int, name: str | None) -> str:
-        """Create the directory in which the ranks write a divided snapshot. Return its name. Raises OSError."""
+    def begin(self, step: int, name: str | None) -> str:
+        """Create the directory in which the ranks write a snapshot. Return its name. Errors as for `write`."""
         # A new name each time: a rank of an earlier start may still write to its directory.
         directory = self.path / f"{_WRITING}{self._name_target(step, name).name}.{secrets.token_hex(4)}"
         self._create(directory)
         return directory.name
 
-    def deliver(
-        self, place: str, rank: int, tensors: Mapping[str, "Tensor"], confirm: Callable[[], None] = lambda: None
-    ) -> None:
-        """Write the part of a rank other than 0. `place`: see `begin_parts`; else as for `deliver_part`."""
-        deliver_part(self.path / place, rank, tensors, confirm)
+    def prepare(self, place: str, tensors: Mapping[str, "Tensor"], rank: int = 0) -> Part:
+        """Write the part of a rank to a directory from `begin`, in any thread. Raises OSError."""
+        return write_part(self.path / place, rank, tensors)
+
+    def commit(
+        self,
+        place: str,
+        own: Part,
+        structure: Any,
+        *,
+        step: int,
+        name: str | None,
+        meta: Mapping[str, Any],
+        num_parts: int = 1,
+    ) -> Path:
+        """Make the parts in a directory a snapshot, on rank 0, once all of its ranks have prepared theirs.
+
+        Args:
+            own: the part of rank 0.
+            structure: of the state, from `encode`.
+
+        Raises:
+            InvalidValue: the parts together are not the state.
+            OSError: as for `write`.
+        """
+        directory = self.path / place
+        target = self._name_target(step, name)
+        try:
+            files, digest = merge_parts(structure, [own, *take_receipts(directory, num_parts)])
+            files[STATE] = _write_json(directory / STATE, structure)
+            manifest = build_manifest(step=step, name=name, digest=digest, files=files, meta=meta)
+            _write_json(directory / MANIFEST, manifest)
+            self._put(directory, target)
+        except BaseException:
+            self.abort(place)
+            raise
+        return target
+
+    def abort(self, place: str) -> None:
+        """Remove a directory from `begin`."""
+        shutil.rmtree(self.path / place, ignore_errors=True)
 
     def _name_target(self, step: int, name: str | None) -> Path:
         """Return the directory of a snapshot. Raises InvalidValue."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from samestep.console import warn
-from samestep.engine.control import Vote
+from samestep.engine.control import Saving, Vote
 from samestep.engine.passes import Reduced
 from samestep.errors import UsageError
 from samestep.snapshot.snapshotter import Snapshotter
@@ -75,7 +75,7 @@ class Stopping(StepObserver):
     def cast_vote(self, **more: Any) -> Vote:
         """Return this rank's vote. `more`: the entries of `Vote` that others give."""
         snapshotter = self._snapshotter
-        return Vote(self.signals.heard, snapshotter.is_time(), snapshotter.is_copying, **more)
+        return Vote(self.signals.heard, snapshotter.is_time(), snapshotter.saving, **more)
 
     def take_votes(self, votes: Sequence[Vote]) -> None:
         """Apply the votes of all ranks.
@@ -88,7 +88,7 @@ class Stopping(StepObserver):
         Raises:
             Error: only some ranks have a snapshot in progress.
         """
-        copying = [vote.copying for vote in votes]
+        copying = [vote.saving == Saving.COPYING for vote in votes]
         if True in copying and False in copying:
             raise UsageError(
                 f"rank {copying.index(True)} takes a snapshot of step {self._state.steps_done}, and rank "
@@ -96,12 +96,14 @@ class Stopping(StepObserver):
                 code="SS501",
             )
         before = self._watchdog.now[0]
-        is_copying = self._snapshotter.is_copying
+        is_copying = self._snapshotter.saving is Saving.COPYING
         if is_copying:
             self._watchdog.enter("saving", self._state.steps_done)
         self._snapshotter.join_copy()
         if is_copying:
             self._watchdog.enter(before, self._state.steps_done)
+        if all(vote.saving == Saving.WRITTEN for vote in votes):
+            self._snapshotter.join_parts()
         if self._state.is_in_loop:
             if any(vote.snapshot for vote in votes):
                 self._snapshotter.want()

@@ -112,11 +112,11 @@ class Evaluator:
                 outcome = describe_failure(error)
             self._clock.enter("reducing", steps_done)
             vote = self._stopping.cast_vote()
-            gathered = group.gather((layout.world_size, outcome, vote.stop, vote.copying))
+            gathered = group.gather((layout.world_size, outcome, vote.stop, vote.saving))
             if {size for size, *_ in gathered} == {len(gathered)}:  # else a rank has died since `build_layout` on one
                 break
         # A validation can be long: react to a signal before the next step.
-        votes = [Vote(stop, copying=copying) for _, _, stop, copying in gathered]
+        votes = [Vote(stop, saving=saving) for _, _, stop, saving in gathered]
         self._stopping.take_votes(votes)
         self._clock.enter("script", steps_done)
         if failure is not None:

@@ -102,8 +102,8 @@ class LoopEnd:
         """Describe a failure at the run's end, on ranks that record it, with its code; "" if there was none."""
         stopping = self._services.stopping
         snapshotter = self._services.snapshotter
-        if snapshotter.unsaved is not None and snapshotter.unsaved[0] == self._state.steps_done:
-            return f"{snapshotter.unsaved[1]}; fix this, and start the same command again", "SS417"
+        if problem := snapshotter.explain_unsaved(self._state.steps_done):
+            return f"{problem}; fix this, and start the same command again", "SS417"
         is_again = stopping.is_interrupted and stop_code(stopping.signal) == START_AGAIN
         run_dir = self._context.location.path
         if not is_again or self._context.rank != 0 or run_dir is None:

@@ -1,0 +1,123 @@
+"""A snapshot is completed after a sound copy and all parts, and after nothing else."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from itertools import product
+
+import pytest
+import torch
+from support.waiting import DEADLINE_S
+from torch import Tensor
+
+from samestep.snapshot.async_copy import LARGE_BYTES, Copy, Staging, locate
+from samestep.snapshot.inspection import SnapshotOrder
+from samestep.snapshot.parts import Part
+from samestep.snapshot.writer import Event, Stage, Writer, advance
+
+NUM_LARGE = LARGE_BYTES // 4
+
+
+class Place:
+    """Where a snapshot is written. It notes what is called."""
+
+    def __init__(self, *, is_divided: bool = False) -> None:
+        self.is_divided = is_divided
+        self.calls: list[str] = []
+        self.is_called = threading.Event()
+
+    def prepare(self, order: SnapshotOrder, tensors: Mapping[str, Tensor]) -> list[Part]:
+        self._note("prepare")
+        return []
+
+    def commit(self, order: SnapshotOrder, parts: Sequence[Part]) -> None:
+        self._note("commit")
+
+    def abort(self, order: SnapshotOrder) -> None:
+        self._note("abort")
+
+    def _note(self, what: str) -> None:
+        self.calls.append(what)
+        self.is_called.set()
+
+
+def begin(place: Place, copy: Copy | None = None) -> Writer:
+    return Writer(copy or make_copy(torch.randn(NUM_LARGE)), place, SnapshotOrder(1), {})
+
+
+def make_copy(tensor: Tensor) -> Copy:
+    tensors = {"large": tensor}
+    return Copy(tensors, Staging().take(tensors), stable={locate(tensor)}, look=lambda place, tensor: None)
+
+
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_all_sequences_of_events(is_divided: bool) -> None:
+    """The first event that is not expected aborts, and no event changes a decision."""
+    wanted = (Event.SOUND, Event.WRITTEN) if is_divided else (Event.SOUND,)
+    for events in (each for length in range(5) for each in product(Event, repeat=length)):
+        stage = Stage.COPYING
+        for event in events:
+            stage = advance(stage, event, is_divided=is_divided)
+        own = events[: len(wanted)]
+        if own == wanted:
+            assert stage is Stage.COMMITTED
+        elif own == wanted[: len(own)]:
+            assert stage is (Stage.WRITING if own else Stage.COPYING)
+        else:
+            assert stage is Stage.ABORTED
+
+
+@pytest.mark.parametrize("event", [Event.SOUND, Event.UNSOUND])
+def test_nothing_is_completed_before_it_is_decided(event: Event) -> None:
+    place = Place()
+    writer = begin(place)
+    assert place.is_called.wait(DEADLINE_S)
+    assert not writer.has_ended
+    assert place.calls == ["prepare"]
+    writer.handle(event)
+    writer.wait_until_written()
+    assert writer.has_ended
+    assert place.calls == ["prepare", "commit" if event is Event.SOUND else "abort"]
+
+
+def test_a_divided_one_needs_the_parts_of_all_ranks() -> None:
+    place = Place(is_divided=True)
+    writer = begin(place)
+    writer.handle(Event.SOUND)
+    writer.wait_until_prepared()
+    assert writer.has_prepared
+    assert place.calls == ["prepare"]
+    writer.handle(Event.WRITTEN)
+    writer.wait_until_written()
+    assert place.calls == ["prepare", "commit"]
+
+
+def test_a_rank_alone_completes_no_divided_one() -> None:
+    place = Place(is_divided=True)
+    writer = begin(place)
+    writer.handle(Event.SOUND)
+    writer.wait_until_written()
+    assert (writer.stage, place.calls) == (Stage.ABORTED, ["prepare", "abort"])
+
+
+def test_a_rank_alone_refuses_what_is_torn() -> None:
+    place = Place()
+    large = torch.randn(NUM_LARGE)
+    copy = make_copy(large)
+    large.add_(1)
+    writer = begin(place, copy)
+    writer.wait_until_written()
+    assert (writer.stage, place.calls) == (Stage.ABORTED, ["prepare", "abort"])
+
+
+def test_errors_are_kept() -> None:
+    def look(place: int, tensor: Tensor) -> None:
+        raise ValueError("a look")
+
+    large = torch.randn(NUM_LARGE)
+    copy = Copy({"large": large}, {}, stable={locate(large)}, look=look)
+    place = Place()
+    writer = begin(place, copy)
+    writer.wait_until_written()
+    assert copy.has_failed
+    assert str(writer.failure) == "a look"
+    assert place.calls == ["abort"]
