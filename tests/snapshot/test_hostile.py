@@ -486,7 +486,7 @@ def use(run: Path) -> None:
     directory = RunDirectory(run, warn=lambda sentence: None)
     try:
         directory.look("latest")
-        directory.begin(ResumePoint(), numbers={}, machine={}, config={}, options=StartOptions({}))
+        directory.begin(ResumePoint(), StartOptions({}))
         directory.write_start(None, from_step=0, world_size=1)
         directory.write_heal(Heal(0, [1], 1, 0.1))
         directory.write_row({"loss": 1.0})

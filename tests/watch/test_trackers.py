@@ -291,7 +291,7 @@ def test_the_commit_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_record_keeps_the_first_commit_and_lists_others() -> None:
     def record(before: Mapping[str, Any], step: int, commit: str) -> tuple[dict[str, Any], list[str]]:
         options = StartOptions({}, git={"commit": commit, "is_dirty": False} if commit else {})
-        return build_record(before, step=step, numbers={}, machine={}, config={}, options=options, rewinds=[])
+        return build_record(before, options, step=step, rewinds=[])
 
     first, _ = record({}, 0, "a")
     second, warnings = record(first, 5, "b")

@@ -87,7 +87,7 @@ class Location:
         point = location.find_resume_point(resume, numbers)
         if not point.is_beginning:
             state = location.open(point)                      # each rank
-        location.begin(point, numbers, machine, config, options)
+        location.begin(point, options)
         for each snapshot:
             order = location.align(order, state)
             parts = location.prepare(order, tensors)          # each rank, in a thread
@@ -270,24 +270,14 @@ class Location:
         pulled = NOTHING if self._mirror is None else self._mirror.pull(store, which, self._rewinds)
         return store.find(which, warn=self._say, pulled=pulled)
 
-    def begin(
-        self,
-        point: ResumePoint,
-        numbers: Mapping[str, Any],
-        machine: Mapping[str, Any],
-        config: Mapping[str, Any],
-        options: StartOptions,
-    ) -> None:
-        """Take the run back to a point, make this start its writer, and start the logs. Called once.
-
-        Arguments as for `build_record`. Raises Error.
-        """
+    def begin(self, point: ResumePoint, options: StartOptions) -> None:
+        """Take the run back to a point, make this start its writer, and start the logs. Called once. Raises Error."""
         if self.path is None:
             return
 
         def begin_one(directory: RunDirectory) -> tuple[int, int]:
-            directory.check_numbers(numbers)
-            num_bytes = directory.begin(point, numbers=numbers, machine=machine, config=config, options=options)
+            directory.check_numbers(options.numbers)
+            num_bytes = directory.begin(point, options)
             if self._mirror is not None:
                 self._mirror.begin(directory, point.step)
             return directory.find_restart(), num_bytes

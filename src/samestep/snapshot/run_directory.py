@@ -229,32 +229,16 @@ class RunDirectory:
         different = find_different(meta["numbers"], self.record.get("numbers", {}))
         return f"it is of another run ({different})" if different else ""
 
-    def begin(
-        self,
-        point: ResumePoint,
-        *,
-        numbers: Mapping[str, Any],
-        machine: Mapping[str, Any],
-        config: Mapping[str, Any],
-        options: StartOptions,
-    ) -> int:
+    def begin(self, point: ResumePoint, options: StartOptions) -> int:
         """Begin or continue the run: take the files back to a point, write `run.json`, and warn about changes.
 
-        Called once. Arguments as for `build_record`.
+        Called once.
 
         Returns:
             The size of the rows that earlier starts have written.
         """
         num_bytes = self._take_back(point)
-        record, warnings = build_record(
-            self.record,
-            step=point.step,
-            numbers=numbers,
-            machine=machine,
-            config=config,
-            options=options,
-            rewinds=point.rewinds,
-        )
+        record, warnings = build_record(self.record, options, step=point.step, rewinds=point.rewinds)
         for warning in warnings:
             self._warn(warning)
         self._replace_record(record)

@@ -20,7 +20,7 @@ _SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True)
 class StartOptions:
-    """Settings of optimizers and schedules, and data, of one start.
+    """The run, its settings of optimizers and schedules, and its data, as one start has them.
 
     Attributes:
         in_force: the settings with which the run began, or those that have replaced them since.
@@ -30,6 +30,8 @@ class StartOptions:
         changed_data: a description of their change; "" if there is none.
         git: commit of the script's work tree, and whether files differ from it; {} outside a work tree.
         script: the script's file, hash and arguments; {} if unknown.
+        numbers, machine: the run's identity, and everything else on which its bits depend.
+        config: the `config` argument of `Run`.
     """
 
     in_force: Mapping[str, Any]  # "optimizer.lr" -> 0.1; a list if parameter groups differ
@@ -39,6 +41,9 @@ class StartOptions:
     changed_data: str = ""
     git: Mapping[str, Any] = field(default_factory=dict)
     script: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_record(run_dir: Path, called: object, remedy: str = "repair it") -> dict[str, Any]:
@@ -78,25 +83,17 @@ def parse_run_record(text: bytes, called: object, remedy: str = "repair it") -> 
 
 
 def build_record(
-    before: Mapping[str, Any],
-    *,
-    step: int,
-    numbers: Mapping[str, Any],
-    machine: Mapping[str, Any],
-    config: Mapping[str, Any],
-    options: StartOptions,
-    rewinds: Sequence[int],
+    before: Mapping[str, Any], options: StartOptions, *, step: int, rewinds: Sequence[int]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the record of a start, and warnings about what changed since the run began.
 
     Args:
         before: the record of the previous start; {} for the first.
         step: number of completed steps.
-        numbers, machine: the run's identity, and everything else on which its bits depend.
-        config: the `config` argument of `Run`.
         rewinds: the steps to which the run went back although there were later snapshots.
     """
-    config = as_json(dict(config))
+    config = as_json(dict(options.config))
+    numbers, machine = options.numbers, options.machine
     found = {
         "the machine, and the bits with it": describe_changes(before.get("machine", machine), machine),
         "config": describe_changes(hide_secrets(before.get("config", config)), config),

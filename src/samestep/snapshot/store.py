@@ -190,8 +190,7 @@ class Store:
     def __init__(self, run_dir: Path, named: Path | None = None) -> None:
         self.path = Path(run_dir) / SNAPSHOTS
         self._named = Path(named or run_dir) / SNAPSHOTS
-        self._damaged: set[Path] = set()  # found by `find`: right sizes, wrong checksums
-        self._refused: dict[Path, str] = {}  # see `refuse`
+        self._problems: dict[Path, str] = {}  # of snapshots whose manifests and sizes show none
 
     # --- read -------------------------------------------------------------------------------------------------
 
@@ -210,6 +209,7 @@ class Store:
     def _read(self, name: str, path: Path) -> Snapshot:
         numbered = _NUMBERED.fullmatch(name)
         manifest, problem = read_manifest(path)
+        problem = problem or self._problems.get(path)
         if numbered is None:
             return Snapshot.from_manifest(path, name, None, manifest, problem)
         return Snapshot.from_manifest(path, None, int(numbered[1]), manifest, problem)
@@ -245,12 +245,12 @@ class Store:
         for snapshot in reversed([each for each in found if each.matches(which)]):
             if problem:
                 warn(f"skipping a snapshot that cannot be used: {problem}")
-            problem = snapshot.problem or judge(snapshot) or self._refused.get(snapshot.path, "")
+            problem = snapshot.problem or judge(snapshot)
             if not problem and (checks_parts or not snapshot.is_divided):
                 problem = find_damage(snapshot.path, snapshot.manifest) or ""
             if not problem:
                 return snapshot
-            self._damaged.add(snapshot.path)
+            self._problems[snapshot.path] = problem
             problem = f"{snapshot.path.relative_to(self.path.parent)}: {problem}"
         problem = problem or pulled.problem
         where = pulled.url or str(self._named)
@@ -270,7 +270,7 @@ class Store:
 
     def refuse(self, snapshot: Snapshot, problem: str) -> None:
         """Let `find` skip a snapshot that it has returned, because of a problem with it."""
-        self._refused[snapshot.path] = problem
+        self._problems[snapshot.path] = problem
 
     def check_present(self, which: int | str) -> None:
         """Raise the error of `find` if no snapshot here matches. Reads manifests only."""
@@ -282,7 +282,7 @@ class Store:
         self, which: int | str, found: Sequence[Snapshot], problem: str, where: str
     ) -> RunDirectoryError:
         """Build the error for a snapshot that is not there, or that has a problem."""
-        sound = [s.name or f"step {s.step}" for s in found if s.problem is None and s.path not in self._damaged]
+        sound = [s.name or f"step {s.step}" for s in found if s.problem is None and s.path not in self._problems]
         others = "there is no other" if found else "there are none yet"
         if sound:
             others = f"there is {', '.join(dict.fromkeys(sound))}"
@@ -451,7 +451,7 @@ class Store:
     def prune(self, keep: int) -> None:
         """Remove numbered snapshots older than the `keep` (at least 1) newest undamaged ones. Named ones stay."""
         numbered = [snapshot for snapshot in self.snapshots() if snapshot.name is None]
-        sound = [s for s in numbered if s.problem is None and s.path not in self._damaged]
+        sound = [s for s in numbered if s.problem is None]
         if sound:
             for snapshot in numbered[: numbered.index(sound[-max(keep, 1) :][0])]:
                 self._remove(snapshot.path)
@@ -499,8 +499,7 @@ class Store:
         if os.path.lexists(aside):
             with suppress(OSError):  # the next `clean` removes it
                 self._remove(aside)
-        self._damaged.discard(target)
-        self._refused.pop(target, None)
+        self._problems.pop(target, None)
 
     def _remove(self, path: Path) -> None:
         # Renamed first, so that no reader finds a snapshot of which half is gone.

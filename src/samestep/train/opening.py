@@ -93,7 +93,8 @@ def record_start(data: LoopData, context: RunContext, prepared: Prepared) -> Tra
         git, script = context.group.once(lambda: (read_commit(), describe_script()))
         options = replace(options, git=git, script=script)
     numbers = {**prepared.numbers, **data.numbers}
-    location.begin(prepared.point, numbers, machine, context.script_config, options)
+    options = replace(options, numbers=numbers, machine=machine, config=context.script_config)
+    location.begin(prepared.point, options)
     return describe_run(context, machine, options)
 
 
