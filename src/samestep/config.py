@@ -445,16 +445,6 @@ class RunConfig:
             is_shared=False,
         ),
     ]
-    grace_s: Annotated[
-        int | None,
-        Option(
-            int,
-            "S",
-            "seconds from a stop signal until the system kills the run; it warns if that is too short",
-            whole(0, optional=True),
-            is_shared=False,
-        ),
-    ] = None
     stuck_after_s: Annotated[
         int | None,
         Option(

@@ -112,4 +112,4 @@ def test_the_run_outlives_its_pod(manifest: Any) -> None:
     assert Path(mounted) in Path(words[words.index("--run-dir") + 1]).parents
     assert re.search(rf"^USER {pod['securityContext']['fsGroup']}:", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert pods["podFailurePolicy"]["rules"][0]["onExitCodes"] == {"operator": "In", "values": [START_AGAIN]}
-    assert pod["terminationGracePeriodSeconds"] > int(words[words.index("--grace-s") + 1])
+    assert pod["terminationGracePeriodSeconds"] > 30  # more than a pod gets otherwise

@@ -229,7 +229,7 @@ def test_nodes_of_another_run(open_place: Callable[..., Place]) -> None:
     place = open_place()
     place.join(0)
     nodes, target = replace(place.nodes, node_rank=1), Target("script", __file__, [])
-    other = build_hello(nodes, target, 1, 0, {"run_dir": "b", "local_dir": "its own", "grace_s": 3})
+    other = build_hello(nodes, target, 1, 0, {"run_dir": "b", "local_dir": "its own"})
     with pytest.raises(Error, match=r"has another --run-dir \(or SAMESTEP_RUN_DIR\) than .* \(b, not none\)"):
         connect(nodes, other, lambda: False)
     nodes = replace(nodes, secret="a secret of other nodes")

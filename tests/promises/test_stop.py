@@ -193,14 +193,6 @@ def test_signal_after_the_last_step(
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.parametrize(("grace_s", "is_short"), [(0, True), (3600, False)])
-def test_a_warning_before_there_is_too_little_time_to_save(
-    trial: Trial, capfd: pytest.CaptureFixture[str], grace_s: int, is_short: bool
-) -> None:
-    trial.spawn(1, snapshot_every=2, SAMESTEP_GRACE_S=grace_s)
-    assert capfd.readouterr().out.count(f"the grace period of {grace_s} s is too short") == is_short
-
-
 def test_signal_to_one_rank(trial: Trial, undisturbed: Undisturbed) -> None:
     """All stop after the same step."""
     launch = trial.start("launch", 3, HELD)

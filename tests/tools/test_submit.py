@@ -60,7 +60,7 @@ def test_batch_script(script: Path, capsys: pytest.CaptureFixture[str], tmp_path
     launch = words[words.index("launch") :]
     assert launch == [
         "launch", "--nnodes", "4", "--rdzv-endpoint", "$head:$port", "--nproc-per-node", "8", "--run-dir", "runs/x",
-        "--grace-s", "120", "--max-steps", "9", "--deterministic", "train.py", "--lr", "0.1", "a b",
+        "--max-steps", "9", "--deterministic", "train.py", "--lr", "0.1", "a b",
     ]  # fmt: skip
     assert text.endswith("fi\nexit $rc\n")
     assert (tmp_path / "runs/x/slurm").is_dir(), "Slurm does not create it for the output"
@@ -70,7 +70,7 @@ def test_one_node(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One node needs no rendezvous, and the script names the run's directory."""
     text = render(capsys, "--nproc-per-node", "3", "-m", "train")
     words = read_srun(text)
-    assert words[words.index("launch") :] == ["launch", "--nproc-per-node", "3", "--grace-s", "120", "-m", "train"]
+    assert words[words.index("launch") :] == ["launch", "--nproc-per-node", "3", "-m", "train"]
     assert "head=" not in text
     assert read_directives(text)["output"] == "slurm/%j.out"
 
@@ -80,7 +80,7 @@ def test_a_recipe(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = render(capsys, "--nproc-per-node", "3", "--run-dir", "runs/m", "mlp", "--total-epochs", "2")
     words = read_srun(text)
     assert words[words.index("samestep") + 1 :] == [
-        "launch", "--nproc-per-node", "3", "--run-dir", "runs/m", "--grace-s", "120", "mlp", "--total-epochs", "2",
+        "launch", "--nproc-per-node", "3", "--run-dir", "runs/m", "mlp", "--total-epochs", "2",
     ]  # fmt: skip
     assert read_directives(text)["job-name"] == "mlp"
 
@@ -121,7 +121,6 @@ def test_which_exits_are_requeued(
 def test_grace(script: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], grace_s: int) -> None:
     text = render(capsys, *words, "train.py")
     assert read_directives(text)["signal"] == f"USR1@{grace_s}"
-    assert read_srun(text)[-2] == str(grace_s), "the run gets the grace time, too"
 
 
 @pytest.mark.parametrize(

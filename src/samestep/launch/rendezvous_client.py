@@ -221,7 +221,7 @@ class Hello(Struct, frozen=True, forbid_unknown_fields=True):
         return self.host if self.node_rank is None else f"node {self.node_rank} ({self.host})"
 
 
-PER_NODE = ("local_dir", "grace_s")  # options that can differ between nodes
+PER_NODE = ("local_dir",)  # options that can differ between nodes
 PROGRAM = "program"  # in the settings
 
 

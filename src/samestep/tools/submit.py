@@ -48,7 +48,7 @@ FLAGS: dict[str, Option] = {
     **OPTIONS,
     "grace_s": Option(int, "S", f"seconds from the signal to the limit; default: {GRACE_S}", whole(1)),
 }
-PASSED_ON = {"show_ranks", "tf_config", "max_restarts", "heal", *OPTIONS} - {"run_dir", "grace_s"}
+PASSED_ON = {"show_ranks", "tf_config", "max_restarts", "heal", *OPTIONS} - {"run_dir"}
 
 # srun would return the code of a node that was lost. The launcher of the first node, which is the rendezvous, knows how
 # the run has ended. Each launcher handles the signals; its shell waits for it.
@@ -153,7 +153,7 @@ def render_script(target: Target, values: Mapping[str, Any]) -> str:
                 f"the batch script would have the option {line!r}: use names without control characters",
                 code="SS101",
             )
-    flags = ["--nproc-per-node", num_local, *(["--run-dir", run_dir] if run_dir else []), "--grace-s", grace_s]
+    flags = ["--nproc-per-node", num_local, *(["--run-dir", run_dir] if run_dir else [])]
     flags += to_flags({name: value for name, value in values.items() if name in PASSED_ON})
     start = shlex.join([sys.executable, *COMMAND[1:], "launch"])
     nodes = f' --nnodes {num_nodes} --rdzv-endpoint "$head:$port"' if num_nodes > 1 else ""

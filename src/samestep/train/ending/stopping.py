@@ -1,10 +1,8 @@
 """Ends a loop after the same step on all ranks: after its last step, by run.stop(), or by a signal."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
-from samestep.console import warn
 from samestep.engine.control import Saving, Vote
 from samestep.engine.passes import Reduced
 from samestep.errors import UsageError
@@ -42,10 +40,8 @@ class Stopping(StepObserver):
         self._snapshotter = snapshotter
         self._watchdog = watchdog
         self.signals = signals
-        self._grace_s = context.config.grace_s
         self.signal = 0
         self._has_agreed = False
-        self._began_s = 0.0
 
     def begin_loop(self) -> None:
         """A loop begins."""
@@ -124,27 +120,8 @@ class Stopping(StepObserver):
 
     # --- steps ------------------------------------------------------------------------------------------------
 
-    def begin_step(self, step: Step) -> None:
-        self._began_s = time.monotonic()
-
     def end_step(self, step: Step) -> None:
-        self._warn_of_grace(time.monotonic() - self._began_s)
         self.vote_alone()
-
-    def _warn_of_grace(self, step_s: float) -> None:
-        """Warn, once, if the grace period after a signal is too short for a step and a snapshot."""
-        save_s = self._snapshotter.save_s
-        grace_s = self._grace_s
-        if grace_s is None or not save_s:
-            return
-        if step_s + save_s > grace_s:
-            short = (
-                f"the grace period of {grace_s} s is too short: a step takes {step_s:.1f} s and a snapshot "
-                f"{save_s:.1f} s, so a run that gets a signal to stop may be killed before it has saved: ask "
-                "for more"
-            )
-            warn(self._context.say, short, start="the grace period")
-            self._grace_s = None
 
     # --- run.stop() on some ranks alone -----------------------------------------------------------------------
 
