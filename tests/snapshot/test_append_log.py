@@ -191,17 +191,17 @@ def test_close_may_be_called_twice_and_leaves_no_file_open(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "how", "said"),
+    ("name", "how"),
     [
-        ("metrics.jsonl", Path.unlink, "was removed during the run"),
-        ("ledger.bin", Path.unlink, "was removed during the run"),
-        ("ledger.bin", lambda path: os.truncate(path, 9), "was changed during the run: it has 9 bytes, and "),
-        ("metrics.jsonl", lambda path: os.truncate(path, 0), "was changed during the run: it has 0 bytes, and "),
-        ("metrics.jsonl", lambda path: path.write_bytes(path.read_bytes() + b"x"), "was changed during the run"),
-        ("ledger.bin", lambda path: replace_file(path, path.read_bytes()), "was replaced during the run"),
+        ("metrics.jsonl", Path.unlink),
+        ("ledger.bin", Path.unlink),
+        ("ledger.bin", lambda path: os.truncate(path, 9)),
+        ("metrics.jsonl", lambda path: os.truncate(path, 0)),
+        ("metrics.jsonl", lambda path: path.write_bytes(path.read_bytes() + b"x")),
+        ("ledger.bin", lambda path: replace_file(path, path.read_bytes())),
     ],
 )
-def test_another_program_changes_the_file(tmp_path: Path, name: str, how: Callable[[Path], object], said: str) -> None:
+def test_another_program_changes_the_file(tmp_path: Path, name: str, how: Callable[[Path], object]) -> None:
     """Later records would be lost, or in wrong places. The same command continues from the newest snapshot."""
     path, sizes = tmp_path / "run" / name, []
 
@@ -211,7 +211,8 @@ def test_another_program_changes_the_file(tmp_path: Path, name: str, how: Callab
             sizes.append(path.stat().st_size if path.exists() else None)
 
     arguments: dict[str, Any] = {"num_epochs": 2, "snapshot_every": 4, "log_every": 1}
-    with pytest.raises(RunDirectoryError, match=rf"run/{name} {said}.*; the same command continues from the newest"):
+    said = f"run/{name} was removed or changed during the run; the same command continues from the newest"
+    with pytest.raises(RunDirectoryError, match=said):
         tiny_run(tmp_path / "run", before=strike, **arguments)
     assert [path.stat().st_size if path.exists() else None] == sizes, "nothing more is written"
     assert tiny_run(tmp_path / "run", **arguments) == 8

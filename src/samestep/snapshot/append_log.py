@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -77,15 +78,11 @@ class AppendLog:
 
     def _find_change(self) -> str:
         own = os.fstat(self._file)
-        try:
+        with suppress(FileNotFoundError):
             found = os.lstat(self.path)
-        except FileNotFoundError:
-            return "was removed during the run"
-        if (found.st_dev, found.st_ino) != (own.st_dev, own.st_ino):
-            return "was replaced during the run"
-        if found.st_size != self._size:
-            return f"was changed during the run: it has {found.st_size:,} bytes, and {self._size:,} were written"
-        return ""
+            if (found.st_dev, found.st_ino, found.st_size) == (own.st_dev, own.st_ino, self._size):
+                return ""
+        return "was removed or changed during the run"
 
     def sync(self) -> None:
         """Wait until the written records are on the disk. Another thread may append meanwhile. Raises OSError."""

@@ -15,7 +15,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from samestep.console import say
@@ -28,7 +27,6 @@ from samestep.snapshot.inspection import SnapshotOrder, TrainingState
 from samestep.snapshot.resume_point import Holding, ResumePoint
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.store import SNAPSHOTS, Snapshot
-from samestep.tagged import find_dtype, name_dtype
 from samestep.watch.records import LEDGER, METRICS, RECORD, RESTARTS, STATUS, TRACKERS
 from samestep.world.environment import read_host
 from samestep.world.group import Group
@@ -157,48 +155,28 @@ class Copies:
         own: dict[str, Tensor] = {}
         if self._group.rank == 0:
             same = {locate(tensor) for _, tensor in state.replicated}
-            own = {
-                name: tensor.detach().resolve_conj().resolve_neg()
-                for name, tensor in order.tensors.items()
-                if locate(tensor) not in same or not tensor.numel()  # an empty tensor has no address
-            }
-            outlines = {name: (name_dtype(tensor.dtype), [*tensor.shape]) for name, tensor in own.items()}
-            message = (list(order.names), order.structure, list(order.tensors), outlines, order.meta)
-        names, structure, tensors, outlines, meta = self._share(directory, message)
+            # An empty tensor has no address.
+            own = {name: each for name, each in order.tensors.items() if not each.numel() or locate(each) not in same}
+            message = list(order.names), order.structure, list(order.tensors), list(own), order.meta
+        names, structure, tensors, sent, meta = self._share(directory, message)
         is_writer = directory is not None and bool(names and order.names)
-        received = self._send_values(outlines, own, is_kept=is_writer and self._group.rank != 0)
+        aligned = {name: order.tensors[name] for name in tensors if name in order.tensors}
+        for name in sent:
+            value: Any = self._group.broadcast(own[name].detach().cpu() if name in own else None)
+            if is_writer:
+                aligned[name] = value
         if self._group.rank == 0:
             return order
         if not is_writer:
             return SnapshotOrder(order.step, is_last=order.is_last)
-        if missing := next((name for name in tensors if name not in received and name not in order.tensors), None):
+        if missing := next((name for name in tensors if name not in aligned), None):
             raise InvalidValue(
                 f"{missing} is in the state of rank 0, and not in that of rank {self._group.rank}: make the objects "
                 "for run.prepare the same on all ranks",
                 code="SS504",
             )
-        aligned = {name: received[name] if name in received else order.tensors[name] for name in tensors}
+        aligned = {name: aligned[name] for name in tensors}
         return replace(order, names=names, structure=structure, tensors=aligned, meta=meta)
-
-    def _send_values(
-        self, outlines: Mapping[str, tuple[str, list[int]]], own: Mapping[str, Tensor], *, is_kept: bool
-    ) -> dict[str, Tensor]:
-        """Send tensors of rank 0 to all ranks, one at a time if they are large. Return them if `is_kept`."""
-        received: dict[str, Tensor] = {}
-        pending: list[Tensor] = []
-        num_bytes = 0  # of those
-        for number, (name, (dtype, shape)) in enumerate(outlines.items(), start=1):
-            tensor = own[name].cpu().clone() if name in own else torch.empty(shape, dtype=find_dtype(dtype))
-            if is_kept:
-                received[name] = tensor
-            if tensor.numel():
-                pending.append(tensor.contiguous())
-                num_bytes += tensor.nbytes
-            if num_bytes >= PIECE_BYTES or number == len(outlines):
-                self._group.broadcast_tensors(pending)
-                pending = []
-                num_bytes = 0
-        return received
 
     def _share(self, directory: RunDirectory | None, value: Any = None) -> Any:
         """Send the rows that rank 0 has written to the other writers. Return rank 0's `value` on every rank.

@@ -209,7 +209,6 @@ class Store:
     def _read(self, name: str, path: Path) -> Snapshot:
         numbered = _NUMBERED.fullmatch(name)
         manifest, problem = read_manifest(path)
-        problem = problem or self._problems.get(path)
         if numbered is None:
             return Snapshot.from_manifest(path, name, None, manifest, problem)
         return Snapshot.from_manifest(path, None, int(numbered[1]), manifest, problem)
@@ -248,6 +247,8 @@ class Store:
             problem = snapshot.problem or judge(snapshot)
             if not problem and (checks_parts or not snapshot.is_divided):
                 problem = find_damage(snapshot.path, snapshot.manifest) or ""
+            elif not problem:
+                problem = self._problems.get(snapshot.path, "")
             if not problem:
                 return snapshot
             self._problems[snapshot.path] = problem
@@ -451,7 +452,7 @@ class Store:
     def prune(self, keep: int) -> None:
         """Remove numbered snapshots older than the `keep` (at least 1) newest undamaged ones. Named ones stay."""
         numbered = [snapshot for snapshot in self.snapshots() if snapshot.name is None]
-        sound = [s for s in numbered if s.problem is None]
+        sound = [s for s in numbered if s.problem is None and s.path not in self._problems]
         if sound:
             for snapshot in numbered[: numbered.index(sound[-max(keep, 1) :][0])]:
                 self._remove(snapshot.path)

@@ -57,7 +57,7 @@ def advance(stage: Stage, event: Event, *, is_divided: bool) -> Stage:
             return Stage.ABORTED
 
 
-class Target(Protocol):
+class Destination(Protocol):
     """Where a snapshot is written, see `Location`."""
 
     is_divided: bool
@@ -86,7 +86,7 @@ class Writer:
     def __init__(
         self,
         copy: Copy,
-        target: Target,
+        destination: Destination,
         order: SnapshotOrder,
         tensors: "Mapping[str, Tensor]",
         is_sound: Callable[[], bool] = lambda: True,
@@ -95,7 +95,7 @@ class Writer:
         self.stage = Stage.COPYING
         self.failure: Exception | None = None
         self.took_s = 0.0
-        self._target = target
+        self._destination = destination
         self._order = order
         self._tensors = tensors
         self._is_sound = is_sound
@@ -116,7 +116,7 @@ class Writer:
 
     def handle(self, event: Event) -> None:
         """Note what the ranks have found out."""
-        self.stage = advance(self.stage, event, is_divided=self._target.is_divided)
+        self.stage = advance(self.stage, event, is_divided=self._destination.is_divided)
         if self.stage in (Stage.COMMITTED, Stage.ABORTED):
             self._decided.set()
 
@@ -132,7 +132,7 @@ class Writer:
     def _decide_alone(self) -> None:
         if self._decided.is_set():
             return
-        if self._target.is_divided:  # the other ranks may be gone
+        if self._destination.is_divided:  # the other ranks may be gone
             self.handle(Event.FAILED)
             return
         self.copy.join()
@@ -144,7 +144,7 @@ class Writer:
                 self._write()
         except Exception as error:
             self.failure = error
-            self._target.abort(self._order)
+            self._destination.abort(self._order)
         finally:
             self._prepared.set()
 
@@ -152,7 +152,7 @@ class Writer:
         self.copy.run()
         _lower_priority()
         began_s = time.monotonic()
-        parts = self._target.prepare(self._order, self._tensors)
+        parts = self._destination.prepare(self._order, self._tensors)
         self.took_s = time.monotonic() - began_s
         self._prepared.set()
         with at_rest():
@@ -161,9 +161,9 @@ class Writer:
                     self._decide_alone()
         began_s = time.monotonic()
         if self.stage is Stage.COMMITTED:
-            self._target.commit(self._order, parts)
+            self._destination.commit(self._order, parts)
         else:
-            self._target.abort(self._order)
+            self._destination.abort(self._order)
         self.took_s += time.monotonic() - began_s
 
 
