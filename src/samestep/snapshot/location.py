@@ -340,7 +340,7 @@ class Location:
             Error: another process has taken the run over.
             OSError: a disk is full or gone; older snapshots are unchanged.
         """
-        if self.directory is None:
+        if self.directory is None or not order.places:  # or this rank has taken the run over since
             return
         for name, place, part in zip(order.names, order.places, parts, strict=True):
             self.directory.commit(
@@ -358,8 +358,7 @@ class Location:
             raise
         except Exception as error:
             self.warn(f"old snapshots could not be removed ({error}): the run continues")
-        # `end` uploads the last one
-        problem = "" if order.is_last else self._push()
+        problem = "" if order.is_last else self._push()  # `end` uploads the last one
         if problem:
             self.warn(f"the snapshot of step {order.step} {problem}, and the run continues")
 

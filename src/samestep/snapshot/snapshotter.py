@@ -42,8 +42,6 @@ class Snapshotter:
 
     Attributes:
         saved_step: the step of the newest numbered snapshot, complete or being written; None if there is none.
-        save_s: duration of writing the last snapshot, in seconds; 0 before the first one, and on ranks that do not
-            write.
     """
 
     def __init__(
@@ -61,7 +59,6 @@ class Snapshotter:
         self._gather = gather if location.is_divided else lambda value: [value]
         self._say = say
         self.saved_step: int | None = None
-        self.save_s = 0.0
         self._unsaved = (-1, "")  # step and reason, if the last snapshot could not be written
         self._is_wanted = self._is_ending = False
         self._names_due: list[str] = []
@@ -326,8 +323,6 @@ class Snapshotter:
             return
         pending = self._pending
         self._pending = None
-        if self._location.directory is not None:
-            self.save_s = pending.writer.took_s
         failure = pending.writer.failure
         if isinstance(failure, Error):
             raise failure

@@ -8,7 +8,6 @@ commits.
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, auto
@@ -80,7 +79,6 @@ class Writer:
     Attributes:
         stage: what has been decided.
         failure: the exception that has ended the thread; None if there was none.
-        took_s: the duration of writing, in seconds, without waiting for the decision.
     """
 
     def __init__(
@@ -94,7 +92,6 @@ class Writer:
         self.copy = copy
         self.stage = Stage.COPYING
         self.failure: Exception | None = None
-        self.took_s = 0.0
         self._destination = destination
         self._order = order
         self._tensors = tensors
@@ -151,20 +148,16 @@ class Writer:
     def _write(self) -> None:
         self.copy.run()
         _lower_priority()
-        began_s = time.monotonic()
         parts = self._destination.prepare(self._order, self._tensors)
-        self.took_s = time.monotonic() - began_s
         self._prepared.set()
         with at_rest():
             while not self._decided.wait(_POLL_S):
                 if not threading.main_thread().is_alive():  # it makes no further update
                     self._decide_alone()
-        began_s = time.monotonic()
         if self.stage is Stage.COMMITTED:
             self._destination.commit(self._order, parts)
         else:
             self._destination.abort(self._order)
-        self.took_s += time.monotonic() - began_s
 
 
 def _lower_priority() -> None:
