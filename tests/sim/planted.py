@@ -175,8 +175,8 @@ PLANTED = (
     ),
     Planted(
         "a snapshot is visible before its files are complete", ATOMIC, "snapshot/store.py",
-        'directory = self.path / (place or f"{_WRITING}{target.name}")',
-        "directory = self.path / (place or target.name)", focus="power",
+        'directory = self.path / f"{_WRITING}{self._name_target(step, name).name}.{secrets.token_hex(4)}"',
+        "directory = self._name_target(step, name)", focus="power",
     ),
     Planted(
         "the record of a run is not replaced atomically", RESUME, "files.py",
