@@ -16,7 +16,7 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from sim.planted import PLANTED, SOURCE, Planted
-from sim.scenarios import plan
+from sim.scenarios import Scenario, plan
 from sim.trials import Laboratory
 
 Found = tuple[int, float, str]  # number of scenarios, seconds, and what has shown the fault, or ""
@@ -46,6 +46,8 @@ def find(laboratory: Laboratory, planted: Planted, limit_s: float) -> Found:
     began_s = time.process_time()
     for seed in count():
         scenario = plan(seed, planted.focus if seed % 3 else "")
+        if planted.scenario and not seed:
+            scenario = Scenario.parse(planted.scenario)
         laboratory.expect(scenario)
         with laboratory.pool.changed({planted.file: [(planted.old, planted.new)]}):
             try:

@@ -20,6 +20,7 @@ class Planted:
         file: below src/samestep.
         old, new: the text, and what replaces it.
         focus: of the scenarios that are tried first, see `scenarios.plan`.
+        scenario: that is tried before; "" for none.
         test: the file of tests/ that finds it; "" for the simulation.
     """
 
@@ -29,6 +30,7 @@ class Planted:
     old: str
     new: str
     focus: str = ""
+    scenario: str = ""
     test: str = ""
 
 
@@ -83,8 +85,8 @@ PLANTED = (
     ),
     Planted(
         "a rank computes a micro-batch with the seed of another one", SAME_BITS, "train/step/steps.py",
-        'seed_all(self._derive("compute", v))\n        current',
-        'seed_all(self._derive("compute", 0))\n        current',
+        'self.micro_batch = v\n        seed_all(self._derive("compute", v))',
+        'self.micro_batch = v\n        seed_all(self._derive("compute", 0))',
     ),
     Planted(
         "a step takes the samples of the step before it", ONCE, "plan/loop_plan.py",
@@ -106,12 +108,11 @@ PLANTED = (
     ),
     Planted(
         "the total weight is that of one rank", SAME_BITS, "engine/losses.py",
-        "            for control in controls\n", "            for control in controls[:1]\n",
+        "        for control in controls:\n", "        for control in controls[:1]:\n",
     ),
     Planted(
-        "the gradient is divided by the size of a whole batch", SAME_BITS, "engine/gradient_pass.py",
-        "self._context.micro_batch_size / self._scale / total",
-        "self._context.micro_batch_size / self._scale / (self._context.micro_batch_size * len(self._sizes))",
+        "the gradient is divided by the size of a whole batch", SAME_BITS, "engine/passes.py",
+        "self._scale / total", "self._scale / (gradients.micro_batch_size * len(self._sizes))",
     ),
     Planted(
         "a buffer is divided by the number of all micro-batches of one rank", SAME_BITS, "engine/buffers.py",
@@ -122,13 +123,12 @@ PLANTED = (
         "        tensor.data.copy_(self._starts[k])\n", "        pass\n",
     ),
     Planted(
-        "the fingerprints of the last rank are dropped", ONCE, "engine/gradient_pass.py",
-        "self._layout.sort(control.fingerprints for control in sums.controls)",
-        "self._layout.sort([*(control.fingerprints for control in sums.controls[:-1]), []])",
+        "the fingerprints of the last rank are dropped", ONCE, "engine/passes.py",
+        "map(read_fingerprints, controls)", "map(read_fingerprints, controls[:-1])",
     ),
     Planted(
-        "a rank ignores the votes of the others", RESUME, "engine/gradient_pass.py",
-        "votes=[control.vote for control in sums.controls]", "votes=[vote]", focus="stop",
+        "a rank ignores the votes of the others", RESUME, "engine/passes.py",
+        "[*map(read_vote, controls)]", "[vote]", focus="stop",
     ),
     Planted(
         "the ranks stop only if the first one has got a signal", RESUME, "train/ending/stopping.py",
@@ -181,7 +181,7 @@ PLANTED = (
     Planted(
         "the record of a run is not replaced atomically", RESUME, "files.py",
         "        os.replace(partial, path)", "        path.unlink(missing_ok=True)\n        os.replace(partial, path)",
-        focus="kill_all@os.rename",
+        scenario="seed=1 script=mlp every=1 | 1 kill_all@250 | 1 kill_all@os.rename#1 | 2",
     ),
     Planted(
         "the newest snapshots are pruned, and not the oldest", RESUME, "snapshot/store.py",
@@ -265,12 +265,8 @@ PLANTED = (
         "metrics.append(b\"\".join([*rows, ", "metrics.append(b\"\".join([] and [*rows, ", focus="heal",
     ),
     Planted(
-        "healing: a vote is cast again for a repeated pass", HEAL, "train/step/steps.py",
-        "self._vote = self._vote or self._parts.cast_vote()", "self._vote = self._parts.cast_vote()", focus="heal",
-    ),
-    Planted(
         "healing: the micro-batches of a dead rank are not computed", HEAL, "train/step/steps.py",
-        "            self._pass = self._pass.repeat()\n", "            self._pass.release()\n", focus="heal",
+        "self._attempt = PassAttempt(", "self._attempt = self._attempt or PassAttempt(", focus="heal",
     ),
     Planted(
         "healing: a rank joins before all have come", HEAL, "world/membership.py",

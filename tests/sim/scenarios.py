@@ -156,8 +156,12 @@ def _plan_round(choose: random.Random, epochs: int, focus: str) -> Round:
     kinds = ("kill", "kill", "kill", "freeze", "stop") if heals else ("kill", "kill_all", "power", "power", *KINDS)
     kind, _, place = focus.partition("@")
     if focus:
-        heals = focus == "heal"
-        kinds = {"heal": ("kill",), "background": ("kill_all", "power")}.get(kind, (kind,))
+        heals = False
+        kinds = ("kill_all", "power") if focus == "background" else (kind,)
+    if focus == "heal":  # after all have begun; perhaps one more while the others heal
+        at = choose.randrange(110 * num_ranks, NUM_POINTS[num_ranks])
+        places = (at, at + choose.randrange(1, 150))[: choose.choice((1, 2))]
+        return Round(num_ranks, True, 0, tuple(Fault("kill", "", each) for each in places))
     faults = [
         _plan_fault(choose, choose.choice(kinds), num_ranks, epochs, place) for _ in range(choose.choice((1, 1, 2)))
     ]

@@ -26,10 +26,11 @@ def score(batch):
 
 
 for epoch in run.epochs(train, 3, num_workers=0):
+    shift = random.random()
     for step in epoch:
         print("step", step.number)
         for inputs, targets in step:
-            noise = random.random() + float(np.random.rand())
+            noise = shift + random.random() + float(np.random.rand())
             step.backward(F.mse_loss(model(inputs * (1 + 0.01 * noise)), targets))
         optimizer.step()
     result = run.evaluate(score, test, micro_batch_size=4, num_workers=0)
