@@ -262,9 +262,7 @@ def test_a_gradient_set_to_none() -> None:
     alone = Alone()
     alone.backward(alone.param.sum())
     alone.param.grad = None
-    with pytest.raises(
-        samestep.Error, match="the gradient of p0 is None at the end of micro-batch 0: remove"
-    ):
+    with pytest.raises(samestep.Error, match="the gradient of p0 is None at the end of micro-batch 0: remove"):
         alone.close()
 
 

@@ -385,7 +385,7 @@ PLANTED: dict[str, Callable[[Path], object]] = {
 }
 SNAPSHOT = "snapshots/step-00000003/"
 NAMES = ["run.json", "status.json", "metrics.jsonl", "restarts.jsonl", "heals.jsonl", "ranks.json", "ledger.bin"]
-NAMES += ["timeline.jsonl", "logs/0/0.log", "scale.txt", "verify.txt", "doctor.json"]
+NAMES += ["timeline.jsonl", "logs/0/0.log"]
 NAMES += [SNAPSHOT + name for name in ("manifest.json", "state.json")]
 
 
@@ -538,13 +538,9 @@ def test_a_report_is_not_written_through_a_link(place: Path) -> None:
 
 # Rows of millions of numbers are written and parsed: 9 s, and 25 s on a busy machine.
 def test_a_report_takes_no_more_memory_than_its_files(place: Path) -> None:
-    """One row with many ranks makes no matrix of all rows and so many ranks; a huge file is not attached."""
+    """One row with many ranks makes no matrix of all rows and so many ranks."""
     row = {"time_s": 1.0, "steps": [1], "spent_s": {"forward": [1.0]}}
     many = {**row, "steps": [1] * 50_000}
     assert build_intervals([{**row, "steps": [step]} for step in range(4000)] + [many]) is None
     (place / "run" / "timeline.jsonl").write_text(f"{json.dumps({**row, 'steps': [0] * 2_000_000})}\n")
     assert read_rows(place / "run" / "timeline.jsonl") == []
-    (place / "run" / "scale.txt").touch()
-    os.truncate(place / "run" / "scale.txt", 240 << 30)
-    with pytest.raises(Error, match=r"scale\.txt has more than"):
-        run_report([str(place / "run"), "-o", str(place / "report.html")])

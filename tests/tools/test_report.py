@@ -45,8 +45,8 @@ def write_run(run: Path, *, record: Any = (), status: Any = (), **files: list[di
     return run
 
 
-def report(*runs: Path, output: Path, more: tuple[str, ...] = ()) -> str:
-    assert run_report([*map(str, runs), "-o", str(output), *more]) == 0
+def report(*runs: Path, output: Path) -> str:
+    assert run_report([*map(str, runs), "-o", str(output)]) == 0
     return output.read_text()
 
 
@@ -145,28 +145,7 @@ def test_repeated_steps_count_once_and_ranks_by_their_own_steps() -> None:
     assert heat is not None
     np.testing.assert_array_equal(heat.cells, [[100, 500, np.nan], [1000, 1000, 1000], [200, 400, 600]])
     assert heat.means.tolist() == [350, 11000 / 18, 800]
-    assert intervals.world_sizes == [2, 3, 3]
     assert build_intervals(rows[:1]) is None
-
-
-def test_the_memory_of_every_rank_is_drawn(tmp_path: Path) -> None:
-    rows = [
-        {
-            "time_s": i,
-            "steps": [i, i],
-            "spent_s": {"forward": [0.1, 0.1]},
-            "memory_mb": [100.0 + i, 90.0],
-            "device_mb": [5, 6],
-        }
-        for i in range(4)
-    ]
-    del rows[2]["device_mb"], rows[2]["memory_mb"]  # as before these existed
-    page = report(write_run(tmp_path / "run", timeline=rows), output=tmp_path / "out.html")
-    (chart,) = [chart for chart in read_data(page)["charts"] if chart["title"] == "memory (MB)"]
-    assert {series["label"]: series["y"] for series in chart["series"]} == {
-        "memory, rank 0": [101.0, None, 103.0], "memory, rank 1": [90.0, None, 90.0],
-        "GPU memory, rank 0": [5.0, None, 5.0], "GPU memory, rank 1": [6.0, None, 6.0],
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -182,12 +161,12 @@ def test_a_timeline_begins_with_its_run(tmp_path: Path, more: dict[str, int], ed
     data = read_run_data(write_run(tmp_path / "run", timeline=[row]), "run", {})
     assert (None if data.timeline is None else data.timeline.edges.tolist()) == edges
     if data.timeline is not None:
-        assert (data.timeline.seconds.tolist(), data.timeline.memory["memory"].tolist()) == ([2.0], [[9.0]])
+        assert data.timeline.seconds.tolist() == [2.0]
         assert build_heat_map(data.timeline).cells.tolist() == [[400.0]]  # type: ignore[union-attr]
 
 
 def test_a_start_begins_where_the_last_one_was_saved() -> None:
-    """The time of the last steps before it is lost: they have no speed, and belong to the earlier number of ranks."""
+    """The time of the last steps before it is lost: they have no speed."""
     rows = [
         make_row([40, 40], forward=[1.0, 1.0]) | {"first_step": 0},
         make_row([62, 62, 62], starting=[1.0, 1.0, 1.0]) | {"first_step": 62},
@@ -195,7 +174,7 @@ def test_a_start_begins_where_the_last_one_was_saved() -> None:
     ]
     intervals = build_intervals(rows)
     assert intervals is not None
-    assert (intervals.edges.tolist(), intervals.world_sizes) == ([0, 40, 62, 80], [2, 2, 3])
+    assert intervals.edges.tolist() == [0, 40, 62, 80]
     np.testing.assert_array_equal(intervals.seconds, [1, np.nan, 0.9])
     np.testing.assert_array_equal(intervals.num_steps[1:], [[0, 0, 0], [18, 17, 18]])
 
@@ -210,40 +189,13 @@ def test_the_timeline_of_a_further_loop_begins_anew(tmp_path: Path) -> None:
     assert sum_phases(rows)["starting"] == spent_s["starting"], "the start counts once"
 
 
-def test_numbers_of_ranks_are_bands(tmp_path: Path) -> None:
-    rows = [make_row([10 * n] * size, forward=[1.0] * size) for n, size in enumerate([2, 2, 2, 3, 3, 1])]
+def test_restarts_and_heals_are_marks(tmp_path: Path) -> None:
     restarts = [{"reason": "", "from_step": step, "world_size": size} for step, size in ((20, 3), (40, 1))]
     heals = [{"step": 30, "lost": [0, 2], "world_size": 1, "seconds": 0.1}]
-    run = write_run(tmp_path / "run", timeline=rows, restarts=restarts, heals=heals)
-    page = report(run, output=tmp_path / "out.html")
-    data = read_data(page)
-    bands = [(band["first"], band["label"]) for band in data["bands"]]
-    assert bands == [(0, "2 ranks"), (20, "3 ranks"), (40, "1 rank")]
+    page = report(write_run(tmp_path / "run", restarts=restarts, heals=heals), output=tmp_path / "out.html")
     labels = ["restart at 20 on 3 ranks", "restart at 40 on 1 rank", "ranks 0 and 2 lost at 30"]
-    assert [mark["label"] for mark in data["marks"]] == labels
+    assert [mark["label"] for mark in read_data(page)["marks"]] == labels
     assert re.search(r"heals\s*1", Texts(page).text)
-    again = report(tmp_path / "run", write_run(tmp_path / "b", timeline=rows), output=tmp_path / "out.html")
-    assert read_data(again)["bands"] == []
-
-
-@pytest.mark.parametrize(
-    ("times_s", "slowest"),
-    [
-        ([[0.431, 0.4311], [0.431, 0.4311]], None),  # equal
-        ([[0.40, 0.41], [0.52, 0.50], [0.40, 0.44]], None),  # within 5 %
-        ([[0.4, 0.9], [0.9, 0.4], [0.4, 0.7]], None),  # within the noise
-        ([[0.4, 0.5], [0.42, 0.5], [0.41, 0.52]], 1),
-        ([[0.4], [0.4]], None),
-    ],
-)
-def test_a_slow_rank_is_named_if_it_is_slower_than_the_noise(times_s: list[list[float]], slowest: int | None) -> None:
-    num_ranks = len(times_s[0])
-    rows = [make_row([10 * n] * num_ranks, forward=each) for n, each in enumerate([[0.0] * num_ranks, *times_s])]
-    heat = build_heat_map(build_intervals(rows))
-    assert heat is not None
-    assert heat.slowest == slowest
-    low, high = heat.scale
-    assert high >= 1.25 * low, "smaller differences have one colour"
 
 
 def test_the_rows_of_a_timeline_get_rarer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,8 +235,7 @@ def test_nothing_in_a_run_can_act_in_the_page(tmp_path: Path) -> None:
     (run / "logs" / "0").mkdir(parents=True)
     (run / "logs" / "0" / "0.log").write_text(f"line\n{HOSTILE}\n")
     (run / "logs" / "0" / "failure.json").write_text(json.dumps({"rank": 0, "reason": HOSTILE}))
-    (tmp_path / "verify.txt").write_text(HOSTILE)
-    page = report(run, output=tmp_path / "out.html", more=("--attach", str(tmp_path / "verify.txt")))
+    page = report(run, output=tmp_path / "out.html")
     assert HOSTILE not in page
     shown = Texts(page)
     assert shown.text.count(HOSTILE) >= 7
@@ -311,7 +262,6 @@ def test_logs_are_those_of_the_starts_that_failed(tmp_path: Path) -> None:
         ("start 0: no memory", "output of start 0"),
         ("start 2: no data", "output of start 2"),
         ("start 3: killed", "rank 1 has printed nothing"),
-        ("start 3, rank 0", "output of start 3"),
     ]
 
 
@@ -336,12 +286,6 @@ def test_runs_that_cannot_be_compared(tmp_path: Path) -> None:
     assert "a and c have no step in common, so nothing can be compared" in shown
 
 
-def test_files_in_the_directory_of_a_run_are_attached(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    (run / "verify.txt").write_text("all bits are equal")
-    assert "<h2>run: verify.txt</h2><pre>all bits are equal</pre>" in report(run, output=tmp_path / "out.html")
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -350,7 +294,6 @@ def test_files_in_the_directory_of_a_run_are_attached(tmp_path: Path) -> None:
         (["run", "-o", "."], ". is not a file"),
         (["run", "-o", "/dev/full"], "/dev/full is not a file"),
         (["run", "-o", "run/run.json"], "run/run.json is in a run's directory"),
-        (["run", "--attach", "missing.txt"], "missing.txt cannot be read"),
         ([], "the following arguments are required: RUN"),
     ],
 )
@@ -416,7 +359,6 @@ def test_in_a_browser(tmp_path: Path) -> None:
     legends = hovered[2].split("|")
     assert "0.02" in legends[0]  # the loss in the last step
     assert "0.04" in legends[0]
-    assert "3 ranks" in legends[0]
     assert "0.1" in legends[1]  # the cursors of all charts move together
     assert "rank 0, steps 0 to 9: 100 ms" in document
     assert [each.partition(": ")[2][:7] for each in hovered[1].split("|")] == [

@@ -3,31 +3,26 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from samestep.console import describe_ranks
-from samestep.tools.report.run_data import MAX_STEPS, Floats, Intervals, Points, RunData
+from samestep.tools.report.run_data import Floats, Intervals, Points, RunData
 from samestep.units import format_ranks
 
 # After Okabe and Ito, who chose colours that colour-blind people can tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")
 NUM_BUCKETS = 1000  # of a chart: two points each
-MAX_BANDS = 100
 # of a heat map
 MAX_COLUMNS = 400
 MAX_CELLS = 100_000
 LEAST_SPAN = 0.25  # of the colours of a heat map, relative to the smallest value
-# of the means of two ranks: relative, and in standard errors
-LEAST_DIFFERENCE = 0.05
-NUM_ERRORS = 3.0
 
 
 def build_charts(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Return a chart for all metrics with the same name after the last slash, and charts of throughput and memory.
+    """Return a chart for all metrics with the same name after the last slash, and one of throughput.
 
     A run has one colour in all charts; in the report of a single run, each curve of a chart has its own.
     """
@@ -35,7 +30,6 @@ def build_charts(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     for number, run in enumerate(runs):
         curves = [(name.rpartition("/")[2], name, points) for name, points in run.metrics.items()]
         curves += [("samples per second", "samples/s", points) for points in _measure_throughput(run)]
-        curves += [("memory (MB)", label, points) for label, points in _measure_memory(run.timeline).items()]
         for title, name, points in curves:
             series = charts.setdefault(title, [])
             colour = COLOURS[(number if len(runs) > 1 else len(series)) % len(COLOURS)]
@@ -55,18 +49,6 @@ def _measure_throughput(run: RunData) -> list[Points]:
     return [Points(run.timeline.edges[1:], rates)]
 
 
-def _measure_memory(timeline: Intervals | None) -> dict[str, Points]:
-    """Return the memory of each rank over the steps; with more than 8 ranks, only the largest and the smallest."""
-    found: dict[str, Points] = {}
-    for label, values in (timeline.memory if timeline is not None else {}).items():
-        assert timeline is not None
-        columns = {f"rank {rank}": column for rank, column in enumerate(values.T)}
-        if len(columns) > len(COLOURS):
-            columns = {"largest": np.fmax.reduce(values, axis=1), "smallest": np.fmin.reduce(values, axis=1)}
-        found |= {f"{label}, {name}": Points(timeline.edges[1:], column) for name, column in columns.items()}
-    return found
-
-
 def find_marks(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     """Return a vertical line per restart and heal, and per snapshot of a single run. `kind` names which it is."""
     marks = []
@@ -83,17 +65,6 @@ def find_marks(runs: Sequence[RunData]) -> list[dict[str, Any]]:
         steps = [each["step"] for each in runs[0].snapshots]
         marks += [{"step": step, "kind": "snapshot", "label": f"snapshot {step}"} for step in steps]
     return marks
-
-
-def find_bands(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Return consecutive steps on the same number of ranks, of a single run that has several of them."""
-    if len(runs) > 1 or (timeline := runs[0].timeline) is None or len({*timeline.world_sizes}) < 2:
-        return []
-    sizes = timeline.world_sizes
-    rows = [0, *(row for row in range(1, len(sizes)) if sizes[row] != sizes[row - 1])][:MAX_BANDS]
-    edges = [0.0, *timeline.edges[rows[1:]].tolist(), float(MAX_STEPS)]
-    pairs = zip(pairwise(edges), rows, strict=True)
-    return [{"first": first, "last": last, "label": format_ranks(sizes[row])} for (first, last), row in pairs]
 
 
 @dataclass(frozen=True)
@@ -116,30 +87,13 @@ class HeatMap:
         low = float(np.nanmin(self.cells))
         return low, max(float(np.nanmax(self.cells)), low * (1 + LEAST_SPAN))
 
-    @property
-    def slowest(self) -> int | None:
-        """The rank that takes longest; None if it does not differ from the fastest by more than the noise.
-
-        They are compared in the columns that both have. The noise is the standard error of the mean difference.
-        """
-        slow = int(np.nanargmax(self.means))
-        fast = int(np.nanargmin(self.means))
-        differences = self.cells[:, slow] - self.cells[:, fast]
-        differences = differences[np.isfinite(differences)]
-        noise = NUM_ERRORS * differences.std(ddof=1) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
-        is_slow = len(differences) > 0 and differences.mean() > max(noise, LEAST_DIFFERENCE * self.means[fast])
-        return slow if is_slow else None
-
     def describe(self) -> str:
         """Describe the map in words."""
         low, high = self.scale
-        words = (
+        return (
             f"steps {self.edges[0]:g} to {self.edges[-1]:g} across, ranks 0 to {len(self.means) - 1} down, from "
             f"{low:.3g} ms (dark) to {high:.3g} ms (bright)"
         )
-        if (slowest := self.slowest) is not None:
-            return f"{words}; rank {slowest} takes longest, {self.means[slowest]:.3g} ms on average"
-        return f"{words}; no rank takes longer than the others by more than the noise" if len(self.means) > 1 else words
 
     def to_json(self) -> dict[str, Any]:
         """Return the values for the script of the page."""

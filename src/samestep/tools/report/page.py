@@ -1,6 +1,6 @@
 """Fills the template of a report: one HTML file without links to others."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from typing import Any
@@ -11,19 +11,18 @@ from markupsafe import Markup
 
 from samestep.console import build_cells, escape, list_values, to_text
 from samestep.tools.inspect import SECTIONS
-from samestep.tools.report.charts import build_charts, build_heat_map, find_bands, find_marks
+from samestep.tools.report.charts import build_charts, build_heat_map, find_marks
 from samestep.tools.report.run_data import RunData
 from samestep.version import __version__
 from samestep.watch.records import HEAL_COLUMNS, RESTART_COLUMNS
 from samestep.watch.stall_diagnosis import share_spent
 
 
-def build_page(runs: Sequence[RunData], comparison: Sequence[str], attachments: Mapping[str, str]) -> str:
+def build_page(runs: Sequence[RunData], comparison: Sequence[str]) -> str:
     """Return the page.
 
     Args:
         comparison: what each further run has in common with the first one, in a sentence.
-        attachments: title -> text, such as the output of `samestep verify`.
     """
     assets = files("samestep.tools.report") / "assets"
     # Text of a run is escaped twice: its control characters, and by autoescape, so that it cannot act in the page.
@@ -43,12 +42,10 @@ def build_page(runs: Sequence[RunData], comparison: Sequence[str], attachments: 
         means={name: [(rank, f"{mean:.3g}") for rank, mean in enumerate(heat.means)] for name, heat in heats.items()},
         restarts={run.name: _build_restarts(run) for run in runs},
         configuration=_build_configuration(runs),
-        attachments=attachments,
         logs=[(f"{run.name}: {title}", text) for run in runs for title, text in run.logs],
         data={
             "charts": charts,
             "marks": find_marks(runs),
-            "bands": find_bands(runs),
             "maps": [heat.to_json() for heat in heats.values()],
         },
     )

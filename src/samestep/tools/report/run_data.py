@@ -5,7 +5,7 @@ import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ NOT_TRAINING = ("starting", "validating", "left", "ended")
 MAX_LINE_BYTES = 1 << 20  # a longer line ends the metrics: nothing writes such a line
 MAX_STEPS = 1 << 53  # whole numbers that a float holds
 NUM_LINES = 30  # of a failed rank's log
-NUM_LOGS = 8  # logs of one start
 TAIL_BYTES = 1 << 16
 MAX_CELLS = 1 << 24  # rows of a timeline times ranks; a year on 1,000 ranks has 1 << 23
 
@@ -61,16 +60,12 @@ class Intervals:
         seconds: time of rank 0 in each row, without start and validation, float64 of length n; nan if not known.
         busy_s: seconds per row and rank, n x ranks, in which the rank waits for no other; 0 if a row lacks the rank.
         num_steps: steps per row and rank, n x ranks, that these seconds belong to.
-        world_sizes: number of ranks at the end of each row, of length n.
-        memory: "memory" and "GPU memory" -> megabytes per row and rank at its end, n x ranks; nan if not known.
     """
 
     edges: Floats
     seconds: Floats
     busy_s: Floats
     num_steps: Floats
-    world_sizes: Sequence[int]
-    memory: Mapping[str, Floats] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -134,7 +129,7 @@ def read_run_data(run_dir: Path, name: str, record: Mapping[str, Any]) -> RunDat
         timeline=build_intervals(rows),
         spent_s=sum_phases(rows),
         audit=audit,
-        logs=list(_read_logs(run_dir, status)),
+        logs=list(_read_logs(run_dir)),
     )
 
 
@@ -195,12 +190,12 @@ def build_intervals(rows: Sequence[Mapping[str, Any]]) -> Intervals | None:
             opened = _TimelinePart(num_ranks)
         if is_begin and closed and closed[-1].edge < steps[0]:  # the time of these steps was lost with a start
             opened.seconds = math.nan
-            closed.append(opened.close(steps[0], closed[-1].row))
+            closed.append(opened.close(steps[0]))
             opened = _TimelinePart(num_ranks)
         opened.add(row, before)
         before = steps
         if steps and (not closed or closed[-1].edge != steps[0]):
-            closed.append(opened.close(steps[0], row))
+            closed.append(opened.close(steps[0]))
             opened = _TimelinePart(num_ranks)
     if len(closed) < 2:
         return None
@@ -209,12 +204,6 @@ def build_intervals(rows: Sequence[Mapping[str, Any]]) -> Intervals | None:
         seconds=np.array([each.seconds for each in closed[1:]]),
         busy_s=np.stack([each.busy_s for each in closed[1:]]),
         num_steps=np.stack([each.num_steps for each in closed[1:]]),
-        world_sizes=[len(each.row["steps"]) for each in closed[1:]],
-        memory={
-            label: np.array([_pad(each.row.get(key, ()), num_ranks) for each in closed[1:]])
-            for label, key in (("memory", "memory_mb"), ("GPU memory", "device_mb"))
-            if any(each.row.get(key) for each in closed[1:])
-        },
     )
 
 
@@ -225,7 +214,6 @@ class _TimelinePart:
         self.edge = 0  # the step at its end
         self.seconds = 0.0
         self.busy_s, self.num_steps = np.zeros((2, num_ranks))
-        self.row: Mapping[str, Any] = {}  # the last one
 
     def add(self, row: Mapping[str, Any], before: Sequence[int]) -> None:
         """Add a row. `before`: the steps in the row before; [] if there is none."""
@@ -240,15 +228,9 @@ class _TimelinePart:
                 now - was for now, was in zip_longest(steps, before[: len(steps)], fillvalue=0)
             ]
 
-    def close(self, edge: int, row: Mapping[str, Any]) -> "_TimelinePart":
+    def close(self, edge: int) -> "_TimelinePart":
         self.edge = edge
-        self.row = row
         return self
-
-
-def _pad(values: Sequence[float], num: int) -> list[float]:
-    """Return `num` values, nan for those that are missing."""
-    return [*values[:num], *[math.nan] * (num - len(values))]
 
 
 def _split_first(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -258,19 +240,12 @@ def _split_first(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [{**row, "steps": [row["first_step"]] * len(row["steps"]), "spent_s": {}}, row]
 
 
-def _read_logs(run_dir: Path, status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield title and last lines of logs: of the rank that ended each start, and of all ranks at a failed run's end."""
-    starts = list_logs(run_dir)
-    for start in starts:
-        failure = read_or_empty(start / FAILURE)
-        if failure:
+def _read_logs(run_dir: Path) -> Iterator[tuple[str, str]]:
+    """Yield title and last lines of the log of the rank that ended each failed start."""
+    for start in list_logs(run_dir):
+        if failure := read_or_empty(start / FAILURE):
             text = _read_tail(start / f"{failure['rank']}.log")
             yield f"start {start.name}: {failure['reason']}", text or f"rank {failure['rank']} has printed nothing"
-        if start == starts[-1] and status.get("status") in ("failed", "killed"):
-            ranks = [path for path in start.glob("*.log") if path.stem.isdecimal()]
-            for path in sorted(ranks, key=lambda path: int(path.stem))[:NUM_LOGS]:
-                if int(path.stem) != failure.get("rank") and (text := _read_tail(path)):
-                    yield f"start {start.name}, rank {path.stem}", text
 
 
 def _read_tail(path: Path) -> str:

@@ -1,6 +1,5 @@
 """`samestep report`: writes an HTML file about one or several runs. Does not import torch."""
 
-import errno
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +9,7 @@ import click
 from samestep.command_line import PATH, Command
 from samestep.console import escape, show_activity
 from samestep.errors import Error
-from samestep.files import read_bytes, replace_file
+from samestep.files import replace_file
 from samestep.snapshot.reading import open_run, read_run
 from samestep.tools.inspect import explain_numbers, find_first_difference, find_runs, list_missing
 from samestep.tools.report.page import build_page
@@ -18,21 +17,11 @@ from samestep.tools.report.run_data import RunData, read_run_data
 from samestep.units import format_bytes, format_count
 from samestep.watch.records import RECORD
 
-ATTACHED = ("verify.txt", "doctor.txt", "scale.txt")  # in a run's directory, if the user puts them there
-MAX_ATTACHED_BYTES = 1 << 20
-
 
 @click.command("report", cls=Command)
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path())
 @click.option("-o", "--output", type=PATH, default=Path("report.html"), help="file to write; default: report.html")
-@click.option(
-    "--attach",
-    type=PATH,
-    multiple=True,
-    help="a text file to include, such as the output of samestep verify; can be repeated; "
-    f"{', '.join(ATTACHED)} in RUN are always included",
-)
-def run_report(runs: Sequence[str], output: Path, attach: Sequence[Path]) -> int:
+def run_report(runs: Sequence[str], output: Path) -> int:
     """Writes one HTML file about one or several runs.
 
     It shows metrics, throughput, where the time of every rank went, restarts, snapshots, the audit of the samples, and
@@ -47,7 +36,6 @@ def run_report(runs: Sequence[str], output: Path, attach: Sequence[Path]) -> int
         raise Error(
             f"{output} is in a run's directory, where only .html is written: name another file with -o", code="SS113"
         )
-    attachments = {path.name: read_attachment(path, is_given=True) for path in attach}
     named = [*dict.fromkeys(run for name in runs for run in [*map(str, find_runs(Path(name)))] or [name])]
     found: list[RunData] = []
     directories: list[Path] = []
@@ -57,11 +45,9 @@ def run_report(runs: Sequence[str], output: Path, attach: Sequence[Path]) -> int
             directory = stack.enter_context(open_run(run))
             directories.append(directory)
             found.append(read_run_data(directory, name, read_run(directory, run)))
-            own = [path for file in ATTACHED if (path := directory / file).is_file() and not path.is_symlink()]
-            attachments |= {f"{name}: {path.name}": read_attachment(path) for path in own}
         pairs = zip(found[1:], directories[1:], strict=True)
         comparison = [compare(found[0], other, directories[0], directory) for other, directory in pairs]
-    page = build_page(found, comparison, attachments).encode()
+    page = build_page(found, comparison).encode()
     try:
         replace_file(output, page)
     except OSError as error:
@@ -92,20 +78,3 @@ def name_runs(runs: list[str]) -> list[str]:
     """Return a short name for each run: its last part, or all of it if that is not unique."""
     short = [run.rstrip("/").rpartition("/")[2] or run for run in runs]
     return [name if short.count(name) == 1 else run for name, run in zip(short, runs, strict=True)]
-
-
-def read_attachment(path: Path, *, is_given: bool = False) -> str:
-    """Return the text of a file. `is_given` as in `read_bytes`.
-
-    Raises:
-        Error: it cannot be read, or is too large.
-    """
-    try:
-        text = read_bytes(path, MAX_ATTACHED_BYTES, is_given=is_given)
-    except OSError as error:
-        if error.errno == errno.EFBIG:
-            raise Error(
-                f"{path} has more than {MAX_ATTACHED_BYTES:,} bytes: attach a smaller text", code="SS112"
-            ) from None
-        raise Error(f"{path} cannot be read ({error.strerror}): name a text file with --attach", code="SS112") from None
-    return text.decode(errors="replace")

@@ -11,18 +11,6 @@ function readColour(name) {
 function drawMarks(plot) {
   const context = plot.ctx, ratio = devicePixelRatio, { left, top, width, height } = plot.bbox;
   context.save();
-  context.font = `${11 * ratio}px sans-serif`;
-  context.textAlign = "left";
-  context.fillStyle = readColour("--note");
-  data.bands.forEach((band, number) => {
-    const [first, last] = [band.first, band.last].map(
-      (step) => Math.min(Math.max(plot.valToPos(step, "x", true), left), left + width));
-    if (last <= first) return;
-    context.globalAlpha = number % 2 ? 0.12 : 0;
-    context.fillRect(first, top, last - first, height);
-    context.globalAlpha = 1;
-    context.fillText(band.label, first + 4 * ratio, top + 11 * ratio, Math.max(last - first - 8 * ratio, 1));
-  });
   for (const mark of data.marks) {
     const x = plot.valToPos(mark.step, "x", true);
     if (x < left || x > left + width) continue;
@@ -39,11 +27,10 @@ function drawMarks(plot) {
 }
 
 function findMark(plot, index) {
-  const step = plot.data[0][index], band = data.bands.findLast((each) => each.first <= step);
+  const step = plot.data[0][index];
   const near = (plot.scales.x.max - plot.scales.x.min) / 100;
   const marks = data.marks.filter((mark) => Math.abs(mark.step - step) <= near);
-  const labels = [...(band ? [band] : []), ...marks].map((each) => each.label);
-  return labels.length ? "  " + labels.join(", ") : "";
+  return marks.map((each) => "  " + each.label).join(",");
 }
 
 function draw(figure, chart) {
