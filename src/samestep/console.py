@@ -102,12 +102,7 @@ def print_result(text: str, word: str, colour: str) -> None:
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: with rich on a terminal, otherwise as plain columns. Escapes control characters."""
-    if sys.stdout.isatty():
-        from rich.console import Console
-
-        Console().print(build_table(title, header, rows))
-        return
+    """Print a table as plain columns. Escapes control characters."""
     rows = [[_to_cell(text) for text in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     print(title)

@@ -1,6 +1,5 @@
 """The recipe `images`: folders, files, the model, and the same bits at any number of ranks."""
 
-import json
 import runpy
 import shutil
 import sys
@@ -65,7 +64,6 @@ def test_the_same_run_at_any_world_size_and_after_a_resume(photos: Path, before:
     rows = [row for row in read_rows(expected) if "validation/top1" in row]
     assert [row["validation/top5"] for row in rows] == [1.0, 1.0]
     assert "learned" in check_export(expected)
-    assert len(json.loads((expected / "run.json").read_text())["config"]["images"]) == 16
 
 
 LOAD = """
@@ -203,7 +201,6 @@ def test_held_out_images_stay_held_out(tmp_path: Path) -> None:
     assert 4 <= len(held_out) <= 20
     shutil.copy(folder / "dark" / "00.png", folder / "dark" / "new.png")
     _, more, held_out_now = images.split_data(folder, 0.3)
-    assert images.hash_names(folder, more, held_out_now) != images.hash_names(folder, first, held_out)
     assert set(first) < set(more) or set(held_out) < set(held_out_now)
     assert not set(first) & set(held_out_now)
 

@@ -84,12 +84,6 @@ def split_data(folder: Path, held_out: float) -> tuple[list[str], list[Entry], l
     return classes, train, val
 
 
-def hash_names(folder: Path, *parts: list[Entry]) -> str:
-    """Return a hash of the files' names, so that a later start with different images warns."""
-    names = "\0".join(path.relative_to(folder).as_posix() for part in parts for path, _ in part)
-    return hash_bytes(names.encode(errors="surrogateescape"))[:16]
-
-
 def write_digits(folder: Path) -> None:
     """Write scikit-learn's 1,797 digits as PNG files, unless the folder exists."""
     if folder.is_dir():
@@ -176,20 +170,19 @@ class Images(Dataset[tuple[Tensor, int]]):
 def main(**options: Any) -> None:
     args = SimpleNamespace(**options)
     micro_batch_size = args.micro_batch_size or quarter(args.batch_size)
-    split = None if args.data is None else split_data(args.data, args.held_out)
     run = samestep.Run(
         args.run_dir,
         batch_size=args.batch_size,
         micro_batch_size=micro_batch_size,
         seed=args.seed,
         precision=args.precision,
-        config=options | ({} if split is None else {"images": hash_names(args.data, *split[1:])}),
+        config=options,
     )
     folder = args.data or (run.dir or Path(args.run_dir)).parent / "digits-png"
     if args.data is None:
         run.once(write_digits, folder)
     size = args.image_size or (8 if args.data is None else 64)
-    classes, train_entries, val_entries = split or split_data(folder, args.held_out)
+    classes, train_entries, val_entries = split_data(folder, args.held_out)
 
     with run.sharded_init():
         model = build_resnet(args.model, len(classes))
