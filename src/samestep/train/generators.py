@@ -19,23 +19,13 @@ SLOW_S = 300.0
 # The global generators. The functions of their modules are methods of these objects.
 PYTHON_GENERATOR: Any = random.seed.__self__  # type: ignore[attr-defined]
 NUMPY_GENERATOR: Any = np.random.random.__self__  # type: ignore[attr-defined]
-KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
 def read_generator(generator: Any) -> str:
-    """Return a hash of a generator's state; "" if it cannot be read."""
-    try:
-        if isinstance(generator, torch.Generator):
-            state = generator.get_state().numpy().tobytes()
-        elif isinstance(generator, np.random.Generator):
-            state = pickle.dumps(generator.bit_generator.state)
-        elif isinstance(generator, np.random.RandomState):
-            state = pickle.dumps(generator.get_state())
-        else:
-            state = repr(generator.getstate()).encode()
-    except Exception:
-        return ""
-    return hash_bytes(state)
+    """Return a hash of the state of a global generator."""
+    if isinstance(generator, torch.Generator):
+        return hash_bytes(generator.get_state().numpy().tobytes())
+    return hash_bytes(pickle.dumps(generator.get_state() if generator is NUMPY_GENERATOR else generator.getstate()))
 
 
 def call_on_rank_0(group: Group, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:

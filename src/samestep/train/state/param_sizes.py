@@ -1,10 +1,7 @@
 """Measures the sizes of a run's parameters and of their optimizers' state, for `plan/memory.py`."""
 
-import inspect
 from collections.abc import Mapping
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,15 +14,14 @@ from samestep.train.state.stateful import Objects, name_optimizers
 def measure_sizes(objects: Objects, modules: Mapping[str, nn.Module], blocks: Blocks | None) -> list[ParamSize]:
     """Return the sizes of the models' parameters, undivided.
 
-    An optimizer may not have allocated its state, or only a part of it. So each is also tried on a small parameter.
+    Call it after an update, which allocates the optimizers' state.
 
     Args:
         blocks: as `shard_blocks` of `Run.prepare`.
     """
     states = {
-        id(param): _measure_state(param, optimizer, trial)
+        id(param): _measure_state(param, optimizer)
         for optimizer in name_optimizers(objects).values()
-        for trial in [_try_optimizer(optimizer)]
         for param in list_params(optimizer)
     }
     homes: dict[int, int] = {}
@@ -50,34 +46,12 @@ def measure_sizes(objects: Objects, modules: Mapping[str, nn.Module], blocks: Bl
     ]
 
 
-def _measure_state(param: Tensor, optimizer: Optimizer, trial: tuple[float, int]) -> tuple[int, int]:
+def _measure_state(param: Tensor, optimizer: Optimizer) -> tuple[int, int]:
     """Return the bytes of the tensors of the parameter's shape in its state, and of other tensors."""
-    if not param.requires_grad:
-        return 0, 0
-    found = _list_tensors(optimizer.state.get(param, {}))
-    of_shape = sum(_count_bytes(each) for each in found if each.shape == param.shape)
-    small = sum(_count_bytes(each) for each in found) - of_shape
-    return max(of_shape, int(trial[0] * _count_bytes(param))), max(small, trial[1])
-
-
-def _try_optimizer(optimizer: Optimizer) -> tuple[float, int]:
-    """Return the bytes of state per byte of a parameter, and those that do not depend on its size, by a small one."""
-    small = nn.Parameter(torch.zeros(2, 3))
-    small.grad = torch.zeros_like(small)
-    kind: Any = type(optimizer)
-    try:
-        names = inspect.signature(kind).parameters  # defaults hold more, such as decoupled_weight_decay of AdamW
-        trial = kind([small], **{name: value for name, value in optimizer.defaults.items() if name in names})
-        trial.step()
-    except Exception:  # a class of the script, with other arguments
-        return 0.0, 0
-    found = _list_tensors(trial.state.get(small, {}))
-    of_shape = sum(_count_bytes(each) for each in found if each.shape == small.shape)
-    return of_shape / _count_bytes(small), sum(_count_bytes(each) for each in found) - of_shape
-
-
-def _list_tensors(state: Any) -> list[Tensor]:
-    return [value for value in state.values() if isinstance(value, Tensor)] if isinstance(state, Mapping) else []
+    state = optimizer.state.get(param, {})
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    of_shape = sum(_count_bytes(each) for each in tensors if each.shape == param.shape)
+    return of_shape, sum(map(_count_bytes, tensors)) - of_shape
 
 
 def _count_bytes(tensor: Tensor) -> int:

@@ -1,5 +1,6 @@
 """The objects passed to `run.prepare`: checks, descriptions and lists of their tensors."""
 
+import gc
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,7 +20,6 @@ from samestep.engine.buffers import check_module, spread_buffers
 from samestep.errors import InvalidType, InvalidValue, UsageError
 from samestep.hashing import hash_bytes
 from samestep.torch_internals import get_local
-from samestep.train.script_objects import find_things
 from samestep.train.state.names import (
     Names,
     list_named,
@@ -38,9 +38,8 @@ Wrapped = Mapping[str, Sequence[torch.optim.Optimizer]]
 
 
 def find_params() -> OldParams:
-    """Return the parameters, by id, of the models that the script's variables refer to when the run is created."""
-    found = find_things({}, lambda thing: isinstance(thing, nn.Module), max_looks=MAX_PARTS)
-    return {id(param): ref(param) for module in found.values() for param in module.parameters()}
+    """Return the parameters, by id, that exist when the run is created."""
+    return {id(thing): ref(thing) for thing in gc.get_objects() if type(thing) is nn.Parameter}
 
 
 def check_objects(objects: Objects, old_params: OldParams) -> dict[str, nn.Module]:
