@@ -367,12 +367,17 @@ def train(
     num_begun = 0
 
     def on_first_grad(_: Tensor) -> None:
-        # A backward computes this gradient last: in the rank's last micro-batch, all other buckets have been sent.
+        # One of the last gradients of a backward: in the rank's last micro-batch, most buckets have been sent.
         spans = num_micro_batches(run.steps_done) if num_steps is None else NUM_MICRO_BATCHES
         if num_begun == len(build_layout(spans, run.world_size).ranges[run.rank]):
             faults.reach("reduction")
 
-    next(model.parameters()).register_post_accumulate_grad_hook(on_first_grad)
+    def watch_output(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(on_first_grad)  # type: ignore[no-untyped-call]
+
+    first_layer = next(part for part in model.modules() if [*part.parameters(recurse=False)])
+    first_layer.register_forward_hook(watch_output)
 
     def score(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         faults.reach("validation")

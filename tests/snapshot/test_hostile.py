@@ -122,7 +122,6 @@ def test_a_changed_manifest_is_sound_or_refused(place: Path, data: st.DataObject
     "notes",
     [
         {"settings": 1},
-        {"lanes_s": ["x"]},
         {"tally": 1},
         {"tally": {"epoch": "x"}},
         {"tally": {"sums": {"loss": 1}}},

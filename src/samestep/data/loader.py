@@ -155,8 +155,6 @@ class Loader:
     def __next__(self) -> Loaded:
         loaded = self._load_next()
         if (position := loaded.position) is not None:
-            if position.start is None:
-                position = position._replace(start=self.positions[position.lane].start)
             self.positions[position.lane] = position
         return loaded
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from samestep.decoding import Count, Number, Object, convert, decode, parse_json
+from samestep.decoding import Count, Object, convert, decode, parse_json
 from samestep.files import open_regular, read_bytes
 from samestep.hashing import hash_bytes, hash_pieces
 from samestep.version import __version__
@@ -142,7 +142,6 @@ class _Meta(Struct):
     numbers: Object = {}
     settings: Object = {}
     tally: _Tally | UnsetType = UNSET
-    lanes_s: list[Number] = []
     stopped: str = ""
 
 

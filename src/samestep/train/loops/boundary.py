@@ -118,7 +118,7 @@ class Boundary:
         self._services.metrics.complete_checksums()
         return self._prepared.replicas.build_training_state(
             lambda: self._prepared.contents.build(position, state.script, read_states),
-            state.build_notes(lanes),
+            state.build_notes(),
             state.steps_done,
             None if divided is None else divided.is_mine,
         )

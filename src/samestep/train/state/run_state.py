@@ -71,7 +71,6 @@ class RunState:
         self.script: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
         self._lanes: list[dict[str, Any]] = []  # `LanePosition.row` of the snapshot
-        self._lanes_s: list[float] = []
         self._order: Mapping[str, Any] | None = None  # see `SamplerOrders.state_dict`
         # Per finished loop: its end, its planned end, and with a sampler the length of its epochs.
         self._ends: list[list[int]] = []
@@ -98,13 +97,11 @@ class RunState:
         """Return the ends of the loops, as a part of the position; empty before the first loop has ended."""
         return {"loops": self._ends} if self._ends else {}
 
-    def build_notes(self, lanes: Sequence[LanePosition]) -> dict[str, Any]:
+    def build_notes(self) -> dict[str, Any]:
         """Return what a snapshot's manifest holds of the state, because times and logged values may differ by start."""
         notes: dict[str, Any] = {"tally": self.tally.state_dict()}
         if self.stop_reason and self.steps_done < self.place.last_step:
             notes["stopped"] = self.stop_reason
-        if lanes:
-            notes["lanes_s"] = [lane.spent_s for lane in lanes]
         return notes
 
     def load_state_dict(
@@ -121,8 +118,6 @@ class RunState:
         self._num_past = len(self._ends)
         self._order = position.get("order")
         self._lanes = position.get("lanes", [])
-        lanes_s = notes.get("lanes_s", [])
-        self._lanes_s = lanes_s if len(lanes_s) == len(self._lanes) else [0.0] * len(self._lanes)
         self.steps_done = position["step"]
         self.resumed_step = self.steps_done
         self.stop_reason = notes.get("stopped", "") if is_latest else ""
@@ -148,7 +143,7 @@ class RunState:
                 "resume from another one",
                 code="SS412",
             )
-        lanes.resume(self._lanes, self._lanes_s)
+        lanes.resume(self._lanes)
         return lanes.describe_catching_up(steps_before)
 
     # --- steps ------------------------------------------------------------------------------------------------
