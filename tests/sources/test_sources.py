@@ -17,7 +17,6 @@ from samestep.data.source import parse_shards, read_shards
 from samestep.data.spec import read_data_arguments
 from samestep.errors import InvalidValue
 from samestep.plan.loop_plan import Task
-from samestep.plan.schedule import Schedule
 from samestep.sources import WebDataset, open_tokens
 
 
@@ -167,6 +166,6 @@ def test_arrow_data_sets_of_hugging_face(tmp_path: Path) -> None:
     with Loader(read_data_arguments(data), [Task(np.array([5, 2]), 0)], device=torch.device("cpu")) as loader:
         assert read_x(next(loader).batch) == [5, 2]
     stream = data.to_iterable_dataset(num_shards=3)
-    lanes = Lanes(stream, Schedule(1 << 40, 6, 2, is_endless=True), 0, 0)
+    lanes = Lanes(stream, 3, 2, 0, 0)
     assert [row["x"].item() for row in lanes.__getitems__([2, 3])] == [10, 11], "lane 1 has the second shard"
     assert [row["x"].item() for row in lanes.__getitems__([8, 9])] == [12, 13]

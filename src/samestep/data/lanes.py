@@ -5,7 +5,6 @@ that computes its micro-batch.
 """
 
 import copy
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -18,13 +17,9 @@ from samestep.data.loader import seed_all
 from samestep.data.sample_errors import describe_error
 from samestep.data.spec import has_lanes
 from samestep.errors import Error, InvalidType, InvalidValue
-from samestep.plan.loop_plan import Task
-from samestep.plan.schedule import Schedule
+from samestep.plan.loop_plan import STREAM_LENGTH, Task
 from samestep.plan.seeds import derive
 from samestep.torch_internals import as_worker
-
-STATE_EVERY = 16  # micro-batches of a lane that are read again after a restart at most, because workers read ahead
-
 
 END = object()  # of an iterator
 
@@ -50,24 +45,28 @@ class LanePosition(NamedTuple):
         lane: number of the lane.
         num_samples: number of samples that the lane has given.
         mark: hash of the last sample.
-        spent_s: time that its samples have taken.
-        start: the newest start before that micro-batch; None: the same as for the previous micro-batch.
+        start: the point before that micro-batch, which is read again after a restart, to compare the mark.
     """
 
     lane: int
     num_samples: int
     mark: str
-    spent_s: float
-    start: LaneStart | None
+    start: LaneStart
 
     @property
     def row(self) -> dict[str, Any]:
-        """Return the position for a snapshot, without the time, which differs between runs."""
-        return {"samples": self.num_samples, "mark": self.mark, "start": [*(self.start or ())]}
+        """Return the position for a snapshot."""
+        return {"samples": self.num_samples, "mark": self.mark, "start": [*self.start]}
 
 
 class _Lane:
-    """A lane, read from its beginning or from a state. It begins again when it ends."""
+    """A lane, read from its beginning or from a state. It begins again when it ends.
+
+    Attributes:
+        num_samples: how many samples it has given.
+        last: the last one.
+        start: the point before the last `draw`.
+    """
 
     def __init__(self, dataset: Any, lane: int, num_lanes: int, start: LaneStart | None) -> None:
         self._dataset = dataset
@@ -76,8 +75,8 @@ class _Lane:
         self._is_given = has_lanes(dataset)
         self.num_samples = 0
         self._num_passes = -1
-        self.spent_s = 0.0
         self.last: Any = None
+        self.start = LaneStart(0, 0, None)
         self._samples: Any = None
         self._iterator: Iterator[Any] = iter(())
         if start is not None:
@@ -87,7 +86,7 @@ class _Lane:
 
     def draw(self, count: int) -> list[Any]:
         """Return the next samples."""
-        began_s = time.perf_counter()
+        self.start = self._read_start()
         samples: list[Any] = []
         with self._reporting():
             try:
@@ -104,7 +103,6 @@ class _Lane:
                 ) from error
         self.num_samples = self.num_samples + count
         self.last = samples[-1]
-        self.spent_s += time.perf_counter() - began_s
         return samples
 
     def _reporting(self) -> AbstractContextManager[None]:
@@ -144,7 +142,7 @@ class _Lane:
                 code="SS314",
             ) from None
 
-    def read_start(self) -> LaneStart:
+    def _read_start(self) -> LaneStart:
         """Return the point from which the next sample can be read again."""
         has_state = all(callable(getattr(self._samples, name, None)) for name in ("state_dict", "load_state_dict"))
         if not has_state:
@@ -167,21 +165,19 @@ class Lanes:
     Args:
         dataset: the stream. Lane v is `dataset.lane(v, num_lanes)`, or without this method a copy of it for which
             `get_worker_info` reports worker v of `num_lanes`.
-        schedule: the schedule of the loop.
+        micro_batch_size: samples of a lane in each step.
         seed: the seed of the run.
         first_step: first step of the loop.
     """
 
-    def __init__(self, dataset: Any, schedule: Schedule, seed: int, first_step: int) -> None:
+    def __init__(self, dataset: Any, num_lanes: int, micro_batch_size: int, seed: int, first_step: int) -> None:
         self.dataset = dataset
         self._seed = seed
         self._first_step = first_step
-        self._length = schedule.length
-        self._size = schedule.micro_batch_size
-        self.num_lanes = schedule.num_micro_batches
+        self._size = micro_batch_size
+        self.num_lanes = num_lanes
         self.positions: dict[int, LanePosition] = {}
         self._open: dict[int, _Lane] = {}
-        self._starts: dict[int, LaneStart] = {}  # of the lanes' last micro-batches
 
     @property
     def are_given(self) -> bool:
@@ -189,15 +185,15 @@ class Lanes:
         return has_lanes(self.dataset)
 
     def __len__(self) -> int:
-        return self._length
+        return STREAM_LENGTH
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}
 
-    def resume(self, rows: Sequence[Mapping[str, Any]], spent_s: Sequence[float]) -> None:
-        """Continue at the positions in a snapshot. `rows`, `spent_s`: see `LanePosition`."""
-        for lane, (row, lane_s) in enumerate(zip(rows, spent_s, strict=True)):
-            self.positions[lane] = LanePosition(lane, row["samples"], row["mark"], lane_s, LaneStart(*row["start"]))
+    def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Continue at the positions in a snapshot. `rows`: see `LanePosition.row`."""
+        for lane, row in enumerate(rows):
+            self.positions[lane] = LanePosition(lane, row["samples"], row["mark"], LaneStart(*row["start"]))
 
     def move(self, positions: Mapping[int, LanePosition]) -> None:
         """Note the positions that are newer than the known ones. A lane that is opened later begins at its start."""
@@ -229,16 +225,12 @@ class Lanes:
         return np.arange(first, first + self._size)
 
     def describe_catching_up(self, num_steps: int) -> str:
-        """Describe how many samples are read again to continue after `num_steps` steps of the loop; "" if few."""
-        positions = self.positions.values()
-        has_state = any(each.start is not None and each.start.state is not None for each in positions)
-        if num_steps <= STATE_EVERY or has_state:
+        """Describe how many samples are read again to continue after `num_steps` steps of the loop; "" if few are."""
+        if any(position.start.state is not None for position in self.positions.values()):
             return ""
-        spent_s = sum(position.spent_s for position in positions)
         return (
             f"{type(self.dataset).__name__} has no state_dict, so the first {num_steps * self._size} samples of each "
-            f"of the {self.num_lanes} lanes are read again, which took {spent_s:.3g} s before, divided among the ranks "
-            "and their workers"
+            f"of the {self.num_lanes} lanes are read again, divided among the ranks and their workers"
         )
 
     def __getitem__(self, index: int) -> Any:
@@ -248,21 +240,8 @@ class Lanes:
         """Return the samples of one micro-batch. A request for an earlier sample begins the lane again."""
         lane, start = self._locate(indices[0])
         reader = self._open.get(lane)
-        position = self.positions.get(lane)
-        known = position.start if position is not None else None
-        if known is not None and known.num_samples > start:
-            known = None
-        self._starts.pop(lane, None)
-        if reader is None or reader.num_samples > start or (known and reader.num_samples < known.num_samples):
-            usable = known if known is not None and known.state is not None else None
-            reader = self._open[lane] = _Lane(self.dataset, lane, self.num_lanes, usable)
-            reader.spent_s = position.spent_s if position is not None and usable is not None else 0.0
-            if usable is not None:
-                self._starts[lane] = usable
-        if reader.num_samples < start:
-            self._catch_up(reader, lane, start)
-        if start % (STATE_EVERY * self._size) == 0:
-            self._starts[lane] = reader.read_start()
+        if reader is None or reader.num_samples != start:
+            reader = self._open[lane] = self._reopen(lane, start)
         return reader.draw(len(indices))
 
     def _locate(self, index: int) -> tuple[int, int]:
@@ -271,13 +250,15 @@ class Lanes:
         step, lane = divmod(micro_batch, self.num_lanes)
         return lane, step * self._size + offset
 
-    def _catch_up(self, reader: _Lane, lane: int, start: int) -> None:
-        """Read the samples before position `start`, with the generators seeded as they were then."""
+    def _reopen(self, lane: int, start: int) -> _Lane:
+        """Open a lane at position `start`. Read the samples before with the generators seeded as they were then."""
         position = self.positions.get(lane)
-        newest = start - start % (STATE_EVERY * self._size)
+        known = None if position is None else position.start
+        has_state = known is not None and known.state is not None and known.num_samples <= start
+        reader = _Lane(self.dataset, lane, self.num_lanes, known if has_state else None)
+        if reader.num_samples == start:
+            return reader
         while (at := reader.num_samples) < start:
-            if at == newest and (lane not in self._starts or self._starts[lane].num_samples < newest):
-                self._starts[lane] = reader.read_start()
             self._seed_for(lane, at // self._size)
             reader.draw(min(self._size - at % self._size, start - at))
             is_known = position is not None and position.num_samples == reader.num_samples
@@ -290,6 +271,7 @@ class Lanes:
                     code="SS314",
                 )
         self._seed_for(lane, start // self._size)
+        return reader
 
     def _seed_for(self, lane: int, step: int) -> None:
         seed_all(derive(self._seed, "data", step=self._first_step + step, micro_batch=lane))
@@ -298,5 +280,4 @@ class Lanes:
         """Return the lane's position after the micro-batch that was just read."""
         lane, _ = self._locate(int(task.indices[0]))
         reader = self._open[lane]
-        start = self._starts.get(lane)
-        return LanePosition(lane, reader.num_samples, hash_content(reader.last), reader.spent_s, start)
+        return LanePosition(lane, reader.num_samples, hash_content(reader.last), reader.start)

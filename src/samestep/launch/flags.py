@@ -5,7 +5,7 @@ from typing import Any
 
 from samestep.config import OPTIONS, Option, whole
 from samestep.errors import Error
-from samestep.plan.schedule import check_positive
+from samestep.plan.sizes import check_positive
 
 FLAGS: dict[str, Option] = {
     "nproc_per_node": Option(

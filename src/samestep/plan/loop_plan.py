@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from samestep.errors import InvalidValue
 from samestep.plan.ledger import combine, fingerprint
 from samestep.plan.order import Indices, Order, build_order
-from samestep.plan.schedule import Schedule, Span
 from samestep.plan.seeds import derive
+from samestep.plan.sizes import Span, check_numbers, check_positive, format_samples
 from samestep.plan.tree import Layout, build_layout
 
 STREAM_LENGTH = 1 << 62  # the length of a stream, whose end is not known
@@ -50,7 +51,10 @@ class StepSamples:
 class LoopPlan:
     """The samples of each step of a loop, its epochs and its end. Reads no files and no data.
 
-    Steps and epochs are numbered over all loops of the run. All epochs of a loop have the same length.
+    Steps and epochs are numbered over all loops of the run. All epochs of a loop have the same length n, and position p
+    of the loop is position `p % n` of its epoch `p // n`. The last step of an epoch is short if `batch_size` does not
+    divide n: it has fewer micro-batches, and the last one may be smaller. In an endless loop, a step that crosses the
+    end of an epoch continues in the next one (or in several, if the data set is tiny).
 
     Attributes:
         length: samples of the data set; `STREAM_LENGTH` for a stream.
@@ -65,7 +69,8 @@ class LoopPlan:
         first_step, first_epoch: where the loop begins.
 
     Raises:
-        InvalidValue: the sizes do not fit together, see `Schedule`.
+        InvalidValue: a size is not an integer above 0, `micro_batch_size` does not divide `batch_size`, the data set is
+            empty, or `drop_last` leaves no step.
 
     Example::
 
@@ -91,7 +96,16 @@ class LoopPlan:
     first_epoch: int = 0
 
     def __post_init__(self) -> None:
-        _ = self._schedule  # raises its errors now
+        if self.length == 0:
+            raise InvalidValue("the data set is empty: a run needs at least 1 sample", code="SS303")
+        check_positive("the length of the data set", self.length)
+        check_numbers(self.batch_size, self.micro_batch_size, 1)
+        if self.num_dropped == self._num_samples:
+            raise InvalidValue(
+                f"drop_last leaves no step of {format_samples(self.length)} with batch_size {self.batch_size}: "
+                f"lower batch_size to at most {self.length}, or remove drop_last",
+                code="SS108",
+            )
 
     @classmethod
     def from_numbers(
@@ -152,18 +166,40 @@ class LoopPlan:
     # --- steps and epochs -------------------------------------------------------------------------------------
 
     @property
+    def _num_samples(self) -> int:
+        """Number of samples of each epoch."""
+        return self.length if self.epoch_length is None else self.epoch_length
+
+    @property
+    def num_dropped(self) -> int:
+        """The number of samples of each epoch that no step uses."""
+        return self._num_samples % self.batch_size if self.drop_last and not self.is_endless else 0
+
+    @property
     def steps_per_epoch(self) -> int:
         """Number of steps of each epoch. Not for endless loops."""
-        return self._schedule.num_steps
+        return -(-(self._num_samples - self.num_dropped) // self.batch_size)
 
     def plan_end(self, count: int) -> int:
         """Return the number of steps of the run after a loop of `count` epochs, or steps if it is endless."""
         return self.first_step + (count if self.is_endless else count * self.steps_per_epoch)
 
+    def _span(self, step: int) -> Span:
+        """Return the positions of step `step`."""
+        number = step - self.first_step
+        if number < 0:
+            raise IndexError(f"step {step} is before the loop, which begins at {self.first_step}")
+        if self.is_endless:
+            return number * self.batch_size, (number + 1) * self.batch_size
+        epoch, step_of_epoch = divmod(number, self.steps_per_epoch)
+        start = epoch * self._num_samples + step_of_epoch * self.batch_size
+        return start, min(start + self.batch_size, (epoch + 1) * self._num_samples)
+
     def epochs_of(self, step: int) -> range:
         """Return the epochs that have a sample in step `step` of the run."""
-        epochs = self._schedule.epochs_of(step - self.first_step)
-        return range(self.first_epoch + epochs.start, self.first_epoch + epochs.stop)
+        start, stop = self._span(step)
+        first = self.first_epoch
+        return range(first + start // self._num_samples, first + (stop - 1) // self._num_samples + 1)
 
     def epoch_of(self, step: int) -> int:
         """Return the epoch in which step `step` of the run begins."""
@@ -171,11 +207,13 @@ class LoopPlan:
 
     def num_steps_within(self, epoch: int) -> int:
         """Return the number of steps of the run that need no sample of the epochs after `epoch`."""
-        return self.first_step + self._schedule.count_within(epoch + 1 - self.first_epoch)
+        count = epoch + 1 - self.first_epoch
+        return self.plan_end(count * self._num_samples // self.batch_size if self.is_endless else count)
 
     def num_steps_until(self, epoch: int) -> int:
         """Return the number of steps of the run after which all samples of an epoch are used."""
-        return self.first_step + self._schedule.count_until(epoch + 1 - self.first_epoch)
+        count = epoch + 1 - self.first_epoch
+        return self.plan_end(-(-count * self._num_samples // self.batch_size) if self.is_endless else count)
 
     def epochs_done(self, steps_done: int) -> int | None:
         """Return the number of completed epochs if an epoch ends after `steps_done` steps of the run, else None."""
@@ -192,6 +230,15 @@ class LoopPlan:
     def micro_batches(self, step: int) -> tuple[Span, ...]:
         """Return the micro-batches of step `step`: spans of positions of the loop."""
         return self._cut(step)
+
+    @cached_property
+    def _cut(self) -> Callable[[int], tuple[Span, ...]]:
+        return lru_cache(maxsize=64)(self._cut_step)
+
+    def _cut_step(self, step: int) -> tuple[Span, ...]:
+        start, stop = self._span(step)
+        size = self.micro_batch_size
+        return tuple((at, min(at + size, stop)) for at in range(start, stop, size))
 
     def indices(self, span: Span) -> Indices:
         """Return the samples of a micro-batch."""
@@ -211,14 +258,17 @@ class LoopPlan:
         order = self._order_of(epoch)
         return np.bincount(order.take(0, len(order)))
 
-    @property
-    def num_dropped(self) -> int:
-        """The number of samples of each epoch that no step uses."""
-        return self._schedule.num_dropped
-
     def _take(self, span: Span) -> list[tuple[int, Indices]]:
-        pieces = [(self.first_epoch + number, part) for number, part in self._schedule.pieces(span)]
-        return [(epoch, self._order_of(epoch).take(*part)) for epoch, part in pieces]
+        """Return the samples of a span, one array per epoch."""
+        start, stop = span
+        pieces = []
+        while start < stop:
+            number, offset = divmod(start, self._num_samples)
+            end = min(offset + stop - start, self._num_samples)
+            epoch = self.first_epoch + number
+            pieces.append((epoch, self._order_of(epoch).take(offset, end)))
+            start += end - offset
+        return pieces
 
     @cached_property
     def _order_of(self) -> Callable[[int], Order]:
@@ -227,15 +277,6 @@ class LoopPlan:
     def _build_order(self, epoch: int) -> Order:
         sizes = self.shard_sizes
         return build_order(self.length, seed=self.seed, epoch=epoch, shuffle=self.shuffle, shard_sizes=sizes)
-
-    @cached_property
-    def _schedule(self) -> Schedule:
-        length = self.length if self.epoch_length is None else self.epoch_length
-        return Schedule(length, self.batch_size, self.micro_batch_size, self.drop_last, self.is_endless)
-
-    @cached_property
-    def _cut(self) -> Callable[[int], tuple[Span, ...]]:
-        return lru_cache(maxsize=64)(lambda step: self._schedule.micro_batches(step - self.first_step))
 
     # --- ranks and their loaders ------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from samestep.launch import flags as launch
 from samestep.launch.launcher import check_target
 from samestep.launch.script_command import ScriptCommand
 from samestep.launch.target import COMMAND, Target
-from samestep.plan.schedule import check_numbers
+from samestep.plan.sizes import check_numbers
 from samestep.processes import run_captured
 from samestep.version import __version__
 from samestep.world.environment import SECRET, START_AGAIN, child_variables, read_overrides

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 from samestep.config import OPTIONS, RunConfig
 from samestep.console import say
 from samestep.errors import Error, InvalidType, InvalidValue, UsageError
-from samestep.plan.schedule import check_numbers, default_micro_batch_size, find_sizes
+from samestep.plan.sizes import check_numbers, default_micro_batch_size, find_sizes
 from samestep.snapshot.run_record import read_record
 from samestep.train.ending.shutdown import report_errors
 from samestep.world.environment import Environment, advise

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from samestep.data.order_files import keep_shards
 from samestep.errors import InvalidValue
-from samestep.plan.schedule import describe_division
+from samestep.plan.sizes import describe_division
 from samestep.train.context import RunContext
 from samestep.train.description import describe_run, describe_script, read_commit
 from samestep.train.determinism import describe_machine, fix_compiler

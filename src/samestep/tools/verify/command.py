@@ -16,7 +16,7 @@ from samestep.launch.flags import parse_sizes
 from samestep.launch.launcher import check_target
 from samestep.launch.script_command import ScriptCommand
 from samestep.launch.target import Target
-from samestep.plan.schedule import check_numbers
+from samestep.plan.sizes import check_numbers
 from samestep.tools.traced_script import exiting_on_sigterm, read_lines
 from samestep.tools.verify.causes import DRIFT, DRIFTED, explain
 from samestep.tools.verify.plain import run_plain

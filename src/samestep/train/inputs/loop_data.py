@@ -7,8 +7,7 @@ from samestep.data.lanes import Lanes
 from samestep.data.source import Shard, read_shards
 from samestep.data.spec import DataSpec, is_stream, read_data_arguments
 from samestep.errors import InvalidType, InvalidValue
-from samestep.plan.loop_plan import STREAM_LENGTH, LoopPlan
-from samestep.plan.schedule import Schedule
+from samestep.plan.loop_plan import LoopPlan
 from samestep.train.inputs.sampler_orders import SamplerOrders
 
 
@@ -92,8 +91,7 @@ def open_loop_data(
     if is_stream(spec.dataset):
         if sampler is not None or arguments.get("shuffle"):
             raise InvalidValue("a stream decides its order itself: leave sampler and shuffle out", code="SS104")
-        schedule = Schedule(STREAM_LENGTH, batch_size, micro_batch_size, is_endless=True)
-        lanes = Lanes(spec.dataset, schedule, seed, start[0])
+        lanes = Lanes(spec.dataset, batch_size // micro_batch_size, micro_batch_size, seed, start[0])
         spec = replace(spec, dataset=lanes, shuffle=False)
     shards, shard_sizes, shards_hash = read_shards(spec.dataset)
     orders = None if sampler is None else SamplerOrders(sampler, seed, len(spec), start[1], epoch_length)

@@ -19,8 +19,8 @@ from samestep.engine.passes import Gradients
 from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.plan.loop_plan import Task
 from samestep.plan.order import build_order
-from samestep.plan.schedule import Span
 from samestep.plan.seeds import derive
+from samestep.plan.sizes import Span
 from samestep.plan.tree import Layout
 from samestep.train.context import RunContext
 from samestep.train.ending.stopping import Stopping

@@ -18,8 +18,8 @@ from samestep.engine.logged_values import Value
 from samestep.engine.passes import Gradients, PassAttempt, Reduced
 from samestep.errors import Error, NotHealed, UsageError
 from samestep.plan.ledger import combine
-from samestep.plan.schedule import Span
 from samestep.plan.seeds import derive
+from samestep.plan.sizes import Span
 from samestep.train.context import RunContext
 from samestep.train.state.run_state import RunState
 from samestep.train.step.step_log import average_batch, collect_values, read_number

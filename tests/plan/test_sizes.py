@@ -1,4 +1,4 @@
-"""Every position is in exactly one micro-batch of one step on one rank. Invalid numbers are refused in one sentence."""
+"""Invalid numbers are refused in one sentence."""
 
 import re
 from typing import Any
@@ -9,55 +9,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import Error
-from samestep.plan.schedule import (
-    Schedule,
+from samestep.plan.loop_plan import LoopPlan
+from samestep.plan.sizes import (
     check_numbers,
     default_micro_batch_size,
     describe_division,
 )
-from samestep.plan.tree import build_layout
 
 micro_batch_sizes = st.integers(1, 9)
 counts = st.integers(1, 12)
 
 
-@given(st.integers(1, 400), micro_batch_sizes, counts, st.booleans(), st.integers(1, 14))
-def test_each_position_once(length: int, size: int, v: int, drop_last: bool, world_size: int) -> None:
-    batch_size = size * v
-    if drop_last and length < batch_size:
-        length = batch_size
-    schedule = Schedule(length, batch_size, size, drop_last)
-    assert schedule.num_micro_batches == v
-    seen: list[int] = []
-    for step in range(schedule.num_steps):
-        micro_batches = schedule.micro_batches(step)
-        last = step == schedule.num_steps - 1
-        assert 1 <= len(micro_batches) <= v
-        assert last or len(micro_batches) == v
-        assert (micro_batches[0][0], micro_batches[-1][1]) == schedule.span(step)
-        assert all(stop - start == size for start, stop in micro_batches[:-1])
-        assert 1 <= micro_batches[-1][1] - micro_batches[-1][0] <= size
-        for held in build_layout(len(micro_batches), world_size).ranges:
-            for m in held:
-                seen += range(*micro_batches[m])
-    assert seen == list(range(length - schedule.num_dropped))
-    assert schedule.num_dropped == (length % batch_size if drop_last else 0)
-
-
-@given(micro_batch_sizes, counts, st.integers(0, 50))
-def test_endless_steps_are_full_and_adjoin(size: int, v: int, step: int) -> None:
-    schedule = Schedule(5, size * v, size, is_endless=True)
-    assert schedule.num_micro_batches == v
-    assert schedule.span(step)[1] == schedule.span(step + 1)[0]
-    positions = [p for span in schedule.micro_batches(step) for p in range(*span)]
-    assert positions == list(range(step * size * v, (step + 1) * size * v))
-    assert len(schedule.micro_batches(step)) == v
+def plan(length: Any, batch_size: Any, micro_batch_size: Any, **options: Any) -> LoopPlan:
+    return LoopPlan(length=length, batch_size=batch_size, micro_batch_size=micro_batch_size, seed=0, **options)
 
 
 def test_steps_before_the_loop() -> None:
     for is_endless in (False, True):
         with pytest.raises(IndexError):
-            Schedule(10, 4, 2, is_endless=is_endless).span(-1)
+            plan(10, 4, 2, is_endless=is_endless).micro_batches(-1)
 
 
 def test_default_micro_batch_size() -> None:
@@ -156,16 +126,16 @@ def test_the_advice_is_valid(batch_size: int, size: int, world_size: int) -> Non
 
 def test_numpy_numbers_are_numbers() -> None:
     numbers: list[Any] = [np.int64(10), np.int32(4), 2]
-    assert Schedule(*numbers).num_steps == 3
+    assert plan(*numbers).steps_per_epoch == 3
 
 
 def test_invalid_lengths() -> None:
     with pytest.raises(Error, match="the data set is empty"):
-        Schedule(0, 4, 2)
+        plan(0, 4, 2)
     with pytest.raises(Error, match="length of the data set must be a whole number above 0, found None"):
-        Schedule(None, 4, 2)  # type: ignore[arg-type]
+        plan(None, 4, 2)
     with pytest.raises(Error, match="not a multiple"):
-        Schedule(8, 3, 2)
+        plan(8, 3, 2)
 
 
 def test_drop_last_that_leaves_nothing() -> None:
@@ -173,5 +143,5 @@ def test_drop_last_that_leaves_nothing() -> None:
         "drop_last leaves no step of 3 samples with batch_size 4: lower batch_size to at most 3, or remove drop_last"
     )
     with pytest.raises(Error, match=f"^{sentence}$"):
-        Schedule(3, 4, 2, drop_last=True)
-    assert Schedule(3, 4, 2).micro_batches(0) == ((0, 2), (2, 3))
+        plan(3, 4, 2, drop_last=True)
+    assert plan(3, 4, 2).micro_batches(0) == ((0, 2), (2, 3))

@@ -1,110 +1,17 @@
-"""Maps positions of a loop to epochs, steps and micro-batches.
-
-Everything here is a function of a few integers, so the position in a run's data is one integer: the step.
-"""
+"""Checks the sizes of a run's steps, and describes how ranks share them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import isqrt
 from numbers import Integral
 
 from samestep.errors import InvalidValue
 from samestep.plan.tree import build_layout
 
-Span = tuple[int, int]
+Span = tuple[int, int]  # a start and a stop
 
 MAX_SAMPLES = 1 << 40  # of a step; larger values are typing errors
 MAX_MICRO_BATCHES = 1 << 20  # of a step; the plan of more would fill the memory
 LEAST_SAMPLES = 64  # of a default micro-batch; fewer slow small models down (docs/dev/micro_batches.md)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The steps of a loop over epochs of `length` samples; all sizes are in samples. Steps and epochs count from 0.
-
-    Position p of the loop is position `p % length` of epoch `p // length`. The last step of an epoch is short if
-    `batch_size` does not divide `length`: it has fewer micro-batches, and the last one may be smaller.
-
-    Args:
-        drop_last: omit the short step.
-        is_endless: every step is full, and a step that crosses the end of an epoch continues in the next one (or in
-            several, if the data set is tiny). `drop_last` has no effect.
-
-    Raises:
-        InvalidValue: a number is not an integer above 0, `micro_batch_size` does not divide `batch_size`, the data
-            set is empty, or `drop_last` leaves no step.
-    """
-
-    length: int
-    batch_size: int
-    micro_batch_size: int
-    drop_last: bool = False
-    is_endless: bool = False
-
-    def __post_init__(self) -> None:
-        _check_length(self.length)
-        check_numbers(self.batch_size, self.micro_batch_size, 1)
-        if self.num_dropped == self.length:
-            raise InvalidValue(
-                f"drop_last leaves no step of {_samples(self.length)} with batch_size {self.batch_size}: "
-                f"lower batch_size to at most {self.length}, or remove drop_last",
-                code="SS108",
-            )
-
-    @property
-    def num_dropped(self) -> int:
-        """Samples of each epoch that no step uses."""
-        return self.length % self.batch_size if self.drop_last and not self.is_endless else 0
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of one epoch. Not for endless loops."""
-        return -(-(self.length - self.num_dropped) // self.batch_size)
-
-    @property
-    def num_micro_batches(self) -> int:
-        """V, the number of micro-batches of a full step."""
-        return self.batch_size // self.micro_batch_size
-
-    def span(self, step: int) -> Span:
-        """Return (start, stop) of the positions of a step."""
-        if step < 0:
-            raise IndexError(f"step {step} is below 0")
-        if self.is_endless:
-            return step * self.batch_size, (step + 1) * self.batch_size
-        epoch, step_of_epoch = divmod(step, self.num_steps)
-        start = epoch * self.length + step_of_epoch * self.batch_size
-        return start, min(start + self.batch_size, (epoch + 1) * self.length)
-
-    def micro_batches(self, step: int) -> tuple[Span, ...]:
-        """Return (start, stop) positions of each micro-batch of a step. Only the last of an epoch may be smaller."""
-        start, stop = self.span(step)
-        size = self.micro_batch_size
-        return tuple((at, min(at + size, stop)) for at in range(start, stop, size))
-
-    def epochs_of(self, step: int) -> range:
-        """Return the epochs that have a sample in a step."""
-        start, stop = self.span(step)
-        return range(start // self.length, (stop - 1) // self.length + 1)
-
-    def pieces(self, span: Span) -> list[tuple[int, Span]]:
-        """Return the parts of a span, one per epoch: the epoch, and positions in it."""
-        start, stop = span
-        pieces = []
-        while start < stop:
-            epoch, offset = divmod(start, self.length)
-            end = min(offset + stop - start, self.length)
-            pieces.append((epoch, (offset, end)))
-            start += end - offset
-        return pieces
-
-    def count_within(self, num_epochs: int) -> int:
-        """Return the number of steps that need no sample after the first epochs."""
-        return num_epochs * self.length // self.batch_size if self.is_endless else num_epochs * self.num_steps
-
-    def count_until(self, num_epochs: int) -> int:
-        """Return the number of steps after which all samples of the first epochs are used."""
-        return -(-num_epochs * self.length // self.batch_size) if self.is_endless else num_epochs * self.num_steps
 
 
 def check_numbers(
@@ -194,7 +101,7 @@ def describe_division(n: int, world_size: int, micro_batch_size: int | None = No
         way = "larger batch_size" if micro_batch_size == 1 else "smaller micro_batch_size"
         small = n > 1 and micro_batch_size < LEAST_SAMPLES
         advice = "; if a sample takes little time, a larger micro_batch_size is faster" if small else ""
-        size = _samples(micro_batch_size)
+        size = format_samples(micro_batch_size)
         return f"{micro_batches} of {size} on 1 rank; {room} (for more, begin it with a {way}{advice})"
     if world_size <= 8:
         listed = "+".join(map(str, shares))
@@ -212,13 +119,7 @@ def check_positive(name: str, value: object) -> None:
         raise InvalidValue(f"{name} must be a whole number above 0, found {value!r}", code="SS101")
 
 
-def _check_length(length: object) -> None:
-    if isinstance(length, Integral) and length == 0:
-        raise InvalidValue("the data set is empty: a run needs at least 1 sample", code="SS303")
-    check_positive("the length of the data set", length)
-
-
-def _samples(count: int) -> str:
+def format_samples(count: int) -> str:
     return f"{count} sample{'s' if count != 1 else ''}"
 
 
