@@ -33,19 +33,6 @@ def _find_bytes(batch: Any) -> "Iterator[bytes | memoryview]":
             yield repr(value).encode()
 
 
-def list_dtypes(batch: Any) -> list[str]:
-    """Return the dtypes of all tensors and numbers, in order, such as "int64"."""
-    import torch
-
-    kinds = bool | int | float | complex
-    return [
-        type(value).__name__ if isinstance(value, kinds) else str(value.dtype).removeprefix("torch.")
-        for value in find_leaves(batch)
-        if isinstance(value, torch.Tensor | np.number | kinds)
-        or (isinstance(value, np.ndarray) and value.dtype.kind in "biufc")
-    ]
-
-
 def find_leaves(value: Any, depth: int = 0) -> Iterator[Any]:
     """Yield the values in nested mappings (with their keys as strings), sequences and dataclasses."""
     if depth > 8:

@@ -235,11 +235,6 @@ class Workers:
         self.processes: list[multiprocessing.process.BaseProcess] = []
         self._pid = os.getpid()
 
-    @property
-    def are_alive(self) -> bool:
-        """Whether all workers are running."""
-        return bool(self.processes) and all(process.is_alive() for process in self.processes)
-
     def begin(self, tasks: Iterator[Task]) -> None:
         """Begin a series of tasks, after all tasks of the previous one. The first call starts the workers."""
         self._series.tasks = tasks

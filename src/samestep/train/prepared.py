@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,30 +27,7 @@ from samestep.train.state.sharded_state import Blocks, ShardedState, check_optio
 from samestep.train.state.stateful import describe_models, find_held_optimizers, outline, refuse_overlaps, states
 from samestep.train.step.interception import Interceptors
 
-
-class Divided(Protocol):
-    """State of which each rank holds a part."""
-
-    def collect(self) -> Callable[[], dict[str, Any]]:
-        """Collect what other ranks hold. On all ranks.
-
-        Returns:
-            A function that returns the objects' states; on rank 0 they are whole.
-        """
-
-    def outline(self) -> Callable[[], dict[str, Any]]:
-        """Exchange what is needed to describe the state. On all ranks.
-
-        Returns:
-            A function that returns the objects' states, with tensors on the meta device for those that only other ranks
-            hold.
-        """
-
-    def is_mine(self, tensor: Tensor) -> bool:
-        """Return whether this rank stores a tensor of these states, or its rows of it."""
-
-    def read(self, saved: SavedState) -> dict[str, Any]:
-        """Return the content of a snapshot with this rank's part of the objects' states. Reads no other tensors."""
+Divided = DividedOptimizers | ShardedState  # state of which each rank holds a part
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from samestep.config import OPTIONS, CheckCompute, ExchangeDtype, Precision, Reduction, Shard
-from samestep.console import warn
 from samestep.data.loader import seed_all
 from samestep.engine.gradient_norm import clip_with_norm, compute_total_norm
 from samestep.engine.precision import build_precision
@@ -175,7 +174,6 @@ class Run:
         self.local_rank = environment.local_rank
         self._group = group
         self._progress = build_progress(rank=self.rank, terminal=False if is_trial else None)
-        self._warn_of_precision(settings.precision)
         location = open_location(settings, group, self._say, keeps=environment.heals)
         self.dir = location.path
         context = RunContext(
@@ -219,16 +217,6 @@ class Run:
         Example: see `Run.rank`.
         """
         return self._group.world_size
-
-    def _warn_of_precision(self, precision: Precision) -> None:
-        if self.device.type != "cpu":
-            return
-        if precision == "fp16":
-            slow = "fp16 is slower than fp32 on most CPUs: use bf16, which needs no loss scale, or a GPU"
-            warn(self._say, slow, start="fp16 is slower")
-        if precision == "tf32":
-            unused = "tf32 is a format of GPUs: this run computes in fp32, because it is on the CPU"
-            warn(self._say, unused, start="tf32 is a format of GPUs")
 
     def _build_services(self, trackers: Sequence[Tracker | str]) -> Services:
         context = self._context

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.data.content import hash_content, list_dtypes
+from samestep.data.content import hash_content
 from samestep.data.lanes import Lanes
 from samestep.data.loader import Loader
 from samestep.data.order_files import find_changed_shards
@@ -94,22 +94,16 @@ def compare_ranks(own: list[str], spec: DataSpec, seed: int, group: Group, machi
     """
     (first, kind), *others = group.gather((own, dict(machine)))
     differing = [
-        (rank, index, expected, found)
+        (rank, index)
         for rank, (theirs, its_kind) in enumerate(others, start=1)
         for index, expected, found in zip(_choose(spec), first, theirs, strict=True)
         if its_kind == kind and expected and found and expected != found
     ]
     if differing and all(group.gather(read_samples(spec, seed) == own)):
-        rank, index, expected, found = differing[0]
-        if dtypes := _find_dtypes(expected, found):
-            raise InvalidValue(
-                f"sample {index} of the data set is {dtypes[0]} on rank 0 and {dtypes[1]} on rank {rank}: give it the "
-                "same dtype on all ranks",
-                code="SS305",
-            )
+        rank, index = differing[0]
         raise InvalidValue(
-            f"sample {index} of the data set differs between rank 0 and rank {rank}: build the same data set on all "
-            "ranks, after samestep.Run(...), which seeds the generators; the run divides it among the ranks",
+            f"sample {index} of the data set differs between rank 0 and rank {rank}: build the same data set, of the "
+            "same dtypes, on all ranks, after samestep.Run(...), which seeds the generators; the run divides it",
             code="SS305",
         )
 
@@ -166,7 +160,7 @@ def check_samples(
         now: the result of `read_samples`, if it was called before.
 
     Returns:
-        For each sample, its hash and the dtypes of its values; "" for one that cannot be read or contains no numbers.
+        For each sample, its hash; "" for one that cannot be read or contains no numbers.
 
     Raises:
         RunDirectoryError: the data are not the run's.
@@ -178,22 +172,17 @@ def check_samples(
     if not changed or read_samples(spec, seed) != now:
         return before or now
     if not overrides and record.get("machine") == machine:
-        index, was, found = changed[0]
-        how = "differs"
-        cure = "build it after samestep.Run(...), which seeds the generators, or with a fixed seed"
-        if dtypes := _find_dtypes(was, found):
-            how = f"is {dtypes[1]}, and was {dtypes[0]}"
-            cure = "give it the same dtype"
         raise RunDirectoryError(
-            f"the data set is not the one that the run began with (sample {index} {how}): {cure}; to continue with "
-            f"this one, pass override=True to run.prepare, or start with {advise(override=True)}",
+            f"the data set is not the one that the run began with (sample {changed[0][0]} differs): build it, of "
+            "the same dtypes, after samestep.Run(...), which seeds the generators, or with a fixed seed; to continue "
+            f"with this one, pass override=True to run.prepare, or start with {advise(override=True)}",
             code="SS306",
         )
     return now
 
 
 def read_samples(spec: DataSpec, seed: int) -> list[str]:
-    """Return the hashes and the dtypes of a few samples, each read and collated alone, as in training.
+    """Return the hashes of a few samples, each read and collated alone, as in training.
 
     If the run has workers, this starts one: a data set may open its files at the first read, and the training's
     workers, which are forked later, would share a file opened in this process.
@@ -207,8 +196,7 @@ def read_samples(spec: DataSpec, seed: int) -> list[str]:
         found = []
         for _ in tasks:
             with suppress(Error):  # the training will raise it for this sample
-                batch = next(loader).batch
-                found.append(f"{hashed} {' '.join(list_dtypes(batch))}" if (hashed := hash_content(batch)) else "")
+                found.append(hash_content(next(loader).batch))
                 continue
             found.append("")
     return found
@@ -218,9 +206,3 @@ def _choose(spec: DataSpec) -> list[int]:
     if isinstance(spec.dataset, Lanes):
         return spec.dataset.list_first()
     return sorted({0, len(spec) // 2, len(spec) - 1})
-
-
-def _find_dtypes(was: str, found: str) -> tuple[str, str] | None:
-    """Return the first dtypes that differ between two results of `read_samples`; None if none do."""
-    pairs = [*zip(was.split()[1:], found.split()[1:], strict=False)]
-    return next(((one, other) for one, other in pairs if one != other), None)

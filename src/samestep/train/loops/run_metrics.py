@@ -16,7 +16,7 @@ from samestep.snapshot.kept_logs import KeptLogs
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.train.context import RunContext
 from samestep.train.state.run_state import RunState
-from samestep.train.state.stateful import Objects, Wrapped, find_wrapped, learning_rates
+from samestep.train.state.stateful import Objects, learning_rates
 from samestep.train.step.steps import Step, StepObserver
 from samestep.watch.progress import Progress
 from samestep.watch.stall_diagnosis import describe_spent, share_spent
@@ -31,13 +31,11 @@ class _Subject:
 
     Attributes:
         objects: what was passed to `run.prepare`, for the learning rates.
-        wrapped: the optimizers that these objects hold.
     """
 
     plan: LoopPlan
     gradients: Gradients
     objects: Objects
-    wrapped: Wrapped
 
 
 class RunMetrics(StepObserver):
@@ -66,7 +64,7 @@ class RunMetrics(StepObserver):
     def begin_loop(self, plan: LoopPlan, objects: Objects, gradients: Gradients) -> None:
         """A loop begins. Arguments as for `_Subject`."""
         self._num_samples = 0
-        self._begun = _Subject(plan, gradients, objects, find_wrapped(objects))
+        self._begun = _Subject(plan, gradients, objects)
 
     @property
     def _subject(self) -> _Subject:
@@ -132,7 +130,7 @@ class RunMetrics(StepObserver):
         self._is_logged = every.is_due(steps_done, epochs_done) or every.has_passed(now_s - self._logged_s)
         if self._is_logged:
             self._logged_s = now_s
-            self._rates = learning_rates(self._subject.objects, self._subject.wrapped)
+            self._rates = learning_rates(self._subject.objects)
 
     def end_step(self, step: Step) -> None:
         """Record a finished step."""

@@ -13,6 +13,7 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from samestep.config import RunConfig
 from samestep.engine.sharded_unit import ShardedUnit
@@ -147,7 +148,7 @@ class ShardedState:
             A function that returns them. Ranks other than 0, which have one whole tensor at a time, get empty ones.
         """
         self._updates.check()
-        whole = {name: _gather(state, self._rank == 0) for name, state in states(self._objects).items()}
+        whole = tree_map(partial(_gather, is_kept=self._rank == 0), states(self._objects))
         return lambda: whole
 
     def explain(self, error: BaseException) -> UsageError | None:
@@ -313,12 +314,8 @@ def _read_as(param: Any, value: Any, saved: SavedState) -> Any:
     return shard_like(param, own.to(param.device))
 
 
-def _gather(value: Any, is_kept: bool) -> Any:
-    """Return a state in which sharded tensors are whole, in host memory, or else empty."""
-    if isinstance(value, Mapping):
-        return type(value)((key, _gather(item, is_kept)) for key, item in value.items())  # type: ignore[call-arg]
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)(_gather(item, is_kept) for item in value)
+def _gather(value: Any, *, is_kept: bool) -> Any:
+    """Return a sharded tensor as a whole, in host memory, or else empty; any other value as it is."""
     if not is_sharded(value):
         return value
     whole = gather_whole(value)

@@ -2,7 +2,7 @@
 
 import gc
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
@@ -34,7 +34,6 @@ from samestep.train.state.names import (
 MAX_PARTS = 2_000  # most parts of prepared objects to look into
 Objects = Mapping[str, Any]
 OldParams = dict[int, ref[nn.Parameter]]
-Wrapped = Mapping[str, Sequence[torch.optim.Optimizer]]
 
 
 def find_params() -> OldParams:
@@ -187,34 +186,11 @@ def find_saved(objects: Objects, parts: Iterable[Any]) -> set[int]:
     return asked
 
 
-def find_wrapped(objects: Objects) -> Wrapped:
-    """Return the optimizers that each object holds, without those that are prepared or held by an earlier object."""
-    found = {}
-    seen = {id(thing) for thing in objects.values()}
-    for name, thing in objects.items():
-        found[name] = [part for part in find_held_optimizers({name: thing}) if id(part) not in seen]
-        seen |= {id(part) for part in found[name]}
-    return found
-
-
-def learning_rates(objects: Objects, wrapped: Wrapped) -> dict[str, float]:
-    """Return the learning rate of each optimizer's first parameter group, by its name in a row of metrics.
-
-    Args:
-        wrapped: see `find_wrapped`. The rate of a wrapper is that of the one optimizer that it holds.
-    """
-    groups = {name: _find_group(thing, wrapped[name]) for name, thing in objects.items()}
-    rates = {name: float(group["lr"]) for name, group in groups.items() if group is not None and "lr" in group}
+def learning_rates(objects: Objects) -> dict[str, float]:
+    """Return the learning rate of each optimizer's first parameter group, by its name in a row of metrics."""
+    groups = {name: optimizer.param_groups[0] for name, optimizer in name_optimizers(objects).items()}
+    rates = {name: float(group["lr"]) for name, group in groups.items() if "lr" in group}
     return {"train/learning_rate" if len(rates) == 1 else f"train/learning_rate/{name}": rates[name] for name in rates}
-
-
-def _find_group(thing: Any, held: Sequence[torch.optim.Optimizer]) -> Mapping[str, Any] | None:
-    """Return the first parameter group with which an object updates; None if it has none or there is no single one."""
-    own = thing.param_groups[0] if isinstance(thing, torch.optim.Optimizer) else None
-    if not held or any(own is group for each in held for group in each.param_groups):
-        return own
-    firsts = {id(each.param_groups[0]): each.param_groups[0] for each in held}
-    return next(iter(firsts.values())) if len(firsts) == 1 else None
 
 
 def describe_models(modules: Mapping[str, nn.Module]) -> dict[str, str]:
