@@ -97,8 +97,8 @@ PLANTED = (
         'return _shuffle(length, derive(seed, "order", step=epoch))', 'return _shuffle(length, derive(seed, "order"))',
     ),
     Planted(
-        "the last, short step of an epoch takes samples of the next epoch", ONCE, "plan/schedule.py",
-        "return start, min(start + self.batch_size, (epoch + 1) * self.length)",
+        "the last, short step of an epoch takes samples of the next epoch", ONCE, "plan/loop_plan.py",
+        "return start, min(start + self.batch_size, (epoch + 1) * self._num_samples)",
         "return start, start + self.batch_size",
     ),
     # --- gradients, losses and buffers
