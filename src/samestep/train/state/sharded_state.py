@@ -120,7 +120,6 @@ class ShardedState:
         init: ShardedInit,
     ) -> None:
         self._objects = objects
-        self._modules = modules
         self._rank = group.rank
         optimizers = name_optimizers(objects)
         refuse_held(objects, held, 'shard="fsdp2" cannot shard')
@@ -135,7 +134,6 @@ class ShardedState:
         sharded = {id(param): getattr(part, key) for part, key, param in places}
         for optimizer in optimizers.values():
             _replace_params(optimizer, sharded)
-        for optimizer in optimizers.values():
             optimizer.register_step_post_hook(lambda *_: self.models.free_gathered())
         self._updates = AlikeUpdates(optimizers, group, "fsdp2")
         finalize(self, watch_norms(_refuse_norm))
