@@ -189,6 +189,23 @@ def test_a_failure_is_reported_and_the_run_continues(tmp_path: Path, capfd: pyte
     assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == [2, 6, 8]
 
 
+def test_without_memory_for_a_copy_the_step_waits(tmp_path: Path) -> None:
+    def patch(run: Any) -> None:
+        def fail(tensors: Any) -> None:
+            raise RuntimeError("CUDA error: out of memory")
+
+        run._services.snapshotter._staging.take = fail
+
+    samestep.spawn(train_with, 2, (tmp_path / "without", patch), {"snapshot_every": 2, "keep_last": 9})
+    samestep.spawn(train_with, 2, (tmp_path / "with", lambda run: None), {"snapshot_every": 2, "keep_last": 9})
+    ours, theirs = (
+        [(each.step, each.manifest["digest"]) for each in Store(tmp_path / name).snapshots()]
+        for name in ("without", "with")
+    )
+    assert ours == theirs
+    assert [step for step, _ in ours] == [2, 4, 6, 8]
+
+
 # --- by the clock -----------------------------------------------------------------------------------------------------
 
 

@@ -239,18 +239,6 @@ def test_a_complete_run_is_copied(cluster: Cluster, undisturbed: Undisturbed) ->
     assert read_starts(cluster, 0) == read_starts(cluster, 1) == [(15, 0)]
 
 
-@pytest.mark.soak  # the next test covers its path
-@pytest.mark.parametrize(("node", "file"), [(0, "tensors-00000.safetensors"), (0, "manifest.json"), (1, "state.json")])
-def test_the_newest_is_damaged_on_one_node(
-    cluster: Cluster, undisturbed: Undisturbed, node: int, file: str
-) -> None:  # fmt: skip
-    cluster.spawn_to_fail([0, 1], 1, KILLED, snapshot_every=3, settled=True)
-    damage(cluster.run_dir(node) / "snapshots/step-00000006" / file)
-    cluster.spawn([0, 1], 1, snapshot_every=3)
-    assert_ended_as(cluster, [0, 1], undisturbed())
-    assert [read_starts(cluster, each)[0][0] for each in (0, 1)] == [6, 6]
-
-
 def test_each_node_has_another_one_damaged(cluster: Cluster, undisturbed: Undisturbed) -> None:
     """The newest is damaged on one node, all others on the other: one sound copy is left. Then none is left."""
     cluster.spawn_to_fail([0, 1], 1, KILLED, snapshot_every=3, settled=True)

@@ -23,8 +23,8 @@ from samestep.snapshot.resume_point import Holding, ResumePoint, choose
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import StartOptions
 from samestep.snapshot.serialization import SavedState
+from samestep.snapshot.shared_directory import choose_fresh, find_writers
 from samestep.snapshot.store import NOTHING, SavedRun, Snapshot, Store
-from samestep.snapshot.writers import choose_fresh, find_writers
 from samestep.watch.records import LOGS
 from samestep.world.environment import read_host
 from samestep.world.group import Group

@@ -13,7 +13,7 @@ import torch
 
 from samestep.config import is_url
 from samestep.errors import Error
-from samestep.snapshot.writers import find_writers
+from samestep.snapshot.shared_directory import find_writers
 from samestep.tools.doctor.collectives import judge_collectives, look_at_collectives
 from samestep.tools.doctor.examination import Context, DoctorCheck
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Finding, Participants
