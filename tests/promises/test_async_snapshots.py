@@ -1,7 +1,6 @@
 """Snapshots are written while the next steps run: always complete, never lost without a message, one at a time."""
 
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ import samestep
 from samestep.snapshot.async_copy import LARGE_BYTES
 from samestep.snapshot.serialization import digest
 from samestep.snapshot.store import Store
-from samestep.watch import stall_diagnosis
 
 Undisturbed = Callable[..., Outcome]
 WIDTH = 512
@@ -228,20 +226,3 @@ def test_rank_0_s_clock_decides_for_all(tmp_path: Path) -> None:
     # Voted on within a step: after 30 s, in the fourth.
     assert ours == theirs == [None, None, None, None, 4, 4, 4, 4]
     assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == [4, 8]
-
-
-def test_a_slow_disk_is_named_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The disk takes 0.5 s for each snapshot, and the steps between two snapshots take less."""
-    commit = Store.commit
-
-    def commit_slowly(self: Store, *args: Any, **kwargs: Any) -> Path:
-        time.sleep(0.5)
-        return commit(self, *args, **kwargs)
-
-    monkeypatch.setattr(Store, "commit", commit_slowly)
-    monkeypatch.setattr(stall_diagnosis, "SLOW_SAVING_S", 0.1)
-    monkeypatch.setattr(stall_diagnosis, "SLOW_SAVING_SHARE", 0.05)  # the total grows with the load of the machine
-    train(tmp_path / "slow", "")
-    assert capsys.readouterr().out.count(f"to write to {tmp_path / 'slow'}; take fewer with --snapshot-every") == 1
