@@ -50,7 +50,7 @@ test-gpu: $(VENV)/installed-dev
 	timeout --foreground --signal INT --kill-after 30 1200 $(BIN)/pytest -m gpu
 
 # Run the tests and pages that need large optional packages (transformers, Keras, Ray, W&B, ...), in a separate environment.
-ADAPTERS := tests/adapters tests/watch/test_trackers.py tests/sources/test_sources.py tests/recipes/test_gpt.py
+ADAPTERS := tests/adapters tests/watch/test_trackers.py tests/sources/test_sources.py
 ADAPTERS += tests/tools/test_verify_plain.py tests/test_docs.py tests/launch/test_launchers.py
 test-adapters:
 	$(PYTHON) -m venv .venv-adapters
