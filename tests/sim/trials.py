@@ -24,7 +24,7 @@ STEPS_PER_EPOCH = 5  # of all scripts
 SCRIPTS = Path(__file__).parent / "scripts"
 MEASURED = re.compile(r"(time|wall|samples/s|seconds|_s)$")  # of metrics: what differs from run to run
 DAMAGE = ("cannot be used", "is shorter than", "was changed during")
-UNHEALED = ("have not formed a new group", "has failed, too")  # by --heal; no fault is a reason for this
+UNHEALED = ("have not formed a new group", "has failed, too")  # with --heal, once all ranks have begun a step
 MAX_AFTER_SIGTERM = 2  # steps: the one whose exchange carries the vote may be the next one
 STOPPED = (0, 75, 128 + 15)
 # For tensors of every size, what is usual for large ones.
@@ -200,8 +200,10 @@ def _check_ends(launch: Launch, *, is_damaged: bool) -> None:
         raise Violation(f"the launch ended with {code}: {' / '.join(lines[-5:])}")
     if kinds <= {"stop", "freeze"} and code not in STOPPED:
         raise Violation(f"after SIGTERM the launch ended with {code}: {' / '.join(lines[-5:])}")
-    if kinds == {"kill"} and (line := next((line for line in lines if any(why in line for why in UNHEALED)), "")):
-        raise Violation(line)
+    if kinds == {"kill"} and all(_find_steps(process.output) for process in launch.processes):
+        for line in lines:
+            if any(why in line for why in UNHEALED):
+                raise Violation(line)
     for process in launch.processes:
         if process.num_lines_before is not None:
             steps = _find_steps(process.output[process.num_lines_before :])
