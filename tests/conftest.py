@@ -165,5 +165,3 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
     if os.getpid() != PID:
         print("a forked child has left its test", call.excinfo and call.excinfo.getrepr(), file=sys.stderr, flush=True)
         os._exit(1)
-
-

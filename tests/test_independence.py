@@ -129,5 +129,3 @@ def test_without_all_features(tmp_path: Path, expected: str) -> None:
     assert all("is not installed: install samestep again" in sentence for sentence in sentences)
     dependent = [feature for feature, needed in NEEDS.items() if {*needed} & {*without}]
     assert find_commands(without) <= failed <= find_commands([*without, *dependent])
-
-

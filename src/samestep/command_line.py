@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import Any
 import click
 
 from samestep.config import Option, name_flag
+from samestep.decoding import as_json
 from samestep.errors import Error
 
 MAX_NAMED = 8  # suggestions in one message
 WIDTH = 110  # of --help
 PATH = click.Path(path_type=Path)  # the type of an option or argument, which a shell completes
+JSON = Option(bool, "", "print JSON")  # of every command that prints facts, with `print_json`
+json_option = click.option("--json", "is_json", is_flag=True, help=JSON.help)
 
 
 class Command(click.Command):
@@ -122,3 +126,8 @@ def suggest(word: str, known: Iterable[str]) -> str:
     if close:
         return f"; did you mean {close[0]}?"
     return f"; there are {', '.join(known)}" if len(known) <= MAX_NAMED else "; see --help"
+
+
+def print_json(facts: Any) -> None:
+    """Print the facts of a command with --json. Numbers that JSON lacks become strings, such as "nan"."""
+    print(json.dumps(as_json(facts, lambda word: str(float(word))), indent=1), flush=True)

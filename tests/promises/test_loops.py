@@ -164,5 +164,3 @@ def test_the_page(tmp_path: Path) -> None:
 
     assert samestep.spawn(run_page, 2) == 2 * 13 + 3 * 4 + 5
     assert "audit passed" in ask("inspect", tmp_path / "runs" / "phases", "--samples")
-
-

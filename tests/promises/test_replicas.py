@@ -152,5 +152,3 @@ def test_the_command_ends_with_2_and_prints_it_once(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("has a different model than the other 2, which agree, after step 8") == 1, done.stderr
     assert "Traceback" not in done.stderr
-
-

@@ -18,6 +18,8 @@ import samestep
 from samestep.snapshot.store import Store
 
 HOST = re.escape(socket.gethostname())
+
+
 class Flip(nn.Module):
     """Returns its input, of which a bit is flipped: in the "forward", or in the "backward" of its gradient."""
 
@@ -135,5 +137,3 @@ def test_what_cannot_be_compared_is_an_error() -> None:
         samestep.spawn(run_steps, 3, (Drawing,))
     with pytest.raises(samestep.InvalidValue, match="only one rank reads a lane of an IterableDataset: leave it out"):
         samestep.spawn(run_steps, 2, (Stream,))
-
-

@@ -25,6 +25,8 @@ from samestep.torch_internals import get_local
 
 DIVIDED = {"SAMESTEP_SHARD": "optimizer"}
 SHARDED = {"SAMESTEP_SHARD": "fsdp2"}
+
+
 @pytest.mark.parametrize(
     "fault",
     one_in(

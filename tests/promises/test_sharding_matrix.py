@@ -119,5 +119,3 @@ def test_one_digest_in_all_modes(number: int, tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"SIGKILL|by peer"):
             samestep.spawn(train, world_size, (*arguments, tmp_path / "modes", kill_at), env=env)
     assert read_bits(tmp_path / "modes") == read_bits(tmp_path / "alone")
-
-

@@ -493,5 +493,3 @@ def test_run_stop_before_the_loop(trial: Trial) -> None:
     trial.spawn(2, "stop all ranks at step 0 in start")
     assert trial.snapshots == []
     assert trial.num_ends == 1
-
-

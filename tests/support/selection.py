@@ -21,9 +21,7 @@ def _leave(case: Any) -> Any:
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak)
 
 
-def cover(
-    names: Iterable[str], factors: Mapping[str, Sequence[Any]], is_allowed: Callable[..., bool]
-) -> list[Row]:
+def cover(names: Iterable[str], factors: Mapping[str, Sequence[Any]], is_allowed: Callable[..., bool]) -> list[Row]:
     """Return a row for each name, (name, a value of each factor, ...), so that each two values of two factors occur
     together about equally often. `is_allowed` gets a row's values by position.
     """

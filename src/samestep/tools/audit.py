@@ -1,6 +1,5 @@
 """Audit of the samples that each step of a run used. Does not import torch."""
 
-import json
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from samestep.command_line import print_json
 from samestep.console import escape
 from samestep.data.order_files import order_file, read_order, read_shard_sizes, shards_file
 from samestep.errors import Error
@@ -215,7 +215,7 @@ def show_samples(run: Path, record: Mapping[str, Any], *, only: int | None, is_j
 
     problems, parts = audit_samples(run, record, show)
     if is_json:
-        print(json.dumps({"steps": steps, "audit": {"passed": not problems, "problems": problems}}))
+        print_json({"steps": steps, "audit": {"passed": not problems, "problems": problems}})
     else:
         print(escape(summarize(problems, parts)))
     return 1 if problems else 0

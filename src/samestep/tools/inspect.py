@@ -1,6 +1,5 @@
 """`samestep inspect`, `diff` and `runs`: show one run directory, compare two, list many. Do not import torch."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import click
 
-from samestep.command_line import Command
+from samestep.command_line import Command, json_option, print_json
 from samestep.console import build_cells, escape, list_values, print_table, say, to_text
 from samestep.decoding import parse_json
 from samestep.errors import Error, explain
@@ -54,7 +53,7 @@ WHICH: dict[str, Any] = {"metavar": "STEP|NAME", "callback": parse_which}  # set
 @click.argument("run", type=click.Path())
 @click.option("--snapshot", "which", **WHICH, default="latest", help="show only this snapshot")
 @click.option("--check", is_flag=True, help="read every byte of every snapshot, not only their sizes")
-@click.option("--json", "is_json", is_flag=True, help="print JSON")
+@json_option
 @click.option("--digest", is_flag=True, help="print the SHA-256 of the state in the newest undamaged snapshot")
 @click.option("--samples", is_flag=True, help="show and check the samples of each step (exit code 1 if that fails)")
 @click.option("--step", type=click.IntRange(min=0), help="with --samples: show only this step, counted from 0")
@@ -74,7 +73,10 @@ def run_inspect(
             store = Store(directory)
             snapshot = find_snapshot(store, run, which)
             found = {"step": snapshot.step, "name": snapshot.name, "digest": store.read_digest(snapshot)}
-            print(json.dumps(found) if is_json else found["digest"])
+            if is_json:
+                print_json(found)
+            else:
+                print(found["digest"])
             return 0
         if samples:
             from samestep.tools.audit import show_samples
@@ -109,7 +111,7 @@ def _show_run(
     }
     damaged = [f"{each['path']}: {each['problem']}" for each in snapshots if each["problem"]]
     if is_json:
-        print(json.dumps(shown, indent=1))
+        print_json(shown)
     else:
         print(escape(f"run {run}, samestep {record.get('samestep')}"))
         for title, header, rows in _build_tables(shown):
@@ -210,7 +212,7 @@ def read_last_values(run: Path) -> dict[str, dict[str, Any]]:
 @click.argument("directory", metavar="[DIR]", type=click.Path(), default="runs")
 @click.option("--sort", metavar="NAME", default="name", help=f"sort by {', '.join(FIELDS)} or a metric, as train/loss")
 @click.option("--reverse", is_flag=True, help="sort in descending order")
-@click.option("--json", "is_json", is_flag=True, help="print JSON")
+@json_option
 def run_runs(directory: str, sort: str, reverse: bool, is_json: bool) -> int:
     """Lists the runs in DIR (default: runs).
 
@@ -235,7 +237,7 @@ def run_runs(directory: str, sort: str, reverse: bool, is_json: bool) -> int:
     order = sorted(known, key=lambda number: keys[number], reverse=reverse)
     runs = [runs[number] for number in [*order, *(n for n in range(len(runs)) if n not in known)]]
     if is_json:
-        print(json.dumps(runs, indent=1))
+        print_json(runs)
         return 0
     rows = [
         (
@@ -288,7 +290,7 @@ def _shorten(value: Any) -> str:
 @click.command("diff", cls=Command)
 @click.argument("run", type=click.Path())
 @click.argument("other", type=click.Path())
-@click.option("--json", "is_json", is_flag=True, help="print JSON")
+@json_option
 def run_diff(run: str, other: str, is_json: bool) -> int:
     """Shows the first step in which two runs differ, and what differs there: samples, loss, gradient or state.
 
@@ -319,7 +321,7 @@ def run_diff(run: str, other: str, is_json: bool) -> int:
     if is_json:
         facts = {"same": is_same, "differences": differences, "common_steps": num_steps}
         facts |= {"common_snapshots": len(common), "first_differing_step": step, "differs_in": what}
-        print(json.dumps(facts | {"first_differing_state": state_step, "runs": described}, indent=1))
+        print_json(facts | {"first_differing_state": state_step, "runs": described})
         return 0 if is_same else 1
     if differences:
         rows = [(name, *map(to_text, pair)) for name, pair in differences.items()]

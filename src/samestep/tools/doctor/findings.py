@@ -1,6 +1,5 @@
 """What the doctor finds: the ranks that take part, the findings about them, and the report."""
 
-import json
 import textwrap
 import time
 from collections import Counter
@@ -9,6 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from samestep.command_line import print_json
 from samestep.console import describe_ranks, print_result, show_activity
 from samestep.units import format_count, format_ranks, format_time
 
@@ -121,7 +121,7 @@ class FindingsReport:
                 "seconds": round(seconds, 3),
                 "findings": [asdict(finding) for finding in self.findings],
             }
-            print(json.dumps(record, indent=1), flush=True)
+            print_json(record)
         else:
             words = {FAIL: "failure", WARN: "warning"}
             parts = [format_count(counts[status], word) for status, word in words.items() if counts[status]]

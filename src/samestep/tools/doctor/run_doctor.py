@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from samestep.command_line import Command, build_options, take_values
+from samestep.command_line import JSON, Command, build_options, take_values
 from samestep.config import Option, to_flags
 from samestep.errors import Error
 from samestep.launch.flags import FLAGS
@@ -15,7 +15,7 @@ from samestep.tools.launch_command import start
 from samestep.world.environment import count_job_nodes, read_environment
 
 RANK_FLAGS: dict[str, Option] = {
-    "json": Option(bool, "", "print one JSON object instead of the table"),
+    "json": JSON,
     "run_dir": Option(str, "DIR", "directory for runs, or a URL; default: runs in the working directory"),
     "device": FLAGS["device"],
 }

@@ -1,6 +1,5 @@
 """`samestep replay`: computes a step of a run again, in a scratch directory, and compares its bits with the ledger."""
 
-import json
 import os
 import re
 import sys
@@ -12,10 +11,10 @@ from typing import Any
 
 import click
 
+from samestep.command_line import JSON, print_json
 from samestep.config import NO_INTERCEPTORS, Option, to_variables, whole
 from samestep.console import escape, print_table, say, show_activity, to_text
 from samestep.data.order_files import ORDERS, list_orders
-from samestep.decoding import as_json
 from samestep.errors import Error
 from samestep.files import copy_file, open_regular, read_tail
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
@@ -39,7 +38,7 @@ FLAGS: dict[str, Option] = {
     "micro_batch": Option(int, "V", "compute only this micro-batch of step S, and describe it", whole(0)),
     "nproc_per_node": Option(int, "N", "number of ranks; default: 1", whole(1)),
     "save": Option(str, "FILE", "with --micro-batch: write the batch, the weights and the gradient, for torch.load"),
-    "json": Option(bool, "", "print one JSON object, with the gradient norms of all parameters"),
+    "json": JSON,
     **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
 }
 INTERCEPTOR = "samestep.tools.replay.interceptor:Replay"
@@ -141,7 +140,7 @@ class _Replay:
             facts = {"step": self._step, "micro_batch": self._micro_batch, "first_step": first, "changed": changes}
             facts |= {"metrics_step": self._step + 1, "recorded_losses": around}
             facts |= {"same": is_same, "compared": sentence, **result}
-            print(json.dumps(as_json(facts, lambda word: str(float(word))), indent=1))  # "nan"
+            print_json(facts)
             return 0 if is_same else 1
         _print_result(self._step, self._micro_batch, result, around)
         if self._values.get("save") is not None:

@@ -1,6 +1,5 @@
 """`samestep scale`: measures how a script scales with the number of ranks."""
 
-import json
 import math
 import os
 import re
@@ -11,6 +10,7 @@ from typing import Any, get_args
 
 import click
 
+from samestep.command_line import JSON, print_json
 from samestep.config import OPTIONS, Option, Shard, name_flag, whole
 from samestep.console import print_table, say, show_activity
 from samestep.errors import Error
@@ -38,7 +38,7 @@ FLAGS: dict[str, Option] = {
     "for_steps": Option(int, "N", "also print the time to finish a run of N steps", whole(1)),
     "slurm": Option(bool, "", "add Slurm's estimate of the time in the queue; needs --for-steps"),
     "ranks_per_node": Option(int, "N", "slurm: ranks on one node; default: all", whole(1)),
-    "json": Option(bool, "", "print one JSON object"),
+    "json": JSON,
     **{name: LAUNCH_FLAGS[name] for name in _OF_RUN},
     **{name: replace(SUBMIT_FLAGS[name], help=f"slurm: {SUBMIT_FLAGS[name].help}") for name in _OF_SLURM},
 }
@@ -81,7 +81,7 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
     memory = list_memory(alone.memory, [row["world_size"] for row in rows])
     if values.get("json"):
         facts = {"script": " ".join(target.to_words()), "num_cores": num_cores, "fit": asdict(fit)}
-        print(json.dumps({**facts, "sizes": rows, "memory": memory, "recommendation": recommend(rows)}))
+        print_json({**facts, "sizes": rows, "memory": memory, "recommendation": recommend(rows)})
     else:
         print_result(fit, rows, memory, num_run_steps)
     return 0

@@ -1,6 +1,5 @@
 """`samestep verify`: runs the script several times, one run after the other, and compares the runs."""
 
-import json
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -8,6 +7,7 @@ from typing import Any, get_args
 
 import click
 
+from samestep.command_line import JSON, print_json
 from samestep.config import Option, Shard, format_flags, name_flag, whole
 from samestep.console import print_result, show_activity
 from samestep.errors import Error
@@ -41,7 +41,7 @@ FLAGS: dict[str, Option] = {
     "resume_args": Option(str, "ARGS", "plain: arguments that the script needs to resume"),
     "launcher": Option(str, "CMD", "plain: launcher of the script, such as 'torchrun --nproc-per-node {n}'"),
     "link": Option(str, "A,B", "plain: large files and directories to link, not copy; the script must only read them"),
-    "json": Option(bool, "", "print one JSON object"),
+    "json": JSON,
     **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
 }
 
@@ -143,7 +143,7 @@ class _Verification:
                 sentence += f", after {self._num_killed} of {self._num_kills} kills: for all, use more --steps"
         if "json" in self._values:
             facts = {"same": self._is_same, "conclusion": sentence, "findings": self._lines, "runs": self._rows}
-            print(json.dumps(facts, indent=2))
+            print_json(facts)
         else:
             print("\n".join([*self._lines, sentence]))
         return 0 if self._is_same else 1

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from samestep.command_line import print_json
 from samestep.config import name_flag
 from samestep.console import print_result, say, show_activity
 from samestep.errors import Error
@@ -74,7 +75,7 @@ def run_plain(target: Target, values: Mapping[str, Any], world_sizes: Sequence[i
     has_mistake = any(result.verdict == MISTAKE for result in results)
     if "json" in values:
         checks = {result.check: {"verdict": result.verdict, "text": result.text} for result in results}
-        print(json.dumps({"runs": trials.rows, "checks": checks, "mistakes": has_mistake}, indent=2))
+        print_json({"runs": trials.rows, "checks": checks, "mistakes": has_mistake})
         return int(has_mistake)
     for result in results:
         line = ROW.format(result.check, result.verdict, result.text)
