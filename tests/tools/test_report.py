@@ -101,7 +101,6 @@ def test_a_run_is_shown_and_compared(tmp_path: Path) -> None:
     assert styles == {(name, COLOURS[number]) for number, name in enumerate(("one", "other", "third"))}
     rows = [json.loads(line) for line in (tmp_path / "one" / "timeline.jsonl").read_text().splitlines()]
     assert rows[-1]["steps"] == [4]
-    assert all(10 < row["memory_mb"][0] < 1e5 and "device_mb" not in row for row in rows)
     assert sum(row["spent_s"].get("forward", [0.0])[0] for row in rows) > 0
     assert "compute" in shown.text
     assert all(attributes.get("aria-label") for tag, attributes in shown.elements if tag == "canvas")
@@ -157,7 +156,7 @@ def test_repeated_steps_count_once_and_ranks_by_their_own_steps() -> None:
     ],
 )
 def test_a_timeline_begins_with_its_run(tmp_path: Path, more: dict[str, int], edges: list[float] | None) -> None:
-    row = make_row([5], forward=[2.0], starting=[1.0]) | {"memory_mb": [9.0], **more}
+    row = make_row([5], forward=[2.0], starting=[1.0]) | more
     data = read_run_data(write_run(tmp_path / "run", timeline=[row]), "run", {})
     assert (None if data.timeline is None else data.timeline.edges.tolist()) == edges
     if data.timeline is not None:

@@ -9,7 +9,7 @@ from msgspec.structs import asdict
 
 from samestep.watch.phase_clock import PhaseClock
 from samestep.watch.stall_diagnosis import Beat, ThreadState
-from samestep.watch.thread_state import count_written, read_memory_mb, read_thread_state
+from samestep.watch.thread_state import count_written, read_thread_state
 
 WRITTEN_BYTES = 1 << 16  # written since the last beat: the snapshot makes progress
 _numbers = count()  # of this process's beats, also of earlier loops
@@ -68,7 +68,6 @@ class BeatBuilder:
             self._before = (now_s, state)
         else:
             self._before = None
-        memory_mb, device_mb = read_memory_mb()
         return Beat(
             rank=self._rank,
             host=self._host,
@@ -87,7 +86,5 @@ class BeatBuilder:
             },
             num_steps=step - self._began_step,
             num_micro_batches=self._clock.tallies["loading"].num - self._num_before,
-            memory_mb=memory_mb,
-            device_mb=device_mb,
             **asdict(state),
         )

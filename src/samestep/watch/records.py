@@ -115,8 +115,6 @@ class _Interval(Struct):
     steps: Annotated[list[Count], Meta(max_length=MAX_RANKS)]
     spent_s: dict[str, list[Number]]
     first_step: Count = 0
-    memory_mb: list[Number] = []
-    device_mb: list[Number] = []
 
 
 class RankStates(Struct, frozen=True):

@@ -82,7 +82,6 @@ class Beat(ThreadState, frozen=True, kw_only=True):
         spent_s: phase -> total seconds in this loop; for the first loop of a start, since the start.
         num_steps: steps in this loop.
         num_micro_batches: micro-batches loaded so far.
-        memory_mb, device_mb: resident memory of the process, and memory of the GPU in its tensors.
         age_s: seconds since this arrived.
         is_silent: the next beat is overdue.
         process: state of its process: "stopped", "dead", "alive", or "" on another host.
@@ -102,8 +101,6 @@ class Beat(ThreadState, frozen=True, kw_only=True):
     spent_s: dict[str, Number] = {}
     num_steps: Count = 0
     num_micro_batches: Count = 0
-    memory_mb: Number = 0.0
-    device_mb: Number = 0.0
     age_s: Number = 0.0
     is_silent: bool = False
     process: str = ""

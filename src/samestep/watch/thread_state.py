@@ -4,7 +4,6 @@ import faulthandler
 import importlib.util
 import os
 import re
-import sys
 import sysconfig
 from contextlib import suppress
 from dataclasses import dataclass
@@ -130,16 +129,6 @@ def _read_stat(native_id: int) -> tuple[str, float]:
     except OSError:
         return "", 0.0
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def read_memory_mb() -> tuple[float, float]:
-    """Return this process's resident memory, and the memory of its tensors on the GPU; 0 if they are not known."""
-    resident_mb = 0.0
-    torch = sys.modules.get("torch")
-    with suppress(OSError):
-        resident_mb = int(read_text(Path("/proc/self/statm")).split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-    uses_gpu = torch is not None and torch.cuda.is_initialized()
-    return round(resident_mb, 1), round(torch.cuda.memory_allocated() / 1e6, 1) if torch and uses_gpu else 0.0
 
 
 def _describe_wait(state: str, native_id: int) -> str:

@@ -19,9 +19,9 @@ FEW_RANKS = 64  # with more ranks, whose rows are longer, there are fewer rows
 class Timeline:
     """Appends rows to `timeline.jsonl`: time, the step that each rank has reached, and seconds since the last row.
 
-    A row is `{"time_s": ..., "steps": [...], "spent_s": {phase: [...]}, "memory_mb": [...]}`, with a value per rank in
-    each list, and `"device_mb"` where a GPU is used. Beats of ranks are up to a second apart, so each rank's seconds
-    belong to its own steps. Rows of earlier loops and starts remain. The first row of a loop has its `"first_step"`.
+    A row is `{"time_s": ..., "steps": [...], "spent_s": {phase: [...]}}`, with a value per rank in each list. Beats of
+    ranks are up to a second apart, so each rank's seconds belong to its own steps. Rows of earlier loops and starts
+    remain. The first row of a loop has its `"first_step"`.
     """
 
     def __init__(self, path: Path, first_step: int = 0) -> None:
@@ -50,8 +50,6 @@ class Timeline:
             return
         row: dict[str, Any] = {"time_s": round(time.time(), 3), "steps": [beat.step for beat in ranks]}
         row |= {"first_step": self._first_step} if is_first else {}
-        row |= {"spent_s": spent_s, "memory_mb": [beat.memory_mb for beat in ranks]}
-        if any(beat.device_mb for beat in ranks):
-            row["device_mb"] = [beat.device_mb for beat in ranks]
+        row["spent_s"] = spent_s
         with suppress(OSError):
             add_line(self._path, json.dumps(row))
