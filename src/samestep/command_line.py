@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from samestep.config import Option, name_flag
-from samestep.decoding import as_json
 from samestep.errors import Error
 
 MAX_NAMED = 8  # suggestions in one message
@@ -130,4 +129,6 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 def print_json(facts: Any) -> None:
     """Print the facts of a command with --json. Numbers that JSON lacks become strings, such as "nan"."""
+    from samestep.decoding import as_json
+
     print(json.dumps(as_json(facts, lambda word: str(float(word))), indent=1), flush=True)
