@@ -16,7 +16,6 @@ import torch
 from promises.faulty import DEADLINE_S
 from promises.trial import Outcome, Trial, read_outcome, read_tree
 from support.runs import ask
-from support.waiting import wait_until
 
 import samestep
 from samestep.errors import PeerFailed
@@ -150,20 +149,6 @@ def test_the_record_of_starts_by_the_user(trial: Trial, undisturbed: Undisturbed
     assert rows[1]["from_step"] in (3, 5)
     assert 0 <= rows[1]["lost_steps"] <= 9 - rows[1]["from_step"]
     assert trial.outcome() == undisturbed(epochs=4)
-
-
-def test_a_signal_between_two_starts(trial: Trial, undisturbed: Undisturbed) -> None:
-    """It is not lost: either the new ranks receive it, or none are started."""
-    faults = ["hold rank 0 at step 7 in forward", "kill rank 1 at step 7 in reduction"]
-    launch = trial.start("launch", 2, "", "--max-restarts", "9", arguments=flags_of(*faults))
-    trial.wait_held()
-    wait_until(lambda: faults[1] in trial.struck, "rank 1 dies")
-    launch.process.send_signal(signal.SIGTERM)
-    trial.go_on()  # in case the next start has reached that step
-    assert launch.wait() in (75, 137, 143), launch.output
-    assert trial.num_ends == 0
-    trial.spawn(2)
-    assert trial.outcome() == undisturbed()
 
 
 def test_a_line_that_a_full_disk_truncated(trial: Trial) -> None:

@@ -4,7 +4,6 @@ with the same bits.
 
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -15,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from promises.faulty import IN_BODY, IN_STEP, NUM_STEPS, STEPS_PER_EPOCH
+from promises.faulty import NUM_STEPS, STEPS_PER_EPOCH
 from promises.trial import Outcome, Trial, read_tree, resume_is_from
 from promises.wrong import learn_well
 from support.runs import ask
@@ -98,31 +97,6 @@ def test_the_launcher_itself_is_killed(trial: Trial, undisturbed: Undisturbed, v
 
 
 # --- several kills, and other loops -----------------------------------------------------------------------------------
-
-
-# A start for each of up to seven faults, and one to the end: 17 s, and 22 s on a busy machine.
-def test_killed_again_and_again(trial: Trial, undisturbed: Undisturbed) -> None:
-    """Several crashes in turn, each at another number of ranks."""
-    draw = random.Random(0)
-    steps = sorted(draw.sample(range(NUM_STEPS), 5))
-    faults = [f"{draw.choice(['kill', 'raise'])} rank 0 at step {step} in {draw.choice(IN_STEP)}" for step in steps]
-    faults += [f"kill all ranks at step 5 in {draw.choice(IN_BODY)}", "kill rank 0 at step 6 in before rename"]
-    every = draw.choice(["2", "3", "4steps", "1epochs"])
-    struck: set[str] = set()
-    while len(struck) < len(faults):
-        num_ranks, num_workers = draw.randint(1, 4), draw.choice([0, 0, 1])
-        try:
-            trial.spawn(num_ranks, faults, num_workers=num_workers, snapshot_every=every)
-            break
-        except RuntimeError:
-            new = trial.struck - struck  # two if both struck before the launcher ended the ranks
-            assert new
-            struck |= new
-            for fault in new:
-                trial.assert_struck(fault)
-    assert len(struck) >= 6
-    trial.spawn(2, faults)
-    assert trial.outcome() == undisturbed()
 
 
 # Two starts on several ranks, and one without a crash: 13 s, and 19 s on a busy machine.

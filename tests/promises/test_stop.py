@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -193,23 +192,6 @@ def test_signal_after_the_last_step(
     assert trial.outcome() == undisturbed()
 
 
-def test_signal_to_one_rank(trial: Trial, undisturbed: Undisturbed) -> None:
-    """All stop after the same step."""
-    launch = trial.start("launch", 3, HELD)
-    trial.wait_held()
-    os.kill(trial.pid(2), signal.SIGTERM)
-    trial.go_on()
-    # Rank 2 may have voted in step 7 and wait in its exchange: then its vote in step 8 counts.
-    code = launch.wait()
-    stopped = re.search(r"stopped by a signal after step (\d+)", launch.output)
-    assert stopped, launch.output
-    assert int(stopped[1]) in (8, 9)
-    assert_stopped(trial, launch, int(stopped[1]))
-    assert code == 75
-    trial.spawn(2)
-    assert trial.outcome() == undisturbed()
-
-
 def test_a_late_signal(trial: Trial) -> None:
     """In a rank that has voted and saved and is about to end, it has no effect."""
     script = trial.faults / "script.py"
@@ -251,21 +233,6 @@ def test_second_signal_to_plain_python(trial: Trial, undisturbed: Undisturbed) -
     assert python.wait() == -signal.SIGTERM
     assert python.err.read_text() == ""
     assert trial.snapshots[-1] == "step-00000005"
-    trial.spawn(2)
-    assert trial.outcome() == undisturbed()
-
-
-@pytest.mark.parametrize(("moment", "step", "stops_at"), [("update", 7, 8), ("after schedule", 10, 10)])
-def test_signal_after_the_exchange(
-    trial: Trial, undisturbed: Undisturbed, moment: str, step: int, stops_at: int
-) -> None:
-    """A single rank needs no vote: it does not begin another step."""
-    python = trial.start("python", 1, f"hold rank 0 at step {step} in {moment}")
-    trial.wait_held()
-    trial.tell(python, signal.SIGUSR1)
-    trial.go_on()
-    assert python.wait() == 75
-    assert_stopped(trial, python, stops_at)
     trial.spawn(2)
     assert trial.outcome() == undisturbed()
 
