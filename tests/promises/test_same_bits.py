@@ -1,9 +1,7 @@
 """Any number of ranks gives the same bits: digests, losses, scores and random draws do not depend on it."""
 
 import functools
-import os
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 import torch
 from promises import gradients, training  # noqa: F401 - they fill CASES
 from promises.loops import CASES
-from support.runs import check, digest, run_command, samestep_command
+from support.runs import check, read_bits, run_command, samestep_command
 from support.selection import cover
 from support.trace import assert_same
 
@@ -48,7 +46,6 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "precision": ("", "bf16"),
     "exchange_dtype": ("none", "bf16"),
 }
-ENDINGS = ("metrics.jsonl", "ledger.bin")
 
 
 def is_allowed(name: str, shard: str, world_size: int, check: str, route: str, *numbers: str) -> bool:
@@ -120,62 +117,18 @@ def test_compiled_to_kernels(train: Callable[[], Any]) -> None:
     assert_same(samestep.spawn(train, 3), alone, "3 ranks", "1 rank")
 
 
-@pytest.mark.soak  # compiles C++ for a minute
-@pytest.mark.timeout(900)
-def test_ranks_share_what_is_compiled(tmp_path: Path) -> None:
-    """With an empty cache, the C++ compiler makes each library once, and the second rank finds it."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    (tmp_path / "g++").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/log\nexec {compiler} "$@"\n')
-    (tmp_path / "g++").chmod(0o755)
-    train = training.compiled_by_inductor
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    assert_same(samestep.spawn(train, 2, env=env), samestep.spawn(train, 1, env=env), "2 ranks", "1 rank")
-    made = re.findall(r" -shared .* -o (\S+)", (tmp_path / "log").read_text())
-    assert len(made) > 2
-    assert len({*made}) == len(made)
+def test_a_recipe(tmp_path: Path) -> None:
+    """12 ranks give the same run as one, and another seed gives another."""
 
+    def train(name: str, *flags: str) -> tuple[str, bytes, bytes]:
+        words = ["train", "mlp", "--batch-size", "96", "--micro-batch-size", "8", "--max-steps", "20", *flags]
+        check(samestep_command(*words, "--run-dir", tmp_path / name, cwd=tmp_path))
+        return read_bits(tmp_path / name)
 
-class Recipe:
-    """A recipe that the command trains, each time in another directory."""
-
-    def __init__(self, root: Path, name: str) -> None:
-        self.root, self.name = root, name
-
-    @functools.cache  # noqa: B019
-    def train(self, world_size: int, *flags: str) -> tuple[str, dict[str, bytes]]:
-        """The digest that `inspect` prints, and the files that must be the same."""
-        directory = self.root / f"{self.name}-{world_size}{''.join(flags)}"
-        done = samestep_command(
-            "train", self.name, "--nproc-per-node", str(world_size), "--batch-size", "96", "--micro-batch-size", "8",
-            "--max-steps", "20", "--run-dir", directory, *flags, cwd=self.root,
-        )  # fmt: skip
-        check(done)
-        return digest(directory), {name: (directory / name).read_bytes() for name in ENDINGS}
-
-
-@pytest.fixture(scope="module")
-def mlp(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    return Recipe(tmp_path_factory.mktemp("mlp"), "mlp")
-
-
-# A recipe on one rank and on several, each with its validations: 6 s, and 20 s on a busy machine.
-def test_digits(tmp_path: Path) -> None:
-    digits = Recipe(tmp_path, "digits")
-    wanted, files = digits.train(1)
-    assert digits.train(2, "--num-workers", "2") == (wanted, files)
-    assert files["metrics.jsonl"].count(b'"validation/accuracy"') == 2
-
-
-def test_mlp(mlp: Recipe) -> None:
-    assert mlp.train(12) == mlp.train(1)
-
-
-def test_other_numbers_give_other_bits(mlp: Recipe) -> None:
-    """Another seed gives another digest."""
-    digests = {mlp.train(1, *flags)[0] for flags in [(), ("--seed", "1"), ("--resume", "latest", "--num-threads", "1")]}
-    assert len(digests) == 2
+    alone = train("alone")
+    assert train("ranks", "--nproc-per-node", "12") == alone
+    assert train("threads", "--num-threads", "1") == alone
+    assert train("other", "--seed", "1")[0] != alone[0]
 
 
 def test_a_notebook_trains_here_and_on_ranks(tmp_path: Path) -> None:

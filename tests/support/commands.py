@@ -42,7 +42,6 @@ from support.hosts import Host
 
 TESTS = str(Path(__file__).parents[1])
 TORCHRUN_STARTS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-ON_DEMAND = {"digits": "sklearn.datasets"}  # 2 s of CPU, if a program has this argument
 # Variables that take effect when an interpreter starts: with other values than here, a program is not forked.
 READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "MKL_", "OPENBLAS_", "GLIBC_")
 HANDLED = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
@@ -81,9 +80,6 @@ class Popen(subprocess.Popen[Any]):
         if host is not None:
             words = [str(word) for word in host.wrap(words)]
         elif not real and is_forkable(words, variables, options.get("cwd") or ""):
-            for word in ON_DEMAND.keys() & {*words}:
-                with suppress(ImportError):
-                    importlib.import_module(ON_DEMAND[word])
             then = partial(_become, words, variables, options.get("pass_fds", ()), then)
         super().__init__(words, *more, preexec_fn=then, **options)
 
