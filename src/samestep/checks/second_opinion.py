@@ -146,7 +146,7 @@ class SecondOpinion(Interceptor):
     def backward(self, step: Step, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
         self._term = loss, weight
 
-    def end_backward(self, step: Step, waited_s: float) -> None:
+    def end_backward(self, step: Step) -> None:
         # It is checked by now.
         term = self._term
         self._term = None

@@ -67,9 +67,8 @@ def seed_all(seed: int) -> None:
     # a Mersenne Twister, too.
     np.random.seed(seed >> 31)
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        for generator in torch.cuda.default_generators:  # a model may use several GPUs
-            generator.manual_seed(seed)
+    for generator in torch.cuda.default_generators:  # none before CUDA is initialized; a model may use several GPUs
+        generator.manual_seed(seed)
 
 
 def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:

@@ -124,7 +124,7 @@ class Buffers:
 
     def _find_all(self) -> None:
         self._listed = self._list()
-        self._all = self._read_all()
+        self._all = [*chain.from_iterable(map(dict.values, self._held_by))]
         # Of a buffer that modules share, the first place.
         first_of = {id(get_buffers(module)[name]): (module, name) for module, name in reversed(self._listed)}
         places = [*first_of.values()][::-1]
@@ -143,14 +143,10 @@ class Buffers:
         self._uncounted = set[int]()  # of these, the ones whose version does not count the changes
         self._use([])
 
-    def _read_all(self) -> list[Tensor | None]:
-        """Return all buffers of all modules, also those that are no state."""
-        return [*chain.from_iterable(map(dict.values, self._held_by))]
-
     @property
     def _is_untouched(self) -> bool:
         """Whether no buffer was written or replaced: a fast answer, which may also be False if none was."""
-        now = self._read_all()
+        now = [*chain.from_iterable(map(dict.values, self._held_by))]
         is_counted = not self._tensors or (self._num_passes > PASSES_COMPARED and not self._uncounted)
         is_same = len(now) == len(self._all) and all(map(is_, now, self._all))
         return is_same and is_counted and [*map(read_version, self._tensors)] == self._versions
@@ -179,8 +175,8 @@ class Buffers:
         self._layout = layout
         self._held = layout.ranges[self._group.rank]
         self._parts = RankParts(self._plan, layout, self._group.rank)
-        self._last: Grads = [None] * self.num_buffers  # the values of the last micro-batch
-        self._counts = [0] * self.num_buffers
+        self._last: Grads = [None] * len(self._tensors)  # the values of the last micro-batch
+        self._counts = [0] * len(self._tensors)
         self._firsts: dict[int, tuple[int, Tensor]] = {}  # the first micro-batch that changed it, and its value
 
     def hold(self) -> None:
@@ -194,7 +190,7 @@ class Buffers:
             self._tensors[k] = tensor = self._read(k)
             self._starts[k] = tensor.detach().clone()
             self._versions[k] = read_version(tensor)
-        self._all = self._read_all()
+        self._all = [*chain.from_iterable(map(dict.values, self._held_by))]
 
     def undo(self) -> None:
         """Restore the values that `hold` has remembered."""
@@ -230,7 +226,7 @@ class Buffers:
         Raises:
             UsageError: it has added or removed a buffer, or changed a shape.
         """
-        values: Grads = [None] * self.num_buffers
+        values: Grads = [None] * len(self._tensors)
         if not self._is_untouched:
             self._take_changes(v, values)
         if v == self._held[-1]:
@@ -268,7 +264,9 @@ class Buffers:
 
     def pack(self) -> bytes:
         """Return this rank's entries: how many micro-batches have changed each buffer, and the first that has."""
-        firsts = [self._firsts[k][0] if k in self._firsts else NONE for k in range(self.num_buffers)]
+        if not self._tensors:
+            return b""
+        firsts = [self._firsts[k][0] if k in self._firsts else NONE for k in range(len(self._tensors))]
         return array("I", [*self._counts, *firsts]).tobytes()
 
     def exchange(self, packed: Sequence[bytes]) -> list[tuple[int, Tensor]]:

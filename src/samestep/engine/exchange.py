@@ -41,10 +41,11 @@ class Sums:
         present = list_present(averages)
         if present and inverse != 1.0:
             multiply_all(present, inverse)
-        # The sign of a sum of -0.0 would otherwise depend on whether an absent gradient was sent as +0.0.
-        marked = zip(averages, self.used, strict=True)
-        if in_part := [grad for grad, marks in marked if grad is not None and marks & MISSED]:
-            add_to_all(in_part, 0.0)
+        if USED | MISSED in self.used:
+            # The sign of a sum of -0.0 would otherwise depend on whether an absent gradient was sent as +0.0.
+            marked = zip(averages, self.used, strict=True)
+            if in_part := [grad for grad, marks in marked if grad is not None and marks & MISSED]:
+                add_to_all(in_part, 0.0)
         return averages
 
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import repeat
-from operator import is_
+from itertools import compress, repeat
+from operator import is_, is_not
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,7 +109,8 @@ def add_grads(left: Grads, right: Grads) -> Grads:
 
 def list_present(grads: Grads) -> list[Tensor]:
     """Return the gradients of the parameters that were used."""
-    return [grad for grad in grads if grad is not None]
+    present: list[Any] = [*compress(grads, map(is_not, grads, repeat(None)))]
+    return present
 
 
 def put(grad: Tensor | None, view: Tensor) -> None:

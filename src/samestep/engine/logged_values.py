@@ -32,6 +32,8 @@ class StepLog:
 
     def compute_means(self, held: range) -> Means:
         """Return the mean of the calls in each of these micro-batches. Waits for a GPU to compute the values."""
+        if not self._calls:
+            return [{}] * len(held)
         # The built-in sum differs: since Python 3.12 it compensates for rounding.
         return [
             {
@@ -54,6 +56,8 @@ class LoggedNames:
 
     def tabulate(self, logged: Means) -> tuple[bool, Table, Table]:
         """Return whether this rank's values have names without an entry, and the entries: means and counts."""
+        if not (self.names or any(logged)):
+            return False, [[]] * len(logged), [[]] * len(logged)
         has_new = any(name not in self.names for values in logged for name in values)
         entries = [[values.get(name, (0.0, 0.0)) for name in self.names] for values in logged]
         return has_new, [[mean for mean, _ in row] for row in entries], [[count for _, count in row] for row in entries]

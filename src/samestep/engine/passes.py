@@ -195,8 +195,7 @@ class PassAttempt:
         self._log = StepLog()
         # A power of two, which changes no bit. If the number of micro-batches is one too, the sum is then the mean.
         self._scale = gradients.precision.scale / 2 ** (layout.num_micro_batches - 1).bit_length()
-        drop_grads(plan.params)
-        drop_grads(plan.untrained)
+        drop_grads((*plan.params, *plan.untrained))
         gradients.guard.begin()
         gradients.buffers.begin(layout)
         memory = gradients.memory.find(layout, gradients.buffers.num_buffers, len(gradients.logged.names))
@@ -235,13 +234,11 @@ class PassAttempt:
             The seconds in which it waited for other ranks.
         """
         self.refuse_failed()
-        waited_s = self._sum.waited_s
         wanted = None if model is None else self._gradients.find_wanted(model, self._step)
         own = self._losses.add(self._open.v, loss, weight)
         has_weight = isinstance(own, Tensor) or bool(own)
         factor = own / self._gradients.micro_batch_size * self._scale if has_weight else 1.0
-        self._sum.backward(self._open, loss, factor, wanted, has_weight=has_weight)
-        return self._sum.waited_s - waited_s
+        return self._sum.backward(self._open, loss, factor, wanted, has_weight=has_weight)
 
     def log(self, name: str, value: Value) -> None:
         """Add a value logged in the open micro-batch."""
@@ -369,11 +366,6 @@ class TreeSum:
             self._hooks.attach()
             self._exchange = Exchange(plan, memory, gradients.group, parts)
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds that backward passes have waited for exchanges, and so for other ranks."""
-        return 0.0 if self._exchange is None else self._exchange.waited_s
-
     def open(self, v: int) -> None:
         """Begin micro-batch v. After the exchange, `.grad` may still hold gradients of this rank."""
         if v not in self._parts.held:
@@ -387,16 +379,21 @@ class TreeSum:
         wanted: set[int] | None,
         *,
         has_weight: bool,
-    ) -> None:
-        """Run the backward pass. `wanted`: numbers of the parameters that get gradients; None: all."""
+    ) -> float:
+        """Run the backward pass. Returns the seconds in which it waited for other ranks.
+
+        Args:
+            wanted: numbers of the parameters that get gradients; None: all.
+        """
         if not has_weight:
-            return
+            return 0.0
         if self._exchange is None or micro_batch.v != self._last:
             micro_batch.run_backward(loss, factor)
             micro_batch.note_all(wanted)
-            return
+            return 0.0
         with self._hooks.passing_to(partial(self._send, self._exchange, micro_batch, wanted)):
             micro_batch.run_backward(loss, factor)
+        return self._exchange.waited_s
 
     def _send(
         self, exchange: Exchange, micro_batch: OpenMicroBatch, wanted: set[int] | None, i: int, grad: Tensor

@@ -33,8 +33,6 @@ class ShardedPass:
         guard: checks the parameters at the end of each micro-batch.
     """
 
-    waited_s = 0.0
-
     def __init__(
         self,
         plan: ReductionPlan,
@@ -82,7 +80,7 @@ class ShardedPass:
         wanted: set[int] | None,
         *,
         has_weight: bool,
-    ) -> None:
+    ) -> float:
         """Run the backward pass, also of a loss that does not count: all ranks take part in the exchange.
 
         Args:
@@ -102,6 +100,7 @@ class ShardedPass:
         for k, unit in enumerate(self._models.units):
             if unit.has_grads:  # the end of its backward pass was not found, such as without differentiable inputs
                 self._reduce(k)
+        return 0.0
 
     def _reduce(self, k: int) -> None:
         """Begin to exchange the gradients of a unit, and advance the exchanges of units before."""

@@ -12,6 +12,7 @@ parameters are sharded, the ranks work in rounds instead: in round j, rank r com
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -111,7 +112,7 @@ class Layout:
     def sort(self, values: Iterable[Sequence[T]]) -> list[T]:
         """Return values of micro-batches in their order. `values`: per rank, those of its micro-batches."""
         if not self.in_rounds:
-            return [value for of_rank in values for value in of_rank]
+            return [*chain.from_iterable(values)]
         of_ranks = [*values]
         return [of_ranks[v % self.world_size][v // self.world_size] for v in range(self.num_micro_batches)]
 

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from torch.optim.lr_scheduler import LRScheduler
+
 from samestep.data.order_files import keep_shards
 from samestep.errors import InvalidValue
 from samestep.plan.sizes import describe_division
@@ -9,6 +11,7 @@ from samestep.train.context import RunContext
 from samestep.train.description import describe_run, describe_script, read_commit
 from samestep.train.determinism import describe_machine, fix_compiler
 from samestep.train.guards import calls
+from samestep.train.guards.misuse import ScheduleChecks
 from samestep.train.inputs.loop_data import LoopData
 from samestep.train.inputs.samples import add_samples
 from samestep.train.loops.feed import Feed
@@ -122,15 +125,11 @@ def build_observers(
     interceptors: Interceptors,
 ) -> Observers:
     """Return what listens to the loop's steps, in the order of notification, and what intercepts them."""
-    observers: list[StepObserver] = [
-        prepared.misuse,
-        prepared.parameters,
-        services.watchdog,
-        services.metrics,
-        services.stopping,
-    ]
+    observers: list[StepObserver] = [prepared.parameters, services.watchdog, services.metrics, services.stopping]
+    if schedules := {name: thing for name, thing in prepared.objects.items() if isinstance(thing, LRScheduler)}:
+        observers.append(ScheduleChecks(schedules))
     if context.world_size > 1:
-        observers.append(prepared.replicas)
+        observers += [prepared.misuse, prepared.replicas]
     interceptors.begin_loop(
         LoopParts(
             data,

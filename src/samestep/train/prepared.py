@@ -161,7 +161,7 @@ def prepare_objects(
         contents=contents,
         gradients=gradients,
         divided=divided,
-        misuse=MisuseChecks(objects, modules, gradients, held, context.group),
+        misuse=MisuseChecks(objects, modules, held),
         parameters=parameters,
         replicas=ReplicaChecks(objects, context.group, config.compare_every, has_divided_state=shard is not None),
         point=point,

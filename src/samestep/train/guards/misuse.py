@@ -10,12 +10,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from samestep.engine.passes import Gradients
 from samestep.errors import UsageError
 from samestep.train.state.names import list_named, list_params
 from samestep.train.state.stateful import Objects, find_saved, name_optimizers
 from samestep.train.step.steps import Step, StepObserver
-from samestep.world.group import Group
 
 Signature = list[tuple[str, int, Any]]
 
@@ -31,26 +29,17 @@ class Phase(Enum):
 class MisuseChecks(StepObserver):
     """Observes one run's loop, its prepared objects, and the updates of all optimizers of the process.
 
-    The hook that sees the updates holds no reference to this object, and is removed with it.
+    With several ranks, it is an observer of steps. The hook that sees the updates holds no reference to this object,
+    and is removed with it.
 
     Args:
         held: the optimizers that prepared objects hold.
     """
 
-    def __init__(
-        self,
-        objects: Objects,
-        modules: Mapping[str, nn.Module],
-        gradients: Gradients,
-        held: Iterable[Optimizer],
-        group: Group,
-    ) -> None:
+    def __init__(self, objects: Objects, modules: Mapping[str, nn.Module], held: Iterable[Optimizer]) -> None:
         self._objects = objects
         self._modules = modules
-        self._gradients = gradients
-        self._group = group
         self._optimizers: WeakSet[Optimizer] = WeakSet([*name_optimizers(objects).values(), *held])
-        self._schedules = [(name, thing) for name, thing in objects.items() if isinstance(thing, LRScheduler)]
         self._signature = self._sign()
         self._names = {number: path for path, number, _ in self._signature}
         self._phase = Phase.BEFORE_LOOP
@@ -58,7 +47,6 @@ class MisuseChecks(StepObserver):
         self._first_step = 0  # of the loop
         self._unreduced: dict[int, ref[Tensor]] = {}  # by id: what the first step's losses use of no prepared model
         self._partial: list[ref[Tensor]] = []  # the gradients that the last pass has left in them
-        self._read: list[int] = []  # position of each schedule when the pass began
         self._watch_updates()
 
     def _watch_updates(self) -> None:
@@ -91,6 +79,10 @@ class MisuseChecks(StepObserver):
         self._first_step = first_step
         self._unreduced.clear()
 
+    def begin_step(self, step: Step) -> None:
+        """A step begins."""
+        self._step = step
+
     def close(self) -> None:
         """End the checks, with the loop."""
         self._phase = Phase.AFTER_LOOP
@@ -98,35 +90,16 @@ class MisuseChecks(StepObserver):
         self._partial.clear()
         self._stop_watching()
 
-    def begin_step(self, step: Step) -> None:
-        self._step = step
-
-    def begin_pass(self, step: Step) -> None:
-        self._read = self._read_schedules()
-
     def backward(self, step: Step, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
-        if self._group.world_size == 1 or step.number != self._first_step:
+        if step.number != self._first_step:
             return
         for leaf in _find_leaves(loss) if isinstance(loss, Tensor) else ():
             if id(leaf) not in self._names:
                 self._unreduced[id(leaf)] = ref(leaf)
 
-    def exchange(self, step: Step) -> None:
-        for (name, _), was, now in zip(self._schedules, self._read, self._read_schedules(), strict=True):
-            if was != now:
-                raise UsageError(
-                    f"{name}.step() inside the micro-batch loop of step {step.number}: each rank calls it as often as "
-                    "it has micro-batches; dedent it by one level",
-                    code="SS211",
-                )
-
     def reduced(self, step: Step) -> None:
         leaves = [leaf() for leaf in self._unreduced.values()]
         self._partial = [ref(leaf.grad) for leaf in leaves if leaf is not None and leaf.grad is not None]
-
-    def _read_schedules(self) -> list[int]:
-        """Return the position of each learning rate schedule."""
-        return [getattr(schedule, "last_epoch", 0) for _, schedule in self._schedules]
 
     def _check_update(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         if self._phase is Phase.BEFORE_LOOP:
@@ -172,6 +145,29 @@ class MisuseChecks(StepObserver):
             for name, module in self._modules.items()
             for path, param in list_named(module)
         ]
+
+
+class ScheduleChecks(StepObserver):
+    """Refuses a step of a learning rate schedule inside the loop over micro-batches."""
+
+    def __init__(self, schedules: Mapping[str, LRScheduler]) -> None:
+        self._schedules = schedules
+        self._positions: dict[str, int] = {}  # when the pass began
+
+    def begin_pass(self, step: Step) -> None:
+        self._positions = self._read()
+
+    def exchange(self, step: Step) -> None:
+        for name, now in self._read().items():
+            if now != self._positions[name]:
+                raise UsageError(
+                    f"{name}.step() inside the micro-batch loop of step {step.number}: each rank calls it as often as "
+                    "it has micro-batches; dedent it by one level",
+                    code="SS211",
+                )
+
+    def _read(self) -> dict[str, int]:
+        return {name: getattr(schedule, "last_epoch", 0) for name, schedule in self._schedules.items()}
 
 
 def _find_leaves(loss: Tensor) -> Iterator[Tensor]:

@@ -1,13 +1,14 @@
 """The trained parameters: those of the optimizers, whose gradients are reduced."""
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from samestep.engine.passes import Gradients
-from samestep.train.state.names import list_named, list_params
+from samestep.train.state.names import list_named
 from samestep.train.state.stateful import Objects, name_optimizers
 from samestep.train.step.steps import Step, StepObserver
 
@@ -34,7 +35,8 @@ class TrainedParameters(StepObserver):
         self._follow()
 
     def _follow(self) -> None:
-        held = [id(param) for optimizer in self._optimizers for param in list_params(optimizer)]
+        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        held = [*map(id, chain.from_iterable(groups))]
         if held == self._held:
             return
         self._held = held

@@ -13,8 +13,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor, nn
-
 from samestep.console import escape
 from samestep.errors import Error, PeerFailed, Stuck
 from samestep.files import read_text
@@ -22,7 +20,7 @@ from samestep.launch.failure import write_failure
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.state.run_state import RunState
-from samestep.train.step.steps import Step, StepObserver
+from samestep.train.step.steps import StepObserver
 from samestep.watch.decision import RankFacts
 from samestep.watch.heartbeat import Heartbeat
 from samestep.watch.phase_clock import PhaseClock
@@ -50,31 +48,6 @@ class Watchdog(PhaseClock, StepObserver):
         self._state = state
         self._terminal = read_terminal()
         self._heartbeat: Heartbeat | None = None
-
-    # --- the phases of a step ---------------------------------------------------------------------------------
-
-    def load(self, step: Step) -> None:
-        self.enter("loading", step.number)
-
-    def begin_micro_batch(self, step: Step) -> None:
-        self.enter("forward", step.number)
-
-    def backward(self, step: Step, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
-        self.enter("backward", step.number)
-
-    def end_backward(self, step: Step, waited_s: float) -> None:
-        self.enter("forward", step.number)
-        if waited_s:
-            self.move("backward", "reducing", waited_s)
-
-    def exchange(self, step: Step) -> None:
-        self.enter("reducing", step.number)
-
-    def reduced(self, step: Step) -> None:
-        self.enter("updating", step.number)
-
-    def end_step(self, step: Step) -> None:
-        self.enter("script", step.number + 1)
 
     def leave(self, step: int) -> None:
         """The script has left the loop. Other ranks may wait for this one."""

@@ -95,11 +95,10 @@ class Boundary:
             stopping.agree()
         else:
             stopping.agree_together(snapshotter.take_asked())
-        epoch = self._feed.plan.epoch_of(steps_done) if epochs_done is None else epochs_done
         if self._context.location.path is not None:
             self._services.watchdog.enter("saving", steps_done)
             snapshotter.save_what_is_due(
-                lambda: self._get_state(epoch),
+                lambda: self._get_state(epochs_done),
                 step=steps_done,
                 epochs_done=epochs_done,
                 numbered=numbered,
@@ -108,10 +107,11 @@ class Boundary:
             self._services.watchdog.enter("script", steps_done)
         self.end.exit_after_signal()
 
-    def _get_state(self, epoch: int) -> TrainingState:
-        """Return the content of a snapshot. `epoch`: the epoch of the next step."""
+    def _get_state(self, epochs_done: int | None) -> TrainingState:
+        """Return the content of a snapshot. `epochs_done`: as for `end_body`."""
         state = self._state
         lanes = self._feed.gather_lanes()
+        epoch = self._feed.plan.epoch_of(state.steps_done) if epochs_done is None else epochs_done
         position = state.build_position(epoch, self._feed.data, lanes)
         divided = self._prepared.divided if self._context.location.is_divided else None
         read_states = self._prepared.collect_states() if divided is None else divided.outline()

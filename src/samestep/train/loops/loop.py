@@ -107,9 +107,10 @@ class Loop:
         self._plan = feed.plan
         self._on = observers
         self._replicas = prepared.replicas
+        self._misuse = prepared.misuse
         self._boundary = Boundary(context, state, prepared, services, feed, observers)
         cast_vote = self._boundary.cast_vote
-        self._parts = StepParts(context, state, feed.load, prepared.gradients, observers, cast_vote)
+        self._parts = StepParts(context, state, feed.load, prepared.gradients, observers, services.watchdog, cast_vote)
         self.step: Step | None = None
         self.repeats_head = state.place.is_past
         self._left_error: Error | None = None  # the script left the loop before its end
@@ -186,6 +187,7 @@ class Loop:
             self._replicas.watch(self._services.snapshotter)
         step = Step(number, self._plan.epoch_of(number), self._plan.micro_batches(number), self._parts)
         self.step = step
+        self._misuse.begin_step(step)
         self._on.begin_step(step)
         try:
             yield step
@@ -200,6 +202,7 @@ class Loop:
                 code="SS218",
             )
         self._state.end_step()
+        self._services.watchdog.enter("script", number + 1)
         self._on.end_step(step)
         if not is_last:
             self._boundary.end_body(step, epochs_done=None, numbered=True)

@@ -161,7 +161,8 @@ class RunMetrics(StepObserver):
         warn(self._context.say, sentence, start="step")
 
     def exchanged(self, step: Step, reduced: Reduced) -> None:
-        self._partial.resolve([vote.checksum for vote in reduced.votes])
+        if self._subject.gradients.plan.is_divided:
+            self._partial.resolve([vote.checksum for vote in reduced.votes])
 
     def take_checksum(self) -> int:
         """Return the checksum of this rank's part of the last gradient, if gradients are divided; else 0."""

@@ -52,7 +52,7 @@ class Interceptor(StepObserver):
     The life of a run, with all events in their places. `<name>` notifies observers: an interceptor is one, too, and the
     last in the list. `[name]` calls the interceptors and uses their results. ::
 
-        def compute(v):                                   # [inspect] <begin_micro_batch> [forward]
+        def compute(v):                                   # [inspect] [forward]
             for each call in the script's body:
                 if step.log(...):                         # <log>
                 if step.backward(...):                    # <backward> <end_backward>
@@ -69,7 +69,6 @@ class Interceptor(StepObserver):
                             if step.log(...):             # <log>
                             if step.backward(...):        # <backward>
                     for each v, borrowed or of this rank:
-                        if this is the first pass:        # <load>
                         compute(v)
                     exchange                              # <exchange> [results]
                     if the exchange fails:                # <exchange_failed>, and the run ends
@@ -208,7 +207,10 @@ class Interceptors:
         return evaluate(score, data, **arguments)
 
     def borrow(self, step: int, num_micro_batches: int) -> Sequence[int]:
-        return [v for each in self.installed for v in each.borrow(step, num_micro_batches)]
+        borrowed: list[int] = []
+        for each in self.installed:
+            borrowed += each.borrow(step, num_micro_batches)
+        return borrowed
 
     def probe(self, step: Step) -> Iterator[Any]:
         for each in self.installed:

@@ -23,6 +23,7 @@ from samestep.plan.sizes import Span
 from samestep.train.context import RunContext
 from samestep.train.state.run_state import RunState
 from samestep.train.step.step_log import average_batch, collect_values, read_number
+from samestep.watch.phase_clock import PhaseClock
 from samestep.world.group import may_be_death
 
 
@@ -39,20 +40,14 @@ class StepObserver:
     def begin_pass(self, step: "Step") -> None:
         """The script begins to iterate over the step's micro-batches. `.grad` still holds the previous gradients."""
 
-    def load(self, step: "Step") -> None:
-        """A micro-batch is loaded next."""
-
-    def begin_micro_batch(self, step: "Step") -> None:
-        """The script gets a micro-batch next."""
-
     def backward(self, step: "Step", loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
         """The script has called step.backward."""
 
     def log(self, step: "Step", values: Mapping[str, Any]) -> None:
         """The script has called step.log."""
 
-    def end_backward(self, step: "Step", waited_s: float) -> None:
-        """step.backward has returned. It waited `waited_s` for other ranks."""
+    def end_backward(self, step: "Step") -> None:
+        """step.backward has returned."""
 
     def end_micro_batch(self, step: "Step") -> None:
         """The script's body for a micro-batch has completed."""
@@ -95,7 +90,7 @@ class StepInterception(Protocol):
     def after_exchange(self, step: "Step", reduced: Reduced) -> Iterator[Any]: ...
 
 
-Event = Callable[..., None]
+Event = Callable[..., object]
 
 
 class Observers:
@@ -114,13 +109,13 @@ class Observers:
                 for call in calls:
                     call(*arguments)
 
+            if not calls:
+                return "".format  # takes any arguments, and costs no call in Python
             return calls[0] if len(calls) == 1 else notify
 
         self.interceptors = interceptors
         self.begin_step = join("begin_step")
         self.begin_pass = join("begin_pass")
-        self.load = join("load")
-        self.begin_micro_batch = join("begin_micro_batch")
         self.end_micro_batch = join("end_micro_batch")
         self.backward = join("backward")
         self.end_backward = join("end_backward")
@@ -142,6 +137,7 @@ class StepParts:
         load: (step, micro-batch) -> the micro-batch. Called once for each of this rank's, in their order.
         gradients: computes the gradients of the run's models.
         observers: are notified of the events of a step.
+        clock: times the phases of this rank.
         cast_vote: returns this rank's vote, for the exchange of a step.
     """
 
@@ -150,6 +146,7 @@ class StepParts:
     load: Callable[[int, int], Loaded]
     gradients: Gradients
     observers: Observers
+    clock: PhaseClock
     cast_vote: Callable[[], Vote]
 
 
@@ -357,6 +354,7 @@ class Step:
             attempt = self._begin_attempt()
             for v in (*self.borrowed, *attempt.held, *attempt.fillers):
                 yield from self.compute(v, self._load(v))
+            self._parts.clock.enter("reducing", self.number)
             self._on.exchange(self)
             vote = vote or self._parts.cast_vote()
             reduced = yield from self._exchange(attempt, vote)
@@ -365,6 +363,7 @@ class Step:
         self.num_passes += 1
         self._phase = StepPhase.OUTSIDE
         self._attempt = None
+        self._parts.clock.enter("updating", self.number)
         self._on.reduced(self)
 
     def compute(self, v: int, batch: Any) -> Iterator[Any]:
@@ -374,7 +373,7 @@ class Step:
         self.micro_batch = v
         seed_all(self._derive("compute", v))
         attempt.open(v, on.interceptors.inspect(self))
-        on.begin_micro_batch(self)
+        self._parts.clock.enter("forward", self.number)
         try:
             yield on.interceptors.forward(self, batch)
         except GeneratorExit:
@@ -403,7 +402,7 @@ class Step:
             raise UsageError(
                 f"step {self.number} is over, since step {self._parts.state.steps_done} has begun", code="SS218"
             )
-        if self.is_open:
+        if self._phase is not StepPhase.OUTSIDE:
             raise UsageError(
                 f"step {self.number} is iterated over inside its own loop: use one loop after the other", code="SS218"
             )
@@ -428,7 +427,7 @@ class Step:
         self.micro_batch = v
         context = self._parts.context
         if v not in self._loaded:
-            self._on.load(self)
+            self._parts.clock.enter("loading", self.number)
             try:
                 self._loaded[v] = self._parts.load(self.number, v)
             except Error as error:
@@ -510,7 +509,7 @@ class Step:
 
     def refuse_inside(self, what: str, instead: str) -> None:
         """Raise Error inside the loop over the micro-batches."""
-        if self.is_open:
+        if self._phase is not StepPhase.OUTSIDE:
             self.check_not_left()
             raise UsageError(f"{what} inside the micro-batch loop of step {self.number}: {instead}", code="SS211")
 
@@ -557,8 +556,13 @@ class Step:
         self._on.backward(self, loss, weight, model)
         if self._phase is StepPhase.PROBE:
             return
+        clock = self._parts.clock
+        clock.enter("backward", self.number)
         waited_s = self._find_attempt().backward(loss, weight, model)
-        self._on.end_backward(self, waited_s)
+        clock.enter("forward", self.number)
+        if waited_s:
+            clock.move("backward", "reducing", waited_s)
+        self._on.end_backward(self)
 
     def total(self, count: Callable[[Any], float | Tensor]) -> float:
         """Return the sum of a number over the whole batch: the same on all ranks. Call it before a loop over the step.
