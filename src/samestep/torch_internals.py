@@ -46,7 +46,7 @@ multiply_all: Callable[[list[Tensor], float], None] = torch._foreach_mul_
 add_to_all: Callable[[list[Tensor], float], None] = torch._foreach_add_
 
 # Adds lists of tensors, pair by pair, in place. A call per tensor takes longer than the sum of a small gradient.
-add_all: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_add_
+add_all: Callable[[list[Any], list[Any]], None] = torch._foreach_add_
 
 
 def group_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:

@@ -132,7 +132,7 @@ PLANTED = (
     ),
     Planted(
         "the ranks stop only if the first one has got a signal", RESUME, "train/ending/stopping.py",
-        "self.signal = max(vote.stop for vote in votes)", "self.signal = votes[0].stop", focus="stop",
+        "Decision(max(signals),", "Decision(signals[0],", focus="stop",
     ),
     # --- evaluations
     Planted(

@@ -103,7 +103,7 @@ def add_grads(left: Grads, right: Grads) -> Grads:
     """Return the sums of pairs, see `add`."""
     if not left or any(map(is_, (*left, *right), repeat(None))):
         return [*map(add, left, right)]
-    add_all(list_present(left), list_present(right))
+    add_all(left, right)
     return left
 
 

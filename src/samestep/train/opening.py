@@ -129,7 +129,7 @@ def build_observers(
     if schedules := {name: thing for name, thing in prepared.objects.items() if isinstance(thing, LRScheduler)}:
         observers.append(ScheduleChecks(schedules))
     if context.world_size > 1:
-        observers += [prepared.misuse, prepared.replicas]
+        observers.append(prepared.misuse)
     interceptors.begin_loop(
         LoopParts(
             data,

@@ -1,7 +1,7 @@
 """Ends a loop after the same step on all ranks: after its last step, by run.stop(), or by a signal."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from samestep.engine.control import Saving, Vote
 from samestep.engine.passes import Reduced
@@ -13,6 +13,39 @@ from samestep.train.guards.calls import EPOCH_END, EPOCH_END_AFTER_STOP, wait_fo
 from samestep.train.guards.watchdog import Watchdog
 from samestep.train.state.run_state import RunState
 from samestep.train.step.steps import Step, StepObserver
+
+
+class Decision(NamedTuple):
+    """What all ranks do when the body ends.
+
+    Attributes:
+        signal: the signal that stops the run; 0 for none.
+        saves: whether a snapshot is due by a clock.
+        is_written: whether all ranks have written their parts of a snapshot.
+        compares: whether a replica check is due by a clock.
+    """
+
+    signal: int = 0
+    saves: bool = False
+    is_written: bool = False
+    compares: bool = False
+
+
+def decide(votes: Sequence[Vote]) -> Decision:
+    """Decide by the votes of all ranks, equally on all of them.
+
+    Raises:
+        UsageError: only some ranks have a snapshot in progress.
+    """
+    signals, saves, saving, compares, *_ = zip(*votes, strict=True)
+    copying = [each == Saving.COPYING for each in saving]
+    if True in copying and False in copying:
+        raise UsageError(
+            f"rank {copying.index(True)} takes a snapshot, and rank {copying.index(False)} does not: call run.snapshot "
+            "on every rank; one of them writes it",
+            code="SS501",
+        )
+    return Decision(max(signals), True in saves, {*saving} == {Saving.WRITTEN}, True in compares)
 
 
 class Stopping(StepObserver):
@@ -41,12 +74,18 @@ class Stopping(StepObserver):
         self._watchdog = watchdog
         self.signals = signals
         self.signal = 0
+        self._compares = False
         self._has_agreed = False
 
     def begin_loop(self) -> None:
         """A loop begins."""
         self.signal = 0
         self._has_agreed = False
+
+    def take_comparison(self) -> bool:
+        """Return whether a replica check is due by a clock. Each is returned once."""
+        is_due, self._compares = self._compares, False
+        return is_due
 
     def ask(self, reason: str) -> None:
         """End the loop, because the script has called run.stop()."""
@@ -82,15 +121,9 @@ class Stopping(StepObserver):
         Waits for the copies of snapshots: the script may update the model as soon as this returns.
 
         Raises:
-            Error: only some ranks have a snapshot in progress.
+            UsageError: only some ranks have a snapshot in progress.
         """
-        copying = [vote.saving == Saving.COPYING for vote in votes]
-        if True in copying and False in copying:
-            raise UsageError(
-                f"rank {copying.index(True)} takes a snapshot of step {self._state.steps_done}, and rank "
-                f"{copying.index(False)} does not: call run.snapshot on every rank; one of them writes it",
-                code="SS501",
-            )
+        decision = decide(votes)
         before = self._watchdog.now[0]
         is_copying = self._snapshotter.saving is Saving.COPYING
         if is_copying:
@@ -98,30 +131,31 @@ class Stopping(StepObserver):
         self._snapshotter.join_copy()
         if is_copying:
             self._watchdog.enter(before, self._state.steps_done)
-        if all(vote.saving == Saving.WRITTEN for vote in votes):
+        if decision.is_written:
             self._snapshotter.join_parts()
-        if self._state.is_in_loop:
-            if any(vote.snapshot for vote in votes):
-                self._snapshotter.want()
-            self.signal = max(vote.stop for vote in votes)
+        if not self._state.is_in_loop:
+            return
+        if decision.saves:
+            self._snapshotter.want()
+        self.signal = decision.signal
+        self._compares |= decision.compares
 
     def exchanged(self, step: Step, reduced: Reduced) -> None:
         self.take_votes(reduced.votes)
 
-    def vote_alone(self) -> None:
+    def react(self) -> None:
         """With one rank, react at the end of a body to a signal that arrived after the exchange."""
         if self._context.world_size == 1 and self.signals.heard:
-            self.take_votes([Vote(self.signals.heard)])
+            self.vote()
 
-    def vote_together(self) -> None:
-        """Exchange votes outside of a step, on all ranks."""
-        if self.signals.is_on:
-            self.take_votes([Vote(signal) for signal in self._context.group.gather_number(self.signals.heard)])
+    def vote(self) -> None:
+        """Exchange votes outside of a step, on all ranks: a signal may have arrived."""
+        self.take_votes([Vote(signal) for signal in self._context.group.gather_number(self.signals.heard)])
 
     # --- steps ------------------------------------------------------------------------------------------------
 
     def end_step(self, step: Step) -> None:
-        self.vote_alone()
+        self.react()
 
     # --- run.stop() on some ranks alone -----------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from weakref import ref
 from torch import Tensor, nn
 
 from samestep.config import Interval
-from samestep.engine.passes import Reduced
 from samestep.errors import Error
 from samestep.snapshot.async_copy import is_finite
 from samestep.snapshot.inspection import TrainingState
@@ -17,7 +16,6 @@ from samestep.snapshot.snapshotter import Snapshotter
 from samestep.torch_internals import is_sharded
 from samestep.train.state.names import list_named, list_params
 from samestep.train.state.stateful import list_checked, list_stable, name_optimizers, unwrap
-from samestep.train.step.steps import Step, StepObserver
 from samestep.watch.replica_checksums import checksum, combine, explain_drift, find_drift, read_back
 from samestep.world.environment import read_host
 from samestep.world.group import Group
@@ -55,8 +53,8 @@ def name_replicated(objects: Mapping[str, Any], *, has_divided_state: bool = Fal
                     yield f"{key} of {names.get(id(owner), f'parameter {number}')} in {name}", value
 
 
-class ReplicaChecks(StepObserver):
-    """Compares the state of `objects` between the ranks. An observer of steps.
+class ReplicaChecks:
+    """Compares the state of `objects` between the ranks.
 
     Args:
         every: interval of comparisons; None: never.
@@ -75,7 +73,6 @@ class ReplicaChecks(StepObserver):
         self._ignored: set[str] = set()  # names of optimizer state that differed from the first comparison on
         self._begun_infinite: set[str] = set()  # labels of `list_checked`
         self._alike_s = time.monotonic()
-        self._is_wanted = False
         self._restored: Mapping[str, int] = {}
 
     def note_restored(self) -> None:
@@ -99,13 +96,9 @@ class ReplicaChecks(StepObserver):
         """Return whether a comparison is due by this rank's clock."""
         return self._every is not None and self._every.has_passed(time.monotonic() - self._alike_s)
 
-    def exchanged(self, step: Step, reduced: Reduced) -> None:
-        self._is_wanted |= any(vote.comparison for vote in reduced.votes)
-
-    def compare_if_due(self, step: int, epochs_done: int | None) -> None:
-        """Call `compare` if it is due after `step` steps. `epochs_done`: at the end of an epoch, else None."""
-        if self._is_wanted or (self._every is not None and self._every.is_due(step, epochs_done)):
-            self.compare(step)
+    def is_due(self, step: int, epochs_done: int | None) -> bool:
+        """Return whether a comparison is due after `step` steps. `epochs_done`: at the end of an epoch, else None."""
+        return self._every is not None and self._every.is_due(step, epochs_done)
 
     def compare(self, step: int) -> None:
         """Compare after `step` steps, on all ranks: one exchange of 8 bytes.
@@ -134,7 +127,6 @@ class ReplicaChecks(StepObserver):
         self._settled = {name: ref(tensor) for name, tensor in replicated.items()}
         self._alike_at = step
         self._alike_s = time.monotonic()
-        self._is_wanted = False
 
     def _name_replicated(self) -> dict[str, Tensor]:
         return dict(name_replicated(self._objects, has_divided_state=self._has_divided_state))

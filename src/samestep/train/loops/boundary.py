@@ -56,7 +56,8 @@ class Boundary:
             location.directory.write_start(restart, from_step=self._state.steps_done, world_size=world_size)
         announce_start(self._context)
         self._context.group.announce_ready()  # rank 0 has done what no other rank does again
-        stopping.vote_together()
+        if stopping.signals.is_on:
+            stopping.vote()
         self.end.exit_after_signal()
         stopping.agree_together()
 
@@ -89,7 +90,8 @@ class Boundary:
         snapshotter = self._services.snapshotter
         if step is not None:
             self._on.end_body(step)
-        self._prepared.replicas.compare_if_due(steps_done, epochs_done)
+        if stopping.take_comparison() or self._prepared.replicas.is_due(steps_done, epochs_done):
+            self._prepared.replicas.compare(steps_done)
         # At an epoch's end, the next exchange may not be that of a step.
         if epochs_done is None:
             stopping.agree()

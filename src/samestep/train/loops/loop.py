@@ -146,7 +146,7 @@ class Loop:
                     "early, call run.stop() and continue the loop",
                     code="SS218",
                 )
-            stopping.vote_alone()
+            stopping.react()
             is_whole = state.steps_done == end
             self._services.watchdog.enter("script", state.steps_done)
             if not is_whole:  # the body of an interrupted epoch will run again, and will request its snapshots again

@@ -369,7 +369,8 @@ class Step:
     def compute(self, v: int, batch: Any) -> Iterator[Any]:
         """Run the script's body on micro-batch v. The results are dropped unless this rank holds it."""
         on = self._on
-        attempt = self._find_attempt()
+        attempt = self._attempt
+        assert attempt is not None  # the loop over the micro-batches has begun
         self.micro_batch = v
         seed_all(self._derive("compute", v))
         attempt.open(v, on.interceptors.inspect(self))
