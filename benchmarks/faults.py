@@ -2,7 +2,7 @@
 
 Standing still: 2 ranks of `samestep launch`, one of which falls asleep in its data set, computes without end, or is
 stopped (SIGSTOP). Nothing may be said before the limit: 10 s, for steps as short as these. A host lost, of two that
-`samestep launch --nnodes 1:2` runs on: its processes are killed, or its link goes down without a word. Needs root.
+`samestep launch --nnodes 2 --heal` runs on: its processes are killed, or its link goes down without a word. Needs root.
 """
 
 import argparse
@@ -137,8 +137,9 @@ def time_loss(loss: str, hosts: list[Host]) -> float:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         log, marks = folder / "said", folder / "marks"
-        flags = ["--nnodes", "1:2", "--max-restarts", "1", "--rdzv-endpoint", f"{hosts[0].address}:{PORT}"]
-        with open(log, "w") as said, start_on(hosts, [build_words(folder, "", *flags)] * 2, said, {}) as launchers:
+        flags = ["--nnodes", "2", "--heal", "--rdzv-endpoint", f"{hosts[0].address}:{PORT}", "--node-rank"]
+        words = [build_words(folder, "", *flags, str(node)) for node in range(2)]
+        with open(log, "w") as said, start_on(hosts, words, said, {}) as launchers:
             wait_for(lambda: len(read_marks(marks, "step-2")) > AT_STEP, "both hosts train", log)
             lost_at = time.monotonic()
             if loss == LOSSES[0]:

@@ -32,6 +32,11 @@ shell; in fish, `samestep completion fish | source` does.
 COMMANDS = {  # name -> its words, what it does, and the module of samestep that defines run_NAME
     "train": ("[RECIPE]", "train one of the included recipes (default: digits)", "tools.launch_command"),
     "launch": ("SCRIPT ...", "start your script on ranks of this machine or of several", "tools.launch_command"),
+    "node": (
+        "SCRIPT ...",
+        "the same, as one of several machines that torchrun or srun has started",
+        "tools.launch_command",
+    ),
     "submit": ("SCRIPT ...", "submit your script to Slurm", "tools.submit"),
     "inspect": ("RUN", "show a run directory: settings, snapshots, restarts, samples, digest", "tools.inspect"),
     "runs": ("[DIR]", "list the runs in a directory, sorted by any metric", "tools.inspect"),
@@ -101,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments is None:
             if instruction := read_completion():
                 return shell_complete(program, {}, "samestep", COMPLETION, instruction)
-            if sys.argv[1:2] in (["launch"], ["train"]):
+            if sys.argv[1:2] in (["launch"], ["node"], ["train"]):
                 # Slurm may send SIGUSR1 as soon as a job starts. It stays pending until the launcher handles it.
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
                 fix_hash_seed()

@@ -76,8 +76,6 @@ def test_version() -> None:
         (["launch", "--nproc-per-node=-2", __file__], "--nproc-per-node must be a whole number from 1 to 4096, not -2"),
         (["launch", "--nproc-per-node", "9" * 20, __file__], "--nproc-per-node must be a whole number from 1 to 4096"),
         (["launch", "--num-threads", "99999999", __file__], "--num-threads must be a whole number from 1 to 4096, not"),
-        (["launch", "--rdzv-last-call", "-1", __file__], "--rdzv-last-call must be a whole number of at least 0"),
-        (["launch", "--rdzv-last-call", "1.5", __file__], "--rdzv-last-call must be a whole number, not '1.5'"),
         (["launch", "--max-restarts", "-1", __file__], "--max-restarts must be a whole number of at least 0, not -1"),
         (["submit", "--job-name", "a\nb", __file__], "the batch script would have the option '--job-name=\"a\\nb\"'"),
         (["submit", "--sbatch=--mem=1\ntouch x", __file__], "use names without control characters"),

@@ -97,6 +97,9 @@ def test_launch_accepts_the_command(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(SECRET, "the pods' secret")
     words[endpoint] = "127.0.0.1:29400"  # as a name that only the cluster knows
+    rank = words.index("--node-rank") + 1
+    assert words[rank] == "$JOB_COMPLETION_INDEX", "which Kubernetes sets in each pod"
+    words[rank] = "0"
     assert main(words) == 2
     assert "there is no script train.py" in capsys.readouterr().err
 

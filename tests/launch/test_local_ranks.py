@@ -1,37 +1,14 @@
-"""The ranks of one machine: which are ended, and which of several failures is reported."""
+"""The processes of the ranks of one machine: which have failed."""
 
 from typing import Any
 
 import pytest
 
-from samestep.launch.failure import SOON_S, RankFailure
+from samestep.launch import agent
 from samestep.launch.local_ranks import Ranks
+from samestep.launch.protocol import Ended, Overdue, Signalled
 from samestep.launch.target import Target
-
-
-def test_a_rank_that_the_others_have_outlived_is_not_blamed_for_a_later_death() -> None:
-    ranks = Ranks(None)  # type: ignore[arg-type]
-    for rank in (1, 3):
-        ranks.ends.add(rank, -9, RankFailure(rank, float(rank), -9, False, "died", "was killed by SIGKILL"))
-        if rank == 1:
-            ranks.ends.outlive([1])
-    ranks.ends.add(0, 1, RankFailure(0, 4.0, 1, True, "exception", "PeerFailed: another rank has died"))
-    failure = ranks.first_failure()
-    ranks.close()
-    assert failure is not None
-    assert failure.rank == 3
-
-
-@pytest.mark.parametrize(("later_s", "blamed"), [(20.0, 1), (2 * SOON_S, 0)])
-def test_a_death_is_blamed_if_the_others_fail_soon_after(later_s: float, blamed: int) -> None:
-    ranks = Ranks(None)  # type: ignore[arg-type]
-    ranks.ends.add(1, -9, RankFailure(1, 0.0, -9, False, "died", "was killed by SIGKILL"))
-    ranks.ends.outlive([1])
-    ranks.ends.add(0, 1, RankFailure(0, later_s, 1, True, "exception", "PeerFailed: another rank has died"))
-    failure = ranks.first_failure()
-    ranks.close()
-    assert failure is not None
-    assert failure.rank == blamed
+from samestep.world.environment import OPENING
 
 
 class Server:
@@ -54,8 +31,22 @@ def test_a_rank_that_obeys_has_not_failed() -> None:
     """Also if the clock was set back meanwhile."""
     ranks = Ranks(Server())  # type: ignore[arg-type]
     ranks.start(Target("script", "x.py", []), [{"RANK": "0", "WORLD_SIZE": "1"}])
-    ranks.request_stop()
-    ranks.poll(0.0)
-    assert ranks.done
-    assert not ranks.ends.failures
+    ranks.signal(15)
+    assert ranks.poll(0.0) == [Ended(0, -15, 0.0)]
+    assert ranks.are_done
+    ranks.close()
+
+
+def test_a_run_that_does_not_begin_its_first_step_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script has created a Run, and builds its data set, or ranks wait for each other: there is nothing to save."""
+    monkeypatch.setattr(agent, "GRACE_S", 0.0)
+    ranks = Ranks(Server())  # type: ignore[arg-type]
+    received: list[int] = []
+    own = agent.Agent(ranks, agent.Launch(Target("script", "x.py", []), 1, {}, received))
+    opening = ranks.directory / OPENING
+    opening.touch()
+    assert own.poll() == []
+    received.append(15)
+    assert [type(event) for event in own.poll()] == [Signalled, Overdue]
+    assert own.poll() == [], "once"
     ranks.close()

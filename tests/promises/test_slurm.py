@@ -19,7 +19,6 @@ from support.waiting import DEADLINE_S, wait_until
 
 from samestep.launch.target import Target
 from samestep.tools.scale.run_scale import estimate_queue_s
-from samestep.world.mpi_ranks import FIRST_PORT, NUM_PORTS
 
 pytestmark = pytest.mark.packages
 Undisturbed = Callable[..., Outcome]
@@ -297,21 +296,9 @@ def test_the_others_continue_without_a_rank(jobs: Jobs, trial: Trial, undisturbe
     assert trial.outcome() == undisturbed()
 
 
-# On this machine, a launcher of any node could become the rendezvous. So the others wait for that of the first node.
-PROLOG = f"""\
-#!/bin/bash
-if [ "$SLURM_NODEID" != 0 ]; then
-  until (echo > /dev/tcp/127.0.0.1/$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))) 2>/dev/null; do sleep 0.1; done
-fi
-"""
-
-
 def test_the_others_continue_without_a_node(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
     """Slurm lets the job continue, and reports its success."""
-    prolog = trial.faults / "prolog.sh"
-    prolog.write_text(PROLOG)
-    prolog.chmod(0o755)
-    job = jobs.submit("--heal", SLURM_TASK_PROLOG=str(prolog))
+    job = jobs.submit("--heal")
     job.wait_held()
     jobs.cluster.fail("n2")
     wait_until(lambda: "rank 1 was lost with " in job.output, "the loss is noticed")

@@ -122,20 +122,25 @@ class Trial:
 
     def start(
         self, how: str, num_ranks: int = 1, fault: str = "", *flags: str, arguments: Sequence[str] = (),
-        stdout: int | None = None, host: Host | None = None, script: Path = SCRIPT,
+        stdout: int | None = None, host: Host | None = None, script: Path = SCRIPT, engine: Sequence[str] = (),
     ) -> Started:  # fmt: skip
-        """Starts the script. `how` is "launch" (with its `flags`), "torchrun" or "python".
+        """Starts the script. `how` is "launch" (with its `flags`), "torchrun", "agent" (under torchrun) or "python".
 
         Args:
             stdout: a descriptor; None: a file.
             host: another host.
+            engine: the flags of torchrun, for "agent".
         """
         words = [script, self.dir, *(["--fault", fault] if fault else []), *arguments]
         before: dict[str, list[str]] = {
             "launch": ["-m", "samestep", "launch", "--nproc-per-node", str(num_ranks), *flags],
             "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)],
+            "agent": [
+                "-m", "torch.distributed.run", "--nproc-per-node", "1", *engine,
+                "-m", "samestep.node", "--nproc-per-node", str(num_ranks), *flags,
+            ],
             "python": [],
-        }
+        }  # fmt: skip
         env = {
             "OMP_NUM_THREADS": "1",
             "PYTHONHASHSEED": "0",  # as `samestep launch` sets it; ranks with other values print a warning

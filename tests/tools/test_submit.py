@@ -57,9 +57,9 @@ def test_batch_script(script: Path, capsys: pytest.CaptureFixture[str], tmp_path
         "output": "runs/x/slurm/%j.out", "requeue": "", "mem": "64G", "constraint": "a100",
     }  # fmt: skip
     words = read_srun(text)
-    launch = words[words.index("launch") :]
-    assert launch == [
-        "launch", "--nnodes", "4", "--rdzv-endpoint", "$head:$port", "--nproc-per-node", "8", "--run-dir", "runs/x",
+    node = words[words.index("node") :]
+    assert node == [
+        "node", "--nproc-per-node", "8", "--run-dir", "runs/x",
         "--max-steps", "9", "--deterministic", "train.py", "--lr", "0.1", "a b",
     ]  # fmt: skip
     assert text.endswith("fi\nexit $rc\n")
@@ -71,7 +71,7 @@ def test_one_node(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = render(capsys, "--nproc-per-node", "3", "-m", "train")
     words = read_srun(text)
     assert words[words.index("launch") :] == ["launch", "--nproc-per-node", "3", "-m", "train"]
-    assert "head=" not in text
+    assert "MASTER_ADDR" not in text
     assert read_directives(text)["output"] == "slurm/%j.out"
 
 

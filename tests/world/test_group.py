@@ -16,10 +16,9 @@ from support.ports import reserve_port
 import samestep
 from samestep.errors import Error, PeerFailed
 from samestep.launch.local_ranks import open_store
-from samestep.snapshot.store import Unreachable
+from samestep.snapshot.mirror import Unreachable
 from samestep.torch_internals import list_gloo_sockets
-from samestep.world import group as group_module
-from samestep.world import group_opening
+from samestep.world import group_opening, transport
 from samestep.world.environment import Environment, read_environment
 from samestep.world.group import Group
 from samestep.world.group_opening import choose_device, find_ranks, open_group
@@ -330,7 +329,7 @@ def test_local_ranks_of_a_process_group_are_counted_per_machine(monkeypatch: pyt
         rank = dist.get_rank()
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             del os.environ[name]
-        monkeypatch.setattr(group_module, "read_host_id", lambda namespace: f"machine {rank % 2}")
+        monkeypatch.setattr(transport, "read_host_id", lambda namespace: f"machine {rank % 2}")
         found = find_ranks()
         place = [found.rank, found.world_size, found.local_rank, found.local_world_size]
         return Group(rank, 3, CPU).gather(place), found.launcher
@@ -399,7 +398,7 @@ def test_the_continuing_rank_is_found(monkeypatch: pytest.MonkeyPatch, has_socke
             group.local_sockets = later.local_sockets = None
         assert group.find_continuing(7) is None
         group.barrier()
-        monkeypatch.setattr("samestep.world.group.STOP_S", 2.0)
+        monkeypatch.setattr("samestep.world.transport.STOP_S", 2.0)
         found = None
         if group.rank == 1:
             with pytest.raises(PeerFailed):  # the exchange of a further step

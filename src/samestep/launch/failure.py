@@ -7,9 +7,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec import Struct
@@ -81,64 +80,10 @@ class RankFailure(Struct, frozen=True):
         """The failure in one short line."""
         return add_code(" ".join(self._sentence.split())[:MAX_REASON], self.error_code)
 
-    @property
-    def exit_code(self) -> int:
-        """The exit code as a shell reports it: 128 + signal for a killed rank."""
-        return self.code if self.code >= 0 else 128 - self.code
-
 
 def find_first(failures: Sequence[RankFailure]) -> RankFailure | None:
     """Return the failure that caused the others: the earliest of a rank that did more than lose another one."""
     return min(failures, key=lambda failure: (failure.secondary, failure.time_s), default=None)
-
-
-@dataclass
-class RankEnds:
-    """How the ranks of one start have ended so far.
-
-    Attributes:
-        codes: rank -> exit code, or minus the signal, of the ranks that have ended.
-        failures: of the ranks that failed. A rank that ended because it was sent a signal has not failed.
-        outlived: the failures after which the other ranks have continued.
-    """
-
-    codes: dict[int, int] = field(default_factory=dict)
-    failures: list[RankFailure] = field(default_factory=list)
-    outlived: list[RankFailure] = field(default_factory=list)
-
-    def add(self, rank: int, code: int, failure: RankFailure | None = None) -> None:
-        """Add a rank that has ended."""
-        self.codes[rank] = code
-        if failure is not None:
-            self.failures.append(failure)
-
-    def outlive(self, ranks: Iterable[int]) -> list[RankFailure]:
-        """Note that the others continue without these ranks. Returns their failures."""
-        gone = set(ranks)
-        found = [failure for failure in self.failures if failure.rank in gone]
-        self.failures = [failure for failure in self.failures if failure.rank not in gone]
-        self.outlived += found
-        return found
-
-    @property
-    def have_all_failed(self) -> bool:
-        """Whether each rank that has ended has failed, and none has ended as it should."""
-        return len(self.codes) == len(self.failures) + len(self.outlived)
-
-    @property
-    def have_succeeded(self) -> bool:
-        """Whether all ranks that have ended did so with exit code 0, but for those that the others have outlived."""
-        gone = {failure.rank for failure in self.outlived}
-        return not any(code for rank, code in self.codes.items() if rank not in gone)
-
-    @property
-    def first_failure(self) -> RankFailure | None:
-        """The failure that caused the others. It can be a death that they had outlived, if they failed soon after."""
-        first = find_first(self.failures)
-        last = next((failure for failure in reversed(self.outlived) if not failure.secondary), None)
-        if first is not None and first.secondary and last is not None and first.time_s < last.time_s + SOON_S:
-            return last
-        return first
 
 
 def write_failure(rank: int, directory: str, error: BaseException, code: int) -> None:

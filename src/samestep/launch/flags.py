@@ -16,17 +16,13 @@ FLAGS: dict[str, Option] = {
         int, "N", "how often to restart all ranks from the newest snapshot after one has failed; default: 0", whole(0)
     ),
     "heal": Option(bool, "", "if a rank dies, the others compute its micro-batches, and continue"),
-    "nnodes": Option(str, "N", "number of nodes, or MIN:MAX if nodes may join and leave; default: 1"),
-    "node_rank": Option(int, "R", "rank of this node, from 0; default: in the order in which nodes connect"),
-    "rdzv_endpoint": Option(str, "H:P", "rendezvous: the address of one node ([v6]) and a free port there"),
-    "rdzv_id": Option(str, "ID", "name of the launch, the same on all nodes; separates launches at one endpoint"),
+    "nnodes": Option(str, "N", "number of machines; default: 1"),
+    "node_rank": Option(int, "R", "number of this machine: 0 at --rdzv-endpoint"),
+    "rdzv_endpoint": Option(str, "H:P", "where the machines meet: the address of node 0 ([v6]) and a free port there"),
     "rdzv_secret": Option(
         str, "FILE", "file with a secret that all nodes share and only you can read; default: SAMESTEP_RDZV_SECRET"
     ),
     "rdzv_timeout": Option(int, "S", "seconds to wait for the other nodes; default: 300", whole(1)),
-    "rdzv_last_call": Option(
-        int, "S", "seconds that MIN nodes wait for further ones before the first start; default: 2", whole(0)
-    ),
     "tf_config": Option(bool, "", "set TF_CONFIG in each rank, for TensorFlow's MultiWorkerMirroredStrategy"),
     **OPTIONS,
     # `Run` checks the two sizes together.

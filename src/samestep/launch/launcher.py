@@ -11,23 +11,17 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from samestep.config import Overrides, is_url, whole
-from samestep.console import print_error, say, saying_when_slow
-from samestep.errors import Error, RunDirectoryError
+from samestep.console import print_error, saying_when_slow
+from samestep.errors import Error, RunDirectoryError, add_code
 from samestep.launch.forkserver import ForkServer, is_preloaded
 from samestep.launch.local_ranks import MAX_LOCAL_RANKS, Ranks, parse_shown
 from samestep.launch.target import Target
 from samestep.units import format_ranks
-from samestep.world.environment import (
-    START_AGAIN,
-    Outcome,
-    child_variables,
-    stop_code,
-)
+from samestep.world.environment import child_variables
 
 if TYPE_CHECKING:
-    from samestep.launch.rendezvous_client import End, Nodes
+    from samestep.launch.nodes import Nodes
 
-MAX_RANKS = 1 << 16  # on several nodes, whose number of ranks is not known yet
 SLOW_S = 2.0  # an import of torch that takes longer is announced
 
 
@@ -162,39 +156,13 @@ def run_launch(
     if known is not None and nodes is None:
         parse_shown(show_ranks, known)
     with LauncherSignals() as signals, closing(_open_server(overrides, num_ranks)) as server:
-        from samestep.launch.supervisor import Launch, run_local, run_node
+        from samestep.launch.agent import Launch, run_agent
 
         count = known or _count_ranks(num_ranks, overrides.get("device"))
-        with closing(Ranks(server, parse_shown(show_ranks, count if nodes is None else MAX_RANKS))) as ranks:
-            launch = Launch(target, count, overrides, signals.received, max_restarts, heals)
-            end = run_local(ranks, launch) if nodes is None else run_node(ranks, launch, nodes)
-            return _conclude(ranks, signals.received, end)
-
-
-def _conclude(ranks: Ranks, received: list[int], end: "End") -> int:
-    """Report the failure, if any. Returns the exit code."""
-    if any(code < 0 for code in ranks.ends.codes.values()) and sys.stdout.isatty():
-        print("\x1b[?25h", end="", flush=True)  # a progress bar may have hidden the cursor
-    failure = ranks.first_failure()
-    was_stopped = ranks.is_stopping or not ranks.num_ranks  # the second: a signal came before the first round
-    if received and was_stopped and (failure is None or failure.secondary or -failure.code in received):
-        if len(received) == 1 and ranks.has_succeeded:
-            if ranks.outcome is Outcome.FINISHED:
-                return 0
-            return stop_code(received[0])
-        return 128 + received[-1]
-    if not received and (failure is None or failure.secondary):
-        if end.message:
-            print_error(f"samestep: error: {end.message}")
+        with closing(Ranks(server, parse_shown(show_ranks, count if nodes is None else None))) as ranks:
+            end = run_agent(ranks, Launch(target, count, overrides, signals.received, max_restarts, heals), nodes)
+            if ranks.was_killed and sys.stdout.isatty():
+                print("\x1b[?25h", end="", flush=True)  # a progress bar may have hidden the cursor
+            if end.message:
+                print_error(f"samestep: error: {add_code(end.message, end.error_code)}")
             return end.code
-        if end.failure:  # of a rank of another node
-            say(f"{end.failure}; the others were stopped")
-            return end.code
-    if failure is not None:
-        ranks.report(failure)
-        return failure.exit_code
-    if not ranks.has_succeeded:  # the ranks were stopped, and none has reported a reason
-        return 1
-    # A rank received a signal directly, or this node has just joined and has no ranks that could report an end.
-    is_stopped = ranks.outcome is Outcome.STOPPED or not (received or end.is_complete)
-    return START_AGAIN if is_stopped else 0

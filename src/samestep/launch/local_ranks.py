@@ -1,5 +1,6 @@
-"""The ranks of one launch on this machine: starts, watches and stops them, and reads why one failed."""
+"""The processes of the ranks on this machine: starts and signals them, and reads why one has failed."""
 
+import errno
 import json
 import os
 import secrets
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ from samestep.config import PREFIX, Overrides, to_variables
 from samestep.console import describe_ranks, print_error
 from samestep.errors import Error, InvalidValue, Stuck, add_code
 from samestep.files import open_regular, read_tail, read_text, replace_file
-from samestep.launch.failure import RankEnds, RankFailure, describe_death, read_failure, write_failure
+from samestep.launch.failure import RankFailure, describe_death, read_failure, write_failure
 from samestep.launch.forkserver import ForkServer
+from samestep.launch.protocol import Ended, Report, Started
 from samestep.launch.target import Target
 from samestep.processes import kill_group
 from samestep.world.environment import (
@@ -39,9 +42,6 @@ from samestep.world.workdir import WorkDir, make_private
 HOST = "127.0.0.1"
 MAX_LOCAL_RANKS = 1 << 12  # more than any machine runs, so a larger number is a typing error
 POLL_S = 0.1
-FOLLOW_S = 0.5  # after the first failure: time for other ranks to fail, with the same error or because they lost it
-LEAVE_S = 1.0  # for the other ranks to end after SIGTERM
-KILL_S = 30.0  # for killed ranks to end; a rank inside a driver call can take long
 TAIL_LINES = 20
 OTHER_SIZES = (
     " (by gloo, since a message had another size than it waited for): let all ranks make the same calls in the same "
@@ -120,19 +120,60 @@ def open_store(listener: socket.socket | None = None, address: str = HOST) -> An
     return TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def parse_shown(text: str, num_ranks: int) -> frozenset[int]:
-    """Parse `--show-ranks`: "all", or numbers such as "0,2". Raises InvalidValue otherwise."""
+def open_listener(address: str, port: int) -> socket.socket:
+    """Listen at an address of this machine ("": all). Port 0 is a free one.
+
+    Raises Error if the port cannot be opened.
+    """
+    reason = ""
+    families = [socket.AF_INET6, socket.AF_INET] if socket.has_dualstack_ipv6() else [socket.AF_INET]
+    if address:
+        families = [socket.AF_INET6 if ":" in address else socket.AF_INET]
+    for family in families:
+        try:
+            both = family == socket.AF_INET6 and not address
+            return socket.create_server((address, port), family=family, dualstack_ipv6=both, backlog=1024)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise Error(f"port {port} is in use here: choose another one, on all nodes", code="SS509") from None
+            reason = error.strerror or str(error)  # IPv6 can be turned off
+    raise Error(f"port {port} cannot be opened here ({reason}): choose one above 1023", code="SS509")
+
+
+def parse_shown(text: str, num_ranks: int | None = None) -> frozenset[int] | None:
+    """Parse `--show-ranks`: "all" (None), or numbers such as "0,2". Raises InvalidValue otherwise.
+
+    Args:
+        num_ranks: the number of ranks, if it is known.
+    """
     if text == "all":
-        return frozenset(range(num_ranks))
+        return None
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdecimal() for part in parts):
         raise InvalidValue(f"--show-ranks takes all, or ranks such as 0,2, not {text!r}", code="SS101")
     shown = frozenset(int(part) for part in parts)
-    if max(shown) >= num_ranks:
+    if num_ranks is not None and max(shown) >= num_ranks:
         raise InvalidValue(
             f"--show-ranks names rank {max(shown)}, but the ranks are 0 to {num_ranks - 1}", code="SS101"
         )
     return shown
+
+
+class ProcessState(Enum):
+    """The state of a rank's process."""
+
+    REQUESTED = auto()
+    RUNNING = auto()
+    BLAMED = auto()  # it runs, and had reported a failure when it was sent a signal
+    ENDED = auto()
+
+
+@dataclass
+class RankProcess:
+    """The process of a rank. `pid` is 0 before it exists, and after its end: another process may get its number."""
+
+    pid: int = 0
+    state: ProcessState = ProcessState.REQUESTED
 
 
 class Ranks:
@@ -140,37 +181,23 @@ class Ranks:
 
     Attributes:
         directory: temporary; the ranks write reports into it. `close` removes it.
-        shown: the ranks whose output goes to the terminal.
-        num_ranks, world_size: of the last `start`; on this machine and on all machines.
-        started: whether the processes exist.
-        is_stopping: whether they were sent a signal to stop.
-        lost: the server has ended, or could not kill a rank: the ranks cannot be started again.
-        ends: how they have ended since the last `start`.
+        shown: the ranks whose output goes to the terminal; None: all.
+        processes: per rank of the last `start`.
+        was_killed: whether a signal has killed a rank.
     """
 
-    def __init__(self, server: ForkServer, shown: frozenset[int] = frozenset({0})) -> None:
+    def __init__(self, server: ForkServer, shown: frozenset[int] | None = frozenset({0})) -> None:
         self._workdir = WorkDir()
         self.directory = self._workdir.path
         self.shown = shown
-        self.num_ranks = self.world_size = 0
-        self.started = self.lost = False
-        self.ends = RankEnds()
-        self.is_stopping = False
+        self.processes: dict[int, RankProcess] = {}
+        self.was_killed = False
         self._server = server
-        self._succeeded: dict[int, float] = {}  # rank -> time of its end with exit code 0, without a signal
-        self._pids: dict[int, int] = {}
-        self._is_killing = False
-        self._failed_before: set[int] = set()  # ranks that had reported a failure when the ranks were sent a signal
+        self._is_broken = False  # the server has ended
 
     def start(self, target: Target, variables: list[dict[str, str]]) -> None:
         """Request one rank per element of `variables`, its whole environment. Returns before the processes exist."""
-        if self.started:
-            self.started = False
-            self.is_stopping = self._is_killing = False
-            self.ends = RankEnds()
-            self._succeeded = {}
-            self._pids = {}
-            self._failed_before = set()
+        if self.processes:
             try:
                 make_private(self.directory)
             except PermissionError as error:
@@ -178,14 +205,14 @@ class Ranks:
             for path in self.directory.iterdir():
                 if path.name in (OUTCOME, LEAVE) or path.suffix in (".json", ".log"):
                     path.unlink()
-        self.num_ranks = len(variables)
-        self.world_size = int(variables[0]["WORLD_SIZE"])
-        marks = {PREFIX + "LAUNCHER": target.kind, PREFIX + "ERROR_DIR": str(self.directory)}
-        are_all_shown = 1 < self.world_size <= len(self.shown)
         numbers = [int(own["RANK"]) for own in variables]
+        self.processes = {rank: RankProcess() for rank in numbers}
+        marks = {PREFIX + "LAUNCHER": target.kind, PREFIX + "ERROR_DIR": str(self.directory)}
+        world_size = int(variables[0]["WORLD_SIZE"])
+        are_all_shown = 1 < world_size <= len(self.shown or range(world_size))
         self._server.start(
             [
-                {"rank": rank, "variables": {**own, **marks}, "is_shown": are_all_shown or rank in self.shown}
+                {"rank": rank, "variables": {**own, **marks}, "is_shown": are_all_shown or self.is_shown(rank)}
                 for rank, own in zip(numbers, variables, strict=True)
             ],
             target=asdict(target),
@@ -193,152 +220,106 @@ class Ranks:
             directory=str(self.directory),
         )
 
-    @property
-    def done(self) -> bool:
-        """Whether every rank has ended."""
-        return len(self.ends.codes) == self.num_ranks
+    def is_shown(self, rank: int) -> bool:
+        """Return whether the output of a rank goes to the terminal."""
+        return self.shown is None or rank in self.shown
 
     @property
-    def has_succeeded(self) -> bool:
-        """Whether every rank has ended with exit code 0."""
-        return self.done and self.ends.have_succeeded
+    def are_done(self) -> bool:
+        """Whether every rank has ended, and the server can start others."""
+        return not self._is_broken and all(each.state is ProcessState.ENDED for each in self.processes.values())
 
     @property
-    def outcome(self) -> Outcome:
-        """How their run has ended."""
-        try:
-            return Outcome(read_text(self.directory / OUTCOME))
-        except (OSError, ValueError):
-            return Outcome.UNKNOWN
+    def _have_started(self) -> bool:
+        return any(each.state is not ProcessState.REQUESTED for each in self.processes.values())
 
-    def poll(self, timeout_s: float = POLL_S) -> None:
-        """Process the server's next event, waiting up to `timeout_s` for it.
+    def poll(self, timeout_s: float = POLL_S) -> list[Started | Ended]:
+        """Return what has happened since the last call, waiting up to `timeout_s` for it.
 
         Raises Error if the ranks could not be started.
         """
         try:
             event = self._server.receive(timeout_s)
         except (EOFError, OSError):
-            if not self.started:
-                raise Error(
-                    "the process that starts the ranks has died or was killed (out of memory?): look into the system's "
-                    "log, and start again",
-                    code="SS513",
-                ) from None
-            self._give_up("was killed with the process that starts the ranks (out of memory?)")
-            return
-        if event is not None and "error" in event:
-            if not self.started:
-                raise Error(event["error"], code="SS513")
-            self._give_up(f"was killed: {event['error']}")
-        elif event is not None and "started" in event:
-            self.started = True
-            self._pids |= event["started"]
-        elif event is not None:
-            self._end(event["rank"], event["code"], event["time_s"], event["signals"])
+            event = {"error": ""}
+        if event is None:
+            return []
+        if "error" in event:
+            return self._give_up(event["error"])
+        if "started" in event:
+            for rank, pid in event["started"].items():
+                self.processes[rank] = RankProcess(pid, ProcessState.RUNNING)
+            return [Started()]
+        return [self._end(event["rank"], event["code"], event["time_s"], event["signals"])]
 
-    def request_stop(self, signum: int = signal.SIGTERM) -> None:
-        """Send a signal to the ranks. A run completes its step, saves and ends; other programs are killed by it."""
-        self._note_stop()
+    def signal(self, signum: int, *, is_failure: bool = False) -> None:
+        """Send a signal to the ranks; SIGKILL goes to their children, too.
+
+        A run completes its step, saves and ends after SIGTERM; other programs are killed by it.
+
+        Args:
+            is_failure: another rank has failed, so that they end at once.
+        """
+        if is_failure:
+            with suppress(OSError):
+                (self.directory / LEAVE).touch()
+        for rank, process in self.processes.items():
+            if process.state is ProcessState.RUNNING and (self.directory / f"{rank}.json").exists():
+                process.state = ProcessState.BLAMED
         self._server.signal(signum)
-
-    def _note_stop(self) -> None:
-        if not self.is_stopping:
-            self.is_stopping = True
-            self._failed_before = {rank for rank in self._pids if (self.directory / f"{rank}.json").exists()}
 
     def end_stuck(self, ranks: Sequence[int], reason: str) -> None:
         """Kill ranks that do not respond. `reason`: a sentence, for the failure."""
         for rank in ranks:
-            if (pid := self._pids.get(rank)) is not None:
+            if pid := self.processes[rank].pid:
                 write_failure(rank, str(self.directory), Stuck(reason), 1)
                 kill_group(pid)
 
-    def stop(self) -> None:
-        """End the other ranks after a failure, within seconds, also those that wait in a collective."""
-        if self.started:
-            self._poll_for(FOLLOW_S)
-            if not self.done:
-                with suppress(OSError):
-                    (self.directory / LEAVE).touch()
-                self.request_stop()
-                self._poll_for(LEAVE_S)
-            self.kill()
+    def read_outcome(self) -> Outcome:
+        """Return how the run of the ranks has ended, if they have noted it."""
+        try:
+            return Outcome(read_text(self.directory / OUTCOME))
+        except (OSError, ValueError):
+            return Outcome.UNKNOWN
 
-    def kill(self) -> None:
-        """Kill the ranks that still run, and their children, and wait for their end."""
-        self._note_stop()
-        self._is_killing = True
-        if self.started and not self.done:
-            self._server.signal(signal.SIGKILL)
-            self._poll_for(KILL_S)
-            self._give_up(describe_death(-signal.SIGKILL))
+    def report(self, report: Report) -> None:
+        """Print the failure of a rank, whose output is complete; the reason comes last, and once."""
+        failure = self.complete(report.failure)
+        log = self.find_log(failure.rank)
+        if log and not failure.secondary:
+            content = json.dumps({"rank": failure.rank, "reason": failure.reason})
+            with suppress(OSError):
+                replace_file(Path(log).with_name(FAILURE), content.encode())
+        lines: list[str] = []
+        if failure.kind == "error":
+            lines.append(f"samestep: error: {add_code(failure.message, failure.error_code)}")
+        elif failure.kind != "exit" or not self.is_shown(failure.rank):  # a shown one that exits has printed its reason
+            if failure.log and not failure.traceback:
+                lines += [f"samestep: the end of rank {failure.rank}'s output{log and f' ({log})'}:", failure.log]
+            lines += [f"samestep: {other.reason}" for other in report.others]
+            others = ""
+            if report.world_size > 1:
+                same = f"; the same for {describe_ranks(report.same)}" if report.same else ""
+                others = same or "; the others were stopped"
+            if failure.traceback:
+                lines += [f"samestep: rank {failure.rank} of {report.world_size} failed{others}"] if others else []
+                lines.append(failure.traceback.rstrip("\n"))
+            elif not report.then:
+                lines.append(f"samestep: {failure}{others}")
+        if report.then:
+            lines.append(f"samestep: {failure.reason}{report.then}")
+        for line in lines:
+            print_error(line)
 
-    def _poll_for(self, timeout_s: float) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        while not self.done and (left_s := deadline_s - time.monotonic()) > 0:
-            self.poll(min(left_s, POLL_S))
-
-    def first_failure(self) -> RankFailure | None:
-        """Return the failure that caused the others. Of ranks with the same error, one that is shown is preferred.
-
-        Call when all ranks have ended, so that their output is complete.
-        """
-        first = self.ends.first_failure
-        if first is not None and first.secondary and self._succeeded and self.outcome is not Outcome.STOPPED:
-            # The others have lost a rank that ended before them with exit code 0. It counts even if its loop is
-            # finished, because a further loop or an evaluation can follow.
-            rank, time_s = min(self._succeeded.items(), key=lambda end: end[1])
-            waiting = f", while rank {first.rank} waited in {first.call}" if first.call else ""
-            message = (
-                f"ended before its run did, with exit code 0{waiting}: let every rank make the same calls to the end "
-                "of the script, run.evaluate among them"
-            )
-            return RankFailure(rank, time_s, 1, False, "died", message)
-        alike = [f for f in self.ends.failures if first and (f.kind, f.message) == (first.kind, first.message)]
-        failure = min(alike, key=lambda failure: (failure.rank not in self.shown, failure.rank), default=first)
-        if failure is None:
-            return None
+    def complete(self, failure: RankFailure) -> RankFailure:
+        """Add what the rank's output says."""
         try:
             text = read_tail(Path(self.find_log(failure.rank) or self.directory / f"rank{failure.rank}.log"))
         except OSError:
             text = ""
         if failure.code == -signal.SIGABRT and "op.preamble.length <= op.nbytes" in text:  # gloo's message
             failure = replace(failure, message=f"{failure.message}{OTHER_SIZES}")
-        return failure if failure.rank in self.shown else replace(failure, log=_cut(text))
-
-    def record(self, failure: RankFailure) -> None:
-        """Write the failure that ended this start beside its logs, unless the rank has only lost another one."""
-        log = self.find_log(failure.rank)
-        if log and not failure.secondary:
-            content = json.dumps({"rank": failure.rank, "reason": failure.reason})
-            with suppress(OSError):
-                replace_file(Path(log).with_name(FAILURE), content.encode())
-
-    def report(self, failure: RankFailure, then: str = "") -> None:
-        """Print a failure; the reason comes last, and once. `then`: what follows, if the launch does not end."""
-        lines: list[str] = []
-        if failure.kind == "error":
-            lines.append(f"samestep: error: {add_code(failure.message, failure.error_code)}")
-        elif failure.kind != "exit" or failure.rank not in self.shown:  # a shown rank that exits has printed its reason
-            if failure.log and not failure.traceback:
-                where = self.find_log(failure.rank)
-                lines += [f"samestep: the end of rank {failure.rank}'s output{where and f' ({where})'}:", failure.log]
-            own = [other for other in self.ends.failures if other.rank != failure.rank and not other.secondary]
-            same = [other.rank for other in own if other.message == failure.message]
-            lines += [f"samestep: {other.reason}" for other in own if other.rank not in same]
-            others = ""
-            if self.world_size > 1:
-                others = f"; the same for {describe_ranks(same)}" if same else "; the others were stopped"
-            if failure.traceback:
-                lines += [f"samestep: rank {failure.rank} of {self.world_size} failed{others}"] if others else []
-                lines.append(failure.traceback.rstrip("\n"))
-            elif not then:
-                lines.append(f"samestep: {failure}{others}")
-        if then:
-            lines.append(f"samestep: {failure.reason}{then}")
-        for line in lines:
-            print_error(line)
+        return failure if self.is_shown(failure.rank) else replace(failure, log=_cut(text))
 
     def close(self) -> None:
         """Remove the directory."""
@@ -351,15 +332,15 @@ class Ranks:
         except OSError:
             return ""
 
-    def _end(self, rank: int, code: int, time_s: float, signals: Sequence[int], death: str = "") -> None:
+    def _end(self, rank: int, code: int, time_s: float, signals: Sequence[int], death: str = "") -> Ended:
         """Note the end of a rank. `signals`: which it was sent."""
-        self._pids.pop(rank, None)  # another process may get its number
-        if not code and not self.is_stopping:
-            self._succeeded[rank] = time_s
+        was_blamed = self.processes[rank].state is ProcessState.BLAMED
+        self.processes[rank] = RankProcess(state=ProcessState.ENDED)
+        self.was_killed |= code < 0
         # A rank that ends by the signal that it was sent has not failed.
         is_obedient = -code in (signals if code == -signal.SIGKILL else STOP_SIGNALS) and bool(signals)
         failure = read_failure(rank, self.directory) if code else None
-        if is_obedient and rank not in self._failed_before:
+        if is_obedient and not was_blamed:
             failure = None  # else it failed before, and had not ended yet
         if code and not is_obedient and failure is None:
             failure = RankFailure(rank, time_s, code, False, "died", death or describe_death(code))
@@ -368,15 +349,30 @@ class Ranks:
             if log and failure.traceback and not failure.secondary:  # not printed by the rank
                 with suppress(OSError), open(log, "a", opener=open_regular) as file:
                     file.write(failure.traceback)
-        self.ends.add(rank, code, failure)
+        return Ended(rank, code, time_s, failure, self.read_outcome(), can_restart=not self._is_broken)
 
-    def _give_up(self, death: str) -> None:
-        """Treat the remaining ranks as killed: the server has ended, or cannot kill them. `death`: for the message."""
-        for pid in self._pids.values():
-            kill_group(pid)
-        for rank in [*self._pids]:
-            self.lost = True
-            self._end(rank, -signal.SIGKILL, time.time(), [signal.SIGKILL] if self._is_killing else [], death)
+    def _give_up(self, problem: str) -> list[Started | Ended]:
+        """Treat the remaining ranks as killed: the server has ended. `problem`: its error, if it has reported one."""
+        if not self._have_started:
+            dead = (
+                "the process that starts the ranks has died or was killed (out of memory?): look into the system's "
+                "log, and start again"
+            )
+            raise Error(problem or dead, code="SS513")
+        self._is_broken = True
+        how = (
+            f"was killed: {problem}"
+            if problem
+            else "was killed with the process that starts the ranks (out of memory?)"
+        )
+        ends: list[Started | Ended] = []
+        for rank, process in self.processes.items():
+            if process.state is not ProcessState.ENDED:
+                kill_group(process.pid)
+                ends.append(self._end(rank, -signal.SIGKILL, time.time(), [], how))
+        if not ends:
+            time.sleep(POLL_S)
+        return ends
 
 
 def _cut(log: str) -> str:

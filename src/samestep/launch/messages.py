@@ -1,32 +1,18 @@
-"""Messages between processes: JSON objects, one per line, over pipes and TCP.
-
-The length of a line is limited, because any machine can connect to a rendezvous and send anything.
-"""
+"""Messages between processes: JSON objects, one per line, over a pipe."""
 
 import json
 import math
 import os
 import select
-import socket
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from samestep.decoding import decode
-from samestep.world.host import plain_address
 
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 22  # the arguments of a program can be long
-MAX_GREETING_BYTES = 512  # longest line before the peer has proven knowledge of the secret
-# The kernel closes the connection to a machine that has vanished after 2 + 3 x 1 s.
-KEEP_ALIVE = {
-    socket.TCP_KEEPIDLE: 2,
-    socket.TCP_KEEPINTVL: 1,
-    socket.TCP_KEEPCNT: 3,
-    socket.TCP_USER_TIMEOUT: 5000,
-}
 
 
 def encode_message(message: Mapping[str, Any]) -> bytes:
@@ -66,54 +52,3 @@ class MessageReader:
             self._messages += [decode(line, dict[str, Any]) for line in lines]
             timeout_s = deadline_s - time.monotonic()
         return self._messages.popleft() if self._messages else None
-
-
-class LauncherLink(MessageReader):
-    """A TCP connection between a launcher and the rendezvous server. Every message has a "kind".
-
-    Attributes:
-        addresses: the addresses of this side and of the peer; they are known after the peer has gone, too.
-
-    Raises:
-        OSError: the peer has closed the connection.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        super().__init__(connection.fileno(), MAX_GREETING_BYTES)
-        self._socket = connection
-        try:
-            self.addresses = (
-                plain_address(connection.getsockname()[0]),
-                plain_address(connection.getpeername()[0]),
-            )
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for option, value in KEEP_ALIVE.items():
-                connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        except OSError:
-            connection.close()
-            raise
-
-    def trust(self) -> None:
-        """Accept long lines, because the peer has proven knowledge of the secret."""
-        self._max_bytes = MAX_LINE_BYTES
-
-    def fileno(self) -> int:
-        """The file descriptor, for select."""
-        return self._socket.fileno()
-
-    def send(self, kind: str, **fields: Any) -> None:
-        """Send a message. A closed connection is reported by `receive`, not here."""
-        with suppress(OSError):
-            self._socket.sendall(encode_message({"kind": kind, **fields}))
-
-    def receive(self, timeout_s: float = 0.0) -> dict[str, Any] | None:
-        """As for `MessageReader`. Raises ValueError for a message without a kind, too."""
-        message = super().receive(timeout_s)
-        if message is not None and not isinstance(message.get("kind"), str):
-            raise ValueError("not a message")
-        return message
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._socket.close()

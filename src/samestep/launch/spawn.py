@@ -2,8 +2,8 @@
 
 import io
 import pickle
+import signal
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import CodeType
@@ -11,24 +11,18 @@ from typing import Any, ClassVar, TypeVar
 
 import cloudpickle
 
+from samestep.config import Overrides
 from samestep.errors import Error, InvalidValue
 from samestep.files import replace_file
+from samestep.launch.agent import Agent, Launch, Supervision
 from samestep.launch.failure import RankFailure
 from samestep.launch.forkserver import give_back_server, take_server
-from samestep.launch.local_ranks import (
-    Placement,
-    Ranks,
-    build_variables,
-    open_store,
-    parse_shown,
-)
+from samestep.launch.local_ranks import Ranks, parse_shown
+from samestep.launch.protocol import Finish
 from samestep.launch.target import Target
 from samestep.world.workdir import read_private
 
 T = TypeVar("T")
-
-START_S = 10.0  # after Ctrl-C: for ranks to start whose start has not been reported yet
-
 
 _REDUCERS: Any = cloudpickle.Pickler.dispatch_table  # a ChainMap
 
@@ -101,16 +95,15 @@ def spawn(
     ranks = Ranks(server, shown)
     try:
         replace_file(ranks.directory / "call.pickle", pickle.dumps((path, call)))
-        store = open_store()
-        variables = build_variables(nprocs, Placement(store.port), {"device": device})
-        ranks.start(Target("call", str(ranks.directory / "call.pickle")), [{**v, **(env or {})} for v in variables])
-        _wait(ranks)
-        failure = ranks.first_failure()
-        if failure is not None:
-            raise _rebuild_exception(failure, ranks.directory)
+        target = Target("call", str(ranks.directory / "call.pickle"))
+        end = _run(ranks, target, nprocs, {"device": device}, env or {})
+        if end.message:
+            raise Error(end.message, code=end.error_code)
+        if end.failure is not None:
+            raise _rebuild_exception(ranks.complete(end.failure), ranks.directory)
         return _read_value(ranks.directory)  # type: ignore[no-any-return]
     finally:
-        if ranks.done and not ranks.lost:
+        if ranks.are_done:
             give_back_server(server)
         else:
             server.close()
@@ -126,17 +119,16 @@ def _read_value(directory: Path) -> Any:
         raise Error(str(error), code="SS513") from None
 
 
-def _wait(ranks: Ranks) -> None:
+def _run(ranks: Ranks, target: Target, num_ranks: int, overrides: Overrides, variables: Mapping[str, str]) -> Finish:
+    """Run the ranks to their end. Ctrl-C stops them, and a second one ends the waiting for them."""
+    received: list[int] = []
+    launch = Launch(target, num_ranks, overrides, received, variables=variables, prints=False)
+    supervision = Supervision(Agent(ranks, launch))
     try:
-        while not ranks.done and not ranks.ends.failures:
-            ranks.poll()
-        if ranks.ends.failures:
-            ranks.stop()
+        return supervision.run()
     except KeyboardInterrupt:
-        ranks.request_stop()
-        deadline_s = time.monotonic() + START_S
-        while not ranks.done and (ranks.started or time.monotonic() < deadline_s):
-            ranks.poll()
+        received.append(signal.SIGTERM)
+        supervision.run()
         raise
 
 

@@ -1,339 +1,561 @@
-"""Starts the ranks of this machine, watches them, and restarts them after a failure.
+"""Decides for all nodes of a launch when their ranks start, stop, continue after a death, start again, and end.
 
-`run_local` does so for a launch on one machine. On several nodes each launcher runs `run_node`, and the rendezvous
-server decides for all of them when the ranks start, stop and restart (docs/dev/restarts.md).
+`Supervisor.handle` takes an event and returns commands. It reads no clock and no file, and starts nothing: the agent of
+node 0 feeds it (agent.py). On one machine there is one node.
 """
 
-import dataclasses
-import shlex
+import math
 import signal
 from collections.abc import Sequence
-from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum, auto
 
-from msgspec import Struct, to_builtins
-from msgspec.structs import replace
+from samestep.console import describe_ranks
+from samestep.errors import PeerFailed
+from samestep.launch.failure import SOON_S, RankFailure, find_first
+from samestep.launch.protocol import (
+    Board,
+    Broken,
+    Command,
+    Continue,
+    Ended,
+    EndStuck,
+    Event,
+    Finish,
+    Hello,
+    Joined,
+    Lost,
+    Overdue,
+    Print,
+    Report,
+    Signal,
+    Signalled,
+    Start,
+    Started,
+)
+from samestep.world.environment import Outcome, Restart, find_exit_code
+from samestep.world.membership import GENERATION_S
 
-from samestep.config import Overrides
-from samestep.console import say
-from samestep.decoding import convert
-from samestep.files import read_text
-from samestep.launch.failure import RankFailure
-from samestep.launch.handshake import derive_key
-from samestep.launch.healer import Healer, LateEnds
-from samestep.launch.local_ranks import Placement, Ranks, build_variables, open_store
-from samestep.launch.messages import LauncherLink
-from samestep.launch.rendezvous_client import End, Nodes, build_hello, connect, find_own_address
-from samestep.launch.rendezvous_server import FLUSH_S, RendezvousServer, open_listener
-from samestep.launch.target import Target
-from samestep.world.environment import BEGUN, CONTINUES, RANKED, ROOM, BegunRun, Outcome, Restart, count_job_nodes
-from samestep.world.host import list_addresses
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """The parameters of a launch.
-
-    Attributes:
-        num_ranks: number of ranks on this machine.
-        received: the signals that this process has received so far.
-        heals: whether the other ranks continue if one dies.
-    """
-
-    target: Target
-    num_ranks: int
-    overrides: Overrides
-    received: Sequence[int]
-    max_restarts: int
-    heals: bool = False
+SAY_S = 5.0  # after which the nodes print for whom they wait
+SAY_AGAIN_S = 60.0
+FOLLOW_S = 0.5  # after the first failure: time for other ranks to fail, with the same error or because they lost it
+LEAVE_S = 1.0  # for the other ranks to end after SIGTERM
+KILL_S = 30.0  # for killed ranks to end; a rank inside a driver call can take long
 
 
-def _start(ranks: Ranks, launch: Launch, place: Placement) -> None:
-    """Start the ranks."""
-    overrides = launch.overrides
-    variables: dict[str, str] = {}
-    if place.restart is not None and (ranks.directory / BEGUN).exists():  # continue that run
-        text = read_text(ranks.directory / BEGUN)
-        if overrides.get("fresh") or not BegunRun.from_text(text).is_done:
-            variables[CONTINUES] = text
-        overrides = {**overrides, "resume": "latest", "fresh": False}
-    own = build_variables(launch.num_ranks, place, overrides, heals=launch.heals)
-    ranks.start(launch.target, [each | variables for each in own])
+class State(Enum):
+    """What the launch waits for."""
+
+    JOINING = auto()  # for all nodes
+    STARTING = auto()  # for the processes of the ranks
+    RUNNING = auto()  # for the ends of the ranks
+    SAVING = auto()  # the same, after a signal to stop
+    FAILING = auto()  # a rank has failed: for FOLLOW_S, so that others fail with it
+    LEAVING = auto()  # for LEAVE_S, after SIGTERM to the others
+    KILLING = auto()  # for KILL_S, after SIGKILL
+    OVER = auto()  # for nothing
 
 
-def _poll(ranks: Ranks, launch: Launch, healer: Healer | None = None) -> bool:
-    """Process events, and forward signals. Returns whether a rank has failed, or a signal came before the start."""
-    ranks.poll()
-    received = launch.received
-    if healer is not None:
-        healer.heal(received)
-    if len(received) > 1:
-        ranks.kill()
-    elif received and not ranks.is_stopping:
-        ranks.request_stop(signal.SIGTERM if received[0] == signal.SIGHUP else received[0])
-    return bool(ranks.ends.failures or (received and not ranks.started))
+class RankState(Enum):
+    """The state of a rank's process."""
+
+    RUNNING = auto()
+    SUCCEEDED = auto()  # exit code 0
+    OBEYED = auto()  # it was ended by a signal that it was sent
+    FAILED = auto()
+    OUTLIVED = auto()  # it has failed, and the others have continued
 
 
-def run_local(ranks: Ranks, launch: Launch) -> End:
-    """Run the ranks of a launch on one machine to their end, including restarts."""
-    starts = LocalStarts(ranks, launch)
-    try:
-        while starts.run():
-            pass
-        return End(is_complete=True)
-    finally:
-        ranks.kill()
-
-
-class LocalStarts:
-    """The starts of all ranks of a launch on one machine."""
-
-    def __init__(self, ranks: Ranks, launch: Launch) -> None:
-        self._ranks = ranks
-        self._launch = launch
-        self._num_restarts = 0
-        self._restart: Restart | None = None
-
-    def run(self) -> bool:
-        """Start all ranks, and wait for their end. Returns whether they start again."""
-        ranks = self._ranks
-        launch = self._launch
-        store = open_store()  # a new one: the old one holds the addresses of the earlier ranks
-        num_keys = store.num_keys()
-        place = Placement(store.port, num_restarts=self._num_restarts, restart=self._restart)
-        _start(ranks, launch, place)
-        healer = Healer(store, place.secret, launch.num_ranks, ranks.ends) if launch.heals else None
-        while not (has_failed := _poll(ranks, launch, healer)) and not ranks.done:
-            pass
-        if has_failed:
-            if healer is not None:
-                healer.refuse()
-            ranks.stop()
-        elif ranks.has_succeeded and store.num_keys() == num_keys:
-            _warn_of_copies(ranks, launch.target)
-        failure = ranks.first_failure()
-        if failure is None:
-            return False
-        ranks.record(failure)
-        # An Error is a mistake of the user, and would occur again.
-        can_restart = not (launch.received or ranks.lost or failure.kind == "error")
-        is_end = not can_restart or self._num_restarts >= launch.max_restarts
-        if healer is not None and has_failed and len(launch.received) < 2:
-            healer.report(is_end=is_end, could_restart=can_restart and not launch.max_restarts)
-        if is_end:
-            return False
-        self._num_restarts += 1
-        self._restart = Restart(failure.reason, failure.rank)
-        ranks.report(failure, f"; restart {self._num_restarts} of {launch.max_restarts}")
-        return True
-
-
-def _warn_of_copies(ranks: Ranks, target: Target) -> None:
-    """Warn if no rank has determined its rank, by joining the others in the store or by reading the environment."""
-    if target.kind != "call" and ranks.num_ranks > 1 and not (ranks.directory / RANKED).exists():
-        command = shlex.join(["samestep", "verify", "--plain", *target.to_words()])
-        say(
-            f"no rank used samestep or a process group, or read RANK: each of the {ranks.num_ranks} ranks ran a full "
-            f"copy of {target.name}; see docs/coming-from.md, and check it with {command}"
-        )
-
-
-class _Begin(Struct, frozen=True):
-    """The server's message at the beginning of a round; that of round 0 is never sent."""
-
-    round: int = 0
-    sentence: str = ""
-    address: str = ""
-    num_ranks: int = 0
-    place: dict[str, int] = {}
-    restart: Restart | None = None
-
-
-class NodeSession:
-    """The ranks of this node in the rounds of the rendezvous server. A round is one start of all ranks.
+@dataclass
+class Rank:
+    """A rank of the current start.
 
     Attributes:
-        begun: the server's last "begin" message.
-        stop: how the current round must stop: "now", "saved" (after a snapshot), or "": not at all.
-        end: how the launch has ended, once the server has sent that.
+        end: how it has ended.
+        is_unasked: it ended before any rank was asked to stop.
     """
 
-    def __init__(self, link: LauncherLink, nodes: Nodes, launch: Launch, ranks: Ranks) -> None:
-        self._link = link
-        self._nodes = nodes
-        self._launch = launch
-        self._ranks = ranks
-        self._round = 0  # whose ranks were started
-        self._seen_restarts = 0
-        self._num_reported = 0  # ranks whose ends the server knows
-        self._has_reported = self._has_sent_room = False
-        self._late = LateEnds(ranks.ends)
-        self.begun = _Begin()
-        self.stop = ""
-        self.end: End | None = None
-
-    def run(self) -> None:
-        """Run the ranks until the server ends the launch, or a signal ends it before the first round."""
-        while True:
-            while not self._has_new_round():
-                self.receive(0.1)
-                if self.end is not None or self._launch.received:
-                    return
-            self._start()
-            while not self._is_round_over():
-                pass
-            if not self._has_new_round():
-                return
-            self._ranks.stop()
-
-    def receive(self, timeout_s: float = 0.0) -> None:
-        """Process the server's messages."""
-        try:
-            while self.end is None and (message := self._link.receive(timeout_s)) is not None:
-                timeout_s = 0.0
-                kind = message.pop("kind")
-                if kind == "begin":
-                    self.begun = convert(message, _Begin)
-                    self.stop = ""
-                elif kind == "stop" and message["round"] == self.begun.round:
-                    self.stop = message["how"]
-                elif kind == "kill" and message["round"] == self.begun.round:
-                    self._ranks.end_stuck(message["ranks"], message["reason"])
-                elif kind == "outlive" and message["round"] == self.begun.round:
-                    self._ranks.ends.outlive(message["ranks"])
-                elif kind == "waiting":
-                    say(message["sentence"])
-                elif kind == "end":
-                    self.end = convert(message, End)
-        except OSError:
-            lost = f"the launcher at {self._nodes.endpoint}, the rendezvous of the nodes, has ended"
-            sentence = f"{lost}: the same commands resume from the newest snapshot"
-            self.end = End(message=sentence, code=1)
-
-    def _has_new_round(self) -> bool:
-        return self.end is None and self.begun.round > self._round
-
-    def _start(self) -> None:
-        begun = self.begun
-        self._round = begun.round
-        self._has_reported = False
-        self._num_reported = 0
-        place = Placement(
-            **begun.place,
-            host=self._nodes.host,
-            interface=list_addresses().get(begun.address, ""),
-            restart=begun.restart,
-            secret=derive_key(self._nodes.secret, "the ranks"),
-        )
-        if place.restart is not None:
-            self._report_restart(place.restart, place.num_restarts)
-        if not place.first_rank or count_job_nodes() == 1:  # the nodes of a Slurm job share one output
-            say(begun.sentence)
-        launch = dataclasses.replace(self._launch, num_ranks=begun.num_ranks)
-        _start(self._ranks, launch, place)
-        self._late = LateEnds(self._ranks.ends)
-
-    def _report_restart(self, restart: Restart, num_restarts: int) -> None:
-        own = self._ranks.first_failure()
-        is_counted = num_restarts > self._seen_restarts
-        self._seen_restarts = num_restarts
-        then = f"; restart {num_restarts} of {self._launch.max_restarts}" if is_counted else "; all start again"
-        if own is not None and own.reason == restart.reason:
-            self._ranks.report(own, then)
-        else:
-            say(f"{restart.reason}{then}")
-
-    def _is_round_over(self) -> bool:
-        """Process events once. Returns whether this node is done with the round."""
-        ranks = self._ranks
-        received = self._launch.received
-        self.receive()
-        has_failed = _poll(ranks, self._launch)
-        if self._launch.heals:
-            if len(received) < 2:  # after a second signal, all ranks of this node are killed
-                self._report_ends()
-            if received and self._late.are_due():
-                self._link.send("refuse", round=self._round)
-        if self.end is not None:
-            ranks.stop()
-            return True
-        if self._has_new_round():
-            return True
-        if self.stop == "now" or (has_failed and not self._is_undecided):
-            ranks.stop()
-        elif self.stop == "saved" and ranks.started and not ranks.is_stopping:
-            ranks.request_stop()
-        if not self._has_sent_room:
-            with suppress(OSError, ValueError):
-                self._link.send("room", num_ranks=int(read_text(ranks.directory / ROOM)))
-                self._has_sent_room = True
-        if not self._has_reported and not self._is_undecided and (ranks.done or has_failed):
-            self._has_reported = True
-            failure = ranks.first_failure()
-            if failure is not None:
-                ranks.record(failure)
-            self._link.send(
-                "ended",
-                round=self._round,
-                failure=None if failure is None else to_builtins(_shorten(failure)),
-                signum=received[0] if received else 0,
-                has_succeeded=ranks.has_succeeded,
-                is_complete=ranks.outcome is not Outcome.STOPPED,
-            )
-        return self._has_reported and (len(received) > 1 or ranks.lost)  # do not wait for the other nodes
+    number: int
+    node: int
+    state: RankState = RankState.RUNNING
+    end: Ended | None = None
+    is_unasked: bool = False
 
     @property
-    def _is_undecided(self) -> bool:
-        """Whether the server has not answered yet if the other ranks continue without those that failed here."""
-        is_asked = self._launch.heals and len(self._launch.received) < 2 and self.stop != "now"
-        return is_asked and bool(self._ranks.ends.failures)
-
-    def _report_ends(self) -> None:
-        """Report the ranks that have ended since the last call."""
-        codes = [*self._ranks.ends.codes.items()][self._num_reported :]
-        if codes:
-            self._num_reported += len(codes)
-            ended = {rank for rank, _ in codes}
-            failures = [_shorten(failure) for failure in self._ranks.ends.failures if failure.rank in ended]
-            self._link.send("ends", round=self._round, codes=codes, failures=to_builtins(failures))
+    def failure(self) -> RankFailure | None:
+        """How it has failed."""
+        return None if self.end is None else self.end.failure
 
 
-def _shorten(failure: RankFailure) -> RankFailure:
-    """Return a failure without the texts that only its own node prints."""
-    return replace(failure, traceback="", log="")
+@dataclass
+class Node:
+    """A node. `is_lost`: it no longer answers."""
+
+    hello: Hello
+    name: str
+    is_lost: bool = False
+    started: bool = False
 
 
-def run_node(ranks: Ranks, launch: Launch, nodes: Nodes) -> End:
-    """Run the ranks of this node, together with the launchers of the other nodes, to their end.
+@dataclass(frozen=True)
+class Policy:
+    """What the options of `samestep launch` say.
 
-    The launcher at the endpoint also runs the rendezvous server. Raises Error if the nodes do not join.
+    Attributes:
+        heals: whether the other ranks continue if one dies.
+        shown: the ranks whose output is shown; None: all.
+        join_s: limit for all nodes to join.
+        endpoint: where they meet.
     """
-    server = None
-    if (address := find_own_address(nodes.host)) is not None:
-        with suppress(OSError):  # the port is in use, by a launcher of another node on this machine
-            listener = open_listener(address, nodes.port)
-            server = RendezvousServer(nodes, listener, launch.max_restarts, launch.received, heals=launch.heals)
-            server.start()
-    hello = build_hello(
-        nodes,
-        launch.target,
-        launch.num_ranks,
-        launch.max_restarts,
-        launch.overrides,
-        heals=launch.heals,
-    )
-    link = connect(nodes, hello, lambda: bool(launch.received))
-    if link is None:
-        return End()
-    session = NodeSession(link, nodes, launch, ranks)
-    try:
-        try:
-            session.run()
-        finally:
-            ranks.kill()
-        if launch.received and session.end is None and server is not None:
-            session.receive()
-    finally:
-        link.close()
-        if server is not None and session.end is not None:
-            server.join(FLUSH_S + 1)
-    return session.end or End()
+
+    num_nodes: int = 1
+    max_restarts: int = 0
+    heals: bool = False
+    shown: frozenset[int] | None = frozenset({0})
+    join_s: float = 300.0
+    endpoint: str = ""
+
+
+@dataclass
+class Generation:
+    """The ranks that continue after a death.
+
+    Attributes:
+        number: from 1; 0 at the start.
+        members: its ranks, as numbered at the start.
+        due_s: when ranks must no longer wait for one that has ended after a signal.
+        stuck: ranks that were ended because they did not respond.
+    """
+
+    number: int = 0
+    members: list[int] = field(default_factory=list)
+    due_s: float = math.inf
+    stuck: set[int] = field(default_factory=set)
+
+
+class Supervisor:
+    """The supervisor of a launch.
+
+    Attributes:
+        generation: with `--heal`, the ranks that continue.
+    """
+
+    def __init__(self, policy: Policy, now_s: float) -> None:
+        self.state = State.JOINING
+        self.generation = Generation()
+        self._policy = policy
+        self._now_s = now_s
+        self._due_s = now_s + policy.join_s  # of the current state
+        self._say_s = now_s + SAY_S
+        self._nodes: dict[int, Node] = {}
+        self._ranks: list[Rank] = []
+        self._signals: list[int] = []
+        self._board = Board(is_ready=False, has_met=False)
+        self._num_restarts = 0
+        self._can_restart = True
+        self._has_failed = False  # in the current start
+        self._commands: list[tuple[int, Command]] = []
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks at the start."""
+        return len(self._ranks)
+
+    def handle(self, node: int, event: Event, now_s: float) -> list[tuple[int, Command]]:
+        """Process an event of a node. Returns commands, each with the node that executes it."""
+        self._now_s = now_s
+        self._commands = []
+        if self.state is State.OVER:
+            return []
+        match event:
+            case Joined():
+                self._join(node, event.hello)
+            case Started():
+                self._nodes[node].started = True
+            case Ended():
+                self._note_end(event)
+            case Signalled():
+                self._note_signal(event.signum)
+            case Overdue():
+                self._kill_overdue(event.waited_s)
+            case Broken():
+                self._refuse_launch(event.message, event.error_code)
+            case Lost():
+                self._lose(node)
+            case Board():
+                self._board = event
+                self._end_stuck(event)
+            case _:
+                pass
+        self._advance()
+        return self._commands
+
+    # --- events -----------------------------------------------------------------------------------------------
+
+    def _join(self, node: int, hello: Hello) -> None:
+        name = hello.host if self._policy.num_nodes == 1 else f"node {node} ({hello.host})"
+        for other in self._nodes.values():
+            for setting in sorted({*hello.settings, *other.hello.settings}):
+                mine, theirs = (each.settings.get(setting, "none") for each in (hello, other.hello))
+                if mine != theirs:
+                    sentence = f"{name} has another {setting} than {other.name} ({mine}, not {theirs})"
+                    self._nodes[node] = Node(hello, name)
+                    self._refuse_launch(f"{sentence}: make them the same", "SS504")
+                    return
+        self._nodes[node] = Node(hello, name)
+
+    def _note_end(self, end: Ended) -> None:
+        rank = self._ranks[end.rank]
+        if rank.state is not RankState.RUNNING:
+            return
+        rank.end = end
+        rank.is_unasked = self.state in (State.STARTING, State.RUNNING, State.FAILING)
+        self._can_restart &= end.can_restart
+        if end.failure is not None:
+            rank.state = RankState.FAILED
+        else:
+            rank.state = RankState.OBEYED if end.code else RankState.SUCCEEDED
+
+    def _note_signal(self, signum: int) -> None:
+        self._signals.append(signum)
+        if self.state in (State.JOINING, State.STARTING):
+            outcome = Outcome.STOPPED if self.state is State.JOINING else Outcome.KILLED
+            self._finish(outcome, signum)
+        elif len(self._signals) > 1:
+            self._kill()
+        elif self.state is State.RUNNING:
+            self._enter(State.SAVING)
+            self._tell_all(Signal(signal.SIGTERM if signum == signal.SIGHUP else signum))
+
+    def _kill_overdue(self, waited_s: float) -> None:
+        if self.state is State.SAVING:
+            running = describe_ranks([rank.number for rank in self._running()])
+            self._tell_all(Print(f"{running} had not begun a step {waited_s:.0f} s after the signal: killed"))
+            self._kill()
+
+    def _lose(self, number: int) -> None:
+        if (node := self._nodes.get(number)) is None or node.is_lost:
+            return
+        if self.state is State.JOINING:
+            what = f"{node.name} has ended before all nodes were there, or --node-rank {number} was given twice"
+            self._refuse_launch(f"{what}: start all nodes again", "SS504")
+            return
+        node.is_lost = True
+        self._can_restart = False
+        for rank in self._running():
+            if rank.node == number:
+                message = f"was lost with {node.name}"
+                failure = RankFailure(rank.number, self._now_s, 1, False, "died", message)
+                self._note_end(Ended(rank.number, 1, self._now_s, failure, can_restart=False))
+
+    def _end_stuck(self, board: Board) -> None:
+        """Let nodes end ranks that do not respond, so that the others continue."""
+        stuck = [rank for rank in self._running() if rank.number in {*board.stuck} - self.generation.stuck]
+        for node in {rank.node for rank in stuck}:
+            own = [rank.number for rank in stuck if rank.node == node]
+            self.generation.stuck.update(own)
+            self._tell(node, EndStuck(own, board.reason))
+
+    # --- states -----------------------------------------------------------------------------------------------
+
+    def _enter(self, state: State, limit_s: float = math.inf) -> None:
+        self.state = state
+        self._due_s = self._now_s + limit_s
+
+    def _advance(self) -> None:
+        """Go on to the state that follows, if any, and to those after it."""
+        before = self.state
+        is_due = self._now_s >= self._due_s
+        match before:
+            case State.JOINING:
+                self._wait_for_nodes(is_due=is_due)
+            case State.STARTING if all(node.started or node.is_lost for node in self._nodes.values()):
+                self._enter(State.RUNNING)
+            case State.STARTING | State.RUNNING | State.SAVING:
+                self._watch_ranks()
+            case State.FAILING | State.LEAVING | State.KILLING if not self._running():
+                self._conclude()
+            case State.FAILING if is_due:
+                self._enter(State.LEAVING, LEAVE_S)
+                self._tell_all(Signal(signal.SIGTERM, is_failure=True))
+            case State.LEAVING if is_due:
+                self._kill()
+            case State.KILLING if is_due:
+                for rank in self._running():
+                    self._note_end(Ended(rank.number, -signal.SIGKILL, self._now_s, can_restart=False))
+                self._conclude()
+            case _:
+                pass
+        if self.state is not before:
+            self._advance()
+
+    def _wait_for_nodes(self, *, is_due: bool) -> None:
+        policy = self._policy
+        if len(self._nodes) == policy.num_nodes:
+            self._start(None)
+        elif is_due:
+            missing = self._describe_missing(f"did not join at {policy.endpoint} within {policy.join_s:.0f} s")
+            advice = "start the launcher there too, or allow more time with --rdzv-timeout"
+            self._refuse_launch(f"{missing}: {advice}", "SS507")
+        elif self._now_s >= self._say_s:
+            self._say_s = self._now_s + SAY_AGAIN_S
+            missing = self._describe_missing(f"still missing at {policy.endpoint}")
+            self._tell(0, Print(f"{missing}; waiting for up to {self._due_s - self._now_s:.0f} s more"))
+
+    def _describe_missing(self, what: str) -> str:
+        num_nodes = self._policy.num_nodes
+        missing = ", ".join(str(node) for node in range(num_nodes) if node not in self._nodes)
+        present = ", ".join(node.name for node in self._nodes.values())
+        return f"of {num_nodes} nodes, --node-rank {missing} {what}; present: {present}"
+
+    def _start(self, restart: Restart | None) -> None:
+        """Start all ranks."""
+        self._enter(State.STARTING)
+        self._has_failed = False
+        self._board = Board(is_ready=False, has_met=False)
+        numbers = sorted(self._nodes)
+        self._ranks = []
+        parts: list[str] = []
+        starts: list[int] = []
+        for number in numbers:
+            node = self._nodes[number]
+            node.started = False
+            first, size = len(self._ranks), node.hello.num_ranks
+            starts.append(first)
+            self._ranks += [Rank(first + i, number) for i in range(size)]
+            parts.append(f"{first}{f'-{first + size - 1}' if size > 1 else ''} on {node.name}")
+        self.generation = Generation(members=[*range(len(self._ranks))])
+        peers = [self._nodes[number].hello.address for number in numbers]
+        for number, first in zip(numbers, starts, strict=True):
+            start = Start(
+                self._num_restarts,
+                restart,
+                number,
+                len(numbers),
+                first,
+                len(self._ranks),
+                peer=peers[1 if number == 0 and len(numbers) > 1 else 0],
+                sentence=f"ranks {', '.join(parts)}" if len(numbers) > 1 else "",
+            )
+            self._tell(number, start)
+
+    def _watch_ranks(self) -> None:
+        if self._policy.heals:
+            self._heal()
+        if self._failed():
+            self._has_failed = True
+            self._refuse()
+            self._enter(State.FAILING, FOLLOW_S)
+        elif not self._running():
+            self._conclude()
+
+    def _kill(self) -> None:
+        self._enter(State.KILLING, KILL_S)
+        self._refuse()
+        self._tell_all(Signal(signal.SIGKILL))
+
+    # --- healing ----------------------------------------------------------------------------------------------
+
+    def _heal(self) -> None:
+        """After a death, let the other ranks continue if they can. If not, the failures remain those of the launch."""
+        if self._signals and any(rank.state in (RankState.SUCCEEDED, RankState.OBEYED) for rank in self._ranks):
+            self._limit_waiting()  # ranks save and end, and those that remain may need one that has ended
+            return
+        members = self.generation.members
+        left = [rank for rank in members if self._ranks[rank].state is RankState.RUNNING]
+        if not left or left == members:
+            return
+        failed = self._failed()
+        # A rank that has ended its script counts as gone if another has failed, or if the others wait for it to come.
+        is_needed = bool(failed) or (self.generation.number > 0 and not self._board.has_met)
+        # An exception would occur again, in the rank that gets these micro-batches.
+        can_continue = self._board.is_ready and all(failure.is_death for failure in failed)
+        if not is_needed or not can_continue:
+            return
+        self._name(left)
+        for rank in self._ranks:
+            if rank.state is RankState.FAILED and rank.failure is not None:
+                rank.state = RankState.OUTLIVED
+                if rank.failure.kind != "stuck":  # the reason to end such a rank was printed before
+                    self._tell(0, Print(f"{rank.failure.reason}{self._locate(rank.number)}"))
+
+    def _limit_waiting(self) -> None:
+        """After a signal, ranks must not wait for long for one that has ended. The others may save for any time."""
+        if math.isinf(self.generation.due_s):
+            self.generation.due_s = self._now_s + GENERATION_S
+        elif self._now_s >= self.generation.due_s:
+            self.generation.due_s = math.nan  # once
+            self._refuse()
+
+    def _refuse(self) -> None:
+        """End the waiting of ranks that have lost another one."""
+        if self._policy.heals:
+            self._name([])
+
+    def _name(self, members: list[int]) -> None:
+        self.generation.number += 1
+        if members:
+            self.generation.members = members
+            self._board = Board(is_ready=self._board.is_ready, has_met=False, refusal=self._board.refusal)
+        self._tell(0, Continue(self.generation.number, members))
+
+    def _explain_no_healing(self) -> str:
+        """Return a clause: why the other ranks have not continued after a death; "" if none has died."""
+        failures = self._failed()
+        dead = {rank.number for rank in self._ranks if rank.failure is not None and rank.failure.is_death}
+        if self.world_size == 1 or not dead or any(failure.kind == "error" for failure in failures):
+            return ""
+        if self._board.refusal:
+            return self._board.refusal
+        for failure in failures:
+            if failure.refusal:
+                return failure.refusal
+        if not self._board.is_ready:
+            return "not all had begun their first loop"
+        for failure in failures:
+            if failure.secondary and failure.call and not failure.message.startswith(PeerFailed.__name__):
+                return f"rank {failure.rank} was in a collective of the script, {failure.call}, which is not repeated"
+        for failure in failures:
+            if not (failure.is_death or failure.secondary):
+                return f"rank {failure.rank} has failed, too"
+        if dead.issuperset(self.generation.members):
+            return "none is left"
+        for rank in self._ranks:
+            if rank.state is RankState.SUCCEEDED:
+                return f"rank {rank.number} had already ended its script"
+        return f"they have not formed a new group within {GENERATION_S:g} s"
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    def _conclude(self) -> None:
+        """All ranks have ended: start them again, or end the launch."""
+        policy = self._policy
+        cause = self._find_cause()
+        # An Error is a mistake of the user, and would occur again.
+        could_restart = cause is not None and not self._signals and self._can_restart and cause.kind != "error"
+        restarts = could_restart and self._num_restarts < policy.max_restarts
+        why = self._explain_no_healing() if policy.heals and self._has_failed and len(self._signals) < 2 else ""
+        if why:
+            how = "--max-restarts N starts again" if could_restart and not policy.max_restarts else ""
+            advice = "" if restarts else f": {how or 'the same command resumes'} from the newest snapshot"
+            self._tell(0, Print(f"the other ranks do not continue, because {why}{advice}"))
+        if restarts and cause is not None:
+            self._num_restarts += 1
+            self._report(cause, f"; restart {self._num_restarts} of {policy.max_restarts}")
+            self._start(Restart(cause.reason, cause.rank))
+        else:
+            self._end(cause)
+
+    def _end(self, cause: RankFailure | None) -> None:
+        """End the launch. `cause`: the failure that caused the others."""
+        signals = self._signals
+        has_obeyed = cause is None or cause.secondary or -cause.code in signals
+        has_succeeded = all(rank.state in (RankState.SUCCEEDED, RankState.OUTLIVED) for rank in self._ranks)
+        outcome = self._find_outcome()
+        if signals and has_obeyed:
+            if len(signals) > 1 or not has_succeeded:
+                outcome = Outcome.KILLED
+            elif outcome is Outcome.UNKNOWN:
+                outcome = Outcome.STOPPED
+            self._finish(outcome, signals[-1])
+        elif cause is not None and self._nodes[self._ranks[cause.rank].node].is_lost:
+            lost = [node.name for node in self._nodes.values() if node.is_lost]
+            was = "was" if len(lost) == 1 else "were"
+            sentence = f"{' and '.join(lost)} {was} lost: the same commands resume from the newest snapshot"
+            self._finish(Outcome.LOST, message=sentence)
+        elif cause is not None:
+            self._report(cause)
+            self._finish(Outcome.FAILED, cause.code, failure=cause)
+        elif has_succeeded:
+            self._finish(outcome)
+        else:  # the ranks were stopped, and none has reported a reason
+            self._finish(Outcome.LOST)
+
+    def _find_outcome(self) -> Outcome:
+        outcomes = {rank.end.outcome for rank in self._ranks if rank.end is not None}
+        for outcome in (Outcome.STOPPED, Outcome.FINISHED):
+            if outcome in outcomes:
+                return outcome
+        return Outcome.UNKNOWN
+
+    def _refuse_launch(self, message: str, error_code: str) -> None:
+        self._tell_all(Finish(find_exit_code(Outcome.REFUSED), message, error_code))
+        self._enter(State.OVER)
+
+    def _finish(
+        self, outcome: Outcome, number: int = 0, *, message: str = "", failure: RankFailure | None = None
+    ) -> None:
+        self._tell_all(Finish(find_exit_code(outcome, number), message, failure=failure))
+        self._enter(State.OVER)
+
+    def _find_cause(self) -> RankFailure | None:
+        """Return the failure that caused the others; of ranks with the same one, one that is shown is preferred.
+
+        It can be a death that the others had outlived, if they failed soon after.
+        """
+        failures = self._failed()
+        first = find_first(failures)
+        if first is None:
+            return None
+        if first.secondary:
+            outlived = [rank.failure for rank in self._ranks if rank.state is RankState.OUTLIVED and rank.failure]
+            deaths = [failure for failure in outlived if not failure.secondary]
+            last = max(deaths, key=lambda failure: failure.time_s, default=None)
+            if last is not None and first.time_s < last.time_s + SOON_S:
+                return last
+            left = [rank.end for rank in self._ranks if rank.state is RankState.SUCCEEDED and rank.is_unasked]
+            if (gone := min(filter(None, left), key=lambda end: end.time_s, default=None)) is not None:
+                return self._blame_early_end(gone, first)
+        alike = [each for each in failures if (each.kind, each.message) == (first.kind, first.message)]
+        return min(alike, key=lambda failure: (not self._is_shown(failure.rank), failure.rank))
+
+    def _blame_early_end(self, gone: Ended, first: RankFailure) -> RankFailure:
+        """The others have lost a rank that ended before them with exit code 0.
+
+        It counts even if its loop is finished, because a further loop or an evaluation can follow.
+        """
+        if self._find_outcome() is Outcome.STOPPED:
+            return first
+        waiting = f", while rank {first.rank} waited in {first.call}" if first.call else ""
+        message = (
+            f"ended before its run did, with exit code 0{waiting}: let every rank make the same calls to the end of "
+            "the script, run.evaluate among them"
+        )
+        return RankFailure(gone.rank, gone.time_s, 1, False, "died", message)
+
+    def _report(self, failure: RankFailure, then: str = "") -> None:
+        """Let the rank's node print its failure, and the other nodes name it."""
+        own = [each for each in self._failed() if each.rank != failure.rank and not each.secondary]
+        same = [each.rank for each in own if each.message == failure.message]
+        others = [each for each in own if each.rank not in same]
+        node = self._ranks[failure.rank].node
+        sentence = f"{failure.reason}{self._locate(failure.rank)}{then or '; the others were stopped'}"
+        for number in self._nodes:
+            if number == node:
+                self._tell(number, Report(failure, self.world_size, same, others, then))
+            else:
+                self._tell(number, Print(sentence))
+
+    # --- helpers ----------------------------------------------------------------------------------------------
+
+    def _running(self) -> list[Rank]:
+        return [rank for rank in self._ranks if rank.state is RankState.RUNNING]
+
+    def _failed(self) -> Sequence[RankFailure]:
+        return [rank.failure for rank in self._ranks if rank.state is RankState.FAILED and rank.failure is not None]
+
+    def _is_shown(self, rank: int) -> bool:
+        return self._policy.shown is None or rank in self._policy.shown
+
+    def _locate(self, rank: int) -> str:
+        """Return a clause that names the node of a rank; "" on one machine, or if that node is lost."""
+        node = self._nodes[self._ranks[rank].node]
+        return "" if node.is_lost or self._policy.num_nodes == 1 else f", on {node.name}"
+
+    def _tell(self, node: int, command: Command) -> None:
+        if not self._nodes[node].is_lost:
+            self._commands.append((node, command))
+
+    def _tell_all(self, command: Command) -> None:
+        for node in self._nodes:
+            self._tell(node, command)

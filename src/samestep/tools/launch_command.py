@@ -1,6 +1,6 @@
 """`samestep launch` and `train`: their options, and the start of the ranks on this machine or on several hosts."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -15,16 +15,19 @@ from samestep.launch.target import Target
 from samestep.processes import run_captured
 from samestep.world.environment import set_hook
 
+if TYPE_CHECKING:
+    from samestep.launch.nodes import Nodes
+
 LAUNCH_HELP = """\
 Starts the script on several ranks of this machine and waits for them. Everything after the script is an argument of the
 script, as with torchrun.
 Ranks get the environment of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...); the script does not have to use samestep.
 The output of every rank is in logs/ in the run directory, whether it is shown or not.
 
-Several machines: give the same command on each, with --nnodes 2 --rdzv-endpoint HOST:29400, where HOST is one of them.
+Several machines: give the same command on each, with --nnodes 2 --rdzv-endpoint HOST:29400, where HOST is one of them,
+and --node-rank 0 on HOST, 1 on the other. torchrun and srun set these values for `samestep node`.
 All need the same secret: SAMESTEP_RDZV_SECRET=`openssl rand -hex 32`, or a file (--rdzv-secret).
-With --nnodes 1:4, machines may join and leave while the run continues; a signal to one launcher (other than HOST's)
-removes its machine. Machines that do not share the run directory each keep a copy.
+Machines that do not share the run directory each keep a copy.
 
 The first Ctrl-C, SIGTERM or SIGUSR1 stops the run: it completes the current step, saves and exits. The second one kills
 the ranks. With --max-restarts, all ranks restart from the newest snapshot after a rank has died.
@@ -33,6 +36,17 @@ Exit code: 0 if the run is complete; the exit code of the rank that failed first
 the input, if the end of the run could not be saved, or if three starts in a row were stopped before they had saved
 anything new.
 """
+NODE_HELP = """\
+Starts the script on several ranks of this machine, as `samestep launch` does. torchrun, srun or another engine starts
+one such command per machine, and gives it the place of the machine among the others:
+
+  torchrun --nnodes 2 --node-rank R --nproc-per-node 1 --master-addr HOST -m samestep.node --nproc-per-node 4 train.py
+  srun --nodes 2 --ntasks-per-node 1 samestep node --nproc-per-node 4 train.py
+
+All need the same secret: SAMESTEP_RDZV_SECRET=`openssl rand -hex 32`, or a file (--rdzv-secret).
+The exit code is that of `samestep launch`.
+"""
+MEETING = ("nnodes", "node_rank", "rdzv_endpoint")  # options that the engine's variables replace
 TRAIN_HELP = """\
 Trains a recipe: a training script to read and copy. Options may be given in any order.
 `samestep train RECIPE --help` shows the recipe's own options.
@@ -87,9 +101,31 @@ def start(target: Target, values: dict[str, Any]) -> int:
         print(describe_recipes(), end="")
         return 0
     translate_torchrun(values)
-    from samestep.launch.handshake import read_secret
+    from samestep.launch.nodes import parse_nodes
+    from samestep.launch.secret import read_secret
+
+    nodes = parse_nodes(
+        values.pop("nnodes", None),
+        values.pop("node_rank", None),
+        values.pop("rdzv_endpoint", None),
+        values.pop("rdzv_timeout", 300),
+        read_secret(values.pop("rdzv_secret", None)),
+    )
+    return start_ranks(target, values, nodes)
+
+
+def start_node(target: Target, values: dict[str, Any]) -> int:
+    """Start the ranks of this machine, as one of the nodes that torchrun or srun has started."""
+    from samestep.launch.nodes import read_nodes
+    from samestep.launch.secret import read_secret
+
+    nodes = read_nodes(values.pop("rdzv_timeout", 300), read_secret(values.pop("rdzv_secret", None)))
+    return start_ranks(target, values, nodes)
+
+
+def start_ranks(target: Target, values: dict[str, Any], nodes: "Nodes | None") -> int:
+    """Start the ranks of this machine. `values`: further options of `samestep launch`."""
     from samestep.launch.launcher import run_launch
-    from samestep.launch.rendezvous_client import LAST_CALL_S, parse_nodes
 
     num_ranks = values.pop("nproc_per_node", "auto")
     show_ranks = values.pop("show_ranks", "0")
@@ -97,15 +133,6 @@ def start(target: Target, values: dict[str, Any]) -> int:
     heals = values.pop("heal", False)
     if values.pop("tf_config", False):
         set_hook("samestep.launch.tf_config")
-    nodes = parse_nodes(
-        values.pop("nnodes", None),
-        values.pop("node_rank", None),
-        values.pop("rdzv_endpoint", None),
-        values.pop("rdzv_id", ""),
-        values.pop("rdzv_timeout", 300),
-        read_secret(values.pop("rdzv_secret", None)),
-        last_call_s=values.pop("rdzv_last_call", LAST_CALL_S),
-    )
     if nodes is None:  # else another node may have the snapshot
         _check_resume(**values)
     return run_launch(
@@ -132,4 +159,7 @@ def _check_resume(*, run_dir: str | None = None, resume: str = "latest", fresh: 
 
 
 run_launch = ScriptCommand("launch", start, FLAGS | TORCHRUN, help=LAUNCH_HELP)
+run_node = ScriptCommand(
+    "node", start_node, {name: option for name, option in FLAGS.items() if name not in MEETING}, help=NODE_HELP
+)
 run_train = TrainCommand("train", start, FLAGS | {"list": Option(bool, "", "list the recipes")})

@@ -54,12 +54,12 @@ PASSED_ON = {"show_ranks", "tf_config", "max_restarts", "heal", *OPTIONS} - {"ru
 # the run has ended. Each launcher handles the signals; its shell waits for it.
 KEEP_CODE = """trap : USR1 TERM INT; "$@"; rc=$?; if [ "$SLURM_NODEID" = 0 ]; then echo $rc > "$0"; fi; exit $rc"""
 
-# The address of the batch script's node, as Slurm itself reaches it, and a port that depends on the job.
-# The launchers' secret, new at each start: srun passes the environment on, and no process list shows it.
+# Where the nodes meet: the batch script's node, as Slurm itself reaches it, and a port that depends on the job.
+# The nodes' secret, new at each start: srun passes the environment on, and no process list shows it.
 ENDPOINT = f"""\
 export {SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
-head=$(scontrol show node --oneliner "$SLURMD_NODENAME" | grep -o ' NodeAddr=[^ ]*' | cut -d= -f2)
-port=$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))
+export MASTER_ADDR=$(scontrol show node --oneliner "$SLURMD_NODENAME" | grep -o ' NodeAddr=[^ ]*' | cut -d= -f2)
+export MASTER_PORT=$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))
 """
 
 # A launcher that ends before the others must not end the step: --kill-on-bad-exit=0 --wait=0.
@@ -155,8 +155,7 @@ def render_script(target: Target, values: Mapping[str, Any]) -> str:
             )
     flags = ["--nproc-per-node", num_local, *(["--run-dir", run_dir] if run_dir else [])]
     flags += to_flags({name: value for name, value in values.items() if name in PASSED_ON})
-    start = shlex.join([sys.executable, *COMMAND[1:], "launch"])
-    nodes = f' --nnodes {num_nodes} --rdzv-endpoint "$head:$port"' if num_nodes > 1 else ""
+    start = shlex.join([sys.executable, *COMMAND[1:], "node" if num_nodes > 1 else "launch"])
     return SCRIPT.format(
         version=__version__,
         num_ranks=num_nodes * num_local,
@@ -165,7 +164,7 @@ def render_script(target: Target, values: Mapping[str, Any]) -> str:
         num_cpus=num_cpus,
         no_kill=" --no-kill" if values.get("heal") else "",
         keep_code=shlex.quote(KEEP_CODE),
-        command=f"{start}{nodes} {shlex.join([*map(str, flags), *target.to_words()])}",
+        command=f"{start} {shlex.join([*map(str, flags), *target.to_words()])}",
         start_again=START_AGAIN,
         killed=128 + signal.SIGUSR1,
     )

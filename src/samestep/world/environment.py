@@ -34,7 +34,7 @@ _INTERNAL = (TRACE, HOOK, TERMINAL, SRUN, LOG, HEAL, CONTINUES, SECRET)  # no mi
 # Files in `error_dir`, with which ranks and their launcher exchange what exit codes cannot express.
 OUTCOME = "outcome"  # holds an `Outcome`
 BEGUN = "begun"  # holds a `BegunRun`
-ROOM = "room"  # holds the maximum number of ranks of that run
+OPENING = "opening"  # a rank has created a Run, whose loop has not begun
 RANKED = "ranked"  # a rank has looked up its rank
 LEAVE = "leave"  # a rank that receives SIGTERM must end at once: another one has failed
 
@@ -45,16 +45,36 @@ FAILURE = "failure.json"  # in the directory of a start's logs: the rank whose f
 
 
 class Outcome(Enum):
-    """How the run of a rank that has ended with an exit code of its script came to its end."""
+    """How a run, or the launch of its ranks, has come to its end."""
 
-    UNKNOWN = ""
-    FINISHED = "finished"  # its loop has completed
+    UNKNOWN = ""  # the ranks have ended with exit code 0, and no run has noted its end
+    FINISHED = "finished"  # the loop has completed
     STOPPED = "stopped"  # it ended early, saved, because of a signal
+    KILLED = "killed"  # a signal ended it before it had saved
+    FAILED = "failed"  # a rank has failed
+    LOST = "lost"  # a machine was lost, or its ranks ended for no known reason
+    REFUSED = "refused"  # there is a mistake in the input
 
 
-def stop_code(signum: int) -> int:
-    """Return the exit code of a run that a signal stopped after saving. Ctrl-C gives 130, as in other programs."""
-    return 128 + signal.SIGINT if signum == signal.SIGINT else START_AGAIN
+def find_exit_code(outcome: Outcome, number: int = 0) -> int:
+    """Return the exit code of a run or a launch.
+
+    Args:
+        number: the signal that stopped or killed it; the exit code, or minus the signal, of the rank that has failed.
+    """
+    match outcome:
+        case Outcome.STOPPED:  # Ctrl-C gives 130, as in other programs
+            return 128 + signal.SIGINT if number == signal.SIGINT else START_AGAIN
+        case Outcome.KILLED:
+            return 128 + number
+        case Outcome.FAILED:
+            return number if number >= 0 else 128 - number
+        case Outcome.LOST:
+            return 1
+        case Outcome.REFUSED:
+            return Error.exit_code
+        case _:
+            return 0
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,17 @@
-"""The group of all ranks, and its collectives on values and whole tensors other than gradients."""
+"""The group of all ranks, which continues after the death of a rank (docs/dev/healing.md)."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import count
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
-from samestep.errors import KINDS, Error, InvalidType, InvalidValue, NotHealed, PeerFailed, UsageError, name_kind
-from samestep.hashing import hash_pieces
-from samestep.tagged import view_bytes
+from samestep.errors import Error, NotHealed, PeerFailed
 from samestep.torch_internals import abort_nccl, break_gloo_connections, set_timeout
-from samestep.waiting import wait_until
-from samestep.world import wire
-from samestep.world.chunks import split_chunks
-from samestep.world.environment import Environment, has_agent_store, read_host
-from samestep.world.host import read_host_id
-from samestep.world.local_sockets import LocalSockets, connect
+from samestep.world.environment import Environment
+from samestep.world.local_sockets import connect
 from samestep.world.membership import (
     GENERATION_S,
     Change,
@@ -29,29 +21,12 @@ from samestep.world.membership import (
     write_refusal,
     write_stuck,
 )
-from samestep.world.process_group import NCCL, TIMEOUT_S, close_group, connect_to_store, has_group, open_process_group
-from samestep.world.rendezvous_store import SignedEntries, read_entry, write_entry
-from samestep.world.waiter import LARGE_BYTES, Transfer, Waiter
+from samestep.world.process_group import NCCL, TIMEOUT_S, close_group, connect_to_store, open_process_group
+from samestep.world.rendezvous_store import SignedEntries
+from samestep.world.transport import Transport
+from samestep.world.waiter import Waiter
 
 T = TypeVar("T")
-
-BROADCAST_CHUNK_BYTES = 64 << 20
-# Bytes of an element -> the dtype that carries its bits: gloo lacks many dtypes, such as int16 and float8.
-CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
-STOPPED = b"samestep stopped"  # shorter than the exchange of any step, so that it cannot be mistaken for one
-STOP_S = 300.0  # without local sockets: limit for the other ranks to stop as well
-POLL_S = 0.05
-TAG = 1 << 20  # of messages that are no part of a gradient's exchange
-
-_numbers = count()
-
-
-class _Continues(Exception):
-    """Rank `rank` has started another step, and this one has stopped."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
 
 
 def may_be_death(error: RuntimeError) -> bool:
@@ -59,46 +34,29 @@ def may_be_death(error: RuntimeError) -> bool:
     return not isinstance(error, (Error, NotHealed, torch.OutOfMemoryError))
 
 
-class Group:
-    """All ranks of the run. With one rank there is no process group and every call returns at once.
+class Group(Transport):
+    """All ranks of the run.
 
     After `begin_healing`, a collective either completes on all ranks, or, if one dies meanwhile, the survivors form a
-    new group and repeat it (docs/dev/healing.md). So `rank` and `world_size` can change in each call.
-
-    Attributes:
-        rank, world_size: as in torch.distributed.
-        local_rank: index among the ranks of this node.
-        device: where this rank computes.
-        local_sockets: sockets to the other ranks if all run on one host, else None.
-        is_on_one_host: whether all ranks ran on one host at the start.
+    new group and repeat it. So `rank` and `world_size` can change in each call.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, *, local_rank: int = 0) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.local_rank = local_rank
-        self.device = device
-        self.local_sockets: LocalSockets | None = None
-        self.is_on_one_host = True
-        self._key = b""  # from the launcher's secret and random parts of all ranks, which the store never holds
+        super().__init__(rank, world_size, device, local_rank=local_rank)
         self._membership: Membership | None = None
-        self._waiter: Waiter | None = None  # if ranks can continue after a death
         self._uses_nccl = False  # set if ranks can continue after a death
         self._refuses = False  # to continue after a death, in this loop
         self._is_in_part = False  # within `together`
         self._notify: Callable[[Change], None] = lambda change: None
-        self.forget_stops()
 
     # --- the death of a rank ----------------------------------------------------------------------------------
 
     @property
     def members(self) -> Sequence[int]:
-        """The number that each rank had at the start."""
         return range(self.world_size) if self._membership is None else self._membership.members
 
     @property
     def number(self) -> int:
-        """This rank's number at the start."""
         return self.rank if self._membership is None else self._membership.own
 
     @property
@@ -107,8 +65,7 @@ class Group:
         return 0 if self._membership is None else self._membership.generation
 
     @property
-    def can_heal(self) -> bool:
-        """Whether the other ranks continue if one dies."""
+    def can_heal(self) -> bool:  # type: ignore[override]  # an attribute without it
         return self._healing is not None
 
     @property
@@ -131,7 +88,7 @@ class Group:
             membership = Membership(store, environment.secret, environment.rank, range(environment.world_size))
             self._uses_nccl = self.device.type == "cuda" and not self.needs_staging(self.device)
             self._membership = membership
-            self._waiter = None if self._uses_nccl else Waiter()
+            self.waiter = None if self._uses_nccl else Waiter()
             LossWatch(membership, connect_to_store, self._break_connections)
 
     def announce_ready(self) -> None:
@@ -218,22 +175,18 @@ class Group:
 
     # --- the process group ------------------------------------------------------------------------------------
 
-    def _barrier(self) -> None:
-        if self.world_size > 1:
-            dist.barrier()
-
     def _break_connections(self) -> None:
         """Let the waits for other ranks end: gloo's raise, and NCCL's leave a wrong result. In any thread."""
         break_gloo_connections()
-        if self._waiter is not None:
-            self._waiter.give_up()
+        if self.waiter is not None:
+            self.waiter.give_up()
         if self._uses_nccl:
             abort_nccl()
 
     def _leave(self) -> None:
         """Leave the process group, which ends the waits of other ranks for this one."""
         self.close()
-        self._waiter = None if self._uses_nccl else Waiter()
+        self.waiter = None if self._uses_nccl else Waiter()
         if self._uses_nccl:
             abort_nccl()  # to destroy the group would wait for ranks that are gone
         close_group()
@@ -268,20 +221,6 @@ class Group:
             if self.heal(reason):
                 return result[0]
 
-    # --- collectives ------------------------------------------------------------------------------------------
-
-    def wait_for(self, messages: Sequence[Transfer], num_bytes: int) -> None:
-        """Wait for messages of at most `num_bytes` each. If a rank has died, a part of one does not end the wait.
-
-        Raises:
-            RuntimeError: another rank is gone.
-        """
-        if self._waiter is not None and num_bytes >= LARGE_BYTES:
-            self._waiter.wait(messages)
-            return
-        for message in messages:
-            message.wait()
-
     def open_lasting_entries(self) -> "SignedEntries | None":
         """Open a connection for signed entries of the process group's store; None with one rank.
 
@@ -290,305 +229,6 @@ class Group:
         store = None if self._membership is None else connect_to_store()
         return SignedEntries(self._key, store) if self.world_size > 1 else None
 
-    def connect_locally(self, timeout_s: float, value: Any, check: Callable[[Sequence[Any]], None]) -> None:
-        """Open sockets to the other ranks if all run on one host. Arguments as for `connect`."""
-        self.local_sockets = connect(self, timeout_s, value, check)
-        self.is_on_one_host = self.local_sockets is not None
-
-    def derive_key(self, secret: bytes, parts: Sequence[bytes]) -> None:
-        """Set the key that seals messages, from the launcher's secret and a random part of each rank."""
-        self._key = bytes.fromhex(hash_pieces([secret, *parts]))
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's `value` (as for `wire.encode`, or from `seal`), in rank order, on every rank."""
-        data = wire.encode(value) if self.world_size > 1 else b""
-        return self.complete(lambda: self._gather(value, data))
-
-    def _gather(self, value: Any, data: bytes) -> list[Any]:
-        if self.world_size == 1:
-            return [value]
-        sizes = self._gather_number(len(data))
-        row_bytes = max(sizes)
-        row = torch.frombuffer(bytearray(data.ljust(row_bytes, b"\0")), dtype=torch.uint8)
-        rows = torch.empty(self.world_size, row_bytes, dtype=torch.uint8)
-        if self._waiter is None or row_bytes < LARGE_BYTES:
-            dist.all_gather([*rows], row)
-        else:
-            rows[self.rank] = row
-            peers = [rank for rank in range(self.world_size) if rank != self.rank]
-            receives = [_receive(rows[peer], peer) for peer in peers]
-            self._waiter.wait([*receives, *(_send(row, peer) for peer in peers)])
-        return [wire.decode(memoryview(each.numpy())[:size]) for each, size in zip(rows, sizes, strict=True)]
-
-    def seal(self, value: Any) -> Any:
-        """Prepare a value of any type for `gather`, `broadcast` and `once`. Receivers call `unseal`.
-
-        Raises InvalidType if it cannot be pickled.
-        """
-        if self.world_size == 1 and not self.can_heal:
-            return value
-        try:
-            return wire.seal(value, self._key)
-        except Exception as error:
-            what = type(value).__name__
-            raise InvalidType(
-                f"rank {self.rank} cannot send a {what} to the other ranks: {error}", code="SS102"
-            ) from None
-
-    def unseal(self, sealed: Any) -> Any:
-        """Return the value that a rank has sealed. Raises Error if it was not a rank of this launch."""
-        return sealed if self.world_size == 1 and not self.can_heal else wire.unseal(sealed, self._key)
-
-    def gather_number(self, number: int) -> list[int]:
-        """Return every rank's `number` (from 0 to 2**63 - 1), in rank order, on every rank. One exchange."""
-        return self.complete(lambda: self._gather_number_now(number))
-
-    def _gather_number_now(self, number: int) -> list[int]:
-        if self.world_size == 1:
-            return [number]
-        if self.local_sockets is not None:  # faster, and Python handles signals during the wait
-            rows = [bytearray(number.to_bytes(8)) for _ in range(self.world_size)]
-            self.local_sockets.exchange([memoryview(row) for row in rows])
-            return [int.from_bytes(row) for row in rows]
-        return self._gather_number(number)
-
-    def _gather_number(self, number: int) -> list[int]:
-        numbers = [torch.empty((), dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(numbers, torch.tensor(number))
-        return [int(each) for each in numbers]
-
-    def gather_hosts(self) -> list[str]:
-        """Return an identifier of each rank's host, on every rank."""
-        return self.gather(read_host_id("net") or read_host())
-
-    def agree(self, values: Mapping[str, Any]) -> None:
-        """Compare `values` over the ranks. Raises Error if one of them differs."""
-        first, *others = self.gather(dict(values))
-        for rank, theirs in enumerate(others, start=1):
-            for name, value in theirs.items():
-                if value != first.get(name):
-                    raise InvalidValue(
-                        f"{name} is {first.get(name)!r} on rank 0 and {value!r} on rank {rank}: make it the same on "
-                        "all ranks",
-                        code="SS504",
-                    )
-
-    def broadcast(self, value: T, source: int = 0) -> T:
-        """Return the `value` of rank `source` (as for `gather`) on every rank."""
-        if self.world_size == 1:
-            return value
-        return self._broadcast(lambda: wire.encode(value), source)  # type: ignore[no-any-return]
-
-    def _broadcast(self, get_data: Callable[[], bytes], source: int) -> Any:
-        """Return decoded data of rank `source`, which calls `get_data`. If it dies, another rank becomes the source."""
-
-        def broadcast() -> Any:
-            return self._broadcast_now(get_data() if self.rank == source else b"", source)
-
-        return self.complete(broadcast)
-
-    def _broadcast_now(self, data: bytes, source: int) -> Any:
-        if self.world_size == 1:
-            return wire.decode(data)
-        size = torch.tensor(len(data))
-        dist.broadcast(size, source)
-        buffer = torch.frombuffer(bytearray(data if self.rank == source else int(size)), dtype=torch.uint8)
-        self._broadcast_piece(buffer, source)
-        return wire.decode(memoryview(buffer.numpy()))  # type: ignore[arg-type]
-
-    def once(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call `fn` on rank 0, and return its result (as for `gather`) on every rank. Raises as `each`."""
-        return self.each(lambda: fn(*args, **kwargs), [0])[0]
-
-    def each(self, fn: Callable[[], T], on: Sequence[int]) -> list[T]:
-        """Call `fn` on the ranks `on`, and return their results (as for `gather`), in this order, on every rank.
-
-        With `begin_healing`, another rank calls it again if such a rank dies before all ranks have its result.
-
-        Raises:
-            Error: raised by `fn`, from the first such rank; on every rank.
-            PeerFailed: on the other ranks, if `fn` raised another exception.
-        """
-        if self.world_size == 1:
-            return [fn()]
-        tried: list[tuple[BaseException | None, bytes]] = []
-
-        def call_once() -> bytes:
-            if not tried:
-                tried.append(_try(fn))
-            return tried[0][1]
-
-        if self.rank in on:
-            call_once()  # at the same time on all such ranks
-        outcomes = [self._broadcast(call_once, rank) for rank in on]
-        if tried and (failure := tried[0][0]) is not None:
-            raise failure
-        return read_outcomes(dict(zip(on, outcomes, strict=True)))
-
-    def broadcast_tensors(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-        """Overwrite `tensors` on every rank with those of rank `source`, in a few large messages."""
-        if self.world_size == 1:
-            return
-        self.complete(lambda: self._broadcast_tensors_now(tensors, source), on_device=True)
-
-    def _broadcast_tensors_now(self, tensors: Sequence[torch.Tensor], source: int) -> None:
-        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        if self.world_size == 1:  # all other ranks have died
-            return
-        with torch.no_grad():
-            for tensor in tensors:
-                bits = tensor if tensor.is_complex() else tensor.view(CARRIERS[tensor.element_size()])
-                by_kind.setdefault((bits.dtype, bits.device), []).append(bits)
-            for (_, device), same_kind in by_kind.items():
-                for chunk in split_chunks(same_kind, BROADCAST_CHUNK_BYTES):
-                    piece = torch.cat([bits.reshape(-1) for bits in chunk])
-                    sent = piece.cpu() if self.needs_staging(device) else piece
-                    self._broadcast_piece(sent, source)
-                    if self.rank != source:
-                        parts = torch.split(sent.to(device), [bits.numel() for bits in chunk])
-                        for bits, part in zip(chunk, parts, strict=True):
-                            bits.copy_(part.view(bits.shape))
-
-    def _broadcast_piece(self, piece: torch.Tensor, source: int) -> None:
-        """Overwrite a contiguous tensor with that of rank `source`. With healing, a rank can give up waiting for it."""
-        if self._waiter is None or piece.nbytes < LARGE_BYTES:
-            dist.broadcast(piece, source)
-            return
-        place = (self.rank - source) % self.world_size  # in a binary tree, whose root is the source
-        if place:
-            self._waiter.wait([_receive(piece, (source + (place - 1) // 2) % self.world_size)])
-        below = [each for each in (2 * place + 1, 2 * place + 2) if each < self.world_size]
-        if below:
-            self._waiter.wait([_send(piece, (source + each) % self.world_size) for each in below])
-
-    def send(self, tensors: Sequence[torch.Tensor], target: int) -> None:
-        """Send tensors of any dtypes and devices to one rank, which calls `receive`."""
-        for tensor in tensors:
-            if tensor.numel():
-                dist.send(torch.frombuffer(view_bytes(tensor), dtype=torch.uint8), target)
-
-    def receive(self, tensors: Sequence[torch.Tensor], source: int) -> None:
-        """Overwrite contiguous tensors in host memory with those that a rank sends."""
-        for tensor in tensors:
-            if tensor.numel():
-                dist.recv(torch.frombuffer(view_bytes(tensor), dtype=torch.uint8), source)
-
-    def needs_staging(self, device: torch.device) -> bool:
-        """Return whether tensors on this device are exchanged through host memory, since the backend is not NCCL."""
-        return device.type == "cuda" and dist.is_initialized() and "nccl" not in dist.get_backend_config()
-
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
-        self.complete(self._barrier)
-
-    def find_continuing(self, step: int) -> int | None:
-        """Call before stopping instead of starting another step; detects ranks that did not stop and would deadlock.
-
-        Returns the first rank that has started another step; None when all ranks have called this. Raises PeerFailed if
-        another rank has ended.
-        """
-        try:
-            self.complete(lambda: self._check_all_stop(step))
-        except _Continues as other:
-            return other.rank
-        return None
-
-    def _check_all_stop(self, step: int) -> None:
-        if self.world_size == 1:
-            return
-        write_entry(self._name_stop(self.number), str(step))
-        if self.local_sockets is not None:
-            rows = [bytearray(STOPPED if rank == self.rank else len(STOPPED)) for rank in range(self.world_size)]
-            self.local_sockets.exchange([memoryview(row) for row in rows])
-            continuing = [rank for rank, row in enumerate(rows) if row != STOPPED]
-        elif has_agent_store():
-            wait_until(self._have_all_stopped, STOP_S, every_s=POLL_S)
-            # A rank in another step waits for this one, and writes no entry.
-            continuing = [rank for rank, stop in enumerate(self._read_stops()) if stop is None]
-        else:
-            continuing = []
-        if continuing:
-            raise _Continues(continuing[0])
-
-    def _have_all_stopped(self) -> bool:
+    def check_newest(self) -> None:
         if self._healing is not None:
             self._healing.check_newest()
-        return None not in self._read_stops()
-
-    def forget_stops(self) -> None:
-        """Start a new loop, in which no rank has called `find_continuing` yet. Call on all ranks."""
-        self._number = next(_numbers)  # the same on all ranks, which start their loops in the same order
-
-    def find_stopped(self) -> tuple[int, str] | None:
-        """Return the first rank known to have called `find_continuing`, and its steps; None if there is none."""
-        return next(((rank, step) for rank, step in enumerate(self._read_stops()) if step is not None), None)
-
-    def _read_stops(self) -> list[str | None]:
-        return [read_entry(self._name_stop(member)) for member in self.members]
-
-    def _name_stop(self, member: int) -> str:
-        return f"stopped/{self._number}/{member}"
-
-    def check_process_group(self) -> None:
-        """Raise Error if the script has created a process group of other ranks since this was opened."""
-        if has_group() and dist.get_world_size() != self.world_size:
-            raise UsageError(
-                f"a process group of {dist.get_world_size()} ranks was created after samestep.Run, which has "
-                f"{self.world_size}: create the process group first, or leave it out and start the ranks with samestep "
-                "launch",
-                code="SS506",
-            )
-
-    def close(self) -> None:
-        """Close the local sockets, and end the thread that waits for messages. The process group stays."""
-        if self.local_sockets is not None:
-            self.local_sockets.close()
-            self.local_sockets = None
-        if self._waiter is not None:
-            self._waiter.close()
-            self._waiter = None
-
-
-def _send(tensor: torch.Tensor, rank: int) -> Transfer:
-    """Begin to send a tensor in host memory to a rank, which calls `_receive`."""
-    work = dist.isend(tensor, rank, tag=TAG)
-    assert work is not None
-    return work
-
-
-def _receive(tensor: torch.Tensor, rank: int) -> Transfer:
-    """Begin to overwrite a tensor in host memory with the one that a rank sends."""
-    work = dist.irecv(tensor, rank, tag=TAG)
-    assert work is not None
-    return work
-
-
-def _try(fn: Callable[[], Any]) -> tuple[BaseException | None, bytes]:
-    """Call `fn`. Return its exception, unless that is an Error or there is none, and the encoded outcome."""
-    try:
-        return None, wire.encode(("value", fn()))
-    except BaseException as error:
-        return None if isinstance(error, Error) else error, wire.encode(describe_failure(error))
-
-
-def describe_failure(error: BaseException) -> tuple[str, Any]:
-    """Return an exception of this rank as an outcome for `read_outcomes`, which can be gathered."""
-    if isinstance(error, Error):
-        return "error", (name_kind(error), str(error), error.code)
-    return "failure", f"{type(error).__name__}: {error}"
-
-
-def read_outcomes(outcomes: Mapping[int, tuple[str, Any]]) -> list[Any]:
-    """Return the values of the ranks' outcomes, which are ("value", value) or from `describe_failure`.
-
-    Raises:
-        Error: of the first rank that has raised one.
-        PeerFailed: the first rank that failed has raised another exception.
-    """
-    for rank, (kind, value) in outcomes.items():
-        if kind == "error":
-            name, sentence, code = value
-            raise KINDS[name](sentence, code=code)
-        if kind == "failure":
-            raise PeerFailed(f"rank {rank} failed: {value}")
-    return [value for _, value in outcomes.values()]

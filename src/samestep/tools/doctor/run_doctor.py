@@ -21,7 +21,7 @@ RANK_FLAGS: dict[str, Option] = {
 }
 START_FLAGS: dict[str, Option] = {
     name: FLAGS[name]
-    for name in ("nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "rdzv_id", "rdzv_secret", "rdzv_timeout")
+    for name in ("nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "rdzv_secret", "rdzv_timeout")
 }
 
 
@@ -33,7 +33,7 @@ def run_doctor(**parameters: Any) -> int:
     collectives right, and which link between two nodes is slow?
 
       samestep doctor --nproc-per-node 4     four ranks on this machine
-      samestep doctor --nnodes 2 --rdzv-endpoint HOST:29400 --nproc-per-node 8 --run-dir /shared/runs
+      samestep doctor --nnodes 2 --node-rank R --rdzv-endpoint HOST:29400 --nproc-per-node 8 --run-dir /shared/runs
                                              on every node, as with samestep launch
       torchrun ... -m samestep doctor        under any launcher, on all its ranks; also srun samestep doctor
 

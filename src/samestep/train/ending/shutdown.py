@@ -27,7 +27,7 @@ from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.ending.stop_signals import StopSignals
 from samestep.watch.progress import Progress
-from samestep.world.environment import OUTCOME, read_torchrun_file, ready_standard_files, stop_code
+from samestep.world.environment import OUTCOME, Outcome, find_exit_code, read_torchrun_file, ready_standard_files
 from samestep.world.process_group import close_group, has_group
 from samestep.world.rendezvous_store import is_first, is_left_by_rank_0
 
@@ -171,7 +171,7 @@ def report_errors(rank: int) -> None:
         previous(kind, error, trace)
         if issubclass(kind, KeyboardInterrupt) and not _is_at_prompt():
             # Python would end with 1 if an atexit function, such as one of torch, creates a namedtuple.
-            leave(stop_code(signal.SIGINT), waits=True)
+            leave(find_exit_code(Outcome.STOPPED, signal.SIGINT), waits=True)
         if issubclass(kind, Exception) and has_group():
             if isinstance(sys.stderr, io.StringIO):  # torch.distributed's hook would print it after this one
                 text = textwrap.indent(sys.stderr.getvalue(), f"[rank{rank}]: ")

@@ -13,7 +13,7 @@ from typing import Any
 
 from samestep.launch.rank_process import kept_signals
 from samestep.watch.records import read_rows
-from samestep.world.environment import LEAVE, START_AGAIN, Environment, stop_code
+from samestep.world.environment import LEAVE, OPENING, START_AGAIN, Environment, Outcome, find_exit_code
 
 # Seconds in which a further signal counts as a repetition of the first one: a scheduler that signals every process of a
 # job reaches a rank directly and also through its launcher. After a real second signal, samestep's launcher kills the
@@ -41,7 +41,7 @@ def count_idle_stops(history: Path) -> int:
     rows = []
     with suppress(OSError):
         rows = read_rows(history)
-    again = {describe_stop(number) for number in STOP_SIGNALS if stop_code(number) == START_AGAIN}
+    again = {describe_stop(number) for number in STOP_SIGNALS if find_exit_code(Outcome.STOPPED, number) == START_AGAIN}
     began = [0, *(row["from_step"] for row in rows)]  # the first step of the start that ended with each line
     count = 0
     for row, step in reversed([*zip(rows, began, strict=False)]):
@@ -73,6 +73,9 @@ class StopSignals:
         self._before: dict[int, Any] = {}
         self._is_released = False
         # Before the loop of a plain script there is nothing to save: Ctrl-C raises KeyboardInterrupt as usual.
+        if is_on and environment.error_dir is not None:
+            with suppress(OSError):
+                Path(environment.error_dir, OPENING).touch()
         self._install([number for number in STOP_SIGNALS if number != signal.SIGINT or self._launcher != "python"])
 
     def take(self) -> None:
@@ -120,7 +123,7 @@ class StopSignals:
 
         Under a launcher it is 0, so that the launcher does not treat a rank that stopped as requested as failed.
         """
-        return stop_code(self.heard) if self._launcher == "python" else 0
+        return find_exit_code(Outcome.STOPPED, self.heard) if self._launcher == "python" else 0
 
     def ignore_further(self) -> None:
         """Ignore further signals, after all ranks have voted to stop.

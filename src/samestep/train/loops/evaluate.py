@@ -28,7 +28,7 @@ from samestep.train.guards import calls
 from samestep.train.state.run_state import RunState
 from samestep.train.step.step_log import average
 from samestep.watch.phase_clock import PhaseClock
-from samestep.world.group import describe_failure, read_outcomes
+from samestep.world.transport import describe_failure, read_outcomes
 
 Row = dict[str, Any]  # name -> list, or (value, weight)
 

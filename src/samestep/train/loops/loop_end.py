@@ -14,7 +14,16 @@ from samestep.train.loops.feed import Feed
 from samestep.train.loops.services import Services
 from samestep.train.state.run_state import RunState
 from samestep.watch.records import RESTARTS
-from samestep.world.environment import BEGUN, OUTCOME, ROOM, START_AGAIN, BegunRun, Environment, Outcome, stop_code
+from samestep.world.environment import (
+    BEGUN,
+    OPENING,
+    OUTCOME,
+    START_AGAIN,
+    BegunRun,
+    Environment,
+    Outcome,
+    find_exit_code,
+)
 from samestep.world.workdir import make_private
 
 
@@ -104,7 +113,7 @@ class LoopEnd:
         snapshotter = self._services.snapshotter
         if problem := snapshotter.explain_unsaved(self._state.steps_done):
             return f"{problem}; fix this, and start the same command again", "SS417"
-        is_again = stopping.is_interrupted and stop_code(stopping.signal) == START_AGAIN
+        is_again = stopping.is_interrupted and find_exit_code(Outcome.STOPPED, stopping.signal) == START_AGAIN
         run_dir = self._context.location.path
         if not is_again or self._context.rank != 0 or run_dir is None:
             return "", ""
@@ -124,12 +133,10 @@ class LoopEnd:
 
 
 def announce_start(context: RunContext) -> None:
-    """Leave notes for samestep's launcher: how many ranks the run has room for, and where it is."""
-    environment = context.environment
-    if environment.local_rank == 0:
-        room = context.config.batch_size // context.config.micro_batch_size
-        notify_launcher(environment, ROOM, str(room))
-        _note_begun(context)
+    """Leave notes for samestep's launcher: that the loop has begun, and where the run is."""
+    if context.environment.error_dir is not None:
+        Path(context.environment.error_dir, OPENING).unlink(missing_ok=True)
+    _note_begun(context)
 
 
 def _note_begun(context: RunContext, *, is_done: bool = False) -> None:

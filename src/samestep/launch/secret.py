@@ -1,20 +1,12 @@
-"""The secret that the launchers of one run share, and the handshake by which two of them prove knowledge of it.
-
-The server sends a random number (a nonce). The node answers with its own nonce and an HMAC of both. The server checks
-it and answers with an HMAC of its own, which the node checks. The secret itself is never sent, and neither side reads
-anything else before the handshake is complete. docs/security.md describes the threat model.
-"""
+"""The secret that the nodes of a launch share. docs/security.md describes the threat model."""
 
 import hmac
 import os
-import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from samestep.errors import Error
 from samestep.files import open_regular, read_bytes
@@ -24,7 +16,6 @@ from samestep.world.workdir import PREFIX, make_private, read_private
 SECRET_BYTES = 32
 MIN_SECRET = 16  # characters
 MAX_SECRET_BYTES = 1 << 16
-_NONCE = re.compile(r"[0-9a-f]{32}")
 
 
 def make_secret() -> str:
@@ -89,28 +80,6 @@ def share_secret() -> str:
     if len(secret) < MIN_SECRET:
         raise Error(f"{file} is damaged: remove it", code="SS508")
     return secret
-
-
-def make_nonce() -> str:
-    """Return a random number for one handshake."""
-    return secrets.token_hex(16)
-
-
-def prove(secret: str, role: str, hub_nonce: str, node_nonce: str) -> str:
-    """Return the HMAC that proves knowledge of the secret.
-
-    The role, "hub" (the server) or "node", prevents a peer from sending a side's own proof back to it.
-    """
-    return hmac.new(secret.encode(), f"samestep {role} {hub_nonce} {node_nonce}".encode(), "sha256").hexdigest()
-
-
-def is_proven(message: Mapping[str, Any], secret: str, role: str, hub_nonce: str, node_nonce: object) -> bool:
-    """Return whether the message holds the peer's proof for these nonces."""
-    proof = message.get("proof")
-    if not (isinstance(node_nonce, str) and _NONCE.fullmatch(node_nonce) and _NONCE.fullmatch(hub_nonce)):
-        return False
-    expected = prove(secret, role, hub_nonce, node_nonce)
-    return isinstance(proof, str) and hmac.compare_digest(proof.encode(errors="replace"), expected.encode())
 
 
 def derive_key(secret: str, purpose: str) -> str:

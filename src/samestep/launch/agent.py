@@ -1,0 +1,367 @@
+"""The agent of one machine: executes what the supervisor decides, and reports what happens to its ranks.
+
+On one machine, and on node 0 of several, the agent also holds the supervisor. The other nodes' agents reach it by a
+link (link.py).
+"""
+
+import dataclasses
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from msgspec.structs import replace
+
+from samestep.config import Overrides
+from samestep.console import say, saying_when_slow
+from samestep.errors import Error
+from samestep.files import read_text
+from samestep.launch.link import Link, is_listening
+from samestep.launch.local_ranks import POLL_S, Placement, Ranks, build_variables, open_listener, open_store
+from samestep.launch.nodes import Nodes, describe_settings, find_own_address
+from samestep.launch.protocol import (
+    Board,
+    Broken,
+    Command,
+    Continue,
+    EndStuck,
+    Event,
+    Finish,
+    Hello,
+    Joined,
+    Lost,
+    Overdue,
+    Print,
+    Report,
+    Signal,
+    Signalled,
+    Start,
+    Tick,
+    decode_command,
+    decode_event,
+    encode_message,
+)
+from samestep.launch.secret import derive_key
+from samestep.launch.supervisor import Policy, Supervisor
+from samestep.launch.target import Target
+from samestep.waiting import wait_until
+from samestep.world.environment import (
+    BEGUN,
+    CONTINUES,
+    OPENING,
+    RANKED,
+    SECRET,
+    BegunRun,
+    Outcome,
+    count_job_nodes,
+    find_exit_code,
+    read_host,
+)
+from samestep.world.host import find_interface, find_source
+from samestep.world.membership import READY, have_come, read_refusal, read_stuck, write_generation
+
+GRACE_S = 60.0  # after a signal to stop, for a run to begin its first step
+GREETING_S = 10.0  # for a store to answer
+SAY_S = 5.0  # an agent that waits longer for node 0 says so
+FLUSH_S = 5.0  # for the nodes to receive the end
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The parameters of a launch.
+
+    Attributes:
+        num_ranks: number of ranks on this machine.
+        received: the signals that this process has received so far.
+        heals: whether the other ranks continue if one dies.
+        variables: more environment variables for the ranks.
+        prints: whether failures are printed.
+    """
+
+    target: Target
+    num_ranks: int
+    overrides: Overrides
+    received: Sequence[int]
+    max_restarts: int = 0
+    heals: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
+    prints: bool = True
+
+
+class Agent:
+    """The agent of one machine.
+
+    Args:
+        nodes: the nodes of the launch; None: only this machine.
+
+    Attributes:
+        end: how the launch has ended.
+    """
+
+    def __init__(self, ranks: Ranks, launch: Launch, nodes: Nodes | None = None) -> None:
+        self.ranks = ranks
+        self.launch = launch
+        self.nodes = nodes
+        self.end: Finish | None = None
+        self.secret = Placement(0).secret if nodes is None else derive_key(nodes.secret, "the ranks")
+        self._num_signals = 0
+        self._signalled_s = 0.0
+        self._is_overdue = False
+
+    def describe(self) -> Hello:
+        """Describe this node to the supervisor."""
+        launch = self.launch
+        if self.nodes is None:
+            return Hello(read_host(), launch.num_ranks)
+        settings = describe_settings(launch.target, launch.max_restarts, launch.overrides, heals=launch.heals)
+        return Hello(read_host(), launch.num_ranks, find_source(self.nodes.host), dict(settings))
+
+    def poll(self) -> list[Event]:
+        """Return what has happened since the last call, waiting for a moment."""
+        events: list[Event] = []
+        try:
+            events += self.ranks.poll()
+        except Error as error:
+            events.append(Broken(str(error), error.code))
+            time.sleep(POLL_S)
+        received = self.launch.received
+        for signum in received[self._num_signals :]:
+            events.append(Signalled(signum))
+            self._signalled_s = time.monotonic()
+        self._num_signals = len(received)
+        if received and not self._is_overdue and self._has_nothing_to_save():
+            waited_s = time.monotonic() - self._signalled_s
+            if waited_s > GRACE_S:
+                self._is_overdue = True
+                events.append(Overdue(waited_s))
+        return events
+
+    def _has_nothing_to_save(self) -> bool:
+        """Return whether the script has created a Run, whose loop has not begun."""
+        return (self.ranks.directory / OPENING).exists()
+
+    def execute(self, command: Command) -> None:
+        """Do what the supervisor has decided."""
+        ranks = self.ranks
+        match command:
+            case Start():
+                self._start(command)
+            case Signal():
+                ranks.signal(command.signum, is_failure=command.is_failure)
+            case EndStuck():
+                ranks.end_stuck(command.ranks, command.reason)
+            case Print() if self.launch.prints:
+                say(command.sentence)
+            case Report() if self.launch.prints:
+                ranks.report(command)
+            case Finish():
+                self.end = command
+            case _:
+                pass
+
+    def _start(self, start: Start) -> None:
+        launch = self.launch
+        nodes = self.nodes
+        overrides = launch.overrides
+        place = Placement(start.port, secret=self.secret, num_restarts=start.num_restarts, restart=start.restart)
+        if nodes is not None:
+            place = dataclasses.replace(
+                place,
+                host=nodes.host,
+                interface=find_interface([nodes.host, start.peer]),
+                node=start.node,
+                num_nodes=start.num_nodes,
+                first_rank=start.first_rank,
+                world_size=start.world_size,
+            )
+            if not start.node or count_job_nodes() == 1:  # the nodes of a Slurm job share one output
+                say(start.sentence)
+        variables = {**launch.variables}
+        if start.restart is not None and (self.ranks.directory / BEGUN).exists():  # continue that run
+            text = read_text(self.ranks.directory / BEGUN)
+            if overrides.get("fresh") or not BegunRun.from_text(text).is_done:
+                variables[CONTINUES] = text
+            overrides = {**overrides, "resume": "latest", "fresh": False}
+        own = build_variables(launch.num_ranks, place, overrides, heals=launch.heals)
+        self.ranks.start(launch.target, [each | variables for each in own])
+
+    def warn_of_copies(self) -> None:
+        """Warn if no rank has determined its rank, by joining the others in the store or by reading the environment."""
+        target = self.launch.target
+        num_ranks = self.launch.num_ranks
+        if target.kind != "call" and num_ranks > 1 and not (self.ranks.directory / RANKED).exists():
+            command = shlex.join(["samestep", "verify", "--plain", *target.to_words()])
+            say(
+                f"no rank used samestep or a process group, or read RANK: each of the {num_ranks} ranks ran a full "
+                f"copy of {target.name}; see docs/coming-from.md, and check it with {command}"
+            )
+
+
+class Supervision:
+    """The supervisor with what it needs to act: the ranks' store, and the links to other nodes.
+
+    Args:
+        agent: that of this machine.
+        link: None for a launch on one machine.
+        open_store: opens a store for the ranks of a start: a new one, since the old one holds the earlier addresses.
+    """
+
+    def __init__(self, agent: Agent, link: Link | None = None, open_store: Callable[[], Any] = open_store) -> None:
+        launch = agent.launch
+        nodes = agent.nodes
+        policy = Policy(max_restarts=launch.max_restarts, heals=launch.heals, shown=agent.ranks.shown)
+        if nodes is not None:
+            policy = dataclasses.replace(
+                policy, num_nodes=nodes.num_nodes, join_s=nodes.timeout_s, endpoint=nodes.endpoint
+            )
+        self._agent = agent
+        self._link = link
+        self._open_store = open_store
+        self._store: Any = None
+        self._num_keys = 0
+        self._num_started = -1
+        self._has_warned = False
+        self._supervisor = Supervisor(policy, time.monotonic())
+        self._handle(0, Joined(agent.describe()))
+
+    def run(self) -> Finish:
+        """Run the launch to its end."""
+        agent = self._agent
+        while agent.end is None:
+            events = [(0, event) for event in agent.poll()] + self._receive()
+            if self._store is not None and agent.launch.heals:
+                events.insert(0, (0, self._read_board()))
+            for node, event in events or [(0, Tick())]:
+                self._handle(node, event)
+        has_succeeded = not agent.end.code and not agent.launch.received
+        if has_succeeded and self._link is None and self._store.num_keys() == self._num_keys:
+            agent.warn_of_copies()
+        return agent.end
+
+    def _receive(self) -> list[tuple[int, Event]]:
+        if self._link is None:
+            return []
+        if self._link.has_stranger and not self._has_warned:
+            self._has_warned = True
+            say("a node was refused: it does not have the secret of this run's nodes")
+        found = list[tuple[int, Event]]()
+        for node, message in self._link.receive():
+            with suppress(ValueError):  # it was signed by another version of samestep
+                found.append((node, Lost() if message is None else decode_event(message)))
+        return found
+
+    def _handle(self, node: int, event: Event) -> None:
+        for target, command in self._supervisor.handle(node, event, time.monotonic()):
+            if isinstance(command, Continue):
+                write_generation(self._store, self._agent.secret, command.number, command.members)
+                continue
+            told = command
+            if isinstance(command, Start):
+                told = replace(command, port=self._find_port(command.num_restarts))
+            if target == 0:
+                self._agent.execute(told)
+            elif self._link is not None:
+                self._link.send(target, encode_message(told))
+
+    def _find_port(self, num_started: int) -> int:
+        if num_started != self._num_started:
+            self._num_started = num_started
+            self._store = self._open_store()
+            self._num_keys = self._store.num_keys()
+        return int(self._store.port)
+
+    def _read_board(self) -> Board:
+        store = self._store
+        secret = self._agent.secret
+        generation = self._supervisor.generation
+        stuck, reason = read_stuck(store, secret)
+        return Board(
+            is_ready=int(store.add(READY, 0)) >= self._supervisor.world_size,
+            has_met=have_come(store, generation.number, generation.members),
+            stuck=[*stuck],
+            reason=reason,
+            refusal=read_refusal(store, secret),
+        )
+
+
+def run_agent(ranks: Ranks, launch: Launch, nodes: Nodes | None = None) -> Finish:
+    """Run the ranks of this machine to the end of the launch. Raises Error if the nodes do not find each other."""
+    agent = Agent(ranks, launch, nodes)
+    if nodes is None:
+        return Supervision(agent).run()
+    others = range(1, nodes.num_nodes) if nodes.node == 0 else [0]
+    link = Link(nodes.node, others, derive_key(nodes.secret, "the nodes"), _find_store(nodes))
+    link.start()
+    try:
+        if nodes.node:
+            return _follow(agent, nodes, link)
+        address = find_own_address(nodes.host)
+        store_at = address or "localhost"
+        return Supervision(agent, link, lambda: open_store(open_listener(address, 0), store_at)).run()
+    finally:
+        link.close(FLUSH_S)
+
+
+def _find_store(nodes: Nodes) -> Callable[[], Any]:
+    """Return a function that opens the nodes' store, or a connection to it. Raises Error if the port is in use."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    if nodes.node == 0 and not nodes.has_store:
+        address = find_own_address(nodes.host)
+        store = open_store(open_listener(address, nodes.port), address or "localhost")
+        return lambda: PrefixStore("samestep/nodes", store)
+
+    def connect() -> Any:
+        wait_until(lambda: is_listening(nodes.host, nodes.port), nodes.timeout_s, every_s=0.2)
+        limit = timedelta(seconds=GREETING_S)
+        return PrefixStore("samestep/nodes", TCPStore(nodes.host, nodes.port, None, False, limit))
+
+    return connect
+
+
+def _follow(agent: Agent, nodes: Nodes, link: Link) -> Finish:
+    """Run the agent of a node without the supervisor."""
+    link.send(0, encode_message(Joined(agent.describe())))
+    with saying_when_slow(f"waiting for up to {nodes.timeout_s:.0f} s for the launcher at {nodes.endpoint}", SAY_S):
+        _wait_for_supervisor(agent, nodes, link)
+    if agent.launch.received:
+        return Finish(find_exit_code(Outcome.STOPPED, agent.launch.received[0]))
+    while agent.end is None:
+        for event in agent.poll():
+            link.send(0, encode_message(event))
+        for _, message in link.receive():
+            if message is not None:
+                agent.execute(decode_command(message))
+            elif agent.end is None:
+                lost = f"the launcher at {nodes.endpoint}, the rendezvous of the nodes, has ended"
+                agent.end = Finish(1, f"{lost}: the same commands resume from the newest snapshot")
+    return agent.end
+
+
+def _wait_for_supervisor(agent: Agent, nodes: Nodes, link: Link) -> None:
+    """Return when node 0 is there, or this process has received a signal. Raises Error if node 0 does not come."""
+    deadline_s = time.monotonic() + nodes.timeout_s
+    while not (link.sees(0) or agent.launch.received):
+        if link.has_stranger:
+            raise Error(
+                f"the launcher at {nodes.endpoint} does not have this node's secret: give all nodes the same "
+                f"{SECRET}, or the same file with --rdzv-secret",
+                code="SS508",
+            )
+        if link.is_alive() and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+        elif not link.is_open and is_listening(nodes.host, nodes.port):
+            raise Error(
+                f"the port of --rdzv-endpoint {nodes.endpoint} is in use by a program that is no samestep launcher: "
+                "choose another one, on all nodes",
+                code="SS509",
+            )
+        else:
+            raise Error(
+                f"no answer from {nodes.endpoint} within {nodes.timeout_s:.0f} s: start the launcher on that machine "
+                "too, and check that no firewall closes the port",
+                code="SS507",
+            )

@@ -1,0 +1,204 @@
+"""What the nodes of a launch report to its supervisor, and what it tells them to do. A node is one machine's agent."""
+
+from msgspec import Struct, json
+
+from samestep.decoding import decode
+from samestep.launch.failure import RankFailure
+from samestep.world.environment import Outcome, Restart
+
+
+class Hello(Struct, frozen=True):
+    """A node's description of itself.
+
+    Attributes:
+        host: its name.
+        address: from which it reaches the others; "" on one machine.
+        settings: what must be equal on all nodes, by name.
+    """
+
+    host: str
+    num_ranks: int
+    address: str = ""
+    settings: dict[str, str] = {}
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+class Tick(Struct, tag=True, frozen=True):
+    """Time has passed."""
+
+
+class Joined(Struct, tag=True, frozen=True):
+    """A node is there."""
+
+    hello: Hello
+
+
+class Started(Struct, tag=True, frozen=True):
+    """The processes of a node's ranks exist."""
+
+
+class Ended(Struct, tag=True, frozen=True):
+    """The process of a rank has ended.
+
+    Attributes:
+        code: exit code, or minus the signal that killed it.
+        time_s: wall-clock time.
+        failure: None if it has done what it should.
+        outcome: how its run has ended, if it has noted that.
+        can_restart: whether its node can start ranks again.
+    """
+
+    rank: int
+    code: int
+    time_s: float
+    failure: RankFailure | None = None
+    outcome: Outcome = Outcome.UNKNOWN
+    can_restart: bool = True
+
+
+class Signalled(Struct, tag=True, frozen=True):
+    """A node has received a signal to stop."""
+
+    signum: int
+
+
+class Overdue(Struct, tag=True, frozen=True):
+    """Long after a signal to stop, the run of a node has not begun its first step, so that there is nothing to save."""
+
+    waited_s: float
+
+
+class Broken(Struct, tag=True, frozen=True):
+    """A node cannot start its ranks. Has the message and the code of an Error."""
+
+    message: str
+    error_code: str = ""
+
+
+class Lost(Struct, tag=True, frozen=True):
+    """A node no longer answers."""
+
+
+class Board(Struct, tag=True, frozen=True):
+    """What the ranks of a launch with `--heal` have written into their store.
+
+    Attributes:
+        is_ready: all have begun their first loop, so that others can continue if one dies.
+        has_met: all members of the newest generation have come to it.
+        stuck: ranks that do not respond.
+        reason: why they must end.
+        refusal: why no rank can continue after a death; "" if they can.
+    """
+
+    is_ready: bool
+    has_met: bool
+    stuck: list[int] = []
+    reason: str = ""
+    refusal: str = ""
+
+
+Event = Tick | Joined | Started | Ended | Signalled | Overdue | Broken | Lost | Board
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+class Start(Struct, tag=True, frozen=True):
+    """Start the ranks.
+
+    Attributes:
+        num_restarts, restart: how often the ranks were restarted, and why the last time.
+        node, num_nodes: the number of this node, and of all.
+        first_rank: the number of this node's first rank.
+        peer: the address of another node.
+        sentence: which ranks are where.
+        port: of the ranks' store, on node 0.
+    """
+
+    num_restarts: int
+    restart: Restart | None
+    node: int
+    num_nodes: int
+    first_rank: int
+    world_size: int
+    peer: str = ""
+    sentence: str = ""
+    port: int = 0
+
+
+class Signal(Struct, tag=True, frozen=True):
+    """Send a signal to the ranks. `is_failure`: another rank has failed, so that they must end at once."""
+
+    signum: int
+    is_failure: bool = False
+
+
+class EndStuck(Struct, tag=True, frozen=True):
+    """Kill ranks that do not respond. `reason`: a sentence, for the failure."""
+
+    ranks: list[int]
+    reason: str
+
+
+class Continue(Struct, tag=True, frozen=True):
+    """Name the ranks that continue after a death: a generation. No members: none continues."""
+
+    number: int
+    members: list[int]
+
+
+class Print(Struct, tag=True, frozen=True):
+    """Print a sentence."""
+
+    sentence: str
+
+
+class Report(Struct, tag=True, frozen=True):
+    """Print the failure of a rank of this node.
+
+    Attributes:
+        same: other ranks with the same failure.
+        others: the failures of other ranks.
+        then: what follows, if the launch does not end.
+    """
+
+    failure: RankFailure
+    world_size: int
+    same: list[int] = []
+    others: list[RankFailure] = []
+    then: str = ""
+
+
+class Finish(Struct, tag=True, frozen=True):
+    """End the launch.
+
+    Attributes:
+        code: its exit code.
+        message: the reason, if that is not the failure of a rank.
+        error_code: its code, if it is an Error.
+        failure: of the rank that has failed first.
+    """
+
+    code: int
+    message: str = ""
+    error_code: str = ""
+    failure: RankFailure | None = None
+
+
+Command = Start | Signal | EndStuck | Continue | Print | Report | Finish
+
+
+def encode_message(message: Event | Command) -> str:
+    """Return a message as JSON."""
+    return json.encode(message).decode()
+
+
+def decode_event(text: str) -> Event:
+    """Return the event that a node has sent. Raises ValueError if it is none."""
+    return decode(text, Event)  # type: ignore[arg-type]  # a union is no type for mypy
+
+
+def decode_command(text: str) -> Command:
+    """Return the command that the supervisor has sent. Raises ValueError if it is none."""
+    return decode(text, Command)  # type: ignore[arg-type]

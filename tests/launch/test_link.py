@@ -1,0 +1,188 @@
+"""Links between nodes over one store: messages arrive once and in order, and what a stranger writes is not read."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch.distributed as dist
+from support.ports import reserve_port
+from support.waiting import wait_until
+
+from samestep.errors import Error
+from samestep.launch.agent import Launch, run_agent
+from samestep.launch.link import LOST_S, Link
+from samestep.launch.local_ranks import Ranks, open_store
+from samestep.launch.nodes import Nodes
+from samestep.launch.protocol import Finish, Signal, encode_message
+from samestep.launch.target import Target
+from samestep.world.rendezvous_store import SignedEntries
+
+SECRET = "a secret of this run's nodes"
+
+
+class Place:
+    """A store, and the links over it."""
+
+    def __init__(self) -> None:
+        self.store = open_store()
+        self.links: list[Link] = []
+
+    def open(self, own: int, others: list[int], secret: str = SECRET) -> Link:
+        link = Link(own, others, secret, lambda: dist.TCPStore("127.0.0.1", self.store.port, None, False))  # type: ignore[attr-defined]
+        link.start()
+        self.links.append(link)
+        return link
+
+    def pair(self) -> tuple[Link, Link]:
+        return self.open(0, [1]), self.open(1, [0])
+
+    def take(self, link: Link, num: int) -> list[tuple[int, str | None]]:
+        found: list[tuple[int, str | None]] = []
+        wait_until(lambda: found.extend(link.receive()) or len(found) >= num, f"{num} messages")
+        return found
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    opened = Place()
+    yield opened
+    for link in reversed(opened.links):
+        link.close(5.0)
+    assert not any(link.is_alive() for link in opened.links)
+
+
+def test_messages_arrive_in_order(place: Place) -> None:
+    """Also those that were sent before the other node was there."""
+    first = place.open(0, [1, 2])
+    for number in range(20):
+        first.send(1, str(number))
+    second, third = place.open(1, [0]), place.open(2, [0])
+    assert place.take(second, 20) == [(0, str(number)) for number in range(20)]
+    second.send(0, "from 1")
+    third.send(0, "from 2")
+    assert sorted(map(str, place.take(first, 2))) == ["(1, 'from 1')", "(2, 'from 2')"]
+
+
+def test_a_node_that_ends_is_lost(place: Place) -> None:
+    first, second = place.pair()
+    wait_until(lambda: first.sees(1) and second.sees(0), "they see each other")
+    second.close(5.0)
+    assert place.take(first, 1) == [(1, None)]
+
+
+def test_a_node_that_stands_still_is_lost_within_seconds(place: Place) -> None:
+    """As if its machine had vanished: its connection does not close."""
+    first = place.open(0, [1])
+    pid = os.fork()
+    if pid == 0:
+        try:
+            Link(1, [0], SECRET, lambda: dist.TCPStore("127.0.0.1", place.store.port, None, False)).run()  # type: ignore[attr-defined]
+        finally:
+            os._exit(0)
+    try:
+        wait_until(lambda: first.sees(1), "it is there")
+        os.kill(pid, signal.SIGSTOP)
+        began_s = time.monotonic()
+        assert place.take(first, 1) == [(1, None)]
+        assert time.monotonic() - began_s >= LOST_S - 1.0, "it was not lost before"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_a_node_that_was_started_again_is_lost(place: Place) -> None:
+    """The launch has begun with another process, whose messages are not mixed with those of the new one."""
+    first, second = place.pair()
+    wait_until(lambda: first.sees(1), "it is there")
+    second._is_closing.set()
+    place.open(1, [0])
+    assert place.take(first, 1) == [(1, None)]
+
+
+def overwrite_beat(place: Place, entries: SignedEntries) -> None:
+    place.store.set("samestep/node/1", b"x" * 99)
+
+
+def repeat(place: Place, entries: SignedEntries) -> None:
+    """A signed entry under another name."""
+    signed = place.store.get("samestep/node/0")
+    for name in ("node/1", "node/2"):
+        place.store.set(f"samestep/{name}", signed)
+
+
+def forge(place: Place, entries: SignedEntries) -> None:
+    """Entries with the signature of another secret."""
+    forger = SignedEntries(b"another secret", place.store)
+    forger.put("node/1", "0123456789abcdef 7")
+    for key in ("a/b/0", "node/0/0"):
+        forger.put(key, encode_message(Signal(9)))
+
+
+@pytest.mark.parametrize("attack", [overwrite_beat, repeat, forge])
+def test_a_stranger_is_not_heard(place: Place, attack: Callable[[Place, SignedEntries], None]) -> None:
+    first = place.open(0, [1])
+    wait_until(lambda: first.is_open, "the store is open")
+    attack(place, SignedEntries(SECRET.encode(), place.store))
+    wait_until(lambda: first.has_stranger, "it is noticed")
+    assert (first.receive(), first.sees(1)) == ([], False)
+    second = place.open(1, [0])
+    second.send(0, "a message")
+    assert place.take(first, 1) == [(1, "a message")]
+
+
+def test_a_beat_of_an_earlier_start_is_no_node(place: Place) -> None:
+    """The engine's store outlives a start of the agents."""
+    SignedEntries(SECRET.encode(), place.store).put("node/1", "0123456789abcdef 7")
+    first = place.open(0, [1])
+    wait_until(lambda: first._count > 5, "it has looked")
+    assert not first.sees(1)
+
+
+def run_node(nodes: Nodes, received: list[int] | None = None) -> Finish:
+    class Server:
+        def receive(self, timeout_s: float) -> None:
+            time.sleep(timeout_s)
+
+    ranks = Ranks(Server())  # type: ignore[arg-type]
+    launch = Launch(Target("script", "train.py"), 1, {}, [] if received is None else received)
+    try:
+        return run_agent(ranks, launch, nodes)
+    finally:
+        ranks.close()
+
+
+def test_a_node_without_the_secret_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    with reserve_port() as port:
+        nodes = [Nodes(2, node, "127.0.0.1", port, 60.0, f"{SECRET} {node}") for node in (0, 1)]
+        received: list[int] = []
+        first = threading.Thread(target=run_node, args=(nodes[0], received))
+        first.start()
+        with pytest.raises(Error, match="does not have this node's secret: give all nodes the same"):
+            run_node(nodes[1])
+        received.append(signal.SIGTERM)
+        first.join(30)
+        assert not first.is_alive()
+    assert "a node was refused: it does not have the secret of this run's nodes" in capfd.readouterr().err
+
+
+def test_no_answer() -> None:
+    with reserve_port() as port, pytest.raises(Error, match=f"no answer from 127.0.0.1:{port} within 0 s"):
+        run_node(Nodes(2, 1, "127.0.0.1", port, 0.2, SECRET))
+
+
+def test_the_port_is_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(Error, match=f"port {port} is in use here: choose another one"):
+            run_node(Nodes(2, 0, "127.0.0.1", port, 60.0, SECRET))
+
+
+def test_a_node_that_waits_ends_after_a_signal() -> None:
+    """Nothing has been trained, and the user gives the same command again."""
+    with reserve_port() as port:
+        for node in (0, 1):
+            assert run_node(Nodes(2, node, "127.0.0.1", port, 60.0, SECRET), [signal.SIGINT]).code == 130

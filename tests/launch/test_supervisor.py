@@ -1,0 +1,371 @@
+"""The supervisor of a launch: a search of every order of events of three ranks, and single decisions."""
+
+import copy
+import itertools
+import signal
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from samestep.launch.failure import SOON_S, RankFailure
+from samestep.launch.protocol import (
+    Board,
+    Broken,
+    Command,
+    Continue,
+    Ended,
+    EndStuck,
+    Event,
+    Finish,
+    Hello,
+    Joined,
+    Lost,
+    Overdue,
+    Print,
+    Report,
+    Signal,
+    Signalled,
+    Start,
+    Started,
+    Tick,
+    decode_command,
+    decode_event,
+    encode_message,
+)
+from samestep.launch.supervisor import KILL_S, LEAVE_S, Policy, RankState, State, Supervisor
+from samestep.world.environment import Outcome
+from samestep.world.membership import GENERATION_S
+
+READY = Board(is_ready=True, has_met=True)
+LATER_S = 1000.0
+
+
+def died(rank: int, time_s: float = 0.0) -> Ended:
+    return Ended(rank, -9, time_s, RankFailure(rank, time_s, -9, False, "died", "was killed by SIGKILL"))
+
+
+def raised(rank: int, time_s: float = 0.0) -> Ended:
+    return Ended(rank, 1, time_s, RankFailure(rank, time_s, 1, False, "exception", "ValueError: oh no"))
+
+
+def lost_another(rank: int, time_s: float = 0.0) -> Ended:
+    return Ended(rank, 1, time_s, RankFailure(rank, time_s, 1, True, "exception", "PeerFailed: another rank has died"))
+
+
+class Launch:
+    """A supervisor, and what it has told its nodes. Without ranks, no node has joined."""
+
+    def __init__(self, num_ranks: int = 3, num_nodes: int = 1, **policy: Any) -> None:
+        self.now_s = 0.0
+        self.told: list[tuple[int, Command]] = []
+        self.supervisor = Supervisor(Policy(num_nodes=num_nodes, **policy), 0.0)
+        for node in range(num_nodes if num_ranks else 0):
+            self.do(Joined(Hello(f"h{node}", num_ranks // num_nodes)), node=node)
+        for node in range(num_nodes if num_ranks else 0):
+            self.do(Started(), node=node)
+
+    def do(self, *events: Event, node: int = 0, after_s: float = 0.0) -> "Launch":
+        self.now_s += after_s
+        for event in events:
+            self.told += self.supervisor.handle(node, event, self.now_s)
+        return self
+
+    def copy(self) -> "Launch":
+        """Return a copy, which goes on by itself."""
+        other = copy.copy(self)
+        other.told = [*self.told]
+        other.supervisor = own = copy.copy(self.supervisor)
+        own._ranks = [copy.copy(rank) for rank in own._ranks]
+        own._nodes = {number: copy.copy(node) for number, node in own._nodes.items()}
+        own._signals = [*own._signals]
+        own.generation = copy.copy(own.generation)
+        return other
+
+    def tell(self, kind: type[Any]) -> list[Any]:
+        return [command for _, command in self.told if isinstance(command, kind)]
+
+    @property
+    def end(self) -> Finish:
+        [end] = {*self.tell(Finish)}  # the same on all nodes
+        assert self.supervisor.state is State.OVER
+        return end
+
+    @property
+    def said(self) -> str:
+        return "\n".join(each.sentence for each in self.tell(Print))
+
+    @property
+    def named(self) -> list[list[int]]:
+        return [each.members for each in self.tell(Continue)]
+
+
+# --- every order of events --------------------------------------------------------------------------------------------
+
+
+def find_events(launch: Launch, num_ends: int) -> Iterator[Event]:
+    """What can happen next. A rank that is told to end ends, or does not."""
+    if launch.supervisor.state is State.STARTING:  # again: the first time, nothing differs
+        yield Started()
+    running = [rank.number for rank in launch.supervisor._ranks if rank.state is RankState.RUNNING]
+    sent = {command.signum for command in launch.tell(Signal)}
+    for rank in running:
+        yield from (Ended(rank, 0, 0.0, outcome=outcome) for outcome in (Outcome.FINISHED, Outcome.STOPPED))
+        if num_ends < 2:
+            yield from (died(rank), raised(rank))
+        yield lost_another(rank)
+        if sent:
+            yield Ended(rank, -max(sent), 0.0)
+    if len(launch.supervisor._signals) < 2:
+        yield Signalled(signal.SIGTERM)
+    yield Tick()
+
+
+def summarize(launch: Launch) -> tuple[Any, ...]:
+    """What the next decisions depend on."""
+    own = launch.supervisor
+    ranks = tuple((rank.state, rank.is_unasked, rank.end and rank.end.outcome, rank.failure) for rank in own._ranks)
+    return own.state, ranks, len(own._signals), own._num_restarts, tuple(own.generation.members), own.generation.number
+
+
+@pytest.mark.parametrize("policy", [{}, {"heals": True}, {"max_restarts": 1}])
+def test_every_order_of_events(policy: dict[str, Any]) -> None:
+    """Each launch ends, all ranks have ended by then, and its exit code tells how."""
+    launches = [(Launch(**policy), 0)]
+    seen = {summarize(launches[0][0])}
+    ends = set[int]()
+    while launches:
+        launch, num_failed = launches.pop()
+        if policy.get("heals"):
+            launch.do(READY)
+        for event in find_events(launch, num_failed):
+            further = launch.copy()
+            is_own = isinstance(event, Ended) and event.failure is not None and not event.failure.secondary
+            further.do(event, after_s=LATER_S if isinstance(event, Tick) else 0.0)
+            if further.supervisor.state is State.OVER:
+                check_end(further, have_begun=launch.supervisor.state is not State.STARTING)
+                ends.add(further.end.code)
+            elif (key := summarize(further)) not in seen:
+                seen.add(key)
+                launches.append((further, num_failed + is_own))
+    assert ends >= {0, 75, 1, 137, 143}
+    assert len(seen) > 100
+
+
+def check_end(launch: Launch, *, have_begun: bool) -> None:
+    ranks = launch.supervisor._ranks
+    code = launch.end.code
+    assert all(rank.state is not RankState.RUNNING for rank in ranks) or (code == 143 and not have_begun)
+    if code in (0, 75):
+        assert all(rank.state in (RankState.SUCCEEDED, RankState.OUTLIVED) for rank in ranks)
+        has_stopped = any(rank.end and rank.end.outcome is Outcome.STOPPED for rank in ranks)
+        assert (code == 75) == has_stopped
+    if launch.end.failure is not None:
+        assert launch.tell(Report)[-1].failure == launch.end.failure, "the reason comes last"
+    starts = launch.tell(Start)
+    assert [start.num_restarts for start in starts] == [*range(len(starts))]
+
+
+def test_a_launch_ends_without_further_events() -> None:
+    """Whatever has happened once a rank has failed, time alone ends the launch: by SIGTERM, by SIGKILL, or without."""
+    for ends in itertools.permutations([died(0), raised(1), Ended(2, 0, 0.0)]):
+        for num in (1, 2):
+            launch = Launch().do(*ends[:num])
+            if launch.supervisor.state is State.RUNNING:
+                continue
+            for _ in range(3):
+                launch.do(Tick(), after_s=LATER_S)
+            assert launch.end.code in (1, 137)
+            assert [each.signum for each in launch.tell(Signal)] == [signal.SIGTERM, signal.SIGKILL]
+            assert launch.tell(Signal)[0].is_failure
+
+
+# --- single decisions -------------------------------------------------------------------------------------------------
+
+
+def test_messages_survive_the_link() -> None:
+    failure = RankFailure(1, 2.0, -9, False, "died", "was killed")
+    events = [Tick(), Joined(Hello("h", 2, "a", {"x": "y"})), Started(), died(1), Signalled(15), Overdue(1.0)]
+    for event in (*events, Broken("no", "SS1"), Lost(), Board(is_ready=True, has_met=False, stuck=[1], reason="r")):
+        assert decode_event(encode_message(event)) == event
+    start = Start(1, None, 0, 2, 0, 4, "peer", "ranks", 29400)
+    commands = [start, Signal(15, is_failure=True), EndStuck([1], "r"), Continue(1, [0]), Print("s")]
+    for command in (*commands, Report(failure, 3, [2], [failure], "; then"), Finish(1, "m", "SS1", failure)):
+        assert decode_command(encode_message(command)) == command
+    for text in ("{}", "[]", '{"type": "Start"}', "x" * 9, '{"type": "Nothing"}'):
+        with pytest.raises(ValueError):  # noqa: PT011
+            decode_command(text)
+
+
+@pytest.mark.parametrize(
+    ("signums", "ends", "code"),
+    [
+        ([signal.SIGTERM], [Ended(0, 0, 0.0, outcome=Outcome.STOPPED)], 75),
+        ([signal.SIGINT], [Ended(0, 0, 0.0, outcome=Outcome.STOPPED)], 130),
+        ([signal.SIGTERM], [Ended(0, 0, 0.0, outcome=Outcome.FINISHED)], 0),
+        ([signal.SIGTERM], [Ended(0, 0, 0.0)], 75),
+        ([signal.SIGTERM], [Ended(0, -15, 0.0)], 143),
+        ([signal.SIGTERM, signal.SIGINT], [Ended(0, -9, 0.0)], 130),
+        ([signal.SIGTERM], [raised(0)], 1),
+        ([], [Ended(0, 0, 0.0)], 0),
+        ([], [Ended(0, 0, 0.0, outcome=Outcome.STOPPED)], 75),
+        ([], [died(0)], 137),
+    ],
+)
+def test_exit_codes(signums: Sequence[int], ends: Sequence[Event], code: int) -> None:
+    launch = Launch(1).do(*map(Signalled, signums)).do(*ends)
+    assert launch.end.code == code
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_signal_before_there_are_ranks(num_nodes: int) -> None:
+    launch = Launch(0, num_nodes)
+    launch.do(Joined(Hello("h", 1)), Signalled(signal.SIGUSR1))
+    assert launch.end.code == (75 if num_nodes == 2 else 128 + signal.SIGUSR1), "of nodes, nothing has begun"
+
+
+def test_a_run_that_does_not_reach_its_first_step_after_a_signal_is_killed_and_named() -> None:
+    launch = Launch().do(Signalled(signal.SIGTERM), Overdue(61.0))
+    assert launch.said == "ranks 0, 1 and 2 had not begun a step 61 s after the signal: killed"
+    assert launch.tell(Signal)[-1].signum == signal.SIGKILL
+    assert launch.do(*[Ended(rank, -9, 0.0) for rank in range(3)]).end.code == 143
+
+
+def test_ranks_that_cannot_be_killed_are_given_up() -> None:
+    launch = Launch().do(died(1)).do(Tick(), after_s=1.0).do(Tick(), after_s=LEAVE_S)
+    assert launch.supervisor.state is State.KILLING
+    assert launch.do(Tick(), after_s=KILL_S).end.code == 137
+
+
+def test_a_death_is_blamed_if_the_others_fail_soon_after() -> None:
+    for later_s, blamed in ((20.0, 1), (2 * SOON_S, 0)):
+        launch = Launch(2, heals=True).do(READY, died(1)).do(lost_another(0, later_s))
+        assert launch.end.failure is not None
+        assert launch.end.failure.rank == blamed
+
+
+def test_a_rank_that_ends_before_its_run_is_blamed() -> None:
+    launch = Launch().do(Ended(2, 0, 1.0, outcome=Outcome.FINISHED), lost_another(0), lost_another(1))
+    assert str(launch.end.failure).startswith("rank 2 ended before its run did, with exit code 0: let every rank make")
+
+
+def test_of_equal_failures_one_that_is_shown_is_reported() -> None:
+    launch = Launch(shown=frozenset({2})).do(raised(0), raised(1), raised(2))
+    [report] = launch.tell(Report)
+    assert (report.failure.rank, report.same, report.others) == (2, [0, 1], [])
+
+
+def test_an_error_is_not_tried_again() -> None:
+    failure = RankFailure(0, 0.0, 2, False, "error", "the batch size is odd")
+    launch = Launch(1, max_restarts=3).do(Ended(0, 2, 0.0, failure))
+    assert launch.end.code == 2
+    assert len(launch.tell(Start)) == 1
+
+
+# --- healing ----------------------------------------------------------------------------------------------------------
+
+
+def test_after_a_signal_no_rank_waits_long_for_one_that_has_ended() -> None:
+    """The others may save for as long as they like, but a rank that waits for it after a death ends."""
+    launch = Launch(heals=True).do(READY, Signalled(signal.SIGTERM), Ended(1, 0, 0.0))
+    assert launch.named == [], "the others may end soon"
+    launch.do(Tick(), after_s=GENERATION_S)
+    launch.do(Tick(), after_s=GENERATION_S)
+    assert launch.named == [[]], "once"
+
+
+def test_after_a_signal_the_others_complete_a_long_step() -> None:
+    """They continue without a rank that dies then, and a refusal would break their connections."""
+    launch = Launch(heals=True).do(READY, Signalled(signal.SIGTERM), died(2))
+    launch.do(Tick(), after_s=2 * GENERATION_S)
+    assert launch.named == [[0, 1]]
+    assert launch.do(*[Ended(rank, 0, 0.0, outcome=Outcome.STOPPED) for rank in (0, 1)]).end.code == 75
+
+
+def test_a_rank_that_ends_after_a_healed_death_is_not_gone() -> None:
+    """Without the death, the others would fail, too. But ranks that wait for it after a death continue without it."""
+    launch = Launch(4, heals=True).do(READY, died(3))
+    launch.do(Board(is_ready=True, has_met=False), Ended(2, 0, 0.0))
+    assert launch.named == [[0, 1, 2], [0, 1]]
+    launch.do(READY, Ended(1, 0, 0.0), Ended(0, 0, 0.0))
+    assert launch.named == [[0, 1, 2], [0, 1]]
+    assert launch.end.code == 0
+
+
+@pytest.mark.parametrize(
+    ("max_restarts", "advice"), [(0, ": --max-restarts N starts again from the newest snapshot"), (1, "")]
+)
+def test_the_last_rank_is_killed_before_it_continues(max_restarts: int, advice: str) -> None:
+    """Its number is not the number of ranks, since others have died before."""
+    launch = Launch(heals=True, max_restarts=max_restarts).do(READY, died(0), READY, died(2), READY, died(1))
+    assert launch.said.splitlines()[-1] == f"the other ranks do not continue, because none is left{advice}"
+
+
+def test_a_death_before_the_first_loop_is_not_healed() -> None:
+    launch = Launch(heals=True).do(Board(is_ready=False, has_met=False), died(1), lost_another(0), lost_another(2))
+    assert launch.named == [[]]
+    assert "because not all had begun their first loop" in launch.said
+
+
+def test_a_stuck_rank_is_ended_once_by_its_own_node() -> None:
+    stuck = Board(is_ready=True, has_met=True, stuck=[1, 2], reason="nothing moves")
+    launch = Launch(4, 2, heals=True).do(stuck, stuck)
+    assert [each for each in launch.told if isinstance(each[1], EndStuck)] == [
+        (0, EndStuck([1], "nothing moves")),
+        (1, EndStuck([2], "nothing moves")),
+    ]
+
+
+# --- several nodes ----------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_node() -> None:
+    launch = Launch(4, 2, max_restarts=3).do(Lost(), node=1)
+    for rank in (0, 1):
+        launch.do(lost_another(rank))
+    assert launch.end == Finish(1, "node 1 (h1) was lost: the same commands resume from the newest snapshot")
+    assert len(launch.tell(Start)) == 2, "no restart without it"
+
+
+def test_the_others_continue_without_a_node() -> None:
+    launch = Launch(4, 2, heals=True).do(READY).do(Lost(), node=1)
+    assert launch.named[-1] == [0, 1]
+    assert "rank 2 was lost with node 1 (h1)" in launch.said
+    assert launch.do(*[Ended(rank, 0, 0.0, outcome=Outcome.FINISHED) for rank in (0, 1)]).end.code == 0
+
+
+def test_a_failure_is_printed_by_its_node_and_named_by_the_others() -> None:
+    launch = Launch(4, 2).do(raised(2), lost_another(0), lost_another(1), lost_another(3))
+    assert [node for node, command in launch.told if isinstance(command, Report)] == [1]
+    assert launch.said == "rank 2 raised ValueError: oh no, on node 1 (h1); the others were stopped"
+
+
+def test_nodes_that_do_not_come() -> None:
+    launch = Launch(0, 3, join_s=60.0, endpoint="a:1")
+    launch.do(Joined(Hello("h0", 1))).do(Tick(), after_s=10.0)
+    said = "of 3 nodes, --node-rank 1, 2 still missing at a:1; present: node 0 (h0); waiting for up to 50 s more"
+    assert launch.said == said
+    launch.do(Tick(), after_s=50.0)
+    assert launch.end.message.startswith("of 3 nodes, --node-rank 1, 2 did not join at a:1 within 60 s; present: node")
+    assert (launch.end.code, launch.end.error_code) == (2, "SS507")
+
+
+def test_nodes_with_other_options_do_not_start_together() -> None:
+    launch = Launch(0, 2)
+    launch.do(Joined(Hello("h0", 1, settings={"--heal": "no"})))
+    launch.do(Joined(Hello("h1", 1, settings={"--heal": "yes"})), node=1)
+    said = "node 1 (h1) has another --heal than node 0 (h0) (yes, not no): make them the same"
+    assert launch.end.message == said
+    assert [node for node, _ in launch.told] == [0, 1], "both are told"
+
+
+def test_a_node_that_goes_before_all_are_there() -> None:
+    """A second one with its number replaces what it writes."""
+    launch = Launch(0, 3).do(Joined(Hello("h0", 1))).do(Joined(Hello("h1", 1)), node=1).do(Lost(), node=1)
+    said = "node 1 (h1) has ended before all nodes were there, or --node-rank 1 was given twice: start all nodes again"
+    assert launch.end == Finish(2, said, "SS504")
+
+
+def test_a_node_that_cannot_start_its_ranks_ends_the_launch() -> None:
+    launch = Launch(4, 2).do(Broken("no further process", "SS513"), node=1)
+    assert launch.end == Finish(2, "no further process", "SS513")
