@@ -16,8 +16,8 @@ from samestep.errors import Error
 from samestep.launch.agent import Launch, run_agent
 from samestep.launch.link import LOST_S, Link
 from samestep.launch.local_ranks import Ranks, open_store
+from samestep.launch.node_messages import Finish, Signal, encode_message
 from samestep.launch.nodes import Nodes
-from samestep.launch.protocol import Finish, Signal, encode_message
 from samestep.launch.target import Target
 from samestep.world.rendezvous_store import SignedEntries
 

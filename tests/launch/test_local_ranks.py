@@ -6,7 +6,7 @@ import pytest
 
 from samestep.launch import agent
 from samestep.launch.local_ranks import Ranks
-from samestep.launch.protocol import Ended, Overdue, Signalled
+from samestep.launch.node_messages import Ended, Overdue, Signalled
 from samestep.launch.target import Target
 from samestep.world.environment import OPENING
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from samestep.launch.failure import SOON_S, RankFailure
-from samestep.launch.protocol import (
+from samestep.launch.node_messages import (
     Board,
     Broken,
     Command,

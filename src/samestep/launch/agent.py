@@ -21,8 +21,7 @@ from samestep.errors import Error
 from samestep.files import read_text
 from samestep.launch.link import Link, is_listening
 from samestep.launch.local_ranks import POLL_S, Placement, Ranks, build_variables, open_listener, open_store
-from samestep.launch.nodes import Nodes, describe_settings, find_own_address
-from samestep.launch.protocol import (
+from samestep.launch.node_messages import (
     Board,
     Broken,
     Command,
@@ -44,6 +43,7 @@ from samestep.launch.protocol import (
     decode_event,
     encode_message,
 )
+from samestep.launch.nodes import Nodes, describe_settings, find_own_address
 from samestep.launch.secret import derive_key
 from samestep.launch.supervisor import Policy, Supervisor
 from samestep.launch.target import Target

@@ -24,7 +24,7 @@ from samestep.errors import Error, InvalidValue, Stuck, add_code
 from samestep.files import open_regular, read_tail, read_text, replace_file
 from samestep.launch.failure import RankFailure, describe_death, read_failure, write_failure
 from samestep.launch.forkserver import ForkServer
-from samestep.launch.protocol import Ended, Report, Started
+from samestep.launch.node_messages import Ended, Report, Started
 from samestep.launch.target import Target
 from samestep.processes import kill_group
 from samestep.world.environment import (

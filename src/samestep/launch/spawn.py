@@ -18,7 +18,7 @@ from samestep.launch.agent import Agent, Launch, Supervision
 from samestep.launch.failure import RankFailure
 from samestep.launch.forkserver import give_back_server, take_server
 from samestep.launch.local_ranks import Ranks, parse_shown
-from samestep.launch.protocol import Finish
+from samestep.launch.node_messages import Finish
 from samestep.launch.target import Target
 from samestep.world.workdir import read_private
 

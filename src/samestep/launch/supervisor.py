@@ -13,7 +13,7 @@ from enum import Enum, auto
 from samestep.console import describe_ranks
 from samestep.errors import PeerFailed
 from samestep.launch.failure import SOON_S, RankFailure, find_first
-from samestep.launch.protocol import (
+from samestep.launch.node_messages import (
     Board,
     Broken,
     Command,
