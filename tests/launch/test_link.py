@@ -163,10 +163,12 @@ def test_a_node_without_the_secret_is_refused(capfd: pytest.CaptureFixture[str])
         first.start()
         with pytest.raises(Error, match="does not have this node's secret: give all nodes the same"):
             run_node(nodes[1])
+        said = list[str]()
+        sentence = "a node was refused: it does not have the secret of this run's nodes"
+        wait_until(lambda: said.append(capfd.readouterr().err) or sentence in "".join(said), "the first one says so")
         received.append(signal.SIGTERM)
         first.join(30)
         assert not first.is_alive()
-    assert "a node was refused: it does not have the secret of this run's nodes" in capfd.readouterr().err
 
 
 def test_no_answer() -> None:
