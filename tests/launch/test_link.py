@@ -1,5 +1,6 @@
 """Links between nodes over one store: messages arrive once and in order, and what a stranger writes is not read."""
 
+import gc
 import os
 import signal
 import socket
@@ -44,6 +45,13 @@ class Place:
         found: list[tuple[int, str | None]] = []
         wait_until(lambda: found.extend(link.receive()) or len(found) >= num, f"{num} messages")
         return found
+
+
+@pytest.fixture(autouse=True)
+def _stores_are_closed() -> Iterator[None]:
+    """A store in a reference cycle would be collected in a later fork of this process, and close files of that."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture

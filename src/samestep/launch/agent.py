@@ -315,7 +315,8 @@ def _find_store(nodes: Nodes) -> Callable[[], Any]:
         return lambda: PrefixStore("samestep/nodes", store)
 
     def connect() -> Any:
-        wait_until(lambda: is_listening(nodes.host, nodes.port), nodes.timeout_s, every_s=0.2)
+        if not wait_until(lambda: is_listening(nodes.host, nodes.port), nodes.timeout_s, every_s=0.2):
+            raise OSError("nothing listens there")
         limit = timedelta(seconds=GREETING_S)
         return PrefixStore("samestep/nodes", TCPStore(nodes.host, nodes.port, None, False, limit))
 
