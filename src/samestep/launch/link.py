@@ -20,7 +20,7 @@ EVERY_S = 0.05  # between two looks into the store
 LOST_S = 3.0  # without a beat
 
 
-class Beat(NamedTuple):
+class NodeBeat(NamedTuple):
     """What a node writes again and again. `number` grows, and is -1 at the end."""
 
     process: str
@@ -39,7 +39,7 @@ class Peer:
         waiting: messages to send once it is there.
     """
 
-    beat: Beat | None = None
+    beat: NodeBeat | None = None
     is_here: bool = False
     is_lost: bool = False
     beat_s: float = 0.0
@@ -142,7 +142,7 @@ class Link(threading.Thread):
             self.has_stranger = True
             return
         process, _, count = texts[0].partition(" ")
-        self._note_beat(node, peer, Beat(process, int(count)))
+        self._note_beat(node, peer, NodeBeat(process, int(count)))
         if peer.beat is None or not peer.is_here:
             return
         for message in peer.waiting:
@@ -155,7 +155,7 @@ class Link(threading.Thread):
         if peer.beat.number < 0 or time.monotonic() > peer.beat_s + LOST_S:
             self._lose(node, peer)
 
-    def _note_beat(self, node: int, peer: Peer, beat: Beat) -> None:
+    def _note_beat(self, node: int, peer: Peer, beat: NodeBeat) -> None:
         if beat == peer.beat:
             return
         if peer.is_here and peer.beat is not None and beat.process != peer.beat.process:

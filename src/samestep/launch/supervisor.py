@@ -67,7 +67,7 @@ class RankState(Enum):
 
 
 @dataclass
-class Rank:
+class RankRecord:
     """A rank of the current start.
 
     Attributes:
@@ -148,7 +148,7 @@ class Supervisor:
         self._due_s = now_s + policy.join_s  # of the current state
         self._say_s = now_s + SAY_S
         self._nodes: dict[int, Node] = {}
-        self._ranks: list[Rank] = []
+        self._ranks: list[RankRecord] = []
         self._signals: list[int] = []
         self._board = Board(is_ready=False, has_met=False)
         self._num_restarts = 0
@@ -322,7 +322,7 @@ class Supervisor:
             node.started = False
             first, size = len(self._ranks), node.hello.num_ranks
             starts.append(first)
-            self._ranks += [Rank(first + i, number) for i in range(size)]
+            self._ranks += [RankRecord(first + i, number) for i in range(size)]
             parts.append(f"{first}{f'-{first + size - 1}' if size > 1 else ''} on {node.name}")
         self.generation = Generation(members=[*range(len(self._ranks))])
         peers = [self._nodes[number].hello.address for number in numbers]
@@ -538,7 +538,7 @@ class Supervisor:
 
     # --- helpers ----------------------------------------------------------------------------------------------
 
-    def _running(self) -> list[Rank]:
+    def _running(self) -> list[RankRecord]:
         return [rank for rank in self._ranks if rank.state is RankState.RUNNING]
 
     def _failed(self) -> Sequence[RankFailure]:
