@@ -24,6 +24,7 @@ STEPS_PER_EPOCH = 5  # of all scripts
 SCRIPTS = Path(__file__).parent / "scripts"
 MEASURED = re.compile(r"(time|wall|samples/s|seconds|_s)$")  # of metrics: what differs from run to run
 DAMAGE = ("cannot be used", "is shorter than", "was changed during")
+MISTAKE = 2  # exit code
 UNHEALED = ("have not formed a new group", "has failed, too")  # with --heal, once all ranks have begun a step
 MAX_AFTER_SIGTERM = 2  # steps: the one whose exchange carries the vote may be the next one
 STOPPED = (0, 75, 128 + 15)
@@ -198,6 +199,8 @@ def _check_ends(launch: Launch, *, is_damaged: bool) -> None:
     code = launch.launcher.code
     if code != 0 and (not kinds or (kinds <= {"freeze"})):
         raise Violation(f"the launch ended with {code}: {' / '.join(lines[-5:])}")
+    if code == MISTAKE and not (is_damaged or kinds & {"full", "flip"}):
+        raise Violation(f"the launch ended as after a mistake in the script: {' / '.join(lines[-5:])}")
     if kinds <= {"stop", "freeze"} and code not in STOPPED:
         raise Violation(f"after SIGTERM the launch ended with {code}: {' / '.join(lines[-5:])}")
     if kinds == {"kill"} and all(_find_steps(process.output) for process in launch.processes):
