@@ -268,8 +268,4 @@ PLANTED = (
         "healing: the micro-batches of a dead rank are not computed", HEAL, "train/step/steps.py",
         "self._attempt = PassAttempt(", "self._attempt = self._attempt or PassAttempt(", focus="heal",
     ),
-    Planted(
-        "healing: a rank joins before all have come", HEAL, "world/membership.py",
-        "if has_moved and have_come(self._store, self.generation, self.members):", "if has_moved:", focus="heal",
-    ),
 )  # fmt: skip
