@@ -19,6 +19,7 @@ from samestep.watch.stall_diagnosis import (
     build_limits,
     describe_spent,
     diagnose,
+    explain_waiting,
 )
 
 FRESH = {"num_seen": WARM_UP + 100, "longest_s": 0.02}
@@ -223,3 +224,11 @@ def test_where_the_time_went() -> None:
     spent = {"starting": 99.0, "loading": 1.0, "forward": 2.0, "backward": 4.0, "reducing": 2.0, "saving": 1.0}
     assert describe_spent(spent) == "compute 60 %, gradient reduction 20 %, snapshots 10 %, data 10 %"
     assert describe_spent({}) == ""
+
+
+def test_ranks_that_wait_more_than_they_work() -> None:
+    spent = {"starting": 99.0, "loading": 1.0, "forward": 1.0, "backward": 1.0, "updating": 1.0, "reducing": 6.0}
+    said = "the ranks wait for each other 60 % of the time and work 40 %: fewer ranks, "
+    assert explain_waiting(spent, 50).startswith(said)
+    assert explain_waiting(spent, 49) == "", "too few steps to tell"
+    assert explain_waiting(spent | {"forward": 5.0}, 50) == ""

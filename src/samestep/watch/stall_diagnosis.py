@@ -37,6 +37,8 @@ UNKNOWN_STOP_S = 1800.0  # the timeout of the other ranks' collectives
 TIMES_LONGER = 10.0
 WARM_UP = 2  # the first phases of each kind: they compile, open files, start workers
 
+WAITING_AFTER_STEPS = 50  # a hint about waiting needs as many
+
 # Row of the table at the end -> its phases.
 SUMMARY = {
     "data": ("loading",),
@@ -231,6 +233,19 @@ def share_spent(spent_s: Mapping[str, float]) -> dict[str, float]:
     parts = {name: sum(spent_s.get(phase, 0.0) for phase in phases) for name, phases in SUMMARY.items()}
     total_s = sum(parts.values())
     return {name: part_s / total_s for name, part_s in parts.items()} if total_s > 0 else {}
+
+
+def explain_waiting(spent_s: Mapping[str, float], num_steps: int) -> str:
+    """Return a hint if a rank has exchanged gradients and waited for longer than it has worked; else ""."""
+    shares = share_spent(spent_s)
+    works = sum(shares.get(name, 0.0) for name in ("data", "compute", "update"))
+    waits = shares.get("gradient reduction", 0.0)
+    if num_steps < WAITING_AFTER_STEPS or waits <= works:
+        return ""
+    return (
+        f"the ranks wait for each other {100 * waits:.0f} % of the time and work {100 * works:.0f} %: fewer ranks, or "
+        "larger batches, may be faster; samestep scale measures it"
+    )
 
 
 def _name(beats: Sequence[Beat]) -> str:
