@@ -119,6 +119,20 @@ def test_modules_that_cannot_be_initialized_are_refused(build: Callable[[], nn.M
         fill(build)
 
 
+class SetElsewhere(nn.Module):
+    """A model that sets the values of its layers itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        nn.init.normal_(self.layer.weight)
+
+
+def test_initialization_that_would_have_no_effect_is_refused() -> None:
+    with pytest.raises(samestep.UsageError, match=r"layer\.weight was set in run\.sharded_init by other code"):
+        fill(SetElsewhere)
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all tensors that were made inside it and are alive."""
 

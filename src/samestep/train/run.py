@@ -293,14 +293,15 @@ class Run:
         Parameters that are created inside it have no memory (they are on torch's meta device) before `prepare`, which
         gives memory to one block after the other, and calls `reset_parameters` of each module. Each call has a seed of
         its own, which follows from the run's seed and the order of the modules. So the values are the same at any
-        number of ranks, and in each mode of `shard`. Other initialization has no effect inside the block. All ranks run
-        the same code there.
+        number of ranks, and in each mode of `shard`. Other initialization has no effect inside the block, and is
+        refused unless it writes through `.data`. All ranks run the same code there.
 
         Returns:
             The context manager.
 
         Raises:
-            UsageError: called after `prepare`, or (in `prepare`) a module has parameters and no `reset_parameters`.
+            UsageError: called after `prepare`, or (in `prepare`) a module has parameters and no `reset_parameters`, or
+                other code has set one.
 
         Example::
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from samestep.errors import InvalidValue, UsageError
 from samestep.plan.seeds import derive
+from samestep.torch_internals import read_version
 
 _ORIGIN = "_samestep_origin"  # the attribute of a module with its `_Origin`, of which a copy of the module has a copy
 
@@ -74,9 +75,10 @@ class ShardedInit:
             These parameters. They are the same objects as before.
 
         Raises:
-            UsageError: a module cannot initialize its parameters.
+            UsageError: a module cannot initialize its parameters, or other code has initialized them.
         """
         filled: list[nn.Parameter] = []
+        num_writes = {param: read_version(param) for param in module.parameters() if param.is_meta}
         with torch.random.fork_rng(devices=()):
             for part in _list_inner_first(module):
                 origin = vars(part).pop(_ORIGIN, None)
@@ -87,6 +89,12 @@ class ShardedInit:
                 raise UsageError(
                     f"{name} is on the meta device, and no module has created it in run.sharded_init: build it there, "
                     "or on a device with memory",
+                    code="SS611",
+                )
+            if num_writes.get(param, 0) > read_version(param):  # both count the calls of reset_parameters
+                raise UsageError(
+                    f"{name} was set in run.sharded_init by other code than reset_parameters of its module, where it "
+                    "has no memory: set it in reset_parameters, or build the model outside of the block",
                     code="SS611",
                 )
         return filled
