@@ -126,7 +126,8 @@ def prepare_objects(
     sharded: ShardedState | None = None
     if shard == "optimizer":
         wait = partial(calls.wait_for_update, context.group)
-        optimizers = DividedOptimizers(objects, held, context.group, wait, context.say)
+        gather = partial(calls.gather_after_step, context.group)
+        optimizers = DividedOptimizers(objects, held, context.group, wait, gather, context.say)
     elif shard == "fsdp2":
         check_options(config, device_map, context.group)
         sharded = ShardedState(objects, modules, held, shard_blocks, context.group, sharded_init)

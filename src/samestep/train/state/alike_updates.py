@@ -1,13 +1,12 @@
 """Compares what the ranks do with optimizers of which each rank has a part: their replicas cannot be compared."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
 
 from samestep.errors import InvalidValue
 from samestep.snapshot.serialization import digest
-from samestep.world.group import Group
 
 
 class AlikeUpdates:
@@ -15,12 +14,13 @@ class AlikeUpdates:
 
     Args:
         optimizers: the optimizers by name.
+        gather: gathers a value of each rank.
         shard: the mode, for messages.
     """
 
-    def __init__(self, optimizers: Mapping[str, Optimizer], group: Group, shard: str) -> None:
+    def __init__(self, optimizers: Mapping[str, Optimizer], gather: Callable[[Any], list[Any]], shard: str) -> None:
         self._optimizers = optimizers
-        self._group = group
+        self._gather = gather
         self._shard = shard
         self._num_updates = dict.fromkeys(optimizers, 0)
         for name, optimizer in optimizers.items():
@@ -38,7 +38,7 @@ class AlikeUpdates:
             name: [self._num_updates[name], digest([_drop_params(group) for group in each.param_groups])]
             for name, each in self._optimizers.items()
         }
-        first, *others = self._group.gather(own)
+        first, *others = self._gather(own)
         for rank, other in enumerate(others, start=1):
             for name in own:
                 if other[name][0] != first[name][0]:

@@ -35,6 +35,7 @@ class DividedOptimizers:
     Args:
         held: the optimizers that prepared objects hold.
         wait: returns when all ranks have called the step of an optimizer.
+        gather: gathers a value of each rank between two steps.
         say: prints a message on rank 0.
 
     Attributes:
@@ -50,6 +51,7 @@ class DividedOptimizers:
         held: Sequence[Optimizer],
         group: Group,
         wait: Callable[[], None],
+        gather: Callable[[Any], list[Any]],
         say: Callable[[str], None],
     ) -> None:
         self.ownership = Ownership(group.rank, group.world_size)
@@ -73,7 +75,7 @@ class DividedOptimizers:
                     "--shard none,optimizer compares)"
                 )
             optimizer.register_step_post_hook(self._send_updated)
-        self._updates = AlikeUpdates(self._optimizers, group, "optimizer")
+        self._updates = AlikeUpdates(self._optimizers, gather, "optimizer")
         finalize(self, watch_norms(partial(_refuse_norm, self.ownership)))
 
     def _send_updated(self, optimizer: Optimizer, *_: Any) -> None:

@@ -135,7 +135,7 @@ class ShardedState:
         for optimizer in optimizers.values():
             _replace_params(optimizer, sharded)
             optimizer.register_step_post_hook(lambda *_: self.models.free_gathered())
-        self._updates = AlikeUpdates(optimizers, group, "fsdp2")
+        self._updates = AlikeUpdates(optimizers, group.gather, "fsdp2")
         finalize(self, watch_norms(_refuse_norm))
         add_explainer(self)
 
