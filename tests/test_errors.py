@@ -34,7 +34,7 @@ from samestep.snapshot.resume_point import Holding, choose
 ROOT = Path(__file__).parents[1]
 CODE = re.compile(r"SS\d{3}")
 # Of an error that another process has sent, or that has been found before: not written where it is raised.
-PASSED_ON = {"code", "error.code", "failure.code", "failed.code", "answer.get('code', '')"}
+PASSED_ON = {"code", "error.code", "end.error_code", "failure.code", "failed.code", "answer.get('code', '')"}
 INTRODUCTION, *SECTIONS = re.split(
     r"^### (?=SS)", (ROOT / "tests" / "error_programs.md").read_text(), flags=re.MULTILINE
 )

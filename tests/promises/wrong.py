@@ -558,7 +558,8 @@ RANKS: dict[str, Mistake] = {
     "lengths of the data": by_rank(
         r"data_length is 32 on rank 0 and 33 on rank 1: make it the same", lambda rank: {"data": Pairs(32 + rank)}),
     "samples of the data": by_rank(
-        r"sample 0 of the data set differs between rank 0 and rank 1: build the same data set on all ranks",
+        r"sample 0 of the data set differs between rank 0 and rank 1: build the same data set, of the same dtypes, on "
+        r"all ranks",
         lambda rank: {"data": Subset(Pairs(), range(rank, NUM_SAMPLES, 2))}),
     "numbers of epochs": by_rank(
         r"the number of steps is 4 on rank 0 and 8 on rank 1: make it the same", lambda rank: {"num_epochs": 1 + rank}),

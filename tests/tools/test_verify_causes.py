@@ -48,13 +48,14 @@ def start_quickly(trials: Trials, command: list[str], variables: Mapping[str, st
 def start_with_hash_seed(trials: Trials, command: list[str], variables: Mapping[str, str], place: Path) -> int:
     """Starts a program, as `Trials._start` does. Its interpreter has the run's hash seed."""
     with open(place / "output", "w") as output:
-        return commands.run(command, env=variables, stdout=output, stderr=subprocess.STDOUT).returncode
+        return commands.run(command, real=True, env=variables, stdout=output, stderr=subprocess.STDOUT).returncode
 
 
 @pytest.fixture
 def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """`verify(fault...)` returns the exit code and the output."""
     monkeypatch.setattr(Trials, "_start", start_quickly)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)  # runs have different ones, unless it is set
     monkeypatch.chdir(tmp_path)  # a trace looks into all modules below: these tests are not the script's
 
     def run(
@@ -236,7 +237,7 @@ SGD = "torch.optim.AdamW(model.parameters(), 0.02) -> torch.optim.SGD(model.para
 AVERAGE = "import samestep.engine.chunk_sums as p; p.ChunkSum.total = property(lambda self: self.parts[0] / 3)"
 MINUS_ZERO = "h = (self.idle * 0.0).sum(); h.register_hook(lambda g: -torch.ones_like(g)); x = x + h"
 ZEROS = (
-    "import samestep.torch_internals as t; real = t.ShardedUnit.split; "
+    "import samestep.engine.sharded_unit as t; real = t.ShardedUnit.split; "
     "t.ShardedUnit.split = lambda self, flat: [x if x is None else torch.zeros_like(x) + x for x in real(self, flat)]"
 )
 

@@ -151,7 +151,9 @@ class DividedOptimizers:
                 )
                 self._group.receive(_list_tensors(of_ranks[source]), source)
         else:
-            self._group.send(_list_tensors(of_ranks[self._group.rank]), target=0)
+            own = of_ranks[self._group.rank]
+            self._group.send(_list_tensors(own), target=0)
+            of_ranks = [own]  # this rank has no values of the others
         return lambda: self._merge(of_ranks)
 
     def _exchange_outlines(self) -> list[dict[str, dict[str, Any]]]:
