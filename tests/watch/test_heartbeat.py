@@ -20,6 +20,7 @@ from support.commands import Popen
 from support.runs import check, clean_variables, samestep_command
 from support.waiting import wait_until
 
+import samestep
 from samestep.decoding import convert, decode
 from samestep.tools.live_view import (
     HEADER,
@@ -34,7 +35,7 @@ from samestep.watch.phase_clock import PhaseClock
 from samestep.watch.publishing import Files
 from samestep.watch.records import RankStates, has_ended
 from samestep.watch.stall_diagnosis import PHASES, WARM_UP, Beat, build_limits
-from samestep.watch.thread_state import read_process_state, read_thread_state
+from samestep.watch.thread_state import EXCHANGES, read_process_state, read_thread_state
 
 DEADLINE_S = 60.0
 NO_FILES = Files()
@@ -417,3 +418,13 @@ def test_watching_on_a_terminal(tmp_path: Path) -> None:
 def test_watching_no_run(tmp_path: Path) -> None:
     done = check(samestep_command("watch", tmp_path / "none", cwd=tmp_path), code=2)
     assert "there is no directory" in done.stderr
+
+
+@pytest.mark.parametrize("package", ["engine", "world"])
+def test_each_module_that_waits_for_other_ranks_is_known(package: str) -> None:
+    """A rank that waits in another one would be named as the stuck one."""
+    modules = Path(samestep.__file__).parent.joinpath(package).glob("*.py")
+    waiting = {str(module) for module in modules if ".wait()" in module.read_text()}
+    assert waiting
+    assert waiting <= {*EXCHANGES}
+    assert all(Path(name).exists() for name in EXCHANGES)

@@ -24,7 +24,7 @@ REDUCTION = f"{OWN}engine/"
 # A thread waits for other ranks if its innermost frame outside torch and the standard library is in one of these.
 ROUTES = f"{OWN}engine/routes.py"
 MEMBERSHIP = f"{OWN}world/membership.py"
-EXCHANGES = (ROUTES, f"{OWN}world/group.py", f"{OWN}world/local_sockets.py", f"{OWN}world/waiter.py")
+EXCHANGES = (ROUTES, *(f"{OWN}world/{name}.py" for name in ("transport", "group", "local_sockets", "waiter")))
 DISTRIBUTED = f"{TORCH}distributed/"
 COMPILERS = (f"{TORCH}_dynamo/", f"{TORCH}_inductor/", f"{TORCH}_functorch/")
 STDLIB = sysconfig.get_path("stdlib")
