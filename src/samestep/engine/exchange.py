@@ -68,6 +68,8 @@ class Exchange:
         # Per bucket, how many of its gradients the last micro-batch has not computed yet.
         self._missing = [sum(param.requires_grad for param in bucket.params) for bucket in plan.buckets]
         self._pending: list[routes.PendingOp] = []
+        # A part of a large message may also be in the way of a small one that gloo sends after it.
+        self._wait = partial(group.wait_for, num_bytes=max(route.root.nbytes for route in memory.routes))
         self._failure: RuntimeError | None = None
         self._attempt(self._expect)
 
@@ -123,8 +125,7 @@ class Exchange:
                         self.pack(i, None if grads is None else grads[i])
             elif not self._plan.exact:
                 route.root.zero_()
-        wait = partial(self._group.wait_for, num_bytes=route.root.nbytes)
-        self._pending.append(routes.PendingOp(route.run(tag=place), wait))
+        self._pending.append(routes.PendingOp(route.run(tag=place), self._wait))
         # At this fixed point, so that all ranks issue their messages in the same order.
         if place and self._memory.routes[place - 1].has_rounds:
             self._pending[place - 1].advance()
