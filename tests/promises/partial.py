@@ -51,6 +51,13 @@ def stop(pids: list[int]) -> None:
     subprocess.Popen(["sh", "-c", shell], stdin=subprocess.PIPE, start_new_session=True)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
+    # Until its last thread has stopped, gloo's thread receives.
+    wait_for(lambda: all(map(is_stopped, pids)))
+
+
+def is_stopped(pid: int) -> bool:
+    states = [path.read_text().rpartition(") ")[2][0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"T"}
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
