@@ -224,6 +224,18 @@ def test_a_signal_before_there_are_ranks(num_nodes: int) -> None:
     assert launch.end.code == (75 if num_nodes == 2 else 128 + signal.SIGUSR1), "of nodes, nothing has begun"
 
 
+def test_a_scheduler_signals_each_node() -> None:
+    """The ranks save. The second signal that one node receives kills them."""
+    launch = Launch(2, 2)
+    for node in range(2):
+        launch.do(Signalled(signal.SIGUSR1), node=node)
+    assert [each.signum for each in launch.tell(Signal)] == [signal.SIGUSR1] * 2
+    again = launch.copy().do(Signalled(signal.SIGUSR1), node=1)
+    assert again.tell(Signal)[-1].signum == signal.SIGKILL
+    ends = [Ended(rank, 0, 0.0, outcome=Outcome.STOPPED) for rank in range(2)]
+    assert launch.do(*ends).end.code == 75
+
+
 def test_a_run_that_does_not_reach_its_first_step_after_a_signal_is_killed_and_named() -> None:
     launch = Launch().do(Signalled(signal.SIGTERM), Overdue(61.0))
     assert launch.said == "ranks 0, 1 and 2 had not begun a step 61 s after the signal: killed"

@@ -89,12 +89,18 @@ class RankRecord:
 
 @dataclass
 class Node:
-    """A node. `is_lost`: it no longer answers."""
+    """A node.
+
+    Attributes:
+        is_lost: it no longer answers.
+        num_signals: to stop. The second one kills the ranks. A scheduler sends the first one to each node.
+    """
 
     hello: Hello
     name: str
     is_lost: bool = False
     started: bool = False
+    num_signals: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,7 +181,7 @@ class Supervisor:
             case Ended():
                 self._note_end(event)
             case Signalled():
-                self._note_signal(event.signum)
+                self._note_signal(node, event.signum)
             case Overdue():
                 self._kill_overdue(event.waited_s)
             case Broken():
@@ -216,12 +222,13 @@ class Supervisor:
         else:
             rank.state = RankState.OBEYED if end.code else RankState.SUCCEEDED
 
-    def _note_signal(self, signum: int) -> None:
+    def _note_signal(self, number: int, signum: int) -> None:
         self._signals.append(signum)
+        self._nodes[number].num_signals += 1
         if self.state in (State.JOINING, State.STARTING):
             outcome = Outcome.STOPPED if self.state is State.JOINING else Outcome.KILLED
             self._finish(outcome, signum)
-        elif len(self._signals) > 1:
+        elif self._is_insistent:
             self._kill()
         elif self.state is State.RUNNING:
             self._enter(State.SAVING)
@@ -434,7 +441,7 @@ class Supervisor:
         # An Error is a mistake of the user, and would occur again.
         could_restart = cause is not None and not self._signals and self._can_restart and cause.kind != "error"
         restarts = could_restart and self._num_restarts < policy.max_restarts
-        why = self._explain_no_healing() if policy.heals and self._has_failed and len(self._signals) < 2 else ""
+        why = self._explain_no_healing() if policy.heals and self._has_failed and not self._is_insistent else ""
         if why:
             how = "--max-restarts N starts again" if could_restart and not policy.max_restarts else ""
             advice = "" if restarts else f": {how or 'the same command resumes'} from the newest snapshot"
@@ -453,7 +460,7 @@ class Supervisor:
         has_succeeded = all(rank.state in (RankState.SUCCEEDED, RankState.OUTLIVED) for rank in self._ranks)
         outcome = self._find_outcome()
         if signals and has_obeyed:
-            if len(signals) > 1 or not has_succeeded:
+            if self._is_insistent or not has_succeeded:
                 outcome = Outcome.KILLED
             elif outcome is Outcome.UNKNOWN:
                 outcome = Outcome.STOPPED
@@ -540,6 +547,11 @@ class Supervisor:
 
     def _running(self) -> list[RankRecord]:
         return [rank for rank in self._ranks if rank.state is RankState.RUNNING]
+
+    @property
+    def _is_insistent(self) -> bool:
+        """Whether a node has received a second signal to stop."""
+        return any(node.num_signals > 1 for node in self._nodes.values())
 
     def _failed(self) -> Sequence[RankFailure]:
         return [rank.failure for rank in self._ranks if rank.state is RankState.FAILED and rank.failure is not None]
