@@ -34,11 +34,7 @@ PARTS = {
     "recipe images": ["recipes.images", "recipes.models.resnet"],
     "recipe gpt": [
         "recipes.gpt", "recipes.models.gpt2", "recipes.commands.prepare", "recipes.commands.sample",
-        "recipes.corpora.token_file",
-    ],
-    "recipe translate": [
-        "recipes.translate", "recipes.models.seq2seq",
-        "recipes.corpora.encoded_pairs", "recipes.corpora.sentence_pairs",
+        "recipes.corpora.text_tokenizer", "recipes.corpora.token_file",
     ],
 }  # fmt: skip
 # The modules in FOLDERS that several features use.
@@ -53,8 +49,7 @@ SHARED = {
 }
 # Feature -> those without which its commands cannot start.
 NEEDS = {
-    "recipe gpt": ["recipes.corpora.text_tokenizer", "sources.token_windows"],
-    "recipe translate": ["recipes.corpora.text_tokenizer"],
+    "recipe gpt": ["sources.token_windows"],
     "tools.report": ["tools.audit"],
     "tools.scale": ["Slurm"],
 }

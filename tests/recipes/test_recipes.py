@@ -125,7 +125,6 @@ WRONG = [
     ("gpt", "--dropout", "2", "0<=x<=1"),
     ("gpt", "--warm-up", "-5", "x>=0"),
     ("images", "--label-smoothing", "2.0", "0<=x<=1"),
-    ("translate", "--heads", "0", "x>=1"),
     ("digits", "--lr", "-1.0", "x>=0"),
 ]
 

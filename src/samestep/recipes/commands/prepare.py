@@ -71,4 +71,4 @@ def _build_tokenizer(kind: str, vocab_size: int, texts: Sequence[str]) -> Tokeni
         return BYTES
     if kind == "chars":
         return train_characters(texts)
-    return Tokenizer(train_bpe(texts, vocab_size).to_str()) if kind == "bpe" else read_tokenizer(Path(kind))
+    return train_bpe(texts, vocab_size) if kind == "bpe" else read_tokenizer(Path(kind))

@@ -115,38 +115,25 @@ def train_characters(texts: Iterable[str]) -> Tokenizer:
     return Tokenizer(tokenizer.to_str())
 
 
-def train_bpe(
-    texts: Iterable[str],
-    size: int,
-    special: Sequence[str] = (END,),
-    *,
-    adds_space: bool = False,
-    min_frequency: int = 2,
-) -> Any:
+def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
     """Train a byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2). It has a token for each byte.
 
     Args:
         size: number of tokens at most; there are fewer if the texts have fewer frequent pairs.
-        special: tokens that never come from a text. They get the first numbers.
-        adds_space: whether to begin each text with a space, so that its first word is encoded like any other.
-        min_frequency: how often a pair must occur to become a token.
-
-    Returns:
-        The tokenizer of the library.
     """
     library = import_tokenizers()
     tokenizer = library.Tokenizer(library.models.BPE())
-    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=adds_space)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=list(special),
+        special_tokens=[END],
         show_progress=False,
-        min_frequency=min_frequency,
+        min_frequency=2,
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+    return Tokenizer(tokenizer.to_str())
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
