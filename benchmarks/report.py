@@ -1,6 +1,6 @@
 """What a report of a run of a million rows costs: time to write it, and time to open it in a browser.
 
-Needs chromium for the second. `--rows` sets the number of rows; the run has 16 ranks and a day's timeline.
+Needs chromium for the second. `--rows` sets the number of rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from common import build_parser, judge, print_json, print_machine, print_table
 
 from samestep.tools.report.run_report import run_report
 
-NUM_RANKS, NUM_INTERVALS = 16, 3100
 MAX_OPEN_S = 2.0
 CLOCK = "<script>document.title = performance.now()</script></body>"  # at the end: everything is parsed and drawn
 
@@ -41,11 +40,6 @@ def write_run(run: Path, num_rows: int) -> None:
             loss = 5 / math.sqrt(step) + 0.1 * draw()
             row = {"step": step, "train/loss": loss, "train/learning_rate": 1e-3 * (1 - step / num_rows)}
             file.write(f"{json.dumps(row)}\n")
-    with open(run / "timeline.jsonl", "w") as file:
-        for interval in range(1, NUM_INTERVALS + 1):
-            steps = [interval * num_rows // NUM_INTERVALS] * NUM_RANKS
-            spent_s = {phase: [round(draw(), 4) for _ in range(NUM_RANKS)] for phase in ("loading", "forward")}
-            file.write(json.dumps({"time_s": interval, "steps": steps, "spent_s": spent_s}) + "\n")
 
 
 def open_page(page: Path, profile: Path, browser: str) -> float:

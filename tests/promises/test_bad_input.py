@@ -46,7 +46,7 @@ def look(directory: Path) -> dict[str, str] | None:
         if path.is_file()
         else "directory"
         for path in sorted(directory.rglob("*"))
-        if path.name not in ("lock", "ranks.json", "timeline.jsonl")
+        if path.name not in ("lock", "ranks.json")
     }
 
 

@@ -42,7 +42,7 @@ def assert_caught(name: str, found: Mistake, num_ranks: int, run_dir: Path) -> s
         # The launcher ends rank 0 soon after the first failure, also while it removes the directories that it has made.
         assert left <= {LOCK}
         return caught.value
-    assert {path.name for path in run_dir.iterdir() if path.is_file()} - {"timeline.jsonl"} == BEGUN
+    assert {path.name for path in run_dir.iterdir() if path.is_file()} == BEGUN
     snapshots = Store(run_dir).snapshots()
     assert all(snapshot.problem is None for snapshot in snapshots)
     assert all(snapshot.step <= 4 for snapshot in snapshots), "no snapshot of a step after the mistake"

@@ -33,7 +33,7 @@ from samestep.world.group import Group
 Undisturbed = Callable[..., Outcome]
 CLONE_NEWNS = 0x20000
 # Files and fields with times and processes.
-PER_NODE = ("lock", "time", "restarts.jsonl", "status.json", "manifest.json", "ranks.json", "timeline.jsonl")
+PER_NODE = ("lock", "time", "restarts.jsonl", "status.json", "manifest.json", "ranks.json")
 
 
 def train_on(disks: Sequence[Path], num_ranks: int, fault: Sequence[str], arguments: dict[str, Any]) -> None:

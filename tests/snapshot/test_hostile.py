@@ -35,9 +35,8 @@ from samestep.snapshot.serialization import decode
 from samestep.snapshot.store import SavedRun, Store
 from samestep.tools.inspect import run_inspect
 from samestep.tools.live_view import run_watch
-from samestep.tools.report.run_data import build_intervals
 from samestep.tools.report.run_report import run_report
-from samestep.watch.records import SHARED, read_rows
+from samestep.watch.records import SHARED
 
 POSITION: dict[str, Any] = {"step": 3, "epoch": 1, "precision": {}}
 STATE = {"objects": {"net": {"w": torch.arange(10.0)}}, "position": POSITION, "state": {}}
@@ -384,7 +383,7 @@ PLANTED: dict[str, Callable[[Path], object]] = {
 }
 SNAPSHOT = "snapshots/step-00000003/"
 NAMES = ["run.json", "status.json", "metrics.jsonl", "restarts.jsonl", "heals.jsonl", "ranks.json", "ledger.bin"]
-NAMES += ["timeline.jsonl", "logs/0/0.log"]
+NAMES += ["logs/0/0.log"]
 NAMES += [SNAPSHOT + name for name in ("manifest.json", "state.json")]
 
 
@@ -457,7 +456,7 @@ def test_a_link_is_an_error_in_one_sentence(place: Path) -> None:
 # --- links ------------------------------------------------------------------------------------------------------------
 
 WRITTEN = ["lock", "run.json", "metrics.jsonl", "ledger.bin", "restarts.jsonl", "heals.jsonl", "status.json"]
-WRITTEN += ["timeline.jsonl", ".run.json.partial", ".status.json.partial", "snapshots", "abandoned", "logs", "orders"]
+WRITTEN += [".run.json.partial", ".status.json.partial", "snapshots", "abandoned", "logs", "orders"]
 WRITTEN += [f"snapshots/.tmp-{name}" for name in ("step-00000004", "inbox")]
 
 
@@ -533,13 +532,3 @@ def test_a_report_is_not_written_through_a_link(place: Path) -> None:
     run_report([str(place / "run"), "-o", str(place / "run" / "other.html")])
     assert (place / "outside").read_text() == "as it was"
     assert not (place / "nothing").exists()
-
-
-# Rows of millions of numbers are written and parsed: 9 s, and 25 s on a busy machine.
-def test_a_report_takes_no_more_memory_than_its_files(place: Path) -> None:
-    """One row with many ranks makes no matrix of all rows and so many ranks."""
-    row = {"time_s": 1.0, "steps": [1], "spent_s": {"forward": [1.0]}}
-    many = {**row, "steps": [1] * 50_000}
-    assert build_intervals([{**row, "steps": [step]} for step in range(4000)] + [many]) is None
-    (place / "run" / "timeline.jsonl").write_text(f"{json.dumps({**row, 'steps': [0] * 2_000_000})}\n")
-    assert read_rows(place / "run" / "timeline.jsonl") == []

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 import os
 import re
 import shutil
@@ -16,16 +15,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.tiny import Pairs, Tiny, tiny_run
+from support.tiny import Pairs, tiny_run
 
 from samestep.errors import Error
 from samestep.plan.ledger import Entry
-from samestep.tools.report.charts import COLOURS, build_heat_map, decimate
-from samestep.tools.report.run_data import build_intervals, read_run_data, sum_phases
+from samestep.tools.report.charts import COLOURS, decimate
+from samestep.tools.report.run_data import read_run_data
 from samestep.tools.report.run_report import run_report
-from samestep.watch import timeline
-from samestep.watch.records import read_rows
-from samestep.watch.stall_diagnosis import Beat
 from samestep.world.environment import read_host
 
 HOSTILE = "</script><script>document.title='hacked'</script><img src=x onerror=alert(1)>"
@@ -99,11 +95,7 @@ def test_a_run_is_shown_and_compared(tmp_path: Path) -> None:
     curves = [series for chart in charts.values() for series in chart["series"]]
     styles = {(curve["label"].partition(":")[0], curve["colour"]) for curve in curves}
     assert styles == {(name, COLOURS[number]) for number, name in enumerate(("one", "other", "third"))}
-    rows = [json.loads(line) for line in (tmp_path / "one" / "timeline.jsonl").read_text().splitlines()]
-    assert rows[-1]["steps"] == [4]
-    assert sum(row["spent_s"].get("forward", [0.0])[0] for row in rows) > 0
     assert "compute" in shown.text
-    assert all(attributes.get("aria-label") for tag, attributes in shown.elements if tag == "canvas")
 
 
 # --- parts --------------------------------------------------------------------------------------------------------
@@ -122,72 +114,6 @@ def test_no_peak_is_lost(values: list[float], num_buckets: int) -> None:
         assert (np.nanmin(kept_y), np.nanmax(kept_y)) == (np.nanmin(y), np.nanmax(y))
 
 
-def make_row(steps: list[int], **spent_s: list[float]) -> dict[str, Any]:
-    return {"time_s": 0.0, "steps": steps, "spent_s": spent_s}
-
-
-def test_repeated_steps_count_once_and_ranks_by_their_own_steps() -> None:
-    rows = [
-        make_row([0, 0], starting=[9.0, 9.0]),
-        make_row([10, 8], forward=[1.0, 4.0]),
-        make_row([20, 20], forward=[1.0, 1.0]),  # lost: the run goes back to step 10, with one more rank
-        make_row([10, 10, 10], starting=[9.0, 9.0, 9.0]),
-        make_row([15, 15, 15], forward=[5.0, 5.0, 5.0]),
-        make_row([15, 15, 15], validating=[7.0, 7.0, 7.0]),
-        make_row([20, 20, 20], forward=[1.0, 2.0, 3.0], reducing=[2.0, 1.0, 0.0]),
-    ]
-    intervals = build_intervals(rows)
-    assert intervals is not None
-    assert intervals.edges.tolist() == [0, 10, 15, 20]
-    assert intervals.seconds.tolist() == [1, 5, 3]
-    heat = build_heat_map(intervals)
-    assert heat is not None
-    np.testing.assert_array_equal(heat.cells, [[100, 500, np.nan], [1000, 1000, 1000], [200, 400, 600]])
-    assert heat.means.tolist() == [350, 11000 / 18, 800]
-    assert build_intervals(rows[:1]) is None
-
-
-@pytest.mark.parametrize(
-    ("more", "edges"),
-    [
-        ({"first_step": 0}, [0, 5]),  # a short run: one row, from its beginning
-        ({"first_step": 5}, None),  # of a restart
-        ({}, None),
-    ],
-)
-def test_a_timeline_begins_with_its_run(tmp_path: Path, more: dict[str, int], edges: list[float] | None) -> None:
-    row = make_row([5], forward=[2.0], starting=[1.0]) | more
-    data = read_run_data(write_run(tmp_path / "run", timeline=[row]), "run", {})
-    assert (None if data.timeline is None else data.timeline.edges.tolist()) == edges
-    if data.timeline is not None:
-        assert data.timeline.seconds.tolist() == [2.0]
-        assert build_heat_map(data.timeline).cells.tolist() == [[400.0]]  # type: ignore[union-attr]
-
-
-def test_a_start_begins_where_the_last_one_was_saved() -> None:
-    """The time of the last steps before it is lost: they have no speed."""
-    rows = [
-        make_row([40, 40], forward=[1.0, 1.0]) | {"first_step": 0},
-        make_row([62, 62, 62], starting=[1.0, 1.0, 1.0]) | {"first_step": 62},
-        make_row([80, 79, 80], forward=[0.9, 0.8, 0.9]),
-    ]
-    intervals = build_intervals(rows)
-    assert intervals is not None
-    assert intervals.edges.tolist() == [0, 40, 62, 80]
-    np.testing.assert_array_equal(intervals.seconds, [1, np.nan, 0.9])
-    np.testing.assert_array_equal(intervals.num_steps[1:], [[0, 0, 0], [18, 17, 18]])
-
-
-def test_the_timeline_of_a_further_loop_begins_anew(tmp_path: Path) -> None:
-    tiny = Tiny(tmp_path / "run")
-    tiny.train(2, data=Pairs(16))
-    spent_s = sum_phases(read_rows(tmp_path / "run" / "timeline.jsonl"))
-    tiny.train(1, data=Pairs(16))
-    rows = read_rows(tmp_path / "run" / "timeline.jsonl")
-    assert [row["first_step"] for row in rows if "first_step" in row] == [0, 4]
-    assert sum_phases(rows)["starting"] == spent_s["starting"], "the start counts once"
-
-
 def test_restarts_and_heals_are_marks(tmp_path: Path) -> None:
     restarts = [{"reason": "", "from_step": step, "world_size": size} for step, size in ((20, 3), (40, 1))]
     heals = [{"step": 30, "lost": [0, 2], "world_size": 1, "seconds": 0.1}]
@@ -195,23 +121,6 @@ def test_restarts_and_heals_are_marks(tmp_path: Path) -> None:
     labels = ["restart at 20 on 3 ranks", "restart at 40 on 1 rank", "ranks 0 and 2 lost at 30"]
     assert [mark["label"] for mark in read_data(page)["marks"]] == labels
     assert re.search(r"heals\s*1", Texts(page).text)
-
-
-def test_the_rows_of_a_timeline_get_rarer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_beat(second: int) -> Beat:
-        spent_s = {"forward": float(second)}
-        return Beat(rank=0, host="here", pid=1, number=1, step=second, phase="forward", for_s=0.0, spent_s=spent_s)
-
-    now_s = 0.0
-    monkeypatch.setattr(timeline.time, "monotonic", lambda: now_s)
-    written = timeline.Timeline(tmp_path / "timeline.jsonl")
-    for second in range(1, 4001):
-        now_s = float(second)
-        written.add([make_beat(second)])
-    rows = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
-    assert [row["steps"] for row in rows[:500]] == [[second] for second in range(1, 501)]
-    assert 500 * (1 + math.log(8)) * 0.7 < len(rows) < 500 * (1 + math.log(8)) * 1.1
-    assert sum(row["spent_s"]["forward"][0] for row in rows) == pytest.approx(rows[-1]["steps"][0])
 
 
 # --- bad and hostile input ----------------------------------------------------------------------------------------
@@ -229,7 +138,6 @@ def test_nothing_in_a_run_can_act_in_the_page(tmp_path: Path) -> None:
         ],
         restarts=[{"reason": HOSTILE, "from_step": 0, "rank": 0, "world_size": 2, "time": HOSTILE}],
         heals=[{"step": 1, "lost": [1], "time": HOSTILE}, {"step": 1, "lost": [HOSTILE]}, {"step": HOSTILE}],
-        timeline=[make_row([1]), make_row([], forward=[]), {"steps": 3}, make_row([4], **{HOSTILE: [1.0]})],
     )
     (run / "logs" / "0").mkdir(parents=True)
     (run / "logs" / "0" / "0.log").write_text(f"line\n{HOSTILE}\n")
@@ -315,12 +223,10 @@ requestAnimationFrame(() => setTimeout(() => {
   over.dispatchEvent(new MouseEvent("mouseenter", {bubbles: true}));
   const at = {bubbles: true, clientX: box.left + box.width - 1, clientY: box.top + 5};
   over.dispatchEvent(new MouseEvent("mousemove", at));
-  const image = document.querySelector(".map canvas"), place = image.getBoundingClientRect();
-  image.dispatchEvent(new MouseEvent("mousemove", {clientX: place.left + 2, clientY: place.top + 2}));
   requestAnimationFrame(() => setTimeout(() => document.body.append(Object.assign(document.createElement("div"), {
     id: "hovered",
     textContent: [...document.querySelectorAll(".u-legend")].map((each) => each.textContent).join("|"),
-    title: [...document.querySelectorAll("figure.chart, figure canvas[role]")]
+    title: [...document.querySelectorAll("figure.chart")]
       .map((each) => `${each.computedRole}: ${each.computedName}`).join("|"),
   })), 50));
 }, 50));
@@ -345,24 +251,17 @@ def browse(page: Path, profile: Path) -> tuple[str, str]:
 @pytest.mark.soak
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
 def test_in_a_browser(tmp_path: Path) -> None:
-    rows = [make_row([10 * n] * (2 + n // 5), forward=[1.0, float(n), 1.0][: 2 + n // 5]) for n in range(6)]
     metrics = [{"step": n, "train/loss": 1 / n, "validation/loss": 2 / n, "train/lr": 0.1} for n in range(1, 51)]
-    run = write_run(tmp_path / "run", metrics=metrics, timeline=rows)
+    run = write_run(tmp_path / "run", metrics=metrics)
     page = report(run, output=tmp_path / "out.html")
     (tmp_path / "hover.html").write_text(page.replace("</body>", HOVER))
     document, log = browse(tmp_path / "hover.html", tmp_path / "profile")
     assert "CONSOLE" not in log
-    assert document.count('class="uplot') == 3  # loss, lr, samples per second
+    assert document.count('class="uplot') == 2  # loss, lr
     hovered = re.search(r'<div id="hovered" title="(.*?)">(.*?)</div>', document, re.DOTALL)
     assert hovered is not None
     legends = hovered[2].split("|")
     assert "0.02" in legends[0]  # the loss in the last step
     assert "0.04" in legends[0]
     assert "0.1" in legends[1]  # the cursors of all charts move together
-    assert "rank 0, steps 0 to 9: 100 ms" in document
-    assert [each.partition(": ")[2][:7] for each in hovered[1].split("|")] == [
-        "loss ov",
-        "lr over",
-        "samples",
-        "steps 0",
-    ]
+    assert [each.partition(": ")[2][:7] for each in hovered[1].split("|")] == ["loss ov", "lr over"]

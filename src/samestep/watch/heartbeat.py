@@ -45,8 +45,7 @@ class Heartbeat:
         self._builder = BeatBuilder(
             clock, facts.rank, facts.host, self._system, interval_s=interval_s, began_step=files.began_step
         )
-        is_first = facts.rank == facts.members[0]
-        self._publisher = Publisher(files, clock, facts.rank, threading.get_ident(), is_first=is_first)
+        self._publisher = Publisher(files, clock, facts.rank, threading.get_ident())
         first = Message(self._builder.build(0))
         self._exchange = BeatExchange(entries, facts.rank, facts.members, interval_s, first)
         self._slow = SlowRanks(facts.limits.floor_s, facts.say)
@@ -102,7 +101,8 @@ class Heartbeat:
             self._facts.say(text)
 
     def _finish_publishing(self) -> None:
-        self._publisher.finish(self._collect(time.monotonic()), is_last=self._is_last)
+        if self._is_last:
+            self._publisher.remove()
 
     def _collect(self, now_s: float, own: Beat | None = None) -> list[Beat] | None:
         """Return the states of all ranks; None before the first beat of each other rank."""

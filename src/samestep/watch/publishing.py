@@ -1,4 +1,4 @@
-"""Writes what a heartbeat knows into the run directory: `ranks.json`, `timeline.jsonl` and stacks."""
+"""Writes what a heartbeat knows into the run directory: `ranks.json` and stacks."""
 
 import json
 import threading
@@ -12,10 +12,9 @@ from msgspec import to_builtins
 
 from samestep.files import replace_file
 from samestep.watch.phase_clock import PhaseClock
-from samestep.watch.records import RANKS, TIMELINE, RankStates
+from samestep.watch.records import RANKS, RankStates
 from samestep.watch.stall_diagnosis import Beat
 from samestep.watch.thread_state import read_stacks, trim_stack
-from samestep.watch.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -23,11 +22,11 @@ class Files:
     """Where a rank writes.
 
     Attributes:
-        run_dir: directory for ranks.json and timeline.jsonl; None: not written.
+        run_dir: directory for ranks.json; None: not written.
         logs: directory for the stacks of a stuck rank; None: not written.
         may_write: returns whether the directory still belongs to this run.
         micro_batch_size: of the run, for ranks.json.
-        began_step: the first step of this start of the run, for the timeline.
+        began_step: the first step of this start of the run.
     """
 
     run_dir: Path | None = None
@@ -42,21 +41,17 @@ class Publisher:
 
     Args:
         ident: the main thread, whose stack is written first.
-        is_first: whether this rank writes the timeline.
 
     Attributes:
         num_bytes: written to ranks.json so far.
     """
 
-    def __init__(self, files: Files, clock: PhaseClock, rank: int, ident: int, *, is_first: bool) -> None:
+    def __init__(self, files: Files, clock: PhaseClock, rank: int, ident: int) -> None:
         self.num_bytes = 0
         self._files = files
         self._clock = clock
         self._rank = rank
         self._ident = ident
-        self._timeline: Timeline | None = None
-        if is_first and files.run_dir is not None:
-            self._timeline = Timeline(files.run_dir / TIMELINE, files.began_step)
         self._shown: Sequence[Beat] | None = None  # the states of all ranks that are to be written
         self._stalled: tuple[str, int, float] | None = None  # the phase whose stacks were written, or are to be
         self._writes_stacks = False
@@ -83,16 +78,11 @@ class Publisher:
             with suppress(OSError):
                 self._write_ranks(ranks)
 
-    def finish(self, ranks: Sequence[Beat] | None, *, is_last: bool) -> None:
-        """Write the end of the timeline, and remove `ranks.json` if no other heartbeat follows."""
-        run_dir = self._files.run_dir
-        if run_dir is None or not (self._timeline is not None or self.num_bytes) or not self._files.may_write():
-            return
-        if self._timeline is not None and ranks is not None:
-            self._timeline.add(ranks, is_last=True)
-        if is_last:
+    def remove(self) -> None:
+        """Remove `ranks.json`, if this rank has written it."""
+        if self._files.run_dir is not None and self.num_bytes and self._files.may_write():
             with suppress(OSError):
-                (run_dir / RANKS).unlink()
+                (self._files.run_dir / RANKS).unlink()
 
     def _write_ranks(self, ranks: Sequence[Beat]) -> None:
         files = self._files
@@ -101,8 +91,6 @@ class Publisher:
         text = json.dumps(to_builtins(RankStates(time.time(), files.micro_batch_size, [*ranks]))).encode()
         replace_file(files.run_dir / RANKS, text)
         self.num_bytes += len(text)
-        if self._timeline is not None:
-            self._timeline.add(ranks)
 
     def _write_stacks(self) -> None:
         """Write the Python stacks of this process's threads to the logs, the main thread first."""

@@ -21,7 +21,6 @@ STATUS = "status.json"  # whether the run is running, and how it ended
 RESTARTS = "restarts.jsonl"  # one line for each start but the first: time, reason, first step
 HEALS = "heals.jsonl"  # one line each time that ranks died and the others continued
 METRICS = "metrics.jsonl"  # one line for each logged row
-TIMELINE = "timeline.jsonl"  # where the time of every rank went: `watch.timeline`
 TRACKERS = "trackers.json"  # the run's id and last row at each service of a tracker
 LEDGER = "ledger.bin"  # one record for each finished step: the samples it used
 LOGS = "logs"  # a directory: the output of each start's ranks
@@ -35,7 +34,7 @@ RESTART_COLUMNS = ("time", "reason", "rank", "from_step", "lost_steps", "world_s
 HEAL_COLUMNS = ("time", "step", "lost", "world_size", "seconds")
 
 MAX_ROWS_BYTES = 64 << 20
-MAX_RANKS = 1 << 16  # in a row of the timeline
+MAX_RANKS = 1 << 16  # in a row of `HEALS`
 
 
 class _Script(Struct):
@@ -110,13 +109,6 @@ class _Heal(Struct):
     start: Count = 0
 
 
-class _Interval(Struct):
-    time_s: Number
-    steps: Annotated[list[Count], Meta(max_length=MAX_RANKS)]
-    spent_s: dict[str, list[Number]]
-    first_step: Count = 0
-
-
 class RankStates(Struct, frozen=True):
     """The content of `RANKS`."""
 
@@ -129,7 +121,6 @@ _KINDS: dict[str, Any] = {
     RECORD: _Record,
     STATUS: _Status,
     TRACKERS: dict[str, _Service],
-    TIMELINE: _Interval,
     FAILURE: defstruct("Failure", [("rank", Count), ("reason", str)]),
     RESTARTS: defstruct("Restart", [("reason", str), ("from_step", Count)]),
     HEALS: _Heal,
@@ -199,7 +190,7 @@ def list_logs(run_dir: Path) -> list[Path]:
 
 
 def read_rows(path: Path, most_bytes: int = MAX_ROWS_BYTES) -> list[dict[str, Any]]:
-    """Return the last readable lines of `RESTARTS`, `METRICS` or `TIMELINE`; [] without a file. Raises OSError."""
+    """Return the last readable lines of `RESTARTS`, `HEALS` or `METRICS`; [] without a file. Raises OSError."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))

@@ -11,11 +11,10 @@ from markupsafe import Markup
 
 from samestep.console import build_cells, escape, list_values, to_text
 from samestep.tools.inspect import SECTIONS
-from samestep.tools.report.charts import build_charts, build_heat_map, find_marks
+from samestep.tools.report.charts import build_charts, find_marks
 from samestep.tools.report.run_data import RunData
 from samestep.version import __version__
 from samestep.watch.records import HEAL_COLUMNS, RESTART_COLUMNS
-from samestep.watch.stall_diagnosis import share_spent
 
 
 def build_page(runs: Sequence[RunData], comparison: Sequence[str]) -> str:
@@ -29,7 +28,6 @@ def build_page(runs: Sequence[RunData], comparison: Sequence[str]) -> str:
     environment = Environment(autoescape=True, finalize=_escape_text, undefined=StrictUndefined, trim_blocks=True)
     environment.globals["asset"] = lambda name: Markup((assets / name).read_text())
     charts = build_charts(runs)
-    heats = {run.name: heat for run in runs if (heat := build_heat_map(run.timeline)) is not None}
     return environment.from_string((assets / "page.html").read_text()).render(
         title=", ".join(run.name for run in runs),
         names=[run.name for run in runs],
@@ -38,16 +36,10 @@ def build_page(runs: Sequence[RunData], comparison: Sequence[str]) -> str:
         comparison=comparison,
         charts=charts,
         times={run.name: _share_time(run) for run in runs},
-        heats={name: heat.describe() for name, heat in heats.items()},
-        means={name: [(rank, f"{mean:.3g}") for rank, mean in enumerate(heat.means)] for name, heat in heats.items()},
         restarts={run.name: _build_restarts(run) for run in runs},
         configuration=_build_configuration(runs),
         logs=[(f"{run.name}: {title}", text) for run in runs for title, text in run.logs],
-        data={
-            "charts": charts,
-            "marks": find_marks(runs),
-            "maps": [heat.to_json() for heat in heats.values()],
-        },
+        data={"charts": charts, "marks": find_marks(runs)},
     )
 
 
@@ -84,7 +76,7 @@ def _build_summary(runs: Sequence[RunData]) -> list[tuple[str, list[str], bool]]
 
 def _share_time(run: RunData) -> dict[str, float]:
     """Return the percentage of each phase in the time of all ranks, except the smallest."""
-    shares = share_spent(run.spent_s) or (run.status.get("measured") or {}).get("time_share") or {}
+    shares = (run.status.get("measured") or {}).get("time_share") or {}
     return {name: 100 * share for name, share in shares.items() if share >= 0.0005}
 
 
