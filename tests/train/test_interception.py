@@ -17,7 +17,7 @@ import samestep
 from samestep.config import OPTIONS
 from samestep.engine.passes import PassAttempt
 from samestep.train.context import RunContext
-from samestep.train.step.interception import Interceptor, Interceptors, load_interceptor, read_request
+from samestep.train.step.interception import Interceptor, install, load_interceptor, read_request
 from samestep.train.step.steps import Step, StepObserver
 
 SOURCE = Path(samestep.__file__).parent
@@ -278,4 +278,4 @@ def test_an_interceptor_is_installed_once() -> None:
     assert request.options == {"a": 1}
     context: Any = None
     with pytest.raises(samestep.Error, match="SecondOpinion was requested twice for one run"):
-        Interceptors(context, [request, request])
+        install(context, [request, request])

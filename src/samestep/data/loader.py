@@ -157,19 +157,19 @@ class Loader:
         return self
 
     def __next__(self) -> Loaded:
-        loaded = self._load_next()
+        if self._closed:
+            raise StopIteration
+        if self._workers is not None:
+            loaded = self._next_of_workers(self._workers)
+        elif self._single_thread:
+            loaded = self._load_in_one_thread(next(self._tasks))
+        else:
+            loaded = self._fetcher.load(next(self._tasks))
         if (position := loaded.position) is not None:
             self.positions[position.lane] = position
         return loaded
 
-    def _load_next(self) -> Loaded:
-        if self._closed:
-            raise StopIteration
-        if self._workers is not None:
-            return self._next_of_workers(self._workers)
-        task = next(self._tasks)
-        if not self._single_thread:
-            return self._fetcher.load(task)
+    def _load_in_one_thread(self, task: Task) -> Loaded:
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -397,7 +397,7 @@ class Fetcher:
         self._many: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
         self._read_position: Callable[[Task], Any] | None = getattr(dataset, "read_lane_position", None)
         self._stacks = collate_fn is default_collate
-        self._has_columns = self._stacks and type(dataset) is TensorDataset
+        self._has_columns = self._stacks and type(dataset) is TensorDataset and all(map(_is_dense, dataset.tensors))
         self._read_batch: Callable[[NDArray[np.int64]], Any] | None = (
             getattr(dataset, "read_batch", None) if self._stacks else None
         )
@@ -416,8 +416,11 @@ class Fetcher:
         Raises:
             Error: the data set or collate_fn raised an exception.
         """
-        if self._has_columns and (columns := self._read_columns(task.indices)) is not None:
-            return Loaded(columns, len(task.indices), fingerprint(task.indices))
+        if self._has_columns and get_worker_info() is None:  # workers collate into shared memory
+            # One operation per tensor, and no object per sample. Draws no random numbers, so it needs no seed.
+            rows = torch.from_numpy(task.indices)
+            columns = [tensor.index_select(0, rows) for tensor in self._dataset.tensors]
+            return Loaded(columns, len(rows), fingerprint(task.indices))
         if self._read_batch is not None:
             return self._load_batch(task, self._read_batch)
         seed_all(task.seed)
@@ -454,18 +457,6 @@ class Fetcher:
             indices: list[int] = task.indices.tolist()
             sentence = explain(error, indices, [], self._collate_fn, lambda some: read(np.array(some)))
             raise Error(sentence, code="SS301") from error
-
-    def _read_columns(self, indices: NDArray[np.int64]) -> list[Tensor] | None:
-        """Return the collated samples of a TensorDataset, with one index operation per tensor and no object per sample.
-
-        Draws no random numbers, so the generators need no seed. Returns None if the tensors cannot be read this way,
-        and in loader workers, which collate into shared memory.
-        """
-        tensors = self._dataset.tensors
-        if get_worker_info() is not None or any(not _is_dense(t) for t in tensors):
-            return None
-        rows = torch.from_numpy(indices)
-        return [tensor.index_select(0, rows) for tensor in tensors]
 
     def _stack(self, samples: list[Any]) -> Any:
         """Like default_collate, in 2/3 of its time for the most common samples: tuples of dense tensors."""

@@ -165,7 +165,7 @@ class LoopPlan:
 
     # --- steps and epochs -------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def _num_samples(self) -> int:
         """Number of samples of each epoch."""
         return self.length if self.epoch_length is None else self.epoch_length
@@ -203,7 +203,7 @@ class LoopPlan:
 
     def epoch_of(self, step: int) -> int:
         """Return the epoch in which step `step` of the run begins."""
-        return self.epochs_of(step).start
+        return self.first_epoch + self._span(step)[0] // self._num_samples
 
     def num_steps_within(self, epoch: int) -> int:
         """Return the number of steps of the run that need no sample of the epochs after `epoch`."""
@@ -227,18 +227,15 @@ class LoopPlan:
 
     # --- samples ----------------------------------------------------------------------------------------------
 
-    def micro_batches(self, step: int) -> tuple[Span, ...]:
-        """Return the micro-batches of step `step`: spans of positions of the loop."""
-        return self._cut(step)
-
     @cached_property
-    def _cut(self) -> Callable[[int], tuple[Span, ...]]:
+    def micro_batches(self) -> Callable[[int], tuple[Span, ...]]:
+        """Maps a step to its micro-batches: spans of positions of the loop."""
         return lru_cache(maxsize=64)(self._cut_step)
 
     def _cut_step(self, step: int) -> tuple[Span, ...]:
         start, stop = self._span(step)
-        size = self.micro_batch_size
-        return tuple((at, min(at + size, stop)) for at in range(start, stop, size))
+        starts = range(start, stop, self.micro_batch_size)
+        return tuple(zip(starts, (*starts[1:], stop), strict=True))
 
     def indices(self, span: Span) -> Indices:
         """Return the samples of a micro-batch."""

@@ -1,6 +1,8 @@
 """Opens a loop: everything between the check of its arguments and its first step."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -21,8 +23,8 @@ from samestep.train.loops.services import Services
 from samestep.train.prepared import Prepared
 from samestep.train.state.param_sizes import measure_sizes
 from samestep.train.state.run_state import RunState
-from samestep.train.step.interception import Interceptors, LoopParts
-from samestep.train.step.steps import Observers, StepObserver
+from samestep.train.step.interception import Interceptor, LoopParts
+from samestep.train.step.steps import Observers, StepObserver, list_borrowed
 from samestep.units import format_ranks
 from samestep.watch.trackers.protocol import TrackerInfo
 from samestep.world.environment import advise
@@ -34,7 +36,7 @@ def open_loop(
     state: RunState,
     prepared: Prepared,
     services: Services,
-    interceptors: Interceptors,
+    interceptors: Sequence[Interceptor],
 ) -> Loop:
     """Open the script's next loop, on all ranks.
 
@@ -56,7 +58,7 @@ def open_loop(
     services.metrics.begin_loop(data.plan, prepared.objects, prepared.gradients)
     observers = build_observers(data, context, state, prepared, services, interceptors)
     has_steps = not state.place.is_past and not services.stopping.is_ending
-    feed = Feed(context, data, state, interceptors.borrow, has_steps=has_steps)
+    feed = Feed(context, data, state, partial(list_borrowed, interceptors), has_steps=has_steps)
     loop = Loop(context, state, prepared, services, feed, observers)
     services.resources.watch(loop.conclude)
     begin_healing(context, state, feed, services, interceptors)
@@ -122,7 +124,7 @@ def build_observers(
     state: RunState,
     prepared: Prepared,
     services: Services,
-    interceptors: Interceptors,
+    interceptors: Sequence[Interceptor],
 ) -> Observers:
     """Return what listens to the loop's steps, in the order of notification, and what intercepts them."""
     observers: list[StepObserver] = [prepared.parameters, services.watchdog, services.metrics, services.stopping]
@@ -130,19 +132,17 @@ def build_observers(
         observers.append(ScheduleChecks(schedules))
     if context.world_size > 1:
         observers.append(prepared.misuse)
-    interceptors.begin_loop(
-        LoopParts(
-            data,
-            prepared.gradients,
-            services.watchdog,
-            context.location.path,
-            lambda position: prepared.contents.build(
-                position | state.list_ends(), state.script, prepared.collect_states()
-            ),
-            lambda: measure_sizes(prepared.objects, prepared.modules, prepared.shard_blocks),
-        )
+    parts = LoopParts(
+        data,
+        prepared.gradients,
+        services.watchdog,
+        context.location.path,
+        lambda position: prepared.contents.build(position | state.list_ends(), state.script, prepared.collect_states()),
+        lambda: measure_sizes(prepared.objects, prepared.modules, prepared.shard_blocks),
     )
-    return Observers([*observers, *interceptors.installed], interceptors)
+    for interceptor in interceptors:
+        interceptor.begin_loop(parts)
+    return Observers([*observers, *interceptors], interceptors)
 
 
 def announce_loop(loop: Loop, context: RunContext, state: RunState, prepared: Prepared, *, is_ending: bool) -> None:

@@ -1,6 +1,6 @@
 """What `Run.prepare` builds from the script's objects."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from samestep.train.state.run_state import RunState
 from samestep.train.state.sharded_init import ShardedInit, check_states, is_partial
 from samestep.train.state.sharded_state import Blocks, ShardedState, check_options, has_parts, refuse_sharded
 from samestep.train.state.stateful import describe_models, find_held_optimizers, outline, refuse_overlaps, states
-from samestep.train.step.interception import Interceptors
+from samestep.train.step.interception import Interceptor
 
 Divided = DividedOptimizers | ShardedState  # state of which each rank holds a part
 
@@ -86,7 +86,7 @@ def prepare_objects(
     context: RunContext,
     state: RunState,
     snapshotter: Snapshotter,
-    interceptors: Interceptors,
+    interceptors: Sequence[Interceptor],
     *,
     override: bool,
     device_map: Literal["keep"] | None,
@@ -110,7 +110,8 @@ def prepare_objects(
     context.group.agree(config.shared() | {"override": overrides} | described)
     check_states(objects)
     _place(modules, None if device_map == "keep" else context.device, None if shard == "fsdp2" else sharded_init)
-    interceptors.prepare(objects, modules)
+    for interceptor in interceptors:
+        interceptor.prepare(objects, modules)
     tensors = [tensor for module in modules.values() for tensor in (*module.parameters(), *module.buffers())]
     context.group.broadcast_tensors([each for each in tensors if not (is_partial(each) or is_sharded(each))])
     if context.location.path is not None:  # an Error for what cannot be saved comes now, not after the first epoch

@@ -39,7 +39,7 @@ from samestep.train.state.restoring import restore_models
 from samestep.train.state.run_state import RunState
 from samestep.train.state.sharded_init import ShardedInit
 from samestep.train.state.stateful import check_objects, find_params
-from samestep.train.step.interception import Interceptors, find_requests, read_request
+from samestep.train.step.interception import find_requests, install, read_request
 from samestep.train.step.step_log import collect_values
 from samestep.train.step.steps import Step
 from samestep.watch.progress import build_progress, say_above
@@ -189,7 +189,7 @@ class Run:
         self._context = context
         self._state = RunState()
         self._services = self._build_services(() if is_trial else settings.trackers)
-        self._interceptors = Interceptors(context, [*find_requests(settings), *requests])
+        self._interceptors = install(context, [*find_requests(settings), *requests])
         self._old_params = find_params()
         self._prepared: Prepared | None = None
         self._loop: Loop | None = None
@@ -540,22 +540,17 @@ class Run:
         """
         self._check_call("run.evaluate", "the ranks are not at the same place there; dedent it")
         prepared = self._check_prepared("run.evaluate")
-        evaluator = Evaluator(
+        evaluate: Callable[..., dict[str, Any]] = Evaluator(
             self._context,
             prepared.modules,
             prepared.gradients,
             self._state,
             self._services.watchdog,
             self._services.stopping,
-        )
-        return self._interceptors.evaluate(
-            evaluator.evaluate,
-            score,
-            data,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            micro_batch_size=micro_batch_size,
-        )
+        ).evaluate
+        for each in reversed(self._interceptors):
+            evaluate = partial(each.evaluate, evaluate)
+        return evaluate(score, data, collate_fn=collate_fn, num_workers=num_workers, micro_batch_size=micro_batch_size)
 
     def log(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
         """Write a row to `metrics.jsonl` and to the trackers at the current step. Call it on all ranks.
@@ -676,7 +671,7 @@ class Run:
         self._services.snapshotter.wait_until_written()
         if (shards := prepared.gradients.plan.shards) is not None:
             shards.models.free_gathered()
-        may_lack = self._interceptors.is_trial
+        may_lack = any(each.is_trial for each in self._interceptors)
         is_loaded = restore_models(context.location, prepared.modules, names, which, context.group, may_lack=may_lack)
         self._is_recalled = is_loaded and self._loop is None
 

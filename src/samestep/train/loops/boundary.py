@@ -68,12 +68,14 @@ class Boundary:
 
     def cast_vote(self) -> Vote:
         """Return this rank's vote, for the exchange of a step."""
-        computed, recomputed = self._on.interceptors.results()
+        results = (0, 0)
+        for each in self._on.interceptors:
+            results = max(results, each.results())  # only one of them has any
         metrics = self._services.metrics
         return self._services.stopping.cast_vote(
             comparison=self._prepared.replicas.is_time(),
-            computed=computed,
-            recomputed=recomputed,
+            computed=results[0],
+            recomputed=results[1],
             checksum=metrics.take_checksum(),
         )
 

@@ -1,6 +1,7 @@
 """Continues a loop after the death of a rank (docs/dev/healing.md)."""
 
 import time
+from collections.abc import Sequence
 from functools import partial
 
 from samestep.console import describe_ranks
@@ -10,7 +11,7 @@ from samestep.train.context import RunContext
 from samestep.train.loops.feed import Feed
 from samestep.train.loops.services import Services
 from samestep.train.state.run_state import RunState
-from samestep.train.step.interception import Interceptors
+from samestep.train.step.interception import Interceptor
 from samestep.world.membership import Change, list_gone
 
 TRACKED_STEPS = 1000  # whose rows may not have reached the trackers when rank 0 dies
@@ -21,7 +22,7 @@ def begin_healing(
     state: RunState,
     feed: Feed,
     services: Services,
-    interceptors: Interceptors,
+    interceptors: Sequence[Interceptor],
 ) -> None:
     """If the launcher was started with --heal, let the other ranks continue after the death of one, if they can."""
     environment = context.environment
@@ -54,14 +55,15 @@ def continue_without(context: RunContext, state: RunState, feed: Feed, services:
     context.say(_describe(change, state.steps_done, seconds))
 
 
-def _find_problem(context: RunContext, interceptors: Interceptors) -> str:
+def _find_problem(context: RunContext, interceptors: Sequence[Interceptor]) -> str:
     """Return what prevents that the other ranks continue after the death of one; "" if nothing does."""
     config = context.config
     if config.shard is not None:
         return f'shard="{config.shard}" (a rank\'s part of the state dies with it)'
     if context.location.is_replicated:
         return "a run directory that the nodes do not share"
-    return "" if interceptors.permits_healing else "check_compute_every and the tools that observe a run"
+    permits = all(each.permits_healing for each in interceptors)
+    return "" if permits else "check_compute_every and the tools that observe a run"
 
 
 def _describe(change: Change, step: int, seconds: float) -> str:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -166,78 +165,6 @@ class Interceptor(StepObserver):
         return iter(())
 
 
-class Interceptors:
-    """The interceptors of one run, in the order of the requests. Its methods are those of `Interceptor`.
-
-    Raises:
-        Error: two requests name the same interceptor.
-    """
-
-    def __init__(self, context: RunContext, requests: Sequence["Request"]) -> None:
-        names = [request.name for request in requests]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise Error(f"the interceptor {twice} was requested twice for one run: request it once", code="SS105")
-        self.installed = [request.kind(context, request.options) for request in requests]
-
-    @property
-    def is_trial(self) -> bool:
-        return any(each.is_trial for each in self.installed)
-
-    @property
-    def permits_healing(self) -> bool:
-        return all(each.permits_healing for each in self.installed)
-
-    def prepare(self, objects: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> None:
-        for each in self.installed:
-            each.prepare(objects, modules)
-
-    def begin_loop(self, loop: LoopParts) -> None:
-        for each in self.installed:
-            each.begin_loop(loop)
-
-    def evaluate(
-        self,
-        evaluate: Callable[..., dict[str, Any]],
-        score: Callable[[Any], Mapping[str, Any]],
-        data: Any,
-        **arguments: Any,
-    ) -> dict[str, Any]:
-        for each in reversed(self.installed):
-            evaluate = partial(each.evaluate, evaluate)
-        return evaluate(score, data, **arguments)
-
-    def borrow(self, step: int, num_micro_batches: int) -> Sequence[int]:
-        borrowed: list[int] = []
-        for each in self.installed:
-            borrowed += each.borrow(step, num_micro_batches)
-        return borrowed
-
-    def probe(self, step: Step) -> Iterator[Any]:
-        for each in self.installed:
-            yield from each.probe(step)
-
-    def inspect(self, step: Step) -> Inspect | None:
-        for each in self.installed:
-            if (inspect := each.inspect(step)) is not None:
-                return inspect
-        return None
-
-    def forward(self, step: Step, batch: Any) -> Any:
-        for each in self.installed:
-            batch = each.forward(step, batch)
-        return batch
-
-    def results(self) -> tuple[int, int]:
-        for each in self.installed:
-            if any(results := each.results()):
-                return results
-        return 0, 0
-
-    def after_exchange(self, step: Step, reduced: Reduced) -> Iterator[Any]:
-        for each in self.installed:
-            yield from each.after_exchange(step, reduced)
-
-
 @dataclass(frozen=True)
 class Request:
     """An interceptor to install.
@@ -251,6 +178,14 @@ class Request:
     name: str
     kind: type[Interceptor]
     options: Mapping[str, Any]
+
+
+def install(context: RunContext, requests: Sequence[Request]) -> list[Interceptor]:
+    """Return the interceptors of a run, in the order of the requests. Raises Error if two name the same one."""
+    names = [request.name for request in requests]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise Error(f"the interceptor {twice} was requested twice for one run: request it once", code="SS105")
+    return [request.kind(context, request.options) for request in requests]
 
 
 def find_requests(config: RunConfig) -> list[Request]:

@@ -74,8 +74,8 @@ class StepObserver:
         """The script has left one of its loops within this step."""
 
 
-class StepInterception(Protocol):
-    """What the interceptors of a run change in its steps, see `Interceptor`."""
+class StepInterceptor(Protocol):
+    """What an `Interceptor` changes in the steps of a run."""
 
     def borrow(self, step: int, num_micro_batches: int) -> Sequence[int]: ...
 
@@ -90,6 +90,11 @@ class StepInterception(Protocol):
     def after_exchange(self, step: "Step", reduced: Reduced) -> Iterator[Any]: ...
 
 
+def list_borrowed(interceptors: Sequence[StepInterceptor], step: int, num_micro_batches: int) -> list[int]:
+    """Return the micro-batches that interceptors borrow, see `Interceptor.borrow`."""
+    return [v for each in interceptors for v in each.borrow(step, num_micro_batches)]
+
+
 Event = Callable[..., object]
 
 
@@ -97,10 +102,10 @@ class Observers:
     """One function per event, which calls the observers that override it.
 
     Attributes:
-        interceptors: what changes the steps.
+        interceptors: what changes the steps, in this order.
     """
 
-    def __init__(self, observers: Sequence[StepObserver], interceptors: StepInterception) -> None:
+    def __init__(self, observers: Sequence[StepObserver], interceptors: Sequence[StepInterceptor]) -> None:
         def join(event: str) -> Event:
             default = getattr(StepObserver, event)
             calls = [getattr(each, event) for each in observers if getattr(type(each), event) is not default]
@@ -210,7 +215,7 @@ class Step:
         self._members: Sequence[int] = ()  # at the beginning of the first pass
         self._num_ranks = 0  # in the newest attempt
         self.held = range(0)
-        self.borrowed = parts.observers.interceptors.borrow(number, len(self.sizes))
+        self.borrowed = list_borrowed(parts.observers.interceptors, number, len(self.sizes))
         self.micro_batch = 0
         self.num_passes = 0
         self.averaged_loss: float | None = None
@@ -346,7 +351,8 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, then set `.grad` to the gradient of the whole batch."""
         self._begin_pass()
-        yield from self._on.interceptors.probe(self)
+        for each in self._on.interceptors:
+            yield from each.probe(self)
         self._phase = StepPhase.INSIDE
         vote: Vote | None = None
         reduced: Reduced | None = None
@@ -373,10 +379,14 @@ class Step:
         assert attempt is not None  # the loop over the micro-batches has begun
         self.micro_batch = v
         seed_all(self._derive("compute", v))
-        attempt.open(v, on.interceptors.inspect(self))
         self._parts.clock.enter("forward", self.number)
+        inspect = None
+        for each in on.interceptors:
+            inspect = inspect or each.inspect(self)
+            batch = each.forward(self, batch)
+        attempt.open(v, inspect)
         try:
-            yield on.interceptors.forward(self, batch)
+            yield batch
         except GeneratorExit:
             self._phase = StepPhase.LEFT
             on.leave(self.number)
@@ -417,7 +427,7 @@ class Step:
 
     def _begin_attempt(self) -> PassAttempt:
         if self._attempt is not None:  # it has failed
-            self.borrowed = ()
+            self.borrowed = []
             self._load_again()
         self._attempt = PassAttempt(self._parts.gradients, self.number, self.sizes, self.num_passes)
         self._num_ranks = self._parts.context.world_size
@@ -459,7 +469,8 @@ class Step:
         try:
             with group.together():
                 exchanged = attempt.exchange(vote, [self._loaded[v].fingerprint for v in self.held])
-                yield from self._on.interceptors.after_exchange(self, exchanged)
+                for each in self._on.interceptors:
+                    yield from each.after_exchange(self, exchanged)
                 reduced = exchanged
             group.confirm()
         except RuntimeError as error:
