@@ -94,6 +94,9 @@ class Buffers:
     Args:
         modules: by name.
         exact: whether to sum along the canonical tree.
+
+    Attributes:
+        num_buffers: number of the buffers, which have an entry each in the control block.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], group: Group, *, exact: bool) -> None:
@@ -107,11 +110,6 @@ class Buffers:
         self._exact = exact
         self._num_passes = 0
         self._find_all()
-
-    @property
-    def num_buffers(self) -> int:
-        """Number of the buffers, which have an entry each in the control block."""
-        return len(self._tensors)
 
     def _list(self) -> list[tuple[nn.Module, str]]:
         return [
@@ -128,6 +126,7 @@ class Buffers:
         # Of a buffer that modules share, the first place.
         first_of = {id(get_buffers(module)[name]): (module, name) for module, name in reversed(self._listed)}
         places = [*first_of.values()][::-1]
+        self.num_buffers = len(places)
         self._places = [(get_buffers(module), name) for module, name in places]
         self._paths = [f"{self._modules[module]}.{name}" for module, name in places]
         self._tensors = [self._read(k) for k in range(len(places))]

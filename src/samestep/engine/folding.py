@@ -1,6 +1,6 @@
 """Adds up the gradients of one rank: a tensor per parameter, None for a parameter that was not used."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import compress, repeat
 from operator import is_, is_not
@@ -44,7 +44,8 @@ class RankParts:
 
     def fold(self, v: int, grads: Grads) -> None:
         """Add the gradients of micro-batch v, unless it is the last one: the parts that it completes become one."""
-        grads = self._narrow_all(grads)
+        if self._narrow is not None:
+            grads = narrow_all(grads, self._narrow)
         for _ in range(self._layout.count_merges(self._rank, v)):
             grads = add_grads(self._parts.pop(), grads)
         self._parts.append(grads)
@@ -82,14 +83,16 @@ class RankParts:
 
     def complete(self, grads: Grads) -> Grads:
         """Return the sum of all parts and `grads`, of the last micro-batch, if there is no other rank."""
-        grads = self._narrow_all(grads)
+        if self._narrow is not None:
+            grads = narrow_all(grads, self._narrow)
         for part in reversed(self._parts):
             grads = add_grads(part, grads)
         return grads
 
-    def _narrow_all(self, grads: Grads) -> Grads:
-        narrow = self._narrow
-        return grads if narrow is None else [None if grad is None else narrow(grad) for grad in grads]
+
+def narrow_all(grads: Grads, narrow: Callable[[Tensor], Tensor]) -> Grads:
+    """Return gradients in the dtype in which they are exchanged, see `ReductionPlan.narrow`."""
+    return [None if grad is None else narrow(grad) for grad in grads]
 
 
 def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:

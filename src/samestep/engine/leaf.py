@@ -26,11 +26,6 @@ read_layout: Callable[[Tensor], torch.layout] = attrgetter("layout")
 read_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
 
-def read_grads(params: Sequence[Tensor]) -> list[Any]:
-    """Return the gradients of parameters; None for one without."""
-    return [*map(read_grad, params)]
-
-
 def drop_grads(params: Sequence[Tensor]) -> None:
     """Set the gradients of parameters to None."""
     for param in params:
@@ -102,7 +97,7 @@ class OpenMicroBatch:
         Raises:
             UsageError: a parameter has a gradient, which is of another backward pass.
         """
-        _refuse_other_backward(read_grads(self._plan.params))
+        _refuse_other_backward(self._plan.params)
         try:
             run_backward(
                 (loss,), (build_seed(factor, loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -131,28 +126,29 @@ class OpenMicroBatch:
         params = self._plan.params
         if wanted is not None:
             drop_grads([param for i, param in enumerate(params) if i not in wanted])
-        grads = read_grads(params)
+        grads: list[Any] = [*map(read_grad, params)]
         numbers = [*compress(count(), map(is_not, grads, NONE))]
         present = [*map(grads.__getitem__, numbers)]
         storages = list_storages(present) if {*map(read_layout, present)} == {torch.strided} else []
         if len({*storages}) < len(present):
-            self._separate(numbers)
+            self._separate(grads, numbers)
         if self.inspect is not None:
-            for i, grad in zip(numbers, read_grads([params[i] for i in numbers]), strict=True):
-                self.inspect(i, grad)
-        self.grads = read_grads(params)
-        self._versions = dict(zip(numbers, map(read_version, map(self.grads.__getitem__, numbers)), strict=True))
+            for i in numbers:
+                self.inspect(i, grads[i])
+        self.grads = grads
+        self._versions = dict(zip(numbers, map(read_version, map(grads.__getitem__, numbers)), strict=True))
 
-    def _separate(self, numbers: Sequence[int]) -> None:
-        """Make gradients dense, and copy those that share memory with another one."""
+    def _separate(self, grads: list[Any], numbers: Sequence[int]) -> None:
+        """Make gradients dense, and copy those that share memory with another one. `numbers`: those present."""
         seen = set[int]()
-        for i, grad in zip(numbers, read_grads([self._plan.params[i] for i in numbers]), strict=True):
+        for i in numbers:
+            grad = grads[i]
             if grad.layout is not torch.strided:
                 grad = grad.to_dense()  # a sparse one has other rows on each rank
             elif get_storage(grad) in seen:  # one tensor for two parameters, or views that may overlap
                 grad = grad.clone()
             seen.add(get_storage(grad))
-            self._plan.params[i].grad = grad
+            self._plan.params[i].grad = grads[i] = grad
 
     def close(self) -> list[Any]:
         """End the micro-batch. Returns its gradients.
@@ -160,7 +156,7 @@ class OpenMicroBatch:
         Raises:
             UsageError: the script has removed, replaced or changed one.
         """
-        grads = read_grads(self._plan.params)
+        grads: list[Any] = [*map(read_grad, self._plan.params)]
         versions = [*map(read_version, map(self.grads.__getitem__, self._versions))]
         if versions != [*self._versions.values()] or not all(map(is_, grads, self.grads)):
             self._refuse_changes(grads)
@@ -169,7 +165,7 @@ class OpenMicroBatch:
     def _refuse_changes(self, grads: Sequence[Tensor | None]) -> None:
         for i, (name, grad) in enumerate(zip(self._plan.names, grads, strict=True)):
             if i not in self._versions:
-                _refuse_other_backward([grad])
+                _refuse_other_backward([self._plan.params[i]])
             elif grad is None:
                 raise UsageError(
                     f"the gradient of {name} is None at the end of micro-batch {self.v}: remove zero_grad(), which is "
@@ -185,9 +181,9 @@ class OpenMicroBatch:
                 )
 
 
-def _refuse_other_backward(grads: Sequence[Tensor | None]) -> None:
-    """Raise UsageError if there is a gradient, which is of another backward pass."""
-    if any(map(is_not, grads, NONE)):
+def _refuse_other_backward(params: Sequence[Tensor]) -> None:
+    """Raise UsageError if a parameter has a gradient, which is of another backward pass."""
+    if any(map(is_not, map(read_grad, params), NONE)):
         raise UsageError(
             "loss.backward() was called inside the micro-batch loop: call step.backward(loss), which weights the "
             "loss and sums over ranks; for an input's gradient, torch.autograd.grad(loss, x)",

@@ -14,7 +14,7 @@ from samestep.engine.control import Control, Vote
 from samestep.engine.exchange import Exchange, Sums, sum_alone
 from samestep.engine.exchange_memory import ExchangeMemory, LastMemory
 from samestep.engine.folding import USED, Grads, RankParts
-from samestep.engine.leaf import NONE, GradientHooks, Inspect, OpenMicroBatch, ParameterGuard, drop_grads, read_grads
+from samestep.engine.leaf import NONE, GradientHooks, Inspect, OpenMicroBatch, ParameterGuard, drop_grads, read_grad
 from samestep.engine.logged_values import LoggedNames, Means, StepLog, Value
 from samestep.engine.losses import PassLosses
 from samestep.engine.ownership import Ownership
@@ -103,10 +103,6 @@ class Gradients:
         if self._models is not None:
             self._models.free_gathered()
 
-    def build_layout(self, num_micro_batches: int) -> Layout:
-        """Return how the ranks share the micro-batches of a step."""
-        return build_layout(num_micro_batches, self.group.world_size, self.plan.shards is not None)
-
     def find_wanted(self, model: nn.Module, step: int) -> set[int]:
         """Return the numbers of the trained parameters of a prepared model."""
         plain = getattr(model, "_orig_mod", model)
@@ -183,7 +179,7 @@ class PassAttempt:
     def __init__(self, gradients: Gradients, step: int, sizes: Sequence[int], number: int) -> None:
         rank = gradients.group.rank
         plan = gradients.plan
-        layout = gradients.build_layout(len(sizes))
+        layout = build_layout(len(sizes), gradients.group.world_size, plan.shards is not None)
         self.held = layout.ranges[rank]
         self.fillers = layout.find_fillers(rank)
         self._gradients = gradients
@@ -195,7 +191,7 @@ class PassAttempt:
         self._log = StepLog()
         # A power of two, which changes no bit. If the number of micro-batches is one too, the sum is then the mean.
         self._scale = gradients.precision.scale / 2 ** (layout.num_micro_batches - 1).bit_length()
-        drop_grads((*plan.params, *plan.untrained))
+        drop_grads(plan.all)
         gradients.guard.begin()
         gradients.buffers.begin(layout)
         memory = gradients.memory.find(layout, gradients.buffers.num_buffers, len(gradients.logged.names))
@@ -360,9 +356,7 @@ class TreeSum:
         self._parts = parts = RankParts(plan, layout, gradients.group.rank)
         self._last = parts.held[-1] if parts.held else None  # this rank's last micro-batch
         self._exchange: Exchange | None = None
-        if memory is None:
-            self._hooks.remove()  # they are for messages
-        else:
+        if memory is not None:
             self._hooks.attach()
             self._exchange = Exchange(plan, memory, gradients.group, parts)
 
@@ -422,13 +416,12 @@ class TreeSum:
             UsageError: the script has changed a gradient, or a parameter since the pass began.
         """
         grads = micro_batch.close()
-        drop_grads(self._plan.untrained)
+        is_last = micro_batch.v == self._last
+        drop_grads(self._plan.untrained if is_last else self._plan.all)
         if micro_batch.v not in self._parts.held:
-            drop_grads(self._plan.params)
             return
         self._parts.mark(bytes(map(is_not, grads, NONE)))
-        if micro_batch.v != self._last:
-            drop_grads(self._plan.params)
+        if not is_last:
             self._parts.fold(micro_batch.v, grads)
             return
         self._guard.check()  # `finish` folds it, bucket by bucket, while sending
@@ -437,7 +430,7 @@ class TreeSum:
 
     def finish(self, control: Control) -> Sums:
         """Complete the sums. Returns them with every rank's control block."""
-        grads = read_grads(self._plan.params)
+        grads = [*map(read_grad, self._plan.params)]
         if self._exchange is None:
             return sum_alone(self._plan, self._parts, grads, control)
         return self._exchange.finish(grads, control)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -39,11 +40,16 @@ class ReductionPlan:
     exact: bool
     exchange_dtype: torch.dtype | None
 
+    @cached_property
+    def all(self) -> Sequence[Tensor]:
+        """The parameters with those that no optimizer holds."""
+        return [*self.params, *self.untrained]
+
     def narrow(self, grad: Tensor) -> Tensor:
         """Return a gradient in the dtype in which it is exchanged."""
         return grad.to(choose_dtype(grad, self.exchange_dtype))
 
-    @property
+    @cached_property
     def is_divided(self) -> bool:
         """Whether each rank gets the sums of a part of the parameters only."""
         return self.owners is not None or self.shards is not None
