@@ -85,8 +85,8 @@ PLANTED = (
     ),
     Planted(
         "a rank computes a micro-batch with the seed of another one", SAME_BITS, "train/step/steps.py",
-        'self.micro_batch = v\n        seed_all(self._derive("compute", v))',
-        'self.micro_batch = v\n        seed_all(self._derive("compute", 0))',
+        'self.micro_batch = v\n        seed_all(self._derive("compute", pass_=self.num_passes, micro_batch=v))',
+        'self.micro_batch = v\n        seed_all(self._derive("compute", pass_=self.num_passes, micro_batch=0))',
     ),
     Planted(
         "a step takes the samples of the step before it", ONCE, "plan/loop_plan.py",
@@ -112,7 +112,8 @@ PLANTED = (
     ),
     Planted(
         "the gradient is divided by the size of a whole batch", SAME_BITS, "engine/passes.py",
-        "self._scale / total", "self._scale / (gradients.micro_batch_size * len(self._sizes))",
+        "self._scale / reduced.total_weight",
+        "self._scale / (gradients.micro_batch_size * len(self._sizes))",
     ),
     Planted(
         "a buffer is divided by the number of all micro-batches of one rank", SAME_BITS, "engine/buffers.py",

@@ -9,7 +9,7 @@ pass. The checksum is CRC-32, which the ledger's format has and which takes a qu
 
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -28,25 +28,30 @@ class GradientChecksum:
 
     Args:
         params: the parameters.
+
+    Attributes:
+        is_late: whether reading a checksum may wait for a GPU.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
+        self.is_late = any(param.is_cuda for param in params)
+        self._are_sharded = [*map(is_sharded, params)]
         self._ends = [*accumulate(param.nbytes for param in params)]
         # Windows are widened to whole elements. NumPy does not have all types, so others are read as bytes.
         self._widths = [4 if param.dtype is torch.float32 else 1 for param in params]
 
-    def compute(self, grads: Sequence[Tensor | None], step: int) -> tuple[Callable[[], int], bool]:
+    def compute(self, grads: Sequence[Tensor | None], step: int) -> Callable[[], int]:
         """Read the pieces of a step. Call it before the gradients change.
 
         Returns:
-            A function that returns the checksum (CRC-32), and whether it may wait for a GPU.
+            A function that returns the checksum (CRC-32).
         """
         pieces = self._read(grads, step)
-        if not any(grad is not None and grad.is_cuda for grad in grads):
-            checksum = _sum_up(pieces)
-            return lambda: checksum, False
-        wait = copy_to_host(pieces)
-        return lambda: _sum_up(wait()), True
+        if self.is_late:
+            wait = copy_to_host(pieces)
+            return lambda: _sum_up(wait())
+        checksum = _sum_up(pieces)
+        return lambda: checksum
 
     def combine(self, checksums: Sequence[int], step: int) -> int:
         """Return the checksum of gradients that are divided among ranks, from those of the ranks' parts.
@@ -61,9 +66,10 @@ class GradientChecksum:
             total ^= _sum_up(self._read([None] * len(self._ends), step))
         return total
 
-    def _read(self, grads: Sequence[Tensor | None], step: int) -> Iterator[Tensor]:
-        """Yield the pieces of a step, flat and in memory order. Gradients are dense."""
+    def _read(self, grads: Sequence[Tensor | None], step: int) -> list[Tensor]:
+        """Return the pieces of a step, flat and in memory order. Gradients are dense."""
         ends = self._ends
+        pieces: list[Tensor] = []
         for start, stop in choose_windows(ends[-1] if ends else 0, step):
             i = bisect_right(ends, start)
             while start < stop:
@@ -73,14 +79,15 @@ class GradientChecksum:
                 first = (start - begin) // width
                 last = -(-(min(stop, ends[i]) - begin) // width)
                 if grad is None:
-                    yield torch.zeros((last - first) * width, dtype=torch.uint8)
-                elif is_sharded(grad):
-                    yield _read_sharded(grad, first * width, last * width)
+                    pieces.append(torch.zeros((last - first) * width, dtype=torch.uint8))
+                elif self._are_sharded[i]:
+                    pieces.append(_read_sharded(grad, first * width, last * width))
                 else:
                     flat = grad.view(-1) if grad.is_contiguous() else grad.as_strided((grad.numel(),), (1,))
-                    yield (flat if width == 4 else flat.view(torch.uint8))[first:last]
+                    pieces.append((flat if width == 4 else flat.view(torch.uint8))[first:last])
                 start = ends[i]
                 i = i + 1
+        return pieces
 
 
 def _read_sharded(grad: Tensor, start: int, stop: int) -> Tensor:

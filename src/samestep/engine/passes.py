@@ -140,6 +140,7 @@ class Reduced:
         new_names: names of logged values that are new.
         is_used: whether a micro-batch has used a parameter.
         grads: averaged gradients.
+        total_weight: of the losses of all micro-batches.
         loss: weighted average over the whole batch; None if the total weight is 0.
         buffers: the numbers and new values of changed buffers.
         error: why the pass cannot be applied, on all ranks.
@@ -152,6 +153,7 @@ class Reduced:
     new_names: Sequence[str]
     is_used: bool
     grads: Grads = field(default_factory=list)
+    total_weight: float = 0.0
     loss: float | None = None
     buffers: Sequence[tuple[int, Tensor]] = ()
     error: Error | None = None
@@ -291,13 +293,13 @@ class PassAttempt:
             is_used=any(map(USED.__and__, sums.used)),
         )
         try:
-            total, reduced.loss = self._losses.average(controls, self._layout)
+            reduced.total_weight, reduced.loss = self._losses.average(controls, self._layout)
         except Error as error:  # the same on all ranks
             reduced.error = error
             return reduced
         reduced.grads = [None] * len(gradients.plan.params)
-        if total:
-            reduced.grads = sums.average(gradients.micro_batch_size / self._scale / total)
+        if reduced.total_weight:
+            reduced.grads = sums.average(gradients.micro_batch_size / self._scale / reduced.total_weight)
         reduced.buffers = buffers.exchange([*map(read_buffers, controls)])
         return reduced
 

@@ -48,4 +48,4 @@ class RunContext:
 
     def build_layout(self, num_micro_batches: int) -> Layout:
         """Return how the ranks share the micro-batches of a step or an evaluation."""
-        return build_layout(num_micro_batches, self.world_size, self.config.shard == "fsdp2")
+        return build_layout(num_micro_batches, self.group.world_size, self.config.shard == "fsdp2")

@@ -38,8 +38,8 @@ def decide(votes: Sequence[Vote]) -> Decision:
         UsageError: only some ranks have a snapshot in progress.
     """
     signals, saves, saving, compares, *_ = zip(*votes, strict=True)
-    copying = [each == Saving.COPYING for each in saving]
-    if True in copying and False in copying:
+    if saving.count(Saving.COPYING) not in (0, len(saving)):
+        copying = [each == Saving.COPYING for each in saving]
         raise UsageError(
             f"rank {copying.index(True)} takes a snapshot, and rank {copying.index(False)} does not: call run.snapshot "
             "on every rank; one of them writes it",
@@ -145,7 +145,7 @@ class Stopping(StepObserver):
 
     def react(self) -> None:
         """With one rank, react at the end of a body to a signal that arrived after the exchange."""
-        if self._context.world_size == 1 and self.signals.heard:
+        if self.signals.heard and self._context.world_size == 1:
             self.vote()
 
     def vote(self) -> None:

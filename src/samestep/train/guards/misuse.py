@@ -115,7 +115,7 @@ class MisuseChecks(StepObserver):
                 "it, so that its state is part of the snapshots",
                 code="SS215",
             )
-        if step is not None and not step.is_open and self._partial:
+        if step is not None and self._partial and not step.is_open:
             self._refuse_partial(optimizer, step.number)
 
     def _refuse_partial(self, optimizer: Optimizer, number: int) -> None:

@@ -61,22 +61,20 @@ class Boundary:
         self.end.exit_after_signal()
         stopping.agree_together()
 
-    def begin_body(self, purpose: str, number: int) -> None:
+    def seed_body(self, purpose: str, number: int) -> None:
         """Seed the body and its evaluations from its number, so that they do not depend on where the run resumed."""
         seed_all(derive(self._context.config.seed, purpose, step=number))
-        self._state.begin_body()
 
     def cast_vote(self) -> Vote:
         """Return this rank's vote, for the exchange of a step."""
         results = (0, 0)
         for each in self._on.interceptors:
             results = max(results, each.results())  # only one of them has any
-        metrics = self._services.metrics
         return self._services.stopping.cast_vote(
             comparison=self._prepared.replicas.is_time(),
             computed=results[0],
             recomputed=results[1],
-            checksum=metrics.take_checksum(),
+            checksum=self._services.metrics.partial_checksums.take_own(),
         )
 
     def end_body(self, step: Step | None, *, epochs_done: int | None, numbered: bool) -> None:
@@ -130,5 +128,5 @@ class Boundary:
     def finish(self) -> None:
         """End a loop that has completed, so that the code after it draws the same numbers in a later start."""
         self.end.finish()
-        self.begin_body("after", self._state.steps_done)
+        self.seed_body("after", self._state.steps_done)
         self._state.begin_after_loop()

@@ -129,7 +129,8 @@ class Loop:
             if stopping.is_ending:
                 break
             self._feed.load_further()
-            self._boundary.begin_body("epoch", number)
+            self._boundary.seed_body("epoch", number)
+            state.begin_epoch()
             per_epoch = self._plan.steps_per_epoch
             end = self._plan.num_steps_until(number)
             self.repeats_head = state.steps_done > end - per_epoch
@@ -158,29 +159,23 @@ class Loop:
     def run_steps_of_epoch(self, end: int) -> Iterator[Step]:
         """Yield the steps up to step `end`, in an epoch's body."""
         with self._noting_errors():
-            yield from self._run_steps_of_epoch(end)
-
-    def _run_steps_of_epoch(self, end: int) -> Iterator[Step]:
-        while self._state.steps_done < end and not self._services.stopping.is_ending:
-            yield from self._run_step(is_last=self._state.steps_done + 1 == end)
+            while self._state.steps_done < end and not self._services.stopping.is_ending:
+                yield from self._run_step(is_last=self._state.steps_done + 1 == end)
 
     def run_steps(self) -> Generator[Step, None, None]:
         """Yield the steps from the run's position on."""
         with self._noting_errors():
-            yield from self._run_steps()
-
-    def _run_steps(self) -> Iterator[Step]:
-        self._boundary.begin()
-        while not self._services.stopping.is_ending:
-            self._feed.load_further()
-            yield from self._run_step(is_last=False)
-        self._boundary.finish()
+            self._boundary.begin()
+            while not self._services.stopping.is_ending:
+                self._feed.load_further()
+                yield from self._run_step(is_last=False)
+            self._boundary.finish()
 
     def _run_step(self, *, is_last: bool) -> Iterator[Step]:
         """Yield the next step, and close it after its body. `is_last`: the body of the epoch continues after it."""
         number = self._state.steps_done
         self.repeats_head = False
-        self._boundary.begin_body("step", number)
+        self._boundary.seed_body("step", number)
         self._state.begin_step()
         self._earlier_error = id(find_raised())
         if self.step is None:

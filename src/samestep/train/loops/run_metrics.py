@@ -8,6 +8,7 @@ from typing import Any
 
 from samestep.console import describe_ranks, warn
 from samestep.engine.gradient_checksum import GradientChecksum, PartialChecksums
+from samestep.engine.leaf import read_grad
 from samestep.engine.passes import Gradients, Reduced
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.plan.ledger import Entry, to_bits
@@ -39,7 +40,11 @@ class _Subject:
 
 
 class RunMetrics(StepObserver):
-    """Records every finished step, and rows of metrics."""
+    """Records every finished step, and rows of metrics.
+
+    Attributes:
+        partial_checksums: those of this rank's part of the gradients.
+    """
 
     def __init__(self, context: RunContext, state: RunState, progress: Progress, trackers: Trackers) -> None:
         self._context = context
@@ -47,11 +52,11 @@ class RunMetrics(StepObserver):
         self._progress = progress
         self._trackers = trackers
         self._info: TrackerInfo | None = None
-        self._begun: _Subject | None = None
+        self._subject: _Subject
         self._num_samples = 0
         self._rates: dict[str, float] = {}
         self._checksum = GradientChecksum(())
-        self._partial = PartialChecksums()
+        self.partial_checksums = PartialChecksums()
         self._checksummed: ReductionPlan | None = None
         self._is_logged = False  # the present step gets a row in metrics.jsonl
         self._began_s = time.perf_counter()
@@ -64,12 +69,7 @@ class RunMetrics(StepObserver):
     def begin_loop(self, plan: LoopPlan, objects: Objects, gradients: Gradients) -> None:
         """A loop begins. Arguments as for `_Subject`."""
         self._num_samples = 0
-        self._begun = _Subject(plan, gradients, objects)
-
-    @property
-    def _subject(self) -> _Subject:
-        assert self._begun is not None, "no loop has begun"
-        return self._begun
+        self._subject = _Subject(plan, gradients, objects)
 
     def start_trackers(self, resumed_step: int | None = None) -> None:
         """Start the trackers of a loop that has steps left. On rank 0.
@@ -105,24 +105,18 @@ class RunMetrics(StepObserver):
         for row in rows:
             self._trackers.log({name: row[name] for name in row if name not in ("step", "epoch")}, row["step"])
 
-    def _find_records(self) -> RunDirectory | KeptLogs | None:
-        """Return where this rank records its steps."""
-        location = self._context.location
-        return location.directory or location.kept
-
     def reduced(self, step: Step) -> None:
         """Read the gradient and the learning rates of the update, which the script's body may change afterwards."""
         plan = self._subject.gradients.plan
-        is_divided = plan.is_divided and self._context.location.path is not None
-        if is_divided or self._find_records() is not None:
+        location = self._context.location
+        is_divided = plan.is_divided and location.path is not None
+        if is_divided or location.directory or location.kept:
             if plan is not self._checksummed:  # other parameters
                 self._checksummed = plan
                 self._checksum = GradientChecksum(plan.params)
-            read, is_late = self._checksum.compute([param.grad for param in plan.params], step.number)
-            if is_divided:
-                step.checksums.append((self._partial.add(self._checksum, read, step.number), True))
-            else:
-                step.checksums.append((read, is_late))
+            own = self._checksum.compute([*map(read_grad, plan.params)], step.number)
+            add = self.partial_checksums.add
+            step.checksums.append(add(self._checksum, own, step.number) if is_divided else own)
         every = self._context.config.log_every
         steps_done = step.number + 1
         epochs_done = self._subject.plan.epochs_done(steps_done) if every.epochs else None
@@ -135,9 +129,9 @@ class RunMetrics(StepObserver):
     def end_step(self, step: Step) -> None:
         """Record a finished step."""
         self._num_samples += step.num_samples
-        records = self._find_records()
         steps_done = step.number + 1
-        if records is not None:
+        location = self._context.location
+        if (records := location.directory or location.kept) is not None:
             self._add_to_ledger(records, step)
         self._progress.step(steps_done, step.num_samples, step.epoch)
         if step.is_skipped:
@@ -162,16 +156,13 @@ class RunMetrics(StepObserver):
 
     def exchanged(self, step: Step, reduced: Reduced) -> None:
         if self._subject.gradients.plan.is_divided:
-            self._partial.resolve([vote.checksum for vote in reduced.votes])
-
-    def take_checksum(self) -> int:
-        """Return the checksum of this rank's part of the last gradient, if gradients are divided; else 0."""
-        return self._partial.take_own()
+            self.partial_checksums.resolve([vote.checksum for vote in reduced.votes])
 
     def complete_checksums(self) -> None:
         """Combine the checksums of the last gradient, before the ledger is written. On all ranks."""
         if self._subject.gradients.plan.is_divided:
-            self._partial.resolve(self._context.group.gather_number(self._partial.take_own()))
+            own = self.partial_checksums.take_own()
+            self.partial_checksums.resolve(self._context.group.gather_number(own))
 
     def _add_to_ledger(self, records: RunDirectory | KeptLogs, step: Step) -> None:
         """Add a step to the ledger. Checksums on a GPU are read after the next step, which needs no wait."""
@@ -183,7 +174,8 @@ class RunMetrics(StepObserver):
                 return None
             return Entry(step.number, step.epoch, step.num_samples, step.fingerprint, to_bits(loss), checksum)
 
-        records.enter(build_entry, is_late=any(is_late for _, is_late in step.checksums))
+        is_late = self._checksum.is_late or self._subject.gradients.plan.is_divided
+        records.enter(build_entry, is_late=is_late)
 
     def write_row(self, values: Mapping[str, Any], step: int, **place: int) -> None:
         """Write a row of `metrics.jsonl`, and pass it to the progress display and the trackers. On rank 0."""

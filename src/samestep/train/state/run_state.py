@@ -148,13 +148,14 @@ class RunState:
 
     # --- steps ------------------------------------------------------------------------------------------------
 
-    def begin_body(self) -> None:
-        """The body of a step or an epoch begins."""
+    def begin_epoch(self) -> None:
+        """The body of an epoch begins."""
         self.num_evaluations = 0
 
     def begin_step(self) -> None:
         """The body of the next step begins."""
         self.newest_step = self.steps_done
+        self.num_evaluations = 0
 
     def count_evaluation(self) -> None:
         """An evaluation begins."""

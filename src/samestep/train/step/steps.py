@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -176,6 +177,7 @@ class Step:
         epoch: epoch in which the step begins.
         micro_batch: current micro-batch, from 0, over the micro-batches of all ranks.
         sizes: samples per micro-batch, over all ranks.
+        num_samples: number of samples of the step, over all ranks.
         held: numbers of this rank's micro-batches.
         borrowed: micro-batches of other ranks that this rank computes before its own, to compare the results.
         has_gradients: whether the last pass left gradients in `.grad`.
@@ -184,7 +186,8 @@ class Step:
         num_passes: number of complete iterations over the micro-batches.
         averaged_loss: loss over the whole batch in the last pass; None if no micro-batch counted.
         averages: name -> (value, weight), for the loss and the values of `log`.
-        checksums: checksum of each pass's gradient, see `GradientChecksum.compute`; only on ranks that write the run.
+        checksums: per pass, returns the checksum of its gradient, see `gradient_checksum`; only on ranks that write
+            the run.
 
     Example::
 
@@ -206,8 +209,10 @@ class Step:
         self.number = number
         self.epoch = epoch
         self.sizes = [stop - start for start, stop in spans]
+        self.num_samples = sum(self.sizes)
         self._parts = parts
         self._on = parts.observers
+        self._derive = partial(derive, parts.context.config.seed, step=number)
         self._phase = StepPhase.OUTSIDE
         self._attempt: PassAttempt | None = None  # only in the loop over the micro-batches
         self._loaded: dict[int, Loaded] = {}
@@ -220,7 +225,7 @@ class Step:
         self.num_passes = 0
         self.averaged_loss: float | None = None
         self.averages: dict[str, tuple[Value, float]] = {}
-        self.checksums: list[tuple[Callable[[], int | None], bool]] = []
+        self.checksums: list[Callable[[], int | None]] = []
         self.has_gradients = False
         self.is_skipped = True
 
@@ -270,14 +275,6 @@ class Step:
         return self._parts.state.newest_step > self.number
 
     @property
-    def num_samples(self) -> int:
-        """Number of samples of the step, over all ranks.
-
-        Example: see `Step`.
-        """
-        return sum(self.sizes)
-
-    @property
     def loaded_fingerprint(self) -> int:
         """Fingerprint of the samples of the current micro-batch."""
         return self._loaded[self.micro_batch].fingerprint
@@ -293,7 +290,7 @@ class Step:
 
         None if the ranks' parts of the last one have not been combined, which the next exchange does.
         """
-        found = [checksum for read, _ in self.checksums if (checksum := read()) is not None]
+        found = [checksum for read in self.checksums if (checksum := read()) is not None]
         return combine(found) if len(found) == len(self.checksums) else None
 
     @property
@@ -365,7 +362,7 @@ class Step:
             vote = vote or self._parts.cast_vote()
             reduced = yield from self._exchange(attempt, vote)
         self._apply(attempt, reduced)
-        seed_all(self._derive("after"))
+        seed_all(self._derive("after", pass_=self.num_passes))
         self.num_passes += 1
         self._phase = StepPhase.OUTSIDE
         self._attempt = None
@@ -378,7 +375,7 @@ class Step:
         attempt = self._attempt
         assert attempt is not None  # the loop over the micro-batches has begun
         self.micro_batch = v
-        seed_all(self._derive("compute", v))
+        seed_all(self._derive("compute", pass_=self.num_passes, micro_batch=v))
         self._parts.clock.enter("forward", self.number)
         inspect = None
         for each in on.interceptors:
@@ -393,19 +390,6 @@ class Step:
             raise
         on.end_micro_batch(self)
         attempt.close()
-
-    def _find_attempt(self) -> PassAttempt:
-        if self._attempt is None:
-            raise UsageError(
-                "step.backward was called outside the micro-batch loop: call it inside `for batch in step` (list(step) "
-                "ends the loop); for another pass, loop over the step again",
-                code="SS202",
-            )
-        return self._attempt
-
-    def _derive(self, purpose: str, v: int = 0) -> int:
-        seed = self._parts.context.config.seed
-        return derive(seed, purpose, step=self.number, pass_=self.num_passes, micro_batch=v)
 
     def _begin_pass(self) -> None:
         self.check_not_left()
@@ -430,7 +414,7 @@ class Step:
             self.borrowed = []
             self._load_again()
         self._attempt = PassAttempt(self._parts.gradients, self.number, self.sizes, self.num_passes)
-        self._num_ranks = self._parts.context.world_size
+        self._num_ranks = self._parts.context.group.world_size
         self.held = self._attempt.held
         return self._attempt
 
@@ -493,8 +477,7 @@ class Step:
         if self.has_gradients:
             self.is_skipped = False
         if self.averaged_loss is not None:
-            weight = math.fsum([weight for weight in reduced.weights if weight > 0])
-            self.averages["loss"] = (self.averaged_loss, weight)
+            self.averages["loss"] = (self.averaged_loss, reduced.total_weight)
         if reduced.logged:
             self.averages |= average_batch(reduced.logged, reduced.weights, self.sizes)
         if self.num_passes == 0:
@@ -568,9 +551,15 @@ class Step:
         self._on.backward(self, loss, weight, model)
         if self._phase is StepPhase.PROBE:
             return
+        if self._attempt is None:
+            raise UsageError(
+                "step.backward was called outside the micro-batch loop: call it inside `for batch in step` (list(step) "
+                "ends the loop); for another pass, loop over the step again",
+                code="SS202",
+            )
         clock = self._parts.clock
         clock.enter("backward", self.number)
-        waited_s = self._find_attempt().backward(loss, weight, model)
+        waited_s = self._attempt.backward(loss, weight, model)
         clock.enter("forward", self.number)
         if waited_s:
             clock.move("backward", "reducing", waited_s)
@@ -614,9 +603,10 @@ class Step:
         numbers = {}
         for v in self.held:
             batch = self._load(v)
-            seed_all(self._derive("compute", v))
+            seed_all(self._derive("compute", pass_=self.num_passes, micro_batch=v))
             numbers[v] = float(read_number("a total", count(batch)))
-        seed_all(self._derive("after", 1))  # the same on all ranks; 0 follows the loop
+        # The same on all ranks. Micro-batch 0 follows the loop.
+        seed_all(self._derive("after", pass_=self.num_passes, micro_batch=1))
         return math.fsum(self.collect(numbers))
 
     def log(self, values: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor) -> None:
