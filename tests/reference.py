@@ -38,7 +38,7 @@ line and as environment variables only. A run directory belongs to one value of 
 MADE_BY_RUN = ("Step", "Epoch", "TrackerInfo", "Tracker", "Source")  # Their constructors are not public.
 INTERNAL = {
     "Step": (
-        "loaded_fingerprint", "fingerprint", "gradient_checksum", "compute", "load_up_to", "collect",
+        "loaded_fingerprint", "fingerprint", "gradient_checksum", "compute", "load_up_to",
         "refuse_inside", "check_not_left",
     )
 }  # fmt: skip

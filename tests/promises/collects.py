@@ -1,7 +1,7 @@
 """A script that changes something in a pass over the micro-batches of a step: `collects.py D KIND WHEN`.
 
 KIND is what it collects for a further pass: "embeddings", for the contrastive loss of docs/techniques.md, or "noise",
-which each rank uses again by position; or "values", which it gathers by `step.collect`. Or the script changes batches
+which each rank uses again by position; or "values", which it gathers by `step.gather`. Or the script changes batches
 in place: "scaled" in its only pass, "scaled twice" in both.
 Rank 1 dies WHEN step 3 of the first start is in a pass or between the two.
 """
@@ -56,7 +56,7 @@ def main() -> None:
                 step.backward((model(x) * own[k]).mean())
                 reach("second", step.number)
         elif kind == "values":
-            run.log(sum=sum(step.collect(values)))
+            run.log(sum=sum(step.gather(values)))
         elif kind == "scaled twice":
             for x in step:
                 step.backward(model(x.mul_(0.5)).square().mean())

@@ -255,6 +255,9 @@ IN_MICRO_BATCHES: dict[str, Mistake] = {
     "step.total in the loop": in_loop(
         r"step\.total was called inside the micro-batch loop of step 0: call it before",
         body=lambda t, x, y: t.step.total(len)),
+    "step.gather in the loop": in_loop(
+        r"step\.gather was called inside the micro-batch loop of step 0: call it after",
+        body=lambda t, x, y: t.step.gather({})),
     "step.loss read too early": in_loop(
         r"step\.loss of step 0 was read inside the micro-batch loop: read it after",
         body=lambda t, x, y: [learn(t, x, y), t.step.loss]),

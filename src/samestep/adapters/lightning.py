@@ -583,7 +583,7 @@ def _run_epoch(run: Run, trainer: Trainer, epoch: Any, logs: Logs, gradient_clip
             parts[step.micro_batch] = _run_micro_batch(run, trainer, step, batch, logs)
         logs.in_training_step = logs.in_micro_batch = False
         if logs.metrics:
-            values, of_epoch = logs.metrics.fold(step.collect(parts))
+            values, of_epoch = logs.metrics.fold(step.gather(parts))
             logs.of_metrics |= of_epoch
             if values:
                 step.log(values)

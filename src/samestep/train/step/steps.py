@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from samestep.data.content import hash_content
 from samestep.data.loader import Loaded, seed_all, to_device
@@ -483,23 +484,47 @@ class Step:
         if self.num_passes == 0:
             self._fingerprints = reduced.fingerprints
 
-    def collect(self, values: Mapping[int, Any]) -> list[Any]:
-        """Return values of the micro-batches of all ranks, in their order, on every rank. Call it after the loop.
+    def gather(self, values: Mapping[int, Any]) -> list[Any]:
+        """Return values of the micro-batches of all ranks, in their order, on every rank. Call it on all ranks.
+
+        Tensors in lists, tuples and dicts are detached and copied to the CPU.
 
         Args:
-            values: micro-batch of this rank -> value (as for `Group.gather`). A micro-batch may have none. If none has
-                one, this is one short exchange, else three.
+            values: number of a micro-batch of this rank (`micro_batch`) -> any value that can be pickled. A micro-batch
+                may have none.
 
         Raises:
+            UsageError: called inside the loop over micro-batches.
+            InvalidType: a value cannot be pickled.
             NotHealed: a rank died before it sent its values.
+
+        Example::
+
+            >>> import samestep, torch
+            >>> run = samestep.Run(None, batch_size=4, micro_batch_size=2)
+            >>> model = torch.nn.Linear(1, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> run.prepare(model=model, optimizer=optimizer)
+            >>> for step in run.steps(torch.ones(4, 1), 1):
+            ...     sums = {}
+            ...     for x in step:
+            ...         sums[step.micro_batch] = x.sum()
+            ...         step.backward(model(x).mean())
+            ...     optimizer.step()
+            ...
+            >>> step.gather(sums)
+            [tensor(2.), tensor(2.)]
         """
+        self.refuse_inside("step.gather was called", "call it after the loop, with a value for each micro-batch")
         group = self._parts.context.group
         mine = [(v, values[v]) for v in self.held if v in values]
         counts = group.gather_number(len(mine))
-        rows = group.gather(mine) if any(counts) else [[] for _ in counts]
+        if not any(counts):
+            return []
+        rows = group.gather(group.seal(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), mine)))
         if len(rows) < self._num_ranks:
             raise NotHealed(f"a rank died before it sent the values of its micro-batches in step {self.number}")
-        found = dict(pair for of_rank in rows for pair in of_rank)
+        found = dict(pair for row in rows for pair in group.unseal(row))
         return [found[v] for v in sorted(found)]
 
     def refuse_inside(self, what: str, instead: str) -> None:
@@ -607,7 +632,7 @@ class Step:
             numbers[v] = float(read_number("a total", count(batch)))
         # The same on all ranks. Micro-batch 0 follows the loop.
         seed_all(self._derive("after", pass_=self.num_passes, micro_batch=1))
-        return math.fsum(self.collect(numbers))
+        return math.fsum(self.gather(numbers))
 
     def log(self, values: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor) -> None:
         """Add values to the metrics of this step.
