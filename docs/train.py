@@ -2,7 +2,6 @@
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
-
 import samestep
 
 run = samestep.Run("runs/ladder", batch_size=32, micro_batch_size=8)  # up to 32 / 8 = 4 ranks

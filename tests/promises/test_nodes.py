@@ -133,7 +133,9 @@ def test_a_signal_to_one_launcher(trial: Trial, undisturbed: Undisturbed, port: 
 
 def test_the_rendezvous_ends(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
     endpoint = f"127.0.0.1:{port}"
-    host, other = (trial.start("launch", 1, HELD, *flags_at(endpoint, "2", "--node-rank", rank)) for rank in ("0", "1"))
+    host, other = (
+        trial.start("launch", 1, HELD, *flags_at(endpoint, "2", "--node-rank", rank)) for rank in ("0", "1")
+    )
     trial.wait_held()
     host.process.kill()
     assert finish(host, other) == [-signal.SIGKILL, 1]
