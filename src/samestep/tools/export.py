@@ -1,6 +1,5 @@
 """`samestep export`: writes the weights in a snapshot for other programs, as safetensors."""
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ import click
 from samestep.command_line import PATH, Command
 from samestep.console import escape
 from samestep.errors import Error
-from samestep.files import creating_directory, open_regular, replace_file, replacing
+from samestep.files import open_regular, replacing
 from samestep.snapshot.reading import open_run, open_snapshot, read_run
 from samestep.snapshot.serialization import lay_out_tensors
 from samestep.tagged import view_bytes
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
 
     from samestep.snapshot.serialization import SavedState
 
-MAX_SHARD_BYTES = 5 * 10**9
-SUFFIX = ".safetensors"  # without it, a directory is written
+SUFFIX = ".safetensors"
 
 Read = Callable[[str], "Tensor"]
 
@@ -39,13 +37,12 @@ Read = Callable[[str], "Tensor"]
 def run_export(run: str, file: Path, which: int | str, wanted: str | None, force: bool) -> int:
     """Writes a model's weights under the names of its state_dict, those of an AveragedModel under its model's.
 
-    Load FILE, which ends in .safetensors, with model.load_state_dict(safetensors.torch.load_file(FILE)). Without a
-    suffix, FILE is a new directory of such files, as Hugging Face writes them, for from_pretrained and
-    run.load_weights. One tensor is written at a time, so the model need not fit in memory.
+    Load FILE, which ends in .safetensors, with model.load_state_dict(safetensors.torch.load_file(FILE)). One tensor is
+    written at a time, so the model need not fit in memory.
     """
-    if file.suffix not in ("", SUFFIX):
-        raise Error(f"{file} does not end in {SUFFIX}: name a file that does, or a directory", code="SS101")
-    if file.suffix and file.exists() and not force:
+    if file.suffix != SUFFIX:
+        raise Error(f"{file} does not end in {SUFFIX}: name a file that does", code="SS101")
+    if file.exists() and not force:
         raise Error(f"{file} exists already: name another file, or replace it with --force", code="SS113")
     with open_run(run, which=which) as directory:
         read_run(directory, run)
@@ -60,23 +57,11 @@ def run_export(run: str, file: Path, which: int | str, wanted: str | None, force
         outlines, others = _find_tensors(name, objects[name], objects)
         read = _build_reader(saved, outlines)
         source = {"run": os.fsencode(run).decode(errors="replace"), "step": str(snapshot.step), "object": name}
-        if file.suffix:
-            num_bytes = _replace(file, lambda opened: write_safetensors(opened, outlines, read, source))
-        else:
-            tied = _find_tied(outlines)
-            outlines = {key: value for key, value in outlines.items() if key not in tied}
-            num_bytes = export_directory(file, outlines, read, source, MAX_SHARD_BYTES)
-            others |= tied
+        num_bytes = _replace(file, lambda opened: write_safetensors(opened, outlines, read, source))
     left_out = f", without {', '.join(others)}" if others else ""
     what = f"{len(outlines)} tensors of {name} after step {snapshot.step}"
     print(escape(f"{file}: {what}, {num_bytes:,} bytes{left_out}"))
     return 0
-
-
-def _find_tied(outlines: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
-    """Return the tensors that are tied to an earlier one. `from_pretrained` ties them again."""
-    kept = {id(value): key for key, value in reversed([*outlines.items()])}
-    return {key: value for key, value in outlines.items() if kept[id(value)] != key and value.numel()}
 
 
 def _build_reader(saved: "SavedState", outlines: Mapping[str, "Tensor"]) -> Read:
@@ -94,57 +79,15 @@ def _build_reader(saved: "SavedState", outlines: Mapping[str, "Tensor"]) -> Read
     return read
 
 
-def export_directory(
-    path: Path, outlines: Mapping[str, "Tensor"], read: Read, metadata: Mapping[str, str], max_bytes: int
-) -> int:
-    """Write tensors to a new directory as Hugging Face does. It appears when it is whole. Returns its size in bytes.
-
-    Args:
-        outlines: a tensor on the meta device for each name.
-        read: returns the tensor with a name. It is called for one tensor after the other.
-        metadata: for the headers.
-        max_bytes: of the tensors in a file; a larger tensor has a file of its own.
-
-    Raises:
-        Error: the directory exists and is not empty, or cannot be written.
-    """
-    try:
-        if path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir()))):
-            raise Error(f"{path} exists already: name a new directory", code="SS113")
-        with creating_directory(path) as hidden:
-            _write_shards(hidden, outlines, read, metadata, max_bytes)
-            return sum(file.stat().st_size for file in hidden.iterdir())
-    except (OSError, ValueError) as error:  # ValueError: a name that is no UTF-8
-        raise Error(f"{path} cannot be written ({error}): name another directory", code="SS113") from None
-
-
-def split(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """Return the names of the tensors in each file, as `huggingface_hub.split_torch_state_dict_into_shards` does.
-
-    Example::
-
-        >>> split({"a": 3, "b": 9, "c": 3, "d": 4}, 6)
-        [['b'], ['a', 'c'], ['d']]
-    """
-    full: list[list[str]] = []
-    names: list[str] = []
-    total = 0
-    for name, size in sizes.items():
-        if size > max_bytes:
-            full.append([name])
-            continue
-        if total + size > max_bytes:
-            full.append(names)
-            names, total = [], 0
-        names.append(name)
-        total = total + size
-    return [*full, names] if names else full
-
-
 def write_safetensors(
     file: BinaryIO, outlines: Mapping[str, "Tensor"], read: Read, metadata: Mapping[str, str]
 ) -> None:
-    """Write a safetensors file, one tensor after the other. Arguments as for `export_directory`.
+    """Write a safetensors file, one tensor after the other.
+
+    Args:
+        outlines: a tensor on the meta device for each name.
+        read: returns the tensor with a name.
+        metadata: for the header.
 
     Raises:
         OSError: the disk is full or gone.
@@ -155,24 +98,6 @@ def write_safetensors(
         file.write(view_bytes(read(name)))
     file.flush()
     os.fsync(file.fileno())
-
-
-def _write_shards(
-    directory: Path, outlines: Mapping[str, "Tensor"], read: Read, metadata: Mapping[str, str], max_bytes: int
-) -> None:
-    sizes = {name: outline.numel() * outline.element_size() for name, outline in outlines.items()}
-    shards = split(sizes, max_bytes)
-    weight_map: dict[str, str] = {}
-    for index, names in enumerate(shards, 1):
-        suffix = f"-{index:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        file = directory / f"model{suffix}.safetensors"
-        weight_map |= dict.fromkeys(names, file.name)
-        with open(file, "xb", opener=open_regular) as opened:
-            write_safetensors(opened, {name: outlines[name] for name in names}, read, metadata)
-    if len(shards) > 1:
-        content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-        replace_file(directory / "model.safetensors.index.json", text.encode(), sync=True)
 
 
 def _choose(objects: Mapping[str, Any]) -> str:
