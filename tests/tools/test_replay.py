@@ -1,5 +1,6 @@
 """`samestep replay`: replayed steps have the run's bits, and the run is unchanged."""
 
+import itertools
 import json
 import os
 import re
@@ -15,11 +16,8 @@ import torch
 from support.commands import Popen
 from support.runs import check, clean_variables, samestep_command
 from support.waiting import DEADLINE_S, wait_until
-from torch import nn
 
-from samestep.data.loader import seed_all
 from samestep.plan.ledger import RECORD, Entry, to_float
-from samestep.plan.seeds import derive
 from samestep.snapshot.ledger_file import read_records
 from samestep.tools.replay.run_replay import compare_bits
 
@@ -162,33 +160,24 @@ def test_a_step_before_all_snapshots_and_at_another_number_of_ranks(home: Path) 
 
 
 def test_one_micro_batch(home: Path) -> None:
-    """Plain PyTorch computes the same loss and gradient from the saved file."""
-    file = home / "saved.pt"
-    out = replay(home, "--step", 9, "--nproc-per-node", 2, "--micro-batch", 2, "--save", file, "train.py")
+    """It has the loss and the samples that it has in its step, and the gradient of this loss."""
+    printed = replay(home, "--step", 9, "--json", "train.py")
+    whole = json.loads(printed[printed.index("{") : printed.rindex("}") + 1])
+    out = replay(home, "--step", 9, "--nproc-per-node", 2, "--micro-batch", 2, "train.py")
     samples = read_samples(home, 9)[8:12]
+    assert whole["samples"][2] == samples
     assert f"samples of micro-batch 2: {' '.join(map(str, samples))}\n" in out
+    assert f"loss {whole['losses'][2][0]}, weight 4\n" in out
     assert "the bits of step 8 agree with the run's ledger: samples, loss and gradient; of step 9, the samples\n" in out
-    saved = torch.load(file, weights_only=True)
-    assert saved["samples"] == [samples]
-    numbers, inputs, targets = saved["batch"]
-    assert numbers.tolist() == samples
-    model = nn.Sequential(nn.Identity(), nn.Identity(), nn.Linear(8, 6), nn.Dropout(0.2), nn.Linear(6, 1))
-    model.load_state_dict(saved["models"]["model"])
-    seed_all(derive(0, "compute", step=9, pass_=0, micro_batch=2))  # of the dropout
-    loss = (model(inputs.log()) - targets).square().squeeze(1).mean()
-    assert loss.item() == pytest.approx(saved["losses"][0])
-    loss.backward()
-    gradient = saved["gradient"]
-    for name, param in model.named_parameters():
-        torch.testing.assert_close(gradient[f"model.{name}"], param.grad)
-    assert len(saved["logged"]["per_sample"]) == 4
-    assert saved["logged"]["per_sample"].mean() == pytest.approx(saved["losses"][0])
-    assert saved["weights"] == [4.0]
-    norm = float(torch.cat([grad.flatten() for grad in gradient.values()]).double().norm())
-    assert float(re.search(r"^gradient norm (.*)$", out, re.M)[1]) == pytest.approx(norm)  # type: ignore[index]
     logged = re.search(r"^logged per_sample: (.*)$", out, re.M)
+    norm = re.search(r"model\.4\.bias\W+([\d.e-]+)", out)
     assert logged is not None
-    assert [float(word) for word in logged[1].split()] == pytest.approx(saved["logged"]["per_sample"].tolist())
+    assert norm is not None
+    losses = [float(word) for word in logged[1].split()]
+    assert sum(losses) / 4 == pytest.approx(whole["losses"][2][0])
+    signs = itertools.product((-1, 1), repeat=4)  # of the differences between outputs and targets
+    gradients = [abs(sum(s * 2 * loss**0.5 for s, loss in zip(each, losses, strict=True)) / 4) for each in signs]
+    assert any(float(norm[1]) == pytest.approx(gradient, rel=1e-3) for gradient in gradients)
 
 
 def test_other_bits_are_reported(home: Path) -> None:
@@ -271,10 +260,6 @@ def test_what_was_compared_in_words() -> None:
         (["--step", "12", "train.py"], "the ledger of run has steps 0 to 11: there is no step 12"),
         (["train.py"], "replay needs the step: --step S, counted from 0"),
         (["--step", "3", "--micro-batch", "-1", "train.py"], "--micro-batch"),
-        (["--step", "3", "--save", "x.pt", "train.py"], "--save writes one micro-batch: name it by --micro-batch"),
-        (["--step", "3", "--micro-batch", "0", "--save", "no/x.pt", "train.py"], "--save "),
-        (["--step", "3", "--micro-batch", "0", "--save", "/dev/null", "train.py"], "--save /dev/null is not"),
-        (["--step", "3", "--micro-batch", "0", "--save", "run/run.json", "train.py"], "--save "),
         (["--step", "3", "--nproc-per-node", "99", "train.py"], "--nproc-per-node 99 is more than the "),
         (["--step", "3", "missing.py"], "there is no script missing.py"),
     ],

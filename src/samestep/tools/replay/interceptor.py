@@ -8,7 +8,6 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from samestep.data.content import find_leaves
 from samestep.data.loader import seed_all
 from samestep.errors import Error
-from samestep.files import open_regular, replacing
 from samestep.launch.rank_process import leave
 from samestep.plan.ledger import combine, fingerprint, to_bits
 from samestep.plan.seeds import derive
@@ -35,8 +33,7 @@ MAX_NORMS = 1000  # parameters in the result
 class Replay(Tracer):
     """Ends the run after a step, or after one micro-batch of it without computing the others.
 
-    Options: `step`; `micro_batch`, or None for the whole step; `save`: a file for the micro-batch, the weights and the
-    gradient, or None.
+    Options: `step`; `micro_batch`, or None for the whole step.
     """
 
     def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
@@ -105,8 +102,6 @@ class Replay(Tracer):
             if not (watch.has_forward or all(map(math.isfinite, self._result["losses"]))):
                 watch.found.insert(0, "the loss is not finite, but all modules' outputs are: it arises after them")
             self._result |= {"not_finite": watch.found, "logged": _to_json(self._logged), **self._measure()}
-            if self.options["save"] is not None:
-                self._save(Path(self.options["save"]), batch)
         self._finish(step, self._result)
 
     def backward(self, step: Step, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
@@ -136,27 +131,6 @@ class Replay(Tracer):
         ordered = sorted(norms, key=lambda name: (norms[name] <= sys.float_info.max, -norms[name]))
         total = float(np.linalg.norm([*norms.values()])) if norms else 0.0
         return {"norm": total, "norms": {name: norms[name] for name in ordered[:MAX_NORMS]}}
-
-    def _save(self, file: Path, batch: Any) -> None:
-        names = self.loop.gradients.plan.names
-        contents = {
-            "step": self._step,
-            "micro_batch": self._micro_batch,
-            **{name: self._result[name] for name in ("samples", "losses", "weights")},
-            "logged": self._logged,
-            "batch": batch,
-            "models": {name: module.state_dict() for name, module in self.modules.items()},
-            "gradient": dict(zip(names, self._grads, strict=True)),
-        }
-        try:
-            with replacing(file) as partial_file, open(partial_file, "xb", opener=open_regular) as opened:
-                torch.save(_to_plain(contents), opened)
-        except (OSError, RuntimeError) as error:  # torch raises RuntimeError while it handles a full disk
-            reasons = [getattr(each, "strerror", None) for each in (error, error.__context__)]
-            why = next(filter(None, reasons), str(error).splitlines()[0])
-            raise Error(
-                f"--save {file} cannot be written ({why}): free space, or name another file", code="SS113"
-            ) from None
 
 
 class _NonFinite:
@@ -204,19 +178,6 @@ class _NonFinite:
 
 def _find_tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in find_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _to_plain(value: Any) -> Any:
-    """Return a value that torch.load(weights_only=True) can read. Objects of other types become their repr."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
-    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
-        return torch.as_tensor(value)
-    if isinstance(value, Mapping):
-        return {_to_plain(key): _to_plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | bool | None) else repr(value)
 
 
 def _to_json(values: Mapping[str, Any]) -> dict[str, Any]:

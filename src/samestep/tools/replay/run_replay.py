@@ -1,6 +1,5 @@
 """`samestep replay`: computes a step of a run again, in a scratch directory, and compares its bits with the ledger."""
 
-import os
 import re
 import sys
 import time
@@ -37,7 +36,6 @@ FLAGS: dict[str, Option] = {
     "step": Option(int, "S", "the step, counted from 0; the last one is the step in which the run failed", whole(0)),
     "micro_batch": Option(int, "V", "compute only this micro-batch of step S, and describe it", whole(0)),
     "nproc_per_node": Option(int, "N", "number of ranks; default: 1", whole(1)),
-    "save": Option(str, "FILE", "with --micro-batch: write the batch, the weights and the gradient, for torch.load"),
     "json": JSON,
     **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
 }
@@ -58,20 +56,6 @@ def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
     check_target(target)
     if "step" not in values:
         raise Error("replay needs the step: --step S, counted from 0", code="SS103")
-    if "save" in values:
-        if "micro_batch" not in values:
-            raise Error("--save writes one micro-batch: name it by --micro-batch", code="SS104")
-        file = Path(values["save"]).resolve()
-        if (
-            (file.exists() and not file.is_file())
-            or not file.parent.is_dir()
-            or file.is_relative_to(Path(run).resolve())
-        ):
-            raise Error(
-                f"--save {file} is not a file, its directory does not exist, or it is in the run's directory, which is "
-                "only read: name a file in another directory",
-                code="SS113",
-            )
     # The scratch directory is locked by the ranks, too: it is removed when a later command finds that all have ended.
     with exiting_on_sigterm(), WorkDir("replay-") as scratch, open_run(run, is_whole=True) as directory:
         return _Replay(run, directory, target, values, scratch).run()
@@ -143,8 +127,6 @@ class _Replay:
             print_json(facts)
             return 0 if is_same else 1
         _print_result(self._step, self._micro_batch, result, around)
-        if self._values.get("save") is not None:
-            print(f"saved in {self._values['save']}")
         print(sentence)
         return 0 if is_same else 1
 
@@ -192,12 +174,7 @@ class _Replay:
             "log_every": 10**9,
             "stuck_after_s": 0,
         }
-        save = self._values.get("save")
-        trace = {
-            "step": self._step,
-            "micro_batch": self._micro_batch,
-            "save": None if save is None else os.path.abspath(save),
-        }
+        trace = {"step": self._step, "micro_batch": self._micro_batch}
         variables = build_trace(INTERCEPTOR, self._scratch.path, to_variables(options), **trace)
         locks = (self._scratch.lock.fileno(),)
         command = self._target.to_full_command(self._num_ranks)
