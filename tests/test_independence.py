@@ -51,7 +51,6 @@ SHARED = {
 NEEDS = {
     "recipe gpt": ["sources.token_windows"],
     "tools.report": ["tools.audit"],
-    "tools.scale": ["Slurm"],
 }
 
 

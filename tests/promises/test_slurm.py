@@ -17,9 +17,6 @@ from support.selection import one_in
 from support.slurm import ASK_EVERY_S, Cluster, open_cluster, why_not
 from support.waiting import DEADLINE_S, wait_until
 
-from samestep.launch.target import Target
-from samestep.tools.scale.run_scale import estimate_queue_s
-
 pytestmark = pytest.mark.packages
 Undisturbed = Callable[..., Outcome]
 HELD = "hold rank 0 at step 7 in forward"
@@ -344,27 +341,3 @@ def test_a_job_that_slurm_refuses(jobs: Jobs, trial: Trial) -> None:
         assert said.startswith("samestep: error: sbatch refused the job: ")
         assert reason in said
         assert said.count("\n") == 1
-
-
-def test_queue_times_of_scale(jobs: Jobs, trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank would start at once; two ranks on two nodes once the job on one of them has reached its limit.
-
-    What `samestep scale` does with these times is tested in test_scale.py.
-    """
-    for name, value in {**jobs.cluster.variables, "SLURM_TIME_FORMAT": "relative"}.items():
-        monkeypatch.setenv(name, value)
-    target = Target("script", str(SCRIPT), [])
-    hold = ["--nodelist=n1", "--exclusive", "--time=60", "--output=/dev/null", "--wrap=sleep 600"]
-    number = jobs.cluster.run("sbatch", "--parsable", *hold).strip()
-    try:
-        jobs.cluster.wait_for(number, "RUNNING")
-        alone_s, both_s = (estimate_queue_s(target, {"ranks_per_node": 1, "time": "30"}, size) for size in (1, 2))
-        scale = [jobs.python, "-m", "samestep", "scale", "--slurm", "--for-steps", "100", "--ranks-per-node", "1"]
-        said = finish(jobs.start(*scale, "--world-sizes", "1,3", SCRIPT, trial.dir), 2)
-    finally:
-        jobs.cluster.run("scancel", number)
-    assert alone_s < 60
-    assert 3000 < both_s <= 3600
-    assert said.startswith("samestep: error: --slurm has no queue time of 3 ranks on 3 nodes: sbatch refused the job: ")
-    assert said.count("\n") == 1, "before anything is measured"
-    assert not trial.dir.exists()

@@ -183,9 +183,8 @@ def find_directory(values: Mapping[str, Any]) -> Path:
 
 def run_sbatch(options: Sequence[str], script: str) -> "subprocess.CompletedProcess[str]":
     """Run sbatch on a batch script. Raises Error with its words if it cannot be started, or refuses the job."""
-    variables = child_variables() | {"SLURM_TIME_FORMAT": "standard"}  # times are read from what it prints
     try:
-        done = run_captured(["sbatch", *options], variables=variables, stdin=script)
+        done = run_captured(["sbatch", *options], variables=child_variables(), stdin=script)
     except OSError as error:
         raise Error(
             f"sbatch cannot be started ({error.strerror}): submit from a machine of the cluster, or print the batch "

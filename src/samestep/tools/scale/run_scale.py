@@ -2,16 +2,14 @@
 
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from datetime import datetime
+from dataclasses import asdict
 from typing import Any, get_args
 
 import click
 
 from samestep.command_line import JSON, print_json
-from samestep.config import OPTIONS, Option, Shard, name_flag, whole
+from samestep.config import OPTIONS, Option, Shard, whole
 from samestep.console import print_table, say, show_activity
 from samestep.errors import Error
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
@@ -22,25 +20,19 @@ from samestep.launch.target import Target
 from samestep.plan.memory import ParamSize, RankMemory, compute_memory
 from samestep.tools.scale.fit import StepFit, fit_steps
 from samestep.tools.scale.measurement import Size, Starts
-from samestep.tools.submit import FLAGS as SUBMIT_FLAGS
-from samestep.tools.submit import render_script, run_sbatch
 from samestep.tools.traced_script import exiting_on_sigterm
-from samestep.units import format_bytes, format_count, format_ranks, format_time
+from samestep.units import format_bytes, format_ranks, format_time
 from samestep.world.workdir import WorkDir
 
 _OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device", "backend")
-_OF_SLURM = ("partition", "account", "time", "cpus_per_rank", "gpus_per_node", "sbatch")
 FLAGS: dict[str, Option] = {
     "world_sizes": Option(str, "N,N", "numbers of ranks to measure, 1 among them; default: 1,2,4"),
     "steps": Option(int, "N", "measured steps of each start; default: 30", whole(2)),
     "warm_up": Option(int, "N", "steps of each start before the measured ones; default: 5", whole(1)),
     "repeats": Option(int, "N", "starts at each number of ranks; default: 3", whole(1)),
     "for_steps": Option(int, "N", "also print the time to finish a run of N steps", whole(1)),
-    "slurm": Option(bool, "", "add Slurm's estimate of the time in the queue; needs --for-steps"),
-    "ranks_per_node": Option(int, "N", "slurm: ranks on one node; default: all", whole(1)),
     "json": JSON,
     **{name: LAUNCH_FLAGS[name] for name in _OF_RUN},
-    **{name: replace(SUBMIT_FLAGS[name], help=f"slurm: {SUBMIT_FLAGS[name].help}") for name in _OF_SLURM},
 }
 SHARDS: tuple[str | None, ...] = (None, *get_args(Shard))
 NOTE = (
@@ -60,8 +52,6 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
     check_target(target)
     sizes = check_options(values)
     num_cores = len(os.sched_getaffinity(0))
-    # First, because Slurm may refuse a size: then no time is spent on measurements.
-    queues_s = {size: estimate_queue_s(target, values, size) for size in sizes} if values.get("slurm") else {}
     if sizes[-1] > num_cores and values.get("device", "cpu") == "cpu":
         say(f"{sizes[-1]} ranks share {num_cores} cores: separate machines would not lose what they take each other")
     with exiting_on_sigterm(), WorkDir("scale-") as work:
@@ -77,7 +67,7 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
     )
     rows = build_rows(fit, measured)
     if num_run_steps := values.get("for_steps"):
-        add_finish(rows, num_run_steps, queues_s)
+        add_finish(rows, num_run_steps)
     memory = list_memory(alone.memory, [row["world_size"] for row in rows])
     if values.get("json"):
         facts = {"script": " ".join(target.to_words()), "num_cores": num_cores, "fit": asdict(fit)}
@@ -95,10 +85,6 @@ def check_options(values: Mapping[str, Any]) -> list[int]:
             "--world-sizes needs 1, to which all is compared, and at least one other number, such as 1,2,4",
             code="SS101",
         )
-    if values.get("slurm") and "for_steps" not in values:
-        raise Error("--slurm compares times to finish: give the length of the run, --for-steps N", code="SS104")
-    if wrong := [name for name in ("ranks_per_node", *_OF_SLURM) if name in values and not values.get("slurm")]:
-        raise Error(f"{name_flag(wrong[0])} needs --slurm: add it, or leave {name_flag(wrong[0])} out", code="SS104")
     return sizes
 
 
@@ -157,30 +143,11 @@ def build_rows(fit: StepFit, measured: Mapping[int, Size]) -> list[Row]:
     return rows
 
 
-def add_finish(rows: Sequence[Row], num_steps: int, queues_s: Mapping[int, float]) -> None:
-    """Add the time to finish, with that in the queue, if it is known, to the rows."""
+def add_finish(rows: Sequence[Row], num_steps: int) -> None:
+    """Add the time to finish to the rows."""
     for row in rows:
-        row["queue_s"] = queues_s.get(row["world_size"])
-        row["finish_s"] = (row["queue_s"] or 0.0) + num_steps * row["step_s"]
+        row["finish_s"] = num_steps * row["step_s"]
         row["finish_error_s"] = num_steps * row["step_error_s"]
-
-
-def estimate_queue_s(target: Target, values: Mapping[str, Any], size: int) -> float:
-    """Return the seconds until Slurm would start such a job. Raises Error if Slurm refuses it or gives no estimate."""
-    per_node = min(values.get("ranks_per_node", size), size)
-    shape = {"nodes": -(-size // per_node), "nproc_per_node": per_node}
-    script = render_script(target, {name: values[name] for name in _OF_SLURM if name in values} | shape)
-    try:
-        words = " ".join(run_sbatch(["--test-only"], script).stderr.split())
-    except Error as error:
-        where = f"{format_ranks(size)} on {format_count(shape['nodes'], 'node')}"
-        raise Error(f"--slurm has no queue time of {where}: {error}", code="SS512") from None
-    found = re.search(r"to start at (\S+)", words)
-    if found is None:
-        raise Error(
-            f"sbatch --test-only gives no start for {format_ranks(size)}: {words or 'it said nothing'}", code="SS512"
-        )
-    return max(0.0, (datetime.fromisoformat(found[1]) - datetime.now()).total_seconds())
 
 
 def list_memory(sizes: Sequence[ParamSize], world_sizes: Sequence[int]) -> list[Row]:
@@ -195,10 +162,6 @@ def list_memory(sizes: Sequence[ParamSize], world_sizes: Sequence[int]) -> list[
 
 def recommend(rows: Sequence[Row]) -> str:
     """Return a sentence that recommends a number of ranks, with the reason."""
-    if "finish_s" in rows[0]:
-        known = [row for row in rows if row["queue_s"] is not None] or rows
-        best = min(known, key=lambda row: row["finish_s"])
-        return f"use {format_ranks(best['world_size'])}: it finishes first, after {format_time(best['finish_s'])}"
     used = [row for row in rows if row["efficiency"] >= WELL_USED]
     best = min(used, key=lambda row: row["step_s"])
     more = [row for row in rows if row["world_size"] > best["world_size"]]
@@ -218,8 +181,6 @@ def recommend(rows: Sequence[Row]) -> str:
 def print_result(fit: StepFit, rows: Sequence[Row], memory: Sequence[Row], num_steps: int | None) -> None:
     """Print the tables and sentences."""
     header = ["ranks", "samples/s", "ms per step", "fitted", "speed-up", "efficiency"]
-    columns = {"queue_s": "queue", "finish_s": "to finish"}
-    shown = [name for name in columns if rows[0].get(name) is not None]
     cells = []
     for row in rows:
         step = f"{1e3 * row['step_s']:,.1f} +- {1e3 * row['step_error_s']:,.1f}"
@@ -232,11 +193,10 @@ def print_result(fit: StepFit, rows: Sequence[Row], memory: Sequence[Row], num_s
             f"{row['speed_up']:.2f} +- {row['speed_up_error']:.2f}",
             f"{row['efficiency']:.0%} +- {row['efficiency_error']:.0%}",
         ]
-        times = {name: "" if row[name] is None else format_time(row[name]) for name in shown}
-        if "finish_s" in times:
-            times["finish_s"] += f" +- {format_time(row['finish_error_s'])}"
-        cells.append([*cell, *times.values()])
-    print_table("scaling", [*header, *(columns[name] for name in shown)], cells)
+        if num_steps:
+            cell.append(f"{format_time(row['finish_s'])} +- {format_time(row['finish_error_s'])}")
+        cells.append(cell)
+    print_table("scaling", [*header, "to finish"] if num_steps else header, cells)
     if fit.micro_batch_s > 0:
         sums = f"{1e3 * fit.fixed_s:,.1f} ms + {1e3 * fit.micro_batch_s:,.1f} ms"
         print(f"fitted: {sums} for each of the slowest rank's micro-batches, of {fit.num_micro_batches} per step")
