@@ -110,6 +110,7 @@ def test_a_rank_that_leaves_after_its_loop(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("alone", "names"), [
     ("once", "run.once, and rank 1 has called run.prepare"),
+    ("barrier", "run.barrier, and rank 1 has called run.prepare"),
     ("evaluate", "run.evaluate, and rank 1 has called run.epochs or run.steps"),
 ])  # fmt: skip
 def test_a_call_of_one_rank_before_the_loop(tmp_path: Path, alone: str, names: str) -> None:
@@ -118,6 +119,8 @@ def test_a_call_of_one_rank_before_the_loop(tmp_path: Path, alone: str, names: s
     def call_once(t: Tiny) -> dict[str, Any]:
         if alone == "once" and t.run.rank == 0:
             t.run.once(int)
+        if alone == "barrier" and t.run.rank == 0:
+            t.run.barrier()
         return {}
 
     def train() -> None:
@@ -128,6 +131,22 @@ def test_a_call_of_one_rank_before_the_loop(tmp_path: Path, alone: str, names: s
 
     with pytest.raises(samestep.Error, match=f"^rank 0 has called {re.escape(names)}: "):
         samestep.spawn(train, 2)
+
+
+def test_a_rank_waits_at_a_barrier(tmp_path: Path) -> None:
+    arrived, written = tmp_path / "arrived", tmp_path / "written"
+
+    def train() -> None:
+        run = Tiny(tmp_path / "x").run
+        if run.rank == 0:
+            wait_until(arrived.exists, "rank 1 is at the barrier")
+            written.touch()
+        else:
+            arrived.touch()
+        run.barrier()
+        assert written.exists()
+
+    samestep.spawn(train, 2)
 
 
 def test_a_run_that_one_rank_creates_later(tmp_path: Path) -> None:

@@ -612,6 +612,20 @@ class Run:
         calls.wait_for_call(self._context.group, calls.ONCE)
         return call_on_rank_0(self._context.group, fn, *args, **kwargs)
 
+    def barrier(self) -> None:
+        """Wait until all ranks have called it, for example before they read a file that one of them has written.
+
+        Raises:
+            UsageError: called inside a loop over micro-batches, or another rank made a different call.
+
+        Example::
+
+            >>> import samestep
+            >>> samestep.Run(None, batch_size=4).barrier()
+        """
+        self._check_call("run.barrier", "the ranks are not at the same place there; call it before the loop")
+        calls.wait_for_call(self._context.group, calls.BARRIER)
+
     def snapshot(self, name: str) -> None:
         """Save a named snapshot at the end of the loop's current body. Call it on all ranks.
 

@@ -7,7 +7,7 @@ from samestep.errors import UsageError
 from samestep.hashing import hash_short
 from samestep.world.group import Group
 
-EPOCH_END, EPOCH_END_AFTER_STOP, PREPARE, LOOP, ONCE, EVALUATE, RESTORE, UPDATE = range(8)
+EPOCH_END, EPOCH_END_AFTER_STOP, PREPARE, LOOP, ONCE, EVALUATE, RESTORE, UPDATE, BARRIER = range(9)
 NAMES = {
     PREPARE: "run.prepare",
     LOOP: "run.epochs or run.steps",
@@ -15,6 +15,7 @@ NAMES = {
     EVALUATE: "run.evaluate",
     RESTORE: "run.restore",
     UPDATE: "optimizer.step",
+    BARRIER: "run.barrier",
 }
 ADVICE = {
     EVALUATE: "call it on every rank, since they divide the data set, and print or save the result on rank 0",
