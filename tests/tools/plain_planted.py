@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.runs import samestep_command
 
 TEMPLATE = """
-import os, torch, torch.distributed as dist, torch.nn.functional as F
+import torch, torch.distributed as dist, torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
@@ -25,44 +25,22 @@ model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Li
 {after_model}
 ddp = {wrap}
 optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
-schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-first, done = 0, 0
-if os.path.exists("snapshot.pt"):
-    snapshot = torch.load("snapshot.pt")
-    {restore}
-    first, done = snapshot["epoch"], snapshot["batches"]
-if size > 1:
-    dist.barrier()  # without DDP, rank 0 might otherwise save before another rank looks for the file
 sampler = {sampler}
 loader = DataLoader(data, batch_size=8, sampler=sampler, drop_last={drop_last})
-for epoch in range(first, 3):
+for epoch in range(3):
     {set_epoch}
-    for number, (inputs, targets) in enumerate(loader):
-        if {is_done}:
-            continue
+    for inputs, targets in loader:
         optimizer.zero_grad()
         loss = F.mse_loss(ddp(inputs), targets)
         loss.backward()
         {after_backward}
         optimizer.step()
-        schedule.step()
         {after_step}
-        done = number + 1
-        if rank == 0 and done == 2:
-            state = {{"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                     "schedule": schedule.state_dict(), "epoch": {saved_epoch}, "batches": done}}
-            torch.save(state, "snapshot.pt")
-    done = 0
     with torch.no_grad():
         {evaluate}
 {end}
 """
 
-RESTORE = {
-    "model": 'model.load_state_dict(snapshot["model"])',
-    "optimizer": 'optimizer.load_state_dict(snapshot["optimizer"])',
-    "schedule": 'schedule.load_state_dict(snapshot["schedule"])',
-}
 # Sums over the samples of a rank, without padding; rank 0 of 1 has all samples.
 EVALUATE = "for inputs, targets in DataLoader(Subset(held_out, range(rank, 33, size)), 8): ddp(inputs)"
 PADDED = "for inputs, targets in DataLoader(held_out, 8, sampler=DistributedSampler(held_out)): ddp(inputs)"
@@ -76,14 +54,9 @@ BY_HAND = "loader = [data[torch.randint(64, (8,))] for _ in range(8)]"
 SOUND = {
     "begin": BEGIN, "end": "dist.destroy_process_group()",
     "after_model": "", "wrap": "DistributedDataParallel(model)", "sampler": "DistributedSampler(data)",
-    "drop_last": "False", "set_epoch": "sampler.set_epoch(epoch)", "is_done": "number < done", "after_backward": "",
-    "after_step": "", "saved_epoch": "epoch", "evaluate": EVALUATE, "restore": "; ".join(RESTORE.values()),
+    "drop_last": "False", "set_epoch": "sampler.set_epoch(epoch)", "after_backward": "", "after_step": "",
+    "evaluate": EVALUATE,
 }  # fmt: skip
-
-
-def without(name: str) -> dict[str, str]:
-    """Return a script that does not restore a part of its state."""
-    return {"restore": "; ".join(text for key, text in RESTORE.items() if key != name)}
 
 
 STREAM = """
@@ -107,12 +80,12 @@ MISTAKES: dict[str, tuple[dict[str, str], set[str]]] = {
     ),
     "batches drawn by hand, a seed per rank": ({"set_epoch": f"torch.manual_seed(3 * rank + epoch); {BY_HAND}"}, set()),
     "no distributed code": (
-        {"begin": "rank, size = 0, 1; torch.save = lambda *_: None", "end": "", "wrap": "model", "sampler": REPLACING,
+        {"begin": "rank, size = 0, 1", "end": "", "wrap": "model", "sampler": REPLACING,
          "set_epoch": ""},
         {"samples", "replicas"},
     ),
     "no distributed code, batches drawn by hand": (
-        {"begin": "rank, size = 0, 1; torch.save = lambda *_: None", "end": "", "wrap": "model", "sampler": "None",
+        {"begin": "rank, size = 0, 1", "end": "", "wrap": "model", "sampler": "None",
          "set_epoch": BY_HAND},
         {"replicas"},
     ),
@@ -146,12 +119,6 @@ MISTAKES: dict[str, tuple[dict[str, str], set[str]]] = {
     "a stream without shards": ({"sampler": "None\n" + STREAM + "64)", "set_epoch": ""}, {"samples"}),
     "a stream with shards": ({"sampler": "None\n" + STREAM + "64, rank, size)", "set_epoch": ""}, set()),
     "workers": ({"drop_last": "False, num_workers=2, persistent_workers=True"}, set()),
-    "resume repeats": ({"is_done": "False"}, {"resume"}),
-    "resume skips": ({"saved_epoch": "epoch + 1", "is_done": "False"}, {"resume"}),
-    "optimizer state lost": (without("optimizer"), {"state"}),
-    "schedule lost": (without("schedule"), {"state"}),
-    "resume fails": ({"restore": SOUND["restore"] + "; held_out = None"}, {"state", "resume"}),
-    "weights lost": (without("model"), {"state", "resume"}),
     "evaluation padded": ({"evaluate": PADDED}, {"evaluation"}),
     "evaluation drops the rest": (
         {"evaluate": EVALUATE.replace(", 8)", ", 8, drop_last=True)")}, {"evaluation"}),

@@ -1,21 +1,13 @@
 """`samestep verify --plain` on scripts for other trainers: planted mistakes and options."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from support.runs import check, samestep_command
 from tools.plain_planted import EVERYWHERE, MISSED, MISTAKES, SOUND, TEMPLATE, find_mistakes, find_notes, plant
 
-from samestep.tools.verify.plain_checks import (
-    Pass,
-    Rank,
-    ResumedRun,
-    check_evaluation,
-    check_restart,
-    check_samples,
-)
+from samestep.tools.verify.plain_checks import Pass, Rank, check_evaluation, check_samples
 
 ROOT = Path(__file__).parents[2]
 VERDICT = re.compile(r"^  (\w+) +(ok|MISTAKE|not observed) +(.*)$", re.MULTILINE)
@@ -105,17 +97,16 @@ def test_a_sound_script(tmp_path: Path) -> None:
     write(tmp_path)
     done = check(samestep_command("verify", "--plain", "planted.py", cwd=tmp_path))
     found = {name: (verdict, text) for name, verdict, text in VERDICT.findall(done.stdout)}
-    assert [*found] == ["samples", "order", "gradient", "replicas", "evaluation", "resume", "state"]
+    assert [*found] == ["samples", "order", "gradient", "replicas", "evaluation"]
     assert {verdict for verdict, _ in found.values()} == {"ok"}, done.stdout
     assert "on 2 ranks, an epoch has each of 64 samples" in found["samples"][1]
     assert found["gradient"][1] == "the mean over the ranks in 12 steps"
-    assert found["resume"][1] == "continues with the batches that follow the save, 10 of 10"
     assert [path.name for path in tmp_path.iterdir()] == ["planted.py"], "nothing else was written"
 
 
 def test_an_evaluation_of_all_samples_on_each_rank_is_a_note(tmp_path: Path) -> None:
     (tmp_path / "planted.py").write_text(TEMPLATE.format(**SOUND | {"evaluate": EVERYWHERE}))
-    notes = find_notes(tmp_path, "--world-sizes", "2", "--resume-after", "0")
+    notes = find_notes(tmp_path, "--world-sizes", "2")
     assert [*notes] == ["evaluation"]
     assert notes["evaluation"].startswith("on 2 ranks, each rank evaluates all 33 samples")
 
@@ -123,9 +114,8 @@ def test_an_evaluation_of_all_samples_on_each_rank_is_a_note(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("mistakes", "wanted"),
     [
-        (("set_epoch forgotten", "sum in place of the mean", "evaluation padded", "optimizer state lost"),
-         {"order", "gradient", "evaluation", "state"}),
-        (("no sampler", "weights that change on one rank", "schedule lost"), {"samples", "replicas", "state"}),
+        (("set_epoch forgotten", "sum in place of the mean", "evaluation padded"), {"order", "gradient", "evaluation"}),
+        (("no sampler", "weights that change on one rank"), {"samples", "replicas"}),
         (("no distributed code",), {"samples", "replicas"}),
     ],
 )  # fmt: skip
@@ -154,59 +144,6 @@ def test_samples_are_either_repeated_or_counted_once() -> None:
                           ([0, 1, 3], "1 of 5 samples count more than once: give")):  # fmt: skip
         runs = {1: record(2, alone, is_training=False), 2: record(2, [0, 2, 4], second, is_training=False)}
         assert check_evaluation(runs).text.startswith(f"on 2 ranks, {words} each rank its share")
-
-
-RATES = [0.01] * 3 + [0.005] * 3 + [0.0025] * 4  # StepLR(3, 0.5)
-OPTIMIZER, SCHEDULE = "save and load optimizer.state_dict()", "save and load the states of the schedule"
-
-
-@pytest.mark.parametrize(
-    ("rates", "is_restored", "lost"),
-    [
-        (RATES[4:], True, []),
-        ([0.01, 0.01, 0.005], False, [OPTIMIZER]),  # the schedule continues, from the optimizer's first rate
-        (RATES, False, [OPTIMIZER]),
-        ([0.005] * 3, True, [SCHEDULE]),
-    ],
-)
-def test_what_is_lost(rates: list[float], is_restored: bool, lost: list[str]) -> None:
-    """The optimizer's state holds the learning rate: the schedule is named only if the optimizer is restored."""
-
-    def update(rates: list[float], state: float) -> list[Rank]:
-        described = {"params": [1.0], "state": [state], "num_states": int(state), "num_steps": state}
-        lines = [{"optimizer": 0, "lr": [rate], "before": described, "after": described} for rate in rates]
-        return [Rank(updates=lines, saves=[(4, 4)])]
-
-    resumed = update(rates, float(is_restored))
-    _, state = check_restart(ResumedRun(update(RATES, 1.0), update(RATES[:5], 1.0), resumed, 0, False))
-    assert [words for words in (OPTIMIZER, SCHEDULE) if words in state.text] == lost
-    assert (state.verdict == "ok") == (not lost)
-
-
-@pytest.mark.parametrize(
-    ("orders", "first", "text"),
-    [  # epochs of 4 batches, saved after 5 of them; the batches after the restart are those from `first` on
-        ("3120 2031", 5, "continues with the batches that follow the save, 3 of 3"),
-        ("3120 2031", 4, "it repeats 1 batches after batch 5"),
-        ("3120 2031", 0, "it repeats 5 batches after batch 5"),
-        ("0123 0123", 4, "it repeats 1 batches after batch 5"),
-    ],
-)
-def test_where_a_restart_continues(orders: str, first: int, text: str) -> None:
-    """Of places with the same batches, the one nearest to the save counts."""
-
-    def train(*epochs: str) -> list[Rank]:
-        passes = []
-        for places in filter(None, epochs):
-            passes.append(Pass(0, 4, 4, ids=[[int(place)] for place in places], num_backwards=len(places)))
-        described = {"params": [1.0], "state": [1.0], "num_states": 1, "num_steps": 1.0}
-        updates = [{"optimizer": 0, "lr": [1.0], "before": described, "after": described}] * 8
-        return [Rank(0, passes, updates, [(5, 5)])]
-
-    one, other = orders.split()
-    resumed = train((one + other)[first:])
-    done, _ = check_restart(ResumedRun(train(one, other), train(one, other[:2]), resumed, 0, False))
-    assert done.text.startswith(text)
 
 
 @pytest.mark.soak
@@ -242,20 +179,11 @@ def test_other_trainers(tmp_path: Path, trainer: str, script: str) -> None:
     assert {"samples", "order", "gradient", "replicas"} <= {name for name, v in found.items() if v == "ok"}, done.stdout
 
 
-@pytest.mark.soak
-def test_ranks_of_another_launcher_are_recorded_too(tmp_path: Path) -> None:
-    write(tmp_path, "sum in place of the mean")
-    launcher = f"{Path(sys.executable).with_name('torchrun')} --standalone --nproc-per-node {{n}}"
-    assert find_mistakes(tmp_path, "--resume-after", "0", "--launcher", launcher) == {"gradient"}
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--plain", "--kills", "1"], "--kills cannot be used with --plain"),
-        (["--resume-after", "2"], "--resume-after needs --plain"),
-        (["--plain", "--launcher", "torchrun --nproc-per-node 2"], "--launcher has no {n} for the number of ranks"),
-        (["--plain", "--resume-args", "'open"], '--resume-args "\'open" has an open quote'),
+        (["--link", "data"], "--link needs --plain"),
         (["--plain", "--link", "nothere"], "/nothere, which is not in the working directory: name"),
         (["--plain", "--link", "/etc/planted.py"], "--link names /etc/planted.py, which is not in"),
         (["--plain", "--steps", "0"], "--steps"),
@@ -276,7 +204,7 @@ def test_a_script_that_finds_files_of_an_earlier_run(tmp_path: Path) -> None:
         "p.sum().backward(); optimizer.step()"
     )
     (tmp_path / "before.pt").touch()
-    command = ["verify", "--plain", "--world-sizes", "1", "--resume-after", "0"]
+    command = ["verify", "--plain", "--world-sizes", "1"]
     done = check(samestep_command(*command, "planted.py", cwd=tmp_path), 2)
     assert "planted.py resumes from files of an earlier run" in done.stderr
     (tmp_path / "before.pt").unlink()
@@ -296,7 +224,7 @@ def test_the_working_directory_stays_as_it_is(tmp_path: Path) -> None:
         "open(os.path.join(os.path.dirname(os.path.abspath(__file__)), 'saves/old.pt'), 'w').write('changed')\n"
         "p.sum().backward(); optimizer.step()"
     )
-    command = ["verify", "--plain", "--world-sizes", "1", "--resume-after", "0"]
+    command = ["verify", "--plain", "--world-sizes", "1"]
     done = check(samestep_command(*command, "planted.py", cwd=tmp_path))
     assert "too large to be copied for each start, and left out: large; if the script needs it" in done.stderr
     script = tmp_path / "planted.py"  # the copy runs for this name, too

@@ -26,7 +26,6 @@ from samestep.units import format_count, format_ranks
 from samestep.world.workdir import WorkDir
 
 OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device", "backend")
-OF_PLAIN = ("resume_after", "resume_args", "launcher", "link")
 NOT_OF_PLAIN = ("shard", "kills", "kill_seed", "heal", "gradients", *OF_RUN)
 FLAGS: dict[str, Option] = {
     "steps": Option(int, "N", "steps of each run; default: 20", whole(1)),
@@ -37,9 +36,6 @@ FLAGS: dict[str, Option] = {
     "heal": Option(bool, "", "also train on the most ranks with launch --heal, and kill all but one"),
     "gradients": Option(bool, "", "first compare losses and scores with a computation in float64, sample by sample"),
     "plain": Option(bool, "", "for a script without samestep; --steps: 100, --world-sizes: 1,2 by default"),
-    "resume_after": Option(int, "K", "plain: kill after a save and at least K steps; default: 1; 0: no kill", whole(0)),
-    "resume_args": Option(str, "ARGS", "plain: arguments that the script needs to resume"),
-    "launcher": Option(str, "CMD", "plain: launcher of the script, such as 'torchrun --nproc-per-node {n}'"),
     "link": Option(str, "A,B", "plain: large files and directories to link, not copy; the script must only read them"),
     "json": JSON,
     **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
@@ -70,16 +66,15 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
     Exit code: 0 if all runs are the same; 1 if they differ or if no kill happened; 2 if the script does not train.
 
     --plain takes a script that does not use samestep (DDP, Accelerate, Trainer, Lightning). It runs the script on 1 and
-    2 ranks, and a third time with a kill and a restart, each time in a copy of the working directory. It checks:
+    2 ranks, each time in a copy of the working directory. It checks:
       samples     all ranks: each sample once per epoch     replicas    the same weights on all ranks
       order       a different order in each epoch           evaluation  each sample counts once
-      gradient    the mean over all samples of a step       resume      continues with the samples after the save
-      state       weights, optimizer and learning rate are restored
+      gradient    the mean over all samples of a step
     The result of each check is ok, MISTAKE or not observed. The exit code is 1 after a mistake.
     """
     check_target(target)
     is_plain = "plain" in values
-    if wrong := [name for name in (NOT_OF_PLAIN if is_plain else OF_PLAIN) if name in values]:
+    if wrong := [name for name in (NOT_OF_PLAIN if is_plain else ("link",)) if name in values]:
         how = "cannot be used with" if is_plain else "needs"
         raise Error(f"{name_flag(wrong[0])} {how} --plain: leave it out", code="SS104")
     if is_plain:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from samestep.command_line import print_json
-from samestep.config import name_flag
 from samestep.console import print_result, say, show_activity
 from samestep.errors import Error
 from samestep.files import read_tail
@@ -25,12 +24,10 @@ from samestep.tools.verify.plain_checks import (
     UNSEEN,
     CheckResult,
     Rank,
-    ResumedRun,
     check_evaluation,
     check_gradient,
     check_order,
     check_replicas,
-    check_restart,
     check_samples,
     describe_end,
     read_ranks,
@@ -41,7 +38,6 @@ from samestep.world.environment import HOOK, child_variables
 from samestep.world.workdir import WorkDir
 
 RECORDER = "samestep.tools.verify.plain_recorder"
-TRACED = ("-m", "samestep.tools.traced")
 # of an entry of the working directory that is copied for a trial
 MAX_FILES = 10_000
 MAX_BYTES = 1 << 30
@@ -55,23 +51,12 @@ def run_plain(target: Target, values: Mapping[str, Any], world_sizes: Sequence[i
     Raises:
         Error: the script fails on the first number of ranks, or makes no step there.
     """
-    words = {name: _split(name, values.get(name, "")) for name in ("launcher", "resume_args")}
-    if words["launcher"] and "{n}" not in values["launcher"]:
-        raise Error(
-            "--launcher has no {n} for the number of ranks: write 'torchrun --nproc-per-node {n}', for example",
-            code="SS101",
-        )
-    if words["launcher"] and shutil.which(program := words["launcher"][0]) is None:
-        raise Error(
-            f"--launcher starts with {program}, which is not a program on the PATH: install it, or correct it",
-            code="SS107",
-        )
     with exiting_on_sigterm(), WorkDir("verify-") as temporary:
         entries = _sort_entries([each for each in values.get("link", "").split(",") if each], temporary.path)
-        trials = _PlainTrials(target, values.get("steps", 100), words, entries, temporary)
+        trials = _PlainTrials(target, values.get("steps", 100), entries, temporary)
         if "json" not in values:
             print(f"samestep verify --plain {shlex.join(target.to_words())}", flush=True)
-        results = _compare(trials, values.get("resume_after", 1), bool(words["resume_args"]), world_sizes)
+        results = _compare(trials, world_sizes)
     has_mistake = any(result.verdict == MISTAKE for result in results)
     if "json" in values:
         checks = {result.check: {"verdict": result.verdict, "text": result.text} for result in results}
@@ -86,19 +71,7 @@ def run_plain(target: Target, values: Mapping[str, Any], world_sizes: Sequence[i
     return int(has_mistake)
 
 
-def _split(name: str, text: str) -> list[str]:
-    """Split the value of an option into words, as a shell does."""
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise Error(
-            f"{name_flag(name)} {text!r} has an open quote or a trailing backslash: correct it ({error})", code="SS101"
-        ) from error
-
-
-def _compare(
-    trials: "_PlainTrials", resume_after: int, has_resume_args: bool, world_sizes: Sequence[int]
-) -> list[CheckResult]:
+def _compare(trials: "_PlainTrials", world_sizes: Sequence[int]) -> list[CheckResult]:
     runs: dict[int, list[Rank]] = {}
     faults = []
     for size in world_sizes:
@@ -120,20 +93,13 @@ def _compare(
             faults.append(f"on {format_ranks(size)} it {describe_end(code)} after {num_steps} steps")
     checks = (check_samples, check_order, check_gradient, check_replicas, check_evaluation)
     results = [CheckResult("run", MISTAKE, "; ".join(faults))] if faults else []
-    results += [check(runs) for check in checks]
-    if resume_after and not faults:
-        size = max(world_sizes)
-        _, interrupted, _ = trials.run(size, kill_after=resume_after)
-        code, resumed, _ = trials.run(size, is_resumed=True) if interrupted else (0, [], "")
-        results += check_restart(ResumedRun(runs[size], interrupted, resumed, code, has_resume_args))
-    return results
+    return results + [check(runs) for check in checks]
 
 
 class _PlainTrials:
     """Starts the script, each time in a copy of the working directory, and reads what its ranks recorded.
 
     Args:
-        words: of the options "launcher" and "resume_args".
         entries: what is copied or linked, see `_sort_entries`.
 
     Attributes:
@@ -144,12 +110,10 @@ class _PlainTrials:
         self,
         target: Target,
         num_steps: int,
-        words: Mapping[str, Sequence[str]],
         entries: Mapping[Path, bool],
         home: WorkDir,
     ) -> None:
         self._num_steps = num_steps
-        self._words = words
         self._entries = entries
         self._home = home
         path = Path(os.path.abspath(target.name))  # the copy's script, and not the original, if it is in this directory
@@ -159,30 +123,19 @@ class _PlainTrials:
         self.rows: list[dict[str, Any]] = []
         self.name = target.name
 
-    def run(self, size: int, *, kill_after: int | None = None, is_resumed: bool = False) -> tuple[int, list[Rank], str]:
-        """Start the script and wait for its end.
-
-        Args:
-            size: number of ranks.
-            kill_after: kill it in the first step after a save, and after so many steps.
-            is_resumed: start in the directory of the last trial, with the arguments to resume.
+    def run(self, size: int) -> tuple[int, list[Rank], str]:
+        """Start the script on a number of ranks, and wait for its end.
 
         Returns:
             The exit code, the records of the ranks, and the end of the output.
         """
         place = self._home.path / f"{len(self.rows)}"
         place.mkdir()
-        where = self._home.path / f"{len(self.rows) - is_resumed}" / "copy"
-        if not is_resumed:
-            _copy_entries(self._entries, where)
+        where = place / "copy"
+        _copy_entries(self._entries, where)
         show_activity(f"{self.name} on {size} ranks ...")
-        more = self._words["resume_args"] if is_resumed else ()
-        target = replace(self._target, arguments=[*self._target.arguments, *more])
-        command = target.to_full_command(size)
-        if self._words["launcher"]:
-            launcher = [word.replace("{n}", str(size)) for word in self._words["launcher"]]
-            command = [*launcher, *TRACED, *target.to_words()]
-        options = {"dir": str(place), "steps": self._num_steps, "kill_after": kill_after}
+        command = self._target.to_full_command(size)
+        options = {"dir": str(place), "steps": self._num_steps}
         ours = {HOOK: json.dumps([RECORDER, options]), "WANDB_MODE": "disabled"}
         variables = {"PYTHONHASHSEED": "0"} | child_variables() | ours
         began_s = time.monotonic()

@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
@@ -90,14 +89,12 @@ class Rank:
     Attributes:
         updates: of all optimizers: the fields of the events "begin_update" and "end_update", and "num_backwards" until
             its end. An update without "after" has not ended.
-        saves: numbers of (updates, backward passes) before each save.
         is_cut: the recorder has ended the script after the steps of the trial.
     """
 
     rank: int = -1
     passes: list[Pass] = field(default_factory=list)
     updates: list[dict[str, Any]] = field(default_factory=list)
-    saves: list[tuple[int, int]] = field(default_factory=list)
     is_cut: bool = False
 
     @property
@@ -109,14 +106,10 @@ class Rank:
         """Return its passes in order: those with backward passes, or the others."""
         return [each for each in self.passes if each.ids and (each.num_backwards > 0) == is_training]
 
-    def list_batches(self, num_ahead: int = 0) -> list[list[Any]] | None:
-        """Return the batches that it trained on; None if they are not one per backward pass.
-
-        Args:
-            num_ahead: number of batches that its loops fetch ahead at least.
-        """
+    def list_batches(self) -> list[list[Any]] | None:
+        """Return the batches that it trained on; None if they are not one per backward pass."""
         passes = self.list_passes(True)
-        num_ahead = max([num_ahead, *(each.num_ahead for each in passes)])
+        num_ahead = max((each.num_ahead for each in passes), default=0)
         batches: list[list[Any]] = []
         for each in passes:
             first = max(each.num_before - num_ahead, 0)
@@ -164,8 +157,6 @@ def _read_rank(lines: Iterable[dict[str, Any]]) -> Rank:
                 record.updates.append(line)
             case "end_update":
                 record.updates[-1] |= {**line, "num_backwards": num_backwards}
-            case "save":
-                record.saves.append((line["num_updates"], num_backwards))
             case "cut":
                 record.is_cut = True
     return record
@@ -490,111 +481,3 @@ def _has_exchanged(ranks: Sequence[Rank]) -> bool:
     """Return whether a rank has begun collectives between its updates, as far as this is known."""
     counts = [{update["num_collectives"] for update in rank.updates} for rank in ranks]
     return any(len(rank.updates) < 2 or len(c) > 1 or None in c for rank, c in zip(ranks, counts, strict=True))
-
-
-# --- the restart --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ResumedRun:
-    """An interrupted run, and the run that was restarted after it.
-
-    Attributes:
-        whole, interrupted, resumed: the ranks of the uninterrupted, the killed and the restarted run.
-        code: exit code of the restarted run.
-        has_resume_args: arguments that make the script resume were given.
-    """
-
-    whole: Sequence[Rank]
-    interrupted: Sequence[Rank]
-    resumed: Sequence[Rank]
-    code: int
-    has_resume_args: bool
-
-
-def check_restart(restart: ResumedRun) -> list[CheckResult]:
-    """Check that a restarted script continues with the state and the samples of its last save."""
-    saves = [save for save in restart.interrupted[0].saves if save[0]] if restart.interrupted else []
-    save = _find_save(restart, saves) if saves and restart.resumed else None
-    verdict = UNSEEN
-    if not saves:
-        text = "the script saved nothing with torch.save within the trial"
-    elif restart.code and not any(rank.is_cut for rank in restart.resumed):
-        verdict = MISTAKE
-        num = min((rank.num_steps for rank in restart.resumed), default=0)
-        text = f"the restarted script {describe_end(restart.code)} after {num} steps"
-    elif not restart.resumed or restart.interrupted[0].is_cut:
-        text = "the trial ended before a kill after a save, or no step followed the restart"
-    elif save is not None:
-        return [_check_continuation(restart, save[1]), _check_state(restart, save[0])]
-    elif not restart.resumed[0].updates[0]["before"]["num_states"] and not restart.has_resume_args:
-        text = "it begins anew after a kill: give --resume-args, if it needs an argument to resume"
-    else:
-        verdict = MISTAKE
-        text = "the restarted script begins with weights that it never saved"
-    return [CheckResult("resume", verdict, text), CheckResult("state", verdict, text)]
-
-
-def _find_save(restart: ResumedRun, saves: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the newest save with whose weights the restarted script begins."""
-    first = restart.resumed[0].updates[0]
-    for save in reversed(saves):
-        last = restart.interrupted[0].updates[save[0] - 1]
-        if "after" in last and compare(last["after"]["params"], first["before"]["params"]) <= TOLERANCE:
-            return save
-    return None
-
-
-def _check_state(restart: ResumedRun, num_done: int) -> CheckResult:
-    """Compare the state after the save, and later learning rates, with those of the restarted script.
-
-    The optimizer's state holds the learning rate: if it is lost, another rate may be a consequence.
-
-    Args:
-        num_done: updates of the uninterrupted run that the save has.
-    """
-    faults = []
-    saved = restart.interrupted[0].updates[num_done - 1]["after"]
-    state = restart.resumed[0].updates[0]["before"]
-    rates = zip(restart.resumed[0].updates, restart.whole[0].updates[num_done:], strict=False)
-    if saved["num_states"] and not state["num_states"]:
-        faults.append("the optimizer's state is lost: save and load optimizer.state_dict()")
-    elif saved["num_steps"] != state["num_steps"] or compare(saved["state"], state["state"]) > TOLERANCE:
-        faults.append(f"the optimizer's state differs (step {saved['num_steps']}, then {state['num_steps']})")
-    else:
-        faults += [
-            f"the learning rate of step {step} after the restart is {new['lr'][0]:g}, that of the uninterrupted "
-            f"run {old['lr'][0]:g}: save and load the states of the schedule and the optimizer"
-            for step, (new, old) in enumerate(rates)
-            if not all(map(partial(math.isclose, rel_tol=TOLERANCE), new["lr"], old["lr"]))
-        ][:1]
-    return _conclude("state", faults, [f"the same as after step {num_done}"], "")
-
-
-def _check_continuation(restart: ResumedRun, num_done: int) -> CheckResult:
-    """Compare the batches after the restart with those after the save in an uninterrupted run."""
-    # Only a complete pass shows how far a loop fetches ahead, and the others may have none.
-    num_ahead = max((each.num_ahead for each in restart.whole[0].list_passes(True)), default=0)
-    runs = (restart.interrupted, restart.resumed, restart.whole)
-    interrupted, resumed, whole = (_join([rank.list_batches(num_ahead) for rank in ranks]) for ranks in runs)
-    text = "after the restart, the order differs from that of the uninterrupted run"
-    if interrupted is None or resumed is None or whole is None:
-        text = "batches and backward passes do not correspond"
-    elif whole[: len(interrupted)] != interrupted:
-        text = "the order of the samples differs from run to run: give it a seed"
-    elif (num := min(len(resumed), len(whole) - num_done)) > 0:
-        if resumed[:num] == whole[num_done : num_done + num]:
-            return CheckResult("resume", OK, f"continues with the batches that follow the save, {num} of {num}")
-        few = min(num, 3)
-        places = [place for place in range(len(whole) - few + 1) if resumed[:few] == whole[place : place + few]]
-        if places:
-            place = min(places, key=lambda place: abs(place - num_done))
-            what = "skips" if place > num_done else "repeats"
-            return CheckResult("resume", MISTAKE, f"it {what} {abs(place - num_done)} batches after batch {num_done}")
-    return CheckResult("resume", UNSEEN, text)
-
-
-def _join(batches: Sequence[list[list[Any]] | None]) -> list[tuple[Any, ...]] | None:
-    """Return the batches of all ranks, joined by their number; None if they are not known."""
-    known = [each for each in batches if each is not None]
-    return [*zip(*known, strict=False)] if known and len(known) == len(batches) else None

@@ -1,4 +1,4 @@
-"""Records what the ranks of a script that does not use samestep do: samples, gradients, weights and saves.
+"""Records what the ranks of a script that does not use samestep do: samples, gradients and weights.
 
 Each process that trains appends lines of JSON to `rank-<process id>.jsonl`. Each line is an event:
 
@@ -11,7 +11,6 @@ Each process that trains appends lines of JSON to `rank-<process id>.jsonl`. Eac
                   null if not known
     end_update    it ends; "computed": the gradient of this rank, "reduced": in `.grad` after the last backward pass,
                   "used": in `.grad` after the step, "after": the state
-    save          torch.save has returned
     cut           the recorder ends the script after the steps of the trial
 
 Tensors are recorded as their dot products with a few fixed random vectors. These are linear, so that the projection of
@@ -22,7 +21,6 @@ import json
 import math
 import multiprocessing
 import os
-import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader, SequentialSampler, Subset
 
 from samestep.data.content import find_leaves
-from samestep.files import open_regular, read_text, replace_file
+from samestep.files import open_regular
 from samestep.hashing import hash_pieces
 from samestep.torch_internals import LoaderIterator, count_collectives
 from samestep.waiting import wait_until
@@ -48,9 +46,7 @@ from samestep.world.environment import read_rank
 NUM_VECTORS = 4
 MAX_ELEMENTS = 1 << 14  # of a tensor, evenly spread, that are projected
 LEAVE_S = 10.0  # for the other ranks to complete the last step
-# files: the step of the last save; a rank that has made its last step
-SAVED = "saved"
-ENDED = "ended-"
+ENDED = "ended-"  # a file: a rank has made its last step
 
 _recorder: "Recorder | None" = None
 
@@ -59,12 +55,11 @@ def begin(options: Mapping[str, Any]) -> None:
     """Install the hooks in this process. A second call does nothing.
 
     Args:
-        options: "dir" for the records; "steps", after which the script is ended; "kill_after": a number of steps after
-            which the process kills itself, in the first step after a save; None: it does not.
+        options: "dir" for the records; "steps", after which the script is ended.
     """
     global _recorder
     if _recorder is None:
-        _recorder = Recorder(Path(options["dir"]), options["steps"], options["kill_after"])
+        _recorder = Recorder(Path(options["dir"]), options["steps"])
         _recorder.install()
 
 
@@ -140,10 +135,9 @@ class OptimizerTracker:
         return self._projection.project_all([param.grad for param in self._params])
 
     def describe_begin(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Describe an update that begins: the learning rates, and before the first one the state."""
+        """Describe an update that begins, and before the first one the state."""
         return {
             "optimizer": self.number,
-            "lr": [float(group.get("lr", 0.0)) for group in optimizer.param_groups],
             "num_elements": sum(param.numel() for param in self._params),
             **({} if self.num_steps else {"before": self._describe_state(optimizer)}),
         }
@@ -161,35 +155,25 @@ class OptimizerTracker:
         return line
 
     def _describe_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        states = [optimizer.state.get(param, {}) for param in self._params]
-        tensors = [value for state in states for _, value in sorted(state.items()) if isinstance(value, Tensor)]
-        steps = [float(state["step"]) for state in states if "step" in state]
-        return {
-            "params": self._projection.project_all(self._params).tolist(),
-            "state": self._projection.project_all(tensors).tolist(),
-            "num_states": sum(bool(state) for state in states),
-            "num_steps": max(steps, default=None),
-        }
+        num_states = sum(bool(optimizer.state.get(param)) for param in self._params)
+        return {"params": self._projection.project_all(self._params).tolist(), "num_states": num_states}
 
 
 class Recorder:
-    """Writes the events of this process: passes over loaders, their batches, backward passes, updates and saves.
+    """Writes the events of this process: passes over loaders, their batches, backward passes and updates.
 
     Args:
         directory: for the file.
         steps: updates of an optimizer after which the process ends with exit code 0.
-        kill_after: see `begin`.
     """
 
-    def __init__(self, directory: Path, steps: int, kill_after: int | None) -> None:
+    def __init__(self, directory: Path, steps: int) -> None:
         self._directory = directory
         self._steps = steps
-        self._kill_after = kill_after
         self._pid = 0
         self._file = sys.stdout
         self._projection = Projection()
         self._trackers: dict[Optimizer, OptimizerTracker] = {}
-        self._num_updates = 0
         # id -> number and data set, which is kept, so that no other gets its id
         self._datasets: dict[int, tuple[int, Any]] = {}
         self._num_passes = 0
@@ -205,7 +189,6 @@ class Recorder:
         _wrap_after(DataLoader, "__iter__", self._begin_pass)
         _wrap_after(LoaderIterator, "_next_index", lambda index, iterator: self._queue(iterator).append(index))
         _wrap_after(LoaderIterator, "_reset", lambda _, iterator, *__, **___: self._queue(iterator).clear())
-        _wrap_after(torch, "save", self._after_save)
         _wrap_after(dist, "init_process_group", lambda *_, **__: self._wrap_accelerate())  # Trainer binds its method
         next_batch = LoaderIterator.__next__
         backward = torch.autograd.backward
@@ -298,18 +281,8 @@ class Recorder:
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         tracker = self._find_tracker(optimizer)
         self._write("end_update", **tracker.describe_end(optimizer))
-        self._num_updates += 1
-        saved = self._directory / SAVED
-        if self._kill_after is not None and tracker.num_steps >= self._kill_after and saved.exists():
-            text = read_text(saved)
-            if text and self._num_updates > int(text):
-                os.kill(os.getpid(), signal.SIGKILL)
         if tracker.num_steps >= self._steps:
             self._leave()
-
-    def _after_save(self, *_: Any, **__: Any) -> None:
-        self._write("save", num_updates=self._num_updates)
-        replace_file(self._directory / SAVED, str(self._num_updates).encode())
 
     def _leave(self) -> None:
         """End the process, once the other ranks have made this step too: they may still receive from this one."""
