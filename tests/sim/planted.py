@@ -211,6 +211,10 @@ PLANTED = (
         "(rows, metrics, point.metrics_bytes)", "(rows, metrics, metrics.flush())",
     ),
     Planted(
+        "a row of an epoch that will run again is written", METRICS, "train/loops/loop.py",
+        "self.is_cut = self._state.steps_done < end", "pass",
+    ),
+    Planted(
         "a snapshot does not know all rows of its step", METRICS, "snapshot/run_directory.py",
         '"metrics_bytes": metrics_bytes', '"metrics_bytes": max(0, metrics_bytes - 1)',
     ),

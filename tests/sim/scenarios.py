@@ -1,6 +1,6 @@
 """Scenarios: what is trained, on how many ranks, and which faults happen. They are data, and have a text form:
 
-    seed=7 script=gan shard=optimizer every=3 epochs=2 routes=chunks copies=background | 3 heal kill@fsync#2 | 2
+    seed=7 script=gan shard=optimizer every=3 steps=8 routes=chunks copies=background | 3 heal kill@fsync#2 | 2
 
 The rounds after the first bar are starts of the run. A fault has a kind, a place, and perhaps a rank and a duration in
 seconds: `freeze@exchange#5/2+30` freezes rank 2 for 30 s at the fifth point of the round that is an exchange; `@1234`
@@ -18,6 +18,7 @@ PLACES = (
     "fsync", "os.rename", "open", "write", "os.mkdir", "os.rmdir", "exchange", "all_gather", "broadcast", "recv.wait",
     "send.wait", "isend", "barrier", "join", "store.set", "store.check", "condition", "queue.get", "event.wait",
 )  # fmt: skip
+STEPS_PER_EPOCH = 5  # of all scripts
 NUM_POINTS = {1: 300, 2: 1000, 3: 1500, 4: 2000, 5: 2600}  # of a start of 10 steps, about
 _FAULT = re.compile(r"(\w+)@([\w.]+)(?:#(\d+))?(?:/(\d+))?(?:\+([\d.]+))?")
 
@@ -94,7 +95,7 @@ class Scenario:
         script: a file of scripts/.
         shard: "none" or "optimizer".
         every: `--snapshot-every`, in steps.
-        epochs: of 5 steps.
+        steps: `--max-steps`. An epoch has 5.
         routes: "direct" or "chunks": for gradients of every size, the route of small or that of large ones.
         copies: "at_once" or "background": when the tensors of a snapshot are copied.
     """
@@ -103,7 +104,7 @@ class Scenario:
     script: str = "mlp"
     shard: str = "none"
     every: int = 2
-    epochs: int = 2
+    steps: int = 10
     routes: str = "direct"
     copies: str = "at_once"
     rounds: tuple[Round, ...] = (Round(1),)
@@ -117,7 +118,7 @@ class Scenario:
         """Return the scenario of a text. Raises ValueError."""
         head, *rounds = text.split("|")
         given = dict(word.split("=") for word in head.split())
-        numbers = {name: int(given.pop(name)) for name in ("seed", "every", "epochs") if name in given}
+        numbers = {name: int(given.pop(name)) for name in ("seed", "every", "steps") if name in given}
         return cls(**numbers, **given, rounds=tuple(Round.parse(each) for each in rounds))
 
     @property
@@ -138,16 +139,17 @@ def plan(seed: int, focus: str = "") -> Scenario:
     epochs = 2 if focus else choose.choice((1, 2, 2))
     num_rounds = 1 if focus else choose.choice((1, 1, 2, 2, 3))
     rounds = [_plan_round(choose, epochs, focus) for _ in range(num_rounds)]
-    return Scenario(
+    scenario = Scenario(
         seed,
         script=choose.choice(SCRIPTS),
         shard=shard,
         every=choose.choice((1, 2, 3, 4)),
-        epochs=epochs,
+        steps=STEPS_PER_EPOCH * epochs,
         routes=choose.choice(("direct", "direct", "chunks")),
         copies="background" if focus == "background" else choose.choice(("at_once", "background")),
         rounds=(*rounds, Round(choose.choice((1, 2, 3)))),
     )
+    return replace(scenario, steps=scenario.steps - choose.choice((0, 0, 0, 1, 3)))
 
 
 def _plan_round(choose: random.Random, epochs: int, focus: str) -> Round:
@@ -178,7 +180,7 @@ def _plan_fault(choose: random.Random, kind: str, num_ranks: int, epochs: int, p
 
 
 def simplify(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield simpler scenarios: fewer starts, faults, ranks, features and epochs."""
+    """Yield simpler scenarios: fewer starts, faults, ranks, features and steps."""
     rounds = scenario.rounds
     for i in range(len(rounds) - 1):
         yield replace(scenario, rounds=(*rounds[:i], *rounds[i + 1 :]))
@@ -193,5 +195,5 @@ def simplify(scenario: Scenario) -> Iterator[Scenario]:
     for name in ("shard", "routes", "copies", "script"):
         if getattr(scenario, name) != getattr(plain, name):
             yield replace(scenario, **{name: getattr(plain, name)})
-    if scenario.epochs > 1:
-        yield replace(scenario, epochs=scenario.epochs - 1)
+    if scenario.steps > STEPS_PER_EPOCH:
+        yield replace(scenario, steps=scenario.steps - STEPS_PER_EPOCH)

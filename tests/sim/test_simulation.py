@@ -33,6 +33,6 @@ def test_scenarios_have_a_text_form() -> None:
 
 
 def test_a_simpler_scenario_is_simpler() -> None:
-    assert [*simplify(Scenario(1, epochs=1))] == []
+    assert [*simplify(Scenario(1, steps=5))] == []
     scenario = Scenario(1, rounds=(Round(2, faults=(Fault(KINDS[0], "fsync", 3),)), Round(1)))
     assert Scenario(1, rounds=(Round(1),)) in [*simplify(scenario)]

@@ -20,7 +20,6 @@ from sim.machine import Launch, Machine
 from sim.scenarios import Round, Scenario, simplify
 from sim.scheduler import Exited, Killed, Scheduler
 
-STEPS_PER_EPOCH = 5  # of all scripts
 SCRIPTS = Path(__file__).parent / "scripts"
 MEASURED = re.compile(r"(time|wall|samples/s|seconds|_s)$")  # of metrics: what differs from run to run
 DAMAGE = ("cannot be used", "is shorter than", "was changed during")
@@ -135,9 +134,9 @@ class Laboratory:
 
     def expect(self, scenario: Scenario) -> Outcome:
         """Return the outcome of a scenario's script on one rank."""
-        key = scenario.script, scenario.epochs
+        key = scenario.script, scenario.steps
         if key not in self._expected:
-            self._expected[key] = self.run(Scenario(0, script=scenario.script, epochs=scenario.epochs))
+            self._expected[key] = self.run(Scenario(0, script=scenario.script, steps=scenario.steps))
         return self._expected[key]
 
     def run(self, scenario: Scenario) -> Outcome:
@@ -148,7 +147,7 @@ class Laboratory:
         self.history = scheduler.history
         options = {
             "snapshot-every": str(scenario.every),
-            "max-steps": str(STEPS_PER_EPOCH * scenario.epochs),
+            "max-steps": str(scenario.steps),
             **({"shard": scenario.shard} if scenario.shard != "none" else {}),
         }
         script = SCRIPTS / f"{scenario.script}.py"

@@ -557,7 +557,9 @@ class Run:
 
         Rank 0 writes its values. A warning names another rank that has logged other names.
 
-        Rows that a resumed script logs again, before its loop or at the start of an epoch, are written once.
+        Rows that a resumed script logs again, before its loop or at the start of an epoch, are written once. If the run
+        stops within an epoch, what the script logs after that epoch's steps is not written: a run that is trained
+        further logs it at the epoch's end.
 
         Args:
             values: name -> number, string or tensor; further ones as keyword arguments.
@@ -575,6 +577,10 @@ class Run:
         self._check_call("run.log", "it knows this rank's part only; call step.log, which averages over all ranks")
         row = collect_values("run.log", values, named)
         if self.steps_done if self._loop is None else self._loop.repeats_head:
+            return
+        if self._loop is not None and self._loop.is_cut:
+            names = ", ".join(row)
+            self._context.say(f"the row with {names} is not written: the run stopped within the epoch that logs it")
             return
         step = None if self._loop is None else self._loop.step
         in_body = step is not None and step.number == self.steps_done

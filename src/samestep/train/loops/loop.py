@@ -89,6 +89,7 @@ class Loop:
         step: the current step, or the last one.
         repeats_head: whether the script's current lines already ran before the restart: the beginning of an epoch, or
             the lines after a complete loop.
+        is_cut: whether the script is in the rest of the body of an epoch in which the run stopped. It will run again.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Loop:
         self._parts = StepParts(context, state, feed.load, prepared.gradients, observers, services.watchdog, cast_vote)
         self.step: Step | None = None
         self.repeats_head = state.place.is_past
+        self.is_cut = False
         self._left_error: Error | None = None  # the script left the loop before its end
         self._earlier_error = 0  # id of an error that the script keeps from before the present step
 
@@ -150,6 +152,7 @@ class Loop:
             stopping.react()
             is_whole = state.steps_done == end
             self._services.watchdog.enter("script", state.steps_done)
+            self.is_cut = False
             if not is_whole:  # the body of an interrupted epoch will run again, and will request its snapshots again
                 self._services.snapshotter.drop_names("the run stopped within the epoch that asks for it")
             epochs_done = number + 1 if is_whole else None
@@ -161,6 +164,7 @@ class Loop:
         with self._noting_errors():
             while self._state.steps_done < end and not self._services.stopping.is_ending:
                 yield from self._run_step(is_last=self._state.steps_done + 1 == end)
+            self.is_cut = self._state.steps_done < end
 
     def run_steps(self) -> Generator[Step, None, None]:
         """Yield the steps from the run's position on."""
