@@ -30,7 +30,10 @@ class Disk:
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.root = Path(tempfile.mkdtemp(prefix="samestep-sim-", dir="/dev/shm"))
+        for left in Path("/dev/shm").glob("samestep-sim-*-*"):  # of a process that was killed
+            if not Path("/proc", left.name.split("-")[2]).exists():
+                shutil.rmtree(left, ignore_errors=True)
+        self.root = Path(tempfile.mkdtemp(prefix=f"samestep-sim-{os.getpid()}-", dir="/dev/shm"))
         self.run_dir = self.root / "run"
         self.full_until_s = 0.0
         self._scheduler = scheduler

@@ -2,4 +2,7 @@
 
 PINNED: dict[str, str] = {
     "a finished run loses a row that the body of its last, cut epoch has logged": "seed=1 script=mlp steps=3 | 1 | 1",
+    "the directory of snapshots is lost: who created it was killed before the sync": (
+        "seed=2 script=gan every=1 steps=5 | 1 kill_all@fsync#6 | 1 power@300 | 1"
+    ),
 }

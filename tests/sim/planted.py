@@ -171,8 +171,9 @@ PLANTED = (
         "        os.fsync(self._file)\n\n    def cut", "        pass\n\n    def cut", focus="power",
     ),
     Planted(
-        "the name of a new log is not synced", ONCE, "snapshot/append_log.py",
-        "            sync_directory(path.parent)", "            pass", focus="power",
+        "the name of the directory of snapshots is not synced", RESUME, "snapshot/store.py",
+        "            _sync(self.path.parent)\n", "", focus="power",
+        scenario="seed=2 script=gan every=1 steps=5 | 1 power@300 | 1",
     ),
     Planted(
         "a snapshot is visible before its files are complete", ATOMIC, "snapshot/store.py",

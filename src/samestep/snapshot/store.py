@@ -191,6 +191,7 @@ class Store:
         self.path = Path(run_dir) / SNAPSHOTS
         self._named = Path(named or run_dir) / SNAPSHOTS
         self._problems: dict[Path, str] = {}  # of snapshots whose manifests and sizes show none
+        self._has_created = False
 
     # --- read -------------------------------------------------------------------------------------------------
 
@@ -475,9 +476,10 @@ class Store:
 
     def _create(self, directory: Path) -> None:
         """Create a directory for the files of a snapshot, empty."""
-        if not self.path.exists():
-            self.path.mkdir()
+        if not self._has_created or not self.path.exists():  # who created it may have been killed before the sync
+            self.path.mkdir(exist_ok=True)
             _sync(self.path.parent)
+            self._has_created = True
         if os.path.lexists(directory):
             _delete(directory)
         directory.mkdir()

@@ -35,6 +35,7 @@ for epoch in run.epochs(train, 3, num_workers=0):
         optimizer.step()
     result = run.evaluate(score, test, micro_batch_size=4, num_workers=0)
     run.log({"test/error": result["error"], "draw": random.random()})
+    run.state["sum"] = run.state.get("sum", 0.0) + result["error"]
     if result["error"] < run.state.get("best", 9.0):
         run.state["best"] = result["error"]
         run.snapshot("best")
