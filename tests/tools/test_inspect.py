@@ -219,24 +219,11 @@ def test_a_directory_of_runs_is_listed(tmp_path: Path, capsys: Any) -> None:
     assert [(each["name"], each["steps"]) for each in json.loads(capsys.readouterr().out)] == [("a", 2), ("b", 2)]
 
 
-def test_runs_are_sorted(tmp_path: Path, capsys: Any) -> None:
+def test_the_step_of_the_best_snapshot_is_listed(tmp_path: Path, capsys: Any) -> None:
     a, _ = write_runs(tmp_path / "runs")
     Store(Path(a)).write({**STATE, "state": {}}, step=1, name="best", meta={})
-    (tmp_path / "runs" / "c").mkdir()
-    write_run(tmp_path / "runs" / "c")  # has no metrics: comes last
-
-    def list_names(*arguments: str) -> list[str]:
-        assert run_runs([str(tmp_path / "runs"), "--json", *arguments]) == 0
-        return [each["name"] for each in json.loads(capsys.readouterr().out)]
-
-    assert list_names() == ["a", "b", "c"]
-    assert list_names("--sort", "loss") == ["a", "b", "c"]
-    assert list_names("--sort", "loss", "--reverse") == ["b", "a", "c"]
-    assert list_names("--sort", "best") == ["a", "b", "c"]
     assert run_runs([str(tmp_path / "runs")]) == 0
     assert re.search(r"^  a +done +2 +\w+ +1 +\d+ ", capsys.readouterr().out, re.M)
-    with pytest.raises(Error, match=re.escape("no run has speed: sort by name, status, steps, best, time, loss")):
-        run_runs([str(tmp_path / "runs"), "--sort", "speed"])
     with pytest.raises(Error, match="there are no runs in nothing"):
         run_runs(["nothing"])
 

@@ -35,7 +35,6 @@ SHORT = 12  # of a digest's 64 digits
 COUNTED = ("data_length", "batch_size", "micro_batch_size", "seed")  # numbers by which steps use other samples
 SECTIONS = ("numbers", "settings", "config", "script", "git", "machine")  # of run.json, the most important first
 PLACE = ("step", "epoch")  # entries of a row that are not metrics
-FIELDS = ("name", "status", "steps", "best", "time")  # of `describe_run`, to sort by
 
 
 def parse_which(ctx: click.Context, param: click.Parameter, text: str) -> int | str:
@@ -210,10 +209,8 @@ def read_last_values(run: Path) -> dict[str, dict[str, Any]]:
 
 @click.command("runs", cls=Command)
 @click.argument("directory", metavar="[DIR]", type=click.Path(), default="runs")
-@click.option("--sort", metavar="NAME", default="name", help=f"sort by {', '.join(FIELDS)} or a metric, as train/loss")
-@click.option("--reverse", is_flag=True, help="sort in descending order")
 @json_option
-def run_runs(directory: str, sort: str, reverse: bool, is_json: bool) -> int:
+def run_runs(directory: str, is_json: bool) -> int:
     """Lists the runs in DIR (default: runs).
 
     Shows status, steps, digest, step of the snapshot `best`, age, and the last value of every metric.
@@ -229,13 +226,6 @@ def run_runs(directory: str, sort: str, reverse: bool, is_json: bool) -> int:
             say(f"{run}: {explain(error) or error}")
             nothing = dict.fromkeys(("snapshot", "digest", "best", "time", "measured"))
             runs.append(nothing | {"name": run.name, "status": "damaged", "steps": 0, "metrics": {}})
-    keys = [run[sort] if sort in FIELDS else run["metrics"].get(sort, {}).get("value") for run in runs]
-    known = [number for number, key in enumerate(keys) if isinstance(key, int | float | str)]
-    if not known:
-        metrics = sorted({name for run in runs for name in run["metrics"]})
-        raise Error(f"no run has {sort}: sort by {', '.join([*FIELDS, *metrics])}", code="SS101")
-    order = sorted(known, key=lambda number: keys[number], reverse=reverse)
-    runs = [runs[number] for number in [*order, *(n for n in range(len(runs)) if n not in known)]]
     if is_json:
         print_json(runs)
         return 0
