@@ -16,7 +16,6 @@ from support.waiting import DEADLINE_S
 
 from samestep.cli import main
 from samestep.errors import Error
-from samestep.launch.flags import translate_torchrun
 from samestep.launch.script_command import ScriptCommand
 from samestep.snapshot.store import Store
 from samestep.tools.launch_command import run_launch, run_train
@@ -85,9 +84,6 @@ def test_version() -> None:
         (["launch", "--show-ranks", "x", "--nproc-per-node", "1", __file__], "--show-ranks takes all"),
         (["launch", "--batch-size", "many", __file__], "--batch-size must be a whole number, not 'many'"),
         (["launch", "--fresh=1", __file__], "--fresh takes no value"),
-        (["launch", "--standalone", "--nnodes", "2", __file__], "--standalone is for one node, and --nnodes is 2"),
-        (["launch", "--rdzv_backend=etcd", __file__], "launch has no --rdzv-backend etcd"),
-        (["launch", "--nnodes=2", "--master_port=1", __file__], "or --master-addr and --master-port: give one"),
         (["launch", "--rdzv-endpoint", "a:1", __file__], "where several machines meet, and --nnodes is not given"),
         (["train", "mlp", "--rdzv-endpoint", "a:1"], "where several machines meet, and --nnodes is not given"),
         (["launch", "-heal", __file__], "launch has no option -heal; did you mean --heal?"),
@@ -166,22 +162,6 @@ def test_flags_of_launch_may_be_anywhere_before_the_script() -> None:
 def test_a_module_takes_all_words_after_it() -> None:
     program, values = parse(run_launch, "--seed", "1", "-m", "module", "--seed", "2", "-m", "--help", "--", "x")
     assert (program, values) == (["-m", "module", "--seed", "2", "-m", "--help", "--", "x"], {"seed": 1})
-
-
-@pytest.mark.parametrize(
-    ("words", "values"),
-    [
-        ("--standalone --nproc_per_node=2 --rdzv-endpoint localhost:0", {"nproc_per_node": "2"}),
-        ("--nnodes=1 --rdzv-backend=c10d --master_addr a --master_port 1", {"nnodes": "1"}),
-        ("--nnodes=2 --master_addr a --master_port=5", {"nnodes": "2", "rdzv_endpoint": "a:5"}),
-        ("--nnodes=2 --master-addr fd00::1", {"nnodes": "2", "rdzv_endpoint": "[fd00::1]"}),
-        ("--nnodes=2 --rdzv-backend c10d --rdzv_endpoint=a:5", {"nnodes": "2", "rdzv_endpoint": "a:5"}),
-    ],
-)
-def test_options_of_torchrun(words: str, values: dict[str, str]) -> None:
-    _, given = parse(run_launch, *words.split(), "a.py")
-    translate_torchrun(given)
-    assert given == values
 
 
 def test_flags_of_train_mix_with_the_recipes_own() -> None:

@@ -485,38 +485,3 @@ def test_ports_are_open_on_this_machine_alone(command: Command) -> None:
     port, *lines = command.run("launch", "port.py").stdout.split("\n")
     wanted = f":{int(port.split()[0]):04X} 00000000:0000 0A"
     assert [line.split()[1].split(":")[0] for line in lines if wanted in line] == ["0100007F"]
-
-
-COPIES = "open('model.txt', 'w').write('trained')"
-READS = "import os; os.environ.get('LOCAL_RANK')"
-# With a barrier: a rank that ends at once closes connections that another one has not accepted yet.
-JOINS = "import torch.distributed as dist; dist.init_process_group('gloo'); dist.barrier()"
-
-
-@pytest.mark.parametrize(
-    ("script", "num_ranks", "warns"),
-    [
-        (COPIES, 2, True),
-        ("import os; os.environ['LANG'], os.environ.get('MASTER_PORT')", 2, True),
-        (COPIES, 1, False),
-        (READS, 2, False),
-        (f"import os\nif os.fork() == 0:\n    {READS}\nelse:\n    os.wait()", 2, False),
-        ("import os; dict(os.environ)", 2, False),
-        (JOINS, 2, False),
-        (f'import subprocess, sys; subprocess.run([sys.executable, "-c", "{JOINS}"], check=True)', 2, False),
-        (f"{COPIES}; import os; os.environ['RANK'] == '1' and exit(3)", 2, False),
-    ],
-)
-def test_ranks_that_cannot_know_their_rank_are_named(
-    command: Command, script: str, num_ranks: int, warns: bool
-) -> None:
-    """They trained copies, side by side, and wrote the same files."""
-    command.write("train.py", script)
-    done = command.run("launch", "--nproc-per-node", str(num_ranks), "train.py", "--lr", "0.1")
-    assert done.returncode == (3 if "exit" in script else 0), done.stderr
-    line = (
-        "samestep: no rank used samestep or a process group, or read RANK: each of the 2 ranks ran a full copy "
-        "of train.py; see docs/coming-from.md, and check it with samestep verify --plain train.py --lr 0.1\n"
-    )
-    assert (line in done.stderr) == warns
-    assert done.stderr.count("no rank used") == warns

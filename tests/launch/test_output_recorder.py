@@ -229,7 +229,7 @@ def test_the_request_to_show_a_rank_is_read_first(monkeypatch: pytest.MonkeyPatc
         assert select.select([reader], [], [], DEADLINE_S)[0]
         with pytest.raises(TimeoutError):
             shown.result(0.05)
-        assert json.loads(os.read(reader, 1 << 12)) == {"rank": 3, "gone": [0, 1]}
+        assert json.loads(os.read(reader, 1 << 12)) == {"rank": 3, "path": "", "gone": [0, 1]}
         shown.result(DEADLINE_S)
     os.close(reader)
     os.close(writer)

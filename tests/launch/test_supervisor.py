@@ -21,7 +21,6 @@ from samestep.launch.node_messages import (
     Hello,
     Joined,
     Lost,
-    Overdue,
     Print,
     Report,
     Signal,
@@ -185,7 +184,7 @@ def test_a_launch_ends_without_further_events() -> None:
 
 def test_messages_survive_the_link() -> None:
     failure = RankFailure(1, 2.0, -9, False, "died", "was killed")
-    events = [Tick(), Joined(Hello("h", 2, "a", {"x": "y"})), Started(), died(1), Signalled(15), Overdue(1.0)]
+    events = [Tick(), Joined(Hello("h", 2, "a", {"x": "y"})), Started(), died(1), Signalled(15)]
     for event in (*events, Broken("no", "SS1"), Lost(), Board(is_ready=True, has_met=False, stuck=[1], reason="r")):
         assert decode_event(encode_message(event)) == event
     start = Start(1, None, 0, 2, 0, 4, "peer", "ranks", 29400)
@@ -234,13 +233,6 @@ def test_a_scheduler_signals_each_node() -> None:
     assert again.tell(Signal)[-1].signum == signal.SIGKILL
     ends = [Ended(rank, 0, 0.0, outcome=Outcome.STOPPED) for rank in range(2)]
     assert launch.do(*ends).end.code == 75
-
-
-def test_a_run_that_does_not_reach_its_first_step_after_a_signal_is_killed_and_named() -> None:
-    launch = Launch().do(Signalled(signal.SIGTERM), Overdue(61.0))
-    assert launch.said == "ranks 0, 1 and 2 had not begun a step 61 s after the signal: killed"
-    assert launch.tell(Signal)[-1].signum == signal.SIGKILL
-    assert launch.do(*[Ended(rank, -9, 0.0) for rank in range(3)]).end.code == 143
 
 
 def test_ranks_that_cannot_be_killed_are_given_up() -> None:

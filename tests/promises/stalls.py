@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.tiny import Tiny, tiny_run, update
-from torch import Tensor, nn
+from support.tiny import Tiny, update
+from torch import Tensor
 from torch.optim import SGD
 
 import samestep
@@ -104,21 +104,6 @@ FAULTS: dict[str, Callable[[bool], None]] = {
     "pipe full": fill_a_pipe,
     "locked out": lock_twice,
 }
-
-
-def train_unevenly(run_dir: Path) -> None:
-    """Trains to the end; rank 1 takes longer for each forward, and rank 0 waits for it, also in its backward."""
-
-    def body(t: Tiny, x: Tensor) -> None:
-        if t.run.rank == 1:
-            time.sleep(0.05)
-        t.step.backward(t.model(x).mean())
-
-    tiny_run(
-        run_dir, num_steps=80, data=[torch.ones(1024)] * 8, body=body, optimizer=lambda params: SGD(params, 0.0),
-        model=lambda: nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)),  # a bucket each, of many messages
-        batch_size=2, micro_batch_size=1, bucket_cap_mb=4,
-    )  # fmt: skip
 
 
 def train_slowly(run_dir: Path, what: str) -> None:

@@ -76,14 +76,13 @@ def test_a_rank_that_is_stuck_after_a_death_is_ended(
 
 
 def test_a_rank_keeps_its_number_in_messages(trial: Trial, undisturbed: Undisturbed) -> None:
-    """After the death of rank 0, rank 2 is rank 1 of its group, and its log is still that of rank 2."""
+    """After the death of rank 0, rank 2 is rank 1 of its group."""
     faults = ["kill rank 0 at step 3 in forward", "hold rank 2 at step 7 in forward"]
     started = launch(trial, faults, "--stuck-after-s", "2", num_ranks=3)
     assert trial.outcome() == undisturbed()
     assert "rank 2 (host " in started.output
     assert "nothing has moved for too long: stopping rank 2" in started.output
     assert "rank 2 is gone in step 7: rank 1 continues alone" in started.output
-    assert "forward" in (trial.dir / "logs" / "0" / "stacks-2.txt").read_text()
 
 
 def test_with_loader_workers(trial: Trial, undisturbed: Undisturbed) -> None:

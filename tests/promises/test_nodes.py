@@ -133,9 +133,7 @@ def test_a_signal_to_one_launcher(trial: Trial, undisturbed: Undisturbed, port: 
 
 def test_the_rendezvous_ends(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
     endpoint = f"127.0.0.1:{port}"
-    host, other = (
-        trial.start("launch", 1, HELD, *flags_at(endpoint, "2", "--node-rank", rank)) for rank in ("0", "1")
-    )
+    host, other = (trial.start("launch", 1, HELD, *flags_at(endpoint, "2", "--node-rank", rank)) for rank in ("0", "1"))
     trial.wait_held()
     host.process.kill()
     assert finish(host, other) == [-signal.SIGKILL, 1]
@@ -215,7 +213,7 @@ def test_no_endpoints(text: str) -> None:
     ("2", None, "localhost:1", "and --node-rank R, which is 0 on HOST"),
     (None, None, "a:1", "--rdzv-endpoint a:1 is where several machines meet, and --nnodes is not given: add --nnodes"),
     ("2", 0, "no-such-host.invalid:1", "no address of no-such-host.invalid is known here"),
-    ("2", 0, "192.0.2.1:1", "other machines can reach 192.0.2.1:1, and there is no secret"),
+    ("2", 0, "192.0.2.1:1", "other programs can reach 192.0.2.1:1, and there is no secret"),
 ])  # fmt: skip
 def test_options_that_make_no_sense(nnodes: str | None, node_rank: int | None, endpoint: str | None, said: str) -> None:
     with pytest.raises(Error, match=said):

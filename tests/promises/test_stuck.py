@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from promises.stalls import AT_STEP, train, train_slowly, train_unevenly
+from promises.stalls import train, train_slowly
 from promises.trial import Started
 from support.hosts import open_hosts, why_not
 from support.waiting import wait_until
@@ -44,12 +44,6 @@ def test_a_stuck_rank_is_named(tmp_path: Path, fault: str, capfd: pytest.Capture
     assert re.match(WORDS[fault], str(raised.value)), str(raised.value)
     named = [line for line in said.splitlines() if re.search(WORDS[fault], line)]
     assert len(named) == 1, f"one line on the terminal, whichever ranks' output is hidden: {said}"
-    if fault not in ("SIGSTOP", "SIGSTOP of rank 0"):  # a stopped process writes nothing
-        rank = 0 if fault == "collective skipped" else 1
-        stack = (run_dir / "logs" / "0" / f"stacks-{rank}.txt").read_text()
-        assert f"rank {rank}, step {AT_STEP}" in stack
-        assert "stalls.py" in stack
-        assert "forkserver.py" not in stack, "the frames that called the script are left out"
     if guilty == 1:
         status = json.loads((run_dir / "status.json").read_text())
         assert status["status"] == "failed"
@@ -89,20 +83,6 @@ def test_a_dropped_link(tmp_path: Path) -> None:
     assert re.search(heard, said[0]), said[0]
     assert "rank 1 (host h2) is cut off" in said[1]
     assert codes == [1, 1]
-
-
-def test_a_slow_rank_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Once, with its phase. The rank that waits for it is not named."""
-    samestep.spawn(train_unevenly, 2, (tmp_path / "run",), env={"SAMESTEP_STUCK_AFTER_S": str(STUCK_AFTER_S)})
-    said = capfd.readouterr()
-    assert re.fullmatch(
-        r"samestep: rank 1 \(host \S+\) is slow: it takes \d+\.\d ms per micro-batch, the others \d+\.\d ms; it loses "
-        r"time in the forward\n",
-        said.err,
-    ), said.err
-    waited = re.search(r"gradient reduction (\d+) %", said.out)
-    assert waited is not None, said.out
-    assert int(waited[1]) > 40, "rank 0's own time, in the table at the end"
 
 
 @pytest.mark.parametrize("what", ["first step", "validation", "snapshot"])

@@ -240,29 +240,6 @@ def test_beats_of_a_store_that_does_not_answer() -> None:
     assert said[0].startswith("rank 1 (host here) is cut off: the rendezvous store has not answered")
 
 
-def test_a_rank_is_cut_off_after_it_has_reported_a_stall() -> None:
-    """Both lines are printed."""
-
-    class Dying(Box):
-        def put(self, name: str, text: str) -> None:
-            if is_dead.is_set():
-                held.wait(DEADLINE_S)
-            super().put(name, text)
-
-    is_dead, held = threading.Event(), threading.Event()
-    box = Dying()
-    with heartbeat(1, box) as (pulse, said):
-        with heartbeat(0, box):
-            wait_until(lambda: "beat/0" in box.texts, "rank 0 beats")
-        for _ in range(WARM_UP + 2):
-            pulse.enter("reducing", 1)
-        wait_until(lambda: said, "it reports the stall")
-        is_dead.set()
-        wait_until(lambda: len(said) > 1, "it says that it is cut off")
-        held.set()
-    assert said[1].startswith("rank 1 (host here) is cut off: the rendezvous store has not answered")
-
-
 def test_the_file_for_watch_stays_while_ranks_form_a_new_group(tmp_path: Path) -> None:
     """Otherwise `samestep watch` would say that the run was killed."""
     with heartbeat(0, None, world_size=1, files=Files(tmp_path), is_last=False):
@@ -372,17 +349,6 @@ def test_every_column_is_explained(tmp_path: Path) -> None:
     assert tuple(name for names in explained for name in names if name in HEADER) == HEADER
     phases = told.partition("  phase ")[2].partition("  in it for ")[0]
     assert set(PHASES) <= set(re.findall(r"\w+", phases))
-
-
-def test_the_stacks_of_a_rank_that_is_stuck(tmp_path: Path) -> None:
-    with heartbeat(0, None, world_size=1, files=Files(logs=tmp_path)) as (pulse, said):
-        pulse.enter("forward", 5)
-        wait_until((tmp_path / "stacks-0.txt").exists, "it writes its stacks")
-        wait_until(lambda: said, "it says so")
-    assert said[0].endswith(f" (stacks: {tmp_path})")
-    text = (tmp_path / "stacks-0.txt").read_text()
-    assert text.startswith("rank 0, step 5, forward for ")
-    assert "test_heartbeat.py" in text
 
 
 def test_watching_on_a_terminal(tmp_path: Path) -> None:

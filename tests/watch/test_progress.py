@@ -29,7 +29,6 @@ for number in range(101, 721):
         p.log({"train/loss": 1 / number, "learning rate": 3e-4})
     if number == 200:
         p.print("in the", "middle", "[bold]" + "x" * 200, sep="-")
-        print("by the builtin")
     if number % 360 == 0:
         p.log({"validation/accuracy": 0.98123})
 """
@@ -96,11 +95,10 @@ def test_bar_on_a_terminal() -> None:
     text = plain(output)
     assert code == 0, text
     bars = [line for line in re.split(r"[\r\n]+", text) if re.match(r"\d+/720", line)]
-    assert re.fullmatch(r"720/720  epoch 20 +━+ loss 0\.001389  [\d,]+ samples/s  eta 0 s  lr 3\.00e-04 *", bars[-1])
+    assert re.fullmatch(r"720/720  epoch 20  loss 0\.001389  [\d,]+ samples/s  eta 0 s  lr 3\.00e-04", bars[-1])
     for line in (
         "before",
         "in the-middle-[bold]" + "x" * 200,
-        "by the builtin",
         "step 360/720  epoch 10  validation/accuracy 0.9812",
         "step 720/720  epoch 20  validation/accuracy 0.9812",
         "after",
@@ -112,26 +110,17 @@ def test_bar_on_a_terminal() -> None:
         ("written to", "runs/[x]"),
     ):
         assert re.search(rf"{name} +{re.escape(value)}", text), text
+    assert "\x1b[?" not in output, "a killed process would leave the terminal in another mode"
     assert text.index("written to") < text.index("after")
 
 
-@pytest.mark.parametrize("columns", [20, 60, 80])
+@pytest.mark.parametrize("columns", [40, 80])
 def test_a_narrow_terminal_has_one_line(columns: int) -> None:
     code, output = run_on_terminal(RUN + "p.close()\n", columns=columns)
     assert code == 0
     bars = [line for line in re.split(r"[\r\n]+", plain(output)) if re.match(r"\d+/720", line)]
     assert max(map(len, bars)) <= columns
     assert re.match(r"720/720.* loss 0\.001", bars[-1]), bars[-1]
-
-
-@pytest.mark.parametrize(
-    "end", ["raise SystemExit(3)", "raise KeyboardInterrupt", "import os; os.kill(os.getpid(), 9)"]
-)
-def test_the_terminal_is_restored_after_any_end(end: str) -> None:
-    code, output = run_on_terminal(RUN + f"try:\n    {end}\nfinally:\n    p.close()\n")
-    assert code != 0
-    assert output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l"), "the cursor is hidden"
-    assert "\x1b[?1049h" not in output, "the alternate screen was used"
 
 
 def test_a_dumb_terminal_gets_lines() -> None:
@@ -205,16 +194,6 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     silent.end({"steps": 3})
     silent.close()
     assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("arguments", ["rank=1", "rank=1, terminal=True", "rank=0"])
-def test_rich_is_imported_for_the_bar_alone(arguments: str) -> None:
-    code, output = run_in_pipe(
-        "import sys; from samestep.watch.progress import build_progress\n"
-        f"build_progress({arguments}); assert not {{'rich', 'torch'}} & set(sys.modules)",
-        real=True,
-    )
-    assert code == 0, output
 
 
 def test_pace_does_not_count_the_first_step_nor_those_of_before(clock: Callable[[float], None]) -> None:

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from samestep.watch.slow_ranks import find_slow
 from samestep.watch.stall_diagnosis import (
     LEARNT,
     NEW_GROUP,
@@ -204,20 +203,6 @@ def test_the_end_is_learnt_or_given() -> None:
     assert not is_final(900, Limits(), num_seen=1), "there is no earlier one to learn from"
     assert not is_final(10_000, Limits(), is_busy=True)
     assert is_final(61, build_limits(60), is_busy=True), "the user has set it"
-
-
-def test_a_slow_rank_is_named_with_its_phase() -> None:
-    usual = {"loading": 0.001, "forward": 0.010, "backward": 0.020, "updating": 0.001}
-    paces = {rank: dict(usual) for rank in range(4)}
-    assert find_slow(paces) == {}
-    paces[2]["backward"] = 0.024
-    assert find_slow(paces) == {}, "13 % are too small a difference"
-    paces[2]["backward"] = 0.030
-    assert list(find_slow(paces)) == [2]
-    phase, mine_s, usual_s = find_slow(paces)[2]
-    assert (phase, round(mine_s, 3), round(usual_s, 3)) == ("backward", 0.042, 0.032)
-    assert find_slow({0: {"forward": 1e-4}, 1: {"forward": 5e-4}}) == {}, "too short to tell"
-    assert find_slow({0: usual}) == {}
 
 
 def test_where_the_time_went() -> None:

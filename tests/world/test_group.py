@@ -127,21 +127,6 @@ def test_alone_there_is_no_process_group() -> None:
     assert samestep.spawn(call) == (False, True, True)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_once(num_ranks: int) -> None:
-    def fn(group: Group) -> tuple[int, int]:
-        count = 0
-
-        def load(x: int, *, y: int) -> int:
-            nonlocal count
-            count += 1
-            return 10 * x + y + group.rank
-
-        return group.once(load, 4, y=2), count
-
-    assert on_ranks(num_ranks, fn) == [(42, 1)] + [(42, 0)] * (num_ranks - 1)
-
-
 def test_an_error_of_once_is_raised_on_all_ranks() -> None:
     def fn(group: Group) -> str:
         def fail() -> None:

@@ -5,7 +5,6 @@ link (link.py).
 """
 
 import dataclasses
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -32,7 +31,6 @@ from samestep.launch.node_messages import (
     Hello,
     Joined,
     Lost,
-    Overdue,
     Print,
     Report,
     Signal,
@@ -51,8 +49,6 @@ from samestep.waiting import wait_until
 from samestep.world.environment import (
     BEGUN,
     CONTINUES,
-    OPENING,
-    RANKED,
     SECRET,
     BegunRun,
     Outcome,
@@ -63,7 +59,6 @@ from samestep.world.environment import (
 from samestep.world.host import find_interface, find_source
 from samestep.world.membership import READY, have_come, read_refusal, read_stuck, write_generation
 
-GRACE_S = 60.0  # after a signal to stop, for a run to begin its first step
 GREETING_S = 10.0  # for a store to answer
 SAY_S = 5.0  # an agent that waits longer for node 0 says so
 FLUSH_S = 5.0  # for the nodes to receive the end
@@ -108,8 +103,6 @@ class Agent:
         self.end: Finish | None = None
         self.secret = Placement(0).secret if nodes is None else derive_key(nodes.secret, "the ranks")
         self._num_signals = 0
-        self._signalled_s = 0.0
-        self._is_overdue = False
 
     def describe(self) -> Hello:
         """Describe this node to the supervisor."""
@@ -128,20 +121,9 @@ class Agent:
             events.append(Broken(str(error), error.code))
             time.sleep(POLL_S)
         received = self.launch.received
-        for signum in received[self._num_signals :]:
-            events.append(Signalled(signum))
-            self._signalled_s = time.monotonic()
+        events += [Signalled(signum) for signum in received[self._num_signals :]]
         self._num_signals = len(received)
-        if received and not self._is_overdue and self._has_nothing_to_save():
-            waited_s = time.monotonic() - self._signalled_s
-            if waited_s > GRACE_S:
-                self._is_overdue = True
-                events.append(Overdue(waited_s))
         return events
-
-    def _has_nothing_to_save(self) -> bool:
-        """Return whether the script has created a Run, whose loop has not begun."""
-        return (self.ranks.directory / OPENING).exists()
 
     def execute(self, command: Command) -> None:
         """Do what the supervisor has decided."""
@@ -188,17 +170,6 @@ class Agent:
         own = build_variables(launch.num_ranks, place, overrides, heals=launch.heals)
         self.ranks.start(launch.target, [each | variables for each in own])
 
-    def warn_of_copies(self) -> None:
-        """Warn if no rank has determined its rank, by joining the others in the store or by reading the environment."""
-        target = self.launch.target
-        num_ranks = self.launch.num_ranks
-        if target.kind != "call" and num_ranks > 1 and not (self.ranks.directory / RANKED).exists():
-            command = shlex.join(["samestep", "verify", "--plain", *target.to_words()])
-            say(
-                f"no rank used samestep or a process group, or read RANK: each of the {num_ranks} ranks ran a full "
-                f"copy of {target.name}; see docs/coming-from.md, and check it with {command}"
-            )
-
 
 class Supervision:
     """The supervisor with what it needs to act: the ranks' store, and the links to other nodes.
@@ -221,7 +192,6 @@ class Supervision:
         self._link = link
         self._open_store = open_store
         self._store: Any = None
-        self._num_keys = 0
         self._num_started = -1
         self._has_warned = False
         self._supervisor = Supervisor(policy, time.monotonic())
@@ -236,9 +206,6 @@ class Supervision:
                 events.insert(0, (0, self._read_board()))
             for node, event in events or [(0, Tick())]:
                 self._handle(node, event)
-        has_succeeded = not agent.end.code and not agent.launch.received
-        if has_succeeded and self._link is None and self._store.num_keys() == self._num_keys:
-            agent.warn_of_copies()
         return agent.end
 
     def _receive(self) -> list[tuple[int, Event]]:
@@ -270,7 +237,6 @@ class Supervision:
         if num_started != self._num_started:
             self._num_started = num_started
             self._store = self._open_store()
-            self._num_keys = self._store.num_keys()
         return int(self._store.port)
 
     def _read_board(self) -> Board:
@@ -348,8 +314,7 @@ def _wait_for_supervisor(agent: Agent, nodes: Nodes, link: Link) -> None:
     while not (link.sees(0) or agent.launch.received):
         if link.has_stranger:
             raise Error(
-                f"the launcher at {nodes.endpoint} does not have this node's secret: give all nodes the same "
-                f"{SECRET}, or the same file with --rdzv-secret",
+                f"the launcher at {nodes.endpoint} does not have this node's secret: give all nodes the same {SECRET}",
                 code="SS508",
             )
         if link.is_alive() and time.monotonic() < deadline_s:

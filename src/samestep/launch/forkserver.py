@@ -30,8 +30,7 @@ from weakref import WeakSet
 
 from samestep.console import print_error, say
 from samestep.errors import Error
-from samestep.launch.messages import READ_BYTES
-from samestep.launch.output_recorder import DRAIN_S, Recording
+from samestep.launch.output_recorder import DRAIN_S, READ_BYTES, Recording
 from samestep.launch.rank_process import FORWARDED_SIGNALS, keep_signal, run_rank
 from samestep.processes import die_with_parent, kill_group, wait_or_kill
 from samestep.world.environment import child_variables

@@ -161,8 +161,6 @@ def run_launch(
         count = known or _count_ranks(num_ranks, overrides.get("device"))
         with closing(Ranks(server, parse_shown(show_ranks, count if nodes is None else None))) as ranks:
             end = run_agent(ranks, Launch(target, count, overrides, signals.received, max_restarts, heals), nodes)
-            if ranks.was_killed and sys.stdout.isatty():
-                print("\x1b[?25h", end="", flush=True)  # a progress bar may have hidden the cursor
             if end.message:
                 print_error(f"samestep: error: {add_code(end.message, end.error_code)}")
             return end.code

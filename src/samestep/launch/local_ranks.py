@@ -183,7 +183,6 @@ class Ranks:
         directory: temporary; the ranks write reports into it. `close` removes it.
         shown: the ranks whose output goes to the terminal; None: all.
         processes: per rank of the last `start`.
-        was_killed: whether a signal has killed a rank.
     """
 
     def __init__(self, server: ForkServer, shown: frozenset[int] | None = frozenset({0})) -> None:
@@ -191,7 +190,6 @@ class Ranks:
         self.directory = self._workdir.path
         self.shown = shown
         self.processes: dict[int, RankProcess] = {}
-        self.was_killed = False
         self._server = server
         self._is_broken = False  # the server has ended
 
@@ -336,7 +334,6 @@ class Ranks:
         """Note the end of a rank. `signals`: which it was sent."""
         was_blamed = self.processes[rank].state is ProcessState.BLAMED
         self.processes[rank] = RankProcess(state=ProcessState.ENDED)
-        self.was_killed |= code < 0
         # A rank that ends by the signal that it was sent has not failed.
         is_obedient = -code in (signals if code == -signal.SIGKILL else STOP_SIGNALS) and bool(signals)
         failure = read_failure(rank, self.directory) if code else None

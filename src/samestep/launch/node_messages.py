@@ -64,12 +64,6 @@ class Signalled(Struct, tag=True, frozen=True):
     signum: int
 
 
-class Overdue(Struct, tag=True, frozen=True):
-    """Long after a signal to stop, the run of a node has not begun its first step, so that there is nothing to save."""
-
-    waited_s: float
-
-
 class Broken(Struct, tag=True, frozen=True):
     """A node cannot start its ranks. Has the message and the code of an Error."""
 
@@ -99,7 +93,7 @@ class Board(Struct, tag=True, frozen=True):
     refusal: str = ""
 
 
-Event = Tick | Joined | Started | Ended | Signalled | Overdue | Broken | Lost | Board
+Event = Tick | Joined | Started | Ended | Signalled | Broken | Lost | Board
 
 # --- commands ---------------------------------------------------------------------------------------------------------
 

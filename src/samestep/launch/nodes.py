@@ -8,7 +8,6 @@ from pathlib import Path
 
 from samestep.config import PREFIX, Overrides, name_flag, to_variables
 from samestep.errors import Error
-from samestep.launch.secret import share_secret
 from samestep.launch.target import Target
 from samestep.version import __version__
 from samestep.world.environment import SECRET, has_agent_store, read_environment, read_master, read_overrides
@@ -95,7 +94,7 @@ def read_nodes(timeout_s: float, secret: str) -> Nodes | None:
 
 
 def _check(nodes: Nodes) -> Nodes:
-    """Check that the address is known, and find a secret. Raises Error."""
+    """Check that the address is known, and that there is a secret. Raises Error."""
     try:
         socket.getaddrinfo(nodes.host, nodes.port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -103,15 +102,13 @@ def _check(nodes: Nodes) -> Nodes:
             f"--rdzv-endpoint {nodes.endpoint}: no address of {nodes.host} is known here ({error.strerror})",
             code="SS507",
         ) from None
-    secret = nodes.secret or (share_secret() if _names_loopback(nodes.host) else "")
-    if not secret:
+    if not nodes.secret:
         raise Error(
-            f"other machines can reach {nodes.endpoint}, and there is no secret to tell them from this run's nodes: "
-            f"set {SECRET} to the same text on all nodes (`openssl rand -hex 32` prints one), or name a file that "
-            "holds it with --rdzv-secret",
+            f"other programs can reach {nodes.endpoint}, and there is no secret to tell them from this run's nodes: "
+            f"set {SECRET} to the same text on all nodes (`openssl rand -hex 32` prints one)",
             code="SS508",
         )
-    return Nodes(nodes.num_nodes, nodes.node, nodes.host, nodes.port, nodes.timeout_s, secret, nodes.has_store)
+    return nodes
 
 
 def _names_loopback(host: str) -> bool:

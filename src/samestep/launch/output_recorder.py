@@ -7,6 +7,7 @@ its path in the run's directory.
 """
 
 import fcntl
+import json
 import os
 import re
 import select
@@ -22,13 +23,17 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from msgspec import Struct
+from msgspec.structs import asdict
+
 from samestep.console import escape
+from samestep.decoding import decode
 from samestep.files import open_regular, replacing
-from samestep.launch.messages import READ_BYTES, MessageReader, encode_message
 from samestep.processes import wait_or_kill
 from samestep.waiting import wait_until
 from samestep.world.environment import LOG, TERMINAL, read_log_pipe
 
+READ_BYTES = 1 << 16  # the capacity of a pipe
 EARLY_BYTES = 1 << 26  # kept of a shown rank's output before `start_log`
 HELD_BYTES = 1 << 16  # of an incomplete line of a terminal
 LEFT_BYTES = 1 << 20  # limit after the end of a rank, because a child process that survives it can write forever
@@ -38,12 +43,29 @@ DRAIN_S = 2.0  # limit for a terminal to accept the last output of killed ranks
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")  # colours and cursor movements
 
 
+class _Request(Struct):
+    """What a rank asks of the recorder.
+
+    Attributes:
+        path: where its log continues; "" for a request to show the rank.
+        gone: ranks that have died.
+    """
+
+    rank: int
+    path: str = ""
+    gone: list[int] = []
+
+    def encode(self) -> bytes:
+        """Return a line. A pipe takes it in one piece."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
 def start_log(rank: int, path: Path) -> None:
     """Write the past and future output of this rank to `path`. Does nothing under another launcher."""
     pipe = read_log_pipe()
     if pipe is not None:
         with suppress(OSError):  # the recorder has ended
-            os.write(pipe, encode_message({"rank": rank, "path": str(path.absolute())}))
+            os.write(pipe, _Request(rank, str(path.absolute())).encode())
 
 
 def show_instead(rank: int, gone: Sequence[int]) -> None:
@@ -56,7 +78,7 @@ def show_instead(rank: int, gone: Sequence[int]) -> None:
     pipe = read_log_pipe()
     if pipe is not None:
         with suppress(OSError):
-            os.write(pipe, encode_message({"rank": rank, "gone": [*gone]}))
+            os.write(pipe, _Request(rank, gone=[*gone]).encode())
             wait_until(lambda: not _count_unread(pipe), READ_S, every_s=0.001)
 
 
@@ -247,7 +269,6 @@ class Recording:
         for file in [self._path_writer, *(stream.inner for stream in self._streams)]:
             os.close(file)
         self._logs = {rank: Log(rank, f"{directory}/rank{rank}.log", is_shown) for rank, is_shown in shown.items()}
-        self._moves = MessageReader(self._paths)
         self._shown = {rank for rank, is_shown in shown.items() if is_shown}
         self._cut: list[int] = []  # the ranks whose logs end early
         self._selector = selectors.DefaultSelector()
@@ -274,14 +295,15 @@ class Recording:
         os._exit(0)
 
     def _move_logs(self) -> None:
-        try:
-            while (message := self._moves.receive()) is not None:
-                if "gone" in message:
-                    self._show(message["rank"], message["gone"])
-                else:
-                    self._warn(message["rank"], self._logs[message["rank"]].move(message["path"]))
-        except OSError:  # all ranks have ended
+        data = os.read(self._paths, READ_BYTES)
+        if not data:  # all ranks have ended
             self._selector.unregister(self._paths)
+        for line in data.splitlines():
+            request = decode(line, _Request)
+            if request.path:
+                self._warn(request.rank, self._logs[request.rank].move(request.path))
+            else:
+                self._show(request.rank, request.gone)
 
     def _show(self, rank: int, gone: Sequence[int]) -> None:
         if any(other in self._shown or other not in self._logs for other in gone):  # the second: it was on another host

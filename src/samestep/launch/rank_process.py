@@ -24,7 +24,7 @@ import cloudpickle
 from samestep.errors import Error, recognize
 from samestep.files import replace_file
 from samestep.launch.failure import format_error, write_failure
-from samestep.world.environment import HOOK, RANKED, note_rank_reads
+from samestep.world.environment import HOOK
 from samestep.world.workdir import read_private
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # from the launcher to its ranks
@@ -72,7 +72,6 @@ def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str
         _separate_from_server(variables)
         # The temporary files of multiprocessing are then removed with the directory, also after a SIGKILL.
         multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]  # noqa: SLF001
-        note_rank_reads(Path(directory, RANKED))
         if HOOK in variables:
             module, options = json.loads(variables[HOOK])  # noqa: TID251 a variable of the environment
             importlib.import_module(module).begin(options)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from samestep.console import describe_ranks
 from samestep.errors import PeerFailed
 from samestep.launch.failure import SOON_S, RankFailure, find_first
 from samestep.launch.node_messages import (
@@ -25,7 +24,6 @@ from samestep.launch.node_messages import (
     Hello,
     Joined,
     Lost,
-    Overdue,
     Print,
     Report,
     Signal,
@@ -182,8 +180,6 @@ class Supervisor:
                 self._note_end(event)
             case Signalled():
                 self._note_signal(node, event.signum)
-            case Overdue():
-                self._kill_overdue(event.waited_s)
             case Broken():
                 self._refuse_launch(event.message, event.error_code)
             case Lost():
@@ -233,12 +229,6 @@ class Supervisor:
         elif self.state is State.RUNNING:
             self._enter(State.SAVING)
             self._tell_all(Signal(signal.SIGTERM if signum == signal.SIGHUP else signum))
-
-    def _kill_overdue(self, waited_s: float) -> None:
-        if self.state is State.SAVING:
-            running = describe_ranks([rank.number for rank in self._running()])
-            self._tell_all(Print(f"{running} had not begun a step {waited_s:.0f} s after the signal: killed"))
-            self._kill()
 
     def _lose(self, number: int) -> None:
         if (node := self._nodes.get(number)) is None or node.is_lost:

@@ -8,12 +8,11 @@ from click.shell_completion import CompletionItem
 from samestep.command_line import name_option, suggest
 from samestep.config import OPTIONS, Option, is_url
 from samestep.errors import Error
-from samestep.launch.flags import FLAGS, TORCHRUN, translate_torchrun
+from samestep.launch.flags import FLAGS
 from samestep.launch.recipe_source import describe_recipes, find_recipes
 from samestep.launch.script_command import ScriptCommand, build_recipe_target
 from samestep.launch.target import Target
 from samestep.processes import run_captured
-from samestep.world.environment import set_hook
 
 if TYPE_CHECKING:
     from samestep.launch.nodes import Nodes
@@ -26,7 +25,7 @@ The output of every rank is in logs/ in the run directory, whether it is shown o
 
 Several machines: give the same command on each, with --nnodes 2 --rdzv-endpoint HOST:29400, where HOST is one of them,
 and --node-rank 0 on HOST, 1 on the other. torchrun and srun set these values for `samestep node`.
-All need the same secret: SAMESTEP_RDZV_SECRET=`openssl rand -hex 32`, or a file (--rdzv-secret).
+All need the same secret: SAMESTEP_RDZV_SECRET=`openssl rand -hex 32`.
 Machines that do not share the run directory each keep a copy.
 
 The first Ctrl-C, SIGTERM or SIGUSR1 stops the run: it completes the current step, saves and exits. The second one kills
@@ -43,7 +42,7 @@ one such command per machine, and gives it the place of the machine among the ot
   torchrun --nnodes 2 --node-rank R --nproc-per-node 1 --master-addr HOST -m samestep.node --nproc-per-node 4 train.py
   srun --nodes 2 --ntasks-per-node 1 samestep node --nproc-per-node 4 train.py
 
-All need the same secret: SAMESTEP_RDZV_SECRET=`openssl rand -hex 32`, or a file (--rdzv-secret).
+All need the same secret: SAMESTEP_RDZV_SECRET=`openssl rand -hex 32`.
 The exit code is that of `samestep launch`.
 """
 MEETING = ("nnodes", "node_rank", "rdzv_endpoint")  # options that the engine's variables replace
@@ -100,7 +99,6 @@ def start(target: Target, values: dict[str, Any]) -> int:
     if values.pop("list", False):
         print(describe_recipes(), end="")
         return 0
-    translate_torchrun(values)
     from samestep.launch.nodes import parse_nodes
     from samestep.launch.secret import read_secret
 
@@ -109,7 +107,7 @@ def start(target: Target, values: dict[str, Any]) -> int:
         values.pop("node_rank", None),
         values.pop("rdzv_endpoint", None),
         values.pop("rdzv_timeout", 300),
-        read_secret(values.pop("rdzv_secret", None)),
+        read_secret(),
     )
     return start_ranks(target, values, nodes)
 
@@ -119,7 +117,7 @@ def start_node(target: Target, values: dict[str, Any]) -> int:
     from samestep.launch.nodes import read_nodes
     from samestep.launch.secret import read_secret
 
-    nodes = read_nodes(values.pop("rdzv_timeout", 300), read_secret(values.pop("rdzv_secret", None)))
+    nodes = read_nodes(values.pop("rdzv_timeout", 300), read_secret())
     return start_ranks(target, values, nodes)
 
 
@@ -131,8 +129,6 @@ def start_ranks(target: Target, values: dict[str, Any], nodes: "Nodes | None") -
     show_ranks = values.pop("show_ranks", "0")
     max_restarts = values.pop("max_restarts", 0)
     heals = values.pop("heal", False)
-    if values.pop("tf_config", False):
-        set_hook("samestep.launch.tf_config")
     if nodes is None:  # else another node may have the snapshot
         _check_resume(**values)
     return run_launch(
@@ -158,7 +154,7 @@ def _check_resume(*, run_dir: str | None = None, resume: str = "latest", fresh: 
         Store(path).check_present(which)
 
 
-run_launch = ScriptCommand("launch", start, FLAGS | TORCHRUN, help=LAUNCH_HELP)
+run_launch = ScriptCommand("launch", start, FLAGS, help=LAUNCH_HELP)
 run_node = ScriptCommand(
     "node", start_node, {name: option for name, option in FLAGS.items() if name not in MEETING}, help=NODE_HELP
 )

@@ -14,7 +14,6 @@ from samestep.snapshot.run_record import StartOptions
 from samestep.train.context import RunContext
 from samestep.version import __version__
 from samestep.watch.trackers.protocol import TrackerInfo
-from samestep.world.environment import read_group
 
 GIT_TIMEOUT_S = 5.0
 
@@ -78,5 +77,4 @@ def describe_run(context: RunContext, machine: Mapping[str, Any], options: Start
         git_commit=options.git.get("commit", ""),
         git_is_dirty=options.git.get("is_dirty", False),
         data=tuple(options.samples),
-        group=read_group(),
     )

@@ -112,10 +112,9 @@ State = Moving | CutOff | Stalled | Ending
 
 @dataclass(frozen=True)
 class Say:
-    """Print a line. `has_stacks`: ranks have written their stacks, and the line names the directory."""
+    """Print a line."""
 
     text: str
-    has_stacks: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ def decide(state: State, view: View, facts: RankFacts) -> tuple[State, list[Acti
         return Moving(), []
     actions: list[Action] = []
     if not isinstance(state, Stalled) or state.stall.blocking != stall.blocking:
-        actions.append(Say(stall.sentence, has_stacks=True))
+        actions.append(Say(stall.sentence))
     ending = _begin_end(stall, view, view.ranks, facts) if stall.is_final else None
     if ending is None:
         return Stalled(stall, min(rank.still_s for rank in view.ranks)), actions

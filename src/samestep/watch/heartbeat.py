@@ -1,6 +1,6 @@
 """The heartbeat of a rank: background threads that exchange its state with the other ranks, without collectives.
 
-The leader, which is the lowest rank that responds, reads the beats of all ranks, and says which rank is stuck or slow.
+The leader, which is the lowest rank that responds, reads the beats of all ranks, and says which rank is stuck.
 """
 
 import threading
@@ -14,7 +14,6 @@ from samestep.watch.beat_exchange import MISSED, BeatExchange, Message
 from samestep.watch.decision import Action, Ending, EndOthers, EndSelf, Moving, RankFacts, Say, State, View, decide
 from samestep.watch.phase_clock import PhaseClock
 from samestep.watch.publishing import Files, Publisher
-from samestep.watch.slow_ranks import SlowRanks
 from samestep.watch.stall_diagnosis import Beat
 from samestep.watch.thread_state import read_process_state
 from samestep.world.forking import at_work
@@ -37,7 +36,6 @@ class Heartbeat:
     def __init__(self, clock: PhaseClock, facts: RankFacts, files: Files, entries: SignedEntries | None) -> None:
         self.limits = facts.limits
         self._facts = facts
-        self._files = files
         self._is_alone = entries is None
         interval_s = facts.limits.interval_s
         self._interval_s = interval_s
@@ -45,10 +43,9 @@ class Heartbeat:
         self._builder = BeatBuilder(
             clock, facts.rank, facts.host, self._system, interval_s=interval_s, began_step=files.began_step
         )
-        self._publisher = Publisher(files, clock, facts.rank, threading.get_ident())
+        self._publisher = Publisher(files)
         first = Message(self._builder.build(0))
         self._exchange = BeatExchange(entries, facts.rank, facts.members, interval_s, first)
-        self._slow = SlowRanks(facts.limits.floor_s, facts.say)
         self._state: State = Moving()
         self._checked_s = self._awake_since_s = time.monotonic()
         self._failures = set[str]()  # that were printed
@@ -127,13 +124,10 @@ class Heartbeat:
         if ranks is not None:
             self._publisher.show(ranks)
             ranks = [beat for beat in ranks if not self._facts.is_lost(beat.rank)]
-            self._slow.observe(ranks, now_s)
         cut_off_s = 0.0 if self._is_alone else now_s - max(self._exchange.answered_s, self._awake_since_s)
         view = View(now_s, now_s - self._awake_since_s, cut_off_s, own, ranks, self._exchange.order)
         self._state, actions = decide(self._state, view, self._facts)
         order = self._state.order if isinstance(self._state, Ending) else None
-        if order is not None or own.still_s > self.limits.of(own):
-            self._publisher.show_stacks()
         for action in actions:
             self._execute(action)
         self._exchange.send(Message(own, order))
@@ -146,8 +140,7 @@ class Heartbeat:
     def _execute(self, action: Action) -> None:
         facts = self._facts
         if isinstance(action, Say):
-            logs = self._files.logs
-            facts.say(action.text + (f" (stacks: {logs})" if action.has_stacks and logs is not None else ""))
+            facts.say(action.text)
         elif isinstance(action, EndOthers):
             facts.end_others(action.frozen, action.reason)
             if action.elsewhere:

@@ -1,35 +1,32 @@
 """The progress display of rank 0: a bar on a terminal, plain lines elsewhere."""
 
-import io
 import sys
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
+from shutil import get_terminal_size
 from time import monotonic
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import Any
 
 from samestep.console import escape
 from samestep.units import format_time
-from samestep.world.environment import drop_output
-
-if TYPE_CHECKING:
-    from rich.progress import Progress as RichProgress
+from samestep.world.environment import drop_output, is_dumb_terminal
 
 DRAW_EVERY_S = 0.1
 LINE_EVERY_S = 2.0
 WINDOW_S = 20.0
+CLEAR = "\r\x1b[2K"  # the line of a terminal
 
 
 def build_progress(*, rank: int, terminal: bool | None = None) -> "Progress":
     """Return the display of this rank: on rank 0 a bar on a terminal, or plain lines elsewhere; on other ranks none.
 
     Args:
-        terminal: whether to draw a bar; None: if both standard output and standard error are terminals.
+        terminal: whether to draw a bar; None: if standard output and standard error are terminals that can.
     """
-    if rank == 0 and (terminal or (terminal is None and sys.stdout.isatty() and sys.stderr.isatty())):
-        bar = Bar()
-        if not bar.console.is_dumb_terminal:
-            return bar
+    if terminal is None:
+        terminal = sys.stdout.isatty() and sys.stderr.isatty() and not is_dumb_terminal()
+    if rank == 0 and terminal:
+        return Bar()
     return Progress(is_shown=rank == 0)
 
 
@@ -177,82 +174,40 @@ class Progress:
         self._said_at = monotonic()
 
 
-class Terminal:
-    """Standard output beneath rich's proxy. Drops output to a closed terminal, so that the run continues."""
-
-    @property
-    def _file(self) -> IO[str]:
-        return cast(IO[str], getattr(sys.stdout, "rich_proxied_file", sys.stdout))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def write(self, text: str) -> int:
-        with suppress(OSError):
-            self._file.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            self._file.flush()
-
-
 class Bar(Progress):
-    """A bar on a terminal, drawn by `step`: a thread would endanger the forks of data workers."""
+    """A line at the bottom of a terminal, drawn by `step`: a thread would endanger the forks of data workers."""
 
     def __init__(self) -> None:
-        from rich.console import Console  # imported here, because it is slow
-
         super().__init__()
-        self.console = Console(force_terminal=True, file=cast(IO[str], Terminal()))
-        self._live: RichProgress | None = None
+        self._is_open = False
 
     def begin(self, *, total_steps: int | None, done_steps: int, epochs: int | None) -> None:
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as RichProgress
-        from rich.table import Column
-
         super().begin(total_steps=total_steps, done_steps=done_steps, epochs=epochs)
-        place, news = (
-            TextColumn(f"{{task.{name}}}", markup=False, table_column=Column(no_wrap=True))
-            for name in ("description", "fields[news]")
-        )
-        self._live = RichProgress(
-            place, BarColumn(bar_width=None), news, console=self.console, auto_refresh=False, expand=True
-        )
-        self._live.add_task("", total=total_steps, news="")
+        self._is_open = True
         self._show()
-        self._live.start()
-        self.console.show_cursor(True)  # a hidden one would stay hidden if the process is killed
 
     def step(self, number: int, num_samples: int, epoch: int) -> None:
         if self._pace.step(number, num_samples, epoch):
             self._show()
 
     def print(self, *args: Any, **kw: Any) -> None:
-        if self._live is None or kw.get("file") is not None:
-            super().print(*args, **kw)
-            return
-        text = io.StringIO()
-        print(*args, **{**kw, "file": text})
-        # Not through rich's proxy for sys.stdout, which breaks long lines at the terminal's width.
-        from rich.text import Text
-
-        self.console.print(Text.from_ansi(text.getvalue().removesuffix("\n")), soft_wrap=True)
+        if self._is_open:
+            super().print(CLEAR, end="")
+        super().print(*args, **kw)
+        self._show()
 
     def close(self) -> None:
-        if self._live is not None:
+        if self._is_open:
             self._show()
-            live, self._live = self._live, None  # which then prints the last lines
-            live.stop()
+            self._is_open = False
+            super().print()
 
     def _show(self, *, is_due: bool = False) -> None:
-        if self._live is not None:
+        if self._is_open:
             values = _texts({name: value for name, (_, value) in self._news.items()})
             place = self._pace.place().removeprefix("step ")
-            news = "  ".join([*values[:1], *self._pace.texts(), *values[1:]])  # what does not fit is cut off
-            self._live.update(self._live.task_ids[0], completed=self._pace.number, description=place, news=news)
-            self._live.refresh()
+            line = escape("  ".join([place, *values[:1], *self._pace.texts(), *values[1:]]))
+            super().print(CLEAR + line[: get_terminal_size().columns - 1], end="")  # what does not fit is cut off
 
 
 def _texts(values: Mapping[str, Any]) -> list[str]:

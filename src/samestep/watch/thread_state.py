@@ -81,12 +81,6 @@ def read_thread_state(ident: int, native_id: int) -> ThreadState:
     )
 
 
-def trim_stack(stack: list[Frame]) -> list[Frame]:
-    """Remove the frames that led to the script."""
-    own = [i for i, frame in enumerate(stack) if frame.file.startswith(f"{OWN}launch/")]
-    return stack[: own[0]] if own else stack
-
-
 def _find_exchange(stack: list[Frame]) -> str:
     """Return the exchange with other ranks in which a thread is; "" for none."""
     if any(frame.file == MEMBERSHIP for frame in stack):

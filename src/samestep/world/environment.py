@@ -7,7 +7,7 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -34,8 +34,6 @@ _INTERNAL = (TRACE, HOOK, TERMINAL, SRUN, LOG, HEAL, CONTINUES, SECRET)  # no mi
 # Files in `error_dir`, with which ranks and their launcher exchange what exit codes cannot express.
 OUTCOME = "outcome"  # holds an `Outcome`
 BEGUN = "begun"  # holds a `BegunRun`
-OPENING = "opening"  # a rank has created a Run, whose loop has not begun
-RANKED = "ranked"  # a rank has looked up its rank
 LEAVE = "leave"  # a rank that receives SIGTERM must end at once: another one has failed
 
 START_AGAIN = 75  # exit code EX_TEMPFAIL: stopped by a signal, and saved; the same command continues the run
@@ -195,20 +193,6 @@ def read_rank() -> int:
     else:
         rank = os.environ.get("SLURM_PROCID", "") if _is_slurm_task() else ""
     return int(rank) if rank.isdecimal() else 0
-
-
-def note_rank_reads(marker: Path) -> None:
-    """Create the file `marker` when this process, or one that it forks, first reads its rank from the environment."""
-    noted: list[str] = []
-
-    def note(name: str, value: str) -> str:
-        if not noted and name in ("RANK", "LOCAL_RANK"):
-            noted.append(name)
-            with suppress(OSError):
-                marker.touch()
-        return value
-
-    intercept_reads(note)
 
 
 def read_master() -> tuple[str, int]:
@@ -409,15 +393,9 @@ def count_job_nodes() -> int:
     return int(count) if count.isdecimal() else 1
 
 
-def read_group() -> str:
-    """Return the name that related runs share at trackers: WANDB_RUN_GROUP, else the Slurm array; "" without one."""
-    array = os.environ.get("SLURM_ARRAY_JOB_ID", "")
-    return os.environ.get("WANDB_RUN_GROUP") or (f"slurm-{array}" if array else "")
-
-
-def read_job_type() -> str:
-    """Return the kind of the runs of a group at trackers: WANDB_JOB_TYPE, else "train"."""
-    return os.environ.get("WANDB_JOB_TYPE") or "train"
+def is_dumb_terminal() -> bool:
+    """Return whether the terminal cannot clear a line."""
+    return os.environ.get("TERM", "dumb") == "dumb"
 
 
 def read_terminal() -> int:
@@ -439,18 +417,6 @@ def _read_own_file(name: str) -> int | None:
 def child_variables() -> dict[str, str]:
     """Return a copy of this process's environment, to extend for the processes that it starts."""
     return dict(os.environ)
-
-
-def intercept_reads(read: Callable[[str, str], str]) -> None:
-    """Make `os.environ[name]`, and what uses it, return `read(name, value)` in this process and its forks."""
-    kind: Any = type(os.environ)
-    get_item = kind.__getitem__
-    kind.__getitem__ = lambda variables, name: read(name, get_item(variables, name))
-
-
-def set_hook(module: str) -> None:
-    """Make each rank that this process starts call `begin(None)` of a module before its script."""
-    os.environ[HOOK] = json.dumps([module, None])
 
 
 def take_secret() -> str:

@@ -20,8 +20,7 @@ RANK_FLAGS: dict[str, Option] = {
     "device": FLAGS["device"],
 }
 START_FLAGS: dict[str, Option] = {
-    name: FLAGS[name]
-    for name in ("nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "rdzv_secret", "rdzv_timeout")
+    name: FLAGS[name] for name in ("nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "rdzv_timeout")
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from samestep.launch.rank_process import kept_signals
 from samestep.watch.records import read_rows
-from samestep.world.environment import LEAVE, OPENING, START_AGAIN, Environment, Outcome, find_exit_code
+from samestep.world.environment import LEAVE, START_AGAIN, Environment, Outcome, find_exit_code
 
 # Seconds in which a further signal counts as a repetition of the first one: a scheduler that signals every process of a
 # job reaches a rank directly and also through its launcher. After a real second signal, samestep's launcher kills the
@@ -73,9 +73,6 @@ class StopSignals:
         self._before: dict[int, Any] = {}
         self._is_released = False
         # Before the loop of a plain script there is nothing to save: Ctrl-C raises KeyboardInterrupt as usual.
-        if is_on and environment.error_dir is not None:
-            with suppress(OSError):
-                Path(environment.error_dir, OPENING).touch()
         self._install([number for number in STOP_SIGNALS if number != signal.SIGINT or self._launcher != "python"])
 
     def take(self) -> None:

@@ -101,7 +101,6 @@ class Watchdog(PhaseClock, StepObserver):
         location = context.location
         files = Files(
             location.path,
-            location.logs,
             self._may_write,
             context.config.micro_batch_size,
             self._state.steps_done,

@@ -6,7 +6,7 @@ from samestep.plan.seeds import derive
 from samestep.snapshot.inspection import TrainingState
 from samestep.train.context import RunContext
 from samestep.train.loops.feed import Feed
-from samestep.train.loops.loop_end import LoopEnd, announce_start
+from samestep.train.loops.loop_end import LoopEnd, note_begun
 from samestep.train.loops.services import Services
 from samestep.train.prepared import Prepared
 from samestep.train.state.run_state import RunState
@@ -54,7 +54,7 @@ class Boundary:
             restart = self._context.environment.restart
             world_size = self._context.world_size
             location.directory.write_start(restart, from_step=self._state.steps_done, world_size=world_size)
-        announce_start(self._context)
+        note_begun(self._context)
         self._context.group.announce_ready()  # rank 0 has done what no other rank does again
         if stopping.signals.is_on:
             stopping.vote()

@@ -16,7 +16,6 @@ from samestep.train.state.run_state import RunState
 from samestep.watch.records import RESTARTS
 from samestep.world.environment import (
     BEGUN,
-    OPENING,
     OUTCOME,
     START_AGAIN,
     BegunRun,
@@ -73,7 +72,7 @@ class LoopEnd:
                 self._context.say(f"stopped at step {state.steps_done}: {reason}")
             self._end("stopped" if reason else "done", reason)
             notify_launcher(self._context.environment, OUTCOME, Outcome.FINISHED.value)
-            _note_begun(self._context, is_done=True)
+            note_begun(self._context, is_done=True)
         state.end_loop(self._feed.plan)
 
     def _end(self, status: str, reason: str) -> None:
@@ -132,14 +131,7 @@ class LoopEnd:
         )
 
 
-def announce_start(context: RunContext) -> None:
-    """Leave notes for samestep's launcher: that the loop has begun, and where the run is."""
-    if context.environment.error_dir is not None:
-        Path(context.environment.error_dir, OPENING).unlink(missing_ok=True)
-    _note_begun(context)
-
-
-def _note_begun(context: RunContext, *, is_done: bool = False) -> None:
+def note_begun(context: RunContext, *, is_done: bool = False) -> None:
     """Leave a note for samestep's launcher, which run a restart continues."""
     environment = context.environment
     if environment.local_rank == 0 and context.location.path is not None:

@@ -2,12 +2,12 @@
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from samestep.files import replace_file
-from samestep.watch.records import METRICS, RECORD, TRACKERS, read_or_empty, read_rows
+from samestep.watch.records import RECORD, TRACKERS, read_or_empty
 from samestep.watch.trackers.protocol import TrackerInfo
 
 _writing = threading.Lock()  # each tracker logs on a thread of its own
@@ -48,14 +48,6 @@ class ServiceLog:
         self.run_id = run_id
         self._entry |= {"id": run_id, "step": self._earlier[0], "names": self._earlier[1]}
         self._write()
-
-    def read_earlier_rows(self) -> Iterator[tuple[dict[str, Any], int]]:
-        """Yield values and step of the rows that a new id needs, up to the step to which the run went back."""
-        directory = self._info.dir
-        for row in read_rows(directory / METRICS) if self._is_rewound and directory is not None else ():
-            step = row.pop("step", 0)
-            if step <= self._info.resumed_step:
-                yield row, step
 
     def drop_known(self, values: Mapping[str, Any], step: int) -> dict[str, Any]:
         """Return the values that the service does not have from an earlier process."""

@@ -18,8 +18,7 @@ class MLflow:
     """Tracker that logs to MLflow: `config` as parameters, numbers as metrics, strings as tags, no histograms.
 
     A resumed run continues under its id, which is kept in the run directory, and logs only the points that MLflow does
-    not have. A run that goes back (`--resume STEP`) continues as a new run, to which the rows up to that step are
-    copied first.
+    not have. A run that goes back (`--resume STEP`) continues as a new run.
 
     Args:
         experiment: name of the experiment, which is created if it does not exist.
@@ -47,7 +46,7 @@ class MLflow:
         self._client = MlflowClient(tracking_uri=self.tracking_uri)
         log = self._log = ServiceLog(info, "mlflow")
         if not log.run_id or not self._reopen(log.run_id):
-            self._create(info)
+            self._create()
         params = self._client.get_run(log.run_id).data.params
         config = {_clean(name): str(value)[:_MAX_LENGTH] for name, value in info.config.items()}
         new = {name: value for name, value in config.items() if name not in params}  # MLflow refuses other values
@@ -69,14 +68,11 @@ class MLflow:
         self._log.begin(run_id, last, [each.key for each in points if each.step == last])
         return True
 
-    def _create(self, info: TrackerInfo) -> None:
+    def _create(self) -> None:
         experiment = self._client.get_experiment_by_name(self.experiment)
         number = self._client.create_experiment(self.experiment) if experiment is None else experiment.experiment_id
-        tags = {"samestep.group": info.group} if info.group else {}
-        run = self._client.create_run(number, run_name=self._log.run_name, tags=tags)
+        run = self._client.create_run(number, run_name=self._log.run_name)
         self._log.begin(run.info.run_id)
-        for values, step in self._log.read_earlier_rows():
-            self.log(values, step)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         numbers = {_clean(name): number for name, value in values.items() if (number := to_number(value)) is not None}

@@ -20,7 +20,6 @@ class TrackerInfo:
         git_commit: commit of the script's work tree; "" outside a work tree.
         git_is_dirty: whether tracked files of the work tree differ from that commit.
         data: hashes of a few samples of the data set; empty if the run has no directory.
-        group: name that related runs share: `WANDB_RUN_GROUP`, else the Slurm job array; "" without one.
 
     Example::
 
@@ -39,7 +38,6 @@ class TrackerInfo:
     git_commit: str = ""
     git_is_dirty: bool = False
     data: Sequence[str] = ()
-    group: str = ""
 
     def describe(self) -> dict[str, Any]:
         """Return what to record besides `config`: options, environment, git commit and data, without empty entries.

@@ -7,15 +7,13 @@ from typing import Any
 from samestep.errors import Error, needing
 from samestep.watch.trackers.continuation import ServiceLog
 from samestep.watch.trackers.protocol import TrackerInfo, is_histogram, to_number
-from samestep.world.environment import read_job_type
 
 
 class WandB:
     """Tracker that logs to Weights & Biases, with `step` as the axis of every chart.
 
     A resumed run continues under its id, which is kept in the run directory, and logs only the values after the last
-    row that W&B received. W&B cannot remove points, so a run that goes back (`--resume STEP`) continues under a new id,
-    to which the rows up to that step are copied first.
+    row that W&B received. W&B cannot remove points, so a run that goes back (`--resume STEP`) continues under a new id.
 
     Args:
         project: as in `wandb.init`.
@@ -44,7 +42,7 @@ class WandB:
         log.begin(log.run_id or uuid.uuid4().hex[:12])
         config = {"samestep": info.describe(), **info.config}
         ours: dict[str, Any] = {"name": log.run_name, "config": config, "id": log.run_id, "resume": "allow"}
-        ours |= {"job_type": read_job_type(), "group": info.group or None, "dir": info.dir and str(info.dir)}
+        ours |= {"dir": info.dir and str(info.dir)}
         try:
             self._run = wandb.init(**{**ours, **self.init})
         except UsageError as error:
@@ -56,8 +54,6 @@ class WandB:
         log.begin(self._run.id)  # of an `id` among the arguments, or of a sweep
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        for values, step in log.read_earlier_rows():
-            self._run.log({"step": step, **values})
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         # Not log(step=...): W&B drops values with a lower step than the last one, such as if the script also logs to
