@@ -119,7 +119,7 @@ def test_rounds_give_the_canonical_sum(numbers: tuple[int, int]) -> None:
         slots[dst] = add(slots[dst], slots.pop(src))
     assert slots == {layout.root: canonical(0, n)}
     assert layout.sort(layout.ranges) == [*range(n)]
-    opened = [[*held, *layout.find_fillers(rank)] for rank, held in enumerate(layout.ranges)]
+    opened = [[*held, *layout.fillers[rank]] for rank, held in enumerate(layout.ranges)]
     assert len({len(of_rank) for of_rank in opened}) == 1
     for number, of_round in enumerate(zip(*opened, strict=True)):
         own = [*range(number * world_size, min(n, (number + 1) * world_size))]

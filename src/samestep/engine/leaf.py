@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress, count, repeat
 from operator import attrgetter, is_, is_not
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -97,7 +97,8 @@ class OpenMicroBatch:
         Raises:
             UsageError: a parameter has a gradient, which is of another backward pass.
         """
-        _refuse_other_backward(self._plan.params)
+        if any(map(is_not, map(read_grad, self._plan.params), NONE)):
+            _refuse_other_backward()
         try:
             run_backward(
                 (loss,), (build_seed(factor, loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -165,7 +166,8 @@ class OpenMicroBatch:
     def _refuse_changes(self, grads: Sequence[Tensor | None]) -> None:
         for i, (name, grad) in enumerate(zip(self._plan.names, grads, strict=True)):
             if i not in self._versions:
-                _refuse_other_backward([self._plan.params[i]])
+                if grad is not None:
+                    _refuse_other_backward()
             elif grad is None:
                 raise UsageError(
                     f"the gradient of {name} is None at the end of micro-batch {self.v}: remove zero_grad(), which is "
@@ -181,14 +183,12 @@ class OpenMicroBatch:
                 )
 
 
-def _refuse_other_backward(params: Sequence[Tensor]) -> None:
-    """Raise UsageError if a parameter has a gradient, which is of another backward pass."""
-    if any(map(is_not, map(read_grad, params), NONE)):
-        raise UsageError(
-            "loss.backward() was called inside the micro-batch loop: call step.backward(loss), which weights the "
-            "loss and sums over ranks; for an input's gradient, torch.autograd.grad(loss, x)",
-            code="SS201",
-        )
+def _refuse_other_backward() -> NoReturn:
+    raise UsageError(
+        "loss.backward() was called inside the micro-batch loop: call step.backward(loss), which weights the loss and "
+        "sums over ranks; for an input's gradient, torch.autograd.grad(loss, x)",
+        code="SS201",
+    )
 
 
 def build_seed(factor: float | Tensor, loss: Tensor) -> Tensor:

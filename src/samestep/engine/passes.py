@@ -183,7 +183,7 @@ class PassAttempt:
         plan = gradients.plan
         layout = build_layout(len(sizes), gradients.group.world_size, plan.shards is not None)
         self.held = layout.ranges[rank]
-        self.fillers = layout.find_fillers(rank)
+        self.fillers = layout.fillers[rank]
         self._gradients = gradients
         self._layout = layout
         self._step = step
@@ -330,7 +330,8 @@ class PassAttempt:
         else:
             has_gradients = False
             drop_grads(gradients.plan.params)
-        gradients.buffers.finish(reduced.buffers)
+        if reduced.buffers:
+            gradients.buffers.finish(reduced.buffers)
         return has_gradients
 
     def _agree(self, is_finite: bool) -> bool:

@@ -300,7 +300,7 @@ class LoopPlan:
         for step in range(start, stop):
             num_micro_batches = len(self.micro_batches(step))
             shares = layout(num_micro_batches)
-            for v in (*borrow(step, num_micro_batches), *shares.ranges[rank], *shares.find_fillers(rank)):
+            for v in (*borrow(step, num_micro_batches), *shares.ranges[rank], *shares.fillers[rank]):
                 yield self.task(step, v)
 
     def count_workers(self, most: int, *, rank: int, world_size: int) -> int:

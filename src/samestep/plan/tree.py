@@ -79,6 +79,8 @@ class Layout:
         world_size: the number of ranks; above n, some ranks are idle (an empty range, no parts).
         ranges: per rank, its micro-batches. In rounds, they are not contiguous.
         in_rounds: whether the ranks work in rounds, in each of which all of them compute a micro-batch.
+        fillers: per rank, the micro-batch that it computes in a last round without one of its own; its results are
+            dropped. Contiguous ranges have none.
         parts: per rank, the smallest set of complete subtrees that covers its range, left to right.
         max_parts: the largest number of parts of a rank. Part k of rank r is in slot `r * max_parts + k`.
         additions: `(dst, src)` pairs, executed in this order: `slot[dst] += slot[src]`.
@@ -91,6 +93,7 @@ class Layout:
     world_size: int
     ranges: tuple[range, ...]
     in_rounds: bool
+    fillers: tuple[tuple[int, ...], ...]
     parts: tuple[tuple[Node, ...], ...]
     max_parts: int
     additions: tuple[tuple[int, int], ...]
@@ -100,14 +103,6 @@ class Layout:
     def count_merges(self, rank: int, v: int) -> int:
         """Return how many parts of a rank are complete with its micro-batch v, and become one with it."""
         return 0 if self.in_rounds else len(merges(self.num_micro_batches, self.ranges[rank].start, v))
-
-    def find_fillers(self, rank: int) -> tuple[int, ...]:
-        """Return the micro-batch that a rank computes in a last round without one of its own; its results are dropped.
-
-        Contiguous ranges have none.
-        """
-        is_short = self.in_rounds and len(self.ranges[rank]) < len(self.ranges[0])
-        return (self.num_micro_batches - 1,) if is_short else ()
 
     def sort(self, values: Iterable[Sequence[T]]) -> list[T]:
         """Return values of micro-batches in their order. `values`: per rank, those of its micro-batches."""
@@ -134,12 +129,13 @@ def build_layout(n: int, world_size: int, in_rounds: bool = False) -> Layout:
         starts = [split(0, n, rank, world_size) for rank in range(world_size + 1)]
         ranges = tuple(map(range, starts, starts[1:]))
         parts = tuple(cover(n, held.start, held.stop) for held in ranges)
+    fillers = tuple((n - 1,) if in_rounds and len(held) < len(ranges[0]) else () for held in ranges)
     max_parts = max(len(held) for held in parts)
     slots = {node: rank * max_parts + k for rank, held in enumerate(parts) for k, node in enumerate(held)}
     additions: list[tuple[int, int]] = []
     root = _complete(0, n, slots, additions)
     butterfly = all(len(held) == 1 for held in parts) and sorted(additions) == _pairs(world_size)
-    return Layout(n, world_size, ranges, in_rounds, parts, max_parts, tuple(additions), root, butterfly)
+    return Layout(n, world_size, ranges, in_rounds, fillers, parts, max_parts, tuple(additions), root, butterfly)
 
 
 @lru_cache(maxsize=4096)

@@ -131,7 +131,7 @@ class Evaluator:
         context = self._context
         steps_done = self._state.steps_done
         num_own = len(layout.ranges[context.rank])
-        held = [*layout.ranges[context.rank], *layout.find_fillers(context.rank)]
+        held = [*layout.ranges[context.rank], *layout.fillers[context.rank]]
         order = build_order(len(spec), seed=0, epoch=0, shuffle=False)
         tasks = (Task(order.take(*spans[v]), self._derive("data", v)) for v in held)
         spec = replace(spec, num_workers=min(spec.num_workers, len(held)))
