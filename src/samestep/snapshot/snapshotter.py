@@ -141,45 +141,45 @@ class Snapshotter:
         """Make a numbered snapshot due after this step, or as soon as the run can resume from the position."""
         self._is_wanted = True
 
-    def save_what_is_due(
-        self,
-        get_state: Callable[[], TrainingState],
-        *,
-        step: int,
-        epochs_done: int | None,
-        numbered: bool,
-        ending: bool,
-    ) -> None:
-        """Start to write the snapshots that are due between two steps. All ranks call this.
+    def find_due(self, *, step: int, epochs_done: int | None, numbered: bool, ending: bool) -> list[str | None]:
+        """Return the names of the snapshots that are due between two steps; None for a numbered one. All ranks call it.
 
         Args:
-            get_state: called if a snapshot is due.
             step: the number of steps done.
             epochs_done: the number of epochs done, at an epoch's end after its body; else None.
             numbered: whether a run can be resumed at this position, so that a numbered snapshot may be written.
-            ending: whether the run ends here: then a numbered snapshot is due, and all are complete when this returns.
+            ending: whether the run ends here: then a numbered snapshot is due.
+
+        Raises:
+            Error: another process has taken the run over.
+        """
+        if self._location.path is None:
+            return []
+        self._collect()
+        names: list[str | None] = [*self._names_due]
+        self._names_due = []
+        every = self._config.snapshot_every
+        is_new = numbered and self.saved_step != step
+        if is_new and every is not None and (ending or self._is_wanted or every.is_due(step, epochs_done)):
+            names.append(None)  # last: a script that resumes from it would not request the named ones again
+        return names
+
+    def save(self, state: TrainingState, step: int, names: Sequence[str | None], *, ending: bool) -> None:
+        """Start to write the snapshots of `find_due`, after `wait_until_written`. All ranks call this.
+
+        Args:
+            ending: whether the run ends here: then all are complete when this returns.
 
         Raises:
             Error: the state is not finite, or not the same on all ranks, or another process has taken the run over.
         """
-        self._collect()
-        every = self._config.snapshot_every
-        is_new = numbered and self.saved_step != step
-        due = is_new and every is not None and (ending or self._is_wanted or every.is_due(step, epochs_done))
-        names: list[str | None] = [*self._names_due]
-        self._names_due = []
-        if self._location.path is None or not (due or names):
-            return
-        self.wait_until_written()
         self._is_ending = ending
-        if due:
-            # Last: a script that resumes from it would not request the named ones again.
-            names.append(None)
+        if None in names:
             self.saved_step = step
             self._saved_s = time.monotonic()
             self._is_wanted = False
         self._recent.append((step, names))
-        self._begin(get_state(), step, names)
+        self._begin(state, step, names)
         if ending:
             try:
                 self.wait_until_written()

@@ -152,11 +152,6 @@ class Stopping(StepObserver):
         """Exchange votes outside of a step, on all ranks: a signal may have arrived."""
         self.take_votes([Vote(signal) for signal in self._context.group.gather_number(self.signals.heard)])
 
-    # --- steps ------------------------------------------------------------------------------------------------
-
-    def end_step(self, step: Step) -> None:
-        self.react()
-
     # --- run.stop() on some ranks alone -----------------------------------------------------------------------
 
     def exchange_failed(self, step: Step, error: RuntimeError) -> None:

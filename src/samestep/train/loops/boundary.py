@@ -88,6 +88,7 @@ class Boundary:
         steps_done = self._state.steps_done
         stopping = self._services.stopping
         snapshotter = self._services.snapshotter
+        stopping.react()
         if step is not None:
             self._on.end_body(step)
         if stopping.take_comparison() or self._prepared.replicas.is_due(steps_done, epochs_done):
@@ -97,15 +98,12 @@ class Boundary:
             stopping.agree()
         else:
             stopping.agree_together(snapshotter.take_asked())
-        if self._context.location.path is not None:
+        ending = stopping.is_ending
+        due = snapshotter.find_due(step=steps_done, epochs_done=epochs_done, numbered=numbered, ending=ending)
+        if due:
             self._services.watchdog.enter("saving", steps_done)
-            snapshotter.save_what_is_due(
-                lambda: self._get_state(epochs_done),
-                step=steps_done,
-                epochs_done=epochs_done,
-                numbered=numbered,
-                ending=stopping.is_ending,
-            )
+            snapshotter.wait_until_written()
+            snapshotter.save(self._get_state(epochs_done), steps_done, due, ending=ending)
             self._services.watchdog.enter("script", steps_done)
         self.end.exit_after_signal()
 

@@ -149,7 +149,6 @@ class Loop:
                     "early, call run.stop() and continue the loop",
                     code="SS218",
                 )
-            stopping.react()
             is_whole = state.steps_done == end
             self._services.watchdog.enter("script", state.steps_done)
             self.is_cut = False
