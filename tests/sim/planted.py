@@ -265,6 +265,7 @@ PLANTED = (
     Planted(
         "healing: the new rank 0 does not complete the ledger", HEAL, "snapshot/kept_logs.py",
         '        ledger.append(b"".join(missing))\n', "", focus="heal",
+        scenario="seed=10 script=gan every=4 steps=10 | 3 heal kill@700/0 | 1",
     ),
     Planted(
         "healing: the new rank 0 does not complete the metrics", HEAL, "snapshot/kept_logs.py",
