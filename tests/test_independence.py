@@ -28,6 +28,7 @@ PARTS = {
     "copies on other nodes": ["snapshot.copies"],
     "runs at URLs": ["snapshot.mirror"],
     "Slurm": ["tools.submit", "world.slurm_tasks"],
+    "TF_CONFIG": ["launch.tf_config"],
     "Lightning": ["adapters.lightning", "adapters.lightning_metrics"],
     "recipe digits": ["recipes.digits", "recipes.models.cnn"],
     "recipe images": ["recipes.images", "recipes.models.resnet"],

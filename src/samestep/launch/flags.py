@@ -19,6 +19,7 @@ FLAGS: dict[str, Option] = {
     "node_rank": Option(int, "R", "number of this machine: 0 at --rdzv-endpoint"),
     "rdzv_endpoint": Option(str, "H:P", "where the machines meet: the address of node 0 ([v6]) and a free port there"),
     "rdzv_timeout": Option(int, "S", "seconds to wait for the other nodes; default: 300", whole(1)),
+    "tf_config": Option(bool, "", "set TF_CONFIG in each rank, for TensorFlow's MultiWorkerMirroredStrategy"),
     **OPTIONS,
     # `Run` checks the two sizes together.
     **{name: replace(OPTIONS[name], check=check_positive) for name in ("batch_size", "micro_batch_size")},

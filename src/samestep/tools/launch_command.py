@@ -13,6 +13,7 @@ from samestep.launch.recipe_source import describe_recipes, find_recipes
 from samestep.launch.script_command import ScriptCommand, build_recipe_target
 from samestep.launch.target import Target
 from samestep.processes import run_captured
+from samestep.world.environment import set_hook
 
 if TYPE_CHECKING:
     from samestep.launch.nodes import Nodes
@@ -129,6 +130,8 @@ def start_ranks(target: Target, values: dict[str, Any], nodes: "Nodes | None") -
     show_ranks = values.pop("show_ranks", "0")
     max_restarts = values.pop("max_restarts", 0)
     heals = values.pop("heal", False)
+    if values.pop("tf_config", False):
+        set_hook("samestep.launch.tf_config")
     if nodes is None:  # else another node may have the snapshot
         _check_resume(**values)
     return run_launch(

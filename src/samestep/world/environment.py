@@ -419,6 +419,11 @@ def child_variables() -> dict[str, str]:
     return dict(os.environ)
 
 
+def set_hook(module: str) -> None:
+    """Make each rank that this process starts call `begin(None)` of a module before its script."""
+    os.environ[HOOK] = json.dumps([module, None])
+
+
 def take_secret() -> str:
     """Return the launchers' secret, and remove it from the environment, so that no child process inherits it."""
     return os.environ.pop(SECRET, "")

@@ -1,0 +1,90 @@
+"""`samestep launch --tf-config`: TensorFlow finds the ranks as its workers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import Command
+from support.hosts import Host
+
+# Each rank listens at its own address, and connects to that of the next rank. Both are in TF_CONFIG.
+MEET = """
+import json, os, pathlib, socket, sys, time
+config = json.loads(os.environ["TF_CONFIG"])
+workers, own = config["cluster"]["worker"], config["task"]["index"]
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+places = [(host, int(port)) for host, port in (worker.rsplit(":", 1) for worker in workers)]
+listener = socket.create_server(places[own])
+pathlib.Path(f"config-{own}-{attempt}.json").write_text(json.dumps(config))
+peer = (own + 1) % len(places)
+while not os.path.exists(f"config-{peer}-{attempt}.json"):
+    time.sleep(0.01)
+connection = socket.create_connection(places[peer])
+listener.accept()
+if "fail" in sys.argv and attempt == "0" and own == 1:
+    os._exit(3)
+"""
+
+# https://www.tensorflow.org/tutorials/distribute/multi_worker_with_keras
+MIRRORED = """
+import os, sys
+os.environ["TF_USE_LEGACY_KERAS"] = "1"  # Keras 3 cannot fit under this strategy
+import numpy as np, tensorflow as tf
+strategy = tf.distribute.MultiWorkerMirroredStrategy()
+tf.keras.utils.set_random_seed(0)
+with strategy.scope():
+    model = tf.keras.Sequential([tf.keras.layers.Dense(8, activation="relu"), tf.keras.layers.Dense(1)])
+    model.compile(loss="mse", optimizer="sgd")
+x = np.linspace(-1, 1, 256, dtype="float32").reshape(64, 4)
+data = tf.data.Dataset.from_tensor_slices((x, x.sum(1))).batch(16)
+losses = model.fit(data, epochs=2, verbose=0).history["loss"]
+index = strategy.cluster_resolver.task_id
+open(f"losses-{index}", "w").write(f"{strategy.num_replicas_in_sync} {losses}")
+"""
+
+
+def read_configs(directory: Path, attempt: int, num_ranks: int) -> list[dict[str, Any]]:
+    return [json.loads((directory / f"config-{rank}-{attempt}.json").read_text()) for rank in range(num_ranks)]
+
+
+def test_ranks_of_a_machine_meet_again_after_a_restart(command: Command) -> None:
+    command.write("meet.py", MEET)
+    done = command.run("launch", "--nproc-per-node", "3", "--max-restarts", "1", "--tf-config", "meet.py", "fail")
+    assert done.returncode == 0, done.stderr
+    for attempt in range(2):
+        configs = read_configs(command.directory, attempt, 3)
+        assert [config["task"] for config in configs] == [{"type": "worker", "index": rank} for rank in range(3)]
+        (workers,) = {tuple(config["cluster"]["worker"]) for config in configs}
+        assert len(set(workers)) == 3
+        assert all(worker.startswith("127.0.0.1:") for worker in workers)
+    command.assert_nothing_left()
+
+
+def test_ranks_of_two_hosts_meet(command: Command, all_hosts: list[Host]) -> None:
+    command.write("meet.py", MEET)
+    hosts = all_hosts[:2]
+    flags = ["--nnodes=2", f"--rdzv-endpoint={hosts[0].address}:29431", "--nproc-per-node=2", "--tf-config"]
+    launches = [
+        command.start("launch", *flags, f"--node-rank={rank}", "meet.py", host=host) for rank, host in enumerate(hosts)
+    ]
+    for launch in launches:
+        done = command.finish(launch)
+        assert done.returncode == 0, done.stderr
+    workers = read_configs(command.directory, 0, 4)[0]["cluster"]["worker"]
+    addresses = [worker.rsplit(":", 1)[0].strip("[]") for worker in workers]
+    assert addresses == [host.address for host in hosts for _ in range(2)]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_mirrored_strategy_trains_on_two_ranks(command: Command) -> None:
+    for module in ("tensorflow", "tf_keras"):
+        pytest.importorskip(module)
+    command.write("mirrored.py", MIRRORED)
+    command.variables |= {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+    done = command.run("launch", "--nproc-per-node", "2", "--tf-config", "mirrored.py", real=True)
+    assert done.returncode == 0, done.stderr
+    first, second = [(command.directory / f"losses-{rank}").read_text() for rank in range(2)]
+    assert first == second
+    assert first.startswith("2 [")
