@@ -12,15 +12,11 @@ import argparse
 import json
 import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,27 +35,13 @@ STEPS_PER_EPOCH = 5  # the last one with 5 samples: 2 + 2 + 1
 NUM_EPOCHS = 3
 NUM_STEPS = NUM_EPOCHS * STEPS_PER_EPOCH
 DEADLINE_S = 60.0
-IN_STEP = ("forward", "backward", "reduction", "update")
-IN_BODY = ("before validation", "validation", "before schedule", "after schedule")
-IN_SAVING = (
-    "staging",
-    "hashing",
-    "writing tensors",
-    "writing manifest",
-    "before rename",
-    "after rename",
-    "replacing best",
-    "between best and numbered",
-    "pruning",
-)
-MOMENTS = ("start", *IN_STEP, *IN_BODY, *IN_SAVING, "rewinding", "worker")
+MOMENTS = (
+    "start", "forward", "backward", "reduction", "update", "validation", "before schedule", "after schedule", "worker",
+    "writing tensors", "writing manifest", "replacing best", "rewinding",
+)  # fmt: skip
 SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "preempt": signal.SIGTERM}
-ENDINGS = ("raise", "exit", "exhaust")  # an exception; os._exit; too much memory
-ELSEWHERE = ("fill", "protect", "forbid", "remove", "backdate")  # faults of the disk, permissions, names and clock
-ACTIONS = (*SIGNALS, *ENDINGS, *ELSEWHERE, "repair", "hold", "stop")  # repair: undo the last of ELSEWHERE
+ACTIONS = (*SIGNALS, "raise", "exit", "hold", "stop")  # exit: by os._exit
 FAULT = re.compile(rf"({'|'.join(ACTIONS)}) (?:rank (\d+)|all ranks) at step (\d+) in ({'|'.join(MOMENTS)})")
-UNPRIVILEGED = 65534
-DAY_S = 86400
 
 
 @dataclass(frozen=True)
@@ -94,7 +76,6 @@ class Faults:
         self._directory = directory
         self._struck: set[Fault] = set()
         self._struck_before: set[str] = set()  # names of the files of faults that struck an earlier start
-        self._spoiled = ""
         self.rank = 0
         self.run: Any = None
         directory.mkdir(parents=True, exist_ok=True)
@@ -105,10 +86,6 @@ class Faults:
         self._struck_before = {path.name for path in self._directory.glob("struck-*")}
         (self._directory / f"pid-{rank}").write_text(str(os.getpid()))
 
-    def are_in(self, moment: str) -> bool:
-        """Whether there is a fault at this moment."""
-        return any(fault.moment == moment for fault in self._faults)
-
     def reach(self, moment: str, step: int | None = None) -> None:
         """Applies the faults of this rank at `moment`."""
         step = self.run.steps_done if step is None else step
@@ -116,9 +93,6 @@ class Faults:
             if (fault.moment, fault.step) == (moment, step) and fault.rank in (None, self.rank):
                 if fault.action == "stop":
                     self.run.stop("by a fault")
-                elif fault.action == "repair":
-                    how, self._spoiled = self._spoiled, ""
-                    repair(how, self.run.dir)
                 elif self._is_first(fault):
                     self._strike(fault)
 
@@ -127,7 +101,7 @@ class Faults:
             return False
         self._struck.add(fault)
         path = self._directory / f"struck-{str(fault).replace(' ', '-')}"
-        if fault.action in ENDINGS and fault.rank is None:  # once on each rank
+        if fault.action in ("raise", "exit") and fault.rank is None:  # once on each rank
             path.write_text(str(fault))
             return True
         try:
@@ -144,12 +118,6 @@ class Faults:
             raise RuntimeError(f"a fault: {fault}")
         if fault.action == "exit":
             os._exit(3)
-        if fault.action == "exhaust":
-            torch.empty(1 << 60, dtype=torch.uint8)
-        if fault.action in ELSEWHERE:
-            self._spoiled = fault.action
-            spoil(fault.action, self.run.dir)
-            return
         if fault.action == "hold":
             (self._directory / f"held-{self.rank}").touch()
             deadline_s = time.monotonic() + DEADLINE_S
@@ -167,72 +135,24 @@ class Faults:
         for pid in pids:
             os.kill(pid, SIGNALS[fault.action])
 
-    def watch_copying(self) -> None:
-        """Makes this rank reach the moment "staging", when a part of a snapshot is copied during the next step."""
-        from samestep.snapshot import async_copy
-        from samestep.snapshot.inspection import Inspection
-
-        async_copy.LARGE_BYTES = 1  # smaller tensors are copied before the step
-        look = Inspection.look
-
-        def look_and_reach(inspection: Inspection, place: int, tensor: Tensor) -> None:
-            look(inspection, place, tensor)
-            if threading.current_thread() is not threading.main_thread():
-                self.reach("staging", inspection._step)
-
-        Inspection.look = look_and_reach  # type: ignore[method-assign]
-
-    def _watch_hashing(self, path: Path) -> None:
-        """The next tensor to be hashed is of the snapshot at `path`."""
-        from samestep.snapshot import serialization
-
-        hash_it = serialization.hash_bytes
-
-        def reach_and_hash(data: bytes | memoryview) -> str:
-            serialization.hash_bytes = hash_it
-            self.reach("hashing", read_step(path))
-            return hash_it(data)
-
-        serialization.hash_bytes = reach_and_hash
-
     def watch_saving(self) -> None:
-        """Makes a rank reach those of the moments IN_SAVING that it has, at which no line of a script runs.
+        """Makes a rank reach those of the moments in saving that it has, at which no line of a script runs.
 
         Most of them come during later steps. The step of a fault is that of the snapshot.
         """
-        named: dict[bool, int] = {}  # is it numbered -> the step of the last such snapshot to get its name
-        is_renamed = is_doomed = False
 
         def on_event(event: str, args: tuple[Any, ...]) -> None:
-            nonlocal is_renamed, is_doomed
-            if event == "open":
-                file = str(args[0])
-                if is_renamed:  # the first event after the rename
-                    is_renamed = False
-                    self.reach("after rename", named[True])
-                if "/.tmp-step-" in file and re.search(r"/tensors(-\d+)?\.safetensors$", file):
-                    self._watch_hashing(Path(file).parent)
-                if "/.tmp-step-" in file and file.endswith(("state.json", ".partial")):  # or a receipt of a rank
-                    self.reach("writing tensors", read_step(Path(file).parent))  # only the tensors are complete
-                if "/.tmp-step-" in file and file.endswith("manifest.json"):
+            if event == "open" and "/.tmp-step-" in (file := str(args[0])):
+                if file.endswith(("state.json", ".partial")):  # or a receipt of a rank: only the tensors are complete
+                    self.reach("writing tensors", read_step(Path(file).parent))
+                if file.endswith("manifest.json"):
                     self.reach("writing manifest", read_step(Path(file).parent))
             elif event == "os.rename":
                 source, target = Path(str(args[0])), Path(str(args[1]))
-                is_doomed = target.name.startswith(".tmp-doomed-step-")
                 if target.parent.name == "abandoned":
                     self.reach("rewinding", 0)  # whichever step the run goes back to
-                elif source.name.startswith(".tmp-"):
-                    is_numbered, step = target.name.startswith("step-"), read_step(source)
-                    if named.get(not is_numbered) == step:
-                        self.reach("between best and numbered", step)
-                    if is_numbered:
-                        self.reach("before rename", step)
-                    elif target.with_name(f".old-{target.name}").exists():
-                        self.reach("replacing best", step)
-                    named[is_numbered] = step
-                    is_renamed = is_numbered
-            elif event == "os.remove" and is_doomed and str(args[0]).endswith("state.json"):
-                self.reach("pruning", named.get(True, -1))
+                elif source.name.startswith(".tmp-") and target.with_name(f".old-{target.name}").exists():
+                    self.reach("replacing best", read_step(source))
 
         sys.addaudithook(on_event)
 
@@ -243,63 +163,6 @@ def read_step(snapshot: Path) -> int:
     return (
         int(number.partition(".")[0]) if is_numbered else json.loads((snapshot / "manifest.json").read_text())["step"]
     )
-
-
-def spoil(how: str, run_dir: Path) -> None:
-    """Applies a fault of the disk, its permissions or the clock. Some need root."""
-    if how == "fill":
-        with open(run_dir / "filler", "wb", buffering=0) as file:
-            size = 1 << 16
-            while size:
-                try:
-                    file.write(b"x" * size)
-                except OSError:
-                    size //= 2
-    elif how == "protect":  # applies to files opened later: a file open for writing keeps a disk writable
-        subprocess.run(["mount", "--bind", run_dir, run_dir], check=True)
-        subprocess.run(["mount", "-o", "remount,ro,bind", run_dir], check=True)
-    elif how == "forbid":
-        os.chmod(run_dir, 0)
-        if os.geteuid() == 0:  # root may open everything
-            os.seteuid(UNPRIVILEGED)
-    elif how == "remove":
-        # Another process may still write there. A mount point can be emptied, and not removed.
-        while any(run_dir.iterdir()) if run_dir.is_mount() else run_dir.exists():
-            shutil.rmtree(run_dir, ignore_errors=True)
-    else:
-        set_clock_back()
-
-
-def repair(how: str, run_dir: Path) -> None:
-    """Undoes `spoil`."""
-    if how == "fill":
-        (run_dir / "filler").unlink()
-    elif how == "protect":
-        subprocess.run(["umount", "--lazy", run_dir], check=True)
-    elif how == "forbid":
-        os.seteuid(os.getuid())
-        os.chmod(run_dir, 0o755)
-
-
-def set_clock_back() -> None:
-    """Sets the clock back by a day, for Python in this process."""
-    from samestep.snapshot import manifest
-
-    def set_back(name: str) -> None:
-        told = getattr(time, name)
-        setattr(time, name, lambda seconds=None: told(real() - DAY_S if seconds is None else seconds))
-
-    class Late(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> "Late":
-            return super().now(tz) - timedelta(seconds=DAY_S)
-
-    real, real_ns, told_as = time.time, time.time_ns, time.strftime
-    set_back("gmtime")
-    set_back("localtime")
-    time.time, time.time_ns = lambda: real() - DAY_S, lambda: real_ns() - DAY_S * 10**9
-    time.strftime = lambda form, at=None: told_as(form, time.localtime() if at is None else at)  # type: ignore[misc]
-    manifest.datetime = Late  # type: ignore[attr-defined]
 
 
 class Images(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -356,8 +219,6 @@ def train(
     run = faults.run = samestep.Run(run_dir, **defaults | arguments, device="cpu", bucket_cap_mb=0.0005)  # type: ignore[arg-type]
     if run.rank == 0 or "SAMESTEP_SHARD" in os.environ:
         faults.watch_saving()
-    if faults.are_in("staging"):
-        faults.watch_copying()
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=0.5)
@@ -404,7 +265,6 @@ def train(
         faults.reach("update")
 
     def validate(steps_done: int) -> None:
-        faults.reach("before validation")
         validation = run.evaluate(score, held_out)
         again = run.evaluate(score, held_out)  # draws other noise
         faults.reach("before schedule")

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -410,6 +411,21 @@ def test_full_disk_without_snapshots(
         done = samestep_command("inspect", run_dir, "--samples", cwd=disk.path)
     assert "audit passed" in check(done).stdout
     assert "could not be written" not in check(samestep_command("inspect", run_dir, cwd=disk.path)).stdout
+
+
+def test_the_directory_is_removed_during_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """There is a message, and the same command begins a new run."""
+
+    def then(t: Tiny) -> None:
+        update(t)
+        if t.step.number == 3:
+            t.run._services.snapshotter.wait_until_written()
+            shutil.rmtree(tmp_path / "x")
+
+    with pytest.raises(samestep.Error, match="the snapshot of step 8 could not be written"):
+        samestep.spawn(tiny_run, 1, (tmp_path / "x",), {"snapshot_every": 2, "then": then})
+    assert "was removed during the run" in capfd.readouterr().out
+    assert samestep.spawn(learn_well, 1, (tmp_path / "x",)) == 8
 
 
 def test_no_room_to_begin(disk: Disk) -> None:

@@ -39,42 +39,6 @@ def flags_of(*faults: str) -> list[str]:
     return [word for fault in faults for word in ("--fault", fault)]
 
 
-def test_ranks_that_die_are_started_again(trial: Trial, undisturbed: Undisturbed) -> None:
-    """Kills and exceptions of two ranks, in the middle and at the end of an epoch: one command, the same end."""
-    faults = {
-        "kill rank 1 at step 4 in forward": (4, 1, "rank 1 was killed by SIGKILL (out of memory?)"),
-        "raise rank 1 at step 8 in update": (8, 1, "rank 1 raised RuntimeError: a fault: {}"),
-        "kill rank 0 at step 10 in validation": (10, 0, "rank 0 was killed by SIGKILL (out of memory?)"),
-    }
-    flags = ["--max-restarts", "3", "--snapshot-every", "3"]
-    launch = trial.run("launch", 2, "", *flags, arguments=flags_of(*faults))
-    assert trial.struck == set(faults)
-    said = launch.err.read_text()
-    rows = read_restarts(trial)
-    assert len(rows) == len(faults)
-    for number, (row, (fault, (step, rank, reason))) in enumerate(zip(rows, faults.items(), strict=True), start=1):
-        trial.assert_struck(fault)
-        reason = reason.format(fault)
-        assert f"samestep: {reason}; restart {number} of 3\n" in said
-        assert (row["reason"], row["rank"], row["world_size"]) == (reason, rank, 2)
-        assert row["from_step"] in (0, 3, 6, 9)
-        done = row["from_step"] + row["lost_steps"]
-        # Rank 0 may have completed that step. It loses its records of the last tenth of a second if it is killed, by
-        # the fault or because it does not end in time after another rank has failed.
-        assert done in range(row["from_step"], step + 1 + ("update" in fault))
-    assert said.count("Traceback") == 1, "only that of the exception, none of the ranks that lost a peer"
-    logs = {path.parent.name: path.read_text() for path in sorted(trial.dir.glob("logs/*/1.log"))}
-    assert [name for name, text in logs.items() if "Traceback" in text] == ["1"]
-    assert logs["1"].endswith("RuntimeError: a fault: raise rank 1 at step 8 in update\n")
-    assert f"; resumed at step {rows[-1]['from_step']}" in launch.output
-    assert trial.num_ends == 1
-    assert trial.outcome() == undisturbed()
-    status = json.loads((trial.dir / "status.json").read_text())
-    assert (status["status"], status["reason"]) == ("done", "")
-    assert status["measured"]["samples_per_s"] > 0
-    assert sum(status["measured"]["time_share"].values()) == pytest.approx(1)
-
-
 def test_the_last_failure_is_reported(trial: Trial, undisturbed: Undisturbed) -> None:
     """When no restarts are left: by the launcher, the run's status, a report, and the next start by the user."""
     faults = ["raise rank 0 at step 3 in forward", "kill rank 1 at step 7 in forward"]

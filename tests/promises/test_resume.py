@@ -11,15 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
-from promises.faulty import NUM_STEPS
 from promises.trial import Outcome, Trial, read_tree, resume_is_from
 from promises.wrong import learn_well
 from support.runs import ask
 from support.tiny import Pairs, Tiny, learn, tiny_run, update
-from support.waiting import wait_until
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
@@ -54,7 +51,6 @@ class Points:
 
 @pytest.mark.parametrize(("fault", "flags", "arguments", "num_ranks_then"), [
     ("exit rank 0 at step 10 in before schedule", ["--snapshot-every", "2epochs"], [], 3),
-    ("kill rank 0 at step 6 in writing manifest", ["--snapshot-every", "2"], [], 1),
     ("kill rank 1 at step 9 in worker", [], ["--num-workers", "2"], 2),
 ])  # fmt: skip
 def test_killed_under_the_launcher(
@@ -72,27 +68,6 @@ def test_killed_under_the_launcher(
     assert trial.num_ends == 0
     trial.run("launch", num_ranks_then, fault, *flags, arguments=arguments)
     assert trial.num_ends == 1
-    assert trial.outcome() == undisturbed()
-
-
-@pytest.mark.parametrize(("victim", "held_at"), [
-    ("launcher", "step 7 in backward"), ("server", "step 10 in writing tensors"),
-    ("frozen launcher", "step 0 in start"),
-])  # fmt: skip
-def test_the_launcher_itself_is_killed(trial: Trial, undisturbed: Undisturbed, victim: str, held_at: str) -> None:
-    """Its ranks and their DataLoader workers end too, so that they cannot write into the resumed run."""
-    arguments = ["--num-workers", "1", "--settled"]
-    launch = trial.start("launch", 2, f"hold rank 0 at {held_at}", "--keep-last", "1", arguments=arguments)
-    trial.wait_held()
-    (server,) = [process for process in launch.processes() if process.ppid() == launch.process.pid]
-    assert len(launch.processes()) >= 2 + 2 + (2 if "backward" in held_at else 0)
-    if victim == "frozen launcher":
-        os.kill(launch.process.pid, signal.SIGSTOP)
-        wait_until(lambda: server.parent().status() == psutil.STATUS_STOPPED, "the launcher is stopped")
-    os.kill(server.pid if victim == "server" else launch.process.pid, signal.SIGKILL)
-    assert launch.wait() == (128 + signal.SIGKILL if victim == "server" else -signal.SIGKILL)
-
-    trial.spawn(3)
     assert trial.outcome() == undisturbed()
 
 
@@ -253,46 +228,7 @@ def test_never_on_an_empty_directory(trial: Trial, undisturbed: Undisturbed) -> 
     assert trial.outcome() == undisturbed()
 
 
-def test_fresh_starts_beside(trial: Trial, undisturbed: Undisturbed) -> None:
-    trial.spawn(2, epochs=1)
-    before = read_tree(trial.dir)
-    times = {path: path.stat().st_mtime_ns for path in trial.dir.rglob("*")}
-    beside = trial.dir.with_name("run-2")
-    assert trial.spawn(1, SAMESTEP_FRESH=1) == beside
-    again = trial.run("launch", 2, "", "--fresh")
-    assert str(beside.with_name("run-3")) in again.output
-    assert read_tree(trial.dir) == before
-    assert {path: path.stat().st_mtime_ns for path in trial.dir.rglob("*")} == times
-    for directory in (beside, beside.with_name("run-3")):
-        trial.dir = directory
-        assert trial.outcome() == undisturbed()
-
-
 # --- the length of a run ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("max_steps", "every"),
-    [(3, 3), (7, "1epochs")],
-)
-def test_max_steps_and_then_more(
-    trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], max_steps: int, every: int | str
-) -> None:
-    """A run in several pieces is the same, also if a piece ends in the middle of an epoch."""
-    trial.spawn(2, max_steps=max_steps, snapshot_every=every)
-    assert f"step-{max_steps:08d}" in trial.snapshots
-    capfd.readouterr()
-    trial.spawn(3, max_steps=NUM_STEPS, snapshot_every=every)
-    assert resume_is_from(capfd.readouterr().out) == max_steps
-    assert trial.outcome() == undisturbed()
-    assert trial.num_ends == 2
-
-
-def test_more_epochs(trial: Trial, undisturbed: Undisturbed) -> None:
-    trial.spawn(3, epochs=1)
-    trial.spawn(1, epochs=2, snapshot_every="2epochs")
-    trial.spawn(2)
-    assert trial.outcome() == undisturbed()
 
 
 @pytest.mark.parametrize("is_nested", [True, False])
@@ -502,21 +438,6 @@ def test_nothing_left_to_do(trial: Trial, undisturbed: Undisturbed, capfd: pytes
 
 
 # --- damaged snapshots ------------------------------------------------------------------------------------------------
-
-
-def test_a_damaged_snapshot_is_not_used(
-    trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """(The tests of the store damage every file, and any byte.)"""
-    trial.spawn(2, max_steps=12, snapshot_every=4, keep_last=9)
-    [file] = (trial.dir / "snapshots" / "step-00000012").glob("tensors*")
-    file.write_bytes(file.read_bytes()[:-100])
-    capfd.readouterr()
-    trial.spawn(3, snapshot_every=4)
-    printed = capfd.readouterr().out
-    assert resume_is_from(printed) == 10  # the best
-    assert f"snapshots/step-00000012: {file.name}" in printed
-    assert trial.outcome() == undisturbed()
 
 
 def test_the_open_epochs_order_is_damaged(trial: Trial, undisturbed: Undisturbed) -> None:

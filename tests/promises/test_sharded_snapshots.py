@@ -90,29 +90,6 @@ def test_each_rank_reads_what_it_needs(
 # --- faults -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("first", "fault", "then"),
-    one_in(
-        3,
-        [
-            (SHARDED, "kill rank 2 at step 10 in writing tensors", {}),
-            (SHARDED, "kill rank 1 at step 10 in hashing", DIVIDED),
-            (SHARDED, "kill rank 1 at step 10 in staging", SHARDED),
-            (SHARDED, "kill rank 0 at step 10 in writing manifest", SHARDED),
-            (DIVIDED, "kill rank 1 at step 10 in writing tensors", SHARDED),
-            (DIVIDED, "kill rank 2 at step 10 in hashing", {}),
-        ],
-    ),
-)
-def test_killed_while_a_part_is_written(
-    trial: Trial, undisturbed: Callable[..., Outcome], first: dict[str, str], fault: str, then: dict[str, str]
-) -> None:
-    trial.spawn_to_fail(3, fault, keep_last=1, **first)
-    trial.assert_struck(fault)
-    trial.spawn(2, keep_last=1, **then)
-    assert trial.outcome() == undisturbed()
-
-
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-9] ^= 4

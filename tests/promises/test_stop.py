@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from promises.faulty import DEADLINE_S, NUM_STEPS
-from promises.trial import SCRIPT, Outcome, Started, Trial, read_tree, resume_is_from
+from promises.trial import SCRIPT, Outcome, Started, Trial, resume_is_from
 from support.commands import Popen
 from support.runs import check, clean_variables, kill_tree, run_command
 from support.tiny import Pairs, Tiny
@@ -62,76 +62,6 @@ def test_signal_to_the_launcher(trial: Trial, undisturbed: Undisturbed, signum: 
     assert_goes_on(trial, undisturbed, trial.run("launch", 2, HELD, arguments=arguments), step=8)
 
 
-def test_second_signal_to_the_launcher(trial: Trial, undisturbed: Undisturbed) -> None:
-    """The launcher does not wait for the rank that is stuck."""
-    launch = trial.start("launch", 2, HELD, "--snapshot-every", "3", arguments=["--settled"])
-    trial.wait_held()
-    trial.tell(launch, signal.SIGTERM)
-    before = read_tree(trial.dir)
-    began_s = time.monotonic()
-    launch.process.send_signal(signal.SIGTERM)
-    assert launch.wait() == 128 + signal.SIGTERM
-    assert time.monotonic() - began_s < DEADLINE_S, "the rank is held for so long"
-    assert "Traceback" not in launch.output
-    assert read_tree(trial.dir) == before
-    trial.spawn(3)
-    assert trial.num_ends == 1
-    assert trial.outcome() == undisturbed()
-
-
-def test_signal_to_everyone(trial: Trial, undisturbed: Undisturbed) -> None:
-    """As by a scheduler that signals each process of a job: the ranks get it twice, and save nevertheless."""
-    launch = trial.start("launch", 2, HELD, arguments=["--num-workers", "1"])
-    trial.wait_held()
-    others = [process for process in launch.processes() if process.pid != launch.process.pid]
-    assert len(others) == 2 + 2 + 2
-    trial.tell(launch, signal.SIGTERM)
-    for process in others:
-        process.send_signal(signal.SIGTERM)
-    trial.go_on()
-    assert launch.wait() == 75, launch.output
-    assert_stopped(trial, launch, step=8)
-    trial.spawn(1)
-    assert trial.outcome() == undisturbed()
-
-
-@pytest.mark.parametrize(
-    ("moment", "step", "stops_at"),
-    [
-        ("reduction", 9, 10),
-        ("validation", 10, 10),  # after the body of the epoch, not after a step of the next
-        ("writing tensors", 10, 11),
-    ],
-)
-def test_signal_at_other_moments(trial: Trial, undisturbed: Undisturbed, moment: str, step: int, stops_at: int) -> None:
-    """The run stops at the end of the current step or validation, or of the next one."""
-    launch = trial.start("launch", 2, f"hold rank 0 at step {step} in {moment}", arguments=["--settled"])
-    trial.wait_held()
-    trial.tell(launch, signal.SIGTERM)
-    trial.go_on()
-    assert launch.wait() == 75
-    assert_stopped(trial, launch, stops_at)
-    trial.spawn(2)
-    assert trial.outcome() == undisturbed()
-
-
-@pytest.mark.parametrize("done", [0, 10])
-def test_signal_before_the_first_step(trial: Trial, undisturbed: Undisturbed, done: int) -> None:
-    """As while data are read: the run does not wait for the first step, which may take minutes."""
-    if done:
-        trial.spawn(1, max_steps=done)
-    launch = trial.start("launch", 2, f"hold rank 0 at step {done} in start")
-    trial.wait_held()
-    trial.tell(launch, signal.SIGTERM)
-    trial.go_on()
-    assert launch.wait() == 75
-    assert f"stopped by a signal after step {done}" in launch.output
-    assert launch.err.read_text() == ""
-    assert trial.num_ends == (1 if done else 0)
-    trial.spawn(3)
-    assert trial.outcome() == undisturbed()
-
-
 def test_stopped_again_and_again(trial: Trial, undisturbed: Undisturbed) -> None:
     """The third start in a row that is stopped without a new snapshot does not ask to be started again."""
     for _ in range(2):
@@ -175,21 +105,6 @@ def test_stops_in_a_row_are_counted(tmp_path: Path, starts: str, count: int) -> 
     assert count_idle_stops(history) == 0, "there are none before the second start"
     history.write_text("".join(lines))
     assert count_idle_stops(history) == count
-
-
-@pytest.mark.parametrize(("signum", "moment"), [(signal.SIGTERM, "validation"), (signal.SIGINT, "after schedule")])
-def test_signal_after_the_last_step(
-    trial: Trial, undisturbed: Undisturbed, signum: signal.Signals, moment: str
-) -> None:
-    """The run is complete and saved, so the script continues and ends without an error."""
-    launch = trial.start("launch", 2, f"hold rank 0 at step 15 in {moment}")
-    trial.wait_held()
-    trial.tell(launch, signum)
-    trial.go_on()
-    assert launch.wait() == 0
-    assert launch.err.read_text() == ""
-    assert trial.num_ends == 1
-    assert trial.outcome() == undisturbed()
 
 
 def test_a_late_signal(trial: Trial) -> None:

@@ -5,9 +5,8 @@ import hashlib
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,28 +166,6 @@ class Trial:
         """
         env = {name: str(arguments.pop(name)) for name in list(arguments) if name.isupper()}
         return samestep.spawn(train, num_ranks, (self.dir, fault), arguments, env=env)
-
-    @contextlib.contextmanager
-    def killing_the_frozen(self) -> Iterator[None]:
-        """Within the block, a process that a fault stops with SIGSTOP is killed."""
-        is_over = threading.Event()
-
-        def kill() -> None:
-            while not is_over.wait(0.01):
-                for path in self.faults.glob("frozen-*"):
-                    with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
-                        process = psutil.Process(int(path.name.partition("-")[2]))
-                        if process.status() == psutil.STATUS_STOPPED:
-                            process.kill()
-                            path.unlink()
-
-        thread = threading.Thread(target=kill)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join()
 
     def preempt_at_start(self) -> None:
         """Starts two ranks, and preempts one before the first step."""
