@@ -15,7 +15,6 @@ from promises.loops import (
     learn_classes,
     list_norms,
     read_grads,
-    score_classes,
     sgd_momentum,
     trace_run,
     train_classes,
@@ -23,7 +22,6 @@ from promises.loops import (
 from promises.models import (
     BATCH_SIZE,
     MICRO_BATCH_SIZE,
-    Bags,
     Branches,
     Coder,
     Kinds,
@@ -163,15 +161,7 @@ def gradients_that_a_function_withholds() -> Result:
 
 
 @case
-def embeddings() -> Result:
-    return trace_run(
-        Bags, optimizer=lambda params: torch.optim.Adam(params, 1e-2), data=build_texts(),
-        body=lambda t, tokens: t.step.backward(F.cross_entropy(t.model(tokens[:, :-1]), tokens[:, -1])),
-    )  # fmt: skip
-
-
-@case
-def gan() -> Result:
+def gan(has_penalty: bool = True) -> Result:
     """Two passes over a step, a gradient penalty through a double backward, the generator only every second step."""
     run = build_run()
     generator = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
@@ -185,10 +175,13 @@ def gan() -> Result:
         for step in epoch:
             for x, _ in step:
                 fake = generator(torch.randn(len(x), 2)).detach()
-                between = torch.lerp(x, fake, torch.rand(len(x), 1)).requires_grad_()
-                slope = torch.autograd.grad(critic(between).sum(), between, create_graph=True)[0]
-                loss = F.softplus(-critic(x)).mean() + F.softplus(critic(fake)).mean()
-                step.backward(loss + ((slope.norm(dim=1) - 1) ** 2).mean(), model=critic)
+                scores = critic(torch.cat([x, fake]))  # in one call, for FSDP2
+                loss = F.softplus(torch.cat([-scores[: len(x)], scores[len(x) :]])).mean()
+                if has_penalty:
+                    between = torch.lerp(x, fake, torch.rand(len(x), 1)).requires_grad_()
+                    slope = torch.autograd.grad(critic(between).sum(), between, create_graph=True)[0]
+                    loss = loss + ((slope.norm(dim=1) - 1) ** 2).mean()
+                step.backward(loss, model=critic)
             trace.end_step(step)
             opt_c.step()
             if step.number % 2 == 0:
@@ -197,43 +190,20 @@ def gan() -> Result:
                 opt_g.step()
                 assert all(param.grad is None for param in critic.parameters())
                 trace.end_step(step)
-        generator.eval()
-        trace.add("samples", generator(fixed_noise))
-        generator.train()
+        if has_penalty:
+            generator.eval()
+            trace.add("samples", generator(fixed_noise))
+            generator.train()
     return trace.finish()
+
+
+CASES["gan_without_penalty"] = partial(gan, has_penalty=False)
 
 
 @case
 def methods_other_than_forward() -> Result:
     optimizer = lambda params: sgd_momentum(params, nesterov=True)  # noqa: E731
     return train_classes(Coder, optimizer=optimizer, forward=lambda t, x: t.model.decode(t.model.encode(x)))
-
-
-@case
-def two_models_in_turn() -> Result:
-    """Each with its own pass, weight and optimizer; one of them is left out in some micro-batches."""
-    run = build_run()
-    first, second = (
-        nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 4)),
-        nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 4)),
-    )
-    opt_1, opt_2 = torch.optim.AdamW(first.parameters(), 1e-2), torch.optim.SGD(second.parameters(), 0.1)
-    run.prepare(first=first, second=second, opt_1=opt_1, opt_2=opt_2)
-    trace = Trace(run)
-    for epoch in run.epochs(build_pairs(), 2):
-        for step in epoch:
-            for x, y in step:
-                step.backward(F.cross_entropy(first(x), y))
-            opt_1.step()
-            for x, y in step:
-                if bool((y > 0).any()):
-                    loss = F.cross_entropy(second(x) + first(x).detach(), y)
-                    step.backward(loss, weight=(y > 0).sum())
-            opt_2.step()
-            trace.end_step(step)
-        for model in (first, second):
-            trace.add("scores", run.evaluate(score_classes(model), build_pairs(29, seed=1)))
-    return trace.finish()
 
 
 @case
@@ -343,23 +313,8 @@ def buffers_written_through_data() -> Result:
 
 
 @case
-def two_views_of_one_gradient() -> Result:
-    """Autograd gives both weights the same memory as their gradient, so that adding in place adds to both."""
-
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4, 6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ (self.a.view(24) + self.b.view(24)).view(6, 4)
-
-    return train_classes(Sum)
-
-
-@case
 def overlapping_views_of_one_gradient() -> Result:
-    """As above, but one begins in the middle of the other."""
+    """Autograd gives both weights the same memory as their gradient, so that adding in place adds to both."""
 
     class Sum(nn.Module):
         def __init__(self) -> None:

@@ -151,16 +151,6 @@ class Branches(nn.Module):
         return self.head(hidden)
 
 
-class Bags(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag, self.words = nn.EmbeddingBag(17, 5, mode="mean"), nn.Embedding(17, 5, padding_idx=0)
-        self.head = nn.Linear(10, 17)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.cat([self.bag(tokens), self.words(tokens).sum(1)], dim=1))
-
-
 class Coder(nn.Module):
     def __init__(self) -> None:
         super().__init__()

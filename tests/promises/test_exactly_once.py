@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.runs import check, samestep_command
 from support.tiny import Tiny, learn, tiny_run, update
 from torch import Tensor, nn
@@ -159,31 +157,6 @@ def test_a_loader_is_taken_for_its_data(tmp_path: Path) -> None:
     samestep.spawn(functools.partial(use_samples, tmp_path, loader, batch_size=24, micro_batch_size=4), 3)
     assert join(read_used(tmp_path)) == [*range(24), *range(24)]
     assert data.count() - Counter([0, 19, 37] * 3) == dict.fromkeys(range(24), NUM_EPOCHS)
-
-
-@given(data=st.data())
-@settings(max_examples=2, deadline=None)
-def test_any_numbers(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """The steps of any number of ranks are those of one."""
-    world_size = data.draw(st.integers(2, 6), "ranks")
-    cases = []
-    for _ in range(3):
-        num_micro_batches = data.draw(st.integers(world_size, 8), "micro-batches")
-        micro_batch_size = data.draw(st.integers(1, 4), "samples of one")
-        batch_size = num_micro_batches * micro_batch_size
-        drop_last = data.draw(st.booleans(), "drop_last")
-        length = data.draw(st.integers(batch_size if drop_last else 1, 3 * batch_size), "samples")
-        cases.append((length, {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "drop_last": drop_last}))
-
-    def train_all(num_ranks: int) -> list[tuple[Used, Counter[int]]]:
-        return train_each([(tmp_path_factory.mktemp("run"), *case) for case in cases], num_ranks)
-
-    for (length, arguments), (alone, _), (used, read) in zip(cases, train_all(1), train_all(world_size), strict=True):
-        assert used == alone
-        assert read == Counter(join(used))
-        assert set(read.values()) <= {1, 2}
-        dropped = length % arguments["batch_size"] if arguments["drop_last"] else 0
-        assert sum(read.values()) == NUM_EPOCHS * (length - dropped)
 
 
 EVALUATIONS = [(31, None, 0), (3, None, 0), (40, 7, 2)]  # samples, samples of a micro-batch, workers

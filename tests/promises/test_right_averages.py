@@ -1,7 +1,6 @@
 """Gradients, losses, metrics and statistics are those of the whole batch, against references in plain PyTorch."""
 
 import copy
-import re
 from pathlib import Path
 from typing import Any
 
@@ -217,13 +216,6 @@ def test_steps_without_weight_are_skipped_and_counted(tmp_path: Path, capfd: pyt
     assert rows == read_rows(tmp_path / "once")
 
 
-def test_skipped_steps_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    samestep.spawn(skip_steps, 2, (None, 4, tuple(range(8))))
-    said = capfd.readouterr().out
-    assert said.count("step 0 makes no update") == 1
-    assert re.search(r"steps without an update\W+4 of 4", said)
-
-
 def log_without_weight(run_dir: Path) -> None:
     """Means over units that some micro-batches do not have, and a sum of infinities."""
 
@@ -277,96 +269,6 @@ def test_evaluate_is_the_mean_over_the_data_set(world_size: int, num_samples: in
     assert (out["loss"], out["by unit"]) == pytest.approx(out["wanted"], rel=1e-6)
     assert out["indices"] == list(range(num_samples))
     assert out["number"] == pytest.approx(num_samples / -(-num_samples // micro_batch_size))
-
-
-class NormFirst(nn.Module):
-    """BatchNorm on the samples, so that its input is known, and a layer that runs twice."""
-
-    def __init__(self, momentum: float | None) -> None:
-        super().__init__()
-        self.norm, self.twice = nn.BatchNorm1d(5, momentum=momentum), nn.BatchNorm1d(5, momentum=momentum)
-        self.head = nn.Linear(5, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(x) + self.twice(x) + self.twice(2 * x - 1))
-
-
-def measure_statistics(momentum: float | None, is_scheduled: bool) -> list[float]:
-    """Per step: the errors of the running statistics against the mean of what each micro-batch alone gives them."""
-    run = samestep.Run(None, batch_size=24, micro_batch_size=4)
-    data = Weighted(24 + 11)
-    model = NormFirst(momentum)
-    reference = copy.deepcopy(model).double()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    run.prepare(model=model, optimizer=optimizer)
-    layers, wanted = (model.norm, model.twice), (reference.norm, reference.twice)
-    errors = []
-    for epoch in run.epochs(data, 3):
-        for step in epoch:
-            if is_scheduled:
-                for layer in (*layers, *wanted):
-                    layer.momentum = 0.5 / (step.number + 1)
-            held: list[int] = []
-            for indices, x, y, _ in step:
-                held += indices.tolist()
-                step.backward(F.mse_loss(model(x), y))
-            optimizer.step()
-            alone = [copy.deepcopy(reference) for _ in step.sizes]
-            for each, chunk in zip(alone, torch.tensor(gather(held)).split(4), strict=True):
-                each(data.x[chunk].double())
-            for name, buffer in reference.named_buffers():
-                values = torch.stack([each.get_buffer(name) for each in alone])
-                buffer.copy_(values.mean(0) if buffer.is_floating_point() else values[0])
-            for layer, other in zip(layers, wanted, strict=True):
-                assert layer.num_batches_tracked == other.num_batches_tracked
-                errors.append(relative(layer.running_mean, other.running_mean))
-                errors.append(relative(layer.running_var, other.running_var))
-    return errors
-
-
-@pytest.mark.parametrize(("momentum", "is_scheduled", "world_size"), [(0.1, True, 1), (None, False, 3)])
-def test_statistics_are_means_over_micro_batches(momentum: float | None, is_scheduled: bool, world_size: int) -> None:
-    errors = samestep.spawn(measure_statistics, world_size, (momentum, is_scheduled))
-    assert len(errors) == 3 * 2 * 4
-    assert max(errors) < 1e-6
-
-
-def train_beside_a_plain_loop() -> tuple[float, float]:
-    """The distance of the trained model from that of plain PyTorch with gradient accumulation, and from the start."""
-    run = samestep.Run(None, batch_size=24, micro_batch_size=4)
-    data = Weighted(24 + 24 + 10)
-    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-    plain, start = copy.deepcopy(model), copy.deepcopy(model)
-    # Not Adam, which amplifies rounding where a gradient is zero, as that of the bias before BatchNorm.
-    optimizer, plain_optimizer = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, plain))
-    run.prepare(model=model, optimizer=optimizer)
-    for epoch in run.epochs(data, 3):
-        for step in epoch:
-            held: list[int] = []
-            for indices, x, y, _ in step:
-                held += indices.tolist()
-                step.backward(F.mse_loss(model(x), y))
-            run.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-
-            batch = torch.tensor(gather(held))
-            plain_optimizer.zero_grad()
-            for chunk in batch.split(4):
-                (F.mse_loss(plain(data.x[chunk]), data.y[chunk]) * len(chunk) / len(batch)).backward()
-            nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-            plain_optimizer.step()
-
-    def distance(a: nn.Module, b: nn.Module) -> float:
-        pairs = zip(a.parameters(), b.parameters(), strict=True)  # not the statistics, which a step averages
-        return max(float((x.double() - y.double()).abs().max()) for x, y in pairs)
-
-    return distance(model, plain), distance(model, start)
-
-
-def test_a_plain_loop_ends_at_the_same_place() -> None:
-    apart, moved = samestep.spawn(train_beside_a_plain_loop, 2)
-    assert apart < 1e-5
-    assert moved > 0.05
 
 
 def train_reduced(run_dir: Path, reduction: str, kind: type[nn.Module], bucket_cap_mb: float) -> Row:

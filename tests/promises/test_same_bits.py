@@ -27,7 +27,6 @@ NOT_SHARDED = {
     "gradients_that_a_function_withholds": "has no forward",
     "methods_other_than_forward": "has no forward",
     "gradients_kept_for_the_next_step": "DTensor|unevenly sharded",  # computes with a whole one and a shard
-    "two_models_in_turn": "step.backward was not called in micro-batch",
     "micro_batches_without_backward": "step.backward was not called in micro-batch",
     "gan": "a backward pass ran outside of step.backward",  # has a gradient penalty
     "scores_by_gradients": "a backward pass ran outside of step.backward",
@@ -36,7 +35,7 @@ NOT_SHARDED = {
 }
 if torch.torch_version.TorchVersion(torch.__version__) < "2.12":
     NOT_SHARDED["parameters_of_integers"] = "cannot be sharded"
-PRECISE = ("bf16", "fp16_with_overflows", "dtypes", "direct_between_hosts")  # have a precision of their own
+PRECISE = ("fp16_with_overflows", "dtypes", "direct_between_hosts")  # have a precision of their own
 # The last two change the bits, also of the run on one rank that a row is compared with; the others do not.
 FACTORS: dict[str, tuple[Any, ...]] = {
     "shard": ("none", "optimizer", "fsdp2"),
@@ -80,7 +79,11 @@ def train_with(train: Callable[[], Any], route: str, check: str) -> Any:
     return train()
 
 
-@pytest.mark.parametrize(("name", *FACTORS), cover(CASES, FACTORS, is_allowed))
+# Tied weights, and models that train in turn, also with FSDP2.
+MORE = [(name, "fsdp2", 3, "", "direct", "", "none") for name in ("transformer", "gan_without_penalty")]
+
+
+@pytest.mark.parametrize(("name", *FACTORS), [*cover(CASES, FACTORS, is_allowed), *MORE])
 def test_any_model(
     name: str, shard: str, world_size: int, check: str, route: str, precision: str, exchange_dtype: str
 ) -> None:

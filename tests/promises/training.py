@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from promises.loops import Result, adamw, case, learn_classes, read_grads, score_classes, trace_run, train_classes
-from promises.models import NUM_SAMPLES, Augmented, Buffers, Norms, Sentences, Tagger, build_pairs, pad
+from promises.models import Augmented, Buffers, Norms, Sentences, Tagger, build_pairs, pad
 from support.states import build_state
 from support.tiny import learn, update
 from torch import Tensor, nn
@@ -31,28 +31,6 @@ def token_weights() -> Result:
     return trace_run(
         Tagger, optimizer=adamw, data=Sentences(), collate_fn=pad, num_workers=1, body=body, after_epoch=validate,
         then=lambda t: [t.run.clip_grad_norm_(t.model.parameters(), 1.0), update(t)],
-    )  # fmt: skip
-
-
-@case
-def plateau() -> Result:
-    """The schedule, the best score and the end depend on what was evaluated."""
-
-    def validate(t: Any) -> None:
-        scores = t.run.evaluate(score_classes(t.model), build_pairs(29, seed=1))
-        t.scheduler.step(scores["loss"])
-        t.trace.add("scores", scores)
-        t.trace.add("learning rate", t.optimizer.param_groups[0]["lr"])
-        if scores["loss"] < t.run.state.get("best", float("inf")):
-            t.run.state |= {"best": scores["loss"], "epoch": t.epoch.number}
-        elif t.epoch.number - t.run.state["epoch"] >= 4:
-            t.run.stop("no better for 4 epochs")
-
-    return trace_run(
-        lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 4)),
-        optimizer=lambda params: torch.optim.AdamW(params, 5e-2), num_epochs=12, after_epoch=validate,
-        objects=lambda t: {
-            "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(t.optimizer, factor=0.5, patience=0)},
     )  # fmt: skip
 
 
@@ -118,41 +96,6 @@ def training_mode_set_in_the_loop() -> Result:
         lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 4)), num_epochs=3,
         forward=lambda t, x: t.model.train(torch.is_grad_enabled())(x), at_end=check,
     )  # fmt: skip
-
-
-@case
-def statistics_that_a_layer_replaces() -> Result:
-    """By new tensors instead of writing into its own, as custom layers often do; a script may, too."""
-
-    class ByHand(nn.BatchNorm1d):
-        def forward(self, x: Tensor) -> Tensor:
-            if self.training:
-                var, mean = torch.var_mean(x.detach(), 0)
-                self.running_mean = 0.9 * self.running_mean + 0.1 * mean
-                self.running_var = 0.9 * self.running_var + 0.1 * var
-                self.num_batches_tracked += 1
-            return (x - x.mean(0)) / torch.sqrt(x.var(0, unbiased=False) + self.eps) * self.weight + self.bias
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.by_hand, self.usual, self.head = ByHand(6), nn.BatchNorm1d(6), nn.Linear(12, 4)
-            self.register_buffer("wide", torch.ones(1).expand(6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(torch.cat([self.by_hand(x * self.wide), self.usual(x)], 1))
-
-    def replace(t: Any) -> None:
-        if t.step.number == 2:
-            for layer in (t.model.by_hand, t.model.usual):
-                layer.running_mean = torch.full((6,), 0.5)
-                layer.running_var.data = torch.full((6,), 2.0)
-
-    def compare(t: Any) -> None:
-        torch.testing.assert_close(t.model.by_hand.running_mean, t.model.usual.running_mean)
-        torch.testing.assert_close(t.model.by_hand.running_var, t.model.usual.running_var)
-
-    return train_classes(Both, before=replace, after=compare)
 
 
 @case
@@ -233,14 +176,6 @@ def other_buffers() -> Result:
 
 
 @case
-def bf16() -> Result:
-    return train_classes(
-        lambda: nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 4)),
-        optimizer=adamw, precision="bf16",
-    )  # fmt: skip
-
-
-@case
 def parameters_of_integers() -> Result:
     """As the quantized weights of some models and the states of Keras: frozen, and held by the optimizer."""
 
@@ -290,16 +225,6 @@ def endless_steps() -> Result:
         data=build_pairs(50), num_steps=7, body=learn_classes, then=end_step,
         before=lambda t: t.trace.draw("before the micro-batches"),
     )  # fmt: skip
-
-
-@case
-def a_sampler() -> Result:
-    """It draws some samples twice and omits others."""
-
-    def draw(epoch: int) -> Tensor:
-        return torch.randint(60, (NUM_SAMPLES,), generator=torch.Generator().manual_seed(epoch))
-
-    return train_classes(lambda: nn.Linear(6, 4), sampler=draw)
 
 
 def train_augmented(num_workers: int) -> Result:

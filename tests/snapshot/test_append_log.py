@@ -5,8 +5,6 @@ import math
 import os
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -19,7 +17,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.commands import run
 from support.tiny import Tiny, tiny_run
 
 from samestep.errors import RunDirectoryError
@@ -84,19 +81,6 @@ def test_a_cut_run_writes_the_same_bytes_as_one_that_was_never_cut(before: Any, 
         assert cut.read_bytes() == whole.read_bytes()
 
 
-def test_a_torn_last_line_goes_with_the_cut(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with opened(path) as metrics:
-        metrics.append(format_row({"step": 1}))
-        offset = metrics.flush()
-    with path.open("a") as file:
-        file.write('{"step": 2, "lo')
-    with opened(path) as metrics:
-        assert metrics.cut(offset)
-        metrics.append(format_row({"step": 2}))
-    assert read(path) == [{"step": 1}, {"step": 2}]
-
-
 def test_a_file_that_is_shorter_than_the_offset_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with opened(path) as metrics:
@@ -140,25 +124,6 @@ def test_tensors_and_numpy_become_numbers_and_the_rest_text(tmp_path: Path) -> N
             "3": "key",
         }
     ]
-
-
-def test_what_was_before_a_position_survives_a_kill(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    script = f"""
-import os, signal
-from pathlib import Path
-from samestep.snapshot.append_log import AppendLog, format_row
-metrics = AppendLog(Path({str(path)!r}), flush_s=1.0)
-metrics.append(format_row({{"step": 1}}))
-print(metrics.flush(), flush=True)
-metrics.append(format_row({{"step": 2}}))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    done = run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL
-    with opened(path) as metrics:
-        assert metrics.cut(int(done.stdout))
-    assert read(path) == [{"step": 1}]
 
 
 def test_a_full_disk_is_reported_and_no_line_is_torn(tmp_path: Path) -> None:

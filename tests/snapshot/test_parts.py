@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from states import assert_same, make_state, take_rows, write_divided
-from test_store import DAMAGE, flip, remount, small_disk  # noqa: F401 - a fixture
+from test_store import DAMAGE, flip
 
 from samestep.errors import InvalidValue, RunDirectoryError
 from samestep.snapshot import parts
@@ -186,22 +186,3 @@ def test_a_rank_that_fails_leaves_nothing(store: Store, monkeypatch: pytest.Monk
     assert os.listdir(store.path / place) == []
     store.clean()
     assert os.listdir(store.path) == []
-
-
-def test_a_full_disk_leaves_the_older_snapshot(small_disk: Path) -> None:  # noqa: F811
-    """The disk is full at every point of the write, of every rank: it grows page by page until the snapshot fits."""
-    store = Store(small_disk)
-    write_divided(store, 1, step=1, num_values=9_000)
-    files = set[str]()
-    for size_kb in range(56, 400, 4):
-        remount(small_disk, f"size={size_kb}k")
-        try:
-            write_divided(store, 2, step=2, num_values=9_000)
-        except OSError as error:
-            files.add(str(error).partition(" ")[0])
-            assert os.listdir(store.path) == ["step-00000001"]
-            assert_same(store.read(find(store)), make_state(1, 9_000))
-            continue
-        break
-    assert_same(store.read(find(store)), make_state(2, 9_000))
-    assert {*PARTS[1:]} <= files

@@ -429,23 +429,6 @@ def test_a_full_disk_leaves_the_older_snapshot(step: int, small_disk: Path) -> N
     assert len(outcomes) > 5
 
 
-def test_a_read_only_disk(small_disk: Path) -> None:
-    store = Store(small_disk)
-    remount(small_disk, "ro")
-    with pytest.raises(OSError, match="Read-only"):
-        store.write(make_state(1), step=1, meta={})
-    remount(small_disk, "rw")
-    store.write(make_state(1), step=1, meta={})
-    remount(small_disk, "ro")
-    with pytest.raises(OSError, match="Read-only"):
-        store.write(make_state(2), step=2, meta={})
-    with pytest.raises(OSError, match="Read-only"):
-        store.write(make_state(2), step=1, meta={})
-    store.clean()
-    assert found_steps(store) == [(1, None)]
-    assert_same(read(store), make_state(1))
-
-
 def test_a_removed_directory(tmp_path: Path) -> None:
     store = Store(tmp_path / "run")
     with pytest.raises(FileNotFoundError):
