@@ -313,6 +313,21 @@ def buffers_written_through_data() -> Result:
 
 
 @case
+def two_views_of_one_gradient() -> Result:
+    """Autograd gives both weights the same memory as their gradient, so that adding in place adds to both."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ (self.a.view(24) + self.b.view(24)).view(6, 4)
+
+    return train_classes(Sum)
+
+
+@case
 def overlapping_views_of_one_gradient() -> Result:
     """Autograd gives both weights the same memory as their gradient, so that adding in place adds to both."""
 

@@ -80,6 +80,63 @@ def test_fast_sums_in_bf16(world_size: int) -> None:
     torch.testing.assert_close(fast, exact, rtol=1e-5, atol=1e-6)
 
 
+def train_layers(count: Callable[[Any], None]) -> None:
+    """Train 8 layers of 272 parameters each, and call a function after each epoch."""
+    tiny_run(
+        None,
+        model=lambda: torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8))),
+        optimizer=torch.optim.AdamW,
+        data=torch.ones(24, 16),
+        after_epoch=count,
+    )
+
+
+def gather(found: list[Any]) -> list[Any]:
+    """Return a list of each rank."""
+    everywhere: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, found)
+    return everywhere
+
+
+def count_states() -> list[Any]:
+    """Return, of each rank, how many parameters have state, and the bytes of it."""
+    counts: list[Any] = []
+
+    def count(t: Any) -> None:
+        state = t.optimizer.state
+        num_bytes = sum(value.nbytes for of_param in state.values() for value in of_param.values())
+        counts[:] = [len(state), num_bytes]
+
+    train_layers(count)
+    return gather(counts)
+
+
+def test_a_rank_has_the_state_of_its_parameters_only() -> None:
+    (_, whole), *_ = samestep.spawn(count_states, 2)
+    divided = samestep.spawn(count_states, 4, env=DIVIDED)
+    assert sum(number for number, _ in divided) == 16
+    assert max(num_bytes for _, num_bytes in divided) <= whole / 4 * 1.1
+
+
+def count_shards() -> list[Any]:
+    """Return, of each rank, the bytes of its parameters and of its optimizer's state."""
+    found: list[Any] = []
+
+    def count(t: Any) -> None:
+        tensors = [value for state in t.optimizer.state.values() for value in state.values()]
+        found[:] = [sum(get_local(each).nbytes for each in some) for some in (t.model.parameters(), tensors)]
+
+    train_layers(count)
+    return gather(found)
+
+
+def test_a_rank_has_its_shards_only() -> None:
+    (params, state), *_ = samestep.spawn(count_shards, 2)
+    for of_rank in samestep.spawn(count_shards, 4, env=SHARDED):
+        assert of_rank[0] == params // 4
+        assert of_rank[1] <= state / 4 * 1.1  # each parameter has a number of steps, too
+
+
 class Odd(torch.nn.Module):
     """Parameters without elements and without dimensions."""
 
