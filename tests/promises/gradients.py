@@ -190,10 +190,9 @@ def gan(has_penalty: bool = True) -> Result:
                 opt_g.step()
                 assert all(param.grad is None for param in critic.parameters())
                 trace.end_step(step)
-        if has_penalty:
-            generator.eval()
-            trace.add("samples", generator(fixed_noise))
-            generator.train()
+        generator.eval()
+        trace.add("samples", generator(fixed_noise))
+        generator.train()
     return trace.finish()
 
 

@@ -145,7 +145,7 @@ class ShardedState:
         Returns:
             A function that returns them. Ranks other than 0, which have one whole tensor at a time, get empty ones.
         """
-        self._updates.check()
+        self._prepare()
         whole = tree_map(partial(_gather, is_kept=self._rank == 0), states(self._objects))
         return lambda: whole
 
@@ -171,8 +171,12 @@ class ShardedState:
         Raises:
             InvalidValue: an optimizer was not called alike on all ranks.
         """
-        self._updates.check()
+        self._prepare()
         return partial(states, self._objects)
+
+    def _prepare(self) -> None:
+        self._updates.check()
+        self.models.free_gathered()  # of a forward pass between two steps
 
     def is_mine(self, tensor: Tensor) -> bool:
         """Return whether this rank stores a tensor, or its rows of it."""
