@@ -89,7 +89,7 @@ class Cluster:
             words += ["--node-rank", str(rank), "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-timeout", "120"]
             command = [sys.executable, *words, SCRIPT, "run", *flags]
             output = self._place / f"output-{len(self._started)}"
-            env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "SAMESTEP_RDZV_SECRET": "known-to-both-nodes"}
             started.append(Started(command, output, env, cwd=self.disk(node)))
             self._started.append(started[-1])
         return started
