@@ -124,7 +124,8 @@ def test_one_terminal_for_both_keeps_the_order(command: Command) -> None:
     words = [sys.executable, "-m", "samestep", "launch", "train.py", "redraw"]
     launch = subprocess.Popen(
         ["sh", "-c", 'stty rows 30 cols 99 && exec "$@"', "sh", *words],
-        cwd=command.directory, env=command.variables, stdin=theirs, stdout=theirs, stderr=theirs,
+        cwd=command.directory, env={**command.variables, "TERM": "xterm"},
+        stdin=theirs, stdout=theirs, stderr=theirs,
     )  # fmt: skip
     os.close(theirs)
     try:
