@@ -25,7 +25,6 @@ PHASES = {
     "ended": "ended its part",
 }
 NEW_GROUP = "the new group"  # after a death, ranks wait in it for all others
-BUSY = ("loading", "forward", "backward", "updating")  # phases in which a rank waits for no other rank
 # Phases whose earlier durations predict the next one. The others contain any code that a script runs now and then.
 LEARNT = ("loading", "forward", "backward", "reducing", "validating")
 
