@@ -141,8 +141,8 @@ class Snapshotter:
         """Make a numbered snapshot due after this step, or as soon as the run can resume from the position."""
         self._is_wanted = True
 
-    def find_due(self, *, step: int, epochs_done: int | None, numbered: bool, ending: bool) -> list[str | None]:
-        """Return the names of the snapshots that are due between two steps; None for a numbered one. All ranks call it.
+    def take_due(self, *, step: int, epochs_done: int | None, numbered: bool, ending: bool) -> list[str | None]:
+        """Return the names of the snapshots that are due between two steps, once; None: a numbered one. On all ranks.
 
         Args:
             step: the number of steps done.
@@ -165,7 +165,7 @@ class Snapshotter:
         return names
 
     def save(self, state: TrainingState, step: int, names: Sequence[str | None], *, ending: bool) -> None:
-        """Start to write the snapshots of `find_due`, after `wait_until_written`. All ranks call this.
+        """Start to write the snapshots of `take_due`, after `wait_until_written`. All ranks call this.
 
         Args:
             ending: whether the run ends here: then all are complete when this returns.

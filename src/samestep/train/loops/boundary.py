@@ -99,7 +99,7 @@ class Boundary:
         else:
             stopping.agree_together(snapshotter.take_asked())
         ending = stopping.is_ending
-        due = snapshotter.find_due(step=steps_done, epochs_done=epochs_done, numbered=numbered, ending=ending)
+        due = snapshotter.take_due(step=steps_done, epochs_done=epochs_done, numbered=numbered, ending=ending)
         if due:
             self._services.watchdog.enter("saving", steps_done)
             snapshotter.wait_until_written()
