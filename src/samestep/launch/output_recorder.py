@@ -56,7 +56,7 @@ class _Request(Struct):
     gone: list[int] = []
 
     def encode(self) -> bytes:
-        """Return a line. A pipe takes it in one piece."""
+        """Return a line."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
@@ -271,6 +271,7 @@ class Recording:
         self._logs = {rank: Log(rank, f"{directory}/rank{rank}.log", is_shown) for rank, is_shown in shown.items()}
         self._shown = {rank for rank, is_shown in shown.items() if is_shown}
         self._cut: list[int] = []  # the ranks whose logs end early
+        self._request = b""  # the beginning of one
         self._selector = selectors.DefaultSelector()
         for stream in self._streams:
             self._selector.register(stream.outer, selectors.EVENT_READ, stream)
@@ -298,7 +299,8 @@ class Recording:
         data = os.read(self._paths, READ_BYTES)
         if not data:  # all ranks have ended
             self._selector.unregister(self._paths)
-        for line in data.splitlines():
+        *lines, self._request = (self._request + data).split(b"\n")
+        for line in lines:
             request = decode(line, _Request)
             if request.path:
                 self._warn(request.rank, self._logs[request.rank].move(request.path))
