@@ -175,6 +175,7 @@ class ShardedState:
         return partial(states, self._objects)
 
     def _prepare(self) -> None:
+        """Check that the ranks' states belong together, and leave each rank its own shards only."""
         self._updates.check()
         self.models.free_gathered()  # of a forward pass between two steps
 
