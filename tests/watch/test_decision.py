@@ -70,6 +70,20 @@ def test_a_stopped_rank_is_ended_and_the_others_continue() -> None:
     assert (ended[1].frozen, ended[1].elsewhere) == ([(1, 1)], [])
 
 
+def test_a_rank_that_no_longer_responds_is_named_again() -> None:
+    """It was named by what it did last: its beats are overdue only later."""
+    state: State = Moving()
+    said: list[str] = []
+    for now_s in range(10, 40):
+        other = hear(1, "loading", now_s, is_silent=20 <= now_s < 30)
+        view = View(now_s, now_s, 0.0, OWN, [wait(0, now_s), other])
+        state, actions = decide(state, view, build_facts())
+        said += [action.text for action in actions if isinstance(action, Say)]
+    first, second = said
+    assert first.startswith("rank 1 (host h0) has been loading data")
+    assert second.startswith("nothing was heard of rank 1 (host h0)")
+
+
 def test_all_end_if_a_rank_that_is_stuck_elsewhere_does_not() -> None:
     """Its launcher is asked to end it, but may not respond either."""
     done = simulate(build_facts(), [OWN, hear(1, "forward", 0, is_silent=True, host="far")], 1000)

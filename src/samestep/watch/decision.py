@@ -154,7 +154,9 @@ def decide(state: State, view: View, facts: RankFacts) -> tuple[State, list[Acti
             return Moving(), [Say(f"the run continues after {format_time(round(state.for_s))}")]
         return Moving(), []
     actions: list[Action] = []
-    if not isinstance(state, Stalled) or state.stall.blocking != stall.blocking:
+    said = state.stall if isinstance(state, Stalled) else None
+    # A rank whose host goes down is named by what it did last, until its beats are overdue.
+    if said is None or said.blocking != stall.blocking or (stall.is_silent and not said.is_silent):
         actions.append(Say(stall.sentence))
     ending = _begin_end(stall, view, view.ranks, facts) if stall.is_final else None
     if ending is None:

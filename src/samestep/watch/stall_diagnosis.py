@@ -153,11 +153,13 @@ class Stall:
     Attributes:
         blocking: the ranks that the others wait for. If all wait, those that wait in another exchange than most.
         sentence: the diagnosis.
+        is_silent: they do not respond.
         is_final: the run must be stopped.
     """
 
     blocking: tuple[int, ...]
     sentence: str
+    is_silent: bool
     is_final: bool
 
 
@@ -215,7 +217,7 @@ def diagnose(ranks: Sequence[Beat], limits: Limits, awake_s: float = float("inf"
         stop_s = max(STOP_S if is_known else UNKNOWN_STOP_S, 2 * limit_s)
         if is_busy:  # it computes, and is not stuck; the other ranks' collectives have a timeout
             stop_s = float("inf")
-    return Stall(tuple(rank.rank for rank in blocking), sentence, still_s >= stop_s)
+    return Stall(tuple(rank.rank for rank in blocking), sentence, bool(silent), still_s >= stop_s)
 
 
 # --- words ----------------------------------------------------------------------------------------------------------
