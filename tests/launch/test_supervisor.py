@@ -235,6 +235,18 @@ def test_a_scheduler_signals_each_node() -> None:
     assert launch.do(*ends).end.code == 75
 
 
+def test_a_signal_while_a_node_still_starts_reaches_all_ranks() -> None:
+    launch = Launch(0, 2)
+    for node in range(2):
+        launch.do(Joined(Hello(f"h{node}", 1)), node=node)
+    launch.do(Started(), Signalled(signal.SIGUSR1), node=0)
+    assert launch.tell(Signal) == []
+    launch.do(Started(), Signalled(signal.SIGUSR1), node=1)
+    assert [each.signum for each in launch.tell(Signal)] == [signal.SIGUSR1] * 2
+    ends = [Ended(rank, 0, 0.0, outcome=Outcome.STOPPED) for rank in range(2)]
+    assert launch.do(*ends).end.code == 75
+
+
 def test_ranks_that_cannot_be_killed_are_given_up() -> None:
     launch = Launch().do(died(1)).do(Tick(), after_s=1.0).do(Tick(), after_s=LEAVE_S)
     assert launch.supervisor.state is State.KILLING

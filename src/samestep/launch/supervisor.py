@@ -221,14 +221,14 @@ class Supervisor:
     def _note_signal(self, number: int, signum: int) -> None:
         self._signals.append(signum)
         self._nodes[number].num_signals += 1
-        if self.state in (State.JOINING, State.STARTING):
-            outcome = Outcome.STOPPED if self.state is State.JOINING else Outcome.KILLED
-            self._finish(outcome, signum)
+        if self.state is State.JOINING:
+            self._finish(Outcome.STOPPED, signum)
+        elif self.state is State.STARTING and not any(node.started for node in self._nodes.values()):
+            self._finish(Outcome.KILLED, signum)
         elif self._is_insistent:
             self._kill()
         elif self.state is State.RUNNING:
-            self._enter(State.SAVING)
-            self._tell_all(Signal(signal.SIGTERM if signum == signal.SIGHUP else signum))
+            self._save()
 
     def _lose(self, number: int) -> None:
         if (node := self._nodes.get(number)) is None or node.is_lost:
@@ -268,6 +268,8 @@ class Supervisor:
                 self._wait_for_nodes(is_due=is_due)
             case State.STARTING if all(node.started or node.is_lost for node in self._nodes.values()):
                 self._enter(State.RUNNING)
+                if self._signals:  # the ranks of some nodes were there already
+                    self._save()
             case State.STARTING | State.RUNNING | State.SAVING:
                 self._watch_ranks()
             case State.FAILING | State.LEAVING | State.KILLING if not self._running():
@@ -345,6 +347,12 @@ class Supervisor:
             self._enter(State.FAILING, FOLLOW_S)
         elif not self._running():
             self._conclude()
+
+    def _save(self) -> None:
+        """After a signal, let the ranks save and end."""
+        signum = self._signals[0]
+        self._enter(State.SAVING)
+        self._tell_all(Signal(signal.SIGTERM if signum == signal.SIGHUP else signum))
 
     def _kill(self) -> None:
         self._enter(State.KILLING, KILL_S)
