@@ -111,6 +111,7 @@ class Laboratory:
     Attributes:
         pool: the copies of samestep.
         num_healed: launches in which ranks continued after the death of another one.
+        num_points: switch points, see `Scheduler`, of all scenarios.
         history: what has happened in the last scenario, for a person.
     """
 
@@ -122,6 +123,7 @@ class Laboratory:
         sys.unraisablehook = _hide_ends(sys.unraisablehook)
         self.pool = Pool()
         self.num_healed = 0
+        self.num_points = 0
         self.history: list[str] = []
         self.trace = 0
         self._expected: dict[tuple[str, int], Outcome] = {}
@@ -167,6 +169,7 @@ class Laboratory:
             return Outcome.read(machine.disk.run_dir)
         finally:
             self.trace = scheduler.trace
+            self.num_points += scheduler.num_points
             machine.close()
 
     def shrink(self, scenario: Scenario, is_over: Any = lambda: False) -> Scenario:
