@@ -48,7 +48,7 @@ def main():
             for x, y in step:
                 {in_micro_batch}
                 loss = F.cross_entropy(model(x), y)
-                step.backward(loss{weight})
+                step.backward(loss)
                 {after_micro_batch}
             optimizer.step()
             scheduler.step()
@@ -60,7 +60,7 @@ main()
 """
 
 PLACES = (
-    "top", "in_data", "in_item", "in_model", "in_forward", "arguments", "before", "in_micro_batch", "weight",
+    "top", "in_data", "in_item", "in_model", "in_forward", "arguments", "before", "in_micro_batch",
     "after_micro_batch", "in_step", "in_epoch", "at_end",
 )  # fmt: skip
 
@@ -73,7 +73,7 @@ def plant(**faults: str) -> str:
         assert old in script, old
         script = script.replace(old, new)
     for place in PLACES:
-        default = "" if place in ("top", "arguments", "weight") else "pass"
+        default = "" if place in ("top", "arguments") else "pass"
         script = script.replace("{" + place + "}", faults.pop(place, default))
     assert not faults, faults
     return script

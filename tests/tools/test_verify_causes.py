@@ -59,7 +59,7 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.chdir(tmp_path)  # a trace looks into all modules below: these tests are not the script's
 
     def run(
-        num_steps: int = 3, num_kills: int = 0, gradients: bool = False, kill_seed: int = 3, hashes: bool = False,
+        num_steps: int = 3, num_kills: int = 0, kill_seed: int = 3, hashes: bool = False,
         shard: str | None = None, heal: bool = False, **faults: str,
     ) -> tuple[int, str]:  # fmt: skip
         if hashes:
@@ -68,7 +68,7 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         script.write_text(plant(**faults))
         options = {
             "steps": num_steps, "world_sizes": "1,3", "kills": num_kills, "kill_seed": kill_seed,
-            "gradients": gradients, "shard": shard, "heal": heal,
+            "shard": shard, "heal": heal,
         }  # fmt: skip
         options = {name: value for name, value in options.items() if value or name in ("kills", "kill_seed")}
         code = run_verify.callback(Target("script", str(script)), options)
@@ -318,66 +318,3 @@ def test_a_mode_that_the_run_refuses(verify: Any) -> None:
     code, printed = verify(num_steps=2, shard=MODES, swap=swap)
     assert code == 1, printed
     assert "on 3 ranks with shard=fsdp2 it ends with exit code 2:\noptimizer is Adafactor" in printed
-
-
-PAD = """
-def pad(samples):
-    width = max(len(words) for words in samples)
-    return torch.stack([F.pad(words, (0, width - len(words))) for words in samples])
-texts = [torch.arange(1, 2 + i % 4).float() for i in range(10)]
-"""
-EVALUATE = "run.evaluate(lambda words: {'mean': SCORE}, texts, collate_fn=pad)"
-CROSS_ENTROPY = "F.cross_entropy(model(x), y)"
-WEIGHTED = "(F.cross_entropy(model(x), y, reduction='none') * (1 + y)).sum() / (1 + y).sum()"
-
-
-# Several runs on one to three ranks: 15 s, and 17 s on a busy machine.
-@pytest.mark.parametrize(
-    ("faults", "words"),
-    one_in(12, [
-        ({"swap": f"{CROSS_ENTROPY} -> F.cross_entropy(model(x), y, reduction='sum')"},
-         ["wrong weights: in the loss of 8 samples together they count 1, 1"]),
-        ({"swap": f"{CROSS_ENTROPY} -> {WEIGHTED}"},
-         ["wrong weights: in the loss of 8 samples together they count 0."]),
-        ({"weight": ", weight=1.0"},
-         ["got weight 1 for 8 samples together, and weights that add up to 8 for them one by one"]),
-        ({"top": PAD, "in_epoch": EVALUATE.replace("SCORE", "words.mean()")},
-         ["score 'mean' of run.evaluate depends on the micro-batch size (1.4, and 1.65 one sample at a time)"]),
-    ]),
-)  # fmt: skip
-def test_a_wrong_average_is_found_and_named(verify: Any, faults: dict[str, str], words: list[str]) -> None:
-    code, printed = verify(gradients=True, **faults)
-    assert code == 1, printed
-    for expected in words:
-        assert expected in printed, f"{expected!r} is not in\n{printed}"
-
-
-@pytest.mark.parametrize(
-    ("faults", "words"),
-    one_in(20, [
-        ({"swap": f"{CROSS_ENTROPY} -> {WEIGHTED}", "weight": ", weight=(1 + y).sum()"},
-         ["the loss of 8 samples is the weighted mean"]),
-        ({"top": PAD, "in_epoch": EVALUATE.replace("SCORE", "(words.sum() / (words > 0).sum(), (words > 0).sum())")},
-         ["score 'mean' of run.evaluate is the same one sample at a time"]),
-        ({"swap": "nn.ReLU(), nn.Dropout(0.1) -> nn.BatchNorm1d(8), nn.Tanh()"},
-         ["the loss of 8 samples is the weighted mean"]),
-        ({"swap": "self.layers(x) -> self.layers(x - x.mean(0))"},
-         ["whether the loss is a mean was not checked: the model, or the loss, mixes the samples"]),
-        ({"in_micro_batch": "x = x + 0.1 * torch.randn_like(x)"}, ["draws random numbers"]),
-        ({"weight": ", weight=torch.randint(1, 9, ())"}, ["the loss of 8 samples is the weighted mean"]),
-        ({"top": PAD, "in_epoch": EVALUATE.replace("SCORE", "torch.rand(()), 'first': words[:, 0].mean()")},
-         ["score 'mean' of run.evaluate draws", "score 'first' of run.evaluate is the same one sample"]),
-    ]),
-)  # fmt: skip
-def test_right_averages_pass(verify: Any, faults: dict[str, str], words: list[str]) -> None:
-    code, printed = verify(gradients=True, **faults)
-    assert code == 0, printed
-    for expected in words:
-        assert expected in printed, f"{expected!r} is not in\n{printed}"
-
-
-def test_averages_that_cannot_be_checked_are_reported(verify: Any) -> None:
-    code, printed = verify(gradients=True, swap="return self.layers(x) -> return self.layers(x) + x @ torch.ones(6, 3)")
-    assert code == 1, printed
-    assert "not checked" in printed
-    assert "averages were not checked, in float64 the script ends with an error: " in printed

@@ -82,9 +82,6 @@ def train(run_dir: Path | None, left_at: int = -1, **arguments: Any) -> list[lis
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run.prepare(model=model, optimizer=optimizer)
 
-        def score(batch: Any) -> dict[str, Any]:
-            return {"error": F.mse_loss(model(batch[0]), batch[1])}
-
         def learn(step: Any) -> None:
             for number in range(1 + step.number % 2):  # two passes in odd steps
                 for x, y in step:
@@ -97,18 +94,14 @@ def train(run_dir: Path | None, left_at: int = -1, **arguments: Any) -> list[lis
                 return
             step.log(twice=2.0)
             optimizer.step()
-            run.evaluate(score, Pairs(4))
             step.log(done=1.0)
 
         try:
-            run.evaluate(score, Pairs(4))
             for epoch in run.epochs(Pairs(16), 2):
                 for step in epoch:
                     learn(step)
-                run.evaluate(score, Pairs(4))
             for step in run.steps(Pairs(16), 2):
                 learn(step)
-            run.evaluate(score, Pairs(4))
         except (samestep.UsageError, RuntimeError):
             pass
         events: list[Any] = [None] * run.world_size

@@ -540,17 +540,17 @@ class Run:
         """
         self._check_call("run.evaluate", "the ranks are not at the same place there; dedent it")
         prepared = self._check_prepared("run.evaluate")
-        evaluate: Callable[..., dict[str, Any]] = Evaluator(
+        evaluator = Evaluator(
             self._context,
             prepared.modules,
             prepared.gradients,
             self._state,
             self._services.watchdog,
             self._services.stopping,
-        ).evaluate
-        for each in reversed(self._interceptors):
-            evaluate = partial(each.evaluate, evaluate)
-        return evaluate(score, data, collate_fn=collate_fn, num_workers=num_workers, micro_batch_size=micro_batch_size)
+        )
+        return evaluator.evaluate(
+            score, data, collate_fn=collate_fn, num_workers=num_workers, micro_batch_size=micro_batch_size
+        )
 
     def log(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
         """Write a row to `metrics.jsonl` and to the trackers at the current step. Call it on all ranks.

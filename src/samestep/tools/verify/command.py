@@ -17,7 +17,7 @@ from samestep.launch.launcher import check_target
 from samestep.launch.script_command import ScriptCommand
 from samestep.launch.target import Target
 from samestep.plan.sizes import check_numbers
-from samestep.tools.traced_script import exiting_on_sigterm, read_lines
+from samestep.tools.traced_script import exiting_on_sigterm
 from samestep.tools.verify.causes import DRIFT, DRIFTED, explain
 from samestep.tools.verify.plain import run_plain
 from samestep.tools.verify.traces import Difference, find_difference, name_tensor
@@ -26,7 +26,7 @@ from samestep.units import format_count, format_ranks
 from samestep.world.workdir import WorkDir
 
 OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device", "backend")
-NOT_OF_PLAIN = ("shard", "kills", "kill_seed", "heal", "gradients", *OF_RUN)
+NOT_OF_PLAIN = ("shard", "kills", "kill_seed", "heal", *OF_RUN)
 FLAGS: dict[str, Option] = {
     "steps": Option(int, "N", "steps of each run; default: 20", whole(1)),
     "world_sizes": Option(str, "N,N", "numbers of ranks, each compared with the first; default: 1,2,3,4"),
@@ -34,14 +34,12 @@ FLAGS: dict[str, Option] = {
     "kills": Option(int, "K", "number of kills in the interrupted run; default: 2", whole(0)),
     "kill_seed": Option(int, "N", "seed for the random moments of the kills; default: random"),
     "heal": Option(bool, "", "also train on the most ranks with launch --heal, and kill all but one"),
-    "gradients": Option(bool, "", "first compare losses and scores with a computation in float64, sample by sample"),
     "plain": Option(bool, "", "for a script without samestep; --steps: 100, --world-sizes: 1,2 by default"),
     "link": Option(str, "A,B", "plain: large files and directories to link, not copy; the script must only read them"),
     "json": JSON,
     **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
 }
 
-AVERAGES = "samestep.tools.verify.averages:Averages"
 KILLER = "samestep.tools.verify.killer:Killer"
 REPEATED = (
     "  likely: the script collects or adds up values in the loop over micro-batches, apart from step.backward and "
@@ -153,8 +151,6 @@ class _Verification:
         if others and len(allowed) == 1:
             size = settings["micro_batch_size"]
             check_numbers(most * size, size, min(max(others), most * size), format_flags)
-        if "gradients" in self._values:
-            self._check_averages()
         # Equal runs must not depend on Python's hash seed either: plain python uses a new one at each start.
         if self._run_and_compare("again", place, hash_seed="1") != "same":
             return  # a difference between two equal runs would appear in all comparisons
@@ -231,20 +227,6 @@ class _Verification:
                     f"{outcome.where}: training does not depend on it; a mean over micro-batches belongs in step.log, "
                     "which averages over the batch"
                 )
-
-    def _check_averages(self) -> None:
-        """Run the first steps on one rank in float64, with a few samples one by one."""
-        show_activity("averages ...")
-        outcome = self._trials.run(1, num_steps=2, overrides={"precision": "fp32"}, interceptor=AVERAGES)
-        lines = read_lines(outcome.place / "rank-0.jsonl")
-        faults = [line["fault"] for line in lines if "fault" in line]
-        result = "WRONG" if faults else "same"
-        if outcome.code:
-            result = "not checked"
-            faults = [f"averages were not checked, in float64 the script ends with an error: {outcome.last_words}"]
-        self._print_row("averages", outcome, result)
-        self._lines += [*faults, *(line["note"] for line in lines if "note" in line)]
-        self._is_same &= result == "same"
 
     def _interrupt(self, places: Sequence[Place]) -> None:
         """Kill one run several times, and resume it on a different number of ranks, and in another mode, each time."""

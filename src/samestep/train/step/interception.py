@@ -59,7 +59,6 @@ class Interceptor(StepObserver):
 
         run = samestep.Run(...)                           # [__init__]
         run.prepare(...)                                  # [prepare]
-        for each run.evaluate(...):                       # [evaluate]
         for each loop of the script:                      # [begin_loop]
             for each step:                                # [borrow] <begin_step>
                 for each pass over the step:              # <begin_pass> [probe]
@@ -77,12 +76,9 @@ class Interceptor(StepObserver):
                     apply                                 # <exchanged> <reduced>
                 for each call before or after optimizer.step():
                     if step.log(...):                     # <log>
-                    if run.evaluate(...):                 # [evaluate]
                 end the step                              # <end_step>
                 for each body that ends here, of the step or of its epoch:
-                    for each run.evaluate(...):           # [evaluate]
                     save                                  # <end_body>
-            for each run.evaluate(...):                   # [evaluate]
 
     `[borrow]` is also called earlier, when samples are read ahead. If the script leaves a loop by break, return or an
     error, `<leave>` follows at once, and the run ends.
@@ -115,16 +111,6 @@ class Interceptor(StepObserver):
 
     def begin_loop(self, loop: LoopParts) -> None:
         """A loop begins, after a snapshot was restored. Called on all ranks, also for a loop without steps left."""
-
-    def evaluate(
-        self,
-        evaluate: Callable[..., dict[str, Any]],
-        score: Callable[[Any], Mapping[str, Any]],
-        data: Any,
-        **arguments: Any,
-    ) -> dict[str, Any]:
-        """Called in place of `run.evaluate`, which is `evaluate`. The other arguments are those of the script."""
-        return evaluate(score, data, **arguments)
 
     def borrow(self, step: int, num_micro_batches: int) -> Sequence[int]:
         """Return micro-batches of other ranks, which this rank computes before its own.
