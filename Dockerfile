@@ -14,7 +14,7 @@ WORKDIR /work
 
 FROM ${BASE} AS train
 ARG PIP_EXTRA_INDEX_URL=
-ARG EXTRAS=recipes,gpt,tensorboard,remote
+ARG EXTRAS=recipes,tensorboard,remote
 # The packages that samestep needs, in a layer that a change of samestep itself leaves as it is.
 COPY pyproject.toml README.md LICENSE /opt/samestep/
 COPY src/samestep/__init__.py src/samestep/version.py /opt/samestep/src/samestep/

@@ -48,14 +48,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import samestep
-from samestep.cli import main as run_command
 from samestep.data.loader import Loader
 from samestep.data.spec import DataSpec
 from samestep.plan.loop_plan import Task
 from samestep.plan.order import build_order
 from samestep.plan.seeds import derive
 from samestep.recipes import build_schedule, gpt
-from samestep.recipes.corpora.token_file import open_corpus
 from samestep.recipes.models.gpt2 import GPT2, PRESETS, GPT2Config
 from samestep.sources import TokenWindows
 
@@ -65,6 +63,7 @@ FLOOR = "the same, ranks alone"  # without an exchange: what no data-parallel st
 # contestant to compare with -> the largest ratio of times that is wanted
 TARGETS = {BY_HAND: 1.0, ACCELERATE: 1.0, LIGHTNING: 1.0}
 LOADER, DATALOADER, SINGLE = "samestep's loader", "DataLoader, __getitems__", "DataLoader, __getitem__"
+NUM_BYTES = 256  # the vocabulary
 LOADED_SIZE = 32  # samples of a micro-batch in the second table
 STEPS, WARM_UP = 10_000, 100  # of the schedule
 
@@ -74,8 +73,8 @@ def compute_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def build_windows(data: Path, context: int) -> TokenWindows:
-    corpus = open_corpus(data)
-    return TokenWindows(corpus.tokens, context, 0, len(corpus.tokens), corpus.tokenizer.vocabulary_size)
+    tokens = gpt.read_tokens(data)
+    return TokenWindows(tokens, context, 0, len(tokens), NUM_BYTES)
 
 
 def run_samestep(config: GPT2Config, data: Path, samples_per_rank: int, world_size: int) -> Iterator[None]:
@@ -101,7 +100,7 @@ def run_by_hand(
     config: GPT2Config, data: Path, samples_per_rank: int, world_size: int, fused: bool, *, exchange: bool = True
 ) -> Iterator[None]:
     """nanoGPT's train.py, without logging: sequences at random places, read one by one, the next ones read early."""
-    tokens, context = open_corpus(data).tokens, config.context
+    tokens, context = gpt.read_tokens(data), config.context
     torch.manual_seed(1337 + (dist.get_rank() if world_size > 1 else 0))
 
     def get_batch() -> tuple[Tensor, Tensor]:
@@ -296,7 +295,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11, help="blocks of each contestant, after one to warm up")
     parser.add_argument("--steps", type=int, default=1, help="steps per block")
     args = parser.parse_args()
-    config, num_loads = replace(PRESETS[args.preset], vocabulary_size=257), 256
+    config, num_loads = replace(PRESETS[args.preset], vocabulary_size=NUM_BYTES), 256
     if args.quick:
         config, num_loads = replace(config, num_layers=1, num_heads=2, width=32, context=16), 4
         args.rounds, args.steps = 1, 2
@@ -308,10 +307,8 @@ def main() -> None:
             print(f"{name} is not installed and left out: pip install {name}\n")
     summary: dict[str, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as directory:
-        data, stdout = Path(directory) / "tokens", sys.stdout
-        sys.stdout = io.StringIO()
-        run_command(["prepare", "text", "--out", str(data)])
-        sys.stdout = stdout
+        data = Path(directory) / "tokens.npy"
+        np.save(data, gpt.read_tokens(None))
         for world_size in args.ranks:
             run_args = (config, data, world_size, args.samples, frameworks, args.rounds, args.steps)
             times = samestep.spawn(run_rank, nprocs=world_size, args=run_args, device="cpu")

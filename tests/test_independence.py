@@ -18,10 +18,7 @@ from samestep.cli import COMMANDS
 pytestmark = pytest.mark.release
 SOURCE = Path(__file__).parents[1] / "src" / "samestep"
 # Each module and package in these is a feature of its own if it is in none of the tables below.
-FOLDERS = (
-    "adapters", "recipes", "recipes/commands", "recipes/corpora", "recipes/models", "sources", "tools",
-    "watch/trackers",
-)  # fmt: skip
+FOLDERS = ("adapters", "recipes", "recipes/models", "sources", "tools", "watch/trackers")
 # Feature -> its modules and packages, if they are several or not in FOLDERS.
 PARTS = {
     "second opinions": ["checks"],
@@ -32,11 +29,8 @@ PARTS = {
     "Lightning": ["adapters.lightning", "adapters.lightning_metrics"],
     "recipe digits": ["recipes.digits", "recipes.models.cnn"],
     "recipe images": ["recipes.images", "recipes.models.resnet"],
-    "recipe gpt": [
-        "recipes.gpt", "recipes.models.gpt2", "recipes.commands.prepare", "recipes.commands.sample",
-        "recipes.corpora.text_tokenizer", "recipes.corpora.token_file",
-    ],
-}  # fmt: skip
+    "recipe gpt": ["recipes.gpt", "recipes.models.gpt2"],
+}
 # The modules in FOLDERS that several features use.
 SHARED = {
     "tools.inspect": "reads run directories for several commands, and shows the digest",

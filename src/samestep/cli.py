@@ -52,8 +52,6 @@ COMMANDS = {  # name -> its words, what it does, and the module of samestep that
     "scale": ("SCRIPT ...", "measure how a script scales with the number of ranks", "tools.scale.run_scale"),
     "doctor": ("", "check whether this machine or a cluster is fit for training", "tools.doctor.run_doctor"),
     "export": ("RUN FILE", "write a snapshot's weights for other programs: safetensors or .pt", "tools.export"),
-    "prepare": ("text FILE", "turn text into tokens for the recipe gpt", "recipes.commands.prepare"),
-    "sample": ("RUN", "generate text with a model of the recipe gpt", "recipes.commands.sample"),
     "completion": ("SHELL", "print a script that completes commands and options", "tools.completion"),
 }
 

@@ -123,9 +123,6 @@ BAD = [  # arguments, and a part of the sentence
     ("diff missing missing", "there is no directory missing"),
     ("doctor --device tpu", "--device must be cpu, cuda"),
     ("doctor --run-dir file", "the run directory file cannot be written (it is a file)"),
-    ("prepare text missing.txt --out file", "file exists already"),
-    ("prepare text missing.txt --out new", "missing.txt"),
-    ("sample missing", "there is no directory missing"),
 ]
 
 

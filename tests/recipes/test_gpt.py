@@ -1,12 +1,9 @@
-"""The recipe gpt: its model, its data, `samestep prepare` and `samestep sample`."""
+"""The recipe gpt: its model and its data."""
 
-import contextlib
-import io
 import json
 import math
 import pickle
 import re
-import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,23 +14,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.commands import Popen
-from support.runs import ask, check, clean_variables, digest, read_rows, run_command, samestep_command
-from support.tiny import tiny_run
-from support.waiting import DEADLINE_S, wait_until
+from support.runs import ask, check, digest, read_rows, run_command, samestep_command
 
 import samestep
-from samestep.cli import main
 from samestep.errors import Error
 from samestep.recipes import gpt
-from samestep.recipes.corpora.text_tokenizer import BYTES, Tokenizer, train_bpe
-from samestep.recipes.corpora.token_file import (
-    TokenCorpus,
-    list_standard_library,
-    open_corpus,
-    read_standard_library,
-    split,
-)
 from samestep.recipes.models.gpt2 import GPT2, PRESETS, GPT2Config
 from samestep.sources import TokenWindows
 
@@ -64,27 +49,12 @@ def train(arguments: list[str]) -> None:
     gpt.main(arguments)
 
 
-def refuse(*arguments: str | Path) -> str:
-    """Return the one sentence of the error with which a command ends."""
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        assert main([str(argument) for argument in arguments]) == 2
-    sentence = said.getvalue()
-    assert sentence.startswith("samestep: error: ")
-    assert sentence.count("\n") == 1
-    return sentence
-
-
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A token file of bytes, made by the command."""
-    directory = tmp_path_factory.mktemp("tokens")
-    for name, num_sentences in (("a.txt", 20), ("b.txt", 160)):
-        (directory / name).write_text("".join(SENTENCES[-i % 3] for i in range(num_sentences)))
-    (directory / "empty.txt").touch()
-    files = [directory / name for name in ("a.txt", "b.txt", "empty.txt")]
-    said = ask("prepare", "text", *files, "--out", directory / "tokens")
-    assert " tokens, bytes" in said
-    return directory / "tokens"
+    """A text, whose bytes are the tokens."""
+    file = tmp_path_factory.mktemp("tokens") / "text.txt"
+    file.write_text("".join(SENTENCES[-i % 3] for i in range(180)))
+    return file
 
 
 @pytest.fixture(scope="module")
@@ -180,128 +150,48 @@ def test_generation() -> None:
 # --- the data ---------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_are_the_bytes_of_the_documents(tokens: Path) -> None:
-    corpus = open_corpus(tokens)
-    first, second = [(tokens.parent / name).read_bytes() for name in ("a.txt", "b.txt")]
-    assert corpus.tokens.tolist() == [*first, 256, *second, 256]
-    assert isinstance(corpus.tokens, np.memmap)
-    assert corpus.tokenizer == BYTES
-    assert BYTES.decode(corpus.tokens[:13].tolist()) == "the cat sat o"
-    assert BYTES.decode([0xC3]) == "\N{REPLACEMENT CHARACTER}"
+def test_tokens_are_those_of_a_file_or_the_bytes_of_a_text(tokens: Path, tmp_path: Path) -> None:
+    assert gpt.read_tokens(tokens).tolist() == [*tokens.read_bytes()]
+    numbers = np.array([3, 1, 70_000], np.uint32)
+    np.save(tmp_path / "tokens.npy", numbers)
+    assert gpt.read_tokens(tmp_path / "tokens.npy").tolist() == numbers.tolist()
+    numbers[:2].astype("<u2").tofile(tmp_path / "train.bin")
+    assert gpt.read_tokens(tmp_path / "train.bin").tolist() == [3, 1]
 
 
 def test_windows(tokens: Path) -> None:
-    corpus = open_corpus(tokens)
-    train, held_out = split(corpus, 16, 0.1, most=8)
-    num_tokens = len(corpus.tokens)
+    data = gpt.read_tokens(tokens)
+    train, held_out = gpt.split(data, 16, 256, 0.1, most=8)
+    num_tokens = len(data)
     cut = int(num_tokens * 0.9)
     assert len(train) == (cut - 1) // 16
     read = train.__getitems__([3, 0])
     assert (read.dtype, read.shape) == (np.int64, (2, 17))
-    assert read.tolist() == [corpus.tokens[48:65].tolist(), corpus.tokens[:17].tolist()]
-    assert torch.from_numpy(read).shape == (2, 17)
+    assert read.tolist() == [data[48:65].tolist(), data[:17].tolist()]
     every = math.ceil((num_tokens - cut - 1) // 16 / 8)
     assert 4 <= len(held_out) <= 8
-    assert held_out[1].tolist() == corpus.tokens[cut + 16 * every :][:17].tolist()
+    assert held_out[1].tolist() == data[cut + 16 * every :][:17].tolist()
     pickled = pickle.dumps(train)
     assert len(pickled) < 1000, "a worker that is not forked opens the file itself"
     assert pickle.loads(pickled)[3].tolist() == read[0].tolist()
-    in_memory = TokenWindows(corpus.tokens[:100].copy(), 16, 0, 100, 257)
+    in_memory = TokenWindows(data[:100].copy(), 16, 0, 100, 257)
     assert pickle.loads(pickle.dumps(in_memory))[2].tolist() == in_memory[2].tolist()
 
 
 def test_a_corpus_of_the_fewest_tokens() -> None:
-    corpus = TokenCorpus("it", np.arange(10, dtype=np.uint16), BYTES)
-    train, held_out = split(corpus, 4, 0.05, most=256)
+    tokens = np.arange(10, dtype=np.uint16)
+    train, held_out = gpt.split(tokens, 4, 10, 0.05, most=256)
     assert (len(train), len(held_out)) == (1, 1)
     assert held_out[0].tolist() == [5, 6, 7, 8, 9]
-    with pytest.raises(Error, match="it has 10 tokens, and sequences of 5 need at least 12"):
-        split(corpus, 5, 0.05, most=256)
+    with pytest.raises(Error, match="the data has 10 tokens, and sequences of 5 need at least 12"):
+        gpt.split(tokens, 5, 10, 0.05, most=256)
 
 
 def test_the_standard_library_is_the_default() -> None:
-    files = list_standard_library()
-    names = {file.name for file in files}
-    assert {"argparse.py", "zipfile.py"} <= names
+    files = gpt.list_standard_library()
+    assert {"argparse.py", "zipfile.py"} <= {file.name for file in files}
     assert not [file for file in files if {"site-packages", "test", "tests"} & {*file.parts[-4:-1]}]
-    corpus = read_standard_library()
-    assert len(corpus.tokens) > 5e6
-    assert corpus.tokens.dtype == np.uint16
-    assert (corpus.tokens == 256).sum() == sum(file.stat().st_size > 0 for file in files)
-    first = next(file for file in files if file.stat().st_size)
-    assert BYTES.decode(corpus.tokens[: first.stat().st_size].tolist()) == first.read_text()
-
-
-def test_bpe(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
-    for i, sentence in enumerate(SENTENCES):
-        (tmp_path / f"{i}.txt").write_text(sentence * 10)
-    files = [tmp_path / f"{i}.txt" for i in range(3)]
-    ask("prepare", "text", *files, "--out", tmp_path / "bpe", "--tokenizer", "bpe", "--vocab-size", "280")
-    corpus = open_corpus(tmp_path / "bpe")
-    tokenizer, end = corpus.tokenizer, corpus.tokenizer.end
-    assert end is not None
-    assert tokenizer.vocabulary_size == 280
-    assert (corpus.tokens == end).sum() == 3
-    documents = "".join(f"{chr(int(token) + 1000)}" for token in corpus.tokens).split(chr(end + 1000))[:3]
-    assert [tokenizer.decode([ord(c) - 1000 for c in text]) for text in documents] == [s * 10 for s in SENTENCES]
-    assert len(corpus.tokens) < sum(len(sentence.encode()) for sentence in SENTENCES) * 10
-    assert tokenizer.decode(tokenizer.encode_prompt("\x00 日本\n")) == "\x00 日本\n"
-    assert tokenizer.encode_prompt("") == [end]
-    assert Tokenizer(**tokenizer.state_dict()) == tokenizer
-    with pytest.raises(Error, match=r"the run's tokens are 280 kinds \(\w{8}\), and the data's are bytes"):
-        BYTES.load_state_dict(tokenizer.state_dict())
-    # A model's own tokenizer gives the same tokens.
-    ask("prepare", "text", *files, "--out", tmp_path / "own", "--tokenizer", tmp_path / "bpe" / "tokenizer.json")
-    assert (tmp_path / "own" / "tokens.npy").read_bytes() == (tmp_path / "bpe" / "tokens.npy").read_bytes()
-
-
-def test_a_token_for_each_character(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
-    (tmp_path / "a.txt").write_text("".join(SENTENCES))
-    ask("prepare", "text", tmp_path / "a.txt", "--out", tmp_path / "chars", "--tokenizer", "chars")
-    corpus = open_corpus(tmp_path / "chars")
-    characters = sorted({*"".join(SENTENCES)})
-    assert corpus.tokens.tolist() == [*map(characters.index, "".join(SENTENCES)), len(characters)]
-    assert str(corpus.tokenizer).startswith(f"{len(characters) + 1} kinds (")
-    assert corpus.tokenizer.decode(corpus.tokens.tolist()) == "".join(SENTENCES)
-    assert corpus.tokenizer.decode(corpus.tokenizer.encode_prompt("café\n")) == "café\n"
-    with pytest.raises(Error, match="the tokenizer has no tokens for the prompt 'cat!': it gives 'cat'"):
-        corpus.tokenizer.encode_prompt("cat!")
-
-
-def test_a_prompt_that_a_tokenizer_does_not_know() -> None:
-    library = pytest.importorskip("tokenizers")
-    words = library.Tokenizer(library.models.WordLevel({"cat": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    words.pre_tokenizer = library.pre_tokenizers.Whitespace()
-    tokenizer = Tokenizer(words.to_str())
-    assert tokenizer.encode_prompt("cat cat") == [0, 0]
-    with pytest.raises(Error, match="the tokenizer has no tokens for the prompt 'cat dog': it gives"):
-        tokenizer.encode_prompt("cat dog")
-    with pytest.raises(Error, match="the tokenizer has no tokens for the prompt '': it gives"):
-        tokenizer.encode_prompt("")
-    with pytest.raises(Error, match=r"no tokens for the prompt '\\udcff'"):
-        train_bpe(["abc"], 257).encode_prompt("\udcff")
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("truncated", "mmap length is greater than file size"),
-        ("no array", "tokens.npy"),
-        ("missing", "No such file or directory"),
-        ("a file", "Not a directory"),
-    ],
-)
-def test_a_damaged_token_file(tokens: Path, tmp_path: Path, how: str, said: str) -> None:
-    content = (tokens / "tokens.npy").read_bytes()
-    if how == "truncated":
-        (tmp_path / "tokens.npy").write_bytes(content[:-100])
-    elif how == "no array":
-        np.save(tmp_path / "tokens.npy", np.zeros((2, 2)))
-    with pytest.raises(Error, match=r"is no token file .*: make one with samestep prepare text") as caught:
-        open_corpus(tokens / "tokens.npy" if how == "a file" else tmp_path)
-    assert said in str(caught.value)
+    assert len(gpt.read_tokens(None)) == sum(file.stat().st_size for file in files) > 5e6
 
 
 def test_a_token_outside_of_the_vocabulary() -> None:
@@ -311,88 +201,14 @@ def test_a_token_outside_of_the_vocabulary() -> None:
         windows.__getitems__([0, 1])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["a.txt", "--out", "here"], "here exists already"),
-        (["no.txt", "--out", "new"], "no.txt cannot be read (No such file or directory): name text files"),
-        (["here", "--out", "new"], "here cannot be read (Is a directory): name text files"),
-        (["empty.txt", "--out", "new"], "there is no text in the input"),
-        (["a.txt", "--out", "new", "--vocab-size", "9"], "9 is not in the range x>=257"),
-        (["a.txt", "--out", "new", "--tokenizer", "a.txt"], "a.txt is no tokenizer of the library tokenizers ("),
-        (["a.txt", "--out", "new", "--tokenizer", "bqe"], "bqe is no tokenizer of the library tokenizers ("),
-        (["a.txt", "latin1.txt", "--out", "new", "--tokenizer", "bpe"], "latin1.txt is not UTF-8 ("),
-        (["cut.txt", "--out", "new"], "unexpected end of data): convert it, such as by iconv"),
-        (["a.txt"], "the following arguments are required: --out"),
-    ],
-)
-def test_prepare_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:
-    if "--tokenizer" in arguments:
-        pytest.importorskip("tokenizers")
-    monkeypatch.chdir(tmp_path)
-    Path("here").mkdir()
-    Path("empty.txt").touch()
-    Path("a.txt").write_text("text")
-    Path("latin1.txt").write_bytes(b"\n" * 80_001 + b"caf\xe9s\n")
-    Path("cut.txt").write_bytes("café".encode()[:-1])
-    before = sorted(tmp_path.iterdir())
-    assert said in refuse("prepare", "text", *arguments)
-    assert sorted(tmp_path.iterdir()) == before
-    assert not any(Path("here").iterdir())
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_prepare_leaves_nothing(tmp_path: Path, signum: signal.Signals) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\n" * 100_000_000)  # so many lines take seconds
-    command = [sys.executable, "-m", "samestep", "prepare", "text", "a.txt", "--out", "tokens"]
-    program = Popen(command, cwd=tmp_path, env=clean_variables())
-    wait_until(lambda: any(path.is_dir() for path in tmp_path.iterdir()), "the command writes")
-    program.send_signal(signum)
-    assert program.wait(DEADLINE_S) in (128 + signum, -signum)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
-
-
 # --- the recipe -------------------------------------------------------------------------------------------------------
 
 
 def test_it_learns(run_dir: Path, tokens: Path) -> None:
     losses = [row["validation/loss"] for row in read_rows(run_dir) if "validation/loss" in row]
     assert len(losses) == 2
-    assert losses[1] < losses[0] < math.log(257)
+    assert losses[1] < losses[0] < math.log(256)
     assert json.loads(ask("inspect", run_dir, "--json"))["state"]["best"] == losses[1]
-
-
-def test_sample(run_dir: Path) -> None:
-    command = ("sample", run_dir, "--prompt", "the c", "--max-tokens", "10")
-    texts = [ask(*command, "--seed", seed, "--temperature", "2") for seed in "001"]
-    assert texts[0] == texts[1] != texts[2]
-    assert all(text.startswith("the c") and len(text) <= 10 + 6 for text in texts)
-    assert ask(*command, "--temperature", "0") == ask(*command, "--top-k", "1", "--snapshot", "best")
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--max-tokens", "0"], "Invalid value for '--max-tokens': 0 is not in the range x>=1"),
-        (["--temperature", "-1"], "-1.0 is not in the range x>=0"),
-        (["--snapshot", "worst"], "there is no snapshot named worst in"),
-    ],
-)
-def test_sample_refuses(run_dir: Path, options: list[str], said: str) -> None:
-    assert said in refuse("sample", run_dir, *options)
-
-
-def test_several_samples_are_separated_by_a_line(run_dir: Path) -> None:
-    command = ("sample", run_dir, "--prompt", "the c", "--max-tokens", "10", "--temperature", "2")
-    first, *others = ask(*command, "--num-samples", "3").split("\n---\n")
-    assert first + "\n" == ask(*command)
-    assert len({first, *others}) == 3
-
-
-def test_sample_of_another_run(tmp_path: Path) -> None:
-    samestep.spawn(tiny_run, 1, (tmp_path / "other",), {"num_steps": 1})
-    assert "is no run of the recipe gpt: name one" in refuse("sample", tmp_path / "other", "--snapshot", "latest")
-    assert f"there is no directory {tmp_path}/none" in refuse("sample", tmp_path / "none")
 
 
 def test_exported_weights_load_without_samestep(run_dir: Path, tmp_path: Path) -> None:
@@ -400,13 +216,13 @@ def test_exported_weights_load_without_samestep(run_dir: Path, tmp_path: Path) -
     (tmp_path / "gpt2.py").write_bytes((Path(gpt.__file__).parent / "models" / "gpt2.py").read_bytes())
     (tmp_path / "plain.py").write_text(
         "import torch\nfrom safetensors.torch import load_file\nfrom gpt2 import GPT2, GPT2Config\n"
-        "model = GPT2(GPT2Config(vocabulary_size=257, context=16, num_layers=4, num_heads=4, width=128)).eval()\n"
+        "model = GPT2(GPT2Config(vocabulary_size=256, context=16, num_layers=4, num_heads=4, width=128)).eval()\n"
         "model.load_state_dict(load_file('model.safetensors'))\n"
         "tokens = model.generate(torch.tensor([*b'the c']), temperature=0)\n"
         "print(bytes(next(tokens) for _ in range(8)).decode())\n"
     )
     printed = check(run_command(sys.executable, "plain.py", cwd=tmp_path)).stdout
-    assert f"the c{printed}" == ask("sample", run_dir, "--prompt", "the c", "--temperature", "0", "--max-tokens", "8")
+    assert len(printed.encode()) == 9
 
 
 # Five starts of a recipe, on one to three ranks: 24 s, and 25 s on a busy machine.

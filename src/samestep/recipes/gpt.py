@@ -1,14 +1,19 @@
 """A GPT-2 language model, trained on the source of Python's standard library or on text of yours.
 
 samestep train gpt --nproc-per-node 2
-samestep train gpt --preset small --data tokens --steps 5000 --precision bf16 --compile
+samestep train gpt --preset small --data train.bin --vocabulary-size 50257 --precision bf16 --compile
 """
 
-from dataclasses import asdict, replace
+import math
+import os
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import click
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,11 +21,55 @@ from torch import Tensor
 import samestep
 from samestep.command_line import PATH
 from samestep.recipes import AMOUNT, COUNT, SHARE, Recipe, build_schedule, keep_best, quarter
-from samestep.recipes.corpora.token_file import open_corpus, read_standard_library, split
 from samestep.recipes.models.gpt2 import GPT2, PRESETS
+from samestep.sources.token_windows import Tokens, TokenWindows, map_tokens
 
 LEARNING_RATES = {"tiny": 2e-3, "small": 1e-3, "gpt2": 6e-4}
 SIZES = {"layers": "num_layers", "heads": "num_heads", "width": "width", "context": "context"}  # field of GPT2Config
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+def read_tokens(file: Path | None) -> Tokens:
+    """Return the tokens of a `.npy` or `.bin` file, or the bytes of any other one. None: Python's standard library."""
+    if file is None:
+        return np.frombuffer(b"".join(path.read_bytes() for path in list_standard_library()), np.uint8)
+    return map_tokens(file, "uint16" if file.suffix == ".bin" else "uint8")
+
+
+def list_standard_library() -> list[Path]:
+    """Return the source files of Python's standard library, without its tests, sorted by their paths."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = []
+    for directory, names, files in os.walk(root):
+        names[:] = [name for name in names if name not in LEFT_OUT]
+        found += [Path(directory, file) for file in files if file.endswith(".py")]
+    return sorted(found, key=lambda path: path.relative_to(root).parts)
+
+
+def split(
+    tokens: Tokens, context: int, vocabulary_size: int, held_out: float, most: int
+) -> tuple[TokenWindows, TokenWindows]:
+    """Return the windows for training, and up to `most` windows of the tail, which is held out for validation.
+
+    Args:
+        held_out: the tail's share of the tokens; it has at least one window.
+
+    Raises:
+        InvalidValue: there are too few tokens.
+    """
+    num_tokens = len(tokens)
+    cut = min(int(num_tokens * (1 - held_out)), num_tokens - context - 1)
+    if cut < context + 1:
+        raise samestep.InvalidValue(
+            f"the data has {num_tokens} tokens, and sequences of {context} need at least {2 * context + 2}, one to "
+            "train on and one held out: give more text, a smaller --context, or a smaller --held-out",
+            code="SS303",
+        )
+    every = math.ceil((num_tokens - cut - 1) // context / most)
+    return (
+        TokenWindows(tokens, context, 0, cut, vocabulary_size),
+        TokenWindows(tokens, context, cut, num_tokens, vocabulary_size, every),
+    )
 
 
 def build_optimizer(
@@ -41,7 +90,8 @@ def build_optimizer(
 
 @click.command("gpt", cls=Recipe, help=__doc__)
 @click.option("--preset", type=click.Choice([*PRESETS]), default="tiny", help="size of the model")
-@click.option("--data", type=PATH, help="output of samestep prepare text; default: Python's source")
+@click.option("--data", type=PATH, help="text, or tokens as .npy or .bin (uint16); default: Python's source")
+@click.option("--vocabulary-size", type=COUNT, default=256, help="number of tokens, 256 for the bytes of a text")
 @click.option("--layers", type=COUNT, help="number of blocks; default: the preset's")
 @click.option("--heads", type=COUNT, help="attention heads of a block; default: the preset's")
 @click.option("--width", type=COUNT, help="size of a token's vector; default: the preset's")
@@ -76,24 +126,22 @@ def main(**options: Any) -> None:
         snapshot_every=args.validate_every,
         config=options,
     )
-    corpus = open_corpus(args.data) if args.data else read_standard_library()
+    tokens = read_tokens(args.data)
     sizes = {field: options[name] for name, field in SIZES.items() if options[name]}
-    size = corpus.tokenizer.vocabulary_size
-    config = replace(PRESETS[args.preset], vocabulary_size=size, dropout=args.dropout, **sizes)
+    config = replace(PRESETS[args.preset], vocabulary_size=args.vocabulary_size, dropout=args.dropout, **sizes)
     if config.width % config.num_heads:
         raise samestep.InvalidValue(
             f"--width is {config.width}, which is no multiple of {config.num_heads} --heads: change one", code="SS104"
         )
     with run.sharded_init():
         model = GPT2(config, checkpoint_activations=args.checkpoint_activations)
-    train, held_out = split(corpus, config.context, args.held_out, args.validate_samples)
+    train, held_out = split(tokens, config.context, args.vocabulary_size, args.held_out, args.validate_samples)
     lr = LEARNING_RATES[args.preset] if args.lr is None else args.lr
     optimizer = build_optimizer(model, lr, args.weight_decay, beta2=args.beta2, fused=False)
     num_warm_up = min(2000, args.steps // 20) if args.warm_up is None else args.warm_up
     scheduler = build_schedule(optimizer, args.steps, num_warm_up, args.lr_end)
-    run.prepare(tokenizer=corpus.tokenizer, model=model, optimizer=optimizer, scheduler=scheduler)
+    run.prepare(model=model, optimizer=optimizer, scheduler=scheduler)
     forward = torch.compile(model) if args.compile else model
-    run.state["model"] = asdict(config)  # for `samestep sample`
 
     def compute_loss(tokens: Tensor) -> Tensor:
         with run.autocast():

@@ -64,7 +64,7 @@ class TokenWindows:
 
     def read_batch(self, indices: NDArray[np.int64]) -> "Tensor":
         """Return the windows as a tensor (len(indices), context + 1). See `samestep.Source`."""
-        import torch  # not by `samestep prepare`, which only writes tokens
+        import torch
 
         return torch.from_numpy(self.__getitems__(indices))
 
@@ -77,8 +77,8 @@ class TokenWindows:
         read = self._windows[indices]
         if read.max() >= self._vocabulary_size:
             raise InvalidValue(
-                f"the token file holds token {read.max()}, and its vocabulary has {self._vocabulary_size}: it is "
-                "damaged, or was changed; prepare it again",
+                f"the token file holds token {read.max()}, and its vocabulary has {self._vocabulary_size}: give a "
+                "larger vocabulary size, or restore the file",
                 code="SS310",
             )
         return read.astype(np.int64)
@@ -106,8 +106,7 @@ def open_tokens(
     """Open a file of tokens as a source of sequences.
 
     Args:
-        file: a one-dimensional `.npy` file, such as `tokens.npy` of `samestep prepare text`; any other file is an array
-            without a header, such as nanoGPT's `train.bin`.
+        file: as for `map_tokens`.
         context: length of a sequence; samples have one token more.
         dtype: dtype of a file without a header.
         vocabulary_size: number of tokens; a larger one in the file is an error. None: any.
@@ -125,6 +124,22 @@ def open_tokens(
         (2, array([0, 1, 2, 3, 4]))
     """
     path = Path(file)
+    tokens = map_tokens(path, dtype)
+    if context < 1 or len(tokens) <= context:
+        raise InvalidValue(
+            f"{path} has {len(tokens)} tokens, too few for a sequence of {context} and one more", code="SS303"
+        )
+    largest = np.iinfo(tokens.dtype).max + 1 if vocabulary_size is None else vocabulary_size
+    return TokenWindows(tokens, context, 0, len(tokens), largest)
+
+
+def map_tokens(path: Path, dtype: str) -> Tokens:
+    """Map a file of tokens into memory. Raises InvalidValue if it is missing or damaged.
+
+    Args:
+        path: a one-dimensional `.npy` file; any other file is an array without a header, such as nanoGPT's `train.bin`.
+        dtype: dtype of a file without a header.
+    """
     try:
         is_array = path.suffix == ".npy"
         tokens = np.load(path, mmap_mode="r") if is_array else np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
@@ -133,9 +148,4 @@ def open_tokens(
     except Exception as error:  # NumPy raises OSError, ValueError, EOFError, OverflowError, SyntaxError and others
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise InvalidValue(f"the token file {path} cannot be read ({why}): restore it", code="SS310") from None
-    if context < 1 or len(tokens) <= context:
-        raise InvalidValue(
-            f"{path} has {len(tokens)} tokens, too few for a sequence of {context} and one more", code="SS303"
-        )
-    largest = np.iinfo(tokens.dtype).max + 1 if vocabulary_size is None else vocabulary_size
-    return TokenWindows(tokens, context, 0, len(tokens), largest)
+    return tokens

@@ -1,1 +1,0 @@
-"""The commands of `samestep` that belong to recipes."""

@@ -1,1 +1,0 @@
-"""The data of the recipes."""
