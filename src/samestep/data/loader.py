@@ -24,9 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate, default_convert, get_worker_info
 
-from samestep.console import warn
 from samestep.data.sample_errors import WorkerFailure, abbreviate, explain, pack, unpack
-from samestep.data.shared_files import SharedFiles
 from samestep.data.spec import DataSpec
 from samestep.errors import WORKER_ADVICE, Error, InvalidValue, WorkerDied
 from samestep.plan.ledger import fingerprint
@@ -119,7 +117,6 @@ class Loader:
 
     Args:
         positions: for a stream, the `LanePosition` of each lane where the tasks begin.
-        say: prints a warning; None: print none.
 
     Attributes:
         positions: for a stream, the newest `LanePosition` of each lane that `next` has returned.
@@ -136,10 +133,8 @@ class Loader:
         *,
         device: torch.device,
         positions: Mapping[int, Any] | None = None,
-        say: Callable[[str], None] | None = None,
     ) -> None:
         self._fetcher = Fetcher(spec.dataset, spec.collate_fn)
-        self._say = say
         self._workers = Workers(spec, device) if spec.num_workers else None
         self.begin(tasks)
         # The bits must equal those of a DataLoader worker, which has one thread.
@@ -183,13 +178,6 @@ class Loader:
         except StopIteration:
             self.close()
             raise
-        if self._say is not None and (name := workers.files.find_moved()):
-            sentence = (
-                f"the file {name} of the data set was open when its {len(workers.processes)} loader workers were "
-                "forked, and they read it at one position, which they share: open it in each worker, at the first "
-                "sample, or read it by os.pread or mmap"
-            )
-            warn(self._say, sentence, start="the file")
         if isinstance(result, WorkerFailure):
             raise unpack(result)
         return result
@@ -216,14 +204,12 @@ class Workers:
 
     Attributes:
         iterator: yields the loaded micro-batches.
-        files: the files that the workers share.
         processes: the workers, by number.
     """
 
     def __init__(self, spec: DataSpec, device: torch.device) -> None:
         context = spec.multiprocessing_context
         start_method = (context or multiprocessing).get_start_method()
-        self.files = SharedFiles(spec.dataset if start_method == "fork" and spec.num_workers > 1 else None)
         start = WorkerStart(
             worker_init_fn=spec.worker_init_fn,
             deterministic_mode=torch.get_deterministic_debug_mode(),

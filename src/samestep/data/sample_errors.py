@@ -1,6 +1,5 @@
 """Errors of the data set or collate_fn, in a rank or in a worker: one sentence that names the sample."""
 
-import pickle
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,22 +20,19 @@ class WorkerFailure(NamedTuple):
     kind: str
     message: str
     code: str
-    cause: Exception | None
     worker_traceback: str
 
 
 def pack(error: Error) -> WorkerFailure:
     """Convert an Error in a worker for sending."""
-    cause = error.__cause__ if isinstance(error.__cause__, Exception) else None
-    text = "".join(traceback.format_exception(cause or error))
-    return WorkerFailure(name_kind(error), str(error), error.code, cause if _is_picklable(cause) else None, text)
+    text = "".join(traceback.format_exception(error.__cause__ or error))
+    return WorkerFailure(name_kind(error), str(error), error.code, text)
 
 
 def unpack(failure: WorkerFailure) -> Error:
-    """Restore the Error, with its cause and the worker's traceback."""
+    """Restore the Error. Its cause holds the worker's traceback."""
     error = KINDS[failure.kind](failure.message, code=failure.code)
-    error.__cause__ = failure.cause or RuntimeError("in a DataLoader worker")
-    error.__cause__.add_note(f"In the DataLoader worker:\n{failure.worker_traceback}")
+    error.__cause__ = RuntimeError(f"in a DataLoader worker:\n{failure.worker_traceback}")
     return error
 
 
@@ -92,6 +88,7 @@ def explain(
         odd = len(samples)
     else:
         odd = next((k for k, index in enumerate(indices) if _fails(read_many, [index])), None)
+    odd = 0 if len(indices) == 1 else odd
     where = f"one of the samples {abbreviate(indices)}" if odd is None else f"sample {indices[odd]}"
     info = get_worker_info()
     worker = f", in DataLoader worker {info.id}" if info is not None else ""
@@ -99,14 +96,9 @@ def explain(
 
 
 def _find_uncollatable(collate_fn: ManySamples, samples: Sequence[Any]) -> int | None:
-    """Return the sample that fails alone or together with the first one; the first one if it fails with every other."""
-    alone = [k for k, sample in enumerate(samples) if _fails(collate_fn, [sample])]
-    if alone:
-        return alone[0]
-    pairs = [k for k in range(1, len(samples)) if _fails(collate_fn, [samples[0], samples[k]])]
-    if len(pairs) == len(samples) - 1:
-        return 0 if len(pairs) > 1 else None
-    return pairs[0] if pairs else None
+    """Return the only sample without which the others can be collated; None if there is no such one."""
+    odd = [k for k in range(len(samples)) if not _fails(collate_fn, [*samples[:k], *samples[k + 1 :]])]
+    return odd[0] if len(odd) == 1 else None
 
 
 def _fails(function: ManySamples, argument: list[Any]) -> bool:
@@ -133,11 +125,3 @@ def describe_error(error: Exception) -> str:
     own = [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))] or frames
     place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
     return f"{type(error).__name__}{text}{place}"
-
-
-def _is_picklable(value: object) -> bool:
-    try:
-        pickle.loads(pickle.dumps(value))
-    except Exception:
-        return False
-    return True

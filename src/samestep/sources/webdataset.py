@@ -2,7 +2,6 @@
 
 import os
 import tarfile
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -10,29 +9,24 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from samestep.data.source import Shard
+from samestep.decoding import Count
 from samestep.errors import InvalidValue
-from samestep.files import open_regular, replacing
+from samestep.files import open_regular, read_bytes, replacing
 
-MAX_OPEN = 64  # tars that a process holds open, with their indices in memory
-INDEX = ".index.npz"
+MAX_OPEN = 16  # tars that a process holds open, with their indices in memory
+INDEX = ".index.json"
 FORMAT = 1
 KEY = "__key__"
-MAX_BYTES_OF_NAME = 1000  # each name takes as much memory as the longest
-MAX_INDEX_BYTES_PER_FILE = 8 * 4 + 2 * MAX_BYTES_OF_NAME
-ARRAYS = {
-    "keys": "S",
-    "extensions": "S",
-    "firsts": "i",
-    "starts": "i",
-    "sizes": "i",
-    "kinds": "i",
-}  # name -> dtype's kind
+MAX_MARK_BYTES = 100
+MAX_INDEX_SIZE = 8  # relative to the tar, which has all names of the index, too
 
-Index = dict[str, NDArray[Any]]
+# An index has two lines of JSON: a mark (`FORMAT`, the tar's size and time, the number of samples), and the samples: the
+# key of each and, by extension, where its files begin in the tar and how long they are.
+Index = list[tuple[str, dict[str, tuple[Count, Count]]]]
 
 
 class WebDataset:
@@ -107,24 +101,22 @@ class WebDataset:
 
     def _read(self, shard: int, row: int) -> dict[str, Any]:
         file, index = self._open(shard)
-        key = index["keys"][row].decode(errors="replace")
-        if not _is_inside(key):
+        key, places = index[row]
+        num_bytes = self.shards[shard].num_bytes
+        if not _is_inside(key) or any(start + size > num_bytes for start, size in places.values()):
             raise InvalidValue(
                 f"the index {self._index_files[shard]} has a sample {key}: remove it, and it is built again",
                 code="SS310",
             )
-        sample: dict[str, Any] = {KEY: key}
-        for k in range(index["firsts"][row], index["firsts"][row + 1]):
-            name = index["extensions"][index["kinds"][k]].decode(errors="replace")
-            sample[name] = _read_bytes(file, int(index["starts"][k]), int(index["sizes"][k]))
-        return sample
+        sample: dict[str, Any] = {name: _read_bytes(file, *place) for name, place in places.items()}
+        return sample | {KEY: key}
 
     def _open(self, shard: int) -> tuple[FileIO, Index]:
         """Return a tar and its index, from the cache if possible."""
         if shard in self._opened:
             self._opened.move_to_end(shard)
             return self._opened[shard]
-        index = _read_index(self._index_files[shard], self.shards[shard].num_bytes)
+        index = _read_index(self._index_files[shard], self.shards[shard])
         try:
             file = open(self._files[shard], "rb", buffering=0)  # noqa: SIM115  # it stays open
         except OSError as error:
@@ -182,53 +174,29 @@ def _count_samples(tar: Path, at: Path) -> int:
     """Return the number of samples in a tar, from its index. Builds the index if it is missing or outdated."""
     status = tar.stat()
     mark = [FORMAT, status.st_size, status.st_mtime_ns]
-    with suppress(Exception):  # it is missing or damaged; NumPy and zipfile raise errors of many kinds
-        index = _load_index(at, status.st_size, ("mark", "firsts"))
-        if index["mark"].tolist() == mark:
-            return len(index["firsts"]) - 1
+    with suppress(OSError, msgspec.DecodeError), open(at, "rb", opener=open_regular) as file:
+        *found, num_samples = msgspec.json.decode(file.readline(MAX_MARK_BYTES), type=list[Count])
+        if found == mark:
+            return num_samples
     index = _build_index(tar, status.st_size)
     try:
         with replacing(at, by_many=True) as partial, open(partial, "xb") as file:  # several ranks may write it
-            np.savez(file, mark=np.array(mark), **index)  # type: ignore[arg-type]
+            file.write(msgspec.json.encode([*mark, len(index)]) + b"\n" + msgspec.json.encode(index))
     except OSError as error:
         raise InvalidValue(
             f"the index of {tar} cannot be written to {at} ({error.strerror}): set index_dir=", code="SS113"
         ) from None
-    return len(index["firsts"]) - 1
+    return len(index)
 
 
-def _load_index(at: Path, num_bytes: int, names: Sequence[str]) -> Index:
-    """Read arrays of the index of a tar of `num_bytes`. Raises Exception."""
-    with open(at, "rb", opener=open_regular) as file:
-        with zipfile.ZipFile(file) as members:
-            num_index_bytes = sum(member.file_size for member in members.infolist())
-        if num_index_bytes > MAX_INDEX_BYTES_PER_FILE * (num_bytes // 512):
-            raise ValueError("it is larger than that of any such tar")
-        file.seek(0)
-        with np.load(file, allow_pickle=False) as loaded:
-            return {name: loaded[name] for name in names}
-
-
-def _read_index(at: Path, num_bytes: int) -> Index:
-    """Read the index of a tar of `num_bytes`. Raises InvalidValue if it is missing, damaged or not of such a tar."""
+def _read_index(at: Path, shard: Shard) -> Index:
+    """Read the index of a tar. Raises InvalidValue if it is missing, damaged or not of this tar."""
     try:
-        index = _load_index(at, num_bytes, [*ARRAYS])
-        firsts = index["firsts"]
-        starts = index["starts"]
-        sizes = index["sizes"]
-        kinds = index["kinds"]
-        is_sound = (
-            all(array.ndim == 1 and array.dtype.kind == ARRAYS[name] for name, array in index.items())
-            and len(firsts) == len(index["keys"]) + 1
-            and len(starts) == len(sizes) == len(kinds) == firsts[-1]
-            and firsts[0] == 0
-            and (np.diff(firsts) > 0).all()
-            and ((starts >= 0) & (sizes >= 0) & (sizes <= num_bytes) & (starts <= num_bytes - sizes)).all()
-            and ((kinds >= 0) & (kinds < len(index["extensions"]))).all()
-        )
-        if not is_sound:
-            raise ValueError("it is not of this tar")
-    except Exception as error:  # NumPy and zipfile raise errors of many kinds
+        _, _, text = read_bytes(at, MAX_INDEX_SIZE * shard.num_bytes).partition(b"\n")
+        index: Index = msgspec.json.decode(text, type=Index)
+        if len(index) != shard.num_samples:
+            raise ValueError(f"it has {len(index)} samples, not {shard.num_samples}")
+    except (OSError, ValueError, msgspec.DecodeError) as error:
         raise InvalidValue(
             f"the index {at} cannot be read ({error}): remove it, and it is built again", code="SS310"
         ) from None
@@ -236,17 +204,8 @@ def _read_index(at: Path, num_bytes: int) -> Index:
 
 
 def _build_index(tar: Path, num_bytes: int) -> Index:
-    """Return where the samples of a tar are.
-
-    keys: per sample; firsts: its first file, and the number of files at the end. Per file: starts and sizes in bytes,
-    kinds: the number of its extension in extensions.
-    """
-    keys: list[bytes] = []
-    firsts = list[int]()
-    starts = list[int]()
-    sizes = list[int]()
-    kinds = list[int]()
-    extensions: dict[bytes, int] = {}
+    """Return where the samples of a tar are."""
+    index: Index = []
     try:
         with tarfile.open(tar, "r:") as opened:
             for member in opened:
@@ -256,27 +215,18 @@ def _build_index(tar: Path, num_bytes: int) -> Index:
                     continue
                 if member.size < 0 or member.offset_data + member.size > num_bytes:
                     raise tarfile.ReadError(f"{member.name} is cut off")
-                if not _is_inside(directory.lstrip("/")) or len(os.fsencode(member.name)) > MAX_BYTES_OF_NAME:
-                    raise tarfile.ReadError(f"{member.name[:100]} is no name of a sample")
+                if not _is_inside(directory.lstrip("/")):
+                    raise tarfile.ReadError(f"{member.name} is no name of a sample")
+                member.name.encode()  # the index has no names that are not UTF-8
                 if extension == KEY:
                     raise tarfile.ReadError(f"{member.name} would replace the key of the sample")
-                key = f"{directory}/{stem}".lstrip("/").encode()
-                if not keys or keys[-1] != key:
-                    keys.append(key)
-                    firsts.append(len(starts))
-                starts.append(member.offset_data)
-                sizes.append(member.size)
-                kinds.append(extensions.setdefault(extension.encode(), len(extensions)))
+                key = f"{directory}/{stem}".lstrip("/")
+                if not index or index[-1][0] != key:
+                    index.append((key, {}))
+                index[-1][1][extension] = member.offset_data, member.size
                 opened.members = []  # type: ignore[attr-defined]  # tarfile keeps an object per file
     except Exception as error:  # of tarfile, and RecursionError, UnicodeError, ...
         raise InvalidValue(
             f"the shard {tar} is truncated, compressed or no tar file ({error}): restore it", code="SS310"
         ) from None
-    return {
-        "keys": np.array(keys, dtype="S"),
-        "extensions": np.array([*extensions], dtype="S"),
-        "firsts": np.array([*firsts, len(starts)]),
-        "starts": np.array(starts, dtype=np.int64),
-        "sizes": np.array(sizes, dtype=np.int64),
-        "kinds": np.array(kinds, dtype=np.int64),
-    }
+    return index

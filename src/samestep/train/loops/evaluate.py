@@ -143,7 +143,7 @@ class Evaluator:
         self._gradients.buffers.hold()
         self._clock.enter("validating", steps_done)
         try:
-            with Loader(spec, tasks, device=context.device, say=context.say) as loader, torch.no_grad():
+            with Loader(spec, tasks, device=context.device) as loader, torch.no_grad():
                 for v, loaded in zip(held, loader, strict=True):
                     seed_all(self._derive("evaluate", v))
                     _set("training", evaluating)  # each time: a score function may call model.train()

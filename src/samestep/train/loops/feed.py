@@ -119,7 +119,7 @@ class Feed:
     def _open_loader(self, positions: Mapping[int, LanePosition]) -> Loader:
         context = self._context
         tasks = self._begin_tasks()
-        return Loader(self._spec, tasks, device=context.device, positions=positions, say=context.say)
+        return Loader(self._spec, tasks, device=context.device, positions=positions)
 
     def _choose_workers(self) -> DataSpec:
         """Return the data set with the number of workers that suits the lanes of this rank."""
