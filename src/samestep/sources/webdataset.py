@@ -24,8 +24,8 @@ KEY = "__key__"
 MAX_MARK_BYTES = 100
 MAX_INDEX_SIZE = 8  # relative to the tar, which has all names of the index, too
 
-# An index has two lines of JSON: a mark (`FORMAT`, the tar's size and time, the number of samples), and the samples: the
-# key of each and, by extension, where its files begin in the tar and how long they are.
+# An index has two lines of JSON: a mark (`FORMAT`, the tar's size and time, the number of samples), and the samples:
+# the key of each and, by extension, where its files begin in the tar and how long they are.
 Index = list[tuple[str, dict[str, tuple[Count, Count]]]]
 
 
