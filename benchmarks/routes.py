@@ -1,8 +1,8 @@
 """How long each route takes for one bucket of gradients, between gloo ranks on this machine.
 
-Every rank holds one gradient. direct: everyone sends it to everyone and adds up; butterfly: recursive halving and
+Every rank holds one gradient. gather: every rank gets all of them and adds up; butterfly: recursive halving and
 doubling; chunks: all-to-all, addition, all-gather; all-reduce: the backend's own, whose bits depend on the ranks.
-The sweep over sizes shows where direct stops being the best, for `DIRECT_MAX_BYTES` in engine/routes.py.
+The sweep over sizes shows where gather stops being the best, for `GATHER_MAX_BYTES` in engine/routes.py.
 """
 
 import statistics
@@ -22,9 +22,9 @@ from samestep.plan.tree import build_layout
 GRADIENT_BYTES = [5 * 10**6, 100 * 10**6]
 SWEEP_BYTES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 26 << 20]
 BLOCK_S = 0.1  # about as long as one block of exchanges takes
-DIRECT, BUTTERFLY, CHUNKS, ALL_REDUCE = "direct", "butterfly", "chunks", "all-reduce"
+GATHER, BUTTERFLY, CHUNKS, ALL_REDUCE = "gather", "butterfly", "chunks", "all-reduce"
 ROUTES: dict[str, Callable[[routes.Space], routes.Route]] = {
-    DIRECT: routes.Direct, BUTTERFLY: routes.Butterfly, CHUNKS: routes.Chunks, ALL_REDUCE: routes.Backend,
+    GATHER: routes.AllGather, BUTTERFLY: routes.Butterfly, CHUNKS: routes.Chunks, ALL_REDUCE: routes.Backend,
 }  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def run_rank(sizes: Sequence[int], num_rounds: int, block_s: float) -> dict[int,
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    names = [DIRECT, BUTTERFLY, CHUNKS, ALL_REDUCE]
+    names = [GATHER, BUTTERFLY, CHUNKS, ALL_REDUCE]
     if not build_layout(world_size, world_size).butterfly:
         names.remove(BUTTERFLY)
     results = {}
@@ -93,7 +93,8 @@ def summarize(world_size: int, results: dict[int, Times]) -> list[dict[str, Any]
     for num_bytes, times in results.items():
         medians = {name: statistics.median(values) * 1e3 for name, values in times.items()}
         best = min((name for name in medians if name != ALL_REDUCE), key=lambda name: medians[name])
-        chosen = routes.choose_route(build_layout(world_size, world_size), num_bytes)
+        space = routes.Space(torch.zeros, num_bytes // 4, torch.float32, build_layout(world_size, world_size), 0)
+        chosen = next(name for name, kind in ROUTES.items() if kind is routes.choose_route(space))
         rows.append({"bytes": num_bytes, "ms": medians, "best": best, "chosen": chosen})
     return rows
 
@@ -135,10 +136,10 @@ def main() -> None:
         print_json(
             gradients={world_size: summarize(world_size, results) for world_size, results in gradients.items()},
             sweep={world_size: summarize(world_size, results) for world_size, results in sweeps.items()},
-            direct_max_bytes=routes.DIRECT_MAX_BYTES,
+            gather_max_bytes=routes.GATHER_MAX_BYTES,
         )
     else:
-        print(f"DIRECT_MAX_BYTES is {format_size(routes.DIRECT_MAX_BYTES)}")
+        print(f"GATHER_MAX_BYTES is {format_size(routes.GATHER_MAX_BYTES)}")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ NUM_SAMPLES = 2048
 SAMPLES_PER_RANK = 32
 OURS, SEEDS, ACCELERATE, LIGHTNING = "samestep", "DDP loop", "Accelerate", "Lightning"
 FLOOR, BARE = "forward, backward, Adam alone", "the same and loading the samples"
-ALL_REDUCE, DIRECT = "all-reduce of the gradient alone", "direct exchange of it alone"
+ALL_REDUCE, GATHER = "all-reduce of the gradient alone", "all-gather of it alone"
 SOCKETS = "the same over sockets"
 # (contestant to compare with, ranks) -> the largest ratio that is wanted
 TARGETS = {
@@ -222,9 +222,9 @@ def run_exchange(route: str) -> Iterator[None]:
     space = routes.Space(torch.zeros, num_elements, torch.float32, build_layout(world_size, world_size), rank)
     if route == "sockets":
         sockets = open_group(read_environment(), torch.device("cpu")).local_sockets
-        exchange: routes.Route = routes.Direct(space, 64, sockets)
+        exchange: routes.Route = routes.AllGather(space, 64, sockets)
     else:
-        exchange = routes.Direct(space) if route == "direct" else routes.Backend(space)
+        exchange = routes.AllGather(space) if route == "gather" else routes.Backend(space)
     while True:
         routes.wait_all([routes.PendingOp(exchange.run(tag=0))])
         yield
@@ -251,7 +251,7 @@ def run_rank(world_size: int, frameworks: tuple[str, ...], num_rounds: int, step
     contestants.append(build_contestant(FLOOR, run_floor(loads=False)))
     if world_size > 1:
         contestants.append(build_contestant(ALL_REDUCE, run_exchange("all-reduce")))
-        contestants.append(build_contestant(DIRECT, run_exchange("direct")))
+        contestants.append(build_contestant(GATHER, run_exchange("gather")))
         contestants.append(build_contestant(SOCKETS, run_exchange("sockets")))
     times = measure(contestants, num_rounds=num_rounds, steps_per_block=steps_per_block)
     for turns in others:

@@ -110,8 +110,8 @@ def use_some(v: int) -> tuple[int, ...]:
     return tuple(i for i in (1, 3) if v != 2) + ((0,) if v % 2 else ()) + ((4,) if v == 1 else ())
 
 
-def reduce_some(n: int, direct_max_bytes: int, is_divided: bool) -> list[bytes | None]:
-    routes.DIRECT_MAX_BYTES = direct_max_bytes
+def reduce_some(n: int, gather_max_bytes: int, is_divided: bool) -> list[bytes | None]:
+    routes.GATHER_MAX_BYTES = gather_max_bytes
     ranks = Ranks(is_divided=is_divided)
     ranks.run(3)  # remains of an earlier pass with another layout have no effect
     return gather(ranks, ranks.run(n, use_some))  # type: ignore[no-any-return]
@@ -171,7 +171,7 @@ def test_a_small_bucket_waits_like_the_largest() -> None:
 
 def release_after_a_failure() -> tuple[bool, int]:
     """Returns whether the exchange failed in the backward, and the number of connections that are open at the end."""
-    routes.DIRECT_MAX_BYTES = 0
+    routes.GATHER_MAX_BYTES = 0
     ranks = Ranks()
     attempt = PassAttempt(ranks.gradients, 0, [1] * 4, 0)
     gc.disable()  # it would end what a cycle of references holds, at some time

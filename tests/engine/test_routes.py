@@ -31,9 +31,9 @@ def fold(lo: int, hi: int) -> torch.Tensor:
     return fold(lo, mid) + fold(mid, hi)
 
 
-def reduce_on_a_rank(n: int, direct_max_bytes: int) -> list[bytes]:
+def reduce_on_a_rank(n: int, gather_max_bytes: int) -> list[bytes]:
     """Return the gradient on a rank after a step of n micro-batches."""
-    routes.DIRECT_MAX_BYTES = direct_max_bytes
+    routes.GATHER_MAX_BYTES = gather_max_bytes
     environment = read_environment()
     group = open_group(environment, torch.device("cpu"))
     params = [torch.nn.Parameter(torch.zeros(1003)), torch.nn.Parameter(torch.zeros(7))]
@@ -54,12 +54,12 @@ def reduce_on_a_rank(n: int, direct_max_bytes: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("world_size", one_in(4, [1, 2, 3, 8, 4, 5]))
-@pytest.mark.parametrize("direct_max_bytes", [0, 1 << 30])
-def test_all_ranks_get_the_canonical_sum(world_size: int, direct_max_bytes: int) -> None:
+@pytest.mark.parametrize("gather_max_bytes", [0, 1 << 30])
+def test_all_ranks_get_the_canonical_sum(world_size: int, gather_max_bytes: int) -> None:
     for n in sorted({1, 2, world_size, 11}):
         scale = 2.0 ** -(n - 1).bit_length()  # changes no bit
         expected = (fold(0, n) * scale * (1 / scale / n)).numpy().tobytes()
-        found = samestep.spawn(partial(reduce_on_a_rank, n, direct_max_bytes), nprocs=world_size)
+        found = samestep.spawn(partial(reduce_on_a_rank, n, gather_max_bytes), nprocs=world_size)
         assert found == [expected] * world_size
 
 
@@ -68,7 +68,7 @@ def test_route_follows_from_size_and_layout() -> None:
         space = routes.Space(torch.zeros, num_bytes, torch.uint8, build_layout(8, world_size), 0)
         return routes.choose_route(space)
 
-    assert choose(1 << 10, 4) is routes.Direct
+    assert choose(1 << 10, 4) is routes.AllGather
     assert choose(64 << 20, 4) is routes.Butterfly
     assert choose(64 << 20, 3) is routes.Chunks
 
@@ -78,7 +78,7 @@ def lose_a_peer() -> None:
     group = open_group(environment, torch.device("cpu"))
     if group.rank == 1:
         raise RuntimeError("rank 1 has had enough")
-    route = routes.Direct(routes.Space(torch.zeros, 64, torch.uint8, build_layout(2, 2), group.rank))
+    route = routes.AllGather(routes.Space(torch.zeros, 64, torch.uint8, build_layout(2, 2), group.rank))
     routes.wait_all([routes.PendingOp(route.run(0))])
     dist.barrier()
 

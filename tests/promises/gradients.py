@@ -234,7 +234,7 @@ CASES["dtypes"] = train_kinds
 
 
 @case
-def direct_between_hosts() -> Result:
+def gathered_between_hosts() -> Result:
     """Without the sockets between the ranks of one host."""
     from samestep.engine import routes
 

@@ -31,17 +31,17 @@ NOT_SHARDED = {
     "gan": "a backward pass ran outside of step.backward",  # has a gradient penalty
     "scores_by_gradients": "a backward pass ran outside of step.backward",
     "dtypes": "forward and one dtype",
-    "direct_between_hosts": "forward and one dtype",
+    "gathered_between_hosts": "forward and one dtype",
 }
 if torch.torch_version.TorchVersion(torch.__version__) < "2.12":
     NOT_SHARDED["parameters_of_integers"] = "cannot be sharded"
-PRECISE = ("fp16_with_overflows", "dtypes", "direct_between_hosts")  # have a precision of their own
+PRECISE = ("fp16_with_overflows", "dtypes", "gathered_between_hosts")  # have a precision of their own
 # The last two change the bits, also of the run on one rank that a row is compared with; the others do not.
 FACTORS: dict[str, tuple[Any, ...]] = {
     "shard": ("none", "optimizer", "fsdp2"),
     "world_size": (2, 3, 4, 5),
     "check": ("", "COMPARE_EVERY", "CHECK_COMPUTE_EVERY"),
-    "route": ("direct", "long"),
+    "route": ("gather", "long"),
     "precision": ("", "bf16"),
     "exchange_dtype": ("none", "bf16"),
 }
@@ -61,7 +61,7 @@ def run_alone(train: Callable[[], Any], **variables: str) -> Any:
 
 
 def train_with(train: Callable[[], Any], route: str, check: str) -> Any:
-    """`route`: with "long", no bucket is small enough to go to all ranks directly. `check`: a comparison of replicas
+    """`route`: with "long", no bucket is small enough for an all-gather. `check`: a comparison of replicas
     compares their buffers, too.
     """
     names = replicas.name_replicated
@@ -73,14 +73,14 @@ def train_with(train: Callable[[], Any], route: str, check: str) -> Any:
                 yield from ((f"{name}.{path}", buffer) for path, buffer in thing.named_buffers())
 
     if route == "long":
-        routes.DIRECT_MAX_BYTES = 0
+        routes.GATHER_MAX_BYTES = 0
     if check == "COMPARE_EVERY":
         replicas.name_replicated = name_all
     return train()
 
 
 # Tied weights, and models that train in turn, also with FSDP2.
-MORE = [(name, "fsdp2", 3, "", "direct", "", "none") for name in ("transformer", "gan_without_penalty")]
+MORE = [(name, "fsdp2", 3, "", "gather", "", "none") for name in ("transformer", "gan_without_penalty")]
 
 
 @pytest.mark.parametrize(("name", *FACTORS), [*cover(CASES, FACTORS, is_allowed), *MORE])

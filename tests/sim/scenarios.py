@@ -96,7 +96,7 @@ class Scenario:
         shard: "none" or "optimizer".
         every: `--snapshot-every`, in steps.
         steps: `--max-steps`. An epoch has 5.
-        routes: "direct" or "chunks": for gradients of every size, the route of small or that of large ones.
+        routes: "gather" or "chunks": for gradients of every size, the route of small or that of large ones.
         copies: "at_once" or "background": when the tensors of a snapshot are copied.
     """
 
@@ -105,7 +105,7 @@ class Scenario:
     shard: str = "none"
     every: int = 2
     steps: int = 10
-    routes: str = "direct"
+    routes: str = "gather"
     copies: str = "at_once"
     rounds: tuple[Round, ...] = (Round(1),)
 
@@ -145,7 +145,7 @@ def plan(seed: int, focus: str = "") -> Scenario:
         shard=shard,
         every=choose.choice((1, 2, 3, 4)),
         steps=STEPS_PER_EPOCH * epochs,
-        routes=choose.choice(("direct", "direct", "chunks")),
+        routes=choose.choice(("gather", "gather", "chunks")),
         copies="background" if focus == "background" else choose.choice(("at_once", "background")),
         rounds=(*rounds, Round(choose.choice((1, 2, 3)))),
     )

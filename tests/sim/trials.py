@@ -29,8 +29,8 @@ MAX_AFTER_SIGTERM = 2  # steps: the one whose exchange carries the vote may be t
 STOPPED = (0, 75, 128 + 15)
 # For tensors of every size, what is usual for large ones.
 CONSTANTS = {
-    ("routes", "direct"): {"engine.routes.DIRECT_MAX_BYTES": 4 << 20, "engine.routes.NEIGHBORS_MAX_BYTES": 1 << 20},
-    ("routes", "chunks"): {"engine.routes.DIRECT_MAX_BYTES": 64, "engine.routes.NEIGHBORS_MAX_BYTES": 0},
+    ("routes", "gather"): {"engine.routes.GATHER_MAX_BYTES": 4 << 20, "engine.routes.NEIGHBORS_MAX_BYTES": 1 << 20},
+    ("routes", "chunks"): {"engine.routes.GATHER_MAX_BYTES": 64, "engine.routes.NEIGHBORS_MAX_BYTES": 0},
     ("copies", "at_once"): {"snapshot.async_copy.LARGE_BYTES": 1 << 18},
     ("copies", "background"): {"snapshot.async_copy.LARGE_BYTES": 16},
 }

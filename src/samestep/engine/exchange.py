@@ -69,7 +69,7 @@ class Exchange:
         self._missing = [sum(param.requires_grad for param in bucket.params) for bucket in plan.buckets]
         self._pending: list[routes.PendingOp] = []
         # A part of a large message may also be in the way of a small one that gloo sends after it.
-        self._wait = partial(group.wait_for, num_bytes=max(route.root.nbytes for route in memory.routes))
+        self._wait = partial(group.wait_for, num_bytes=max(route.max_bytes for route in memory.routes))
         self._failure: RuntimeError | None = None
         self._attempt(self._expect)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from samestep.engine.buckets import Bucket
 from samestep.engine.control import ControlFormat
 from samestep.engine.reduction_plan import ReductionPlan
-from samestep.engine.routes import Direct, Route, Space, Staged, choose_route
+from samestep.engine.routes import AllGather, Route, Space, Staged, choose_route
 from samestep.plan.tree import Layout
 from samestep.torch_internals import count_storage_uses, get_storage
 from samestep.world.group import Group
@@ -36,7 +36,7 @@ class ExchangeMemory:
         self.routes = [memory.route for memory in self.buckets]
         if not self.routes or not self.routes[-1].blocks:
             space = Space(torch.zeros, 0, torch.uint8, layout, group.rank)
-            self.routes.append(Direct(space, self.form.size_bytes, group.local_sockets))
+            self.routes.append(AllGather(space, self.form.size_bytes, group.local_sockets))
         views = {
             i: pieces
             for bucket, memory in zip(plan.buckets, self.buckets, strict=True)
@@ -123,6 +123,9 @@ def _build_route(bucket: Bucket, plan: ReductionPlan, layout: Layout, group: Gro
     new = allocate_on_host if is_staged else allocate
     space = Space(new, bucket.num_elements, bucket.dtype, layout, group.rank, plan.exact, bucket.owner)
     kind = choose_route(space)
-    is_on_host = is_staged or bucket.device.type == "cpu"
-    route = Direct(space, control_bytes if is_on_host else 0, group.local_sockets) if kind is Direct else kind(space)
+    if kind is AllGather:
+        is_on_host = is_staged or bucket.device.type == "cpu"
+        route: Route = AllGather(space, control_bytes if is_on_host else 0, group.local_sockets)
+    else:
+        route = kind(space)
     return Staged(route, allocate) if is_staged else route

@@ -26,9 +26,9 @@ class Work(Protocol):
 
 Messages = Iterator[Sequence[Work]]
 
-# Of all ranks' parts together. Gloo, 2 and 4 ranks (benchmarks/routes.py): below this, one message to each peer is the
-# fastest; above it, log2 W exchanges of half the data each, or chunks if the number of ranks is not a power of two.
-DIRECT_MAX_BYTES = 4 << 20
+# Of all ranks' parts together. Gloo, 2 and 4 ranks (benchmarks/routes.py): below this, an all-gather is the fastest;
+# above it, exchanges of half the data, or chunks if the number of ranks is not a power of two.
+GATHER_MAX_BYTES = 4 << 20
 # Of one rank's row. Above it, gloo is faster, because its thread copies while this one continues.
 NEIGHBORS_MAX_BYTES = 1 << 20
 
@@ -61,6 +61,7 @@ class Route:
         parts: this rank's parts.
         root: finally holds the sum, on the ranks that get it.
         blocks: the ranks' control blocks, if they are sent with this bucket.
+        max_bytes: no message is larger.
         has_rounds: whether the exchange waits several times, so that it is worth advancing it meanwhile.
     """
 
@@ -70,6 +71,7 @@ class Route:
         self.space = space
         self.parts = parts
         self.root = root
+        self.max_bytes = root.nbytes
         self.blocks: list[memoryview] = []
 
     def expect(self, tag: int) -> None:
@@ -80,46 +82,60 @@ class Route:
         raise NotImplementedError
 
 
-class Direct(Route):
-    """Each rank sends a row with its parts and its control block to every other rank. Latency 1, W - 1 rows received.
+class AllGather(Route):
+    """Each rank gets the rows of all ranks, which hold their parts and control blocks, and adds the parts itself.
+
+    Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems" (1997): in
+    each of log2 W rounds, a rank passes on all rows that it has, up to the number that is missing.
 
     Args:
         control_bytes: size of the control block; 0: there is none.
-        sockets: of the ranks, if all run on one host.
+        sockets: of the ranks, if all run on one host. There, a rank sends its row to each of the others.
     """
 
     def __init__(self, space: Space, control_bytes: int = 0, sockets: LocalSockets | None = None) -> None:
-        layout, num_parts = space.layout, space.layout.max_parts
+        layout, rank, num_parts = space.layout, space.rank, space.layout.max_parts
         part_bytes = space.num_elements * space.dtype.itemsize
         row_bytes = num_parts * part_bytes + control_bytes
-        self._rows = space.new(layout.world_size, row_bytes, dtype=torch.uint8)
+        self._rows = rows = space.new(layout.world_size, row_bytes, dtype=torch.uint8)
+        # NCCL gathers rows in the order of the ranks. Else this rank's comes first, so that each message is contiguous.
+        first = 0 if rows.is_cuda else rank
+        self._of_ranks: list[Any] = [rows[(peer - first) % layout.world_size] for peer in range(layout.world_size)]
         self._slots = [
-            row[k * part_bytes : (k + 1) * part_bytes].view(space.dtype) for row in self._rows for k in range(num_parts)
+            row[k * part_bytes : (k + 1) * part_bytes].view(space.dtype)
+            for row in self._of_ranks
+            for k in range(num_parts)
         ]
-        own = slice(space.rank * num_parts, (space.rank + 1) * num_parts)
-        super().__init__(space, self._slots[own], self._slots[layout.root])
-        self._receives: Sequence[Work] = ()
+        super().__init__(space, self._slots[rank * num_parts : (rank + 1) * num_parts], self._slots[layout.root])
+        self.max_bytes = row_bytes * (layout.world_size // 2)
+        self.has_rounds = layout.world_size > 2
+        self._receives: list[Work] = []
         self._sockets = sockets if control_bytes and row_bytes <= NEIGHBORS_MAX_BYTES else None
         if control_bytes:
-            self.blocks = [memoryview(row.numpy()) for row in self._rows[:, num_parts * part_bytes :]]
+            self.blocks = [memoryview(row[num_parts * part_bytes :].numpy()) for row in self._of_ranks]
 
     def expect(self, tag: int) -> None:
         if self._sockets is None and not self._rows.is_cuda:
-            peers = [peer for peer in range(len(self._rows)) if peer != self.space.rank]
-            self._receives = _list_works(dist.irecv(self._rows[peer], peer, tag=tag) for peer in peers)
+            rows, rank = self._rows, self.space.rank
+            receives = [
+                dist.irecv(rows[distance : distance + num_rows], (rank + distance) % len(rows), tag=tag)
+                for distance, num_rows in _plan_gather(len(rows))
+            ]
+            self._receives = _list_works(receives)
 
     def run(self, tag: int) -> Messages:
         rows, rank = self._rows, self.space.rank
         if self._sockets is not None:
-            self._sockets.exchange([memoryview(row.numpy()) for row in rows])
+            self._sockets.exchange([memoryview(row.numpy()) for row in self._of_ranks])
         elif rows.is_cuda:
             dist.all_gather_into_tensor(rows.view(-1), rows[rank])
         else:
             if not self._receives:
                 self.expect(tag)
-            receives, self._receives = self._receives, ()
-            sends = [dist.isend(rows[rank], peer, tag=tag) for peer in range(len(rows)) if peer != rank]
-            yield [*receives, *_list_works(sends)]
+            receives, self._receives = self._receives, []
+            for (distance, num_rows), receive in zip(_plan_gather(len(rows)), receives, strict=True):
+                send = dist.isend(rows[:num_rows], (rank - distance) % len(rows), tag=tag)
+                yield _list_works([receive, send])
         add_parts(self._slots, self.space.layout)
 
 
@@ -236,6 +252,7 @@ class Staged(Route):
         super().__init__(host.space, parts, parts[0])
         self._host = host
         self.blocks = host.blocks
+        self.max_bytes = host.max_bytes
         self.has_rounds = host.has_rounds
 
     def expect(self, tag: int) -> None:
@@ -257,8 +274,8 @@ def choose_route(space: Space) -> Callable[[Space], Route]:
     if space.owner is not None:
         return ToOwner
     num_bytes = space.num_elements * space.dtype.itemsize
-    if num_bytes * layout.max_parts * layout.world_size <= DIRECT_MAX_BYTES:
-        return Direct
+    if num_bytes * layout.max_parts * layout.world_size <= GATHER_MAX_BYTES:
+        return AllGather
     return Butterfly if layout.butterfly else Chunks
 
 
@@ -284,6 +301,15 @@ def _exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tens
     works = [dist.irecv(tensor, peer, tag=tag) for tensor, peer in receives]
     works += [dist.isend(tensor, peer, tag=tag) for tensor, peer in sends]
     return _list_works(works)
+
+
+def _plan_gather(world_size: int) -> list[tuple[int, int]]:
+    """Return the rounds of an all-gather as (distance, number of rows).
+
+    In a round, rank r sends its first rows to rank r - distance, and gets as many from rank r + distance.
+    """
+    distances = [1 << k for k in range((world_size - 1).bit_length())]
+    return [(distance, min(distance, world_size - distance)) for distance in distances]
 
 
 def _plan_butterfly(num_elements: int, rank: int, world_size: int) -> list[tuple[int, slice, slice]]:
