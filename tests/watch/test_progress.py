@@ -9,6 +9,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from support.commands import Popen, run
@@ -50,7 +51,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return forward
 
 
-def run_on_terminal(script: str, *, columns: int = 100, term: str = "xterm") -> tuple[int, str]:
+def run_on_terminal(*words: str, columns: int = 100, term: str = "xterm") -> tuple[int, str]:
     """Return the exit code, and everything that the terminal received."""
     ours, theirs = pty.openpty()
     try:
@@ -58,7 +59,7 @@ def run_on_terminal(script: str, *, columns: int = 100, term: str = "xterm") -> 
         env = {**os.environ, "TERM": term}
         for name in ("COLUMNS", "NO_COLOR"):
             env.pop(name, None)
-        process = Popen([sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+        process = Popen([sys.executable, *words], stdin=theirs, stdout=theirs, stderr=theirs, env=env)
         os.close(theirs)
         output = b""
         while True:
@@ -91,7 +92,7 @@ def plain(output: str) -> str:
 
 
 def test_bar_on_a_terminal() -> None:
-    code, output = run_on_terminal(RUN + END)
+    code, output = run_on_terminal("-c", RUN + END)
     text = plain(output)
     assert code == 0, text
     bars = [line for line in re.split(r"[\r\n]+", text) if re.match(r"\d+/720", line)]
@@ -114,9 +115,18 @@ def test_bar_on_a_terminal() -> None:
     assert text.index("written to") < text.index("after")
 
 
+def test_a_launched_rank_draws_its_bar(tmp_path: Path) -> None:
+    """Its output is a pipe. It draws on the launcher's terminal, and a hidden rank does not."""
+    script = tmp_path / "script.py"
+    script.write_text(RUN)
+    code, output = run_on_terminal("-m", "samestep", "launch", "--nproc-per-node", "2", str(script))
+    assert code == 0, output
+    assert output.count(f"{progress.CLEAR}101/720") == 1
+
+
 @pytest.mark.parametrize("columns", [40, 80])
 def test_a_narrow_terminal_has_one_line(columns: int) -> None:
-    code, output = run_on_terminal(RUN + "p.close()\n", columns=columns)
+    code, output = run_on_terminal("-c", RUN + "p.close()\n", columns=columns)
     assert code == 0
     bars = [line for line in re.split(r"[\r\n]+", plain(output)) if re.match(r"\d+/720", line)]
     assert max(map(len, bars)) <= columns
@@ -124,7 +134,7 @@ def test_a_narrow_terminal_has_one_line(columns: int) -> None:
 
 
 def test_a_dumb_terminal_gets_lines() -> None:
-    code, output = run_on_terminal(RUN + END, term="dumb")
+    code, output = run_on_terminal("-c", RUN + END, term="dumb")
     assert code == 0
     assert "\x1b" not in output
     assert "step 720/720  epoch 20  loss" in output
@@ -185,7 +195,7 @@ def test_a_line_has_values_of_one_step(clock: Callable[[float], None], capsys: p
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    silent = build_progress(rank=1, terminal=True)
+    silent = build_progress(rank=1)
     assert type(silent) is Progress
     silent.begin(total_steps=3, done_steps=0, epochs=1)
     silent.step(1, 32, 0)

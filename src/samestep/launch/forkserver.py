@@ -80,9 +80,9 @@ class ForkServer:
         return pid
 
     def start(self, ranks: list[dict[str, Any]], **common: Any) -> None:
-        """Fork ranks (see `rank_process.run_rank` for the fields), also while others run.
+        """Fork ranks, after the end of earlier ones. They inherit this process's stdout and stderr.
 
-        They inherit this process's stdout and stderr.
+        For the fields see `rank_process.run_rank`.
         """
         with suppress(OSError):  # `receive` reports that the server has ended
             self._connection.send({"start": ranks, "common": common})
@@ -241,11 +241,10 @@ def is_preloaded() -> bool:
 class _Server:
     def __init__(self, client: "Connection[Any, Any]") -> None:
         self.client = client
-        self.ranks: dict[int, tuple[int, Recording]] = {}  # pid -> rank, and what records its output
-        self.signals: list[int] = []  # which the ranks that run were sent
-        self.recordings: list[Recording] = []
-        self.last_ends: dict[Recording, dict[str, Any]] = {}  # of the last rank, sent when all output is recorded
-        self.is_stopping = False  # the ranks were sent a signal
+        self.ranks: dict[int, int] = {}  # pid -> rank
+        self.signals: list[int] = []  # which the ranks were sent
+        self.recording: Recording | None = None
+        self.last_end: dict[str, Any] | None = None  # of a rank, sent when all output is recorded
         self.directory: str | None = None
         self.woken, self.waker = socket.socketpair()
         self.woken.setblocking(False)
@@ -260,21 +259,19 @@ class _Server:
         """Serve until the client closes the connection."""
         while True:
             # After a signal, do not wait forever for a terminal that does not accept the last output.
-            is_limited = self.is_stopping and bool(self.last_ends)
+            is_limited = bool(self.signals) and self.last_end is not None
             ready = [key.fileobj for key, _ in self.selector.select(DRAIN_S if is_limited else None)]
             if self.woken in ready:
                 self.woken.recv(READ_BYTES)
                 self.reap()
-            ended = self.last_ends if is_limited and not ready else ready
-            for recording in [each for each in self.recordings if each in ended]:
-                self.stop_recording(recording)
+            if self.recording in ready or (is_limited and not ready):
+                self.stop_recording()
             if self.client in ready and not self.process_request():
                 break
         self.send_signal(signal.SIGKILL)
         for pid in self.ranks:
             os.waitpid(pid, 0)
-        for recording in [*self.recordings]:
-            self.stop_recording(recording)
+        self.stop_recording()
         if self.directory is not None:  # the client was killed and has not removed it
             shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -309,11 +306,9 @@ class _Server:
             for file in (out, err):
                 os.close(file)
             return
-        self.is_stopping = False
         self.signals = []
         shown = {fields["rank"]: fields.pop("is_shown") for fields in ranks}
-        recording = Recording(shown, out, err, common["directory"], self.fork)
-        self.recordings.append(recording)
+        self.recording = recording = Recording(shown, out, err, common["directory"], self.fork)
         self.selector.register(recording, selectors.EVENT_READ)
         gate = os.pipe()
         pids = {}
@@ -321,7 +316,7 @@ class _Server:
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)
         for fields in ranks:
             pid = self.fork(partial(self.become_rank, os.getpid(), recording, gate, {**common, **fields}))
-            self.ranks[pid] = fields["rank"], recording
+            self.ranks[pid] = fields["rank"]
             pids[fields["rank"]] = pid
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
         recording.begin()
@@ -359,8 +354,6 @@ class _Server:
             signal.signal(signum, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, keep_signal)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for other in self.recordings:
-            other.leave()
         fields["variables"] |= recording.enter(fields["rank"])
         waits, opens = gate
         os.close(opens)
@@ -376,27 +369,28 @@ class _Server:
                 break
             if pid not in self.ranks:  # the recorder, whose end its socket reports
                 continue
-            rank, recording = self.ranks.pop(pid)
+            rank = self.ranks.pop(pid)
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
             code = os.waitstatus_to_exitcode(status)
             end = {"rank": rank, "code": code, "time_s": time.time(), "signals": [*self.signals]}
-            is_last = not any(other is recording for _, other in self.ranks.values())
-            if recording not in self.recordings or not is_last:
+            if self.ranks or self.recording is None:
                 self.send(end)
             else:
-                self.last_ends[recording] = end
-                recording.finish()
+                self.last_end = end
+                self.recording.finish()
 
-    def stop_recording(self, recording: Recording) -> None:
-        """End a recorder. It ends before the last of its ranks is reported: then the output is complete."""
-        self.selector.unregister(recording)
-        recording.close()
-        self.recordings.remove(recording)
-        end = self.last_ends.pop(recording, None)
-        if end is not None:
-            self.send(end)
-        elif not self.is_stopping:
+    def stop_recording(self) -> None:
+        """End the recorder. It ends before the last of its ranks is reported: then the output is complete."""
+        if self.recording is None:
+            return
+        self.selector.unregister(self.recording)
+        self.recording.close()
+        self.recording = None
+        if self.last_end is not None:
+            self.send(self.last_end)
+            self.last_end = None
+        elif not self.signals:
             with suppress(OSError):
                 say(
                     "the process that records the ranks' output has died or was killed (out of memory?): from here "
@@ -405,7 +399,6 @@ class _Server:
 
     def send_signal(self, signum: int) -> None:
         self.reap()  # a rank that has ended before has not ended by this signal
-        self.is_stopping = True
         self.signals.append(signum)
         for pid in self.ranks:
             if signum == signal.SIGKILL:

@@ -173,7 +173,7 @@ class Run:
         group = open_group(environment, self.device, backend=settings.backend)
         self.local_rank = environment.local_rank
         self._group = group
-        self._progress = build_progress(rank=self.rank, terminal=False if is_trial else None)
+        self._progress = build_progress(rank=self.rank, has_bar=not is_trial)
         location = open_location(settings, group, self._say, keeps=environment.heals)
         self.dir = location.path
         context = RunContext(

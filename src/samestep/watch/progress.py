@@ -1,15 +1,16 @@
 """The progress display of rank 0: a bar on a terminal, plain lines elsewhere."""
 
+import os
 import sys
 from collections import deque
 from collections.abc import Mapping
-from shutil import get_terminal_size
+from contextlib import suppress
 from time import monotonic
-from typing import Any
+from typing import Any, TextIO
 
 from samestep.console import escape
 from samestep.units import format_time
-from samestep.world.environment import drop_output, is_dumb_terminal
+from samestep.world.environment import drop_output, find_bar_terminal, read_terminal
 
 DRAW_EVERY_S = 0.1
 LINE_EVERY_S = 2.0
@@ -17,17 +18,10 @@ WINDOW_S = 20.0
 CLEAR = "\r\x1b[2K"  # the line of a terminal
 
 
-def build_progress(*, rank: int, terminal: bool | None = None) -> "Progress":
-    """Return the display of this rank: on rank 0 a bar on a terminal, or plain lines elsewhere; on other ranks none.
-
-    Args:
-        terminal: whether to draw a bar; None: if standard output and standard error are terminals that can.
-    """
-    if terminal is None:
-        terminal = sys.stdout.isatty() and sys.stderr.isatty() and not is_dumb_terminal()
-    if rank == 0 and terminal:
-        return Bar()
-    return Progress(is_shown=rank == 0)
+def build_progress(*, rank: int, has_bar: bool = True) -> "Progress":
+    """Return the display of rank 0, a bar on a terminal if `has_bar`, else plain lines; on other ranks none."""
+    terminal = find_bar_terminal() if rank == 0 and has_bar else None
+    return Progress(is_shown=rank == 0) if terminal is None else Bar(terminal)
 
 
 def say_above(progress: "Progress", sentence: str) -> None:
@@ -58,12 +52,16 @@ class Pace:
         self.num_samples += num_samples
         if now < self._next_mark:
             return False
-        self._next_mark = now + DRAW_EVERY_S
+        self.wait()
         marks = self._marks
         marks.append((now, number, self.num_samples))
         while len(marks) > 2 and marks[1][0] < now - WINDOW_S:
             marks.popleft()
         return True
+
+    def wait(self) -> None:
+        """Let no further step be drawn for a moment."""
+        self._next_mark = monotonic() + DRAW_EVERY_S
 
     def texts(self) -> list[str]:
         """Return texts such as ["812 samples/s", "eta 0:31"], leaving out what is not known yet."""
@@ -97,6 +95,7 @@ class Progress:
 
     def __init__(self, *, is_shown: bool = True) -> None:
         self._is_shown = is_shown
+        self._stream: TextIO | None = None  # that of `print`
         self._pace = Pace()
         self._news: dict[str, tuple[str, Any]] = {}  # name -> where it was measured, and the value
         self._said_at = float("-inf")
@@ -136,8 +135,9 @@ class Progress:
             self.print("  ".join([place, *_texts(validation)]))
 
     def take_over(self, done_steps: int) -> None:
-        """Show the loop from now on, on a rank that has become rank 0."""
+        """Show the loop from now on, on a rank that has become rank 0. Its standard output may not be shown."""
         self._is_shown = True
+        self._stream = os.fdopen(read_terminal(), "w", closefd=False)
         self._pace.number = done_steps
 
     def print(self, *args: Any, **kw: Any) -> None:
@@ -145,7 +145,7 @@ class Progress:
         if not self._is_shown:
             return
         try:
-            print(*args, **{"flush": True, **kw})
+            print(*args, **{"flush": True, "file": self._stream, **kw})
         except BrokenPipeError:  # the reader, such as tee, has ended: continue the run
             drop_output(sys.stdout.fileno())
         except OSError:  # a full disk or a closed terminal: drop the line
@@ -175,39 +175,52 @@ class Progress:
 
 
 class Bar(Progress):
-    """A line at the bottom of a terminal, drawn by `step`: a thread would endanger the forks of data workers."""
+    """A line at the bottom of a terminal, drawn by `step`: a thread would endanger the forks of data workers.
 
-    def __init__(self) -> None:
+    Other output of a rank reaches the terminal a moment later, through the launcher. So the line is cleared before it,
+    and not drawn again at once.
+    """
+
+    def __init__(self, terminal: int) -> None:
         super().__init__()
+        self._terminal = terminal
         self._is_open = False
 
     def begin(self, *, total_steps: int | None, done_steps: int, epochs: int | None) -> None:
         super().begin(total_steps=total_steps, done_steps=done_steps, epochs=epochs)
         self._is_open = True
-        self._show()
 
     def step(self, number: int, num_samples: int, epoch: int) -> None:
         if self._pace.step(number, num_samples, epoch):
-            self._show()
+            self._draw_line()
 
     def print(self, *args: Any, **kw: Any) -> None:
         if self._is_open:
-            super().print(CLEAR, end="")
+            self._draw(CLEAR)
+            self._pace.wait()
         super().print(*args, **kw)
-        self._show()
 
     def close(self) -> None:
         if self._is_open:
-            self._show()
+            self._draw_line()
             self._is_open = False
-            super().print()
+            self._draw("\n")
 
     def _show(self, *, is_due: bool = False) -> None:
-        if self._is_open:
-            values = _texts({name: value for name, (_, value) in self._news.items()})
-            place = self._pace.place().removeprefix("step ")
-            line = escape("  ".join([place, *values[:1], *self._pace.texts(), *values[1:]]))
-            super().print(CLEAR + line[: get_terminal_size().columns - 1], end="")  # what does not fit is cut off
+        """`step` does."""
+
+    def _draw_line(self) -> None:
+        values = _texts({name: value for name, (_, value) in self._news.items()})
+        place = self._pace.place().removeprefix("step ")
+        line = escape("  ".join([place, *values[:1], *self._pace.texts(), *values[1:]]))
+        with suppress(OSError):
+            columns = os.get_terminal_size(self._terminal).columns or 80
+            line = line[: columns - 1]  # what does not fit is cut off
+        self._draw(CLEAR + line)
+
+    def _draw(self, text: str) -> None:
+        with suppress(OSError):
+            os.write(self._terminal, text.encode(errors="backslashreplace"))
 
 
 def _texts(values: Mapping[str, Any]) -> list[str]:

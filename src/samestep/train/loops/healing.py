@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from functools import partial
 
 from samestep.console import describe_ranks
-from samestep.launch.output_recorder import show_instead
 from samestep.snapshot.kept_logs import Heal
 from samestep.train.context import RunContext
 from samestep.train.loops.feed import Feed
 from samestep.train.loops.services import Services
 from samestep.train.state.run_state import RunState
 from samestep.train.step.interception import Interceptor
-from samestep.world.membership import Change, list_gone
+from samestep.world.membership import Change
 
 TRACKED_STEPS = 1000  # whose rows may not have reached the trackers when rank 0 dies
 
@@ -42,8 +41,6 @@ def continue_without(context: RunContext, state: RunState, feed: Feed, services:
     """Continue without ranks that have died, in the new group."""
     feed.divide_again()
     if context.rank == 0 and change.has_lost_first:
-        # Also those that have died before: one that became rank 0 may have died before it asked to be shown.
-        show_instead(change.left[0], [rank for rank in list_gone() if rank < change.left[0]])
         kept = context.location.kept
         rows = [] if kept is None else kept.get_rows(state.steps_done - TRACKED_STEPS)
         context.location.take_over(state.steps_done, is_in_loop=state.is_in_loop)
