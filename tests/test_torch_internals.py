@@ -119,21 +119,6 @@ def test_the_backend_of_gpus_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None
         dist.destroy_process_group()
 
 
-def test_collectives_are_counted(tmp_path: Path) -> None:
-    """Without `_world.pg_map` and sequence numbers: count calls in `torch.profiler`, which records collectives."""
-    assert torch_internals.count_collectives() == 0
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
-    try:
-        own = dist.new_group([0])
-        before = torch_internals.count_collectives()
-        assert before is not None
-        dist.all_reduce(torch.ones(1))
-        dist.all_reduce(torch.ones(1), group=own)
-        assert torch_internals.count_collectives() == before + 2
-    finally:
-        dist.destroy_process_group()
-
-
 def test_the_iterator_of_a_loader() -> None:
     """Without `_next_index` and `_reset`: wrap the batch sampler, whose indices are equivalent (`verify --plain`)."""
     iterator = iter(torch.utils.data.DataLoader(range(4), 2))

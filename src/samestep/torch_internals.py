@@ -95,19 +95,7 @@ def get_total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
 # The iterator over a DataLoader. `_next_index` returns the indices of the next batch, `_reset` begins another pass.
 LoaderIterator: Any = torch.utils.data.dataloader._BaseDataLoaderIter
 
-# The process groups of this process, as the keys of a dict. Each counts the collectives that it has begun.
-_get_groups: Callable[[Any], dict[Any, Any]] = attrgetter("_world.pg_map")
-
 _get_storage_pointer: Callable[[Any], int] = attrgetter("_cdata")
-
-
-def count_collectives() -> int | None:
-    """How many collectives this process has begun, in all process groups; None if a backend does not count them."""
-    try:
-        groups = _get_groups(dist.distributed_c10d) if dist.is_initialized() else {}
-        return sum(int(group._get_sequence_number_for_group()) for group in groups)
-    except RuntimeError:
-        return None
 
 
 def get_storage(tensor: Tensor) -> int:

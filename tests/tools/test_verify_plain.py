@@ -2,10 +2,11 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.runs import check, samestep_command
-from tools.plain_planted import EVERYWHERE, MISSED, MISTAKES, SOUND, TEMPLATE, find_mistakes, find_notes, plant
+from tools.plain_planted import MISSED, MISTAKES, find_mistakes, plant
 
 from samestep.tools.verify.plain_checks import Pass, Rank, check_evaluation, check_samples
 
@@ -104,19 +105,12 @@ def test_a_sound_script(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["planted.py"], "nothing else was written"
 
 
-def test_an_evaluation_of_all_samples_on_each_rank_is_a_note(tmp_path: Path) -> None:
-    (tmp_path / "planted.py").write_text(TEMPLATE.format(**SOUND | {"evaluate": EVERYWHERE}))
-    notes = find_notes(tmp_path, "--world-sizes", "2")
-    assert [*notes] == ["evaluation"]
-    assert notes["evaluation"].startswith("on 2 ranks, each rank evaluates all 33 samples")
-
-
 @pytest.mark.parametrize(
     ("mistakes", "wanted"),
     [
         (("set_epoch forgotten", "sum in place of the mean", "evaluation padded"), {"order", "gradient", "evaluation"}),
         (("no sampler", "weights that change on one rank"), {"samples", "replicas"}),
-        (("no distributed code",), {"samples", "replicas"}),
+        (("no distributed code",), {"samples", "gradient"}),
     ],
 )  # fmt: skip
 def test_several_mistakes_in_one_script(tmp_path: Path, mistakes: tuple[str, ...], wanted: set[str]) -> None:
@@ -133,17 +127,19 @@ def record(num_batches: int, *batches: list[int], is_training: bool) -> list[Ran
     return ranks
 
 
-def test_samples_are_either_repeated_or_counted_once() -> None:
-    alone, padded = [0, 1, 2, 3, 4], [[0, 2, 4], [1, 3, 0]]
-    runs = {size: record(2, *ids, is_training=True) for size, ids in ((1, [alone]), (2, padded))}
-    assert check_samples(runs).text == (
-        "on 1 rank, an epoch has each of 5 samples; "
-        "on 2 ranks, 1 of 5 samples are repeated at the end of an epoch, as padding"
-    )
-    for second, words in (([1, 3, 0], "1 of 5 samples count more than once, as padding: give"),
-                          ([0, 1, 3], "1 of 5 samples count more than once: give")):  # fmt: skip
-        runs = {1: record(2, alone, is_training=False), 2: record(2, [0, 2, 4], second, is_training=False)}
-        assert check_evaluation(runs).text.startswith(f"on 2 ranks, {words} each rank its share")
+def judge(check: Any, second: list[int], *, is_training: bool) -> str:
+    """Return what a check says about the samples of 2 ranks, of which one has drawn 0, 2 and 4 of 5 samples."""
+    shares = {1: [[0, 1, 2, 3, 4]], 2: [[0, 2, 4], second]}
+    runs = {size: record(2, *ids, is_training=is_training) for size, ids in shares.items()}
+    return "; ".join(sentence for _, sentence in check(runs) if sentence.startswith("on 2 ranks"))
+
+
+def test_padding_is_allowed_in_training_only() -> None:
+    repeated = judge(check_samples, [1, 3, 0], is_training=True)
+    assert repeated == "on 2 ranks, 1 of 5 samples are repeated in an epoch, as padding"
+    for second, how in (([1, 3, 0], ", as padding"), ([0, 1, 3], "")):
+        said = judge(check_evaluation, second, is_training=False)
+        assert said.startswith(f"on 2 ranks, 1 of 5 samples count more than once{how}: give each rank its share")
 
 
 @pytest.mark.soak
@@ -195,22 +191,6 @@ def test_bad_input(tmp_path: Path, arguments: list[str], words: str) -> None:
     done = check(samestep_command("verify", *arguments, "planted.py", cwd=tmp_path), 2)
     assert words in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["planted.py"]
-
-
-def test_a_script_that_finds_files_of_an_earlier_run(tmp_path: Path) -> None:
-    (tmp_path / "planted.py").write_text(
-        "import os, torch; p = torch.nn.Parameter(torch.ones(1)); optimizer = torch.optim.SGD([p])\n"
-        "if os.path.exists('before.pt'): optimizer.state[p]['old'] = 1\n"
-        "p.sum().backward(); optimizer.step()"
-    )
-    (tmp_path / "before.pt").touch()
-    command = ["verify", "--plain", "--world-sizes", "1"]
-    done = check(samestep_command(*command, "planted.py", cwd=tmp_path), 2)
-    assert "planted.py resumes from files of an earlier run" in done.stderr
-    (tmp_path / "before.pt").unlink()
-    done = check(samestep_command(*command, "planted.py", cwd=tmp_path))
-    assert {verdict for _, verdict, _ in VERDICT.findall(done.stdout)} == {"not observed"}
-    assert done.stdout.endswith("no mistakes were found; 5 of 5 checks could not be made: not observed\n")
 
 
 def test_the_working_directory_stays_as_it_is(tmp_path: Path) -> None:

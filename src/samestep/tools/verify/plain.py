@@ -19,20 +19,14 @@ from samestep.launch.target import Target
 from samestep.tools.traced_script import exiting_on_sigterm, start
 from samestep.tools.verify.plain_checks import (
     MISTAKE,
-    NOTE,
     OK,
     UNSEEN,
     CheckResult,
     Rank,
-    check_evaluation,
-    check_gradient,
-    check_order,
-    check_replicas,
-    check_samples,
-    describe_end,
+    check_all,
     read_ranks,
 )
-from samestep.tools.verify.trials import LEAST_DEADLINE_S, SHOWN_LINES, STUCK
+from samestep.tools.verify.trials import LEAST_DEADLINE_S, SHOWN_LINES
 from samestep.units import format_ranks
 from samestep.world.environment import HOOK, child_variables
 from samestep.world.workdir import WorkDir
@@ -42,7 +36,7 @@ RECORDER = "samestep.tools.verify.plain_recorder"
 MAX_FILES = 10_000
 MAX_BYTES = 1 << 30
 ROW = "  {:<11} {:<13} {}"
-COLOURS = {OK: "green", UNSEEN: "yellow", NOTE: "yellow", MISTAKE: "red"}
+COLOURS = {OK: "green", UNSEEN: "yellow", MISTAKE: "red"}
 
 
 def run_plain(target: Target, values: Mapping[str, Any], world_sizes: Sequence[int]) -> int:
@@ -56,11 +50,12 @@ def run_plain(target: Target, values: Mapping[str, Any], world_sizes: Sequence[i
         trials = _PlainTrials(target, values.get("steps", 100), entries, temporary)
         if "json" not in values:
             print(f"samestep verify --plain {shlex.join(target.to_words())}", flush=True)
-        results = _compare(trials, world_sizes)
+        runs = {size: trials.run(size) for size in world_sizes}
+    results = [*trials.faults, *check_all(runs)]
     has_mistake = any(result.verdict == MISTAKE for result in results)
     if "json" in values:
-        checks = {result.check: {"verdict": result.verdict, "text": result.text} for result in results}
-        print_json({"runs": trials.rows, "checks": checks, "mistakes": has_mistake})
+        found = {result.check: {"verdict": result.verdict, "text": result.text} for result in results}
+        print_json({"runs": trials.rows, "checks": found, "mistakes": has_mistake})
         return int(has_mistake)
     for result in results:
         line = ROW.format(result.check, result.verdict, result.text)
@@ -71,31 +66,6 @@ def run_plain(target: Target, values: Mapping[str, Any], world_sizes: Sequence[i
     return int(has_mistake)
 
 
-def _compare(trials: "_PlainTrials", world_sizes: Sequence[int]) -> list[CheckResult]:
-    runs: dict[int, list[Rank]] = {}
-    faults = []
-    for size in world_sizes:
-        code, ranks, output = trials.run(size)
-        num_steps = min((rank.num_steps for rank in ranks), default=0)
-        if not runs and (code or not ranks):
-            raise Error(
-                f"{trials.name} {describe_end(code)} on {format_ranks(size)} after {num_steps} steps of a torch "
-                f"optimizer, before anything can be compared: its last lines are: {output}",
-                code="SS711",
-            )
-        if ranks and ranks[0].updates[0]["before"]["num_states"]:
-            raise Error(
-                f"{trials.name} resumes from files of an earlier run: start in a directory without them",
-                code="SS712",
-            )
-        runs[size] = ranks
-        if code and not any(rank.is_cut for rank in ranks):
-            faults.append(f"on {format_ranks(size)} it {describe_end(code)} after {num_steps} steps")
-    checks = (check_samples, check_order, check_gradient, check_replicas, check_evaluation)
-    results = [CheckResult("run", MISTAKE, "; ".join(faults))] if faults else []
-    return results + [check(runs) for check in checks]
-
-
 class _PlainTrials:
     """Starts the script, each time in a copy of the working directory, and reads what its ranks recorded.
 
@@ -104,15 +74,11 @@ class _PlainTrials:
 
     Attributes:
         rows: the number of ranks, steps, seconds and exit code of each start.
+        faults: the starts after the first one that have failed.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        num_steps: int,
-        entries: Mapping[Path, bool],
-        home: WorkDir,
-    ) -> None:
+    def __init__(self, target: Target, num_steps: int, entries: Mapping[Path, bool], home: WorkDir) -> None:
+        self._name = target.name
         self._num_steps = num_steps
         self._entries = entries
         self._home = home
@@ -121,19 +87,16 @@ class _PlainTrials:
         self._target = replace(target, name=str(path)) if target.kind == "script" else target
         self._deadline_s: float | None = None
         self.rows: list[dict[str, Any]] = []
-        self.name = target.name
+        self.faults: list[CheckResult] = []
 
-    def run(self, size: int) -> tuple[int, list[Rank], str]:
-        """Start the script on a number of ranks, and wait for its end.
-
-        Returns:
-            The exit code, the records of the ranks, and the end of the output.
-        """
+    def run(self, size: int) -> list[Rank]:
+        """Start the script on a number of ranks, and wait for its end. Returns the records of the ranks."""
+        is_first = not self.rows
         place = self._home.path / f"{len(self.rows)}"
         place.mkdir()
         where = place / "copy"
         _copy_entries(self._entries, where)
-        show_activity(f"{self.name} on {size} ranks ...")
+        show_activity(f"{self._name} on {size} ranks ...")
         command = self._target.to_full_command(size)
         options = {"dir": str(place), "steps": self._num_steps}
         ours = {HOOK: json.dumps([RECORDER, options]), "WANDB_MODE": "disabled"}
@@ -141,14 +104,23 @@ class _PlainTrials:
         began_s = time.monotonic()
         with start(command, variables, place / "output", (self._home.lock.fileno(),), where) as process:
             code = process.wait_for(self._deadline_s)
-        code = STUCK if code is None else code
         seconds = time.monotonic() - began_s
         self._deadline_s = self._deadline_s or max(LEAST_DEADLINE_S, 10 * seconds)
         ranks = read_ranks(place)
         num_steps = min((rank.num_steps for rank in ranks), default=0)
         self.rows.append({"ranks": size, "steps": num_steps, "seconds": round(seconds, 1), "exit_code": code})
-        output = read_tail(place / "output").splitlines()
-        return code, ranks, "\n".join(output[-SHOWN_LINES:])
+        end = "does not end" if code is None else f"ends with exit code {code}"
+        if is_first and (code or not ranks):
+            output = "\n".join(read_tail(place / "output").splitlines()[-SHOWN_LINES:])
+            raise Error(
+                f"{self._name} {end} on {format_ranks(size)} after {num_steps} steps of a torch optimizer, before "
+                f"anything can be compared: its last lines are: {output}",
+                code="SS711",
+            )
+        if code != 0 and not any(rank.is_cut for rank in ranks):
+            text = f"on {format_ranks(size)} it {end} after {num_steps} steps"
+            self.faults.append(CheckResult("run", MISTAKE, text))
+        return ranks
 
 
 def _sort_entries(linked: Sequence[str], home: Path) -> dict[Path, bool]:

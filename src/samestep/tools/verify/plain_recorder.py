@@ -7,10 +7,8 @@ Each process that trains appends lines of JSON to `rank-<process id>.jsonl`. Eac
     end_pass      it requests another batch, and there is none
     trim          Accelerate removes the padding from the results of the last batch
     backward      a backward pass ends
-    begin_update  an optimizer's step begins; the first one has the state "before" it. "num_collectives": begun so far,
-                  null if not known
-    end_update    it ends; "computed": the gradient of this rank, "reduced": in `.grad` after the last backward pass,
-                  "used": in `.grad` after the step, "after": the state
+    update        an optimizer's step ends; "computed": the gradient of this rank, "used": in `.grad`, "after": the
+                  weights
     cut           the recorder ends the script after the steps of the trial
 
 Tensors are recorded as their dot products with a few fixed random vectors. These are linear, so that the projection of
@@ -23,8 +21,8 @@ import multiprocessing
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,13 +31,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader, SequentialSampler, Subset
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, Subset
 
 from samestep.data.content import find_leaves
 from samestep.files import open_regular
 from samestep.hashing import hash_pieces
-from samestep.torch_internals import LoaderIterator, count_collectives
+from samestep.torch_internals import LoaderIterator
 from samestep.waiting import wait_until
 from samestep.world.environment import read_rank
 
@@ -63,29 +61,24 @@ def begin(options: Mapping[str, Any]) -> None:
         _recorder.install()
 
 
-class Projection:
-    """Computes dot products of lists of tensors with fixed random vectors, without the global generators."""
+@cache
+def draw_vectors(place: int, size: int) -> Tensor:
+    """Return the random vectors for the tensor at a place of a list. They do not come from the global generators."""
+    generator = torch.Generator().manual_seed(place)
+    return torch.randn((NUM_VECTORS, size), generator=generator, dtype=torch.float64)
 
-    def __init__(self) -> None:
-        self._vectors: dict[tuple[int, int], Tensor] = {}
 
-    def project(self, place: int, tensor: Tensor) -> Tensor:
-        """Project the tensor at a place of a list. Returns NUM_VECTORS numbers in float64, on the CPU."""
-        flat = tensor.detach().to_dense().flatten()
-        flat = flat[:: math.ceil(len(flat) / MAX_ELEMENTS) or 1].to("cpu", torch.float64)
-        key = place, len(flat)
-        if key not in self._vectors:
-            generator = torch.Generator().manual_seed(place)
-            self._vectors[key] = torch.randn((NUM_VECTORS, len(flat)), generator=generator, dtype=torch.float64)
-        return (self._vectors[key] * flat).sum(1)
+def project(place: int, tensor: Tensor) -> Tensor:
+    """Project the tensor at a place of a list. Returns NUM_VECTORS numbers in float64, on the CPU."""
+    flat = tensor.detach().to_dense().flatten()
+    flat = flat[:: math.ceil(len(flat) / MAX_ELEMENTS) or 1].to("cpu", torch.float64)
+    return (draw_vectors(place, len(flat)) * flat).sum(1)
 
-    def project_all(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """Project a list of tensors; None counts as zeros."""
-        total = torch.zeros(NUM_VECTORS, dtype=torch.float64)
-        for place, tensor in enumerate(tensors):
-            if tensor is not None:
-                total += self.project(place, tensor)
-        return total
+
+def project_all(tensors: Iterable[Tensor | None]) -> Tensor:
+    """Project a list of tensors; None counts as zeros."""
+    projections = [project(place, tensor) for place, tensor in enumerate(tensors) if tensor is not None]
+    return sum(projections, torch.zeros(NUM_VECTORS, dtype=torch.float64))
 
 
 class OptimizerTracker:
@@ -95,18 +88,17 @@ class OptimizerTracker:
     `_is_fresh` says that there was no backward pass since the last update.
 
     Attributes:
-        number: of the optimizer, in the order of first updates; -1 before that.
+        number: of the optimizer.
         num_steps: completed updates.
     """
 
-    def __init__(self, projection: Projection) -> None:
-        self._projection = projection
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.num_steps = 0
         self._params: list[Tensor] = []
         self._hooked: set[int] = set()
         self._is_fresh = True
-        self._computed = self._reduced = projection.project_all([])  # zeros
-        self.number = -1
-        self.num_steps = 0
+        self._computed = project_all([])  # zeros
 
     def add(self, params: Sequence[Tensor]) -> None:
         """Follow more parameters."""
@@ -125,38 +117,23 @@ class OptimizerTracker:
             self._is_fresh = False
 
     def _add_gradient(self, place: int, gradient: Tensor) -> None:
-        self._computed = self._computed + self._projection.project(place, gradient)
-
-    def after_backward(self) -> None:
-        """Note the gradients, which DDP has averaged by now."""
-        self._reduced = self._project_grads()
+        self._computed = self._computed + project(place, gradient)
 
     def _project_grads(self) -> Tensor:
-        return self._projection.project_all([param.grad for param in self._params])
+        return project_all([param.grad for param in self._params])
 
-    def describe_begin(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Describe an update that begins, and before the first one the state."""
-        return {
+    def end_update(self) -> dict[str, Any]:
+        """Describe an update. A closure has computed the gradients in the update itself."""
+        line = {
             "optimizer": self.number,
             "num_elements": sum(param.numel() for param in self._params),
-            **({} if self.num_steps else {"before": self._describe_state(optimizer)}),
-        }
-
-    def describe_end(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Describe the gradients of an update that ends, and the state. A closure computes them in the update."""
-        line = {
             "computed": None if self._is_fresh else self._computed.tolist(),
-            "reduced": self._reduced.tolist(),
             "used": self._project_grads().tolist(),
-            "after": self._describe_state(optimizer),
+            "after": project_all(self._params).tolist(),
         }
         self._is_fresh = True
         self.num_steps += 1
         return line
-
-    def _describe_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        num_states = sum(bool(optimizer.state.get(param)) for param in self._params)
-        return {"params": self._projection.project_all(self._params).tolist(), "num_states": num_states}
 
 
 class Recorder:
@@ -172,7 +149,6 @@ class Recorder:
         self._steps = steps
         self._pid = 0
         self._file = sys.stdout
-        self._projection = Projection()
         self._trackers: dict[Optimizer, OptimizerTracker] = {}
         # id -> number and data set, which is kept, so that no other gets its id
         self._datasets: dict[int, tuple[int, Any]] = {}
@@ -183,7 +159,6 @@ class Recorder:
 
     def install(self) -> None:
         """Wrap the functions of torch that are recorded."""
-        register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         _wrap_after(Optimizer, "add_param_group", self._after_group)
         _wrap_after(DataLoader, "__iter__", self._begin_pass)
@@ -207,8 +182,6 @@ class Recorder:
             for tracker in self._trackers.values():
                 tracker.before_backward()
             backward(*args, **options)
-            for tracker in self._trackers.values():
-                tracker.after_backward()
             self._write("backward")
 
         LoaderIterator.__next__ = take
@@ -231,15 +204,14 @@ class Recorder:
         self._wrap_accelerate()
         number, _ = self._datasets.setdefault(id(loader.dataset), (len(self._datasets), loader.dataset))
         self._passes[iterator] = self._num_passes, loader
-        samplers = (loader.sampler, loader.batch_sampler)
         self._write(
             "begin_pass",
             dataset=number,
             length=count(loader.dataset),
             num_batches=count(loader),
-            drop_last=any(getattr(each, "drop_last", False) for each in (loader, *samplers)),
+            drop_last=any(getattr(each, "drop_last", False) for each in (loader, loader.sampler, loader.batch_sampler)),
             is_subset=isinstance(loader.dataset, Subset),
-            is_shuffled=not isinstance(loader.sampler, SequentialSampler) and getattr(loader.sampler, "shuffle", True),
+            is_shuffled=getattr(loader.sampler, "shuffle", True),
         )
         self._num_passes += 1
 
@@ -268,19 +240,12 @@ class Recorder:
         self._find_tracker(optimizer).add(optimizer.param_groups[-1]["params"])
 
     def _find_tracker(self, optimizer: Optimizer) -> OptimizerTracker:
-        return self._trackers.setdefault(optimizer, OptimizerTracker(self._projection))
-
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        rank = dist.get_rank() if dist.is_initialized() else read_rank()
-        tracker = self._find_tracker(optimizer)
-        if tracker.number < 0:
-            tracker.number = max(each.number for each in self._trackers.values()) + 1
-        described = tracker.describe_begin(optimizer)
-        self._write("begin_update", rank=rank, num_collectives=count_collectives(), **described)
+        return self._trackers.setdefault(optimizer, OptimizerTracker(len(self._trackers)))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         tracker = self._find_tracker(optimizer)
-        self._write("end_update", **tracker.describe_end(optimizer))
+        rank = dist.get_rank() if dist.is_initialized() else read_rank()
+        self._write("update", rank=rank, **tracker.end_update())
         if tracker.num_steps >= self._steps:
             self._leave()
 
