@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from support.selection import one_in
 from support.tiny import Tiny, tiny_run, update
 from support.trace import Trace, assert_same
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import samestep
 from samestep.torch_internals import get_local
@@ -549,6 +551,28 @@ def test_the_norm_is_that_of_torch(norm_type: float, foreach: bool | None) -> No
     alone = samestep.spawn(train, 1)
     for world_size in (2, 3):
         assert samestep.spawn(train, world_size, env=DIVIDED) == alone
+
+
+def count_for_a_norm(num_layers: int) -> dict[str, int]:
+    """Return how often ranks exchange something, and read it, to clip the gradients of a model."""
+    run = build_run()
+    model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(num_layers)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run.prepare(model=model, optimizer=optimizer)
+    tolist = Mock(side_effect=torch.Tensor.tolist)
+    for step in run.steps(build_pairs(), 1):
+        for x, _ in step:
+            step.backward(model(x).square().mean())
+        with CommDebugMode() as exchanges, patch.object(torch.Tensor, "tolist", lambda tensor: tolist(tensor)):
+            run.clip_grad_norm_(model.parameters(), 0.01)
+    return {**{str(name): count for name, count in exchanges.get_comm_counts().items()}, "reads": tolist.call_count}
+
+
+def test_a_norm_takes_one_exchange_of_shards() -> None:
+    """However many parameters there are. Then the ranks exchange the numbers, and their size."""
+    for num_layers in (1, 8):
+        counts = samestep.spawn(count_for_a_norm, 2, (num_layers,), env=SHARDED)
+        assert counts == {"c10d.alltoall_base_": 1, "c10d.allgather_": 2, "reads": 1}
 
 
 def test_nothing_else_is_accepted(tmp_path: Path) -> None:

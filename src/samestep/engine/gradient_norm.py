@@ -1,12 +1,16 @@
 """The norm of gradients that are divided among ranks: the bits of `torch.nn.utils.get_total_norm` on all of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import ceil
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from samestep.engine.ownership import Ownership
-from samestep.torch_internals import compute_norms, gather_whole, get_local, group_by_kind
+from samestep.engine.routes import start_all_to_all
+from samestep.plan.owners import choose_owners
+from samestep.torch_internals import compute_norms, get_local, group_by_kind, is_sharded
 from samestep.world.group import Group
 
 
@@ -18,31 +22,55 @@ def compute_total_norm(
 
     torch computes the norm of the norms of the gradients. Here the owner of each parameter computes the inner norm, and
     all ranks the outer one, of the same numbers in the same order. The inner norm of a sharded gradient is computed
-    from the whole one, which all ranks gather, one parameter at a time: the bits of a sum of the shards' norms would
-    depend on the number of ranks.
+    from the whole one, which one rank gets: the bits of a sum of the shards' norms would depend on the number of ranks.
 
     Args:
         ownership: the owners of the parameters; None if these are sharded.
     """
-    used = [i for i, param in enumerate(params) if param.grad is not None]
+    grads = {i: param.grad for i, param in enumerate(params) if param.grad is not None}
     if ownership is None:
-        found = {i: _compute_norms([gather_whole(params[i].grad)], norm_type, foreach)[0] for i in used}
+        whole = {i: grad for i, grad in grads.items() if not is_sharded(grad) and group.rank == 0}
+        own = _exchange_shards({i: grad for i, grad in grads.items() if is_sharded(grad)}, group) | whole
     else:
-        norms = dict[int, float]()
-        for alike in _group(params, [i for i in used if ownership.counts(params[i])]):
-            grads_alike = [grad for i in alike if (grad := params[i].grad) is not None]
-            norms |= zip(alike, _compute_norms(grads_alike, norm_type, foreach), strict=True)
-        gathered = group.gather([[i, norm] for i, norm in norms.items()])
-        found = dict(pair for of_rank in gathered for pair in of_rank)
+        own = {i: grad for i, grad in grads.items() if ownership.counts(params[i])}
+    norms = dict[int, float]()
+    for alike in _group(own):
+        norms |= zip(alike, _compute_norms([own[i] for i in alike], norm_type, foreach), strict=True)
+    gathered = group.gather([[i, norm] for i, norm in norms.items()])
+    found = dict(sorted(pair for of_rank in gathered for pair in of_rank))
     if not found:
         return torch.tensor(0.0)
+    local = {i: get_local(params[i]) for i in found}
     device = params[min(found)].device
     rows = [
-        torch.tensor([found[i] for i in alike], dtype=params[alike[0]].dtype, device=device)
-        for alike in _group([get_local(param) for param in params], sorted(found))
+        torch.tensor([found[i] for i in alike], dtype=params[alike[0]].dtype, device=device) for alike in _group(local)
     ]
     total: Tensor = torch.linalg.vector_norm(torch.cat(rows), norm_type)
     return total
+
+
+def _exchange_shards(grads: Mapping[int, Tensor], group: Group) -> dict[int, Tensor]:
+    """Return the whole ones of sharded gradients that this rank gets. Each rank gets some, in one exchange."""
+    if not grads:
+        return {}
+    world_size = group.world_size
+    # Of a shard, in bytes. The last shards are padded, so that the whole gradient is at the beginning of all of them.
+    sizes = {
+        i: ceil(grad.shape[0] / world_size) * grad.shape[1:].numel() * grad.element_size() for i, grad in grads.items()
+    }
+    owners = dict(zip(grads, choose_owners([*sizes.values()], world_size, {}), strict=True))
+    shards = {i: get_local(grad).reshape(-1).view(torch.uint8) for i, grad in grads.items()}
+    sent = torch.cat([pad(shards[i], (0, sizes[i] - len(shards[i]))) for i in sorted(grads, key=owners.__getitem__)])
+    counts = [sum(sizes[i] for i in grads if owners[i] == rank) for rank in range(world_size)]
+    own = [i for i in grads if owners[i] == group.rank]
+    rows = sent.new_empty(world_size, counts[group.rank])
+    work = start_all_to_all(rows, sent, None, ([counts[group.rank]] * world_size, counts))
+    group.wait_for([work], rows.nbytes)
+    pieces = torch.split(rows, [sizes[i] for i in own], dim=1)
+    return {
+        i: piece.reshape(-1).view(grads[i].dtype)[: grads[i].numel()].view(grads[i].shape)
+        for i, piece in zip(own, pieces, strict=True)
+    }
 
 
 @torch.no_grad()
@@ -64,6 +92,7 @@ def _compute_norms(grads: list[Tensor], norm_type: float, foreach: bool | None) 
     return values
 
 
-def _group(params: Sequence[Tensor], numbers: Sequence[int]) -> list[list[int]]:
-    """Group the numbers of parameters by device and dtype, in torch's order."""
-    return [[numbers[place] for place in places] for places in group_by_kind([params[i] for i in numbers])]
+def _group(tensors: Mapping[int, Tensor]) -> list[list[int]]:
+    """Group the numbers of tensors by device and dtype, in torch's order."""
+    numbers = [*tensors]
+    return [[numbers[place] for place in places] for places in group_by_kind([*tensors.values()])]
