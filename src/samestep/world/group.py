@@ -1,8 +1,8 @@
 """The group of all ranks, which continues after the death of a rank (docs/dev/healing.md)."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -34,19 +34,35 @@ def may_be_death(error: RuntimeError) -> bool:
     return not isinstance(error, (Error, NotHealed, torch.OutOfMemoryError))
 
 
+class Block:
+    """A block of code, `with block:`, that can be run any number of times. Attribute `is_open`: whether it runs now."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+
+    def __enter__(self) -> None:
+        self.is_open = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_open = False
+
+
 class Group(Transport):
     """All ranks of the run.
 
     After `begin_healing`, a collective either completes on all ranks, or, if one dies meanwhile, the survivors form a
     new group and repeat it. So `rank` and `world_size` can change in each call.
+
+    Attributes:
+        together: makes the collectives in its block part of one, which `confirm` completes: a death in them raises.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, *, local_rank: int = 0) -> None:
         super().__init__(rank, world_size, device, local_rank=local_rank)
+        self.together = Block()
         self._membership: Membership | None = None
         self._uses_nccl = False  # set if ranks can continue after a death
         self._refuses = False  # to continue after a death, in this loop
-        self._is_in_part = False  # within `together`
         self._notify: Callable[[Change], None] = lambda change: None
 
     # --- the death of a rank ----------------------------------------------------------------------------------
@@ -110,15 +126,6 @@ class Group(Transport):
         """Return whether the other ranks continue without `member`, as numbered at the start. In any thread."""
         return self._membership is not None and self._membership.is_lost(member)
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Make the collectives in this block part of one, which `confirm` completes: a death in them raises."""
-        self._is_in_part = True
-        try:
-            yield
-        finally:
-            self._is_in_part = False
-
     def confirm(self, *, on_device: bool = True) -> None:
         """Return when the collective before this call is complete on all ranks. Without healing, at once.
 
@@ -169,7 +176,7 @@ class Group(Transport):
         while True:
             membership.leave(self._leave)
             membership.advance(reason)
-            with suppress(RuntimeError), self.together():  # a further rank has died
+            with suppress(RuntimeError), self.together:  # a further rank has died
                 self._join(membership)
                 return self.gather_number(membership.position)
 
@@ -205,12 +212,12 @@ class Group(Transport):
 
     def complete(self, collective: Callable[[], T], *, on_device: bool = False) -> T:
         """Run a collective. If a rank dies meanwhile, form a new group, and repeat it unless it counts."""
-        if not self.can_heal or self._is_in_part:
+        if not self.can_heal or self.together.is_open:
             return collective()
         while True:
             result: list[T] = []
             try:
-                with self.together():
+                with self.together:
                     result.append(collective())
                 self.confirm(on_device=on_device)
                 return result[0]

@@ -221,7 +221,8 @@ class Step:
         self._members: Sequence[int] = ()  # at the beginning of the first pass
         self._num_ranks = 0  # in the newest attempt
         self.held = range(0)
-        self.borrowed = list_borrowed(parts.observers.interceptors, number, len(self.sizes))
+        interceptors = parts.observers.interceptors
+        self.borrowed = list_borrowed(interceptors, number, len(self.sizes)) if interceptors else []
         self.micro_batch = 0
         self.num_passes = 0
         self.averaged_loss: float | None = None
@@ -452,7 +453,7 @@ class Step:
         group = self._parts.context.group
         reduced: Reduced | None = None
         try:
-            with group.together():
+            with group.together:
                 exchanged = attempt.exchange(vote, [self._loaded[v].fingerprint for v in self.held])
                 for each in self._on.interceptors:
                     yield from each.after_exchange(self, exchanged)
