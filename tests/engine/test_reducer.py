@@ -275,6 +275,8 @@ def test_a_backward_by_hand() -> None:
     alone.param.sum().backward()
     with pytest.raises(samestep.Error, match=words):
         alone.backward(alone.param.sum())
+    alone = Alone()
+    alone.param.sum().backward()
     with pytest.raises(samestep.Error, match=words):
         alone.close()
 

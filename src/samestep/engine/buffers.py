@@ -170,6 +170,8 @@ class Buffers:
     def begin(self, layout: Layout) -> None:
         """Begin a pass: each of its micro-batches starts from the present values."""
         self.hold()
+        if not self._tensors:
+            return
         self._num_passes += 1
         self._layout = layout
         self._held = layout.ranges[self._group.rank]
@@ -228,9 +230,11 @@ class Buffers:
         values: Grads = [None] * len(self._tensors)
         if not self._is_untouched:
             self._take_changes(v, values)
+        if not self._tensors:
+            return
         if v == self._held[-1]:
             self._last = values
-        elif self._tensors:
+        else:
             self._parts.fold(v, values)
 
     def _take_changes(self, v: int, values: Grads) -> None:
@@ -263,8 +267,6 @@ class Buffers:
 
     def pack(self) -> bytes:
         """Return this rank's entries: how many micro-batches have changed each buffer, and the first that has."""
-        if not self._tensors:
-            return b""
         firsts = [self._firsts[k][0] if k in self._firsts else NONE for k in range(len(self._tensors))]
         return array("I", [*self._counts, *firsts]).tobytes()
 
@@ -277,8 +279,6 @@ class Buffers:
         Raises:
             RuntimeError: another rank is gone.
         """
-        if not self._tensors:
-            return []
         rows = np.frombuffer(b"".join(packed), np.uint32).reshape(len(packed), 2, self.num_buffers)
         counts = rows[:, 0].sum(axis=0).tolist()
         firsts = rows[:, 1].min(axis=0, initial=NONE).tolist()

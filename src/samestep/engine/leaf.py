@@ -79,13 +79,11 @@ class OpenMicroBatch:
 
     Attributes:
         v: its number.
-        failure: the type of the error that its backward pass has raised; "" for none.
         grads: what step.backward has left in `.grad`, in the order of the plan.
     """
 
     def __init__(self, plan: ReductionPlan, v: int, inspect: Inspect | None) -> None:
         self.v = v
-        self.failure = ""
         self.grads: list[Any] = [None] * len(plan.params)
         self.inspect = inspect
         self._plan = plan
@@ -99,13 +97,9 @@ class OpenMicroBatch:
         """
         if any(map(is_not, map(read_grad, self._plan.params), NONE)):
             _refuse_other_backward()
-        try:
-            run_backward(
-                (loss,), (build_seed(factor, loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
-        except BaseException as error:
-            self.failure = type(error).__name__
-            raise
+        run_backward(
+            (loss,), (build_seed(factor, loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
 
     def note(self, i: int, grad: Tensor) -> None:
         """Note the gradient that the backward pass has left in `.grad` of parameter i."""

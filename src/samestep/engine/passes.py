@@ -202,7 +202,8 @@ class PassAttempt:
             self._sum = TreeSum(gradients, layout, memory)
         else:
             self._sum = ShardedPass(plan, plan.shards, gradients.group, memory, gradients.guard)
-        self._open = OpenMicroBatch(plan, 0, None)
+        self._open: OpenMicroBatch
+        self._failure = ""  # the type of the error that a backward pass has raised
         self._checks: Sequence[RemovableHandle] = ()  # of the open micro-batch
 
     @property
@@ -236,22 +237,26 @@ class PassAttempt:
         own = self._losses.add(self._open.v, loss, weight)
         has_weight = isinstance(own, Tensor) or bool(own)
         factor = own / self._gradients.micro_batch_size * self._scale if has_weight else 1.0
-        return self._sum.backward(self._open, loss, factor, wanted, has_weight=has_weight)
+        try:
+            return self._sum.backward(self._open, loss, factor, wanted, has_weight=has_weight)
+        except BaseException as error:
+            self._failure = type(error).__name__
+            raise
 
     def log(self, name: str, value: Value) -> None:
         """Add a value logged in the open micro-batch."""
         self._log.add(self._open.v, name, value)
 
     def refuse_failed(self) -> None:
-        """Raise UsageError if a backward pass of the open micro-batch has failed, and the script has caught the error.
+        """Raise UsageError if a backward pass has failed, and the script has caught the error.
 
         Some of its gradients may have been sent, so it cannot be undone.
         """
-        if failure := self._open.failure:
+        if self._failure:
             raise UsageError(
-                f"step.backward raised {failure} in micro-batch {self._open.v} of step {self._step}, and the script "
-                "continued with an incomplete gradient: let the error end the run, which resumes from the newest "
-                "snapshot; if memory is short, choose a smaller micro_batch_size instead of another try",
+                f"step.backward raised {self._failure} in micro-batch {self._open.v} of step {self._step}, and the "
+                "script continued with an incomplete gradient: let the error end the run, which resumes from the "
+                "newest snapshot; if memory is short, choose a smaller micro_batch_size instead of another try",
                 code="SS202",
             )
 
@@ -282,7 +287,8 @@ class PassAttempt:
         losses, weights = self._losses.read()
         logged = self._log.compute_means(self.held)
         has_new_names, values, counts = gradients.logged.tabulate(logged)
-        control = Control(vote, has_new_names, losses, weights, fingerprints, b"", buffers.pack(), values, counts)
+        packed = buffers.pack() if buffers.num_buffers else b""
+        control = Control(vote, has_new_names, losses, weights, fingerprints, b"", packed, values, counts)
         sums = self._sum.finish(control)
         controls = sums.controls
         reduced = Reduced(
@@ -300,7 +306,8 @@ class PassAttempt:
         reduced.grads = [None] * len(gradients.plan.params)
         if reduced.total_weight:
             reduced.grads = sums.average(gradients.micro_batch_size / self._scale / reduced.total_weight)
-        reduced.buffers = buffers.exchange([*map(read_buffers, controls)])
+        if buffers.num_buffers:
+            reduced.buffers = buffers.exchange([*map(read_buffers, controls)])
         return reduced
 
     def apply(self, reduced: Reduced) -> bool:
@@ -315,7 +322,8 @@ class PassAttempt:
             Error: a loss is not finite, or no parameter got a gradient.
         """
         gradients = self._gradients
-        gradients.logged.add(reduced.new_names)
+        if reduced.new_names:
+            gradients.logged.add(reduced.new_names)
         if reduced.error is not None:
             raise reduced.error
         has_gradients = reduced.loss is not None
