@@ -17,6 +17,7 @@ class Saving(IntEnum):
     NOTHING = 0  # that concerns the other ranks
     COPYING = 1  # it copies its state
     WRITTEN = 2  # it has written its part of a divided snapshot, or failed
+    WATCHING = 3  # it looks for tensors that the script changes before the first update
 
 
 class Vote(NamedTuple):

@@ -248,7 +248,7 @@ class Snapshotter:
     def saving(self) -> Saving:
         """Return what this rank does for a snapshot, for the other ranks."""
         if self._pending is None:
-            return Saving.NOTHING
+            return Saving.NOTHING if self._watch is None else Saving.WATCHING
         writer = self._pending.writer
         if writer.stage is Stage.COPYING:
             return Saving.COPYING

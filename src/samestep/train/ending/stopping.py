@@ -141,7 +141,8 @@ class Stopping(StepObserver):
         self._compares |= decision.compares
 
     def exchanged(self, step: Step, reduced: Reduced) -> None:
-        self.take_votes(reduced.votes)
+        if any(map(any, reduced.votes)):  # else no rank asks for anything
+            self.take_votes(reduced.votes)
 
     def react(self) -> None:
         """With one rank, react at the end of a body to a signal that arrived after the exchange."""
