@@ -1,7 +1,7 @@
 """The hash functions: SHA-256 for content, and 64 bits of BLAKE2b for short identities.
 
-Other modules call these functions, so that the length of a hash shows its kind. Exceptions are keys and proofs (HMAC),
-the checksum that the PNG format prescribes, and the checksum of gradients, for which BLAKE2b would be too slow.
+Other modules call these functions, so that the length of a hash shows its kind. Exceptions are seeds, keys and proofs
+(HMAC), and the checksum of gradients, for which BLAKE2b would be too slow.
 """
 
 import hashlib

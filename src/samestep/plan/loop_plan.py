@@ -289,18 +289,20 @@ class LoopPlan:
         *,
         rank: int,
         layout: Callable[[int], Layout],
-        borrow: Callable[[int, int], Sequence[int]] = lambda step, num_micro_batches: (),
+        borrow: Callable[[int, int], Sequence[int]] | None = None,
     ) -> Iterator[Task]:
         """Yield the tasks of a rank for steps start..stop-1 of the run, in order.
 
         Args:
             layout: maps a number of micro-batches to their layout.
             borrow: maps a step and its number of micro-batches to those of other ranks that this rank loads first.
+                None: none.
         """
         for step in range(start, stop):
             num_micro_batches = len(self.micro_batches(step))
             shares = layout(num_micro_batches)
-            for v in (*borrow(step, num_micro_batches), *shares.ranges[rank], *shares.fillers[rank]):
+            borrowed = borrow(step, num_micro_batches) if borrow is not None else ()
+            for v in (*borrowed, *shares.ranges[rank], *shares.fillers[rank]):
                 yield self.task(step, v)
 
     def count_workers(self, most: int, *, rank: int, world_size: int) -> int:

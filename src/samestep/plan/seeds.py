@@ -3,9 +3,8 @@
 The micro-batch is the unit of randomness: every rank that computes it seeds its generators equally.
 """
 
+import hashlib  # noqa: TID251 a step derives several seeds, and each call counts
 from struct import Struct
-
-from samestep.hashing import hash_short
 
 PURPOSES = ("init", "order", "epoch", "step", "data", "compute", "after", "evaluate")
 
@@ -31,4 +30,4 @@ def derive(seed: int, purpose: str, *, step: int = 0, pass_: int = 0, micro_batc
     if person is None:
         raise ValueError(f"purpose {purpose!r} is none of {', '.join(PURPOSES)}")
     fields = _pack(seed & _MASK_64, step, pass_, micro_batch)
-    return hash_short(fields, person) >> 1
+    return int.from_bytes(hashlib.blake2b(fields, digest_size=8, person=person).digest(), "little") >> 1

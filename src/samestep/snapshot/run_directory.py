@@ -406,7 +406,6 @@ class RunDirectory:
         Args:
             is_late: call `get_entry` when the next step is added, or at the next snapshot, so that it does not wait.
         """
-        self._get_logs()
         self._last_entry.enter(get_entry, is_late=is_late)
 
     def _add_entry(self, entry: Entry) -> None:

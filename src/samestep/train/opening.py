@@ -58,7 +58,8 @@ def open_loop(
     services.metrics.begin_loop(data.plan, prepared.objects, prepared.gradients)
     observers = build_observers(data, context, state, prepared, services, interceptors)
     has_steps = not state.place.is_past and not services.stopping.is_ending
-    feed = Feed(context, data, state, partial(list_borrowed, interceptors), has_steps=has_steps)
+    borrow = partial(list_borrowed, interceptors) if interceptors else None
+    feed = Feed(context, data, state, borrow, has_steps=has_steps)
     loop = Loop(context, state, prepared, services, feed, observers)
     services.resources.watch(loop.conclude)
     begin_healing(context, state, feed, services, interceptors)

@@ -22,7 +22,7 @@ class Feed:
 
     Args:
         has_steps: whether the loop has steps left.
-        borrow: (step, number of micro-batches) -> those of other ranks that this rank loads, too.
+        borrow: (step, number of micro-batches) -> those of other ranks that this rank loads, too; None: none.
 
     Attributes:
         data: the data set.
@@ -35,7 +35,7 @@ class Feed:
         context: RunContext,
         data: LoopData,
         state: RunState,
-        borrow: Callable[[int, int], Sequence[int]],
+        borrow: Callable[[int, int], Sequence[int]] | None,
         *,
         has_steps: bool,
     ) -> None:
