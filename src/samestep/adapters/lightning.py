@@ -1,7 +1,6 @@
 """Trains a LightningModule with a samestep run, in place of Lightning's Trainer. Does not import Lightning."""
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -15,10 +14,9 @@ from torch.utils.data import DataLoader
 
 from samestep import InvalidType, InvalidValue, Run, UsageError
 from samestep.adapters.lightning_metrics import Metrics, is_metric
-from samestep.data.loader import to_device
 from samestep.train.loops.evaluate import PerMicroBatch
 
-__all__ = ["fit", "predict", "test", "validate"]
+__all__ = ["fit", "test", "validate"]
 
 # Methods of a LightningModule that replace a part of Lightning's loop, which does not run here.
 NOT_CALLED = (
@@ -31,7 +29,7 @@ NOT_CALLED = (
     "optimizer_zero_grad",
     "transfer_batch_to_device",
 )
-FLAGS = {"validation": "validating", "test": "testing", "predict": "predicting"}
+FLAGS = {"validation": "validating", "test": "testing"}
 PARTS = "parts of metrics"
 NOT_CALLED_ON_CALLBACKS = (
     "on_before_zero_grad",
@@ -101,7 +99,6 @@ class Trainer(SimpleNamespace):
             state=SimpleNamespace(fn="fit"),
             **parts,
         )
-        self._run = run
         self.lightning_module.trainer = self
 
     def count_steps(self, num_samples: int, batch_size: int) -> None:
@@ -114,28 +111,6 @@ class Trainer(SimpleNamespace):
         for callback in self.callbacks:
             getattr(callback, hook)(self, self.lightning_module, *arguments)
         getattr(self.lightning_module, hook)(*arguments)
-
-    def save_checkpoint(self, filepath: Any) -> None:
-        """Write the weights and hyperparameters for `load_from_checkpoint`. Call it on all ranks."""
-        self._run.once(_save_checkpoint, self, filepath)
-
-
-def _save_checkpoint(trainer: Trainer, path: Any) -> None:
-    module = trainer.lightning_module
-    datamodule = trainer.datamodule
-    lightning = sys.modules[find_class(module, "LightningModule").__module__.partition(".")[0]]
-    checkpoint: dict[str, Any] = {
-        "state_dict": module.state_dict(),
-        "pytorch-lightning_version": lightning.__version__,
-        "epoch": trainer.current_epoch,
-        "global_step": trainer.global_step,
-    }
-    for part in (module, datamodule):
-        if part is not None and part.hparams:
-            checkpoint |= {part.CHECKPOINT_HYPER_PARAMS_KEY: dict(part.hparams)}
-            checkpoint |= {part.CHECKPOINT_HYPER_PARAMS_NAME: part._hparams_name}  # noqa: SLF001
-    module.on_save_checkpoint(checkpoint)
-    torch.save(checkpoint, path)
 
 
 class Logs:
@@ -239,8 +214,7 @@ def fit(
     `precision` that of Lightning's. `sync_dist=True` is always on. `training_step` gets the number of the step as
     `batch_idx`. The hooks called are `prepare_data` (on one rank per host), `setup`, `configure_model`,
     `configure_optimizers`, `teardown`, `on_fit_*`, `on_train_*`, `on_validation_*`, `on_before_backward`,
-    `on_after_backward` and `on_before_optimizer_step`. Then `module.trainer.save_checkpoint(path)`, called on all
-    ranks, writes a file for `load_from_checkpoint`.
+    `on_after_backward` and `on_before_optimizer_step`.
 
     Metrics of torchmetrics that are attributes of the module can be logged. They cost a short exchange per step.
     docs/coming-from.md has a list of what is not supported.
@@ -267,7 +241,7 @@ def fit(
     Example::
 
         >>> import lightning, samestep, torch
-        >>> from samestep.adapters.lightning import fit, predict, test, validate
+        >>> from samestep.adapters.lightning import fit, test, validate
         >>> class Linear(lightning.LightningModule):
         ...     def configure_model(self):
         ...         self.layer = torch.nn.Linear(2, 1)
@@ -276,8 +250,6 @@ def fit(
         ...     def validation_step(self, batch, batch_idx):
         ...         self.log("mean", batch.mean())
         ...     test_step = validation_step
-        ...     def predict_step(self, batch, batch_idx):
-        ...         return batch.sum(1)
         ...     def configure_optimizers(self):
         ...         return torch.optim.SGD(self.parameters(), lr=0.1)
         >>> run, module = samestep.Run(None, batch_size=4, micro_batch_size=2), Linear()
@@ -287,9 +259,6 @@ def fit(
         >>> scores = validate(run, module, torch.ones(6, 2)), test(run, module, torch.ones(6, 2))
         >>> scores
         ({'mean': 1.0}, {'mean': 1.0})
-        >>> sums = predict(run, module, torch.ones(3, 2))
-        >>> sums
-        [tensor([2., 2.]), tensor([2.])]
     """
     _check(module, callbacks, monitor, mode, patience)
     if datamodule is None and find_class(train_loader, "LightningDataModule"):
@@ -341,29 +310,6 @@ def test(run: Run, module: Any, data: Any = None) -> dict[str, float]:  # noqa: 
     Example: see `fit`.
     """
     return _run_stage(run, module, data, "test")
-
-
-def predict(run: Run, module: Any, data: Any = None) -> list[Any]:
-    """Run `predict_step` on every sample once, after `fit`. Arguments as for `validate`. Call it on all ranks.
-
-    Returns:
-        The results of `predict_step` for all batches, in order, on the CPU; for several loaders, a list for each. A
-        batch is one of the DataLoader, or a micro-batch of the run if `data` is a data set.
-
-    Example: see `fit`.
-    """
-    trainer, loaders = _begin_stage(run, module, data, "predict")
-
-    def keep(output: Any, _: str) -> dict[str, Any]:
-        return {"outputs": PerMicroBatch(to_device(output, torch.device("cpu")))}
-
-    _begin(trainer, "predict")
-    results = [each["outputs"] for each in _run_loaders(run, trainer, "predict", loaders, keep)]
-    trainer.call("on_predict_epoch_end")
-    trainer.call("on_predict_end")
-    trainer.predicting = False
-    _tear_down(trainer, "predict")
-    return results if _are_loaders(loaders) else results[0]
 
 
 def _run_stage(run: Run, module: Any, data: Any, stage: str) -> dict[str, float]:
@@ -614,64 +560,31 @@ def _run_micro_batch(run: Run, trainer: Trainer, step: Any, batch: Any, logs: Lo
     return logs.metrics.take()
 
 
-def _begin(trainer: Trainer, kind: str) -> None:
-    """Call the hooks before the first batch of "validation", "test" or "predict"."""
+def _evaluate(run: Run, trainer: Trainer, kind: str, loaders: Any, logs: Logs) -> dict[str, float]:
+    """Run `validation_step` or `test_step` on every sample once. Returns the averages of what it logs.
+
+    Args:
+        kind: "validation" or "test".
+        loaders: one, or a list of DataLoaders.
+    """
+    metrics = logs.metrics
     setattr(trainer, FLAGS[kind], True)
     trainer.call(f"on_{kind}_start")
     trainer.call(f"on_{kind}_epoch_start")
-
-
-def _run_loaders(
-    run: Run, trainer: Trainer, kind: str, loaders: Any, convert: Callable[[Any, str], dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Run `validation_step`, `test_step` or `predict_step` on every sample once. Returns the scores of each loader.
-
-    Args:
-        kind: "validation", "test" or "predict".
-        loaders: one, or a list of DataLoaders.
-        convert: of the step's result and the suffix of the loader's names: what `run.evaluate` returns for all batches.
-    """
-    several = _are_loaders(loaders)
-    scores = []
-    for i, loader in enumerate(loaders if several else [loaders]):
-        suffix, more = (f"/dataloader_idx_{i}", (i,)) if several else ("", ())
-        numbers = count()  # of this rank: other ranks have different micro-batches
-
-        def score(
-            batch: Any, numbers: Any = numbers, suffix: str = suffix, more: tuple[int, ...] = more
-        ) -> dict[str, Any]:
-            number = next(numbers)
-            trainer.call(f"on_{kind}_batch_start", batch, number, *more)
-            with run.autocast():
-                output = getattr(trainer.lightning_module, f"{kind}_step")(batch, number, *more)
-            trainer.call(f"on_{kind}_batch_end", output, batch, number, *more)
-            return convert(output, suffix)
-
-        scores.append(run.evaluate(score, loader))
-    return scores
-
-
-def _evaluate(run: Run, trainer: Trainer, kind: str, loaders: Any, logs: Logs) -> dict[str, float]:
-    """Run `validation_step` or `test_step` on every sample once. Returns the averages of what it logs."""
-    metrics = logs.metrics
-
-    def take(_: Any, suffix: str) -> dict[str, Any]:
-        scores: dict[str, Any] = {
-            f"{name}{suffix}": value if size is None else (value, size) for name, (value, size) in logs.take().items()
-        }
-        if metrics:
-            scores[PARTS] = PerMicroBatch(metrics.take(suffix))
-            metrics.clear()
-        return scores
-
-    _begin(trainer, kind)
     metrics.hold()
     metrics.clear()
     logs.in_micro_batch = True
-    scores = _run_loaders(run, trainer, kind, loaders, take)
+    values: dict[str, Any] = {}
+    parts: list[Any] = []
+    several = _are_loaders(loaders)
+    for i, loader in enumerate(loaders if several else [loaders]):
+        score = _build_score(run, trainer, kind, i if several else None, logs)
+        scores = run.evaluate(score, loader)
+        parts += scores.pop(PARTS, [])
+        values |= scores
     logs.in_micro_batch = False
-    _, of_metrics = metrics.fold([part for each in scores for part in each.pop(PARTS, [])])
-    values = {name: value for each in scores for name, value in each.items()} | metrics.compute(of_metrics)
+    _, of_metrics = metrics.fold(parts)
+    values |= metrics.compute(of_metrics)
     trainer.callback_metrics |= logs.with_plain(values)
     trainer.call(f"on_{kind}_epoch_end")
     values |= logs.take_numbers()
@@ -680,6 +593,30 @@ def _evaluate(run: Run, trainer: Trainer, kind: str, loaders: Any, logs: Logs) -
     trainer.call(f"on_{kind}_end")
     setattr(trainer, FLAGS[kind], False)
     return values
+
+
+def _build_score(
+    run: Run, trainer: Trainer, kind: str, loader: int | None, logs: Logs
+) -> Callable[[Any], dict[str, Any]]:
+    """Return the function for `run.evaluate`. `loader`: the number of the DataLoader, if there are several."""
+    suffix, more = ("", ()) if loader is None else (f"/dataloader_idx_{loader}", (loader,))
+    numbers = count()  # of this rank: other ranks have different micro-batches
+
+    def score(batch: Any) -> dict[str, Any]:
+        number = next(numbers)
+        trainer.call(f"on_{kind}_batch_start", batch, number, *more)
+        with run.autocast():
+            output = getattr(trainer.lightning_module, f"{kind}_step")(batch, number, *more)
+        trainer.call(f"on_{kind}_batch_end", output, batch, number, *more)
+        scores: dict[str, Any] = {
+            f"{name}{suffix}": value if size is None else (value, size) for name, (value, size) in logs.take().items()
+        }
+        if logs.metrics:
+            scores[PARTS] = PerMicroBatch(logs.metrics.take(suffix))
+            logs.metrics.clear()
+        return scores
+
+    return score
 
 
 def _keep_best(run: Run, trainer: Trainer, monitor: str | None, sign: int, epoch: int, patience: int | None) -> None:
