@@ -19,7 +19,7 @@ from samestep.tools.doctor.cluster_checks import (
     judge_versions,
     try_connection,
 )
-from samestep.tools.doctor.collectives import judge_collectives, judge_links, plan_rounds
+from samestep.tools.doctor.collectives import judge_collectives, judge_links
 from samestep.tools.doctor.examination import DoctorCheck, describe_error, judge_answers
 from samestep.tools.doctor.findings import Finding, Participants
 
@@ -139,16 +139,6 @@ def test_links() -> None:
     two = only(judge_links(TWO_HOSTS, [link(0, 1, 1e9), link(1, 0, 12e6)]), "warn")
     assert two.found == "the slowest link is b -> a, 12 MB/s; the median is 1 GB/s"
     assert judge_links(ALONE, []) == []
-
-
-@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 7, 16])
-def test_every_pair_meets_once(num_nodes: int) -> None:
-    rounds = plan_rounds(num_nodes)
-    pairs = [pair for one in rounds for pair in one]
-    assert sorted(pairs) == [(a, b) for a in range(num_nodes) for b in range(a + 1, num_nodes)]
-    for one in rounds:
-        nodes = [node for pair in one for node in pair]
-        assert len(nodes) == len(set(nodes))
 
 
 # --- real ranks -------------------------------------------------------------------------------------------------------

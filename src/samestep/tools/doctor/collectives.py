@@ -20,7 +20,6 @@ TIMEOUT_S = 10.0
 EXACT_SIZES = (1, 1000, 65537)  # elements per rank
 MESSAGES = ((256, 10), (1 << 20, 2))  # (numbers in a message, how often it is sent): for the latency, and the bandwidth
 SLOW_LINK = 0.5  # fraction of the median
-MAX_AGAIN = 8  # links that are measured again
 
 
 # --- on every rank ----------------------------------------------------------------------------------------------
@@ -67,103 +66,74 @@ def check_results(context: Context, group: Group) -> list[str]:
     return list(wrong.values())
 
 
+# --- links --------------------------------------------------------------------------------------------------------
+
+
+def measure_links(context: Context, group: Group) -> list[dict[str, Any]]:
+    """Measure the links between neighbouring nodes in both directions, one after the other. Collective.
+
+    Returns:
+        {"from", "to", "latency_s", "bytes_per_s"} for each link, with the numbers of the nodes.
+    """
+    num_nodes = len(context.participants.leaders)
+    if num_nodes == 1:
+        return []
+    ring = [(node, (node + 1) % num_nodes) for node in range(num_nodes)]
+    own = []
+    for sender, receiver in dict.fromkeys([*ring, *((b, a) for a, b in ring)]):
+        group.barrier()
+        own += _measure_link(context, group, sender, receiver)
+    return [link for theirs in group.gather(own) for link in theirs]
+
+
+def _measure_link(context: Context, group: Group, sender: int, receiver: int) -> list[dict[str, Any]]:
+    """Return the measurement on the first rank of the sender; [] on other ranks."""
+    participants = context.participants
+    start = participants.leaders[sender]
+    end = participants.leaders[receiver]
+    if group.rank not in (start, end):
+        return []
+    context.doing = f"sending from {participants.name_node(sender)} to {participants.name_node(receiver)}"
+    peer = end if group.rank == start else start
+    small_s, large_s = (_exchange(group, peer, *message, is_sender=group.rank == start) for message in MESSAGES)
+    if group.rank == end:
+        return []
+    latency_s = small_s / 2
+    bytes_per_s = 4 * MESSAGES[-1][0] / max(large_s - latency_s, 1e-9)
+    return [{"from": sender, "to": receiver, "latency_s": latency_s, "bytes_per_s": bytes_per_s}]
+
+
+def _exchange(group: Group, peer: int, size: int, number: int, *, is_sender: bool) -> float:
+    """Send or receive numbers several times, each time with an answer. Returns the seconds of the fastest exchange."""
+    data = torch.zeros(size, device=group.device)
+    answer = torch.zeros(1, device=group.device)
+    times_s = []
+    for _ in range(number):
+        _wait(group.device)
+        began_s = time.perf_counter()
+        if is_sender:
+            dist.send(data, peer)
+            dist.recv(answer, peer)
+        else:
+            dist.recv(data, peer)
+            dist.send(answer, peer)
+        _wait(group.device)
+        times_s.append(time.perf_counter() - began_s)
+    return min(times_s)
+
+
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-# --- links --------------------------------------------------------------------------------------------------------
-
-
-def plan_rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Return rounds of disjoint pairs of nodes that contain every pair once (a round-robin tournament)."""
-    seats = list(range(num_nodes + num_nodes % 2))
-    rounds = []
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
-        rounds.append([(min(pair), max(pair)) for pair in pairs if max(pair) < num_nodes])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-    return rounds
-
-
-def measure_links(context: Context, group: Group) -> list[dict[str, Any]]:
-    """Measure the links between the first ranks of all nodes, {"from", "to", "latency_s", "bytes_per_s"}. Collective.
-
-    The pairs of a round run at the same time. Links that are slow then are measured again one after the other, because
-    they can share a switch or a machine.
-    """
-    num_nodes = len(context.participants.leaders)
-    if num_nodes == 1:
-        return []
-    pairs = [
-        pair for round_ in plan_rounds(num_nodes) for one, other in round_ for pair in ((one, other), (other, one))
-    ]
-    links = _gather_links(group, [_measure_link(context, group, *pair) for pair in pairs])
-    again = []
-    for slow in find_slow([*links.values()])[:MAX_AGAIN]:
-        group.barrier()
-        again.append(_measure_link(context, group, slow["from"], slow["to"]))
-    for pair, better in _gather_links(group, again).items():
-        links[pair]["bytes_per_s"] = max(links[pair]["bytes_per_s"], better["bytes_per_s"])
-        links[pair]["latency_s"] = min(links[pair]["latency_s"], better["latency_s"])
-    return [*links.values()]
-
-
-def _gather_links(group: Group, links: Sequence[dict[str, Any] | None]) -> dict[tuple[int, int], dict[str, Any]]:
-    measured = [link for theirs in group.gather(links) for link in theirs if link is not None]
-    return {(link["from"], link["to"]): link for link in measured}
-
-
-def _measure_link(context: Context, group: Group, sender: int, receiver: int) -> dict[str, Any] | None:
-    """Return the measurement on the sender; None on other ranks."""
-    participants = context.participants
-    start = participants.leaders[sender]
-    end = participants.leaders[receiver]
-    context.doing = f"sending from {participants.name_node(sender)} to {participants.name_node(receiver)}"
-    if group.rank == start:
-        return {"from": sender, "to": receiver, **_send(group, end)}
-    if group.rank == end:
-        _take(group, start)
-    return None
-
-
 def find_slow(links: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the links much slower than the median (of two: than the faster one), the slowest first."""
+    """Return the links much slower than the median (of two: than the faster one)."""
     usual = median_high([link["bytes_per_s"] for link in links])
-    slow = [link for link in links if link["bytes_per_s"] < SLOW_LINK * usual]
-    return sorted(slow, key=lambda link: float(link["bytes_per_s"]))
+    return [link for link in links if link["bytes_per_s"] < SLOW_LINK * usual]
 
 
-def _send(group: Group, peer: int) -> dict[str, float]:
-    """Send the messages, each of which is answered. Returns the latency and the bandwidth of the fastest ones."""
-    fastest_s = []
-    answer = torch.zeros(1, device=group.device)
-    for size, number in MESSAGES:
-        data = torch.zeros(size, device=group.device)
-        times_s = []
-        for _ in range(number):
-            _wait(group.device)
-            began_s = time.perf_counter()
-            dist.send(data, peer)
-            dist.recv(answer, peer)
-            _wait(group.device)
-            times_s.append(time.perf_counter() - began_s)
-        fastest_s.append(min(times_s))
-    latency_s = fastest_s[0] / 2
-    return {"latency_s": latency_s, "bytes_per_s": 4 * MESSAGES[-1][0] / max(fastest_s[-1] - latency_s, 1e-9)}
-
-
-def _take(group: Group, peer: int) -> None:
-    """Answer `_send`."""
-    for size, number in MESSAGES:
-        data = torch.empty(size, device=group.device)
-        for _ in range(number):
-            dist.recv(data, peer)
-            dist.send(data[:1], peer)
-
-
-# --- findings -----------------------------------------------------------------------------------------------------
+# --- on rank 0 ----------------------------------------------------------------------------------------------------
 
 
 def judge_collectives(participants: Participants, facts: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
