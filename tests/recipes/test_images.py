@@ -5,9 +5,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.runs import ask, check, digest, read_rows, run_command, samestep_command
@@ -98,52 +96,13 @@ def test_a_corrupt_image_is_named(content: bytes, tmp_path: Path) -> None:
         images.decode(file)
 
 
-BIG = np.full((2, 2), 60000, np.uint16)
-PIXELS: dict[str, tuple[Any, int | tuple[int, int, int]]] = {  # file name -> the image, its pixels as RGB
-    "1.png": (Image.new("1", (2, 2), 1), 255),
-    "L.png": (Image.new("L", (2, 2), 9), 9),
-    "LA.png": (Image.new("LA", (2, 2), (9, 255)), 9),
-    "LA half.png": (Image.new("LA", (2, 2), (9, 128)), 132),
-    "RGB.png": (Image.new("RGB", (2, 2), (1, 2, 3)), (1, 2, 3)),
-    "RGBA.webp": (Image.new("RGBA", (2, 2), (0, 0, 0, 0)), 255),
-    "P.png": (Image.new("RGB", (2, 2), (1, 2, 3)).quantize(2), (1, 2, 3)),
-    "P.gif": (Image.new("RGBA", (2, 2), (0, 0, 0, 0)), 255),
-    "CMYK.jpg": (Image.new("CMYK", (2, 2), (0, 0, 0, 255)), 0),
-    "CMYK.tif": (Image.new("CMYK", (2, 2), (0, 0, 0, 55)), 200),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PIXELS)
-def test_pixels_of_any_mode(name: str, tmp_path: Path) -> None:
-    """Transparent parts are white."""
-    image, pixel = PIXELS[name]
-    image.save(tmp_path / name)
-    decoded = images.decode(tmp_path / name)
-    assert decoded.mode == "RGB"
-    assert decoded.getpixel((1, 1)) == (pixel if isinstance(pixel, tuple) else (pixel,) * 3)
-
-
-@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
-def test_values_of_more_than_8_bits_are_refused(dtype: Any, tmp_path: Path) -> None:
-    Image.fromarray(BIG.astype(dtype)).save(tmp_path / "x.tif")
-    with pytest.raises(Error, match=r"x\.tif cannot be decoded \(.*has more than 8 bits"):
-        images.decode(tmp_path / "x.tif")
-
-
-@pytest.mark.parametrize(("mode", "suffix"), [("L", "jpg"), ("RGB", "png"), ("RGB", "tif")])
-def test_images_are_upright(mode: str, suffix: str, tmp_path: Path) -> None:
-    """The orientation says where the first row and column of the file are to be shown."""
-    corners = {1: (0, 0), 2: (1, 0), 3: (1, 1), 4: (0, 1), 5: (0, 0), 6: (1, 0), 7: (1, 1), 8: (0, 1)}
-    for orientation, corner in corners.items():
-        image = Image.new(mode, (64, 32))
-        image.paste((255,) * 3 if mode == "RGB" else 255, (0, 0, 32, 16))
-        exif = Image.Exif()
-        exif[0x0112] = orientation
-        image.save(tmp_path / f"x.{suffix}", exif=exif)
-        shown = images.decode(tmp_path / f"x.{suffix}")
-        assert shown.size == ((64, 32) if orientation < 5 else (32, 64))
-        places = {(x, y): (8 + (shown.width - 16) * x, 8 + (shown.height - 16) * y) for x in (0, 1) for y in (0, 1)}
-        assert [each for each, at in places.items() if shown.getpixel(at)[0] > 128] == [corner], orientation
+def test_images_are_rgb_and_upright(tmp_path: Path) -> None:
+    image = Image.new("L", (64, 32), 9)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the first row is to be shown at the right
+    image.save(tmp_path / "x.jpg", exif=exif)
+    shown = images.decode(tmp_path / "x.jpg")
+    assert (shown.mode, shown.size) == ("RGB", (32, 64))
 
 
 def test_formats_that_start_other_programs_are_refused(tmp_path: Path) -> None:
@@ -171,12 +130,6 @@ def test_digits_are_learned_from_files(tmp_path: Path) -> None:
     assert rows[0]["validation/top1"] < rows[0]["validation/top5"] <= 1
     assert max(row["validation/top1"] for row in rows) >= 0.97, done.stdout
     assert len(list((tmp_path / "digits-png").rglob("*.png"))) == 1797
-
-
-def test_early_stopping(photos: Path) -> None:
-    """With a learning rate of 0, no epoch is better than the first."""
-    run_dir = train(photos, "patient", 1, "--lr", "0", "--patience", "1", "--epochs", "9", "--label-smoothing", "0.1")
-    assert sum("validation/top1" in row for row in read_rows(run_dir)) == 2
 
 
 def test_digits_are_written_once(tmp_path: Path) -> None:
@@ -260,15 +213,6 @@ def test_models_have_the_published_sizes(name: str, num_weights: int) -> None:
     assert {"conv1.weight", "bn1.running_mean", "layer2.0.downsample.0.weight", "layer4.1.bn2.bias", "fc.bias"} <= names
     assert "layer1.0.downsample.0.weight" in names or name != "resnet50"
     assert "mean" not in names
-
-
-def test_bottlenecks_halve_the_image_in_each_stage() -> None:
-    model = resnet.ResNet(resnet.Architecture((1, 2), width=4, is_bottleneck=True), 5)
-    sizes: list[tuple[int, ...]] = []
-    for stage in (model.maxpool, *(model.get_submodule(name) for name in model.stages)):
-        stage.register_forward_hook(lambda module, inputs, output: sizes.append(tuple(output.shape[1:])))
-    assert model(torch.rand(2, 3, 32, 24)).shape == (2, 5)
-    assert sizes == [(4, 8, 6), (16, 8, 6), (32, 4, 3)]
 
 
 def test_the_model_normalizes_bytes() -> None:

@@ -99,19 +99,10 @@ def write_digits(folder: Path) -> None:
 
 
 def decode(path: Path) -> Image.Image:
-    """Read an image as RGB with 8 bits, upright according to its EXIF orientation. Transparent parts are white.
-
-    Raises:
-        InvalidValue: the content is no such image. (OSError: the file cannot be read.)
-    """
+    """Read an image as RGB, upright according to its EXIF orientation. Raises InvalidValue if its content is none."""
     content = path.read_bytes()
     try:
-        image = ImageOps.exif_transpose(Image.open(io.BytesIO(content), formats=FORMATS))
-        if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-            raise ValueError(f"mode {image.mode} has more than 8 bits")
-        if image.has_transparency_data:
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-        return image.convert("RGB")
+        return ImageOps.exif_transpose(Image.open(io.BytesIO(content), formats=FORMATS)).convert("RGB")
     except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error and others
         why = f"{type(error).__name__}: {error}".partition(" <")[0]  # without the address of the BytesIO
         raise samestep.InvalidValue(
