@@ -32,11 +32,17 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
+def write_run(run: Path, *, step: int = 5, name: str | None = None, **objects: Any) -> None:
+    """Write a snapshot of these states, in a run that may exist."""
+    run.mkdir(exist_ok=True)
+    (run / "run.json").write_text(json.dumps({"format": 1, "numbers": {}}))
+    state = {"objects": objects, "position": {"step": step, "epoch": 0}, "state": {}}
+    Store(run).write(state, step=step, name=name, meta={})
+
+
 @pytest.fixture
 def models(tmp_path: Path) -> dict[str, nn.Module]:
     """Return the contents of the snapshots of steps 3 and 5 of the run in `tmp_path / "run"`, by name and step."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.json").write_text(json.dumps({"format": 1, "numbers": {}}))
     found: dict[str, nn.Module] = {}
     for step, name in ((3, "best"), (5, None)):
         model = Tied()
@@ -46,12 +52,8 @@ def models(tmp_path: Path) -> dict[str, nn.Module]:
             average.module.head.bias += 1
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         objects = {"model": model, "ema": average, "optimizer": optimizer}
-        state = {
-            "objects": {key: thing.state_dict() for key, thing in objects.items()},
-            "position": {"step": step, "epoch": 0},
-            "state": {},
-        }
-        Store(tmp_path / "run").write(state, step=step, name=name, meta={})
+        states = {key: thing.state_dict() for key, thing in objects.items()}
+        write_run(tmp_path / "run", step=step, name=name, **states)
         found |= {f"model {step}": model, f"ema {step}": average.module}
     return found
 
@@ -80,21 +82,17 @@ def test_the_newest_model(tmp_path: Path, models: dict[str, nn.Module], capsys: 
 
 def test_a_model_of_another_name(tmp_path: Path) -> None:
     """The only module that is no average is the default; of two, one must be named."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.json").write_text(json.dumps({"format": 1, "numbers": {}}))
     net = Tied()
     states = {"mean": AveragedModel(net).state_dict(), "net": net.state_dict()}
-    for step, more in ((1, {}), (2, {"other": Tied().state_dict()})):
-        state = {"objects": states | more, "position": {"step": step, "epoch": 0}, "state": {}}
-        Store(tmp_path / "run").write(state, step=step, name=None, meta={})
+    write_run(tmp_path / "run", step=1, **states)
+    write_run(tmp_path / "run", step=2, **states, other=Tied().state_dict())
     with pytest.raises(Error, match="name the model by --object"):
         run_export([str(tmp_path / "run"), str(tmp_path / "x.safetensors")])
     assert run_export([str(tmp_path / "run"), str(tmp_path / "x.safetensors"), "--snapshot", "1"]) == 0
     assert_loads(tmp_path / "x.safetensors", net)
 
 
-@pytest.mark.parametrize(("which", "step"), [("3", 3), ("best", 3), ("5", 5)])
-@pytest.mark.parametrize("name", ["model", "ema"])
+@pytest.mark.parametrize(("which", "step", "name"), [("3", 3, "model"), ("best", 3, "ema"), ("5", 5, "ema")])
 def test_another_one(tmp_path: Path, models: dict[str, nn.Module], which: str, step: int, name: str) -> None:
     """The keys of an average are those of its model."""
     if which == "3":
@@ -139,23 +137,13 @@ def test_what_is_not_there(tmp_path: Path, models: dict[str, nn.Module], argumen
     assert not (tmp_path / "x.safetensors").exists()
 
 
-class Extra(nn.Linear):
-    def __init__(self, extra: Any) -> None:
-        super().__init__(2, 2)
-        self.extra = extra
-
+class Linear(nn.Linear):
     def get_extra_state(self) -> Any:
-        return self.extra
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
+        return np.arange(3)
 
 
 def test_entries_that_are_no_tensors_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.json").write_text(json.dumps({"format": 1, "numbers": {}}))
-    state = {"objects": {"model": Extra(np.arange(3)).state_dict()}, "position": {"step": 1, "epoch": 0}, "state": {}}
-    Store(tmp_path / "run").write(state, step=1, name=None, meta={})
+    write_run(tmp_path / "run", model=Linear(2, 2).state_dict())
     assert run_export([str(tmp_path / "run"), str(tmp_path / "x.safetensors")]) == 0
     assert "bytes, without _extra_state" in capsys.readouterr().out
 
@@ -174,15 +162,8 @@ def test_an_output_that_cannot_be_written(tmp_path: Path, models: dict[str, nn.M
         run_export([str(tmp_path / "empty"), str(tmp_path / "x.safetensors")])
 
 
-def write_run(run: Path, state: dict[str, torch.Tensor]) -> None:
-    run.mkdir()
-    (run / "run.json").write_text(json.dumps({"format": 1, "numbers": {}}))
-    contents = {"objects": {"model": state}, "position": {"step": 5, "epoch": 0}, "state": {}}
-    Store(run).write(contents, step=5, name=None, meta={})
-
-
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", {"a": torch.zeros(4), "w": torch.zeros(MB)})
+    write_run(tmp_path / "run", model={"a": torch.zeros(4), "w": torch.zeros(MB)})
     words = ["export", str(tmp_path / "run"), str(tmp_path / "out.safetensors")]
     program = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
     program += "from samestep.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -195,7 +176,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_complex_numbers(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", {"w": torch.ones(2, dtype=torch.complex128)})
+    write_run(tmp_path / "run", model={"w": torch.ones(2, dtype=torch.complex128)})
     with pytest.raises(Error, match=r"w has the dtype torch.complex128, which safetensors lacks"):
         run_export([str(tmp_path / "run"), str(tmp_path / "out.safetensors")])
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
@@ -216,7 +197,7 @@ print((peak() - before) << 10)
 
 # 384 MB are written and exported in a new interpreter: 23 s, and 26 s on a busy machine.
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    write_run(tmp_path / "small", {"a": torch.zeros(4)})
-    write_run(tmp_path / "run", {f"w{index}": torch.zeros(2 * MB) for index in range(48)})  # 384 MB, 8 each
+    write_run(tmp_path / "small", model={"a": torch.zeros(4)})
+    write_run(tmp_path / "run", model={f"w{index}": torch.zeros(2 * MB) for index in range(48)})  # 384 MB, 8 each
     done = check(run_command(sys.executable, "-c", PROGRAM, cwd=tmp_path))
     assert int(done.stdout.split()[-1]) < 96 * MB  # malloc keeps some of what was freed

@@ -68,11 +68,13 @@ def test_batch_script(script: Path, capsys: pytest.CaptureFixture[str], tmp_path
 
 def test_one_node(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One node needs no rendezvous, and the script names the run's directory."""
-    text = render(capsys, "--nproc-per-node", "3", "-m", "train")
+    text = render(capsys, "--nproc-per-node", "3", "--grace-s", "60", "--run-dir", "s3://bucket/run", "-m", "train")
     words = read_srun(text)
-    assert words[words.index("launch") :] == ["launch", "--nproc-per-node", "3", "-m", "train"]
+    url = ["--run-dir", "s3://bucket/run"]
+    assert words[words.index("launch") :] == ["launch", "--nproc-per-node", "3", *url, "-m", "train"]
     assert "MASTER_ADDR" not in text
-    assert read_directives(text)["output"] == "slurm/%j.out"
+    assert read_directives(text)["output"] == "slurm/%j.out", "a URL is no local directory"
+    assert read_directives(text)["signal"] == "USR1@60"
 
 
 def test_a_recipe(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,14 +85,6 @@ def test_a_recipe(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "launch", "--nproc-per-node", "3", "--run-dir", "runs/m", "mlp", "--total-epochs", "2",
     ]  # fmt: skip
     assert read_directives(text)["job-name"] == "mlp"
-
-
-def test_a_run_at_a_url(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A URL is no local directory for the output."""
-    text = render(capsys, "--run-dir", "s3://bucket/run", "train.py")
-    assert read_directives(text)["output"] == "slurm/%j.out"
-    words = read_srun(text)
-    assert words[words.index("--run-dir") + 1] == "s3://bucket/run"
 
 
 def test_shell_reads_it(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,12 +109,6 @@ def test_which_exits_are_requeued(
     stubs = f"srun() {{ return {code}; }}; scontrol() {{ echo $*; }}; SLURM_JOB_ID=7; SLURM_RESTART_COUNT={starts}\n"
     done = subprocess.run(["bash", "-c", stubs + text], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (code, "requeue 7\n" if is_queued else "")
-
-
-@pytest.mark.parametrize(("words", "grace_s"), [((), 120), (("--time", "4", "--grace-s", "60"), 60)])
-def test_grace(script: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], grace_s: int) -> None:
-    text = render(capsys, *words, "train.py")
-    assert read_directives(text)["signal"] == f"USR1@{grace_s}"
 
 
 @pytest.mark.parametrize(
