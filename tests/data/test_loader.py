@@ -72,22 +72,12 @@ class Odd:
         return self.odd() if index == 17 else torch.zeros(3)
 
 
-class Unpicklable(Exception):
-    def __init__(self) -> None:
-        super().__init__("it is what it is")
-        self.lock = threading.Lock()
-
-
 def fail_with_key_error() -> Any:
     raise KeyError("x")
 
 
 def fail_with_stop_iteration() -> Any:
     raise StopIteration
-
-
-def fail_with_unpicklable() -> Any:
-    raise Unpicklable
 
 
 def plan_tasks(num_tasks: int, size: int = 4) -> list[Task]:
@@ -214,36 +204,15 @@ def test_loading_with_workers_leaves_the_generators_alone() -> None:
     assert draw() == expected
 
 
-def test_tasks_are_taken_one_at_a_time() -> None:
-    taken = 0
-
-    def endless() -> Iterator[Task]:
-        nonlocal taken
-        for task in itertools.cycle(plan_tasks(5)):
-            taken += 1
-            yield task
-
-    loader = Loader(read_data_arguments(Noisy()), endless(), device=CPU)
-    assert taken == 0
-    for expected in range(1, 8):
-        next(loader)
-        assert taken == expected
-
-
-def test_workers_take_no_more_tasks_than_they_prefetch() -> None:
-    taken = 0
-
-    def endless() -> Iterator[Task]:
-        nonlocal taken
-        for task in itertools.cycle(plan_tasks(5)):
-            taken += 1
-            yield task
-
-    data = DataLoader(Noisy(), batch_size=4, num_workers=2, prefetch_factor=3)
-    with Loader(read_data_arguments(data), endless(), device=CPU) as loader:
+@pytest.mark.parametrize(("num_workers", "ahead"), [(0, 0), (2, 6)])
+def test_tasks_are_taken_no_earlier_than_needed(num_workers: int, ahead: int) -> None:
+    taken = itertools.count()
+    tasks = (task for task in itertools.cycle(plan_tasks(5)) if next(taken) >= 0)
+    data = DataLoader(Noisy(), batch_size=4, num_workers=num_workers, prefetch_factor=3 if num_workers else None)
+    with Loader(read_data_arguments(data), tasks, device=CPU) as loader:
         for done in range(1, 8):
             next(loader)
-            assert taken <= done + 2 * 3
+            assert done <= int(repr(taken)[6:-1]) <= done + ahead
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -252,7 +221,6 @@ def test_workers_take_no_more_tasks_than_they_prefetch() -> None:
     [
         (fail_with_key_error, r"the data set failed at sample 17 \(KeyError: 'x' at .*test_loader.py:\d+"),
         (fail_with_stop_iteration, r"the data set failed at sample 17 \(StopIteration at "),
-        (fail_with_unpicklable, r"the data set failed at sample 17 \(Unpicklable: it is what it is at "),
         (lambda: torch.zeros(4), r"collate_fn failed at sample 17 \(RuntimeError: stack expects each tensor"),
         (lambda: None, r"collate_fn failed at sample 17 \((TypeError|AttributeError): "),
         (lambda: (torch.zeros(3),), r"collate_fn failed at sample 17 \((TypeError|AttributeError): "),
@@ -296,31 +264,6 @@ def test_a_worker_that_is_killed_is_named_with_its_samples(number: signal.Signal
     assert str(recognize(torchs)).startswith(said)
 
 
-class Exhausting(Noisy):
-    """Its worker may not open files from sample 17 on."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 17:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
-        return FromFile()
-
-
-class FromFile:
-    """Opens a file when it is sent."""
-
-    def __reduce__(self) -> Any:
-        os.close(os.open(os.devnull, os.O_RDONLY))
-        return FromFile, ()
-
-
-def test_a_worker_without_open_files_is_named() -> None:
-    """A thread of it sends the samples. The rank would wait for the lost ones forever."""
-    spec = read_data_arguments(Exhausting(), num_workers=1, collate_fn=list)
-    loader = Loader(spec, iter(plan_tasks(5)), device=CPU)
-    with loader, pytest.raises(WorkerDied, match=r"^DataLoader worker 0 .* has run out of open files .*ulimit -n"):
-        list(loader)
-
-
 def test_the_death_of_a_worker_raises_at_the_next_micro_batch_only() -> None:
     """torch would raise from its signal handler, wherever the script is: Python ignores that in a callback."""
     loader = Loader(read_data_arguments(Noisy(), num_workers=1), iter(plan_tasks(20)), device=CPU)
@@ -356,23 +299,22 @@ def test_a_scripts_own_subclass_of_error() -> None:
     assert str(located) == "a.txt, line 3 is empty, on rank 1 in step 4"
 
 
-def test_a_failure_names_the_first_sample_of_a_micro_batch() -> None:
-    with pytest.raises(Error, match="collate_fn failed at sample 17 "):
-        load(Odd(lambda: torch.zeros(4)), [Task(np.arange(17, 21), 0)])
+class Failing(Many):
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        return [torch.zeros(3) / (index != 17 or 1 / 0) for index in indices]
 
 
-def test_of_two_samples_that_do_not_fit_both_are_named() -> None:
-    with pytest.raises(Error, match="collate_fn failed at one of the samples 17, 18 "):
-        load(Odd(lambda: torch.zeros(4)), [Task(np.arange(17, 19), 0)])
-
-
-def test_a_failing_getitems_names_the_sample() -> None:
-    class Failing(Many):
-        def __getitems__(self, indices: list[int]) -> list[Tensor]:
-            return [torch.zeros(3) / (index != 17 or 1 / 0) for index in indices]
-
-    with pytest.raises(Error, match=r"failed at sample 17 \(ZeroDivisionError: division by zero at .*test_loader"):
-        load(Failing(), plan_tasks(6))
+@pytest.mark.parametrize(
+    ("data", "samples", "said"),
+    [
+        (Odd(lambda: torch.zeros(4)), range(17, 21), "collate_fn failed at sample 17 "),
+        (Odd(lambda: torch.zeros(4)), range(17, 19), "collate_fn failed at one of the samples 17, 18 "),
+        (Failing(), range(15, 19), r"failed at sample 17 \(ZeroDivisionError: division by zero at .*test_loader"),
+    ],
+)
+def test_the_sample_is_found_by_trying_again(data: Any, samples: range, said: str) -> None:
+    with pytest.raises(Error, match=said):
+        load(data, [Task(np.array(samples), 0)])
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -523,20 +465,12 @@ def test_to_device_moves_every_structure() -> None:
     }
     meta = torch.device("meta")
     moved = to_device(batch, meta)
-    assert moved["nested"][0].device == meta
-    assert isinstance(moved["nested"], tuple)
-    assert moved["nested"][1][0].device == meta
-    assert moved["nested"][1][1] == "text"
-    assert type(moved["pair"]) is Pair
-    assert moved["pair"].x.device == moved["pair"].y["deep"].device == meta
-    assert type(moved["record"]) is Record
-    assert moved["record"].x.device == meta
-    assert moved["record"].name == "name"
-    assert moved["graph"].x.device == meta
+    tensors = [moved["nested"][0], moved["nested"][1][0], moved["pair"].x, moved["pair"].y["deep"]]
+    tensors += [moved["record"].x, moved["graph"].x, moved["counts"]["a"], moved["packed"].data]
+    assert {tensor.device for tensor in tensors} == {meta}
+    assert {name: type(value) for name, value in moved.items()} == {name: type(value) for name, value in batch.items()}
+    assert (moved["nested"][1][1], moved["record"].name) == ("text", "name")
     assert moved["counts"].default_factory is list
-    assert moved["counts"]["a"].device == meta
-    assert type(moved["packed"]) is PackedSequence
-    assert moved["packed"].data.device == meta
     assert moved["rest"] == ["text", 3, None, 2.5]
     assert batch["nested"][0].device == CPU  # the argument is unchanged
 

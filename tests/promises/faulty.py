@@ -9,7 +9,6 @@ and rows of its own.
 """
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -151,18 +150,15 @@ class Faults:
                 source, target = Path(str(args[0])), Path(str(args[1]))
                 if target.parent.name == "abandoned":
                     self.reach("rewinding", 0)  # whichever step the run goes back to
-                elif source.name.startswith(".tmp-") and target.with_name(f".old-{target.name}").exists():
-                    self.reach("replacing best", read_step(source))
+                elif source.name.startswith(".tmp-best.") and target.name.startswith("best."):
+                    self.reach("replacing best", read_step(target))
 
         sys.addaudithook(on_event)
 
 
 def read_step(snapshot: Path) -> int:
-    """The step of a snapshot that is about to get its name, from that name or its manifest."""
-    _, is_numbered, number = snapshot.name.partition("step-")
-    return (
-        int(number.partition(".")[0]) if is_numbered else json.loads((snapshot / "manifest.json").read_text())["step"]
-    )
+    """The step of a snapshot, from its name, which may not be final."""
+    return int(snapshot.name.partition("step-")[2].partition(".")[0])
 
 
 class Images(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):

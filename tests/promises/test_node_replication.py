@@ -282,7 +282,8 @@ def test_an_older_record_is_replaced_even_if_it_is_longer(cluster: Cluster, undi
 @pytest.mark.parametrize("resume", one_in(4, ["best", 3]))
 def test_an_older_one_that_only_one_node_has(cluster: Cluster, undisturbed: Undisturbed, resume: str | int) -> None:
     cluster.spawn([0, 1], 1, "stop all ranks at step 7 in update", snapshot_every=3, keep_last=9)
-    shutil.rmtree(cluster.run_dir(0) / "snapshots" / (resume if isinstance(resume, str) else "step-00000003"))
+    name = "best.step-00000005" if resume == "best" else "step-00000003"
+    shutil.rmtree(cluster.run_dir(0) / "snapshots" / name)
     cluster.spawn([0, 1], 1, resume=resume, snapshot_every=3)
     assert_ended_as(cluster, [0, 1], undisturbed())
     assert read_starts(cluster, 0) == read_starts(cluster, 1)

@@ -27,7 +27,7 @@ from support.waiting import wait_until
 import samestep
 from samestep.cli import main
 from samestep.errors import Error
-from samestep.snapshot.mirror import Mirror, Unreachable, _name_place
+from samestep.snapshot.mirror import Mirror, Unreachable
 from samestep.snapshot.store import Store
 
 Undisturbed = Callable[..., Outcome]
@@ -332,7 +332,7 @@ def make_remote(url: str, tmp_path: Path, steps: Sequence[int]) -> None:
         store.write({"objects": {"model": {"weight": torch.full((4,), float(step))}}}, step=step, meta={"step": step})
     store.write({"objects": {}}, step=4, name="best", meta={})
     for snapshot in store.snapshots():
-        remote._push_snapshot(snapshot, _name_place(snapshot))
+        remote._push_snapshot(snapshot)
 
 
 def test_tools_read_urls(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,7 +164,8 @@ PLANTED = (
     ),
     Planted(
         "the name of a new snapshot is not synced", RESUME, "snapshot/store.py",
-        "            raise\n        _sync(self.path)\n", "            raise\n", focus="power",
+        "move_directory(directory, target)\n        _sync(self.path)\n", "move_directory(directory, target)\n",
+        focus="power",
     ),
     Planted(
         "the ledger is not synced before a snapshot", ONCE, "snapshot/append_log.py",
@@ -177,8 +178,8 @@ PLANTED = (
     ),
     Planted(
         "a snapshot is visible before its files are complete", ATOMIC, "snapshot/store.py",
-        'directory = self.path / f"{_WRITING}{self._name_target(step, name).name}.{secrets.token_hex(4)}"',
-        "directory = self._name_target(step, name)", focus="power",
+        'directory = self.path / f"{_WRITING}{name_directory(step, name)}.{secrets.token_hex(4)}"',
+        "directory = self.path / name_directory(step, name)", focus="power",
     ),
     Planted(
         "the record of a run is not replaced atomically", RESUME, "files.py",
@@ -187,7 +188,7 @@ PLANTED = (
     ),
     Planted(
         "the newest snapshots are pruned, and not the oldest", RESUME, "snapshot/store.py",
-        "numbered[: numbered.index(sound[-max(keep, 1) :][0])]", "numbered[max(keep, 1) :]",
+        "outdated += [each for each in same if each.step < oldest_kept]", "outdated += same[keep:]",
     ),
     Planted(
         "the checksum of a manifest is not compared", ATOMIC, "snapshot/manifest.py",

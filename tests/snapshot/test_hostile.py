@@ -427,7 +427,7 @@ def test_a_sound_snapshot_holds_regular_files(place: Path, capsys: Any) -> None:
     ("name", "what"),
     [
         *itertools.product(
-            ["step-00000004", ".tmp-step-00000004", ".old-step-00000004", ".tmp-doomed-step-00000003"],
+            ["step-00000004", ".tmp-step-00000004", ".tmp-doomed-step-00000003"],
             ["a FIFO", "a circle", "a link"],
         )
     ],

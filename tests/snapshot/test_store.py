@@ -2,10 +2,8 @@
 
 import json
 import os
-import re
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from states import assert_same, make_state
 
-from samestep.errors import InvalidType, InvalidValue, RunDirectoryError
+from samestep.errors import InvalidType, RunDirectoryError
 from samestep.snapshot.manifest import FORMAT
 from samestep.snapshot.serialization import digest
 from samestep.snapshot.store import Store
@@ -71,34 +69,17 @@ def test_the_newest_is_the_one_of_most_steps(store: Store) -> None:
     assert read(store)["state"]["best"] == 44
 
 
-def test_one_of_the_same_step_or_name_is_replaced(store: Store) -> None:
+def test_one_of_the_same_step_is_replaced(store: Store) -> None:
     for mark in (1.0, 2.0):
         store.write(make_state(mark), step=5, meta={})
-        store.write(make_state(mark + 10), step=int(mark), name="best", meta={})
-    assert found_steps(store) == [(2, "best"), (5, None)]
     assert read(store)["state"]["best"] == 2.0
-    assert read(store, "best")["state"]["best"] == 12.0
-    assert len(list(store.path.iterdir())) == 2
-
-
-@pytest.mark.parametrize("name", ["", "latest", "never", "123", "step-00000001", "a/b", "..", ".hidden", "ü", "x" * 65])
-def test_names_that_mean_something_else_are_refused(name: str, store: Store) -> None:
-    with pytest.raises(InvalidValue, match="use letters, digits and underscores"):
-        store.write({}, step=1, name=name, meta={})
-    assert not store.path.exists()
+    assert [entry.name for entry in store.path.iterdir()] == ["step-00000005"]
 
 
 def test_a_state_that_cannot_be_held_leaves_nothing(store: Store) -> None:
     with pytest.raises(InvalidType, match=r"^model\.hook is a function"):
         store.write({"objects": {"model": {"hook": lambda: 0}}}, step=1, meta={})
     assert not store.path.exists()
-
-
-def test_meta_that_is_no_json_leaves_nothing(store: Store) -> None:
-    for meta in ({"a": object()}, {"a": float("nan")}):
-        with pytest.raises((TypeError, ValueError)):
-            store.write({}, step=1, meta=meta)
-    assert list(store.path.iterdir()) == []
 
 
 # --- asked for what is not there -------------------------------------------------------------------------------------
@@ -161,6 +142,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 def check_passed_over(store: Store, file: str) -> None:
     warnings: list[str] = []
+    store = Store(store.path.parent)  # it knows of no damage yet
     found = store.find("latest", warn=warnings.append)
     assert found is not None
     assert found.step == 1
@@ -203,48 +185,23 @@ def test_a_piece_that_is_damaged_is_located(store: Store) -> None:
         store.find("latest", warn=lambda _: None)
 
 
-def rewrite_manifest(store: Store, step: int, **changes: Any) -> None:
-    """Change a manifest as another version of samestep would have written it."""
-    path = store.path / f"step-{step:08d}" / "manifest.json"
-    manifest = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps(manifest))
-
-
-def test_a_newer_format_is_skipped(store: Store) -> None:
+def test_other_directories_are_skipped(store: Store) -> None:
     for step in (1, 2):
         store.write(make_state(step), step=step, meta={})
-    rewrite_manifest(store, 2, format=FORMAT + 1)
-    warnings: list[str] = []
-    found = store.find("latest", warn=warnings.append)
-    assert found is not None
-    assert found.step == 1
-    assert "manifest.json has format 2 of a newer samestep" in warnings[0]
-
-
-def test_a_directory_under_another_step_is_skipped(store: Store) -> None:
-    store.write(make_state(1), step=1, meta={})
+    newer = store.path / "step-00000002" / "manifest.json"
+    newer.write_text(json.dumps(json.loads(newer.read_text()) | {"format": FORMAT + 1}))
     shutil.copytree(store.path / "step-00000001", store.path / "step-00000009")
-    shutil.copytree(store.path / "step-00000001", store.path / "copy")
-    assert [(s.step, s.name, s.problem) for s in store.snapshots()] == [
-        (1, "copy", None), (1, None, None), (9, None, "manifest.json is of step 1")
-    ]  # fmt: skip
-
-
-def test_other_directories_are_skipped(store: Store) -> None:
-    store.write(make_state(1), step=1, meta={})
-    (store.path / "step-00000002").mkdir()
+    shutil.copytree(store.path / "step-00000001", store.path / "kept.step-00000001")
+    (store.path / "step-00000003").mkdir()
     (store.path / "notes.txt").write_text("mine")
     (store.path / "strange").mkdir()
-    (store.path / "strange" / "manifest.json").write_text("[1]")
     warnings: list[str] = []
     found = store.find("latest", warn=warnings.append)
     assert found is not None
-    assert found.step == 1
-    assert len(warnings) == 1
-    assert "manifest.json is missing" in warnings[0]
-    assert [snapshot.problem for snapshot in store.snapshots()] == [
-        "manifest.json is damaged", None, "manifest.json is missing"
-    ]  # fmt: skip
+    assert (found.step, found.name) == (1, None)
+    said = ["manifest.json is of step 1", "manifest.json is missing", f"manifest.json has format {FORMAT + 1} of a"]
+    assert all(problem in warning for problem, warning in zip(said, warnings, strict=True))
+    assert read(store, "kept")["state"]["best"] == 1
 
 
 def test_a_snapshot_that_goes_bad_after_it_was_found(store: Store) -> None:
@@ -281,15 +238,14 @@ def test_adopting_one_of_another_store(store: Store, tmp_path: Path) -> None:
     assert [path.name for path in other.path.iterdir()] == ["step-00000005"]
 
 
-def test_pruning_keeps_the_newest_and_the_named(store: Store) -> None:
+def test_pruning_keeps_the_newest_of_each_name(store: Store) -> None:
     for step in range(1, 6):
         store.write({}, step=step, meta={})
-    store.write({}, step=1, name="best", meta={})
+    for step in (1, 2):
+        store.write({}, step=step, name="best", meta={})
     store.prune(2)
-    assert found_steps(store) == [(1, "best"), (4, None), (5, None)]
-    store.prune(0)
-    assert found_steps(store) == [(1, "best"), (5, None)]
-    assert len(list(store.path.iterdir())) == 2
+    assert found_steps(store) == [(2, "best"), (4, None), (5, None)]
+    assert len(list(store.path.iterdir())) == 3
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -320,20 +276,6 @@ def read_whatever(store: Store) -> int:
     return found.step
 
 
-def test_cleaning_removes_what_dead_writers_left(store: Store) -> None:
-    store.clean()
-    store.write(make_state(1), step=1, meta={})
-    store.write(make_state(2), step=2, meta={})
-    shutil.copytree(store.path / "step-00000002", store.path / ".tmp-step-00000003")
-    shutil.copytree(store.path / "step-00000001", store.path / ".old-step-00000001")
-    os.rename(store.path / "step-00000002", store.path / ".old-step-00000002")
-    assert found_steps(store) == [(1, None), (2, None)]
-    assert_same(read(store), make_state(2))
-    store.clean()
-    assert sorted(entry.name for entry in store.path.iterdir()) == ["step-00000001", "step-00000002"]
-    assert_same(read(store), make_state(2))
-
-
 def test_a_snapshot_that_was_moved_elsewhere(store: Store, tmp_path: Path) -> None:
     """The snapshot was replaced by a link: pruning removes the link only."""
     for step in (1, 2):
@@ -347,86 +289,6 @@ def test_a_snapshot_that_was_moved_elsewhere(store: Store, tmp_path: Path) -> No
     store.clean()
     assert [entry.name for entry in store.path.iterdir()] == ["step-00000002"]
     assert (tmp_path / "elsewhere" / "manifest.json").exists()
-
-
-def test_writing_over_what_a_dead_writer_left(store: Store) -> None:
-    store.write(make_state(1), step=1, meta={})
-    shutil.copytree(store.path / "step-00000001", store.path / ".old-step-00000001")
-    shutil.copytree(store.path / "step-00000001", store.path / ".tmp-step-00000001")
-    store.clean()
-    store.write(make_state(2), step=1, meta={})
-    assert_same(read(store), make_state(2))
-    os.rename(store.path / "step-00000001", store.path / ".old-step-00000001")
-    store.write(make_state(3), step=1, meta={})
-    assert_same(read(store), make_state(3))
-    assert [entry.name for entry in store.path.iterdir()] == ["step-00000001"]
-
-
-def test_everything_is_on_the_disk_before_it_gets_its_name(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.write(make_state(1), step=1, meta={})
-    events: list[tuple[str, str]] = []
-    sync, rename = os.fsync, os.rename
-
-    def record_sync(descriptor: int) -> None:
-        name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
-        events.append(("sync", re.sub(r"\.[0-9a-f]{8}$", "", name)))
-        sync(descriptor)
-
-    def record_rename(source: Path, target: Path) -> None:
-        events.append(("rename", Path(target).name))
-        rename(source, target)
-
-    monkeypatch.setattr(os, "fsync", record_sync)
-    monkeypatch.setattr(os, "rename", record_rename)
-    store.write(make_state(2), step=1, meta={})
-    assert events == [
-        ("sync", "tensors-00000.safetensors"), ("sync", "state.json"), ("sync", "manifest.json"),
-        ("sync", ".tmp-step-00000001"), ("rename", ".old-step-00000001"), ("rename", "step-00000001"),
-        ("sync", "snapshots"), ("rename", ".tmp-doomed-.old-step-00000001"),
-    ]  # fmt: skip
-
-
-# --- disks that fail ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "disk"
-    place.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(place)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"needs the right to mount a tmpfs: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def remount(place: Path, options: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{options}", str(place)], check=True)
-
-
-@pytest.mark.parametrize("step", [1, 2])
-def test_a_full_disk_leaves_the_older_snapshot(step: int, small_disk: Path) -> None:
-    """The disk is full at every point of the write: it grows page by page until the snapshot fits."""
-    store = Store(small_disk)
-    store.write(make_state(1, 9_000), step=1, meta={})
-    outcomes = []
-    for size_kb in range(48, 400, 4):
-        remount(small_disk, f"size={size_kb}k")
-        before = sorted(path.name for path in store.path.iterdir())
-        try:
-            store.write(make_state(2, 9_000), step=step, meta={})
-        except OSError:
-            outcomes.append(False)
-            assert sorted(path.name for path in store.path.iterdir()) == before
-            assert_same(read(store), make_state(1, 9_000))
-            continue
-        outcomes.append(True)
-        break
-    assert_same(read(store), make_state(2, 9_000))
-    assert outcomes[-1]
-    assert len(outcomes) > 5
 
 
 def test_a_removed_directory(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_a_model_of_another_name(tmp_path: Path) -> None:
 def test_another_one(tmp_path: Path, models: dict[str, nn.Module], which: str, step: int, name: str) -> None:
     """The keys of an average are those of its model."""
     if which == "3":
-        os.rename(tmp_path / "run/snapshots/best", tmp_path / "run/snapshots/other")
+        os.rename(tmp_path / "run/snapshots/best.step-00000003", tmp_path / "run/snapshots/other.step-00000003")
     file = tmp_path / "x.safetensors"
     assert run_export([str(tmp_path / "run"), str(file), "--snapshot", which, "--object", name]) == 0
     assert_loads(file, models[f"{name} {step}"])

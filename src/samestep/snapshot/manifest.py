@@ -23,7 +23,8 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
 FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\.(json|safetensors)")  # in the manifest's directory
-NAME = re.compile(r"(?!\d+$|latest$|never$|step-)[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")  # excludes values of `resume`
+NAME = re.compile(r"(?!(?:latest|never)\b)[A-Za-z_][A-Za-z0-9_]{0,63}")  # of a snapshot; not another value of `resume`
+DIRECTORY = re.compile(rf"(?:({NAME.pattern})\.)?step-(\d{{8,18}})")  # of a snapshot
 _BUFFER_BYTES = 1 << 20
 _NUM_READERS = 4
 

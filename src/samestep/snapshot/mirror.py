@@ -3,8 +3,7 @@
 A run at a URL works in a directory on the disk of rank 0, its working copy. A start pulls what the directory lacks, and
 each snapshot is pushed, with its manifest last. Without a manifest, a snapshot does not exist.
 
-The files at the URL have the layout of a run directory, except that the directory of a named snapshot contains its step
-(`snapshots/best.step-00000007`): stores cannot rename directories, so a new one is written beside the old one.
+The files at the URL have the layout of a run directory.
 """
 
 import os
@@ -24,10 +23,10 @@ from samestep.errors import Error, RunDirectoryError, needing
 from samestep.files import MAX_BYTES, open_regular, read_bytes, replace_file
 from samestep.hashing import hash_bytes
 from samestep.snapshot.lock import build_token, explain_takeover
-from samestep.snapshot.manifest import FILE, MANIFEST, NAME, find_wrong_size, parse_manifest
+from samestep.snapshot.manifest import DIRECTORY, FILE, MANIFEST, find_wrong_size, parse_manifest
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import parse_run_record
-from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Pulled, Snapshot, Store, accept
+from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Pulled, Snapshot, Store, accept, list_outdated
 from samestep.watch.records import LOCK, RECORD, SHARED
 from samestep.world.environment import advise, read_cache_dir, read_host
 from samestep.world.forking import at_rest
@@ -35,7 +34,6 @@ from samestep.world.forking import at_rest
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_PLACE = re.compile(rf"(?:({NAME.pattern})\.)?step-(\d{{8,18}})")
 _RUN = re.compile(r"[0-9a-f]{32}")  # the run's id
 _ORDER = re.compile(r"epoch-\d{8,}\.npy|shards-[0-9a-f]{16}\.json")
 
@@ -203,17 +201,14 @@ class Mirror:
         sizes: dict[str, dict[str, int]] = {}
         for path, info in self._find(SNAPSHOTS).items():
             place, file = path.split("/")[-2:]
-            if _PLACE.fullmatch(place) or NAME.fullmatch(place):
+            if DIRECTORY.fullmatch(place):
                 sizes.setdefault(place, {})[file] = info["size"]
         return sizes
 
     def _read_manifest(self, place: str, sizes: Mapping[str, int]) -> Snapshot:
         text = self._fs.cat_file(self._at_place(place, MANIFEST)) if sizes[MANIFEST] <= MAX_BYTES else b""
         manifest, problem = parse_manifest(text)
-        match = _PLACE.fullmatch(place)
-        name, step = (match[1], int(match[2])) if match else (place, None)
-        problem = problem or find_wrong_size(manifest["files"], sizes)
-        return Snapshot.from_manifest(Path(place), name, step, manifest, problem)
+        return Snapshot.from_manifest(Path(place), manifest, problem or find_wrong_size(manifest["files"], sizes))
 
     def _at_place(self, place: str, file: str = "") -> str:
         return self._at(f"{SNAPSHOTS}/{place}/{file}")
@@ -365,30 +360,28 @@ class Mirror:
             self._push_files(directory)
 
     def _push_snapshots(self, store: Store, keep: int) -> None:
-        there = {each.path.name: each for each in self.snapshots()}
+        there = {each.label: each for each in self.snapshots()}
         newest = {each.name: each for each in store.snapshots() if each.problem is None}
         # Named ones first: a script that resumes from the numbered one would not request them again.
         for own in sorted(newest.values(), key=lambda each: each.name is None):
-            place = _name_place(own)
-            if place in there:
-                if there[place].problem is None and own.is_same(there[place]):
+            before = there.get(own.label)
+            if before is not None:
+                if before.problem is None and own.is_same(before):
                     continue
-                self._remove(place)
-            self._push_snapshot(own, place)
-        numbered = {each.step for each in [*there.values(), *newest.values()] if each.name is None and not each.problem}
-        oldest = {each.name: each.step for each in newest.values()}
-        oldest[None] = min(sorted(numbered)[-keep:], default=0)
-        for place, each in there.items():
-            if each.step < oldest.get(each.name, 0):
-                self._remove(place)
+                self._remove(own.label)
+            self._push_snapshot(own)
+            there[own.label] = own
+        for each in list_outdated(sorted(there.values(), key=lambda each: each.age), keep):
+            self._remove(each.label)
 
     @_requests
-    def _push_snapshot(self, snapshot: Snapshot, place: str) -> None:
+    def _push_snapshot(self, snapshot: Snapshot) -> None:
+        place = f"{SNAPSHOTS}/{snapshot.label}"
         for file in snapshot.manifest["files"]:
             source = str(snapshot.path / file)
-            self._put(f"{SNAPSHOTS}/{place}/{file}", lambda path: self._fs.put_file(source, path))  # noqa: B023
+            self._put(f"{place}/{file}", lambda path: self._fs.put_file(source, path))  # noqa: B023
         self._check()
-        self.write(f"{SNAPSHOTS}/{place}/{MANIFEST}", read_bytes(snapshot.path / MANIFEST))
+        self.write(f"{place}/{MANIFEST}", read_bytes(snapshot.path / MANIFEST))
 
     def _push_files(self, directory: RunDirectory) -> None:
         for name in (*SHARED, *list_orders(directory.path)):
@@ -445,11 +438,6 @@ class Mirror:
         elif text != self._token:
             raise explain_takeover(self.url, text)
         return text is not None
-
-
-def _name_place(snapshot: Snapshot) -> str:
-    """Return the name of a snapshot's directory at a URL."""
-    return f"{snapshot.name}.step-{snapshot.step:08d}" if snapshot.name else snapshot.label
 
 
 def _describe(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from samestep.errors import Error, InvalidValue, NotHealed
 from samestep.snapshot.async_copy import Copy, Staging, Watch, is_watchable, locate
 from samestep.snapshot.inspection import Inspection, SnapshotOrder, TrainingState
 from samestep.snapshot.location import Location
+from samestep.snapshot.manifest import NAME
 from samestep.snapshot.parts import name_part
 from samestep.snapshot.serialization import encode
 from samestep.snapshot.writer import Event, Stage, Writer
@@ -106,8 +107,7 @@ class Snapshotter:
         Raises:
             InvalidValue: the name is not valid.
         """
-        is_valid = isinstance(name, str) and name.isascii() and name.isidentifier() and len(name) <= 64
-        if not is_valid or name in ("latest", "never"):
+        if not isinstance(name, str) or not NAME.fullmatch(name):
             raise InvalidValue(
                 f"a snapshot's name is letters, digits and underscores, such as best, not {name!r}", code="SS101"
             )

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import secrets
 import shutil
 import time
@@ -16,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta, Struct
 
 from samestep.decoding import Count, Number, Object, convert
-from samestep.errors import InvalidValue, RunDirectoryError
+from samestep.errors import RunDirectoryError
 from samestep.files import move_directory, open_regular, sync_directory
 from samestep.hashing import hash_bytes
 from samestep.snapshot.manifest import (
+    DIRECTORY,
     MANIFEST,
-    NAME,
     STATE,
     Pieces,
     build_manifest,
@@ -41,9 +40,7 @@ if TYPE_CHECKING:
 # directories of a run
 SNAPSHOTS = "snapshots"
 ABANDONED = "abandoned"
-_NUMBERED = re.compile(r"step-(\d{8,})")
 _WRITING = ".tmp-"  # incomplete, or about to be removed
-_ASIDE = ".old-"  # the snapshot that is being replaced
 
 
 class _SavedOrder(Struct):
@@ -96,7 +93,7 @@ class Snapshot:
     """A snapshot's directory, which may be damaged.
 
     Attributes:
-        step: number of completed steps; -1 for a named snapshot whose manifest cannot be read.
+        step: number of completed steps.
         name: None for a numbered one.
         manifest: {} if it cannot be read.
         problem: damage that the manifest and the files' sizes show; None if there is none.
@@ -109,19 +106,19 @@ class Snapshot:
     problem: str | None
 
     @classmethod
-    def from_manifest(
-        cls, path: Path, name: str | None, step: int | None, manifest: Mapping[str, Any], problem: str | None
-    ) -> "Snapshot":
-        """Return the snapshot with this manifest. `step`: according to its directory's name; None if that has none."""
-        found = manifest.get("step", -1)
-        if step is None or not manifest:
-            return cls(path, found if step is None else step, name, manifest, problem)
-        return cls(path, step, name, manifest, problem if found == step else f"{MANIFEST} is of step {found}")
+    def from_manifest(cls, path: Path, manifest: Mapping[str, Any], problem: str | None) -> "Snapshot":
+        """Return the snapshot in a directory, whose name matches `DIRECTORY`."""
+        match = DIRECTORY.fullmatch(path.name)
+        assert match is not None
+        step = int(match[2])
+        if (found := manifest.get("step", step)) != step:
+            problem = f"{MANIFEST} is of step {found}"
+        return cls(path, step, match[1], manifest, problem)
 
     @property
     def label(self) -> str:
-        """Return the name of the directory in a `Store`."""
-        return self.name or f"step-{self.step:08d}"
+        """Return the name of the directory."""
+        return name_directory(self.step, self.name)
 
     @property
     def age(self) -> tuple[int, bool, str]:
@@ -174,6 +171,27 @@ class Pulled:
 NOTHING = Pulled()
 
 
+def name_directory(step: int, name: str | None) -> str:
+    """Return the name of a snapshot's directory."""
+    return f"step-{step:08d}" if name is None else f"{name}.step-{step:08d}"
+
+
+def list_outdated(snapshots: Sequence[Snapshot], keep: int) -> list[Snapshot]:
+    """Return the snapshots that are older than the newest undamaged one of their name.
+
+    Args:
+        snapshots: the oldest first.
+        keep: number of undamaged snapshots without a name that are kept.
+    """
+    outdated = []
+    for name in {each.name for each in snapshots}:
+        same = [each for each in snapshots if each.name == name]
+        sound = [each.step for each in same if each.problem is None]
+        oldest_kept = min(sound[-keep:] if name is None else sound[-1:], default=0)
+        outdated += [each for each in same if each.step < oldest_kept]
+    return outdated
+
+
 def accept(snapshot: Snapshot) -> str:
     """The judge of `Store.find` that accepts every snapshot."""
     return ""
@@ -199,20 +217,15 @@ class Store:
         """Return all snapshots, including damaged ones, the oldest first; judged by manifests and file sizes."""
         try:
             # Unlike `entry.is_dir`, `isdir` raises no error for a link to itself.
-            present = {entry.name for entry in os.scandir(self.path) if os.path.isdir(entry)}
+            names = [entry.name for entry in os.scandir(self.path) if os.path.isdir(entry)]
         except FileNotFoundError:
             return []
-        aside = {entry.removeprefix(_ASIDE) for entry in present if entry.startswith(_ASIDE)} - present
-        found = [self._read(entry, self.path / entry) for entry in present if not entry.startswith(".")]
-        found += [self._read(entry, self.path / (_ASIDE + entry)) for entry in aside]
+        found = [self._read(self.path / name) for name in names if DIRECTORY.fullmatch(name)]
         return sorted(found, key=lambda snapshot: snapshot.age)
 
-    def _read(self, name: str, path: Path) -> Snapshot:
-        numbered = _NUMBERED.fullmatch(name)
+    def _read(self, path: Path) -> Snapshot:
         manifest, problem = read_manifest(path)
-        if numbered is None:
-            return Snapshot.from_manifest(path, name, None, manifest, problem)
-        return Snapshot.from_manifest(path, None, int(numbered[1]), manifest, problem)
+        return Snapshot.from_manifest(path, manifest, problem or self._problems.get(path))
 
     def find(
         self,
@@ -240,16 +253,13 @@ class Store:
             RunDirectoryError: no undamaged snapshot matches.
             OSError: the disk is gone.
         """
-        found = self.snapshots()
         problem = ""
-        for snapshot in reversed([each for each in found if each.matches(which)]):
+        for snapshot in reversed([each for each in self.snapshots() if each.matches(which)]):
             if problem:
                 warn(f"skipping a snapshot that cannot be used: {problem}")
             problem = snapshot.problem or judge(snapshot)
             if not problem and (checks_parts or not snapshot.is_divided):
                 problem = find_damage(snapshot.path, snapshot.manifest) or ""
-            elif not problem:
-                problem = self._problems.get(snapshot.path, "")
             if not problem:
                 return snapshot
             self._problems[snapshot.path] = problem
@@ -261,14 +271,12 @@ class Store:
                 return None
             advice = f"restore one from a backup, or start with {advise(fresh=True)}"
             raise RunDirectoryError(f"no snapshot in {where} can be used ({problem}): {advice}", code="SS410")
-        raise self._explain_missing(which, [*pulled.snapshots, *found], problem, where)
+        raise self._explain_missing(which, [*pulled.snapshots, *self.snapshots()], problem, where)
 
     def holds(self, snapshot: Snapshot) -> bool:
-        """Return whether this store has another copy's snapshot, undamaged, or a newer one of the same name."""
-        here = next((each for each in self.snapshots() if each.label == snapshot.label), None)
-        if here is None or here.problem is not None:
-            return False
-        return here.step > snapshot.step or (here.is_same(snapshot) and find_damage(here.path, here.manifest) is None)
+        """Return whether this store has another copy's snapshot, undamaged."""
+        sound = [each for each in self.snapshots() if each.problem is None and each.is_same(snapshot)]
+        return any(find_damage(each.path, each.manifest) is None for each in sound)
 
     def refuse(self, snapshot: Snapshot, problem: str) -> None:
         """Let `find` skip a snapshot that it has returned, because of a problem with it."""
@@ -284,7 +292,7 @@ class Store:
         self, which: int | str, found: Sequence[Snapshot], problem: str, where: str
     ) -> RunDirectoryError:
         """Build the error for a snapshot that is not there, or that has a problem."""
-        sound = [s.name or f"step {s.step}" for s in found if s.problem is None and s.path not in self._problems]
+        sound = [each.name or f"step {each.step}" for each in found if each.problem is None]
         others = "there is no other" if found else "there are none yet"
         if sound:
             others = f"there is {', '.join(dict.fromkeys(sound))}"
@@ -348,7 +356,7 @@ class Store:
     # --- write ------------------------------------------------------------------------------------------------
 
     def write(self, state: Mapping[str, Any], *, step: int, name: str | None = None, meta: Mapping[str, Any]) -> Path:
-        """Write a snapshot, replacing one of the same step or name. A crash leaves either the old or the new one.
+        """Write a snapshot.
 
         Args:
             state: as for `encode`.
@@ -358,7 +366,6 @@ class Store:
 
         Raises:
             InvalidType: the state cannot be encoded.
-            InvalidValue: the name is not valid.
             OSError: the disk is full, read-only or gone. The incomplete snapshot is removed, older ones are unchanged.
         """
         structure, tensors = encode(state)
@@ -373,7 +380,7 @@ class Store:
     def begin(self, step: int, name: str | None) -> str:
         """Create the directory in which the ranks write a snapshot. Return its name. Errors as for `write`."""
         # A new name each time: a rank of an earlier start may still write to its directory.
-        directory = self.path / f"{_WRITING}{self._name_target(step, name).name}.{secrets.token_hex(4)}"
+        directory = self.path / f"{_WRITING}{name_directory(step, name)}.{secrets.token_hex(4)}"
         self._create(directory)
         return directory.name
 
@@ -403,7 +410,7 @@ class Store:
             OSError: as for `write`.
         """
         directory = self.path / place
-        target = self._name_target(step, name)
+        target = self.path / name_directory(step, name)
         try:
             files, digest = merge_parts(structure, [own, *take_receipts(directory, num_parts)])
             files[STATE] = _write_json(directory / STATE, structure)
@@ -419,14 +426,6 @@ class Store:
         """Remove a directory from `begin`."""
         shutil.rmtree(self.path / place, ignore_errors=True)
 
-    def _name_target(self, step: int, name: str | None) -> Path:
-        """Return the directory of a snapshot. Raises InvalidValue."""
-        if name is not None and not NAME.fullmatch(name):
-            raise InvalidValue(
-                f"a snapshot cannot be named {name!r}: use letters, digits and underscores, as in best", code="SS101"
-            )
-        return self.path / (name or f"step-{step:08d}")
-
     @property
     def inbox(self) -> Path:
         """Return the directory for a snapshot's files from another store, see `make_inbox` and `adopt`."""
@@ -438,7 +437,7 @@ class Store:
         return self.inbox
 
     def adopt(self, snapshot: Snapshot) -> str:
-        """Make the files in the inbox this snapshot of another store, replacing one of the same name.
+        """Make the files in the inbox this snapshot of another store.
 
         Returns:
             A problem with the files, which are then removed; "" if there is none.
@@ -451,12 +450,9 @@ class Store:
         return ""
 
     def prune(self, keep: int) -> None:
-        """Remove numbered snapshots older than the `keep` (at least 1) newest undamaged ones. Named ones stay."""
-        numbered = [snapshot for snapshot in self.snapshots() if snapshot.name is None]
-        sound = [s for s in numbered if s.problem is None and s.path not in self._problems]
-        if sound:
-            for snapshot in numbered[: numbered.index(sound[-max(keep, 1) :][0])]:
-                self._remove(snapshot.path)
+        """Remove the snapshots of `list_outdated`."""
+        for snapshot in list_outdated(self.snapshots(), keep):
+            self._remove(snapshot.path)
 
     def abandon(self, snapshots: Sequence[Snapshot]) -> None:
         """Move snapshots to `run_dir/abandoned`, the newest first. Raises OSError."""
@@ -466,13 +462,9 @@ class Store:
             move_directory(snapshot.path, target)
 
     def clean(self) -> None:
-        """Remove incomplete files of killed writers, and restore a snapshot that one of them was about to replace."""
-        for entry in sorted(self.path.glob(".*")):
-            target = self.path / entry.name.removeprefix(_ASIDE)
-            if entry.name.startswith(_ASIDE) and not target.exists():
-                move_directory(entry, target)
-            elif entry.name.startswith((_ASIDE, _WRITING)):
-                _delete(entry)
+        """Remove incomplete files of killed writers."""
+        for entry in self.path.glob(f"{_WRITING}*"):
+            _delete(entry)
 
     def _create(self, directory: Path) -> None:
         """Create a directory for the files of a snapshot, empty."""
@@ -485,23 +477,12 @@ class Store:
         directory.mkdir()
 
     def _put(self, directory: Path, target: Path) -> None:
-        """Rename a complete snapshot to its name. At every moment, either it or the old one exists."""
+        """Rename a complete snapshot to its name. What has the name is damaged, or of another run."""
         _sync(directory)
-        aside = self.path / f"{_ASIDE}{target.name}"
         if os.path.lexists(target):
-            if os.path.lexists(aside):
-                self._remove(aside)
-            move_directory(target, aside)
-        try:
-            move_directory(directory, target)
-        except BaseException:
-            if os.path.lexists(aside):
-                move_directory(aside, target)
-            raise
+            self._remove(target)
+        move_directory(directory, target)
         _sync(self.path)
-        if os.path.lexists(aside):
-            with suppress(OSError):  # the next `clean` removes it
-                self._remove(aside)
         self._problems.pop(target, None)
 
     def _remove(self, path: Path) -> None:

@@ -263,7 +263,7 @@ def describe_run(run: Path) -> dict[str, Any]:
         "done_steps": status.get("steps", 0),
         "snapshot": sound[-1].step if sound else None,
         "digest": sound[-1].manifest.get("digest") if sound else None,
-        "best": next((each.step for each in sound if each.name == BEST), None),
+        "best": max((each.step for each in sound if each.name == BEST), default=None),
         "time": status.get("time"),
         "metrics": read_last_values(run),
         "measured": status.get("measured"),
