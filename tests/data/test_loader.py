@@ -6,12 +6,11 @@ import itertools
 import multiprocessing
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ import torch
 from support.commands import Popen
 from support.waiting import DEADLINE_S
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from samestep.data.loader import Loaded, Loader, seed_all, to_device
