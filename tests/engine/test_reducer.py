@@ -4,6 +4,8 @@ import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import samestep
 from samestep.engine import routes
 from samestep.engine.buckets import ALIGN_BYTES, build_buckets, choose_cap_bytes
 from samestep.engine.control import Vote
+from samestep.engine.exchange_memory import ExchangeMemory
 from samestep.engine.ownership import Ownership
 from samestep.engine.passes import Gradients, PassAttempt
 from samestep.engine.precision import build_precision
@@ -146,6 +149,28 @@ def reduce_again_and_again() -> tuple[bool, int]:
 
 def test_a_pass_takes_no_memory_that_the_one_before_has_not() -> None:
     assert samestep.spawn(reduce_again_and_again, 2) == (True, 0)
+
+
+def count_memories() -> list[int]:
+    """Return how many memories there are when each one is allocated."""
+    alive = WeakSet[ExchangeMemory]()
+    counts = []
+    ranks, allocate = Ranks(), ExchangeMemory.__init__
+
+    def note_and_allocate(memory: ExchangeMemory, *of: Any) -> None:
+        counts.append(len(alive))
+        allocate(memory, *of)
+        alive.add(memory)
+
+    gc.disable()
+    with patch.object(ExchangeMemory, "__init__", note_and_allocate):
+        for n in (4, 4, 3, 4):  # the last step of an epoch is shorter
+            ranks.run(n)
+    return counts
+
+
+def test_there_is_one_memory() -> None:
+    assert samestep.spawn(count_memories, 2) == [0, 0, 0]
 
 
 def list_waits() -> tuple[set[int], list[int]]:
