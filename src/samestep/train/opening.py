@@ -22,7 +22,7 @@ from samestep.train.loops.loop import Loop
 from samestep.train.loops.services import Services
 from samestep.train.prepared import Prepared
 from samestep.train.state.param_sizes import measure_sizes
-from samestep.train.state.run_state import RunState
+from samestep.train.state.run_state import LoopKind, RunState
 from samestep.train.step.interception import Interceptor, LoopParts
 from samestep.train.step.steps import Observers, StepObserver, list_borrowed
 from samestep.units import format_ranks
@@ -110,9 +110,11 @@ def resume_state(data: LoopData, context: RunContext, state: RunState, prepared:
         context.say(warning)
     if state.place.is_further:
         services.resources.begin_loop()
-    if state.place.is_replayed:
+    if state.place.kind is not LoopKind.RESUMED:
+        return
+    if state.place.number:  # the script's lines before this loop ran again, after the state was restored
         state.set_script(prepared.restore_again(context))
-    elif not (state.place.is_further or state.place.is_past) and (name := prepared.replicas.find_change()):
+    elif name := prepared.replicas.find_change():
         prepared.restore_again(context)
         context.say(
             f"the script has changed {name} since run.prepare: the state of step {state.steps_done} is restored again"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,14 @@ from samestep.train.state.tally import MetricsTally
 AFTER_LOOP = 2**31  # number of the first evaluation after a loop; evaluations inside it have other numbers and draws
 
 
+class LoopKind(Enum):
+    """How a loop of the script relates to the snapshot from which this start resumed."""
+
+    PAST = auto()  # it had ended
+    RESUMED = auto()  # it begins or continues there: the first loop of this start that has steps
+    FURTHER = auto()  # it begins after the resumed loop
+
+
 @dataclass(frozen=True)
 class Place:
     """The place of a loop in its run.
@@ -27,18 +36,23 @@ class Place:
         number: number of the loop, from 0, in the order of the script.
         last_step: number of completed steps when the loop ends, unless it ends early.
         planned: the same in the script, without `max_steps`.
-        is_past: whether the loop had ended in the snapshot from which the run resumed, so that it has no step left.
-        is_further: whether an earlier loop of this process has run.
-        is_replayed: whether the script's lines before this loop ran again, although the restored state is from a step
-            inside it.
+        kind: how it relates to the snapshot from which this start resumed.
     """
 
     number: int
     last_step: int
     planned: int
-    is_past: bool
-    is_further: bool
-    is_replayed: bool
+    kind: LoopKind
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the loop has no step left."""
+        return self.kind is LoopKind.PAST
+
+    @property
+    def is_further(self) -> bool:
+        """Whether an earlier loop of this process has run."""
+        return self.kind is LoopKind.FURTHER
 
 
 class RunState:
@@ -63,7 +77,7 @@ class RunState:
         self.resumed_step = 0
         self.newest_step = -1
         self.began_step = 0
-        self.place = Place(0, last_step=0, planned=0, is_past=False, is_further=False, is_replayed=False)
+        self.place = Place(0, last_step=0, planned=0, kind=LoopKind.RESUMED)
         self.is_in_loop = False
         self.num_evaluations = 0
         self.stop_reason = ""
@@ -135,7 +149,7 @@ class RunState:
     def resume_lanes(self, lanes: Lanes, plan: LoopPlan) -> str:
         """Continue to read a stream where the snapshot was taken. Return a warning if that takes long, else ""."""
         steps_before = self.steps_done - plan.first_step
-        if self.place.is_past or self.place.is_further or not steps_before:
+        if self.place.kind is not LoopKind.RESUMED or not steps_before:
             return ""
         if len(self._lanes) != lanes.num_lanes:
             raise RunDirectoryError(
@@ -219,22 +233,19 @@ class RunState:
         if data.orders is not None and (order := self._continued_order) is not None:
             data.orders.restore(order["epoch"], order["indices"])
         self._num_begun += 1
-        end, was, *_ = self._ends[number] if number < self._num_past else (None, planned)
-        place = Place(
-            number,
-            last_step=min(planned, max_steps or planned) if end is None else end,
-            planned=planned,
-            is_past=end is not None,
-            is_further=number > self._num_past,
-            is_replayed=0 < number == self._num_past,
-        )
+        kind = LoopKind.RESUMED if number == self._num_past else LoopKind.FURTHER
+        end, was = min(planned, max_steps or planned), planned
+        if number < self._num_past:
+            kind = LoopKind.PAST
+            end, was, *_ = self._ends[number]
+        place = Place(number, end, planned, kind)
         location.once(lambda: self._record(location.directory, place, data))
         if planned != was:
             say(
                 f"loop {number + 1} of this run ended at step {end} and is not continued, although its planned "
                 f"end is now step {planned} (was {was}): resume from a step before {end} to change it"
             )
-        self.steps_done = max(plan.first_step, self.resumed_step) if end is None else end
+        self.steps_done = end if place.is_past else max(plan.first_step, self.resumed_step)
         self.began_step = self.steps_done
         self.place = place
         self.is_in_loop = True
