@@ -5,8 +5,8 @@ import errno
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
-from weakref import WeakSet, ref
+from typing import Any
+from weakref import ref
 
 _newest: "list[ref[Error]]" = []  # at most one
 
@@ -185,21 +185,6 @@ def name_kind(error: Error) -> str:
     return next(kind.__name__ for kind in type(error).__mro__ if kind in KINDS.values())
 
 
-class Explainer(Protocol):
-    """Explains exceptions by what it knows of a run."""
-
-    def explain(self, error: BaseException) -> Error | None:
-        """Return a clearer exception, or None."""
-
-
-_explainers: WeakSet[Explainer] = WeakSet()
-
-
-def add_explainer(explainer: Explainer) -> None:
-    """Let `recognize` ask an explainer first, as long as something else refers to it."""
-    _explainers.add(explainer)
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether Python or torch could not allocate memory."""
     if isinstance(error, MemoryError):
@@ -210,9 +195,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def recognize(error: BaseException) -> Error | WorkerDied | None:
     """Return a clearer exception for one that Python or torch raised; None if there is none."""
-    for explainer in [*_explainers]:
-        if (known := explainer.explain(error)) is not None:
-            return known
     if known := _explain_temporary(error):
         return known
     if type(error) is RuntimeError and str(error).startswith("DataLoader worker (pid"):  # raised by a signal handler

@@ -265,11 +265,6 @@ def is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "_local_tensor")
 
 
-def is_mixed(error: BaseException) -> bool:
-    """Return whether an operation got a sharded and a whole tensor."""
-    return isinstance(error, RuntimeError) and "got mixed torch.Tensor and DTensor" in str(error)
-
-
 def gather_whole(tensor: Any) -> Tensor:
     """Return a sharded tensor as a whole, on all ranks; any other tensor as it is."""
     whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor

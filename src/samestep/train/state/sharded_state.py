@@ -18,14 +18,12 @@ from torch.utils._pytree import tree_map
 from samestep.config import RunConfig
 from samestep.engine.sharded_unit import ShardedUnit
 from samestep.engine.shards import ShardedModels
-from samestep.errors import InvalidType, InvalidValue, UsageError, add_explainer
-from samestep.launch.failure import find_call
+from samestep.errors import InvalidType, InvalidValue, UsageError
 from samestep.snapshot.serialization import SavedState
 from samestep.torch_internals import (
     find_first_row,
     gather_whole,
     get_local,
-    is_mixed,
     is_sharded,
     shard_like,
     watch_norms,
@@ -137,7 +135,6 @@ class ShardedState:
             optimizer.register_step_post_hook(lambda *_: self.models.free_gathered())
         self._updates = AlikeUpdates(optimizers, group.gather, "fsdp2")
         finalize(self, watch_norms(_refuse_norm))
-        add_explainer(self)
 
     def collect(self) -> Callable[[], dict[str, Any]]:
         """Gather the objects' states. On all ranks.
@@ -148,17 +145,6 @@ class ShardedState:
         self._prepare()
         whole = tree_map(partial(_gather, is_kept=self._rank == 0), states(self._objects))
         return lambda: whole
-
-    def explain(self, error: BaseException) -> UsageError | None:
-        """Explain torch's error for an operation on a sharded and a whole tensor; None for another error."""
-        if not is_mixed(error):
-            return None
-        return UsageError(
-            f'{find_call(error) or "the script"} computes with a whole tensor and a parameter that shard="fsdp2" has '
-            "divided (a DTensor): pass the object that holds the tensor to run.prepare, such as an averaged model, or "
-            "use param.full_tensor()",
-            code="SS609",
-        )
 
     def check_optimizers(self) -> None:
         """Raise InvalidValue if an optimizer, with the settings that it has now, cannot be sharded."""
