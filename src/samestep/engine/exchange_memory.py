@@ -9,7 +9,7 @@ from torch import Tensor
 from samestep.engine.buckets import Bucket
 from samestep.engine.control import ControlFormat
 from samestep.engine.reduction_plan import ReductionPlan
-from samestep.engine.routes import AllGather, Route, Space, Staged, choose_route
+from samestep.engine.routes import AllGather, Aside, Route, Space, Staged, choose_route
 from samestep.plan.tree import Layout
 from samestep.torch_internals import count_storage_uses, get_storage
 from samestep.world.group import Group
@@ -128,4 +128,8 @@ def _build_route(bucket: Bucket, plan: ReductionPlan, layout: Layout, group: Gro
         route: Route = AllGather(space, control_bytes if is_on_host else 0, group.local_sockets)
     else:
         route = kind(space)
-    return Staged(route, allocate) if is_staged else route
+    if is_staged:
+        return Staged(route, allocate)
+    if bucket.device.type == "cuda":
+        return Aside(route, torch.cuda.Stream(bucket.device))  # type: ignore[no-untyped-call]
+    return route

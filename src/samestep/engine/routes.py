@@ -266,6 +266,29 @@ class Staged(Route):
             self.root.copy_(self._host.root)
 
 
+class Aside(Route):
+    """A route on a GPU, all of whose messages are queued at once on a stream of its own, beside the backward pass.
+
+    NCCL's waits stall a stream, and not the host. The stream of the backward pass waits when the sum is needed.
+    """
+
+    def __init__(self, route: Route, stream: torch.cuda.Stream) -> None:
+        super().__init__(route.space, route.parts, route.root)
+        self._route = route
+        self._stream = stream
+
+    def run(self, tag: int) -> Messages:
+        device = self.root.device
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        try:
+            with torch.cuda.stream(self._stream):
+                for works in self._route.run(tag):
+                    _wait(works)
+            yield ()
+        finally:  # also after a failure: the memory can then be used again
+            torch.cuda.current_stream(device).wait_stream(self._stream)
+
+
 def choose_route(space: Space) -> Callable[[Space], Route]:
     """Return how to exchange a bucket, the same on every rank."""
     layout = space.layout
