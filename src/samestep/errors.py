@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
-_newest: "list[ref[Error]]" = []  # at most one
+_newest: "list[ref[Error]]" = []  # at most one, of the process: Python itself does not tell what is on its way
 
 
 def find_raised() -> "Error | None":

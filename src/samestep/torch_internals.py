@@ -61,6 +61,7 @@ def group_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
     return [indices for _, indices in groups.values()]
 
 
+# Of the process, as the function of torch that they watch is. Each is of an object that removes it at its end.
 _norm_watchers: list[Callable[[Sequence[Tensor]], None]] = []
 _decorated: Any = torch.nn.utils.clip_grad._get_total_norm
 _total_norm_cell = _decorated.__closure__[0]  # where the decorator keeps the function

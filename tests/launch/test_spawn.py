@@ -17,6 +17,7 @@ from processes import Command
 from support.waiting import DEADLINE_S, wait_until
 
 import samestep
+from samestep import lifetime
 from samestep.launch import forkserver
 from samestep.launch.local_ranks import Ranks
 
@@ -40,7 +41,7 @@ def sum_ranks(scale: int = 1) -> tuple[torch.Tensor, int]:
 
 def find_servers() -> list[psutil.Process]:
     """The fork servers of this process."""
-    pids = {server._pid for server in forkserver._open_servers}
+    pids = {server._pid for server in lifetime._held.values() if isinstance(server, forkserver.ForkServer)}
     return [child for child in psutil.Process().children() if child.pid in pids]
 
 

@@ -3,17 +3,21 @@
 import atexit
 import gc
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.runs import check, find_tests, run_command
 from support.tiny import Pairs, Tiny, tiny_run, update
 from support.waiting import wait_until
@@ -229,6 +233,56 @@ def test_a_break_is_reported_without_a_reference_to_the_run(tmp_path: Path) -> N
 
     with pytest.raises(samestep.Error, match="the loop over the steps was left by break"):
         samestep.spawn(train)
+
+
+# --- the cells of a notebook ------------------------------------------------------------------------------------------
+
+CELL = """
+run = samestep.Run(directory, batch_size=8, micro_batch_size=2, snapshot_every=2, device="cpu")
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run.prepare(model=model, optimizer=optimizer)
+for epoch in run.epochs(Pairs(), 3, num_workers=1):
+    for step in epoch:
+        for x, y in step:
+            step.backward((model(x) - y).square().mean())
+        if step.number % 3 == 2:
+            interrupt()
+        optimizer.step()
+"""
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def run_cells(tmp_path: Path) -> None:
+    """To be run by plain python."""
+    names: dict[str, Any] = {"samestep": samestep, "torch": torch, "Pairs": Pairs}
+
+    def run_cell(directory: Path | None, interrupt: Callable[[], object]) -> list[object]:
+        """As a notebook does, which keeps the traceback. Returns what the process has open."""
+        names.update(directory=directory, interrupt=interrupt)
+        try:
+            exec(CELL, names)
+        except BaseException as error:
+            sys.last_value, sys.last_traceback = error, error.__traceback__
+        gc.collect()
+        handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+        return [*threading.enumerate(), *multiprocessing.active_children(), *handlers, len(os.listdir("/proc/self/fd"))]
+
+    open_at_rest = run_cell(None, lambda: None)
+    for directory in (None, tmp_path / "a", tmp_path / "a", tmp_path / "b"):
+        run_cell(directory, lambda: os.kill(os.getpid(), signal.SIGINT))
+        run_cell(directory, interrupt)
+    assert run_cell(None, lambda: None) == open_at_rest
+
+
+def test_an_interrupted_cell_leaves_nothing_open(tmp_path: Path) -> None:
+    """A later run closes what it has left: threads, workers, files, the lock and the handlers of signals."""
+    code = "from pathlib import Path; from promises.test_ends import run_cells; run_cells(Path())"
+    done = run_command(sys.executable, "-c", code, cwd=tmp_path, env={"PYTHONPATH": find_tests()})
+    assert "Traceback" not in done.stderr, done.stderr
 
 
 # --- loops that the script leaves -------------------------------------------------------------------------------------

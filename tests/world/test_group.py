@@ -89,13 +89,15 @@ def test_a_forked_child_keeps_no_connection_open() -> None:
         return sorted((os.fstat(fd).st_dev, os.fstat(fd).st_ino) for fd in fds)
 
     def fn(group: Group) -> bool:
-        before = list_inodes(list_gloo_sockets())
-        assert len(before) >= 2  # to the other rank, and the one that listens
+        assert group.local_sockets is not None
+        local = [each.fileno() for each in group.local_sockets._sockets.values()]
+        before = list_inodes([*list_gloo_sockets(), *local])
+        assert len(before) >= 3  # two to the other rank, and the one that listens
         if (pid := os.fork()) == 0:
             kept = list_inodes(int(path.name) for path in Path("/proc/self/fd").glob("*") if path.exists())
             os._exit(len({*before} & {*kept}))
         num_kept = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        return num_kept == 0 and list_inodes(list_gloo_sockets()) == before and group.gather(0) == [0, 0]
+        return num_kept == 0 and list_inodes([*list_gloo_sockets(), *local]) == before and group.gather(0) == [0, 0]
 
     assert on_ranks(2, fn) == [True, True]
 

@@ -68,25 +68,6 @@ def test_a_rank_that_has_ended_is_named() -> None:
     first.close()
 
 
-def test_a_forked_child_keeps_no_connection_open() -> None:
-    first, second = build_mesh(2)
-    (of_child, theirs), (of_parent, ours) = os.pipe(), os.pipe()
-    if (pid := os.fork()) == 0:
-        os.close(ours)
-        os.write(theirs, b"x")
-        os.read(of_parent, 1)  # lives until the parent closes its end
-        os._exit(0)
-    os.read(of_child, 1)
-    second.close()
-    with pytest.raises(PeerFailed, match="rank 1 has closed its connection"):
-        first.exchange([memoryview(bytearray(8))] * 2)
-    os.close(ours)
-    os.waitpid(pid, 0)
-    for fd in (of_child, theirs, of_parent):
-        os.close(fd)
-    first.close()
-
-
 def test_a_rank_that_is_silent_is_named() -> None:
     first, second = build_mesh(2, timeout_s=0.05)
     with pytest.raises(PeerFailed, match=r"nothing came from rank 1 for 0\.05 s"):

@@ -4,7 +4,6 @@ A `Loader` turns `Task`s into `Loaded` micro-batches of a `DataSpec`, in this pr
 `to_device` moves them.
 """
 
-import atexit
 import copy
 import dataclasses
 import errno
@@ -16,7 +15,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
-from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -27,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate, default
 from samestep.data.sample_errors import WorkerFailure, abbreviate, explain, pack, unpack
 from samestep.data.spec import DataSpec
 from samestep.errors import WORKER_ADVICE, Error, InvalidValue, WorkerDied
+from samestep.lifetime import Held, hold
 from samestep.plan.ledger import fingerprint
 from samestep.plan.loop_plan import Task
 from samestep.processes import die_with_parent
@@ -186,7 +185,7 @@ class Loader:
         """Stop the workers now, so that no process and no thread of this Loader remains. May be called twice."""
         self._closed = True
         if self._workers is not None:
-            self._workers.stop()
+            self._workers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -199,8 +198,8 @@ class Loader:
             self.close()
 
 
-class Workers:
-    """torch's DataLoader workers for one spec. They load series of tasks, one after another, until `stop`.
+class Workers(Held):
+    """torch's DataLoader workers for one spec. They load series of tasks, one after another, until `close`.
 
     Attributes:
         iterator: yields the loaded micro-batches.
@@ -232,7 +231,6 @@ class Workers:
         )
         self.iterator: Any = iter(())
         self.processes: list[multiprocessing.process.BaseProcess] = []
-        self._pid = os.getpid()
 
     def begin(self, tasks: Iterator[Task]) -> None:
         """Begin a series of tasks, after all tasks of the previous one. The first call starts the workers."""
@@ -249,9 +247,7 @@ class Workers:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         started = set(multiprocessing.active_children()) - before
         self.processes = sorted(started, key=lambda process: process.pid or 0)
-        # Runs before the exit hooks of torch and multiprocessing, which would wait for workers that ignore SIGTERM.
-        atexit.register(self.stop)
-        _started.add(self)
+        hold(self)
 
     def load(self) -> Loaded | WorkerFailure:
         """Return the next micro-batch of the series. Raises StopIteration at its end.
@@ -288,36 +284,23 @@ class Workers:
             return f"DataLoader worker {number} (pid {process.pid}) {end}{what}: {advice}"
         return None
 
-    def stop(self) -> None:
-        """End the workers, which hold no state: kill them. May be called twice."""
-        atexit.unregister(self.stop)
+    def close(self) -> None:
+        """End the workers, which hold no state: kill them."""
         iterator = self.iterator
         self.iterator = iter(())
-        if os.getpid() != self._pid or not self.processes:
-            return  # forked: the workers belong to the parent
+        if not self.processes:
+            return
         abandon_workers(iterator)
         for process in self.processes:
             process.kill()
             process.join()
         self.processes = []
+        del self._loader  # it refers to the iterator, whose queues are open files
 
     def forget(self) -> None:
-        """In a forked child: prevent torch's exit hook from stopping the parent's workers."""
-        forget_workers(self.iterator)
-        self.processes = []
-
-
-_started: "WeakSet[Workers]" = WeakSet()
-
-
-def _forget_all() -> None:
-    for workers in _started:
-        if workers.processes:
-            workers.forget()
-    _started.clear()
-
-
-os.register_at_fork(after_in_child=_forget_all)
+        if self.processes:
+            forget_workers(self.iterator)
+            self.processes = []
 
 
 class _Series:

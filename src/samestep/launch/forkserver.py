@@ -6,7 +6,6 @@ closes because the client has ended, the server kills every rank and their child
 docs/dev/forkserver.md explains why the server of multiprocessing is not used.
 """
 
-import atexit
 import gc
 import importlib
 import os
@@ -26,12 +25,12 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, NoReturn
-from weakref import WeakSet
 
 from samestep.console import print_error, say
 from samestep.errors import Error
 from samestep.launch.output_recorder import DRAIN_S, READ_BYTES, Recording
 from samestep.launch.rank_process import FORWARDED_SIGNALS, keep_signal, run_rank
+from samestep.lifetime import Held, hold
 from samestep.processes import die_with_parent, kill_group, wait_or_kill
 from samestep.world.environment import child_variables
 
@@ -41,7 +40,7 @@ PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "torch.utils.data", "s
 CLOSE_S = 5.0
 
 
-class ForkServer:
+class ForkServer(Held):
     """A running fork server, for one launch at a time.
 
     The constructor returns while the server still imports; requests wait in the socket.
@@ -62,7 +61,7 @@ class ForkServer:
                 self._pid = self._fork(theirs) if fork else _start_server(theirs.fileno())
             except OSError as error:
                 raise Error(explain_fork(error), code="SS513") from None
-        _open_servers.add(self)
+        hold(self)
 
     def _fork(self, theirs: "Connection[Any, Any]") -> int:
         pid = os.fork()
@@ -114,16 +113,14 @@ class ForkServer:
             os.kill(self._pid, signal.SIGTERM)  # ends it while it imports and does not read the socket; ignored later
             wait_or_kill(self._pid, CLOSE_S)
             self._has_ended = True
-        _open_servers.discard(self)
 
     def forget(self) -> None:
-        """Close the socket in a forked child, where it would keep the server alive after the client's end."""
-        self._connection.close()
+        self._connection.close()  # it would keep the server alive after the client's end
+        self._has_ended = True
 
 
-_open_servers: WeakSet[ForkServer] = WeakSet()
 _preloaded = False
-_idle_servers: list[ForkServer] = []
+_idle_servers: list[ForkServer] = []  # of this process, for its next launch
 
 
 def _program_directory() -> str:
@@ -163,22 +160,6 @@ def take_server() -> ForkServer:
 def give_back_server(server: ForkServer) -> None:
     """Keep a server without ranks for the next launch of this process."""
     _idle_servers.append(server)
-
-
-@atexit.register
-def _close_idle() -> None:
-    while _idle_servers:
-        _idle_servers.pop().close()
-
-
-def _forget_all() -> None:
-    _idle_servers.clear()
-    for server in list(_open_servers):
-        server.forget()
-    _open_servers.clear()
-
-
-os.register_at_fork(after_in_child=_forget_all)
 
 
 def serve(client: "Connection[Any, Any]") -> NoReturn:

@@ -30,7 +30,7 @@ from samestep.world.workdir import read_private
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # from the launcher to its ranks
 LEAVE_S = 30  # limit for the atexit functions of a failed rank
 
-kept_signals: list[int] = []
+kept_signals: list[int] = []  # of the process, as signals are: before the script creates a Run
 
 
 def keep_signal(signum: int, frame: types.FrameType | None) -> None:

@@ -11,26 +11,15 @@ from pathlib import Path
 
 from samestep.errors import RunDirectoryError
 from samestep.files import copy_file, open_regular, read_bytes, replacing
+from samestep.lifetime import Held, hold
 from samestep.world.environment import advise, read_host
 
 # The errors of flock on file systems without locks (some mounts of Lustre and NFS). The token still works there.
 NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 TEXT_BYTES = 400
 
-_held: set[int] = set()  # descriptors
 
-
-def _close_held() -> None:
-    for descriptor in _held:
-        os.close(descriptor)
-    _held.clear()
-
-
-# Otherwise a DataLoader worker would hold the lock until it ends.
-os.register_at_fork(after_in_child=_close_held)
-
-
-class Lock:
+class Lock(Held):
     """The lock of a run's directory, held by this process until `release`. The file names the process.
 
     flock excludes a second process on one machine, and on most network file systems. (A POSIX lock would be lost as
@@ -71,7 +60,7 @@ class Lock:
             if self._is_current():
                 break
             os.close(self._descriptor)  # the holder removed the file at this moment
-        _held.add(self._descriptor)
+        hold(self)
         before = os.read(self._descriptor, TEXT_BYTES)
         self.was_elsewhere = bool(before) and f" on {read_host()} since ".encode() not in before
         text = build_token().encode()
@@ -108,8 +97,12 @@ class Lock:
         """Release the lock. `remove`: also removes the file, unless another process has taken the run over."""
         if remove and not self._read_successor():
             self.path.unlink(missing_ok=True)  # before another process can lock it
-        _held.discard(self._descriptor)
-        os.close(self._descriptor)
+        self.forget()
+
+    def forget(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)  # else a DataLoader worker would hold the lock until it ends
+        self._descriptor = -1
 
 
 def build_token() -> str:

@@ -340,6 +340,11 @@ class Snapshotter:
 
     # --- end --------------------------------------------------------------------------------------------------
 
+    def leave(self) -> None:
+        """The script has left the loop, so that the ranks decide no more about the pending snapshots."""
+        if self._pending is not None:
+            self._pending.writer.decide_alone()
+
     def end(self, step: int) -> None:
         """Complete all snapshots and logs. All ranks call this at the end of the loop, after `step` steps."""
         self.wait_until_written()

@@ -123,10 +123,11 @@ class Writer:
 
     def wait_until_written(self) -> None:
         """Wait until the snapshot is complete or has failed. Without a decision, this rank makes it alone."""
-        self._decide_alone()
+        self.decide_alone()
         self._thread.join()
 
-    def _decide_alone(self) -> None:
+    def decide_alone(self) -> None:
+        """Decide without the other ranks, unless it is decided."""
         if self._decided.is_set():
             return
         if self._destination.is_divided:  # the other ranks may be gone
@@ -153,7 +154,7 @@ class Writer:
         with at_rest():
             while not self._decided.wait(_POLL_S):
                 if not threading.main_thread().is_alive():  # it makes no further update
-                    self._decide_alone()
+                    self.decide_alone()
         if self.stage is Stage.COMMITTED:
             self._destination.commit(self._order, parts)
         else:

@@ -19,7 +19,8 @@ from samestep.world.process_group import find_rank
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_opened: set[str] = set()  # the directories of this process's runs so far
+# Of the script, which runs once in a process: it may create several runs.
+_opened: set[str] = set()  # the directories of its runs so far
 _replaced: dict[str, str] = {}  # a launcher's --run-dir -> the directory in the script that it replaced
 
 

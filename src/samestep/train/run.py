@@ -238,7 +238,7 @@ class Run:
             watchdog,
             Stopping(context, state, snapshotter, watchdog, signals),
             RunMetrics(context, state, self._progress, built),
-            Resources(context, snapshotter, signals, self._progress),
+            Resources(context, snapshotter, watchdog, signals, self._progress),
         )
 
     @property

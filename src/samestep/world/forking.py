@@ -68,8 +68,8 @@ class _Gate:
             self._changed.notify_all()
 
 
-_gate = _Gate()
-os.register_at_fork(
+_gate = _Gate()  # of the process, as its forks are
+os.register_at_fork(  # noqa: TID251 also before a fork
     before=_gate.begin_fork,
     after_in_parent=_gate.end_fork,
     after_in_child=lambda: _gate.__init__(),  # type: ignore[misc]

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from samestep.errors import Error, NotHealed, PeerFailed
+from samestep.lifetime import Held
 from samestep.torch_internals import abort_nccl, break_gloo_connections, set_timeout
 from samestep.world.environment import Environment
 from samestep.world.local_sockets import connect
@@ -21,7 +22,14 @@ from samestep.world.membership import (
     write_refusal,
     write_stuck,
 )
-from samestep.world.process_group import NCCL, TIMEOUT_S, close_group, connect_to_store, open_process_group
+from samestep.world.process_group import (
+    NCCL,
+    TIMEOUT_S,
+    close_group,
+    connect_to_store,
+    open_process_group,
+    release_connections,
+)
 from samestep.world.rendezvous_store import SignedEntries
 from samestep.world.transport import Transport
 from samestep.world.waiter import Waiter
@@ -47,7 +55,7 @@ class Block:
         self.is_open = False
 
 
-class Group(Transport):
+class Group(Transport, Held):
     """All ranks of the run.
 
     After `begin_healing`, a collective either completes on all ranks, or, if one dies meanwhile, the survivors form a
@@ -64,6 +72,7 @@ class Group(Transport):
         self._uses_nccl = False  # set if ranks can continue after a death
         self._refuses = False  # to continue after a death, in this loop
         self._notify: Callable[[Change], None] = lambda change: None
+        self._watch: LossWatch | None = None
 
     # --- the death of a rank ----------------------------------------------------------------------------------
 
@@ -105,7 +114,7 @@ class Group(Transport):
             self._uses_nccl = self.device.type == "cuda" and not self.needs_staging(self.device)
             self._membership = membership
             self.waiter = None if self._uses_nccl else Waiter()
-            LossWatch(membership, connect_to_store, self._break_connections)
+            self._watch = LossWatch(membership, connect_to_store, self._break_connections)
 
     def announce_ready(self) -> None:
         """Announce to the launcher that this rank can continue after the death of another one. Once, on all ranks."""
@@ -192,7 +201,7 @@ class Group(Transport):
 
     def _leave(self) -> None:
         """Leave the process group, which ends the waits of other ranks for this one."""
-        self.close()
+        super().close()
         self.waiter = None if self._uses_nccl else Waiter()
         if self._uses_nccl:
             abort_nccl()  # to destroy the group would wait for ranks that are gone
@@ -209,6 +218,17 @@ class Group(Transport):
         open_process_group(backend, limit, store=store, rank=self.rank, world_size=self.world_size)
         self.local_sockets = connect(self, TIMEOUT_S, watch=membership.check_newest)
         set_timeout(timedelta(seconds=TIMEOUT_S))
+
+    def close(self) -> None:
+        super().close()
+        if self._watch is not None:
+            self._watch.close()
+
+    def forget(self) -> None:
+        # Another rank notices the end of this one when no process has its connections open any more.
+        if self.local_sockets is not None:
+            self.local_sockets.close()
+        release_connections()
 
     def complete(self, collective: Callable[[], T], *, on_device: bool = False) -> T:
         """Run a collective. If a rank dies meanwhile, form a new group, and repeat it unless it counts."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from samestep.console import say, saying_when_slow, warn
 from samestep.errors import Error, InvalidValue
+from samestep.lifetime import hold
 from samestep.torch_internals import add_gloo
 from samestep.world.environment import (
     Environment,
@@ -124,6 +125,7 @@ def open_group(
         torch.cuda.set_device(device)
     backend = "gloo" if device.type == "cpu" or backend == "gloo" else NCCL
     group = Group(environment.rank, environment.world_size, device, local_rank=environment.local_rank)
+    hold(group)
     own = describe_software()
     if environment.world_size > 1 and not dist.is_initialized():
         check_interface()

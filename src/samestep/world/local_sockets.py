@@ -13,7 +13,6 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
-from weakref import WeakSet
 
 from samestep.errors import PeerFailed
 from samestep.world.host import read_host_id
@@ -45,7 +44,6 @@ class LocalSockets:
         self._timeout_s = timeout_s
         for connection in sockets.values():
             connection.setblocking(False)
-        _open.add(self)
 
     def exchange(self, rows: Sequence[memoryview]) -> None:
         """Send this rank's row of bytes to every other rank, and receive theirs into the other rows.
@@ -104,18 +102,6 @@ class LocalSockets:
         """Close all sockets."""
         for connection in self._sockets.values():
             connection.close()
-
-
-_open: "WeakSet[LocalSockets]" = WeakSet()
-
-
-def _close_all() -> None:
-    """In a forked child: another rank notices the end of this one when no process has the connection open any more."""
-    for local_sockets in _open:
-        local_sockets.close()
-
-
-os.register_at_fork(after_in_child=_close_all)
 
 
 def connect(

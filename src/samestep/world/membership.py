@@ -4,7 +4,6 @@ The launcher names the survivors of a death, in a generation. The survivors leav
 and compare how far they are.
 """
 
-import atexit
 import json
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 from samestep.decoding import decode
 from samestep.errors import NotHealed, PeerFailed
+from samestep.lifetime import Held, hold
 from samestep.world.rendezvous_store import SignedEntries
 
 READY = "samestep/heal/ready"  # counts the ranks that can continue after the death of another one
@@ -24,7 +24,9 @@ GENERATION_S = 15.0  # for the launcher to notice a death, and for the survivors
 POLL_S = 0.001
 NOTICE_S = 0.5  # for a rank to notice a death itself, before its connections are broken
 
-_gone: list[int] = []  # ranks that have died while this process continued
+# Ranks that have died while this process continued. Also later runs of it do without them: its place among the
+# launcher's ranks is that of the process.
+_gone: list[int] = []
 
 
 def name_generation(number: int) -> str:
@@ -263,7 +265,7 @@ class Membership:
             raise PeerFailed("a further rank has died")
 
 
-class LossWatch(threading.Thread):
+class LossWatch(threading.Thread, Held):
     """Ends this rank's wait for a dead rank whose connections stay open.
 
     They stay open if the dead rank's host has vanished from the network, or if a program that the dead rank has started
@@ -282,10 +284,7 @@ class LossWatch(threading.Thread):
         self._open_store = open_store
         self._break_connections = break_connections
         self._is_closed = threading.Event()
-        while _watches:  # of an earlier run, which must not break the connections of this one
-            _watches.pop().close()
-        _watches.append(self)
-        atexit.register(self.close)  # a thread that runs Python code must not outlive the interpreter
+        hold(self, alone=True)  # that of an earlier run must not break the connections of this one
         self.start()
 
     def run(self) -> None:
@@ -297,9 +296,5 @@ class LossWatch(threading.Thread):
 
     def close(self) -> None:
         """End the thread, unless it is blocked."""
-        atexit.unregister(self.close)
         self._is_closed.set()
         self.join(NOTICE_S)
-
-
-_watches: list[LossWatch] = []  # of this process: at most one

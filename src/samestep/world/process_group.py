@@ -18,7 +18,9 @@ JOIN_S = 300.0  # limit for the tasks of a Slurm step to join, as in `samestep l
 TIMEOUT_S = 1800.0  # limit for an exchange
 NO_LIMIT = timedelta(days=365)
 
-_opened: list[Any] = []  # a weak reference to the newest process group of `open_process_group`
+# A weak reference to the newest process group of `open_process_group`. As torch has one process group in a process, all
+# runs of the process share it, and it stays open until the end of the process.
+_opened: list[Any] = []
 
 
 def open_process_group(backend: str, timeout: timedelta, **more: Any) -> None:
@@ -64,16 +66,10 @@ def connect_to_store() -> Any:  # TCPStore
     return dist.TCPStore(host, port, None, False, timedelta(seconds=JOIN_S))  # type: ignore[attr-defined]
 
 
-def _release_connections() -> None:
-    """In a forked child: close its copies of the process group's connections.
-
-    Another rank notices that this one has left, or is dead, when no process has the connection open any more.
-    """
+def release_connections() -> None:
+    """In a forked child: close its copies of the process group's connections."""
     if has_group():
         null = os.open(os.devnull, os.O_RDWR)
         for fd in list_gloo_sockets():
             os.dup2(null, fd, inheritable=False)  # gloo's objects in this process may still close this number
         os.close(null)
-
-
-os.register_at_fork(after_in_child=_release_connections)

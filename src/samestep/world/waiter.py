@@ -1,6 +1,5 @@
 """Waits for messages of gloo that may never be complete."""
 
-import atexit
 import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
@@ -32,7 +31,6 @@ class Waiter:
             target=_run, args=(self._requests, self._results), name="samestep waiter", daemon=True
         )
         thread.start()
-        atexit.register(self.close)
 
     def wait(self, messages: Sequence[Transfer]) -> None:
         """Wait for messages.
@@ -55,7 +53,6 @@ class Waiter:
 
     def close(self) -> None:
         """End the thread when it no longer waits."""
-        atexit.unregister(self.close)
         self._requests.put(None)
 
 

@@ -46,7 +46,7 @@ MAX_ELEMENTS = 1 << 14  # of a tensor, evenly spread, that are projected
 LEAVE_S = 10.0  # for the other ranks to complete the last step
 ENDED = "ended-"  # a file: a rank has made its last step
 
-_recorder: "Recorder | None" = None
+_recorder: "Recorder | None" = None  # of the process, in which the plain script has no run that could own it
 
 
 def begin(options: Mapping[str, Any]) -> None:

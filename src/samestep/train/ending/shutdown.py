@@ -1,6 +1,5 @@
 """The end of a run: with its loop, with its process, or by an error."""
 
-import atexit
 import gc
 import io
 import json
@@ -12,20 +11,20 @@ import textwrap
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
-from weakref import WeakValueDictionary
 
 from samestep.console import escape, print_error
 from samestep.errors import Error, PeerFailed, WorkerDied, describe, recognize
 from samestep.files import replace_file
 from samestep.launch.failure import is_secondary, read_failure, write_failure
 from samestep.launch.rank_process import leave
+from samestep.lifetime import Held, hold
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.ending.stop_signals import StopSignals
+from samestep.train.guards.watchdog import Watchdog
 from samestep.watch.progress import Progress
 from samestep.world.environment import OUTCOME, Outcome, find_exit_code, read_torchrun_file, ready_standard_files
 from samestep.world.process_group import close_group, has_group
@@ -34,29 +33,35 @@ from samestep.world.rendezvous_store import is_first, is_left_by_rank_0
 SAY_AFTER_S = 10.0
 
 
-class Resources:
+class Resources(Held):
     """The resources of one run. They are closed when nothing refers to the run any more, or at the end of the process.
 
     Attributes:
         error_dir: directory in which the launcher looks for errors; None without a launcher.
     """
 
-    def __init__(self, context: RunContext, snapshotter: Snapshotter, signals: StopSignals, progress: Progress) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        snapshotter: Snapshotter,
+        watchdog: Watchdog,
+        signals: StopSignals,
+        progress: Progress,
+    ) -> None:
         self.rank = context.rank
         self.error_dir = context.environment.error_dir
         self._context = context
         self._snapshotter = snapshotter
+        self._watchdog = watchdog
         self._signals = signals
         self._progress = progress
         self._is_open = True
         self._is_ended = False  # its loop is over
         self._conclude: Callable[[], Error | None] = lambda: None
-        if _runs:
+        if context.environment.run_number:
             gc.collect()  # closes runs without references: as reference cycles, they could remain for long
-        else:
-            atexit.unregister(_close_all)
-            atexit.register(_close_all)
-        _runs[next(_numbers)] = self
+        hold(_shared)
+        hold(self)
 
     def watch(self, conclude: Callable[[], Error | None]) -> None:
         """Set the function that returns, when the run is closed, the error of a run that has not ended correctly.
@@ -68,7 +73,7 @@ class Resources:
     def note(self, error: Error) -> None:
         """Note that the script has left the loop. If the run is closed already, the process ends with this error."""
         if not self._is_open:
-            _errors.append((error, self.error_dir, self.rank))
+            _shared.add_error(error, self)
 
     def end_loop(self) -> None:
         """End a loop without error."""
@@ -81,17 +86,22 @@ class Resources:
             Path(self.error_dir, OUTCOME).unlink(missing_ok=True)
         self._context.group.forget_stops()
 
-    def close(self, failure: str = "") -> Error | None:
-        """Close everything. A second call, or a call in a forked process, has no effect.
+    def drop(self) -> None:
+        """Close everything, because nothing refers to the run any more. The process continues."""
+        self._close("")
+
+    def close(self) -> None:
+        """Close everything at the end of the process."""
+        self._close(find_failure(self.error_dir, self.rank))
+
+    def _close(self, failure: str) -> None:
+        """Close everything. The process ends with the error of a run that has not ended correctly.
 
         Args:
             failure: the error that ends the process; "" if it ends without an error, or continues.
-
-        Returns:
-            The error of a run that has not ended correctly.
         """
         if not self._is_open:
-            return None
+            return
         self._is_open = False
         if self._is_ended:
             self._snapshotter.drop_names("run.snapshot was called after the loop; call it in the body of the loop")
@@ -100,46 +110,41 @@ class Resources:
             directory.write_status("failed", failure)
         error = None if failure else self._conclude()
         was_open = self._snapshotter.close()
+        self._watchdog.close()
         self._context.group.close()
         self._signals.restore()
-        return error if was_open else None
-
-    def drop(self) -> None:
-        """Close everything, because nothing refers to the run any more. The process ends with the run's error."""
-        if (error := self.close()) is not None:
-            _errors.append((error, self.error_dir, self.rank))
+        if error is not None and was_open:
+            _shared.add_error(error, self)
 
     def forget(self) -> None:
-        """In a forked child: release the run, which belongs to the parent."""
         self._is_open = False
-        self._context.group.close()
         self._signals.restore()
 
 
-_numbers = count()
-_runs: WeakValueDictionary[int, Resources] = WeakValueDictionary()  # of this process, in the order of their creation
-_errors: list[tuple[Error, str | None, int]] = []  # of runs that were dropped, with `error_dir` and `rank`
+class Shared(Held):
+    """What the runs of a process share. It is closed after all of them.
+
+    That is the process group, of which torch has one, and the errors of runs that have not ended correctly. The process
+    ends with the first of them.
+    """
+
+    def __init__(self) -> None:
+        self._errors: list[tuple[Error, str | None, int]] = []
+
+    def add_error(self, error: Error, run: Resources) -> None:
+        """Add the error of a run."""
+        self._errors.append((error, run.error_dir, run.rank))
+
+    def close(self) -> None:
+        for each in self._errors:
+            end_with(*each)
+        close_group()
+
+    def forget(self) -> None:
+        self._errors.clear()
 
 
-def _close_all() -> None:
-    """Close all runs at the end of the process."""
-    held = [*_runs.values()][::-1]
-    ends = [(each.close(find_failure(each.error_dir, each.rank)), each.error_dir, each.rank) for each in held]
-    for error, error_dir, rank in [*ends, *_errors]:
-        if error is not None:
-            end_with(error, error_dir, rank)
-    close_group()
-
-
-def _forget_all() -> None:
-    for each in [*_runs.values()]:
-        each.forget()
-    _runs.clear()
-    _errors.clear()
-    atexit.unregister(_close_all)
-
-
-os.register_at_fork(after_in_child=_forget_all)
+_shared = Shared()
 
 
 def report_errors(rank: int) -> None:

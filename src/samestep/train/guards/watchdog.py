@@ -1,6 +1,5 @@
 """Watches one rank's progress: measures its phases, exchanges heartbeats, and ends a run that makes no progress."""
 
-import atexit
 import math
 import os
 import select
@@ -17,6 +16,7 @@ from samestep.console import escape
 from samestep.errors import Error, PeerFailed, Stuck
 from samestep.files import read_text
 from samestep.launch.failure import write_failure
+from samestep.lifetime import Held, hold
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.state.run_state import RunState
@@ -31,10 +31,8 @@ from samestep.world.environment import read_host, read_terminal
 EXIT_CODE = 1
 WRITE_S = 2.0  # to write why a rank is stuck: a disk can hang
 
-_open: list["Watchdog"] = []  # the watchdog of this process: at most one
 
-
-class Watchdog(PhaseClock, StepObserver):
+class Watchdog(PhaseClock, StepObserver, Held):
     """Times the phases of one run on this rank. From `begin` to `close` it exchanges heartbeats with the other ranks.
 
     Attributes:
@@ -61,8 +59,7 @@ class Watchdog(PhaseClock, StepObserver):
         """Begin a loop. From here on, a phase that takes too long is reported."""
         context = self._context
         stuck_after_s = self._context.config.stuck_after_s
-        for earlier in list(_open):  # a run whose loop was left, such as when a notebook's cell is run again
-            earlier.close()
+        hold(self, alone=True)  # that of a run whose loop was left may still answer the other ranks
         self.enter("script", self._state.steps_done)
         is_alone = context.environment.launcher == "python" and context.world_size == 1
         if stuck_after_s == 0 or (is_alone and hasattr(sys, "ps1")):  # a user at a prompt may take any time
@@ -71,8 +68,6 @@ class Watchdog(PhaseClock, StepObserver):
         if is_alone and stuck_after_s is None:  # no other rank waits, and no launcher would restart it
             limits = replace(limits, stop_s=math.inf)
         self._start_heartbeat(limits)
-        _open.append(self)
-        atexit.register(self.close)  # a thread that runs Python code must not outlive the interpreter
 
     def change_group(self) -> None:
         """Exchange heartbeats with the ranks that the group has now."""
@@ -121,8 +116,6 @@ class Watchdog(PhaseClock, StepObserver):
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None
-            atexit.unregister(self.close)
-            _open.remove(self)
 
     def _end(self, rank: int, sentence: str, is_first: bool) -> None:
         """End this process, because its main thread is stuck. The launcher shows the message of the first such rank.

@@ -241,7 +241,7 @@ class Loop:
         """An error that the loop itself raises leaves the loop, too. The script may catch it."""
         try:
             yield
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             self._leave("steps", f"step {self._state.steps_done}", error)
             raise
 
@@ -249,9 +249,11 @@ class Loop:
         if self._context.environment.launcher == "python":  # a rank of a launcher may still get its signals
             self._services.stopping.signals.restore()
 
-    def _leave(self, loop: str, where: str, error: Exception | None = None) -> None:
+    def _leave(self, loop: str, where: str, error: BaseException | None = None) -> None:
         """The script has left a loop. `error`: the loop itself has raised it."""
         self._on.leave(self._state.steps_done)
+        self._feed.close()
+        self._services.snapshotter.leave()
         self._release_signals()
         if self._state.is_in_loop and self._left_error is None:
             # Python closes the generators of a loop while the error that has left its body is on its way.
