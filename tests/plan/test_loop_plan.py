@@ -1,12 +1,9 @@
 """A loop's plan, against a model that lists the positions of all epochs and cuts them one after the other."""
 
-import ast
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import samestep.plan
 from samestep.errors import InvalidValue
 from samestep.plan.ledger import combine, fingerprint
 from samestep.plan.loop_plan import STREAM_LENGTH, LoopPlan
@@ -285,20 +281,3 @@ def test_large_data_sets_are_planned_in_place(length: int, num_shards: int) -> N
     assert len({*samples.tolist()}) == 256
     order = build_order(length, seed=1, epoch=0, shard_sizes=sizes)
     assert samples.tolist() == order.take(step * 256, step * 256 + 256).tolist()
-
-
-def test_the_plan_does_no_input_and_output() -> None:
-    """Modules of plan/ import nothing that reads or writes, only the rest of plan/, numpy and what computes."""
-    allowed = {"samestep.errors", "samestep.hashing", "samestep.plan", "numpy"}
-    pure = {"collections", "dataclasses", "functools", "itertools", "math", "numbers", "struct",
-            "typing"}  # fmt: skip
-    assert pure <= sys.stdlib_module_names
-    for path in Path(samestep.plan.__path__[0]).glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            for name in names:
-                first = name.split(".")[0]
-                assert first in pure or any(name == each or name.startswith(f"{each}.") for each in allowed), (
-                    f"{path.name} imports {name}"
-                )

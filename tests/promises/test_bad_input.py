@@ -154,7 +154,7 @@ def test_more_ranks_than_the_run_can_ever_have(tmp_path: Path) -> None:
     run_dir = tmp_path / "x"
     sizes = ["--batch-size", "8", "--micro-batch-size", "8"]
     first = check(launch("nothing", run_dir, 1, *sizes))
-    assert "on 1 rank; no more ranks can share this run (for more, begin it with a smaller micro_batch" in first.stdout
+    assert "on 1 rank; at most 1 rank can share this run (for more, begin it with a larger" in first.stdout
     before = look(run_dir)
     assert_refused(
         launch("nothing", run_dir, 2, *sizes),

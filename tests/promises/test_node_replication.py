@@ -183,17 +183,6 @@ def test_one_path_with_another_disk_on_each_node(cluster: Cluster, undisturbed: 
     assert_ended_as(cluster, [0, 1], undisturbed())
 
 
-def test_tokens_of_a_killed_start_are_removed(cluster: Cluster) -> None:
-    """A start was killed while it compared the directories of the nodes. The token of a running start stays."""
-    old, new = (cluster.disk(0) / f".samestep-node-{name}" for name in ("old", "new"))
-    for token in (old, new):
-        token.touch()
-    os.utime(old, (0, 0))
-    cluster.spawn([0, 1], 1, num_steps=4)
-    assert not old.exists()
-    assert new.exists()
-
-
 # --- the snapshot from which a run resumes ----------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from samestep.snapshot.parts import name_part
-from samestep.snapshot.serialization import encode
+from samestep.snapshot.serialization import SavedState, SavedTensors, encode, write_tensors
 from samestep.snapshot.store import Store
 
 
@@ -37,6 +37,15 @@ def write_divided(store: Store, mark: float, step: int, num_ranks: int = 3, num_
             raise OSError(f"{name_part(rank)} cannot be written: {error}") from error
     meta = {"mark": mark}
     return store.commit(place, parts[0], structure, step=step, name=None, meta=meta, num_parts=num_ranks)
+
+
+def decode(structure: Any, tensors: Mapping[str, torch.Tensor], directory: Path) -> Any:
+    """Decode a state, with its tensors from a file in the directory."""
+    path = directory / "tensors.safetensors"
+    with open(path, "wb") as file:
+        write_tensors(file, tensors)
+    saved = SavedState(structure, SavedTensors([path]))
+    return saved.fill(saved.contents)
 
 
 def take_rows(tensors: Mapping[str, torch.Tensor], rank: int, num_ranks: int) -> dict[str, torch.Tensor]:

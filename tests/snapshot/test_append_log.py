@@ -5,7 +5,7 @@ import math
 import os
 import resource
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -17,12 +17,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tiny import Tiny, tiny_run
 
-from samestep.errors import RunDirectoryError
-from samestep.files import replace_file
 from samestep.snapshot.append_log import AppendLog, format_row
-from samestep.snapshot.ledger_file import read_records
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 ROWS = st.dictionaries(st.text(), SCALARS, max_size=4)
@@ -153,32 +149,3 @@ def test_close_may_be_called_twice_and_leaves_no_file_open(tmp_path: Path) -> No
     metrics.close()
     assert len(os.listdir("/proc/self/fd")) == num_open
     assert read(tmp_path / "metrics.jsonl") == [{"step": 1}]
-
-
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("metrics.jsonl", Path.unlink),
-        ("ledger.bin", Path.unlink),
-        ("ledger.bin", lambda path: os.truncate(path, 9)),
-        ("metrics.jsonl", lambda path: os.truncate(path, 0)),
-        ("metrics.jsonl", lambda path: path.write_bytes(path.read_bytes() + b"x")),
-        ("ledger.bin", lambda path: replace_file(path, path.read_bytes())),
-    ],
-)
-def test_another_program_changes_the_file(tmp_path: Path, name: str, how: Callable[[Path], object]) -> None:
-    """Later records would be lost, or in wrong places. The same command continues from the newest snapshot."""
-    path, sizes = tmp_path / "run" / name, []
-
-    def strike(tiny: Tiny) -> None:
-        if tiny.step.number == 5:
-            how(path)
-            sizes.append(path.stat().st_size if path.exists() else None)
-
-    arguments: dict[str, Any] = {"num_epochs": 2, "snapshot_every": 4, "log_every": 1}
-    said = f"run/{name} was removed or changed during the run; the same command continues from the newest"
-    with pytest.raises(RunDirectoryError, match=said):
-        tiny_run(tmp_path / "run", before=strike, **arguments)
-    assert [path.stat().st_size if path.exists() else None] == sizes, "nothing more is written"
-    assert tiny_run(tmp_path / "run", **arguments) == 8
-    assert len([*read_records(tmp_path / "run" / "ledger.bin")]) == 8

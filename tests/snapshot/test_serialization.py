@@ -17,24 +17,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from safetensors.torch import load_file
-from states import assert_same
+from states import assert_same, decode
 
 from samestep.decoding import parse_json
 from samestep.errors import InvalidType
 from samestep.snapshot.serialization import (
     MAX_LEVELS,
     SavedTensors,
-    decode,
     digest,
     digest_of,
     encode,
     view_bytes,
-    write_tensors,
 )
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
-    torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
     torch.float8_e5m2, torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.float8_e4m3fnuz, torch.float8_e8m0fnu,
 ]  # fmt: skip
 
@@ -42,15 +40,7 @@ DTYPES = [
 def restore(state: Any, directory: Path) -> Any:
     """Encode a state to JSON and a tensor file, and decode it."""
     structure, tensors = encode(state)
-    with open(directory / "tensors.safetensors", "wb") as file:
-        write_tensors(file, tensors)
-    text = json.dumps(structure, allow_nan=False)
-    return decode(json.loads(text), read_all(directory / "tensors.safetensors"))
-
-
-def read_all(path: Path) -> dict[str, torch.Tensor]:
-    saved = SavedTensors([path])
-    return {name: saved.read(name) for name in saved.parts}
+    return decode(json.loads(json.dumps(structure, allow_nan=False)), tensors, directory)
 
 
 @st.composite
@@ -128,7 +118,7 @@ def test_others_can_read_the_tensors(dtype: torch.dtype, tmp_path: Path) -> None
     tensor = torch.randint(0, 2, (3, 5), dtype=torch.uint8).to(dtype)
     restore({"a": {"b": tensor, "odd": torch.ones(3, dtype=torch.int8)}}, tmp_path)
     read = load_file(tmp_path / "tensors.safetensors")["a/b"]
-    assert_same(torch.view_as_complex(read.clone()) if dtype is torch.complex128 else read, tensor)
+    assert_same(read, tensor)
 
 
 def test_the_state_of_pythons_and_numpys_generators_comes_back(tmp_path: Path) -> None:
@@ -207,7 +197,7 @@ def test_reading_ignores_no_missing_bytes(tmp_path: Path) -> None:
     path = tmp_path / "tensors.safetensors"
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(EOFError, match="ends within a"):
-        read_all(path)
+        SavedTensors([path])
 
 
 class Colour(IntEnum):
@@ -251,10 +241,10 @@ def nest(levels: int, wrap: Callable[[Any], Any]) -> Any:
 
 
 @pytest.mark.parametrize("wrap", [lambda value: [value], lambda value: {3: value}, lambda value: OrderedDict(a=value)])
-def test_what_is_written_is_not_nested_too_deeply_to_be_read(wrap: Callable[[Any], Any]) -> None:
+def test_what_is_written_is_not_nested_too_deeply_to_be_read(wrap: Callable[[Any], Any], tmp_path: Path) -> None:
     state = {"state": nest(MAX_LEVELS - 1, wrap)}
     structure, tensors = encode(state)
-    assert_same(decode(parse_json(json.dumps(structure)), tensors), state)
+    assert_same(decode(parse_json(json.dumps(structure)), tensors, tmp_path), state)
     circle: list[Any] = []
     circle.append(circle)
     for value in (nest(MAX_LEVELS, wrap), circle):

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from samestep.snapshot.async_copy import LARGE_BYTES, Copy, Staging, locate
 from samestep.snapshot.inspection import SnapshotOrder
+from samestep.snapshot.location import Location
 from samestep.snapshot.parts import Part
 from samestep.snapshot.writer import Event, Stage, Writer, advance
 
 NUM_LARGE = LARGE_BYTES // 4
 
 
-class Place:
+class Place(Location):
     """Where a snapshot is written. It notes what is called."""
 
     def __init__(self, *, is_divided: bool = False) -> None:

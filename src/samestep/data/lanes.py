@@ -224,15 +224,6 @@ class Lanes:
         first = (step * self.num_lanes + lane) * self._size
         return np.arange(first, first + self._size)
 
-    def describe_catching_up(self, num_steps: int) -> str:
-        """Describe how many samples are read again to continue after `num_steps` steps of the loop; "" if few are."""
-        if any(position.start.state is not None for position in self.positions.values()):
-            return ""
-        return (
-            f"{type(self.dataset).__name__} has no state_dict, so the first {num_steps * self._size} samples of each "
-            f"of the {self.num_lanes} lanes are read again, divided among the ranks and their workers"
-        )
-
     def __getitem__(self, index: int) -> Any:
         return self.__getitems__([index])[0]
 

@@ -6,7 +6,6 @@ A `Loader` turns `Task`s into `Loaded` micro-batches of a `DataSpec`, in this pr
 
 import copy
 import dataclasses
-import errno
 import multiprocessing
 import os
 import random
@@ -31,10 +30,6 @@ from samestep.plan.loop_plan import Task
 from samestep.processes import die_with_parent
 from samestep.torch_internals import abandon_workers, end_on_feeder_error, forget_workers, watch_workers
 
-FILES_ADVICE = (
-    "each tensor that a worker sends is an open file until the rank has used it: raise the limit (ulimit -n), or use "
-    'fewer workers, a smaller prefetch_factor or torch.multiprocessing.set_sharing_strategy("file_system")'
-)
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # by DataLoader workers
 
 
@@ -257,11 +252,9 @@ class Workers(Held):
         """
         try:
             loaded: Loaded | WorkerFailure = next(self.iterator)
-        except (EOFError, OSError, RuntimeError) as error:  # torch reports the death in several ways
+        except (EOFError, OSError, RuntimeError):  # torch reports the death in several ways
             if (sentence := self._describe_death()) is not None:
                 raise WorkerDied(sentence) from None
-            if isinstance(error, EOFError):  # a thread of the worker has failed, and its traceback is printed
-                raise WorkerDied(f"a DataLoader worker could not send a micro-batch: {FILES_ADVICE}") from None
             raise
         self._series.forget_first()
         return loaded
@@ -274,14 +267,10 @@ class Workers(Held):
                 continue
             code = process.exitcode or 0
             end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            advice = WORKER_ADVICE
-            if code == errno.EMFILE:
-                end = "has run out of open files"
-                advice = FILES_ADVICE
             tasks = self._series.given.items()  # torch gives them to the workers in turn
             samples = [index for k, indices in tasks if k % len(self.processes) == number for index in indices]
             what = f" with the samples {abbreviate(samples)} in flight" if samples else ""
-            return f"DataLoader worker {number} (pid {process.pid}) {end}{what}: {advice}"
+            return f"DataLoader worker {number} (pid {process.pid}) {end}{what}: {WORKER_ADVICE}"
         return None
 
     def close(self) -> None:
@@ -351,8 +340,6 @@ class WorkerStart:
 
 def _end_worker(error: Exception) -> None:
     """End this worker, which cannot send a micro-batch: the rank would wait for it forever."""
-    if isinstance(error, OSError) and error.errno == errno.EMFILE:
-        os._exit(errno.EMFILE)
     traceback.print_exception(error)
     os._exit(1)
 

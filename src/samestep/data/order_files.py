@@ -43,11 +43,7 @@ def keep_order(run_dir: Path, epoch: int, indices: Indices) -> str:
     """Write the order that a sampler gave for an epoch. Returns a warning, or ""."""
     content = io.BytesIO()
     np.save(content, indices)
-    try:
-        _replace(run_dir / order_file(epoch), content.getbuffer())
-    except OSError as error:
-        return f"the order of epoch {epoch} could not be written ({error}): the run continues"
-    return ""
+    return _keep(run_dir / order_file(epoch), content.getvalue())
 
 
 def read_shard_sizes(run_dir: Path, shards_hash: str) -> list[int]:
@@ -65,17 +61,14 @@ def find_changed_shards(run_dir: Path, shards_hash: str, shards: Sequence[Shard]
 
 
 def keep_shards(run_dir: Path, shards_hash: str, shards: Sequence[Shard]) -> str:
-    """Write the list of a source's shards, unless it is there. Returns a warning, or ""."""
-    path = run_dir / shards_file(shards_hash)
-    content = format_shards(shards)
+    """Write the list of a source's shards. Returns a warning, or ""."""
+    return _keep(run_dir / shards_file(shards_hash), format_shards(shards))
+
+
+def _keep(path: Path, content: bytes) -> str:
     try:
-        if not (path.exists() and read_bytes(path) == content):
-            _replace(path, content)
+        path.parent.mkdir(exist_ok=True)
+        replace_file(path, content, sync=True)
     except OSError as error:
-        return f"the list of the data set's shards could not be written ({error}): the run continues"
+        return f"{path.parent.name}/{path.name} could not be written ({error}): the run continues"
     return ""
-
-
-def _replace(path: Path, content: bytes | memoryview) -> None:
-    path.parent.mkdir(exist_ok=True)
-    replace_file(path, content, sync=True)

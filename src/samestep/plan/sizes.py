@@ -82,33 +82,21 @@ def default_micro_batch_size(batch_size: int) -> int:
     return batch_size // next(fitting, 1)
 
 
-def describe_division(n: int, world_size: int, micro_batch_size: int | None = None) -> str:
+def describe_division(n: int, world_size: int) -> str:
     """Describe how n micro-batches are divided among the ranks: `16 micro-batches on 3 ranks: 6+5+5, 89 % busy`.
 
     "busy" is the mean share of a step's computing time in which a rank computes, if all micro-batches take equally
-    long. Above 8 ranks, the shares are abbreviated.
-
-    Args:
-        micro_batch_size: of a run that begins on one rank. The text says how many ranks it can have later, and advises
-            against a size below `LEAST_SAMPLES`, which slows small models down.
+    long. Above 8 ranks, the shares are abbreviated. For one rank, the text says how many ranks the run can have later.
     """
-    shares = [*map(len, build_layout(n, world_size).ranges)]
     micro_batches = f"{n} micro-batch{'es' if n != 1 else ''}"
     if world_size == 1:
-        if micro_batch_size is None:
-            return f"{micro_batches} on 1 rank"
-        room = "no more ranks can share this run" if n == 1 else f"up to {n} ranks can share this run"
-        way = "larger batch_size" if micro_batch_size == 1 else "smaller micro_batch_size"
-        small = n > 1 and micro_batch_size < LEAST_SAMPLES
-        advice = "; if a sample takes little time, a larger micro_batch_size is faster" if small else ""
-        size = format_samples(micro_batch_size)
-        return f"{micro_batches} of {size} on 1 rank; {room} (for more, begin it with a {way}{advice})"
-    if world_size <= 8:
-        listed = "+".join(map(str, shares))
-    elif min(shares) == max(shares):
-        listed = f"{shares[0]} each"
-    else:
-        listed = f"{min(shares)} or {max(shares)} each"
+        most = f"{n} rank{'s' if n != 1 else ''}"
+        more = "for more, begin it with a larger batch_size or a smaller micro_batch_size"
+        return f"{micro_batches} on 1 rank; at most {most} can share this run ({more})"
+    shares = [*map(len, build_layout(n, world_size).ranges)]
+    listed = "+".join(map(str, shares))
+    if world_size > 8:
+        listed = f"{shares[0]} each" if shares[0] == shares[-1] else f"{shares[-1]} or {shares[0]} each"
     busy = n / (world_size * max(shares))
     return f"{micro_batches} on {world_size} ranks: {listed}, {busy * 100:.0f} % busy"
 

@@ -4,7 +4,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -25,8 +24,6 @@ class AppendLog:
 
     Attributes:
         problem: why the last attempt to write failed; "" if it succeeded.
-        change: a description of a change of the file by another program; "" if there is none. After a change, nothing
-            is written, because later records would be in wrong places.
 
     Raises:
         OSError: the file cannot be opened.
@@ -39,7 +36,7 @@ class AppendLog:
         self._record_bytes = record_bytes
         self._pending = bytearray()
         self._flushed_at = monotonic()
-        self.problem = self.change = ""
+        self.problem = ""
         self.path = path
         self._size = os.fstat(self._file).st_size
         if is_new:
@@ -66,8 +63,7 @@ class AppendLog:
         Raises:
             OSError: they could not all be written; the rest stays pending.
         """
-        self.change = self.change or self._find_change()
-        while self._pending and not self.change:
+        while self._pending:
             # A full disk can cut a write short. The rest stays pending, so that no record is torn or written twice.
             num_written = os.write(self._file, self._pending)
             self._size += num_written
@@ -75,14 +71,6 @@ class AppendLog:
         self._flushed_at = monotonic()
         self.problem = ""
         return self._size
-
-    def _find_change(self) -> str:
-        own = os.fstat(self._file)
-        with suppress(FileNotFoundError):
-            found = os.lstat(self.path)
-            if (found.st_dev, found.st_ino, found.st_size) == (own.st_dev, own.st_ino, self._size):
-                return ""
-        return "was removed or changed during the run"
 
     def sync(self) -> None:
         """Wait until the written records are on the disk. Another thread may append meanwhile. Raises OSError."""

@@ -219,21 +219,19 @@ class Mirror:
             self._fs.get_file(self._at_place(place, file), str(directory / file))
 
     @_requests
-    def copy_snapshots(self, directory: Path, *, is_whole: bool, has_digests: bool = False) -> None:
+    def copy_snapshots(self, directory: Path, *, is_whole: bool) -> None:
         """Download all snapshots to a directory, damaged or not.
 
         Args:
             is_whole: if False, creates empty files of the same sizes for all but the manifests.
-            has_digests: whether to download a snapshot whose manifest has no digest in any case.
         """
         sizes = self._list()
         for snapshot in self.snapshots():
             target = directory / snapshot.label
             target.mkdir(parents=True, exist_ok=True)
             present = [file for file in sizes[snapshot.path.name] if FILE.fullmatch(file)]
-            is_fetched = is_whole or (has_digests and snapshot.manifest.get("digest", "") is None)
-            self._fetch(snapshot.path.name, present if is_fetched else [MANIFEST], target)
-            for file in () if is_fetched else {*present} - {MANIFEST}:
+            self._fetch(snapshot.path.name, present if is_whole else [MANIFEST], target)
+            for file in () if is_whole else {*present} - {MANIFEST}:
                 (target / file).touch()
                 os.truncate(target / file, sizes[snapshot.path.name][file])
 

@@ -16,16 +16,13 @@ from samestep.world.workdir import WorkDir
 
 
 @contextmanager
-def open_run(
-    run: str, *, which: int | str | None = None, is_whole: bool = False, has_digests: bool = False
-) -> Iterator[Path]:
+def open_run(run: str, *, which: int | str | None = None, is_whole: bool = False) -> Iterator[Path]:
     """Yield a run's directory for a tool to read; for a URL, a copy that is removed at the end of the block.
 
     Args:
         which: for a URL, the only snapshot to download, as for `Store.find`. None: all of them, but with empty files of
             the same sizes for tensors and states.
         is_whole: whether to download those files, too.
-        has_digests: whether to download them for the snapshots whose digest has to be computed.
 
     Raises:
         Error: the directory or the URL cannot be read, or there is no undamaged snapshot that matches.
@@ -49,7 +46,7 @@ def open_run(
         mirror.download(home.path)
         store = Store(home.path)
         if which is None:
-            mirror.copy_snapshots(store.path, is_whole=is_whole, has_digests=has_digests)
+            mirror.copy_snapshots(store.path, is_whole=is_whole)
         else:
             rewinds = read_run(home.path, mirror.url).get("rewinds", [])
             store.find(which, warn=say, pulled=mirror.pull(store, which, rewinds))

@@ -86,7 +86,6 @@ class RunDirectory:
         self._measured: Mapping[str, Any] = {}  # by the last start that made a step
         self._warned: set[str] = set()  # logs that could not be written
         self._made_directories: list[Path] = []
-        self._made_files: list[Path] = []
         self.record: dict[str, Any] = {}
         try:
             self.path = named.absolute()  # the script may change the working directory
@@ -260,7 +259,6 @@ class RunDirectory:
             self._warn(f"{len(later)} snapshot{plural} after step {step} went to {self.named / ABANDONED}")
         rows = self.path / METRICS
         records = self.path / LEDGER
-        self._made_files += [path for path in (rows, records) if not path.exists()]
         if lock.was_elsewhere:
             for path in (rows, records):
                 detach(path)
@@ -412,25 +410,8 @@ class RunDirectory:
         _, ledger = self._get_logs()
         self._append(LEDGER, ledger, entry.pack())
 
-    def check_logs(self) -> None:
-        """Check that metrics and ledger, as of the last write, are as this process has written them.
-
-        Raises:
-            RunDirectoryError: another program has removed or changed one. (If it has removed the whole run, the run
-                continues, with a warning at each snapshot.)
-        """
-        if (change := self._describe_change()) and (self.path / RECORD).exists():
-            self.check_still_ours()  # a process that has taken the run over replaces its logs
-            raise RunDirectoryError(f"{change}; the same command continues from the newest snapshot", code="SS402")
-
-    def _describe_change(self) -> str:
-        found = zip((METRICS, LEDGER), self._logs or (), strict=False)
-        return next((f"{self.named / name} {log.change}" for name, log in found if log.change), "")
-
     def _append(self, name: str, log: AppendLog, record: bytes) -> None:
         log.append(record)
-        if log.change:
-            self.check_logs()
         if log.problem and name not in self._warned:
             self._warned.add(name)
             self._warn(
@@ -453,8 +434,6 @@ class RunDirectory:
         if problem:
             lacks = f"its last {metrics.num_pending} rows and {LEDGER} its last {ledger.num_pending} steps"
             self.lost = f"{self.named} could not be written ({problem}): {METRICS} lacks {lacks}"
-        elif (self.path / RECORD).exists() and (change := self._describe_change()):
-            self.lost = change
         elif not (self.path / LEDGER).exists():
             self.lost = f"{self.named} was removed during the run: nothing of what the run wrote there is left"
         return self.lost
@@ -469,7 +448,7 @@ class RunDirectory:
                 `MetricsTally`.
 
         Raises:
-            RunDirectoryError: another process has taken the run over, or changed its files.
+            RunDirectoryError: another process has taken the run over.
             OSError: the disk is full or gone.
         """
         metrics, ledger = self._get_logs()
@@ -477,7 +456,6 @@ class RunDirectory:
         self._last_entry.flush()
         ledger.flush()
         metrics_bytes = metrics.flush()
-        self.check_logs()
         return {
             "epoch": epoch,
             "metrics_bytes": metrics_bytes,
@@ -549,9 +527,6 @@ class RunDirectory:
         for log in logs or ():
             with suppress(OSError):  # already warned about
                 log.close()
-        if not self._is_begun:
-            for path in self._made_files:
-                path.unlink(missing_ok=True)
         if self._lock is not None:
             self._lock.release(remove=self._lock.is_new and not self._is_begun)
             self._lock = None

@@ -56,7 +56,6 @@ _CODES = {
     "complex64": "C64",
 }
 _NAMES = {code: name for name, code in _CODES.items()}
-_AS_REAL = ("complex32", "complex128")  # safetensors lacks them: stored as pairs of reals
 MAX_LEVELS = MAX_DEPTH // 3 - 1  # of nested values: a level is at most 3 levels of JSON, which has to be readable
 
 
@@ -88,11 +87,6 @@ def encode(state: Any, is_mine: "Callable[[Tensor], bool] | None" = None) -> tup
     return encoder.encode(state), encoder.tensors
 
 
-def decode(structure: Any, tensors: Mapping[str, "Tensor"]) -> Any:
-    """Return the state from the result of `encode`. Tensors with the same name become one tensor."""
-    return _Decoder(tensors.__getitem__, tensors.__getitem__).decode(structure)
-
-
 def list_tensors(structure: Any) -> dict[str, list[int] | None]:
     """Return the names of the tensors in an encoded state, with their shapes; None for an array."""
     if isinstance(structure, list):
@@ -102,7 +96,7 @@ def list_tensors(structure: Any) -> dict[str, list[int] | None]:
     if structure.get(KIND) == "array":
         return {structure["name"]: None}
     if structure.get(KIND) == "tensor":
-        return {structure["name"]: _find_stored_shape(structure)}
+        return {structure["name"]: structure["shape"]}
     return list_tensors([*structure.values()])
 
 
@@ -403,7 +397,7 @@ class _Encoder(Encoder):
         dtype = name_dtype(tensor.dtype)
         if tensor.is_meta and self._is_mine is not None:  # other ranks store it
             return self._describe(tensor, path, (id(whole),), None)
-        if tensor.layout != torch.strided or tensor.is_meta or dtype not in (*_CODES, *_AS_REAL):
+        if tensor.layout != torch.strided or tensor.is_meta or dtype not in _CODES:
             raise _refusal(path, f"a tensor of {tensor.layout} layout and {tensor.dtype} on {tensor.device}")
         memory = tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset()
         key = *memory, tensor.is_conj(), tensor.is_neg(), dtype, tuple(tensor.shape), tensor.stride()
@@ -429,8 +423,6 @@ class _Encoder(Encoder):
         shape = list(tensor.shape)
         strides = tensor.stride()
         if key not in self._names:
-            if stored is not None and dtype in _AS_REAL:
-                stored = torch.view_as_real(stored.resolve_conj())
             self._names[key] = self._add(stored, path)
         encoded = {KIND: "tensor", "name": self._names[key], "dtype": dtype, "shape": shape}
         if strides != torch.empty(shape, device="meta").stride() and is_dense(tensor):
@@ -515,20 +507,14 @@ class _Decoder(Decoder):
 def _restore_tensor(stored: "Tensor", value: Mapping[str, Any]) -> "Tensor":
     import torch
 
-    if list(stored.shape) != _find_stored_shape(value):
+    if [*stored.shape] != value["shape"]:
         raise ValueError(f"a tensor of shape {value['shape']} with other bytes is not what samestep writes")
-    tensor = torch.view_as_complex(stored) if value["dtype"] in _AS_REAL else stored
     if "strides" not in value:
-        return tensor
+        return stored
     pairs = zip(value["shape"], value["strides"], strict=True)
-    if tensor.numel() and 1 + sum((length - 1) * stride for length, stride in pairs) > tensor.numel():
+    if stored.numel() and 1 + sum((length - 1) * stride for length, stride in pairs) > stored.numel():
         raise ValueError(f"a tensor with strides {value['strides']} is not what samestep writes")
-    return torch.empty_strided(value["shape"], value["strides"], dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _find_stored_shape(value: Mapping[str, Any]) -> list[int]:
-    """Return the shape in a file of a tensor in the structure."""
-    return [*value["shape"], 2] if value["dtype"] in _AS_REAL else [*value["shape"]]
+    return torch.empty_strided(value["shape"], value["strides"], dtype=stored.dtype, device=stored.device).copy_(stored)
 
 
 def _canonical(value: Any, hashes: Mapping[str, str]) -> Any:

@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
@@ -13,7 +12,6 @@ from samestep.world.group import Group
 from samestep.world.local_sockets import Gatherer
 
 _TOKEN = ".samestep-node-"
-_OLD_S = 3600.0
 
 
 def find_writers(group: Gatherer, run_dir: Path) -> tuple[Path, dict[int, int]]:
@@ -51,9 +49,6 @@ def _create_token(path: Path) -> Path | None:
     with suppress(OSError):
         for place in (path, *path.parents):
             if place.is_dir():
-                for old in place.glob(f"{_TOKEN}*"):  # of a start that was killed here
-                    if time.time() - old.stat().st_mtime > _OLD_S:
-                        old.unlink(missing_ok=True)
                 token = place / f"{_TOKEN}{secrets.token_hex(8)}"
                 token.touch(exist_ok=False)
                 return token

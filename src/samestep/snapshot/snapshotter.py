@@ -357,7 +357,6 @@ class Snapshotter:
             return
         if directory.find_lost() and not self.explain_unsaved(step):
             self._location.warn(directory.lost)
-        directory.check_logs()
 
     def explain_unsaved(self, step: int) -> str:
         """Return why the snapshot of a step could not be written; "" if it could, and on ranks that do not write."""

@@ -282,12 +282,6 @@ class Store:
         """Let `find` skip a snapshot that it has returned, because of a problem with it."""
         self._problems[snapshot.path] = problem
 
-    def check_present(self, which: int | str) -> None:
-        """Raise the error of `find` if no snapshot here matches. Reads manifests only."""
-        found = self.snapshots()
-        if which != "latest" and not any(each.matches(which) for each in found):
-            raise self._explain_missing(which, found, "", str(self._named))
-
     def _explain_missing(
         self, which: int | str, found: Sequence[Snapshot], problem: str, where: str
     ) -> RunDirectoryError:

@@ -8,14 +8,14 @@ commits.
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from samestep.snapshot.async_copy import Copy
 from samestep.snapshot.inspection import SnapshotOrder
-from samestep.snapshot.parts import Part
+from samestep.snapshot.location import Location
 from samestep.world.forking import at_rest, at_work
 
 if TYPE_CHECKING:
@@ -56,16 +56,6 @@ def advance(stage: Stage, event: Event, *, is_divided: bool) -> Stage:
             return Stage.ABORTED
 
 
-class Destination(Protocol):
-    """Where a snapshot is written, see `Location`."""
-
-    is_divided: bool
-
-    def prepare(self, order: SnapshotOrder, tensors: "Mapping[str, Tensor]") -> list[Part]: ...
-    def commit(self, order: SnapshotOrder, parts: Sequence[Part]) -> None: ...
-    def abort(self, order: SnapshotOrder) -> None: ...
-
-
 class Writer:
     """A thread that copies the state, writes it, and waits for the decision. The main thread joins `copy`, and decides.
 
@@ -84,7 +74,7 @@ class Writer:
     def __init__(
         self,
         copy: Copy,
-        destination: Destination,
+        location: Location,
         order: SnapshotOrder,
         tensors: "Mapping[str, Tensor]",
         is_sound: Callable[[], bool] = lambda: True,
@@ -92,7 +82,7 @@ class Writer:
         self.copy = copy
         self.stage = Stage.COPYING
         self.failure: Exception | None = None
-        self._destination = destination
+        self._location = location
         self._order = order
         self._tensors = tensors
         self._is_sound = is_sound
@@ -113,7 +103,7 @@ class Writer:
 
     def handle(self, event: Event) -> None:
         """Note what the ranks have found out."""
-        self.stage = advance(self.stage, event, is_divided=self._destination.is_divided)
+        self.stage = advance(self.stage, event, is_divided=self._location.is_divided)
         if self.stage in (Stage.COMMITTED, Stage.ABORTED):
             self._decided.set()
 
@@ -130,7 +120,7 @@ class Writer:
         """Decide without the other ranks, unless it is decided."""
         if self._decided.is_set():
             return
-        if self._destination.is_divided:  # the other ranks may be gone
+        if self._location.is_divided:  # the other ranks may be gone
             self.handle(Event.FAILED)
             return
         self.copy.join()
@@ -142,23 +132,23 @@ class Writer:
                 self._write()
         except Exception as error:
             self.failure = error
-            self._destination.abort(self._order)
+            self._location.abort(self._order)
         finally:
             self._prepared.set()
 
     def _write(self) -> None:
         self.copy.run()
         _lower_priority()
-        parts = self._destination.prepare(self._order, self._tensors)
+        parts = self._location.prepare(self._order, self._tensors)
         self._prepared.set()
         with at_rest():
             while not self._decided.wait(_POLL_S):
                 if not threading.main_thread().is_alive():  # it makes no further update
                     self.decide_alone()
         if self.stage is Stage.COMMITTED:
-            self._destination.commit(self._order, parts)
+            self._location.commit(self._order, parts)
         else:
-            self._destination.abort(self._order)
+            self._location.abort(self._order)
 
 
 def _lower_priority() -> None:

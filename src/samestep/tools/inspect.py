@@ -287,7 +287,7 @@ def run_diff(run: str, other: str, is_json: bool) -> int:
     Exit code: 0 if all common steps and snapshots are the same; 1 if not; 2 if nothing can be compared.
     """
     names = (run, other)
-    with open_run(run, has_digests=True) as one, open_run(other, has_digests=True) as two:
+    with open_run(run, is_whole=True) as one, open_run(other, is_whole=True) as two:
         directories = (one, two)
         records = [read_run(path, name) for path, name in zip(directories, names, strict=True)]
         described = [describe_run(path) for path in directories]

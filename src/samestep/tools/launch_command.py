@@ -6,7 +6,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from samestep.command_line import name_option, suggest
-from samestep.config import OPTIONS, Option, is_url
+from samestep.config import Option
 from samestep.errors import Error
 from samestep.launch.flags import FLAGS
 from samestep.launch.recipe_source import describe_recipes, find_recipes
@@ -132,8 +132,6 @@ def start_ranks(target: Target, values: dict[str, Any], nodes: "Nodes | None") -
     heals = values.pop("heal", False)
     if values.pop("tf_config", False):
         set_hook("samestep.launch.tf_config")
-    if nodes is None:  # else another node may have the snapshot
-        _check_resume(**values)
     return run_launch(
         target,
         num_ranks=num_ranks,
@@ -143,18 +141,6 @@ def start_ranks(target: Target, values: dict[str, Any], nodes: "Nodes | None") -
         nodes=nodes,
         overrides=values,
     )
-
-
-def _check_resume(*, run_dir: str | None = None, resume: str = "latest", fresh: bool = False, **_: Any) -> None:
-    """Raise RunDirectoryError if `--run-dir` is a local directory without the snapshot that `--resume` names."""
-    which = OPTIONS["resume"].check("--resume", resume)
-    if run_dir is None or is_url(run_dir) or fresh or which in (None, "latest"):
-        return
-    from samestep.snapshot.store import Store
-
-    path = OPTIONS["run_dir"].check("--run-dir", run_dir)
-    if path.is_dir() or not path.exists():
-        Store(path).check_present(which)
 
 
 run_launch = ScriptCommand("launch", start, FLAGS, help=LAUNCH_HELP)

@@ -106,8 +106,8 @@ def record_start(data: LoopData, context: RunContext, prepared: Prepared) -> Tra
 
 def resume_state(data: LoopData, context: RunContext, state: RunState, prepared: Prepared, services: Services) -> None:
     """Bring the stream to the loop's position, and objects that the script's lines before this loop have changed."""
-    if data.lanes is not None and (warning := state.resume_lanes(data.lanes, data.plan)):
-        context.say(warning)
+    if data.lanes is not None:
+        state.resume_lanes(data.lanes, data.plan)
     if state.place.is_further:
         services.resources.begin_loop()
     if state.place.kind is not LoopKind.RESUMED:
@@ -154,10 +154,7 @@ def announce_loop(loop: Loop, context: RunContext, state: RunState, prepared: Pr
         return
     config = context.config
     meta = prepared.point.meta
-    num_micro_batches = config.batch_size // config.micro_batch_size
-    division = describe_division(
-        num_micro_batches, context.world_size, config.micro_batch_size if meta is None else None
-    )
+    division = describe_division(config.batch_size // config.micro_batch_size, context.world_size)
     if meta is None:
         context.say(division)
         return

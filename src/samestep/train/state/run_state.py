@@ -146,11 +146,10 @@ class RunState:
         """Set `Run.summary`."""
         self.summary = summary
 
-    def resume_lanes(self, lanes: Lanes, plan: LoopPlan) -> str:
-        """Continue to read a stream where the snapshot was taken. Return a warning if that takes long, else ""."""
-        steps_before = self.steps_done - plan.first_step
-        if self.place.kind is not LoopKind.RESUMED or not steps_before:
-            return ""
+    def resume_lanes(self, lanes: Lanes, plan: LoopPlan) -> None:
+        """Continue to read a stream where the snapshot was taken."""
+        if self.place.kind is not LoopKind.RESUMED or self.steps_done == plan.first_step:
+            return
         if len(self._lanes) != lanes.num_lanes:
             raise RunDirectoryError(
                 f"the snapshot holds the positions of {len(self._lanes)} lanes, and the stream has {lanes.num_lanes}: "
@@ -158,7 +157,6 @@ class RunState:
                 code="SS412",
             )
         lanes.resume(self._lanes)
-        return lanes.describe_catching_up(steps_before)
 
     # --- steps ------------------------------------------------------------------------------------------------
 
