@@ -86,6 +86,7 @@ class RunDirectory:
         self._measured: Mapping[str, Any] = {}  # by the last start that made a step
         self._warned: set[str] = set()  # logs that could not be written
         self._made_directories: list[Path] = []
+        self._made_files: list[Path] = []
         self.record: dict[str, Any] = {}
         try:
             self.path = named.absolute()  # the script may change the working directory
@@ -259,6 +260,7 @@ class RunDirectory:
             self._warn(f"{len(later)} snapshot{plural} after step {step} went to {self.named / ABANDONED}")
         rows = self.path / METRICS
         records = self.path / LEDGER
+        self._made_files += [path for path in (rows, records) if not path.exists()]
         if lock.was_elsewhere:
             for path in (rows, records):
                 detach(path)
@@ -527,6 +529,9 @@ class RunDirectory:
         for log in logs or ():
             with suppress(OSError):  # already warned about
                 log.close()
+        if not self._is_begun:
+            for path in self._made_files:
+                path.unlink(missing_ok=True)
         if self._lock is not None:
             self._lock.release(remove=self._lock.is_new and not self._is_begun)
             self._lock = None
