@@ -17,6 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Dense operations per second with 16 bits, by the maker.
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+
 Times = dict[str, list[float]]  # contestant -> seconds per step (or per call), one value per round
 
 
@@ -84,6 +87,11 @@ def judge(ratio: float, target: float | None) -> str:
     if target is None:
         return f"{ratio:.3f}"
     return f"{ratio:.3f} (<= {target:g} {'met' if ratio <= target else 'MISSED'})"
+
+
+def look_up_peak(name: str) -> float | None:
+    """Return the peak of a GPU whose name contains a key of `PEAK_FLOPS`; None for others, and for a part of one."""
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name and "MIG" not in name), None)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

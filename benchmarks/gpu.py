@@ -1,4 +1,4 @@
-"""What samestep costs on one GPU: GPT-2 124M in bf16, compiled, and what surrounds its steps. At most 20 minutes.
+"""What samestep costs on one GPU: GPT-2 124M in bf16, compiled, and what surrounds its steps. At most 15 minutes.
 
 docs/performance.md has the figures of one NVIDIA H200. Each part runs in a process of its own with a limit on its time,
 and a part that fails is a line of the table. `--quick` runs all parts on the CPU with tiny sizes. Ratios are of times
@@ -10,7 +10,6 @@ in the same process, in turns.
 - step: a step of the toy `mlp`, in which the device has next to nothing to do.
 - loader: images from workers through page-locked memory, against a DataLoader.
 - snapshot: what a snapshot of GPT-2 and AdamW's state adds to the step after which it is taken.
-- verify: `samestep verify` on 1, 2, 3 and 4 ranks that share the GPU, over gloo.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ from common import (
     build_parser,
     compute_ratio,
     judge,
+    look_up_peak,
     measure,
     print_json,
     print_machine,
@@ -53,8 +53,6 @@ from torch.utils.data import DataLoader, Dataset
 import samestep
 from samestep.recipes import gpt
 from samestep.recipes.models.gpt2 import GPT2, PRESETS, GPT2Config
-
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense operations/s with 16 bits, by the maker
 
 Row = tuple[str, str, str]  # what, figure, comparison
 EXACT, FAST_KERNELS, BY_HAND = "samestep, exact", "the same, any kernels", "nanoGPT's loop"
@@ -77,7 +75,6 @@ class Sizes(argparse.Namespace):
         self.config = tiny if quick else replace(PRESETS["gpt2"], vocabulary_size=50304)
         self.samples, self.rounds, self.steps = (2, 1, 2) if quick else (12, 5, 30)
         self.image_size, self.num_workers = (8, 1) if quick else (224, 8)
-        self.world_sizes, self.verified_steps = ("1,2", 3) if quick else ("1,2,3,4", 10)
 
 
 def synchronize(device: str) -> None:
@@ -149,10 +146,6 @@ def run_by_hand(sizes: Sizes) -> Iterator[None]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         yield
-
-
-def look_up_peak(name: str) -> float | None:
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name and "MIG" not in name), None)
 
 
 def measure_training(sizes: Sizes) -> list[Row]:
@@ -313,22 +306,6 @@ def measure_snapshot(sizes: Sizes) -> list[Row]:
     return [("snapshot: stall of the step after it", f"{stall * 1e3:,.1f} ms", f"a step takes {step * 1e3:,.1f} ms")]
 
 
-def verify(sizes: Sizes) -> list[Row]:
-    with tempfile.TemporaryDirectory() as directory:
-        command = [
-            sys.executable, "-m", "samestep", "verify", "--device", sizes.device,
-            "--world-sizes", sizes.world_sizes, "--steps", f"{sizes.verified_steps}",
-            "--kills", "0" if sizes.quick else "1",
-        ]  # fmt: skip
-        command += ["mlp"] if sizes.quick else ["--backend", "gloo", "--precision", "bf16", "gpt"]
-        began = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, cwd=directory)
-    seconds = time.perf_counter() - began
-    if done.returncode:
-        raise RuntimeError((done.stdout + done.stderr).strip().splitlines()[-1])
-    return [(f"verify: {sizes.world_sizes} ranks on one device, gloo", "identical", f"{seconds:.0f} s")]
-
-
 # name -> function, seconds that it may take
 PARTS: dict[str, tuple[Callable[[Sizes], list[Row]], int]] = {
     "train": (measure_training, 420),
@@ -336,7 +313,6 @@ PARTS: dict[str, tuple[Callable[[Sizes], list[Row]], int]] = {
     "step": (measure_step, 90),
     "loader": (measure_loader, 120),
     "snapshot": (measure_snapshot, 150),
-    "verify": (verify, 330),
 }
 
 
