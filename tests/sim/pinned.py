@@ -1,6 +1,9 @@
 """Scenarios in which a promise was broken once, or which find a planted fault: what was wrong -> scenario."""
 
 PINNED: dict[str, str] = {
+    "a snapshot that was put aside is back after a power cut, and the ledger has lost its steps": (
+        "seed=3 script=batchnorm every=2 steps=10 | 1 flip@200/0 | 2 power@400 | 1"
+    ),
     "a finished run loses a row that the body of its last, cut epoch has logged": "seed=1 script=mlp steps=3 | 1 | 1",
     "the directory of snapshots is lost: who created it was killed before the sync": (
         "seed=2 script=gan every=1 steps=5 | 1 kill_all@fsync#6 | 1 power@300 | 1"

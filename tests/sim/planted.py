@@ -155,6 +155,11 @@ PLANTED = (
         "os.fsync(file.fileno())", "pass", focus="power",
     ),
     Planted(
+        "a snapshot that is put aside can be back after a power cut", ONCE, "snapshot/store.py",
+        "        if snapshots:  # after a power cut", "        if False:  # after a power cut",
+        scenario="seed=3 script=batchnorm every=2 steps=10 | 1 flip@200/0 | 2 power@400 | 1",
+    ),
+    Planted(
         "the manifest is not synced", ATOMIC, "snapshot/store.py",
         "os.fsync(file.fileno())", "pass", focus="power",
     ),

@@ -449,11 +449,13 @@ class Store:
             self._remove(snapshot.path)
 
     def abandon(self, snapshots: Sequence[Snapshot]) -> None:
-        """Move snapshots to `run_dir/abandoned`, the newest first. Raises OSError."""
+        """Move snapshots to `run_dir/abandoned`, the newest first, for good. Raises OSError."""
         for snapshot in sorted(snapshots, key=lambda each: -each.step):
             target = self.path.parent / ABANDONED / f"{snapshot.path.name}-{time.time_ns()}"
             target.parent.mkdir(exist_ok=True)
             move_directory(snapshot.path, target)
+        if snapshots:  # after a power cut, the run would resume from one, and its rows are about to be cut
+            _sync(self.path)
 
     def clean(self) -> None:
         """Remove incomplete files of killed writers."""
