@@ -52,7 +52,8 @@ class Outcome:
     def read(cls, run_dir: Path) -> "Outcome":
         """Read the outcome of a run directory. Raises Violation."""
         store = Store(run_dir)
-        snapshots = store.snapshots()  # if all were killed between two of the last step, the newest is a named one
+        # If all were killed between two of the last step, the newest is a named one.
+        snapshots = [each for each in store.snapshots() if each.problem is None]
         if not snapshots:
             raise Violation("the run has left no snapshot")
         lines = (run_dir / "metrics.jsonl").read_text().splitlines()
