@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):
         self.num_bytes += sent.nbytes * (self._world_size - 1) // self._world_size
         return self
 
-    def wait(self) -> None:
+    def wait(self, timeout: object = None) -> None:
         """A message that is never sent is complete."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

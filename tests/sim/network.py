@@ -157,7 +157,7 @@ class Send:
         self._tag = tag
         self._message = message
 
-    def wait(self) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         own = self._own
         other = own.ring.endpoints[self._peer]
         message = self._message
@@ -183,7 +183,7 @@ class Receive:
         self._peer = peer
         self._tag = tag
 
-    def wait(self) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         own = self._own
         other = own.ring.endpoints[self._peer]
 

@@ -1,14 +1,19 @@
 """The thread that waits for large messages."""
 
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import samestep
 from samestep.errors import PeerFailed
-from samestep.world.waiter import Waiter
+from samestep.world.waiter import Waiter, wait_for_messages
 
 
 class Message:
@@ -19,7 +24,7 @@ class Message:
         self.is_there = threading.Event()
         self._error = error
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         self.is_waited_for.set()
         self.is_there.wait()
         if self._error:
@@ -72,3 +77,20 @@ def test_a_wait_is_given_up(waiter: Waiter) -> None:
         waiter.wait([message])
     thread.join()
     message.is_there.set()
+
+
+def wait_longer_than_the_group_permits() -> float:
+    """Return what rank 1 has sent."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=0.5))
+    number = torch.zeros(1)
+    if dist.get_rank() == 1:
+        time.sleep(1)
+        wait_for_messages([dist.isend(number + 3, 0)])
+    else:
+        wait_for_messages([dist.irecv(number, 1)])
+    return number.item()
+
+
+def test_a_message_may_take_longer_than_it_took_to_open_the_group() -> None:
+    """After a death, the survivors open a group with a short limit. Gloo applies it to each later message."""
+    assert samestep.spawn(wait_longer_than_the_group_permits, 2) == 3

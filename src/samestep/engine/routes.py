@@ -7,7 +7,7 @@ routes in the same order, from the thread that runs the backward, never from a c
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,9 @@ from torch import Tensor
 from samestep.engine.buckets import pad_to_chunks
 from samestep.plan.tree import Layout
 from samestep.world.local_sockets import LocalSockets
+from samestep.world.waiter import Transfer, wait_for_messages
 
-
-class Work(Protocol):
-    """A handle of torch.distributed."""
-
-    def wait(self) -> object: ...
-
-
-Messages = Iterator[Sequence[Work]]
+Messages = Iterator[Sequence[Transfer]]
 
 # Of all ranks' parts together. Gloo, 2 and 4 ranks (benchmarks/routes.py): below this, an all-gather is the fastest;
 # above it, exchanges of half the data, or chunks if the number of ranks is not a power of two.
@@ -109,7 +103,7 @@ class AllGather(Route):
         super().__init__(space, self._slots[rank * num_parts : (rank + 1) * num_parts], self._slots[layout.root])
         self.max_bytes = row_bytes * (layout.world_size // 2)
         self.has_rounds = layout.world_size > 2
-        self._receives: list[Work] = []
+        self._receives: list[Transfer] = []
         self._sockets = sockets if control_bytes and row_bytes <= NEIGHBORS_MAX_BYTES else None
         if control_bytes:
             self.blocks = [memoryview(row[num_parts * part_bytes :].numpy()) for row in self._of_ranks]
@@ -309,12 +303,14 @@ def add_parts(slots: Sequence[Tensor] | Tensor, layout: Layout) -> Tensor:
     return slots[layout.root]
 
 
-def _list_works(works: Iterable[Work | None]) -> list[Work]:
+def _list_works(works: Iterable[Transfer | None]) -> list[Transfer]:
     """Return the handles. None stands for a rank outside of the group."""
     return [work for work in works if work is not None]
 
 
-def _exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int) -> Sequence[Work]:
+def _exchange(
+    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int
+) -> Sequence[Transfer]:
     """Issue point-to-point messages. `sends`, `receives`: (tensor, peer) pairs."""
     if any(tensor.is_cuda for tensor, _ in (*sends, *receives)):
         ops = [dist.P2POp(dist.irecv, tensor, peer) for tensor, peer in receives]
@@ -364,23 +360,20 @@ def pass_along_ring(data: Sequence[Tensor], rank: int) -> Iterator[int]:
     world_size = len(data)
     following, previous = (rank + 1) % world_size, (rank - 1) % world_size
     sources = [source for distance in range(1, world_size) if data[source := (rank - distance) % world_size].numel()]
-    receives = [dist.irecv(data[source], previous) for source in sources]
-    sends = [dist.isend(data[rank], following)] if data[rank].numel() else []
+    receives = _list_works(dist.irecv(data[source], previous) for source in sources)
+    sends = _list_works([dist.isend(data[rank], following)] if data[rank].numel() else [])
     for source, receive in zip(sources, receives, strict=True):
-        assert receive is not None  # None: a rank outside of the group
-        receive.wait()
+        wait_for_messages([receive])
         if source != following:
-            sends.append(dist.isend(data[source], following))
+            sends += _list_works([dist.isend(data[source], following)])
         yield source
-    for send in sends:
-        assert send is not None
-        send.wait()
+    wait_for_messages(sends)
 
 
 Counts = tuple[Sequence[int], Sequence[int]]
 
 
-def start_all_to_all(rows: Tensor, chunks: Tensor, process_group: Any, counts: Counts | None = None) -> Work:
+def start_all_to_all(rows: Tensor, chunks: Tensor, process_group: Any, counts: Counts | None = None) -> Transfer:
     """Begin to send chunks to all ranks, and to receive theirs into `rows`. Both are in the order of the ranks.
 
     Args:
@@ -388,7 +381,7 @@ def start_all_to_all(rows: Tensor, chunks: Tensor, process_group: Any, counts: C
     """
     received, sent = (each.view(-1).view(torch.uint8) for each in (rows, chunks))  # not all backends know all dtypes
     to_receive, to_send = counts or (None, None)
-    work: Work = dist.all_to_all_single(
+    work: Transfer = dist.all_to_all_single(
         received, sent, _split(received, to_receive), _split(sent, to_send), group=process_group, async_op=True
     )
     return work
@@ -402,7 +395,7 @@ def _split(data: Tensor, counts: Sequence[int] | None) -> list[int] | None:
     return [count * chunk_bytes for count in counts]
 
 
-def _wait(works: Sequence[Work]) -> None:
+def _wait(works: Sequence[Transfer]) -> None:
     for work in works:
         work.wait()
 
@@ -414,7 +407,7 @@ class PendingOp:
         wait: waits for messages.
     """
 
-    def __init__(self, route: Messages, wait: Callable[[Sequence[Work]], None] = _wait) -> None:
+    def __init__(self, route: Messages, wait: Callable[[Sequence[Transfer]], None] = _wait) -> None:
         self._route = route
         self._wait = wait
         self._works = next(route, None)

@@ -18,7 +18,7 @@ from samestep.world.host import read_host_id
 from samestep.world.local_sockets import LocalSockets, connect
 from samestep.world.process_group import has_group
 from samestep.world.rendezvous_store import read_entry, write_entry
-from samestep.world.waiter import LARGE_BYTES, Transfer, Waiter
+from samestep.world.waiter import LARGE_BYTES, Transfer, Waiter, wait_for_messages
 
 T = TypeVar("T")
 
@@ -94,9 +94,8 @@ class Transport:
         """
         if self.waiter is not None and num_bytes >= LARGE_BYTES:
             self.waiter.wait(messages)
-            return
-        for message in messages:
-            message.wait()
+        else:
+            wait_for_messages(messages)
 
     def connect_locally(self, timeout_s: float, value: Any, check: Callable[[Sequence[Any]], None]) -> None:
         """Open sockets to the other ranks if all run on one host. Arguments as for `connect`."""
@@ -273,13 +272,13 @@ class Transport:
         """Send tensors of any dtypes and devices to one rank, which calls `receive`."""
         for tensor in tensors:
             if tensor.numel():
-                dist.send(torch.frombuffer(view_bytes(tensor), dtype=torch.uint8), target)
+                wait_for_messages([_send(torch.frombuffer(view_bytes(tensor), dtype=torch.uint8), target)])
 
     def receive(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         """Overwrite contiguous tensors in host memory with those that a rank sends."""
         for tensor in tensors:
             if tensor.numel():
-                dist.recv(torch.frombuffer(view_bytes(tensor), dtype=torch.uint8), source)
+                wait_for_messages([_receive(torch.frombuffer(view_bytes(tensor), dtype=torch.uint8), source)])
 
     def needs_staging(self, device: torch.device) -> bool:
         """Return whether tensors on this device are exchanged through host memory, since the backend is not NCCL."""

@@ -2,10 +2,12 @@
 
 import threading
 from collections.abc import Sequence
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import Protocol
 
 from samestep.errors import PeerFailed
+from samestep.world.process_group import TIMEOUT_S
 
 LARGE_BYTES = 1 << 16  # smaller messages are sent at once, and a change of thread costs as much time as one of them
 
@@ -13,8 +15,14 @@ LARGE_BYTES = 1 << 16  # smaller messages are sent at once, and a change of thre
 class Transfer(Protocol):
     """A message that is under way, or several."""
 
-    def wait(self) -> object:
+    def wait(self, timeout: timedelta = ..., /) -> object:
         """Wait until it is complete."""
+
+
+def wait_for_messages(messages: Sequence[Transfer]) -> None:
+    """Wait for messages of gloo. Their own limit is the one with which the group was opened, short after a death."""
+    for message in messages:
+        message.wait(timedelta(seconds=TIMEOUT_S))
 
 
 class Waiter:
@@ -66,8 +74,7 @@ def _run(requests: SimpleQueue[Sequence[Transfer] | None], results: SimpleQueue[
 
 def _wait(messages: Sequence[Transfer]) -> RuntimeError | None:
     try:
-        for message in messages:
-            message.wait()
+        wait_for_messages(messages)
     except RuntimeError as error:
         return error.with_traceback(None)  # it would refer to the messages
     return None
