@@ -39,7 +39,6 @@ NOTE = (
     "memory: the sizes of the tensors are measured on 1 rank, their division is computed; without activations, "
     "messages, buffers of the model and copies for snapshots"
 )
-WELL_USED = 0.5  # least efficiency of a number of ranks that is recommended
 Row = dict[str, Any]
 
 
@@ -71,7 +70,7 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
     memory = list_memory(alone.memory, [row["world_size"] for row in rows])
     if values.get("json"):
         facts = {"script": " ".join(target.to_words()), "num_cores": num_cores, "fit": asdict(fit)}
-        print_json({**facts, "sizes": rows, "memory": memory, "recommendation": recommend(rows)})
+        print_json({**facts, "sizes": rows, "memory": memory})
     else:
         print_result(fit, rows, memory, num_run_steps)
     return 0
@@ -160,24 +159,6 @@ def list_memory(sizes: Sequence[ParamSize], world_sizes: Sequence[int]) -> list[
     ]
 
 
-def recommend(rows: Sequence[Row]) -> str:
-    """Return a sentence that recommends a number of ranks, with the reason."""
-    used = [row for row in rows if row["efficiency"] >= WELL_USED]
-    best = min(used, key=lambda row: row["step_s"])
-    more = [row for row in rows if row["world_size"] > best["world_size"]]
-    why = (
-        f"{best['speed_up']:.2f} times as fast as 1, at {best['efficiency']:.0%} efficiency; "
-        if best["world_size"] > 1
-        else ""
-    )
-    if not more:
-        return f"use {format_ranks(best['world_size'])}: {why}a step has no work for more"
-    return (
-        f"use {format_ranks(best['world_size'])}: {why}{more[0]['world_size']} are only "
-        f"{more[0]['speed_up']:.2f} times as fast as 1"
-    )
-
-
 def print_result(fit: StepFit, rows: Sequence[Row], memory: Sequence[Row], num_steps: int | None) -> None:
     """Print the tables and sentences."""
     header = ["ranks", "samples/s", "ms per step", "fitted", "speed-up", "efficiency"]
@@ -210,4 +191,3 @@ def print_result(fit: StepFit, rows: Sequence[Row], memory: Sequence[Row], num_s
         table = [[str(row["world_size"]), row["shard"], *(format_bytes(row[part]) for part in parts)] for row in memory]
         print_table("memory per rank", header, table)
         print(NOTE)
-    print(recommend(rows))
