@@ -1,7 +1,6 @@
 """`samestep doctor`: its findings for planted values, and its report on this machine, with one and two ranks."""
 
 import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,9 +73,6 @@ def test_versions() -> None:
     assert found.found == "torch is 2.12.0 on rank 1 on b, and 2.13.0 on rank 0"
     found = only(judge(judge_versions, THREE_HOSTS, {**version, "NCCL": "2.29"}, version, version), "FAIL")
     assert found.found == "NCCL is missing on ranks 1 and 2 on b, c, and 2.29 on rank 0"
-    old = {**version, "torch": "2.10.0"}
-    found = only(judge(judge_versions, TWO_RANKS, old, old), "warn")
-    assert found.found.startswith("torch 2.10.0 is installed, and samestep supports ")
 
 
 def written(writer: int = 0, problem: str = "") -> dict[str, Any]:
@@ -88,21 +84,9 @@ def test_directories() -> None:
     assert found == "runs can be written, and is one for all hosts"
     own = only(judge(judge_run_dir, THREE_HOSTS, written(), written(), written(2)), "warn")
     assert own.found == "runs on c differs from that on a: a run keeps a copy on each such host"
+    assert only(judge(judge_run_dir, ALONE), "pass").found.startswith("a URL")
     shut = only(judge(judge_run_dir, ALONE, written(problem="Permission denied")), "FAIL")
     assert shut.found == "runs cannot be written on a (Permission denied)"
-
-
-def test_a_url(tmp_path: Path) -> None:
-    for url, code, found in [
-        (f"file://{tmp_path}/runs", 0, f"file://{tmp_path}/runs can be written"),
-        ("nowhere://bucket/run", 1, "nowhere://bucket/run cannot be written on .*Protocol not known: nowhere"),
-    ]:
-        words = ["doctor", "--device", "cpu", "--json", "--run-dir", url]
-        done = check(run_command(sys.executable, "-m", "samestep", *words, cwd=tmp_path), code)
-        findings = [each["found"] for each in json.loads(done.stdout)["findings"] if each["check"] == "run_dir"]
-        assert len(findings) == 1
-        assert re.match(found, findings[0]), findings
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_connections() -> None:

@@ -12,14 +12,12 @@ from typing import Any
 import torch
 
 from samestep.config import is_url
-from samestep.errors import Error
 from samestep.snapshot.shared_directory import find_writers
 from samestep.tools.doctor.collectives import judge_collectives, look_at_collectives
 from samestep.tools.doctor.examination import Context, DoctorCheck
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Finding, Participants
 from samestep.version import __version__
 from samestep.world.environment import read_master
-from samestep.world.version_check import explain_torch
 
 DEFAULT_RUN_DIR = "runs"
 CONNECT_S = 3.0
@@ -55,9 +53,6 @@ def judge_versions(participants: Participants, facts: Mapping[int, Mapping[str, 
             where = participants.name_ranks([rank for rank, theirs in facts.items() if theirs[name] == other])
             found = f"{name} is {other or 'missing'} on {where}, and {usual or 'missing'} on rank {min(facts)}"
             problems.append(Finding("versions", FAIL, found, f"install the same {name} on all"))
-    found, _, advice = explain_torch(versions["torch"]).partition(": ")
-    if found:
-        problems.append(Finding("versions", WARN, found, advice))
     shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     return problems or [Finding("versions", PASS, shown, measured=versions)]
 
@@ -69,15 +64,7 @@ def look_at_run_dir(context: Context) -> dict[str, Any] | None:
     """On the first rank of each node: check the directory as the node sees it. Leaves no files."""
     rank = context.environment.rank
     if is_url(context.run_dir):
-        from samestep.snapshot.mirror import Mirror
-
-        if rank:
-            return None
-        try:
-            Mirror(str(context.run_dir)).is_empty()
-        except Error as error:
-            return {"wanted": context.run_dir, "problem": str(error)}
-        return {"wanted": context.run_dir, "problem": "", "writer": 0}
+        return None
     wanted = Path(context.run_dir or DEFAULT_RUN_DIR)
     _, writers = find_writers(context.exchange, wanted)  # as a run does it
     if not context.is_leader:
@@ -102,6 +89,8 @@ def find_existing(path: Path) -> Path:
 
 def judge_run_dir(participants: Participants, facts: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
     """Report nodes that cannot write it, or do not share it."""
+    if not facts:
+        return [Finding("run_dir", PASS, "a URL, which a run checks when it begins")]
     wanted = next(iter(facts.values()))["wanted"]
     problems = []
     for rank, fact in facts.items():
