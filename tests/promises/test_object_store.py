@@ -19,10 +19,9 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from promises.faulty import train
 from promises.test_node_replication import damage
-from promises.trial import Outcome, Trial, ask
+from promises.trial import Outcome, ask
 from support.runs import check, find_tests, samestep_command
 from support.selection import one_in
-from support.waiting import wait_until
 
 import samestep
 from samestep.cli import main
@@ -357,37 +356,6 @@ def test_tools_read_urls(url: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "snapshots/step-00000008: state.json has 2 bytes" in captured.err
     assert main(["inspect", "memory://samestep/nowhere"]) == 2
     assert "memory://samestep/nowhere is no run's directory" in capsys.readouterr().err
-
-
-def test_watching_a_url(cluster: Cluster, trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
-    """The machine with the working copy shows the ranks; other machines show its name."""
-    url = f"file://{cluster.store}"
-    cluster.store.parent.mkdir()
-    assert main(["watch", url]) == 2
-    refusal = f"samestep: error: there is no run at {url}: name a run's URL or directory [SS415]\n"
-    assert capsys.readouterr().err == refusal
-    flags = ["--run-dir", url, "--local-dir", str(cluster.machine(0))]
-    launch = trial.start("launch", 2, "hold rank 0 at step 7 in forward", *flags)
-    trial.wait_held()
-    shown = ""
-
-    def is_shown() -> bool:
-        nonlocal shown
-        assert main(["watch", url, "--local-dir", str(cluster.machine(0))]) == 0
-        shown = capsys.readouterr().out
-        return re.search(r"^  0 .* 7 +forward .* faulty.py:\d+ in ", shown, re.MULTILINE) is not None
-
-    wait_until(is_shown, "rank 0 is held, and has said so")
-    assert shown.startswith("2 ranks\n  rank  host ")
-    assert main(["watch", url, "--local-dir", str(cluster.machine(1))]) == 2
-    told = capsys.readouterr().err
-    assert f"the state of the ranks of {url} is in its working copy, and {cluster.machine(1)}" in told
-    refusal = rf"is not that of process {trial.pid(0)} on \S+ since .*: watch it on that machine.* \[SS706\]\n"
-    assert re.search(refusal, told)
-    trial.go_on()
-    assert launch.wait() == 0, launch.output
-    assert main(["watch", url, "--local-dir", str(cluster.machine(0))]) == 0
-    assert capsys.readouterr().out == f"{cluster.copy(0)}: done\n"
 
 
 @pytest.mark.parametrize(("run_dir", "sentence"), [

@@ -333,6 +333,8 @@ def test_watching_a_run_that_has_ended(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps(status))
     done = check(samestep_command("watch", tmp_path, cwd=tmp_path))
     assert done.stdout == f"{tmp_path}: failed: rank 1: out of memory\n"
+    done = check(samestep_command("watch", tmp_path, "--json", cwd=tmp_path))
+    assert json.loads(done.stdout) == {"status": status, "time_s": None, "ranks": []}
     os.utime(tmp_path / "status.json")
     assert not has_ended(tmp_path), "a launcher may start it again"
     os.utime(tmp_path / "status.json", (0, 0))

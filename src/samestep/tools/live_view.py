@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
+from msgspec.structs import asdict
 
-from samestep.command_line import Command
-from samestep.config import is_url
+from samestep.command_line import PATH, Command, json_option, print_json
 from samestep.console import build_table, escape, print_table
-from samestep.errors import Error
 from samestep.snapshot.reading import read_run
 from samestep.units import format_count, format_time
 from samestep.watch.records import (
     HEALS,
-    RANKS,
     RESTART_S,
     STALE_S,
     STATUS,
@@ -27,7 +25,6 @@ from samestep.watch.records import (
     read_status,
 )
 from samestep.watch.stall_diagnosis import Beat
-from samestep.world.environment import read_host, read_overrides
 
 POLL_S = 1.0
 WINDOW_S = 10.0
@@ -36,7 +33,8 @@ HEADER = ("rank", "host", "step", "phase", "in it for", "compute/step", "samples
 
 DESCRIPTION = f"""\
 Shows the live state of every rank of a running job, until the run ends; if the output is not a terminal, prints it
-once. Ctrl-C ends it. The table has one row per rank:
+once. Ctrl-C ends it. RUN is the run's directory; for a run at a URL, its working copy on the machine of rank 0. The
+table has one row per rank:
 
   rank, host    the rank and its machine
   step          completed steps, over all restarts
@@ -54,45 +52,24 @@ compute/step and samples/s cover the last {WINDOW_S:g} s; if printed once, the t
 
 
 @click.command("watch", cls=Command, help=DESCRIPTION)
-@click.argument("run", type=click.Path())
-@click.option("--local-dir", metavar="DIR", type=click.Path(), help="for a run at a URL: the run's --local-dir")
-def run_watch(run: str, local_dir: str | None) -> int:
+@click.argument("run_dir", metavar="RUN", type=PATH)
+@json_option
+def run_watch(run_dir: Path, is_json: bool) -> int:
     """Show the state of a run's ranks until it ends; without a terminal, once."""
-    run_dir = find_directory(run, local_dir or read_overrides().get("local_dir"))
     read_run(run_dir, str(run_dir))
-    if sys.stdout.isatty():
+    if sys.stdout.isatty() and not is_json:
         return _follow(run_dir)
     record = read_ranks(run_dir)
+    if is_json:
+        ranks = [] if record is None else [asdict(rank) for rank in record.ranks]
+        print_json({"status": read_status(run_dir), "time_s": record and record.time_s, "ranks": ranks})
+        return 0
     is_running = read_or_empty(run_dir / STATUS).get("status", "running") == "running"
     if record is None or not is_running or time.time() - record.time_s > STALE_S:
         print(escape(describe_end(run_dir)))
     else:
         print_table(_name_table(run_dir, record), *format_rows(record, None))
     return 0
-
-
-def find_directory(run: str, local_dir: str | None) -> Path:
-    """Return the directory with ranks.json: the run's, or for a URL the working copy on rank 0's machine.
-
-    Raises:
-        Error: the working copy is on another machine, or the URL cannot be read.
-    """
-    if not is_url(run):
-        return Path(run)
-    from samestep.snapshot.mirror import Mirror, find_copy
-
-    mirror = Mirror(run)
-    holder, number = mirror.read_lock()
-    if not number:
-        raise Error(f"there is no run at {run}: name a run's URL or directory", code="SS415")
-    copy = find_copy(mirror.url, number, local_dir)
-    if copy.is_dir() and (f" on {read_host()} since " in holder or (copy / RANKS).exists()):
-        return copy
-    raise Error(
-        f"the state of the ranks of {run} is in its working copy, and {copy} is not that of {holder}: watch it on that "
-        "machine, with the run's --local-dir if it has one",
-        code="SS706",
-    )
 
 
 def _follow(run_dir: Path) -> int:
