@@ -26,8 +26,8 @@ Examples:
   samestep inspect runs/digits --digest           a hash of the whole state, equal at any number of ranks
 
 Each command has a --help, and docs/errors.md explains the code of an error, such as [SS101]. `samestep --version`
-prints the version. `eval "$(samestep completion bash)"` (or zsh) adds completion of commands, options and files to the
-shell; in fish, `samestep completion fish | source` does.
+prints the version. `eval "$(_SAMESTEP_COMPLETE=bash_source samestep)"` (or zsh_source) lets a shell complete commands,
+options and files; in fish, `_SAMESTEP_COMPLETE=fish_source samestep | source` does.
 """
 COMMANDS = {  # name -> its words, what it does, and the module of samestep that defines run_NAME
     "train": ("[RECIPE]", "train one of the included recipes (default: digits)", "tools.launch_command"),
@@ -52,7 +52,6 @@ COMMANDS = {  # name -> its words, what it does, and the module of samestep that
     "scale": ("SCRIPT ...", "measure how a script scales with the number of ranks", "tools.scale.run_scale"),
     "doctor": ("", "check whether this machine or a cluster is fit for training", "tools.doctor.run_doctor"),
     "export": ("RUN FILE", "write a snapshot's weights for other programs: safetensors or .pt", "tools.export"),
-    "completion": ("SHELL", "print a script that completes commands and options", "tools.completion"),
 }
 
 

@@ -1,9 +1,6 @@
 """The command line: its output and its errors. These tests start no ranks."""
 
 import os
-import pty
-import select
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +9,6 @@ from typing import Any
 import pytest
 from support import commands
 from support.runs import check, run_command
-from support.waiting import DEADLINE_S
 
 from samestep.cli import main
 from samestep.errors import Error
@@ -92,7 +88,7 @@ def test_version() -> None:
             ["export", "a", "b.safetensors", "c"],
             "samestep export: Got unexpected extra argument (c); see samestep export --help",
         ),
-        (["watch", "--jsn", "a"], "watch has no option --jsn; there are --help, --local-dir"),
+        (["watch", "--xyz", "a"], "watch has no option --xyz; there are --help, --json"),
         (["train", "digitz"], "there is no recipe digitz; did you mean digits?"),
     ],
 )
@@ -213,47 +209,16 @@ def write_program(directory: Path) -> Path:
         (["samestep", "train", "gp"], ["gpt"]),
         (["samestep", "inspect", "run", "--sn"], ["--snapshot"]),
         (["samestep", "verify", "--kill"], ["--kills", "--kill-seed"]),
-        (["samestep", "completion", "f"], ["fish"]),
         (["samestep", "export", "run"], ["files"]),
         (["samestep", "launch", "tr"], ["files"]),
     ],
 )
 def test_completion_in_bash(tmp_path: Path, words: list[str], replies: list[str]) -> None:
-    script = run("completion").stdout + "compopt() { COMPREPLY=(files); }\n"
+    variables = {**os.environ, "_SAMESTEP_COMPLETE": "bash_source"}
+    program = [sys.executable, "-m", "samestep"]
+    script = subprocess.run(program, capture_output=True, text=True, check=True, env=variables).stdout
+    script += "compopt() { COMPREPLY=(files); }\n"
     script += f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}\n"
     script += f"_samestep_completion {write_program(tmp_path)}; echo ${{COMPREPLY[@]}}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert (done.stdout.split(), done.stderr) == (replies, "")
-
-
-@pytest.mark.packages
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
-def test_completion_in_zsh(tmp_path: Path) -> None:
-    (tmp_path / "completion").write_text(run("completion", "zsh").stdout)
-    write_program(tmp_path)
-    ours, theirs = pty.openpty()
-    shell = subprocess.Popen(
-        ["zsh", "-f", "-i"], stdin=theirs, stdout=theirs, stderr=theirs, cwd=tmp_path, start_new_session=True,
-        env={**os.environ, "HOME": str(tmp_path), "TERM": "dumb", "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-    )  # fmt: skip
-    os.close(theirs)
-    shown = b""
-    typed = [(b"source completion; print lo''aded\n", b"loaded"), (b"samestep launch --nproc\t", b"-per-node")]
-    for keys, wanted in typed:
-        os.write(ours, keys)
-        while wanted not in shown:
-            assert select.select([ours], [], [], DEADLINE_S)[0], shown
-            shown += os.read(ours, 1 << 16)
-    shell.kill()
-    shell.wait()
-    os.close(ours)
-
-
-def test_completion_in_fish() -> None:
-    """The script is click's; the answer is in fish's format."""
-    script = run("completion", "fish").stdout
-    assert "complete --no-files --command samestep" in script
-    variables = {**os.environ, "_SAMESTEP_COMPLETE": "fish_complete", "COMP_WORDS": "samestep ins", "COMP_CWORD": "ins"}
-    command = [sys.executable, "-m", "samestep"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=variables)
-    assert done.stdout.startswith("plain,inspect\t") or done.stdout.startswith("plain\ninspect\n"), done.stdout
