@@ -2,7 +2,6 @@
 
 import re
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -12,7 +11,7 @@ import click
 
 from samestep.command_line import JSON, print_json
 from samestep.config import NO_INTERCEPTORS, Option, to_variables, whole
-from samestep.console import escape, print_table, say, show_activity, to_text
+from samestep.console import escape, print_table, say, to_text
 from samestep.data.order_files import ORDERS, list_orders
 from samestep.errors import Error
 from samestep.files import copy_file, open_regular, read_tail
@@ -41,7 +40,6 @@ FLAGS: dict[str, Option] = {
 }
 INTERCEPTOR = "samestep.tools.replay.interceptor:Replay"
 NUM_SHOWN = 10
-POLL_S = 0.1
 SHOWN_LINES = 30
 
 
@@ -178,18 +176,9 @@ class _Replay:
         variables = build_trace(INTERCEPTOR, self._scratch.path, to_variables(options), **trace)
         locks = (self._scratch.lock.fileno(),)
         command = self._target.to_full_command(self._num_ranks)
-        shown_s = time.monotonic()
         with start(command, variables, output, locks) as process:
-            while process.wait_for(POLL_S) is None:
-                if sys.stdout.isatty() and time.monotonic() > shown_s + 1:
-                    shown_s = time.monotonic()
-                    done = len(read_lines(self._scratch.path / "rank-0.jsonl"))
-                    show_activity(f"step {first + done} of {self._step}")
-        show_activity("")
-        return self._read_lines()
-
-    def _read_lines(self) -> list[dict[str, Any]]:
-        """Return the steps written by rank 0, and the result, which any rank may have written."""
+            process.wait()
+        # The steps are written by rank 0, and the result by any rank.
         return [line for path in sorted(self._scratch.path.glob("rank-*.jsonl")) for line in read_lines(path)]
 
     def _explain(self, output: Path) -> Error:

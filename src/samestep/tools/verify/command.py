@@ -3,12 +3,12 @@
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import click
 
 from samestep.command_line import JSON, print_json
-from samestep.config import Option, Shard, format_flags, name_flag, whole
+from samestep.config import OPTIONS, Option, format_flags, name_flag, whole
 from samestep.console import print_result, show_activity
 from samestep.errors import Error
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
@@ -78,7 +78,9 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
     if is_plain:
         return run_plain(target, values, parse_sizes("--world-sizes", values.get("world_sizes", "1,2")))
     world_sizes = parse_sizes("--world-sizes", values.get("world_sizes", "1,2,3,4"))
-    modes = _parse_modes(values["shard"]) if "shard" in values else [None]
+    modes: list[str | None] = [None]  # as the script has it
+    if "shard" in values:
+        modes = [OPTIONS["shard"].check("--shard", each.strip()) or "none" for each in values["shard"].split(",")]
     if world_sizes == [1] and ("heal" in values or len(modes) > 1):
         raise Error("--heal and --shard need several ranks, and --world-sizes has 1 only: add 2", code="SS104")
     num_steps = values.get("steps", 20)
@@ -87,16 +89,6 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
     with exiting_on_sigterm(), WorkDir("verify-") as temporary:
         trials = Trials(target, overrides, temporary.path.resolve(), num_steps, every, (temporary.lock.fileno(),))
         return _Verification(trials, values, world_sizes, modes).run()
-
-
-def _parse_modes(text: str) -> list[str | None]:
-    known = ("none", *get_args(Shard))
-    modes = [part.strip() for part in text.split(",")]
-    if wrong := [mode for mode in modes if mode not in known]:
-        raise Error(
-            f"--shard takes some of {', '.join(known)}, with commas between them, not {wrong[0]!r}", code="SS101"
-        )
-    return [*dict.fromkeys(modes)]
 
 
 class _Verification:

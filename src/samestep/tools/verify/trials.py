@@ -90,8 +90,6 @@ class Trials:
         *,
         shard: str | None = None,
         run_dir: Path | None = None,
-        num_steps: int | None = None,
-        overrides: Mapping[str, Any] | None = None,
         hash_seed: str = "0",
         interceptor: str = TRACE,
         flags: Sequence[str] = (),
@@ -102,8 +100,6 @@ class Trials:
         Args:
             shard: the option of `Run`; None: as the script has it. One rank has nothing to divide.
             run_dir: the directory of an earlier start; None: a new one.
-            num_steps: steps of the whole run.
-            overrides: further options of `Run`.
             hash_seed: PYTHONHASHSEED, unless it is set for this process.
             interceptor: an interceptor, "module:class". `Trace` and its subclasses write the traces.
             flags: options of the launcher.
@@ -117,13 +113,12 @@ class Trials:
         options = {
             **self.overrides,
             "run_dir": run_dir,
-            "max_steps": num_steps or self.num_steps,
+            "max_steps": self.num_steps,
             "snapshot_every": self.snapshot_every,
             "compare_every": 1,
             **NO_INTERCEPTORS,
             "log_every": 1,
             **({} if shard is None else {"shard": shard}),
-            **(overrides or {}),
         }
         variables = build_trace(interceptor, place, to_variables(options), hash_seed=hash_seed, **trace)
         began_s = time.monotonic()
