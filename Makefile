@@ -49,13 +49,13 @@ peers:
 test-gpu: $(VENV)/installed-dev
 	timeout --foreground --signal INT --kill-after 30 1200 $(BIN)/pytest -m gpu
 
-# Run the tests and pages that need large optional packages (transformers, Keras, Ray, W&B, ...), in a separate environment.
+# Run the tests and pages that need large optional packages (transformers, Ray, W&B, ...), in a separate environment.
 ADAPTERS := tests/adapters tests/watch/test_trackers.py tests/sources/test_sources.py
 ADAPTERS += tests/tools/test_verify_plain.py tests/test_docs.py tests/launch/test_launchers.py
 test-adapters:
 	$(PYTHON) -m venv .venv-adapters
 	.venv-adapters/bin/pip install --quiet "$(TORCH)" --editable ".[adapters]"
-	.venv-adapters/bin/pytest $(ADAPTERS) -k "transformers or keras or lightning or continues or trainers \
+	.venv-adapters/bin/pytest $(ADAPTERS) -k "transformers or lightning or continues or trainers \
 		or hugging or arrow or ray_train or coming-from or launcher"
 
 # Run the same tests with the oldest supported torch, in a separate environment.

@@ -72,7 +72,7 @@ def write_scripts(page: Path, directory: Path) -> tuple[list[str], dict[str, set
         trainers = re.findall(
             r"^from (?:samestep.adapters.)?(accelerate|transformers|lightning|datasets) import", script, re.M
         )
-        trainers += re.findall(r"^import (keras|lightning|ray)\b", script, re.M)
+        trainers += re.findall(r"^import (lightning|ray)\b", script, re.M)
         missing = {trainer for trainer in trainers if not find_spec(trainer)}
         if missing:
             left_out[name[1]] = missing
@@ -146,7 +146,6 @@ def test_the_script_before_the_diff_of_the_readme_trains(tmp_path: Path) -> None
         "memory.py",
         "curriculum.py",
         "contrastive.py",
-        "growing.py",
         "grpo.py",
         "actnorm.py",
     ],
