@@ -6,13 +6,12 @@ import shlex
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from samestep.command_line import print_json
-from samestep.console import print_result, say, show_activity
+from samestep.console import print_result, show_activity
 from samestep.errors import Error
 from samestep.files import read_tail
 from samestep.launch.target import Target
@@ -32,7 +31,7 @@ from samestep.world.environment import HOOK, child_variables
 from samestep.world.workdir import WorkDir
 
 RECORDER = "samestep.tools.verify.plain_recorder"
-# of an entry of the working directory that is copied for a trial
+# of the copy of the working directory
 MAX_FILES = 10_000
 MAX_BYTES = 1 << 30
 ROW = "  {:<11} {:<13} {}"
@@ -46,8 +45,8 @@ def run_plain(target: Target, values: Mapping[str, Any], world_sizes: Sequence[i
         Error: the script fails on the first number of ranks, or makes no step there.
     """
     with exiting_on_sigterm(), WorkDir("verify-") as temporary:
-        entries = _sort_entries([each for each in values.get("link", "").split(",") if each], temporary.path)
-        trials = _PlainTrials(target, values.get("steps", 100), entries, temporary)
+        copier = _Copier([each for each in values.get("link", "").split(",") if each], temporary.path)
+        trials = _PlainTrials(target, values.get("steps", 100), copier, temporary)
         if "json" not in values:
             print(f"samestep verify --plain {shlex.join(target.to_words())}", flush=True)
         runs = {size: trials.run(size) for size in world_sizes}
@@ -69,18 +68,15 @@ def run_plain(target: Target, values: Mapping[str, Any], world_sizes: Sequence[i
 class _PlainTrials:
     """Starts the script, each time in a copy of the working directory, and reads what its ranks recorded.
 
-    Args:
-        entries: what is copied or linked, see `_sort_entries`.
-
     Attributes:
         rows: the number of ranks, steps, seconds and exit code of each start.
         faults: the starts after the first one that have failed.
     """
 
-    def __init__(self, target: Target, num_steps: int, entries: Mapping[Path, bool], home: WorkDir) -> None:
+    def __init__(self, target: Target, num_steps: int, copier: "_Copier", home: WorkDir) -> None:
         self._name = target.name
         self._num_steps = num_steps
-        self._entries = entries
+        self._copier = copier
         self._home = home
         path = Path(os.path.abspath(target.name))  # the copy's script, and not the original, if it is in this directory
         path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
@@ -95,7 +91,7 @@ class _PlainTrials:
         place = self._home.path / f"{len(self.rows)}"
         place.mkdir()
         where = place / "copy"
-        _copy_entries(self._entries, where)
+        self._copier.copy_to(where)
         show_activity(f"{self._name} on {size} ranks ...")
         command = self._target.to_full_command(size)
         options = {"dir": str(place), "steps": self._num_steps}
@@ -123,64 +119,52 @@ class _PlainTrials:
         return ranks
 
 
-def _sort_entries(linked: Sequence[str], home: Path) -> dict[Path, bool]:
-    """Return what the trials find of the working directory: path -> whether it is linked, not copied.
-
-    Names what is left out because it is too large.
+class _Copier:
+    """Copies the working directory without hidden files, so that a script cannot change what is there.
 
     Args:
-        linked: what `--link` names.
-        home: the directory of the trials.
+        linked: what `--link` names: entries of the working directory to link, not copy.
+        home: the directory of the trials, which may be in the working directory.
 
     Raises:
-        Error: `linked` names what is not directly in the working directory.
+        Error: `linked` names something else.
     """
-    names = {os.path.abspath(each) for each in linked}
-    entries = sorted(path for path in Path.cwd().iterdir() if path not in (home, *home.parents))
-    if wrong := sorted(names - set(map(str, entries))):
-        raise Error(
-            f"--link names {', '.join(wrong)}, which is not in the working directory: name files and directories that "
-            "are directly in it",
-            code="SS101",
-        )
-    wanted = [path for path in entries if not path.name.startswith(".") or str(path) in names]
-    too_large = [path for path in wanted if str(path) not in names and not _is_small(path)]
-    if too_large:
-        say(
-            f"too large to be copied for each start, and left out: {', '.join(path.name for path in too_large)}; if "
-            "the script needs it and only reads it, name it with --link"
-        )
-    return {path: str(path) in names for path in wanted if path not in too_large}
 
-
-def _copy_entries(entries: Mapping[Path, bool], to: Path) -> None:
-    """Create a directory in which a script finds the entries of the working directory, and cannot change them."""
-    to.mkdir()
-    for path, is_linked in entries.items():
-        if is_linked:
-            (to / path.name).symlink_to(path)
-        elif path.is_dir():
-            shutil.copytree(  # noqa: TID251 the user's own files, which may be links
-                path, to / path.name, copy_function=_copy_file, ignore_dangling_symlinks=True
+    def __init__(self, linked: Sequence[str], home: Path) -> None:
+        self._linked = {Path(os.path.abspath(each)) for each in linked}
+        self._home = home
+        self._num_files = self._num_bytes = 0
+        if wrong := sorted(map(str, self._linked - {*Path.cwd().iterdir()})):
+            raise Error(
+                f"--link names {', '.join(wrong)}, which is not in the working directory: name files and directories "
+                "that are directly in it",
+                code="SS101",
             )
-        else:
-            _copy_file(path, to / path.name)
 
+    def copy_to(self, target: Path) -> None:
+        """Create the copy. Raises Error if it would be too large."""
+        self._num_files = self._num_bytes = 0
+        target.mkdir()
+        for path in sorted(Path.cwd().iterdir()):
+            to = target / path.name
+            if path in self._linked:
+                to.symlink_to(path)
+            elif path.name.startswith(".") or path in (self._home, *self._home.parents):
+                continue
+            elif path.is_dir():
+                shutil.copytree(path, to, copy_function=self._copy_file, ignore_dangling_symlinks=True)  # noqa: TID251
+            else:
+                self._copy_file(path, to)
 
-def _copy_file(source: str | Path, target: str | Path) -> None:
-    if os.path.isfile(source):  # a socket or a pipe cannot be copied
+    def _copy_file(self, source: str | Path, target: str | Path) -> None:
+        if not os.path.isfile(source):
+            return  # a socket or a pipe
+        self._num_files += 1
+        self._num_bytes += os.path.getsize(source)
+        if self._num_files > MAX_FILES or self._num_bytes > MAX_BYTES:  # also ends a circle of links
+            raise Error(
+                f"the working directory is too large to be copied for each start, at {source}: name large files and "
+                "directories that the script only reads with --link",
+                code="SS712",
+            )
         shutil.copy2(source, target)  # noqa: TID251 the user's own files, which may be links
-
-
-def _is_small(path: Path) -> bool:
-    """Return whether a file or directory is small enough for a copy."""
-    num_files = num_bytes = 0
-    # A limit also ends a circle of links.
-    walk = os.walk(path, followlinks=True) if path.is_dir() else [("", [], [str(path)])]
-    for directory, _, names in walk:
-        num_files += len(names) + 1
-        with suppress(OSError):
-            num_bytes += sum(os.stat(os.path.join(directory, name)).st_size for name in names)
-        if num_files > MAX_FILES or num_bytes > MAX_BYTES:
-            return False
-    return True
