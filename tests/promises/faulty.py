@@ -27,6 +27,7 @@ from torch.utils.data import get_worker_info
 
 import samestep
 from samestep.plan.tree import build_layout
+from samestep.train.guards.watchdog import Watchdog
 
 BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SAMPLES = 8, 2, 37
 NUM_MICRO_BATCHES = BATCH_SIZE // MICRO_BATCH_SIZE
@@ -36,7 +37,7 @@ NUM_STEPS = NUM_EPOCHS * STEPS_PER_EPOCH
 DEADLINE_S = 60.0
 MOMENTS = (
     "start", "forward", "backward", "reduction", "update", "validation", "before schedule", "after schedule", "worker",
-    "writing tensors", "writing manifest", "replacing best", "rewinding",
+    "writing tensors", "writing manifest", "replacing best", "rewinding", "regrouping",
 )  # fmt: skip
 SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "preempt": signal.SIGTERM}
 ACTIONS = (*SIGNALS, "raise", "exit", "hold", "stop")  # exit: by os._exit
@@ -134,6 +135,18 @@ class Faults:
         for pid in pids:
             os.kill(pid, SIGNALS[fault.action])
 
+    def watch_regrouping(self) -> None:
+        """Makes a rank reach that moment when it has joined the group without a dead rank, before its heartbeat there.
+
+        The step of a fault is 0.
+        """
+
+        def reach_and_change(watchdog: Watchdog, change: Any = Watchdog.change_group) -> None:
+            self.reach("regrouping", 0)
+            change(watchdog)
+
+        Watchdog.change_group = reach_and_change  # type: ignore[method-assign]
+
     def watch_saving(self) -> None:
         """Makes a rank reach those of the moments in saving that it has, at which no line of a script runs.
 
@@ -213,6 +226,7 @@ def train(
     defaults = {"batch_size": BATCH_SIZE, "micro_batch_size": MICRO_BATCH_SIZE, "log_every": 2, "seed": 5}
     # Tiny buckets, so that some gradients are sent while others are still computed.
     run = faults.run = samestep.Run(run_dir, **defaults | arguments, device="cpu", bucket_cap_mb=0.0005)  # type: ignore[arg-type]
+    faults.watch_regrouping()
     if run.rank == 0 or "SAMESTEP_SHARD" in os.environ:
         faults.watch_saving()
     model = build_model()

@@ -1,124 +1,58 @@
-"""Several loops in one run: phases of training on other data, with the same bits at any number of ranks and after
-any kill or stop, inside a loop and between two loops.
+"""Several loops in one run: how run.stop ends one, what may change, and samplers that follow from the training.
+
+The simulated runs (phases.py) kill and stop ranks within the loops and between them.
 """
 
 import json
 import os
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 from support.runs import ask, read_bits
-from support.tiny import Pairs
+from support.tiny import Pairs, Tiny, update
 
 import samestep
 
-BETWEEN, STEPS_OF_FIRST, NUM_STEPS = -1, 8, 22
-Outcome = tuple[str, bytes, bytes]
+BETWEEN, STEPS_OF_FIRST, NUM_STEPS = -1, 8, 17
 
 
 def train(
-    run_dir: Path, strikes: Mapping[int, str] | None = None, num_epochs: int = 2, length: int = 22,
-) -> list[int]:  # fmt: skip
-    """Pretrains, scores, freezes and fine-tunes on other data, then takes some more steps on the first data.
+    run_dir: Path, strikes: Mapping[int, str] | None = None, num_epochs: int = 2, length: int = 22, num_workers: int = 0
+) -> list[int]:
+    """Train in two loops on other data. Return the steps that this start has taken.
 
     Args:
-        strikes: step (or BETWEEN the first two loops) -> what happens in its body: "kill", "raise", "terminate" or
-            "stop".
-
-    Returns:
-        The steps that this start has taken.
+        strikes: step (or BETWEEN the loops) -> what happens in its body: "kill", "raise" or "stop".
     """
-    import torch
-    import torch.nn.functional as F
-    from torch import nn
+    taken: list[int] = []
 
     def reach(place: int) -> None:
         how = (strikes or {}).get(place)
         if how == "raise":
             raise ValueError("in the script")
         if how == "stop":
-            run.stop("bored")
-        elif how is not None:
-            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGTERM)
+            tiny.run.stop("bored")
+        elif how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    def walk(steps: Iterable[Any]) -> None:
-        for step in steps:
-            for x, y in step:
-                step.backward(F.mse_loss(model(x), y))
-            optimizer.step()
-            taken.append(step.number)
-            reach(step.number)
+    def then(t: Tiny) -> None:
+        update(t)
+        t.run.state["seen"] = t.step.number + 1
+        taken.append(t.step.number)
+        reach(t.step.number)
 
-    def score(batch: Any) -> dict[str, Any]:
-        return {"between": F.mse_loss(model(batch[0]), batch[1]), "noise": torch.rand(())}
+    def sample(epoch: int) -> list[int]:
+        assert tiny.run.state["seen"] == tiny.run.steps_done, "the sampler is called when the epoch begins"
+        return torch.randperm(length).roll(tiny.run.steps_done).tolist()  # type: ignore[no-any-return]
 
-    def draw(epoch: int) -> list[int]:
-        return torch.randperm(length, generator=torch.Generator().manual_seed(epoch)).tolist()  # type: ignore[no-any-return]
-
-    run = samestep.Run(run_dir, batch_size=8, micro_batch_size=2, snapshot_every=2, keep_last=99, log_every=1)
-    model = torch.nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    run.prepare(model=model, optimizer=optimizer)
-    taken: list[int] = []
-    numbers = []
-    for epoch in run.epochs(Pairs(30), num_epochs):
-        walk(epoch)
-        run.log({"epoch/first": epoch.number})
-    run.log(run.evaluate(score, Pairs(30)))
+    tiny = Tiny(run_dir, snapshot_every=2, keep_last=99, log_every=1)
+    tiny.train(num_epochs, data=Pairs(30), then=then)
     reach(BETWEEN)
-    data = torch.utils.data.TensorDataset(torch.randn(length, 4), torch.randn(length, 1))
-    optimizer.param_groups[0]["lr"] = 1e-3
-    model[0].requires_grad_(False)
-    run.state["phases"] = run.state.get("phases", 0) + 1
-    for epoch in run.epochs(data, 3, sampler=draw):
-        numbers.append(epoch.number)
-        walk(epoch)
-        model[0].requires_grad_(True)
-    assert numbers == sorted(numbers)
-    walk(run.steps(Pairs(30), 5))
-    assert run.state["phases"] == 1, "code between two loops runs once"
-    run.log({"drawn": torch.rand(()).item()})
+    tiny.train(3, data=Pairs(length), then=then, sampler=sample, num_workers=num_workers)
     return taken
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    run_dir = tmp_path_factory.mktemp("loops") / "run"
-    assert samestep.spawn(train, 1, (run_dir,)) == [*range(NUM_STEPS)]
-    said = ask("inspect", run_dir, "--samples")
-    assert "in 2 complete epochs each of 30 samples was used once; in 3 complete epochs each of 22 samples was" in said
-    assert "in 1 complete epoch each of 30 samples was used once; epoch 6 is incomplete, no sample twice" in said
-    orders = {line.partition(": ")[2] for line in said.splitlines() if " epoch " in line}
-    assert len(orders) >= NUM_STEPS, "no loop has the order of another one"
-    return read_bits(run_dir)
-
-
-def test_any_number_of_ranks(tmp_path: Path, undisturbed: Outcome) -> None:
-    samestep.spawn(train, 3, (tmp_path / "run",))
-    assert read_bits(tmp_path / "run") == undisturbed
-
-
-def test_killed_and_stopped_everywhere(tmp_path: Path, undisturbed: Outcome) -> None:
-    """In the first loop, in its last step, between two loops, inside later ones."""
-    run_dir = tmp_path / "run"
-    strikes = [(7, "terminate"), (BETWEEN, "kill"), (12, "kill"), (16, "terminate"), (19, "kill")]
-    for number, (strike, how) in enumerate(strikes):
-        num_ranks = 1 + number % 3
-        if how == "terminate":  # the run saves and ends
-            assert samestep.spawn(train, num_ranks, (run_dir, {strike: how})) is None
-            saved = max((run_dir / "snapshots").glob("step-*")).name
-            assert saved == f"step-{strike + 1:08d}"
-        else:
-            with pytest.raises((RuntimeError, ValueError)):
-                samestep.spawn(train, num_ranks, (run_dir, {strike: how}))
-    assert samestep.spawn(train, 2, (run_dir,))[-1] == NUM_STEPS - 1
-    assert read_bits(run_dir) == undisturbed
-    ask("inspect", run_dir, "--samples", "--json")
-    assert samestep.spawn(train, 3, (run_dir,)) == [], "the run is complete"
-    assert read_bits(run_dir) == undisturbed
 
 
 def test_stop_ends_one_loop(tmp_path: Path) -> None:
@@ -129,11 +63,12 @@ def test_stop_ends_one_loop(tmp_path: Path) -> None:
         samestep.spawn(train, 2, (run_dir, {5: "stop", BETWEEN: "raise"}))
     assert json.loads((run_dir / "status.json").read_text())["status"] == "failed"
     with pytest.raises(RuntimeError, match="SIGKILL"):
-        samestep.spawn(train, 2, (run_dir, {11: "kill"}))
-    assert samestep.spawn(train, 3, (run_dir,))[0] > 6
-    # (What the epoch's body logs after the snapshot of the stop is not in it.)
-    assert read_bits(run_dir)[::2] == read_bits(whole)[::2]
-    assert "audit passed" in ask("inspect", run_dir, "--samples")
+        samestep.spawn(train, 2, (run_dir, {10: "kill"}), {"num_workers": 2})
+    assert samestep.spawn(train, 3, (run_dir,), {"num_workers": 1})[0] > 6
+    assert read_bits(run_dir) == read_bits(whole)
+    said = ask("inspect", run_dir, "--samples")
+    orders = {line.partition(": ")[2] for line in said.splitlines() if " epoch " in line}
+    assert len(orders) >= 6 + NUM_STEPS - STEPS_OF_FIRST, "no loop has the order of another one"
     assert samestep.spawn(train, 1, (run_dir,)) == []
     assert samestep.spawn(train, 1, (run_dir,), env={"SAMESTEP_RESUME": "6"})[:3] == [6, 7, 8], "by its step"
 
@@ -152,15 +87,13 @@ def test_a_loop_that_has_changed(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert "audit passed" in ask("inspect", run_dir, "--samples")
 
 
-def test_the_page(tmp_path: Path) -> None:
-    """Runs the script of docs/loops.md."""
-    page = (Path(__file__).parents[2] / "docs" / "loops.md").read_text()
+@pytest.mark.parametrize("lazily", [False, True])
+def test_an_error_in_a_sampler_names_the_epoch(lazily: bool) -> None:
+    def sample(epoch: int) -> object:
+        indices = map([*range(8)].__getitem__, range(tiny.run.steps_done, tiny.run.steps_done + 8))
+        return indices if lazily else [*indices]
 
-    def run_page() -> int:
-        os.chdir(tmp_path)
-        names: dict[str, Any] = {}
-        exec(page.partition("```python\n")[2].partition("```")[0], names)
-        return names["run"].steps_done  # type: ignore[no-any-return]
-
-    assert samestep.spawn(run_page, 2) == 2 * 13 + 3 * 4 + 5
-    assert "audit passed" in ask("inspect", tmp_path / "runs" / "phases", "--samples")
+    tiny = Tiny()
+    with pytest.raises(IndexError, match="list index out of range") as caught:
+        tiny.train(sampler=sample)
+    assert caught.value.__notes__ == ["raised in sampler(1)"]

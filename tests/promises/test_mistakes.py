@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from promises.wrong import MISTAKES, RANKS, Mistake, Unreadable, train
-from support.runs import ask, read_rows
+from support.runs import ask
 from support.tiny import NUM_SAMPLES, Pairs, Tiny, tiny_run, update
 from torch import nn
 from torch.optim import optimizer
@@ -224,6 +224,7 @@ ARGUMENTS: list[tuple[str, list[Any], str]] = [
     ("exchange_dtype", ["fp16", "", 16, torch.bfloat16], "exchange_dtype must be bf16 or none, not"),
     ("device", ["tpu", "cuda:", 0, ""], "device must be cpu, cuda or one GPU such as cuda:1, not"),
     ("snapshot_every", ["2weeks", 0, -1, True, 1.5, "0epochs", "", "epochs"], "snapshot_every is .*: give a number of"),
+    ("shard", ["model"], "shard must be optimizer, fsdp2 or none, not"),
     ("resume", ["", -1, 1.5, []], "resume must be latest, a step, a snapshot's name such as best, or never, not"),
     ("bucket_cap_mb", [0, -1, float("nan"), float("inf"), "25", [25]], "bucket_cap_mb must be a number above 0, not"),
     ("deterministic", ["no", None, 1], "deterministic must be True or False, not"),
@@ -416,48 +417,6 @@ def test_a_sampler_that_has_changed(num_ranks: int, tmp_path: Path) -> None:
     said = ask("inspect", tmp_path / "run", "--samples")
     rows = [[int(word) for word in line.partition(": ")[2].split()] for line in said.splitlines()[:8]]
     assert rows == [[(number % 4 * 8 + i + (number > 3)) % NUM_SAMPLES for i in range(8)] for number in range(8)]
-
-
-def test_rows_from_before_the_loop_are_written_once(tmp_path: Path) -> None:
-    """A script that evaluates its model before training logs the same row at every start."""
-
-    def log_unprepared(tiny: Tiny) -> dict[str, Any]:
-        tiny.run.log({"unprepared": 0.0})
-        return {}
-
-    def train(max_steps: int) -> None:
-        tiny = Tiny(tmp_path / "run", objects=log_unprepared, snapshot_every=1, max_steps=max_steps, log_every=2)
-        tiny.run.log({"untrained": 1.0})
-        tiny.train()
-        tiny.run.log({"trained": 2.0})
-
-    for max_steps in (2, 4, 4):
-        samestep.spawn(train, 1, (max_steps,))
-    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [row for row in rows if "unprepared" in row] == ['{"step": 0, "unprepared": 0.0}']
-    assert (tmp_path / "run" / "ledger.bin").stat().st_size == 4 * RECORD.size
-    assert [row for row in rows if "untrained" in row] == ['{"step": 0, "untrained": 1.0}']
-    assert [row for row in rows if '"trained"' in row] == ['{"step": 4, "trained": 2.0}']
-
-
-def test_rows_from_the_head_of_an_epoch_are_written_once(tmp_path: Path) -> None:
-    """A run that resumes in the middle of an epoch repeats the lines before the epoch's steps."""
-
-    def then(t: Tiny) -> None:
-        update(t)
-        t.run.log({"body of": t.step.number})
-
-    def train(max_steps: int) -> None:
-        tiny = Tiny(tmp_path / "run", snapshot_every=1, max_steps=max_steps, log_every=100)
-        for epoch in tiny.run.epochs(Pairs(16), 3):
-            tiny.run.log({"head of": epoch.number})
-            tiny.take(epoch, then=then)
-
-    for max_steps in (1, 3, 4, 6):
-        samestep.spawn(train, 2, (max_steps,))
-    rows = read_rows(tmp_path / "run")
-    assert [row["head of"] for row in rows if "head of" in row] == [0, 1, 2]
-    assert [row["body of"] for row in rows if "body of" in row] == list(range(6))
 
 
 def test_a_closure_that_iterates_a_step_again() -> None:

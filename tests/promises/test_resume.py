@@ -16,10 +16,9 @@ import torch
 from promises.trial import Outcome, Trial, read_tree, resume_is_from
 from promises.wrong import learn_well
 from support.runs import ask
-from support.tiny import Pairs, Tiny, learn, tiny_run, update
+from support.tiny import Tiny, learn, tiny_run, update
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 import samestep
 from samestep.watch.trackers.continuation import ServiceLog
@@ -126,22 +125,6 @@ def test_what_is_saved_and_kept(
     assert (trial.dir / "metrics.jsonl").read_bytes() == undisturbed().metrics
 
 
-def test_rows_from_before_the_first_step(tmp_path: Path) -> None:
-    """The script is killed after it has logged and before the loop: the same command begins the run."""
-
-    def train(is_first: bool) -> int:
-        tiny = Tiny(tmp_path / "run")
-        if is_first:
-            tiny.run.log({"untrained": 1.0})
-            os.kill(os.getpid(), signal.SIGKILL)
-        return int(tiny.train(num_steps=2).run.steps_done)
-
-    with pytest.raises(RuntimeError, match="SIGKILL"):
-        samestep.spawn(train, 1, (True,))
-    assert samestep.spawn(train, 1, (False,)) == 2
-    assert "untrained" not in (tmp_path / "run" / "metrics.jsonl").read_text()
-
-
 def test_a_script_that_changes_its_working_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The run stays in the directory that its relative path meant, and messages name that path."""
     (tmp_path / "elsewhere").mkdir()
@@ -223,38 +206,10 @@ def test_resume_refused(trial: Trial, resume: str | int, said: str) -> None:
     assert before == after
 
 
-def test_never_on_an_empty_directory(trial: Trial, undisturbed: Undisturbed) -> None:
-    trial.spawn(2, resume="never")
-    assert trial.outcome() == undisturbed()
+# --- what a script changes --------------------------------------------------------------------------------------------
 
 
-# --- the length of a run ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_nested", [True, False])
-def test_a_schedule_of_another_length(tmp_path: Path, capfd: pytest.CaptureFixture[str], is_nested: bool) -> None:
-    """A restored schedule keeps its settings, with a message, also within another schedule."""
-
-    def train(num_epochs: int) -> None:
-        def build(t: Tiny) -> dict[str, Any]:
-            schedule = CosineAnnealingLR(t.optimizer, 3 * num_epochs)
-            if is_nested:
-                schedule = SequentialLR(t.optimizer, [LinearLR(t.optimizer, 0.1, total_iters=2), schedule], [2])
-            return {"schedule": schedule}
-
-        tiny = Tiny(tmp_path / "run", objects=build)
-        tiny.train(num_epochs, then=lambda t: [update(t), t.schedule.step()])
-
-    samestep.spawn(train, 1, (2,))
-    samestep.spawn(train, 1, (2,))
-    assert "own settings" not in capfd.readouterr().out
-    samestep.spawn(train, 1, (4,))
-    name = "schedule[1].T_max" if is_nested else "schedule.T_max"
-    assert f"settings of its first start, not with the script's ({name} 6 -> 12)" in capfd.readouterr().out
-
-
-@pytest.mark.parametrize("is_loaded_before", [True, False])
-def test_an_optimizer_without_a_setting_of_torch(tmp_path: Path, is_loaded_before: bool) -> None:
+def test_an_optimizer_without_a_setting_of_torch(tmp_path: Path) -> None:
     """torch adds its own settings to an optimizer's defaults at each load. The second loop loads a second time."""
 
     def step(t: Tiny) -> None:
@@ -267,8 +222,7 @@ def test_an_optimizer_without_a_setting_of_torch(tmp_path: Path, is_loaded_befor
 
     def build(params: Any) -> Optimizer:
         optimizer: Optimizer = torch.optim.Muon(params)
-        if is_loaded_before:
-            optimizer.load_state_dict(torch.optim.Muon(params).state_dict())
+        optimizer.load_state_dict(torch.optim.Muon(params).state_dict())
         return optimizer
 
     def train(name: str, num_steps: int) -> list[list[float]]:
@@ -278,39 +232,6 @@ def test_an_optimizer_without_a_setting_of_torch(tmp_path: Path, is_loaded_befor
 
     samestep.spawn(train, 1, ("resumed", 2))
     assert samestep.spawn(train, 2, ("resumed", 4)) == samestep.spawn(train, 1, ("whole", 4))
-
-
-def test_unfrozen_in_the_loop(tmp_path: Path) -> None:
-    """A run that resumes after the step in which the script unfreezes or adds a group trains the same parameters."""
-
-    def train(name: str, num_steps: int, frozen: int = 0, adds_group: bool = False) -> list[Any]:
-        def build() -> nn.Module:
-            model = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 1))
-            model[frozen].requires_grad_(False)
-            return model
-
-        tiny = Tiny(tmp_path / name, model=build, optimizer=None, objects=lambda t: {
-            "optimizer": Adam((t.model[1] if adds_group else t.model).parameters(), 0.1)})  # fmt: skip
-        for step in tiny.run.steps(Pairs(), num_steps):
-            if step.number == 2:
-                tiny.model[0].requires_grad_(True)
-                if adds_group:
-                    tiny.optimizer.add_param_group({"params": list(tiny.model[0].parameters())})
-            tiny.take([step])
-        params = [*tiny.model.parameters()]
-        return [param.tolist() for param in params] + [param.requires_grad for param in params]
-
-    whole = samestep.spawn(train, 1, ("whole", 6))
-    assert whole[4:] == [True] * 4
-    for num_steps, num_ranks in ((1, 1), (3, 2), (4, 1)):
-        samestep.spawn(train, num_ranks, ("killed", num_steps))
-    assert samestep.spawn(train, 2, ("killed", 6)) == whole
-    edited = samestep.spawn(train, 1, ("killed", 7, 1))
-    assert edited[4:] == [True, True, False, False], "what the script changes before the loop counts"
-    whole = samestep.spawn(train, 1, ("whole, with groups", 6, 0, True))
-    for num_steps, num_ranks in ((3, 2), (4, 1)):
-        samestep.spawn(train, num_ranks, ("groups", num_steps, 0, True))
-    assert samestep.spawn(train, 2, ("groups", 6, 0, True)) == whole, "the group that was added is there again"
 
 
 @pytest.mark.parametrize("shard", [None, "optimizer"])
@@ -399,28 +320,6 @@ def test_an_optimizer_whose_state_is_wider_than_its_weights(tmp_path: Path) -> N
     assert resumed[1] == ["torch.float32", "torch.float64"]
 
 
-def test_what_follows_the_loop(tmp_path: Path) -> None:
-    """Killed after its loop, a run draws and evaluates the same when it is started again."""
-
-    def score(batch: Any) -> dict[str, Tensor]:
-        return {"noise": torch.rand(())}
-
-    def train(directory: Path, is_killed: bool) -> None:
-        tiny = Tiny(directory).train(after_epoch=lambda t: t.run.log(t.run.evaluate(score, Pairs(8))))
-        if is_killed:
-            os.kill(os.getpid(), signal.SIGKILL)
-        tiny.run.log({"drawn": torch.rand(()).item()} | tiny.run.evaluate(score, Pairs(8)))
-
-    samestep.spawn(train, 1, (tmp_path / "whole", False))
-    with pytest.raises(RuntimeError, match="SIGKILL"):
-        samestep.spawn(train, 1, (tmp_path / "killed", True))
-    samestep.spawn(train, 2, (tmp_path / "killed", False))
-    whole = (tmp_path / "whole" / "metrics.jsonl").read_text()
-    assert (tmp_path / "killed" / "metrics.jsonl").read_text() == whole
-    noises = [json.loads(row)["noise"] for row in whole.splitlines() if "noise" in row]
-    assert len({*noises}) == 3, "each evaluation draws other noise"
-
-
 def test_nothing_left_to_do(trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str]) -> None:
     trial.spawn(2)
     capfd.readouterr()
@@ -435,15 +334,3 @@ def test_nothing_left_to_do(trial: Trial, undisturbed: Undisturbed, capfd: pytes
     assert said in printed
     assert trial.outcome() == undisturbed()
     assert trial.num_ends == 2
-
-
-# --- damaged snapshots ------------------------------------------------------------------------------------------------
-
-
-def test_the_open_epochs_order_is_damaged(trial: Trial, undisturbed: Undisturbed) -> None:
-    """As after a power failure: the snapshot has the order, and the audit finds it."""
-    trial.spawn(2, max_steps=7, with_sampler=True)
-    (trial.dir / "orders" / "epoch-00000001.npy").write_bytes(b"")
-    trial.spawn(3, with_sampler=True)
-    assert trial.outcome() == undisturbed(with_sampler=True)
-    ask("inspect", trial.dir, "--samples")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -46,6 +47,8 @@ def find(laboratory: Laboratory, planted: Planted, limit_s: float) -> Found:
     began_s = time.process_time()
     for seed in count():
         scenario = plan(seed, planted.focus if seed % 3 else "")
+        if planted.script:
+            scenario = replace(scenario, script=planted.script)
         if planted.scenario and not seed:
             scenario = Scenario.parse(planted.scenario)
         laboratory.expect(scenario)

@@ -20,6 +20,7 @@ class Planted:
         file: below src/samestep.
         old, new: the text, and what replaces it.
         focus: of the scenarios that are tried first, see `scenarios.plan`.
+        script: of these scenarios; "" for any.
         scenario: that is tried before; "" for none.
         test: the file of tests/ that finds it; "" for the simulation.
     """
@@ -30,6 +31,7 @@ class Planted:
     old: str
     new: str
     focus: str = ""
+    script: str = ""
     scenario: str = ""
     test: str = ""
 
@@ -249,6 +251,40 @@ PLANTED = (
         "a copy for a snapshot is not joined before the update", ATOMIC, "train/ending/stopping.py",
         "        self._snapshotter.join_copy()\n", "", focus="background",
     ),
+    # --- several loops, and lines outside of the steps
+    Planted(
+        "the order of a sampler is not restored", ONCE, "train/state/run_state.py",
+        'data.orders.restore(order["epoch"], order["indices"])', "pass", "kill_all", "phases",
+    ),
+    Planted(
+        "a resumed run begins its first loop again", RESUME, "train/state/run_state.py",
+        "self._num_past = len(self._ends)", "self._num_past = 0", "kill_all", "phases",
+    ),
+    Planted(
+        "a parameter that was unfrozen in the loop is frozen after a resume", RESUME, "train/state/restoring.py",
+        'param.requires_grad_(name not in saved["frozen"])', "pass", "kill_all", "phases",
+    ),
+    Planted(
+        "a parameter group that was added in the loop is lost", RESUME, "train/state/restoring.py",
+        'self._optimizers[name].add_param_group({"params": [params[each] for each in group]})', "pass", "kill_all",
+        "phases",
+    ),
+    Planted(
+        "what the lines between two loops have changed is changed again", RESUME, "train/opening.py",
+        "state.set_script(prepared.restore_again(context))", "pass", "kill_all", "phases",
+    ),
+    Planted(
+        "the lines after a loop are not seeded", SAME_BITS, "train/loops/boundary.py",
+        '        self.seed_body("after", self._state.steps_done)\n', "", "kill_all", "phases",
+    ),
+    Planted(
+        "a row that was logged before a restart is written again", METRICS, "train/run.py",
+        "if self.steps_done if self._loop is None else self._loop.repeats_head:", "if False:", "kill_all", "phases",
+    ),
+    Planted(
+        "a rank keeps its own random numbers when rank 0 has drawn alone", SAME_BITS, "train/generators.py",
+        "    if states is not None:\n        _set_states(states)\n", "", "", "phases",
+    ),
     # --- healing
     Planted(
         "healing: a collective that counts is repeated", HEAL, "world/membership.py",
@@ -276,6 +312,23 @@ PLANTED = (
     Planted(
         "healing: the new rank 0 does not complete the metrics", HEAL, "snapshot/kept_logs.py",
         "metrics.append(b\"\".join([*rows, ", "metrics.append(b\"\".join([] and [*rows, ", focus="heal",
+    ),
+    Planted(
+        "healing: a further pass has the numbers of an earlier one by position", HEAL, "train/step/steps.py",
+        "elif members != self._members:", "elif False:", "heal", "passes",
+    ),
+    Planted(
+        "healing: a batch that the script has changed in place is used again", HEAL, "train/step/steps.py",
+        "            self._load_again()\n", "            pass\n", "heal", "passes",
+    ),
+    Planted(
+        "healing: a batch that an earlier pass has changed is taken for a new one", HEAL, "train/step/steps.py",
+        "for v in before if self.num_passes else ():", "for v in ():", "heal", "passes",
+        "seed=1 script=passes every=2 steps=5 | 3 heal kill@635/1 | 1",
+    ),
+    Planted(
+        "healing: the values of a dead rank are left out", HEAL, "train/step/steps.py",
+        "if len(rows) < self._num_ranks:", "if False:", "heal", "passes",
     ),
     Planted(
         "healing: the micro-batches of a dead rank are not computed", HEAL, "train/step/steps.py",
