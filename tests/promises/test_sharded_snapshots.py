@@ -14,7 +14,6 @@ import torch.distributed.checkpoint
 from promises.trial import Outcome, Trial, resume_is_from
 from safetensors.torch import load_file
 from support.runs import ask
-from support.selection import one_in
 from support.tiny import Tiny, tiny_run
 
 import samestep
@@ -73,7 +72,7 @@ def test_each_rank_writes_what_it_holds(sharded_run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "world_size", "needed_mb"), [("fsdp2", 4, 3), ("fsdp2", 2, 6), ("optimizer", 4, 4 + 2), ("none", 2, 12)]
+    ("mode", "world_size", "needed_mb"), [("fsdp2", 2, 6), ("optimizer", 4, 4 + 2)]
 )
 def test_each_rank_reads_what_it_needs(
     mode: str, world_size: int, needed_mb: int, sharded_run: Path, tmp_path: Path
@@ -106,25 +105,17 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize(
     ("damage", "rank", "mode", "then"),
-    one_in(
-        4,
-        [
-            (damage, rank, mode, then)
-            for rank, damage in enumerate(DAMAGE)
-            for mode in ("optimizer", "fsdp2")
-            for then in MODES
-        ],
-    ),
+    [
+        ("flipped", 0, "optimizer", "none"),
+        ("torn", 1, "fsdp2", "optimizer"),
+        ("missing", 2, "optimizer", "fsdp2"),
+        ("foreign", 3, "fsdp2", "none"),
+    ],
 )
 def test_a_damaged_part_is_not_used(
-    trial: Trial,
-    undisturbed: Callable[..., Outcome],
-    capfd: pytest.CaptureFixture[str],
-    damage: str,
-    rank: int,
-    mode: str,
-    then: str,
-) -> None:
+    trial: Trial, undisturbed: Callable[..., Outcome], capfd: pytest.CaptureFixture[str], damage: str, rank: int,
+    mode: str, then: str,
+) -> None:  # fmt: skip
     trial.spawn(4, max_steps=12, snapshot_every=4, keep_last=9, **MODES[mode])
     DAMAGE[damage](trial.dir / "snapshots" / "step-00000012" / name_part(rank))
     capfd.readouterr()
@@ -166,22 +157,16 @@ def test_the_disk_of_one_rank_is_full(
 
 def spoil_one_rank(tiny: Tiny) -> None:
     """Let the shard of rank 1 become nan."""
+    tiny.optimizer.step()
     if tiny.step.number == 3 and tiny.run.rank == 1:
-        tiny.model.weight.to_local().fill_(float("nan"))
-
-
-def train_and_spoil(run_dir: Path) -> None:
-    def then(tiny: Tiny) -> None:
-        tiny.optimizer.step()
         with torch.no_grad():
-            spoil_one_rank(tiny)
-
-    tiny_run(run_dir, num_steps=8, snapshot_every=2, model=lambda: torch.nn.Linear(4, 4), then=then)
+            tiny.model.weight.to_local().fill_(float("nan"))
 
 
 def test_a_rank_whose_shard_is_not_finite(tmp_path: Path) -> None:
+    given = {"num_steps": 8, "snapshot_every": 2, "model": lambda: torch.nn.Linear(4, 4), "then": spoil_one_rank}
     with pytest.raises(samestep.InvalidValue, match=r"model.weight is not finite after step 4"):
-        samestep.spawn(train_and_spoil, 2, (tmp_path,), env=SHARDED)
+        samestep.spawn(tiny_run, 2, (tmp_path,), given, env=SHARDED)
     assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == [2]
 
 
