@@ -12,8 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import samestep
-
-Result = dict[str, Any]
+from samestep.torch_internals import gather_whole
 
 
 class Net(nn.Module):
@@ -24,7 +23,7 @@ class Net(nn.Module):
         self.layer, self.norm, self.calls = nn.Linear(2, 1), nn.BatchNorm1d(1), 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.layer(x))
+        return self.norm(self.layer(x)) + self.layer.weight.sum()
 
     def get_extra_state(self) -> dict[str, int]:
         return {"calls": self.calls}
@@ -33,66 +32,67 @@ class Net(nn.Module):
         self.calls = state["calls"]
 
 
-def train(run_dir: Path | str, place: Path | None, names: tuple[str, ...] = (), has_loop: bool = True) -> Result:
-    """The model as it was at "best", at the end, and as restored. With `place`, each rank has its own directory."""
+def train(run_dir: Path | str, place: Path | None = None, has_loop: bool = True) -> list[Any]:
+    """Return the scores of the model and of its average, and the model's extra state: at the end, and as restored.
+
+    Args:
+        place: where each rank has its own directory, as on nodes that share nothing.
+    """
     if place is not None:
         node = place / os.environ["RANK"]
         node.mkdir(exist_ok=True)
         os.chdir(node)
         os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     tiny: Any = Tiny(
-        run_dir, batch_size=4, model=Net, optimizer=lambda params: torch.optim.Adam(params, 0.1),
+        run_dir, model=Net, optimizer=lambda params: torch.optim.Adam(params, 0.1),
         objects=lambda t: {"average": AveragedModel(t.model)},
     )  # fmt: skip
-    run, model, optimizer, average = tiny.run, tiny.model, tiny.optimizer, tiny.average
+    run, model = tiny.run, tiny.model
+    data = torch.arange(32.0).view(16, 2).sin()
 
-    def read() -> list[Any]:
-        return [*(value.tolist() for value in model.state_dict().values() if torch.is_tensor(value)), model.calls]
+    def score() -> list[Any]:
+        scores = run.evaluate(lambda x: {"model": model(x).mean(), "average": tiny.average(x).mean()}, data)
+        return [*(value.hex() for value in scores.values()), model.calls]
 
-    def after_epoch(t: Tiny) -> None:
+    def then(t: Tiny) -> None:
+        update(t)
+        tiny.average.update_parameters(model)
         model.calls += 1
-        if t.epoch.number == 0:
+        if t.step.number == 2:
             run.snapshot("best")
-            run.state["best"] = read()
 
     if has_loop:
-        tiny.train(
-            3, data=torch.randn(8, 2), after_epoch=after_epoch,
-            then=lambda t: [update(t), average.update_parameters(model)],
-            body=lambda t, x: t.step.backward(model(x).square().mean() + model.layer.weight.sum()),
-        )  # fmt: skip
-    end, state = read(), {key: value["exp_avg"].tolist() for key, value in optimizer.state_dict()["state"].items()}
-    average_at_end = [value.tolist() for value in average.parameters()]
-    run.restore("best", *names)
-    assert state == {key: value["exp_avg"].tolist() for key, value in optimizer.state_dict()["state"].items()}
-    is_average_kept = average_at_end == [value.tolist() for value in average.parameters()]
-    score = run.evaluate(lambda x: {"mean": model(x).mean()}, torch.ones(5, 2))
-    result = {"best": run.state["best"], "end": end, "restored": read(), "average kept": is_average_kept, **score}
-    gathered = run._context.group.gather(result)
+        tiny.train(num_steps=6, data=data, then=then, body=lambda t, x: t.step.backward(model(x).square().mean()))
+    moments = [state["exp_avg"] for state in tiny.optimizer.state.values()]
+    before = [gather_whole(moment).tolist() for moment in moments]
+    found = [score()]
+    for which, *names in (["best", "model"], ["best"], ["latest"]):
+        model(data)  # gathers parameters
+        run.restore(which, *names)
+        found += [score()]
+    assert before == [gather_whole(moment).tolist() for moment in moments], "an optimizer is not restored"
+    gathered = run._context.group.gather(found)
     assert all(each == gathered[0] for each in gathered), "all ranks have the same"
-    if has_loop and place is None and "://" not in str(run_dir):
-        run.restore(run.steps_done)
-        assert read() == end
-    return result
+    return found
 
 
-@pytest.mark.parametrize("where", ["a directory", "a URL", "nodes that share nothing"])
-def test_the_best_weights(tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize(("shard", "where"), [
+    ("none", "a directory"), ("none", "a URL"), ("none", "nodes that share nothing"), ("optimizer", "a directory"),
+    ("fsdp2", "a directory"),
+])  # fmt: skip
+def test_the_best_weights(tmp_path: Path, shard: str, where: str) -> None:
     """After the loop, and in later starts without any steps left, at other numbers of ranks and on other machines."""
     run_dir = f"file://{tmp_path}/store" if where == "a URL" else "run" if "nodes" in where else tmp_path / "run"
-    results = []
-    for machine, num_ranks in enumerate((2, 1 if where == "a directory" else 2)):
-        env = {"SAMESTEP_LOCAL_DIR": str(tmp_path / f"machine-{machine}")}
-        arguments = (run_dir, tmp_path if "nodes" in where else None)
-        results.append(samestep.spawn(train, num_ranks, arguments, env=env))
-    assert results[0] == results[1]
-    assert results[0]["restored"] == results[0]["best"] != results[0]["end"]
-    assert not results[0]["average kept"]
-    if where == "a directory":
-        model_alone = samestep.spawn(train, 1, (run_dir, None, ("model",)))
-        assert model_alone == results[0] | {"average kept": True}
-        evaluated = samestep.spawn(train, 2, (run_dir, None, (), False))
-        assert evaluated == results[0]
+    place = tmp_path if "nodes" in where else None
+    alone = samestep.spawn(train, 1, (tmp_path / "alone",))
+    for machine, (num_ranks, has_loop) in enumerate(((3, True), (2, False))):
+        env = {"SAMESTEP_SHARD": shard, "SAMESTEP_LOCAL_DIR": str(tmp_path / f"machine-{machine}")}
+        assert samestep.spawn(train, num_ranks, (run_dir, place, has_loop), env=env) == alone
+    end, model_alone, best, latest = alone
+    assert model_alone[0] == best[0] != end[0]
+    assert model_alone[1] == end[1] != best[1]
+    assert (best[2], end[2]) == (3, 6)
+    assert latest == end
 
 
 def test_what_cannot_be_restored(tmp_path: Path) -> None:
@@ -132,57 +132,8 @@ def test_a_loop_after_restore(tmp_path: Path) -> None:
     samestep.spawn(refuse, 1)
 
 
-class Calling(Net):
-    """Computes with its parameters in `forward` only."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return super().forward(x) + self.layer.weight.sum()
-
-
-def train_and_restore(run_dir: Path, has_loop: bool = True) -> list[Any]:
-    """Return scores of the model and of its average at the end, and restored, with what the state has besides."""
-    tiny: Any = Tiny(
-        run_dir, model=Calling, optimizer=lambda params: torch.optim.Adam(params, 0.1),
-        objects=lambda t: {"average": AveragedModel(t.model)},
-    )  # fmt: skip
-    run, model = tiny.run, tiny.model
-    data = torch.arange(32.0).view(16, 2).sin()
-
-    def score() -> list[Any]:
-        scores = run.evaluate(lambda x: {"model": model(x).mean(), "average": tiny.average(x).mean()}, data)
-        return [value.hex() for value in scores.values()]
-
-    def then(t: Tiny) -> None:
-        update(t)
-        tiny.average.update_parameters(model)
-        if t.step.number == 2:
-            run.snapshot("best")
-
-    if has_loop:
-        tiny.train(num_steps=6, data=data, then=then, body=lambda t, x: t.step.backward(model(x).square().mean()))
-    found = [score()]
-    for which, *names in (["best", "model"], ["best"], ["latest"]):
-        model(data)  # gathers parameters
-        run.restore(which, *names)
-        found += [[*score(), model.norm.running_mean.tolist()]]
-    return found
-
-
-@pytest.mark.parametrize("shard", ["fsdp2", "optimizer"])
-def test_sharded_models(shard: str, tmp_path: Path) -> None:
-    """In the run, and in a later start without any steps left."""
-    alone = samestep.spawn(train_and_restore, 1, (tmp_path / "alone",))
-    env = {"SAMESTEP_SHARD": shard}
-    assert samestep.spawn(train_and_restore, 3, (tmp_path / "run",), env=env) == alone
-    assert samestep.spawn(train_and_restore, 2, (tmp_path / "run", False), env=env) == alone
-    end, *restored = alone
-    assert restored[0][:2] not in (end, restored[1][:2])
-    assert restored[2][:2] == end
-
-
 def restore_grown(run_dir: Path) -> None:
-    tiny = Tiny(run_dir, model=Calling).train(num_steps=1, data=torch.ones(8, 2))
+    tiny = Tiny(run_dir, model=Net).train(num_steps=1, data=torch.ones(8, 2))
     tiny.model.register_buffer("extra", torch.zeros(2))
     with pytest.raises(samestep.RunDirectoryError, match=r"does not take its state .*Missing key.*extra"):
         tiny.run.restore("latest")
