@@ -207,15 +207,13 @@ def build_model() -> nn.Module:
 
 def train(
     run_dir: str | Path, fault: str | Sequence[str] = (), *, epochs: int = NUM_EPOCHS, num_steps: int | None = None,
-    num_workers: int = 0, with_sampler: bool = False, settled: bool = False,
-    **arguments: Any,
+    num_workers: int = 0, settled: bool = False, **arguments: Any,
 ) -> Path:  # fmt: skip
     """Trains a run, or the rest of it. Returns its directory.
 
     Args:
         fault: one or several faults.
         num_steps: train this number of steps by `run.steps`; default: epochs.
-        with_sampler: the script gives each epoch's order.
         settled: each step waits until all snapshots are complete, so that a fault cannot interrupt one.
         arguments: for `samestep.Run`.
     """
@@ -295,8 +293,7 @@ def train(
             if (step.number + 1) % 4 == 0:
                 validate(step.number + 1)
     else:
-        sampler = rotate if with_sampler else None
-        for epoch in run.epochs(samples, epochs, num_workers=num_workers, sampler=sampler):
+        for epoch in run.epochs(samples, epochs, num_workers=num_workers):
             for step in epoch:
                 train_step(step)
             validate(run.steps_done)
@@ -305,11 +302,6 @@ def train(
             print(run.steps_done, file=file)
     assert run.dir is not None
     return run.dir
-
-
-def rotate(epoch: int) -> list[int]:
-    """A sampler: an order of all samples for each epoch."""
-    return [(7 * epoch + 3 * i) % NUM_SAMPLES for i in range(NUM_SAMPLES)]
 
 
 def num_micro_batches(step: int) -> int:

@@ -21,9 +21,7 @@ from promises.loops import (
 )
 from promises.models import (
     BATCH_SIZE,
-    MICRO_BATCH_SIZE,
     Branches,
-    Coder,
     Kinds,
     OtherDtypes,
     Transformer,
@@ -93,18 +91,6 @@ def unused_weights() -> Result:
 
     optimizer = lambda params: torch.optim.AdamW(params, 1e-2, weight_decay=0.3)  # noqa: E731
     return train_classes(Branches, optimizer=optimizer, num_epochs=3, before=alternate, after=check)
-
-
-@case
-def a_step_without_any_gradient_of_a_bucket() -> Result:
-    """Buckets of one weight each, so that some ranks, or all, leave whole buckets unused."""
-    optimizer = lambda params: sgd_momentum(params, weight_decay=0.1)  # noqa: E731
-    return train_classes(Branches, optimizer=optimizer, before=alternate, bucket_cap_mb=0.0001)
-
-
-@case
-def a_last_step_of_one_micro_batch() -> Result:
-    return train_classes(Branches, optimizer=sgd_momentum, data=build_pairs(BATCH_SIZE + MICRO_BATCH_SIZE))
 
 
 @case
@@ -199,33 +185,6 @@ def gan(has_penalty: bool = True) -> Result:
 CASES["gan_without_penalty"] = partial(gan, has_penalty=False)
 
 
-@case
-def methods_other_than_forward() -> Result:
-    optimizer = lambda params: sgd_momentum(params, nesterov=True)  # noqa: E731
-    return train_classes(Coder, optimizer=optimizer, forward=lambda t, x: t.model.decode(t.model.encode(x)))
-
-
-@case
-def unfreezing() -> Result:
-    """A layer that is frozen at first, and one that the optimizer gets later."""
-
-    def build() -> nn.Module:
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-        model[0].requires_grad_(False)
-        model[2].requires_grad_(False)
-        return model
-
-    def thaw(t: Any) -> None:
-        if t.step.number == 2:
-            t.model[2].requires_grad_(True)
-            t.optimizer.add_param_group({"params": list(t.model[2].parameters()), "lr": 1e-3})
-        if t.step.number == 4:
-            t.model[0].requires_grad_(True)
-
-    optimizer = lambda params: adamw([params[i] for i in (0, 1, 4, 5)])  # noqa: E731
-    return train_classes(build, optimizer=optimizer, num_epochs=3, after=thaw)
-
-
 def train_kinds() -> Result:
     return trace_run(Kinds, optimizer=sgd_momentum)
 
@@ -291,39 +250,6 @@ def another_layer_in_the_optimizer() -> Result:
             update(t),
         ],
     )  # fmt: skip
-
-
-@case
-def buffers_written_through_data() -> Result:
-    """As codebooks often are. Their version counters do not change."""
-
-    class Codebook(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(6))
-            self.head = nn.Linear(6, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.training:
-                self.mean.data.mul_(0.9).add_(0.1 * x.mean(0))
-            return self.head(x - self.mean)
-
-    return train_classes(Codebook)
-
-
-@case
-def two_views_of_one_gradient() -> Result:
-    """Autograd gives both weights the same memory as their gradient, so that adding in place adds to both."""
-
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4, 6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ (self.a.view(24) + self.b.view(24)).view(6, 4)
-
-    return train_classes(Sum)
 
 
 @case

@@ -151,19 +151,6 @@ class Branches(nn.Module):
         return self.head(hidden)
 
 
-class Coder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(6, 8), nn.Linear(8, 4)
-        self.dropout = nn.Dropout(0.2)
-
-    def encode(self, x: Tensor) -> Tensor:
-        return self.dropout(torch.tanh(self.encoder(x)))
-
-    def decode(self, hidden: Tensor) -> Tensor:
-        return self.decoder(hidden)
-
-
 class Norms(nn.Module):
     def __init__(self) -> None:
         super().__init__()

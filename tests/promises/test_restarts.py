@@ -15,7 +15,6 @@ import pytest
 import torch
 from promises.faulty import DEADLINE_S
 from promises.trial import Outcome, Trial, read_outcome, read_tree
-from support.runs import ask
 
 import samestep
 from samestep.errors import PeerFailed
@@ -115,17 +114,6 @@ def test_the_record_of_starts_by_the_user(trial: Trial, undisturbed: Undisturbed
     assert trial.outcome() == undisturbed(epochs=4)
 
 
-def test_a_line_that_a_full_disk_truncated(trial: Trial) -> None:
-    """Only this line is lost, not the next one."""
-    trial.spawn(1, max_steps=5)
-    trial.spawn(1, max_steps=10)
-    path = trial.dir / "restarts.jsonl"
-    os.truncate(path, path.stat().st_size // 2)
-    trial.spawn(1)
-    shown = json.loads(ask("inspect", trial.dir, "--json"))["restarts"]
-    assert [(row["restart"], row["from_step"]) for row in shown] == [(1, 10)]
-
-
 # --- one writer -------------------------------------------------------------------------------------------------------
 
 
@@ -167,23 +155,13 @@ def test_file_systems_without_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # --- the cause of a failure -------------------------------------------------------------------------------------------
 
 
-def raise_in(module: str, error: Exception) -> BaseException:
-    try:
-        exec("raise error", {"error": error, "__name__": module})
-    except BaseException as raised:
-        return raised
-    raise AssertionError
-
-
-def raise_below(module: str, inner: str) -> BaseException:
-    """What a function of `inner` raises that `module` has called."""
-    names: dict[str, object] = {"__name__": inner, "error": RuntimeError("whatever gloo says")}
+def raise_in(module: str, error: Exception, inner: str = "") -> BaseException:
+    """What code of a module raises, or a function of the module `inner` that it has called."""
+    names: dict[str, Any] = {"__name__": inner or module, "error": error}
     exec("def call(): raise error", names)
-    try:
+    with pytest.raises(type(error)) as raised:
         exec("call()", {"__name__": module, "call": names["call"]})
-    except BaseException as raised:
-        return raised
-    raise AssertionError
+    return raised.value
 
 
 def test_a_broken_connection_that_is_not_between_ranks() -> None:
@@ -198,8 +176,9 @@ def test_a_broken_connection_that_is_not_between_ranks() -> None:
     assert not is_secondary(worker)
     assert is_secondary(raise_in("torch.distributed.distributed_c10d", ConnectionResetError()))
     assert is_secondary(raise_in("samestep.engine.routes", RuntimeError("whatever gloo says")))
-    assert is_secondary(raise_below("torch.distributed._functional_collectives", "torch._ops"))
-    assert not is_secondary(raise_below("train", "torch._ops"))
+    error = RuntimeError("whatever gloo says")
+    assert is_secondary(raise_in("torch.distributed._functional_collectives", error, "torch._ops"))
+    assert not is_secondary(raise_in("train", RuntimeError("whatever gloo says"), "torch._ops"))
     assert is_secondary(torch.distributed.DistBackendError("whatever NCCL says"))
     assert not is_secondary(raise_in("train", RuntimeError("Connection closed by peer")))
     assert not is_secondary(raise_in("samestep.engine.passes", torch.OutOfMemoryError("no room")))

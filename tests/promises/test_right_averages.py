@@ -10,16 +10,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from promises.loops import learn_classes
-from promises.models import Branches, Kinds, build_pairs
 from support.runs import read_rows
-from support.tiny import Tiny, tiny_run, update
-from support.trace import Trace, freeze
+from support.tiny import Tiny
+from support.trace import Trace
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import samestep
-from samestep.snapshot.ledger_file import read_records
 
 Row = dict[str, Any]
 FEW = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -216,29 +213,6 @@ def test_steps_without_weight_are_skipped_and_counted(tmp_path: Path, capfd: pyt
     assert rows == read_rows(tmp_path / "once")
 
 
-def log_without_weight(run_dir: Path) -> None:
-    """Means over units that some micro-batches do not have, and a sum of infinities."""
-
-    def body(t: Tiny, x: Tensor) -> None:
-        units = int(x)
-        loss = t.model(x.expand(units, 1)).square().mean()
-        t.step.backward(loss, weight=units)
-        t.step.log(same=loss, both=(-1) ** units * torch.inf)
-
-    tiny_run(
-        run_dir, num_steps=1, data=torch.tensor([[0.0], [1.0], [2.0], [3.0]]), body=body, optimizer=None,
-        model=lambda: nn.Linear(1, 1), batch_size=4, micro_batch_size=1, log_every=1,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_values_logged_without_weight_do_not_count(tmp_path: Path, world_size: int) -> None:
-    samestep.spawn(log_without_weight, world_size, (tmp_path,))
-    (row,) = read_rows(tmp_path)
-    assert row["train/same"] == row["train/loss"]
-    assert row["train/both"] == "nan"
-
-
 def evaluate_means(data: Weighted, micro_batch_size: int) -> dict[str, Any]:
     tiny = Tiny(model=lambda: nn.Linear(5, 2), batch_size=24)
     run, model = tiny.run, tiny.model
@@ -269,47 +243,3 @@ def test_evaluate_is_the_mean_over_the_data_set(world_size: int, num_samples: in
     assert (out["loss"], out["by unit"]) == pytest.approx(out["wanted"], rel=1e-6)
     assert out["indices"] == list(range(num_samples))
     assert out["number"] == pytest.approx(num_samples / -(-num_samples // micro_batch_size))
-
-
-def train_reduced(run_dir: Path, reduction: str, kind: type[nn.Module], bucket_cap_mb: float) -> Row:
-    losses, unused = [], []
-
-    def then(t: Tiny) -> None:
-        unused.append([name for name, param in t.model.named_parameters() if param.grad is None])
-        update(t)
-        losses.append(float(t.step.loss))
-
-    tiny = Tiny(
-        run_dir, model=kind, optimizer=lambda params: torch.optim.SGD(params, 0.05, momentum=0.9), batch_size=24,
-        reduction=reduction, bucket_cap_mb=bucket_cap_mb, log_every=1,
-    )  # fmt: skip
-    tiny.train(3, data=build_pairs(24 * 2 + 5), body=learn_classes, then=then)
-    return {
-        "losses": losses,
-        "unused": unused,
-        "weights": torch.cat([torch.view_as_real(p).flatten() if p.is_complex() else p.flatten().float()
-                              for p in tiny.model.state_dict().values()]),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("kind", "world_size", "bucket_cap_mb"),
-    [(Branches, 1, 25.0), (Branches, 5, 25.0), (Kinds, 3, 2e-4)],
-)
-def test_fast_keeps_all_but_the_bits(
-    tmp_path: Path, kind: type[nn.Module], world_size: int, bucket_cap_mb: float
-) -> None:
-    exact = samestep.spawn(train_reduced, 1, (tmp_path / "exact", "exact", kind, bucket_cap_mb))
-    fast = samestep.spawn(train_reduced, world_size, (tmp_path / "fast", "fast", kind, bucket_cap_mb))
-    # The half-precision layer of Kinds rounds to 8 bits.
-    close = {"rtol": 1e-2, "atol": 1e-2} if kind is Kinds else {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(fast["weights"], exact["weights"], **close)
-    assert fast["losses"] == pytest.approx(exact["losses"], rel=close["rtol"])
-    assert fast["unused"] == exact["unused"]
-    ledgers = [[*read_records(tmp_path / name / "ledger.bin")] for name in ("fast", "exact")]
-    assert [entry[:4] for entry in ledgers[0]] == [entry[:4] for entry in ledgers[1]]
-    if world_size == 1:
-        assert freeze(fast) == freeze(exact)
-        assert ledgers[0] == ledgers[1]
-    for row, other in zip(read_rows(tmp_path / "fast"), read_rows(tmp_path / "exact"), strict=True):
-        assert row.keys() == other.keys()

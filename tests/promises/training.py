@@ -1,12 +1,10 @@
 """Training functions about everything but gradients: data, buffers, precision, schedules, compilers."""
 
-import random
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from promises.loops import Result, adamw, case, learn_classes, read_grads, score_classes, trace_run, train_classes
+from promises.loops import Result, adamw, case, read_grads, trace_run, train_classes
 from promises.models import Augmented, Buffers, Norms, Sentences, Tagger, build_pairs, pad
 from support.states import build_state
 from support.tiny import learn, update
@@ -95,21 +93,6 @@ def training_mode_set_in_the_loop() -> Result:
     return train_classes(
         lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 4)), num_epochs=3,
         forward=lambda t, x: t.model.train(torch.is_grad_enabled())(x), at_end=check,
-    )  # fmt: skip
-
-
-@case
-def draws_of_rank_0_alone() -> Result:
-    """What run.once draws advances the generators. What is drawn after it is the same on all ranks."""
-
-    def draw(t: Any) -> dict[str, Any]:
-        t.run.once(lambda: [torch.rand(3), np.random.rand(), random.random()] and 1)
-        t.noise = torch.randn(6) + float(np.random.rand()) + random.random()
-        return {}
-
-    return train_classes(
-        lambda: nn.Linear(6, 4), objects=draw, forward=lambda t, x: t.model(x + t.noise),
-        after=lambda t: t.run.once(lambda: torch.rand(t.step.number).tolist()),
     )  # fmt: skip
 
 
@@ -211,22 +194,6 @@ def fp16_with_overflows() -> Result:
     )  # fmt: skip
 
 
-@case
-def endless_steps() -> Result:
-    """Steps that cross the ends of epochs: 50 samples, 36 in each step."""
-
-    def end_step(t: Any) -> None:
-        update(t)
-        if t.step.number % 3 == 2:
-            t.trace.add("scores", t.run.evaluate(score_classes(t.model), build_pairs(29, seed=1)))
-
-    return trace_run(
-        lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 4)), optimizer=adamw,
-        data=build_pairs(50), num_steps=7, body=learn_classes, then=end_step,
-        before=lambda t: t.trace.draw("before the micro-batches"),
-    )  # fmt: skip
-
-
 def train_augmented(num_workers: int) -> Result:
     return train_classes(
         lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 4)), optimizer=adamw, data=Augmented(),
@@ -234,7 +201,6 @@ def train_augmented(num_workers: int) -> Result:
     )  # fmt: skip
 
 
-@case
 def augmentation() -> Result:
     return train_augmented(0)
 

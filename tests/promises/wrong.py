@@ -9,7 +9,6 @@ import os
 import random
 import re
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -610,29 +609,9 @@ RANKS: dict[str, Mistake] = {
 learn_well = functools.partial(tiny_run, snapshot_every=2)
 
 
-def wait_in_step_3(run_dir: RunDir) -> None:
-    """With a DataLoader worker: makes the file `held` beside the directory, and waits for a file `go` there."""
-    beside = Path(str(run_dir)).parent
-
-    def then(t: Tiny) -> None:
-        update(t)
-        if t.step.number == 3:
-            # Else the snapshot of step 2 could be completed while others look.
-            t.run._services.snapshotter.wait_until_written()
-            (beside / "held").touch()
-            deadline_s = time.monotonic() + 60
-            while not (beside / "go").exists() and time.monotonic() < deadline_s:
-                time.sleep(0.005)
-
-    tiny_run(run_dir, snapshot_every=2, num_workers=1, then=then)
-
-
-FINE: dict[str, Callable[[RunDir], object]] = {"nothing": learn_well, "waiting in step 3": wait_in_step_3}
-
-
 def train(name: str, run_dir: RunDir) -> None:
-    if name in FINE:
-        FINE[name](run_dir)
+    if name == "nothing":
+        learn_well(run_dir)
     else:
         (MISTAKES | RANKS)[name].train(run_dir)
 

@@ -72,9 +72,6 @@ class StoreHandle:
         self._name("check", next(iter(keys), ""))
         return all(self.prefix + key in self.store.entries for key in keys)
 
-    def delete_key(self, key: str) -> bool:
-        return self.store.entries.pop(self._name("delete", key), None) is not None
-
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         names = [self.prefix + key for key in keys]
         limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
@@ -87,9 +84,6 @@ class StoreHandle:
         if not self._process.scheduler.wait(self._process, is_over, limit_s, label):
             raise real.DistStoreError("wait timeout")
         self._check_open()
-
-    def num_keys(self) -> int:
-        return len(self.store.entries)
 
 
 class Message:

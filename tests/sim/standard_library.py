@@ -128,7 +128,6 @@ def _build_time(own: Owner) -> Facade:
         time_ns=read_wall_ns,
         sleep=sleep,
         gmtime=gmtime,
-        localtime=gmtime,
         strftime=strftime,
     )
 
