@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from sim.scenarios import KINDS, Fault, Round, Scenario, plan, simplify
 
 EXPLORE = Path(__file__).with_name("explore.py")
@@ -25,6 +27,12 @@ def explore(*arguments: str) -> str:
 
 def test_random_runs_give_the_run_of_one_rank() -> None:
     print(explore("--cpu-seconds", "25", "--minutes", "4", "--pinned"))
+
+
+@pytest.mark.release
+def test_more_random_runs() -> None:
+    """With the test above, a minute."""
+    print(explore("--cpu-seconds", "35", "--minutes", "4"))
 
 
 def test_scenarios_have_a_text_form() -> None:
