@@ -1,0 +1,39 @@
+"""What all ranks do after a step, by their votes."""
+
+import signal
+from itertools import permutations, product
+
+import pytest
+
+from samestep.engine.control import Saving, Vote
+from samestep.errors import UsageError
+from samestep.train.ending.stopping import decide
+
+VOTES = [
+    Vote(stop, snapshot, saving, comparison)
+    for stop, snapshot, saving, comparison in product((0, signal.SIGUSR1), (False, True), Saving, (False, True))
+]
+
+
+def test_all_votes_of_three_ranks() -> None:
+    """What one rank asks for, all do. What one must not do alone, none does."""
+    for votes in product(VOTES, repeat=3):
+        num_copying = sum(vote.saving == Saving.COPYING for vote in votes)
+        if num_copying in (1, 2):
+            with pytest.raises(UsageError) as caught:
+                decide(votes)
+            named = [rank for rank in range(3) if f"rank {rank} " in str(caught.value)]
+            assert {votes[rank].saving == Saving.COPYING for rank in named} == {True, False}
+            continue
+        decision = decide(votes)
+        assert decision.signal == max(vote.stop for vote in votes)
+        assert decision.saves == any(vote.snapshot for vote in votes)
+        assert decision.compares == any(vote.comparison for vote in votes)
+        assert decision.is_written == all(vote.saving == Saving.WRITTEN for vote in votes)
+
+
+def test_two_signals_are_decided_alike_in_any_order() -> None:
+    """They reach the ranks in any order, and the exit code must be the same."""
+    for stops in product((0, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM), repeat=3):
+        [decision] = {decide([Vote(stop) for stop in order]) for order in permutations(stops)}
+        assert decision.signal in stops
