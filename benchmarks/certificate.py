@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,15 @@ import samestep
 from samestep.recipes.models.gpt2 import GPT2
 from samestep.snapshot.ledger_file import count_records
 from samestep.tools.traced_script import exiting_on_sigterm, find_errors, start
+from samestep.units import format_count, format_ranks
 from samestep.watch.records import LEDGER, read_status
 
 WORLD_SIZES = (1, 2, 4, 8)
 ROW_LIMIT_S = 240.0  # a run that takes longer has failed
 LEAST_S = 20.0  # a run is not started if less time is left
+GRACE_S = 15.0  # for a run to end after SIGTERM
 POLL_S = 0.003
+OUTPUT_SIZE = 4000  # characters of a failed run in `certificate.json`
 NO_TIME = "no time was left"
 
 # What the recipes train. All steps have 8 micro-batches, one for each of 8 ranks. Validation is at the end only.
@@ -103,6 +106,7 @@ class Row:
         step_s: seconds per step, without the first ones and the last one.
         mfu: the share of the GPUs' peak that the model's operations are.
         recovery_s: seconds from the SIGKILL until the run has recorded a further step.
+        output: the end of what a failed run has printed.
     """
 
     group: str
@@ -114,10 +118,19 @@ class Row:
     step_s: float | None = None
     mfu: float | None = None
     recovery_s: float | None = None
+    output: str = ""
 
 
 class Failed(Exception):
-    """A run ended with an error, or took too long."""
+    """A run ended with an error, or took too long.
+
+    Args:
+        output: the file with what it printed.
+    """
+
+    def __init__(self, reason: str, output: Path) -> None:
+        super().__init__(reason)
+        self.output = output.read_text()[-OUTPUT_SIZE:]
 
 
 class OutOfTime(Exception):
@@ -166,11 +179,15 @@ class Machine:
         if step_s is None or self.peak_flops is None or "bf16" not in group.words:
             return None
         args, config = read_arguments(self.build_words(group)[1:])
-        flops = args.batch_size * config.context * GPT2(config).count_flops_per_token(config.context)
+        with torch.device("meta"):
+            model = GPT2(config)
+        flops = args.batch_size * config.context * model.count_flops_per_token(config.context)
         return flops / (step_s * ranks * self.peak_flops)
 
 
-def execute(machine: Machine, command: Sequence[str], output: Path, follow: Any = None) -> None:
+def execute(
+    machine: Machine, command: Sequence[str], output: Path, follow: Callable[[], None] | None = None
+) -> None:
     """Run a command to its end.
 
     Args:
@@ -184,17 +201,22 @@ def execute(machine: Machine, command: Sequence[str], output: Path, follow: Any 
     # Deterministic kernels need the variable, which `samestep launch` sets itself.
     variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
     with start(command, variables, output, directory=machine.home) as process:
-        while (code := process.poll()) is None:
-            if time.monotonic() > machine.deadline_s:
-                raise OutOfTime
-            if time.monotonic() > end_s:
-                raise Failed(f"took more than {ROW_LIMIT_S:.0f} s")
-            if follow is not None:
-                follow()
-            time.sleep(POLL_S)
+        try:
+            while (code := process.poll()) is None:
+                if time.monotonic() > machine.deadline_s:
+                    raise OutOfTime
+                if time.monotonic() > end_s:
+                    raise Failed(f"took more than {ROW_LIMIT_S:.0f} s", output)
+                if follow is not None:
+                    follow()
+                time.sleep(POLL_S)
+        finally:
+            process.send_signal(signal.SIGTERM)  # if it runs; torchrun passes it on to the ranks
+            process.wait_for(GRACE_S)
     if code:
         said = output.read_text().rstrip()
-        raise Failed(f"exit code {code}: {(find_errors(said) or said.splitlines() or ['it printed nothing'])[-1]}")
+        reason = (find_errors(said) or said.splitlines() or ["it printed nothing"])[-1]
+        raise Failed(f"exit code {code}: {reason}", output)
 
 
 class Follower:
@@ -246,14 +268,16 @@ def run_recipe(machine: Machine, group: Group, row: Row, flags: Sequence[str]) -
     follower = Follower(run_dir, num_steps, kills=is_killed)
     command = [sys.executable, "-m", "samestep", "launch", "--nproc-per-node", str(row.ranks), *flags]
     command += ["--device", machine.device, "--run-dir", str(run_dir)]
-    command += ["--snapshot-every", str(num_steps // 10)] if is_killed else []
-    execute(machine, [*command, *words], run_dir.with_suffix(".txt"), follower.follow)
+    command += ["--snapshot-every", str(num_steps // 5), "--keep-last", "1"] if is_killed else []
+    output = run_dir.with_suffix(".txt")
+    execute(machine, [*command, *words], output, follower.follow)
     if is_killed and follower.recovery_s is None:
-        raise Failed("the run ended before rank 0 was killed")
+        raise Failed("the run ended before rank 0 was killed", output)
     inspect = [sys.executable, "-m", "samestep", "inspect", str(run_dir), "--digest"]
     inspected = subprocess.run(inspect, capture_output=True, text=True)
+    shutil.rmtree(run_dir)  # the snapshots of GPT-2 are large
     if inspected.returncode:
-        raise Failed(inspected.stderr.strip())
+        raise Failed(f"its digest cannot be read: {inspected.stderr.strip()}", output)
     step_s = None if is_killed else follower.compute_step_s()
     mfu = machine.compute_mfu(group, row.ranks, step_s)
     return replace(row, digest=inspected.stdout.strip(), step_s=step_s, mfu=mfu, recovery_s=follower.recovery_s)
@@ -268,7 +292,7 @@ def run_row(machine: Machine, group: Group, ranks: int, flags: Sequence[str]) ->
     except OutOfTime:
         return replace(row, note=NO_TIME)
     except Failed as failure:
-        return replace(row, outcome="FAILED", note=str(failure))
+        return replace(row, outcome="FAILED", note=str(failure), output=failure.output)
 
 
 def run_baselines(machine: Machine, group: Group, ranks: int) -> list[Row]:
@@ -284,7 +308,7 @@ def run_baselines(machine: Machine, group: Group, ranks: int) -> list[Row]:
     except OutOfTime:
         return [replace(row, note=NO_TIME)]
     except Failed as failure:
-        return [replace(row, outcome="FAILED", note=str(failure))]
+        return [replace(row, outcome="FAILED", note=str(failure), output=failure.output)]
     return [
         replace(row, run=name, outcome="baseline", step_s=step_s, mfu=machine.compute_mfu(group, ranks, step_s))
         for name, step_s in json.loads(found.read_text()).items()
@@ -305,7 +329,7 @@ def judge(rows: Sequence[Row]) -> list[Row]:
 
 def run_group(machine: Machine, group: Group, world_sizes: Sequence[int]) -> list[Row]:
     """Return the rows of a group."""
-    most = max((ranks for ranks in world_sizes if ranks <= machine.num_ranks), default=world_sizes[0])
+    most = max(ranks for ranks in world_sizes if ranks <= machine.num_ranks)
     runs: list[tuple[int, tuple[str, ...]]] = [(ranks, ()) for ranks in world_sizes]
     runs += [(ranks, flags) for flags in group.on_several for ranks in world_sizes if ranks > 1]
     runs += [(most, flags) for flags in group.on_most]
@@ -323,8 +347,12 @@ def run_group(machine: Machine, group: Group, world_sizes: Sequence[int]) -> lis
 
 
 def describe(row: Row) -> str:
-    what = f"{row.group} on {row.ranks} ranks {row.run}".rstrip()
-    return f"{what}: {row.note or row.digest or row.step_s}"
+    what = f"{row.group}, {format_ranks(row.ranks)} {row.run}".rstrip()
+    return f"{what}: {row.note or row.digest or 'done'}"
+
+
+# In a process of its own, which leaves no memory of the GPU in use.
+LIST_GPUS = "import torch\nfor i in range(torch.cuda.device_count()): print(torch.cuda.get_device_name(i))"
 
 
 def ask(*command: str) -> list[str]:
@@ -343,7 +371,8 @@ def describe_environment(device: str) -> dict[str, Any]:
     if device == "cuda":
         facts["CUDA"] = torch.version.cuda
         facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        facts["GPUs"] = ask("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+        facts["GPUs"] = ask(sys.executable, "-c", LIST_GPUS)
+        facts["driver"] = ask("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
         facts["topology"] = ask("nvidia-smi", "topo", "-m")
     return facts
 
@@ -367,6 +396,15 @@ def to_cells(row: Row) -> list[str]:
     ]
 
 
+def summarize(rows: Sequence[Row]) -> list[str]:
+    """Return a line for each group."""
+    lines = []
+    for group in dict.fromkeys(row.group for row in rows):
+        digests = [row.digest for row in rows if row.group == group and row.digest]
+        lines.append(f"{group}: {format_count(len(digests), 'run')}, {format_count(len({*digests}), 'digest')}")
+    return lines
+
+
 HEADER = ["group", "ranks", "run", "bits", "digest", "s/step", "MFU", "recovery s", "note"]
 
 
@@ -377,7 +415,8 @@ def format_markdown(facts: dict[str, Any], rows: Sequence[Row]) -> str:
     versions = ", ".join(f"{name} {facts[name]}" for name in names if facts.get(name) not in (None, ""))
     lines = [HEADER, ["---"] * len(HEADER), *map(to_cells, rows)]
     table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-    return f"# Certificate\n\n{hardware}; {versions}\n\n{table}\n"
+    groups = "\n".join(f"- {line}" for line in summarize(rows))
+    return f"# Certificate\n\n{hardware}; {versions}\n\n{groups}\n\n{table}\n"
 
 
 def write_files(folder: Path, facts: dict[str, Any], recipes: dict[str, str], rows: Sequence[Row]) -> None:
@@ -391,14 +430,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny models, to see that it runs: figures mean nothing")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
-    parser.add_argument("--world-sizes", default=",".join(map(str, WORLD_SIZES)), help="of 1,2,4,8; default: all")
+    parser.add_argument("--max-ranks", type=int, default=8, help="no rows on more ranks; default: 8")
     parser.add_argument("--minutes", type=float, default=15.0, help="runs that do not fit are not run; default: 15")
     parser.add_argument("--output", type=Path, default=Path(), help="directory of the two files; default: this one")
     args = parser.parse_args()
     num_gpus = torch.cuda.device_count()
     device = args.device or ("cuda" if num_gpus else "cpu")
     facts = describe_environment(device)
-    world_sizes = [int(size) for size in args.world_sizes.split(",")]
+    world_sizes = [ranks for ranks in WORLD_SIZES if ranks <= args.max_ranks]
     rows: list[Row] = []
     with exiting_on_sigterm(), tempfile.TemporaryDirectory() as home:
         machine = Machine(
@@ -413,6 +452,7 @@ def main() -> None:
             rows += run_group(machine, group, world_sizes)
             write_files(args.output, facts, machine.recipes, rows)
     print_table(HEADER, [to_cells(row) for row in rows])
+    print("\n".join(summarize(rows)))
     if any(row.outcome in ("DIFFERENT", "FAILED") for row in rows):
         sys.exit(1)
 

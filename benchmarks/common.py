@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 # Dense operations per second with 16 bits, by the maker.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 
 Times = dict[str, list[float]]  # contestant -> seconds per step (or per call), one value per round
 
@@ -90,7 +90,7 @@ def judge(ratio: float, target: float | None) -> str:
 
 
 def look_up_peak(name: str) -> float | None:
-    """Return the peak of a GPU whose name contains a key of `PEAK_FLOPS`; None for others, and for a part of one."""
+    """Return the peak of the first key in the name of a GPU; None if there is none, or for a part of a GPU."""
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name and "MIG" not in name), None)
 
 
