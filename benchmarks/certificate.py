@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ RECIPES = {
 NUM_STEPS_OF_IMAGES = 44
 
 OPTIMIZER, FSDP2 = ("--shard", "optimizer"), ("--shard", "fsdp2")
-RESTARTED, HEALED = ("--max-restarts", "1"), ("--heal",)  # rank 0 of a run with one of them is killed
+RESTARTED, HEALED = ("--max-restarts", "1"), ("--heal",)
 
 
 @dataclass(frozen=True)
@@ -71,22 +72,22 @@ class Group:
         name: in the table.
         recipe: a key of `RECIPES`.
         words: further arguments of the recipe.
-        on_several: options of `samestep launch`, each for runs on all numbers of ranks but 1.
-        on_most: the same, each for a run on the most ranks. (A run without options is on all numbers of ranks.)
+        on_most: options of `samestep launch`, each for a run on the most ranks. (One without any is on all numbers.)
+        on_several: the same, each for runs on all numbers of ranks but 1.
         has_baselines: whether DDP and FSDP2 train the same, too.
     """
 
     name: str
     recipe: str
     words: tuple[str, ...] = ()
-    on_several: tuple[tuple[str, ...], ...] = ()
     on_most: tuple[tuple[str, ...], ...] = ()
+    on_several: tuple[tuple[str, ...], ...] = ()
     has_baselines: bool = False
 
 
 BF16, COMPILE = ("--precision", "bf16"), ("--compile",)
 GROUPS = [
-    Group("gpt", "gpt", on_several=(OPTIMIZER, FSDP2), on_most=(RESTARTED, RESTARTED + FSDP2, HEALED)),
+    Group("gpt", "gpt", on_most=(HEALED, RESTARTED, RESTARTED + FSDP2), on_several=(OPTIMIZER, FSDP2)),
     Group("gpt, bf16", "gpt2", BF16, on_most=(FSDP2, RESTARTED), has_baselines=True),
     Group("images", "images", on_most=(OPTIMIZER, FSDP2, RESTARTED, HEALED)),
     Group("gpt, bf16, compiled", "gpt2", BF16 + COMPILE),
@@ -245,8 +246,9 @@ class Follower:
         if self._killed is None:
             if self._kills and num > self._num_steps // 4:
                 time.sleep((self.compute_step_s() or 0.0) / 2)
-                os.kill(read_status(self._run_dir)["process"], signal.SIGKILL)
-                self._killed = num, time.monotonic()
+                with suppress(ProcessLookupError):  # the run has just ended
+                    os.kill(read_status(self._run_dir)["process"], signal.SIGKILL)
+                self._killed = count_records(self._run_dir / LEDGER), time.monotonic()
         elif self.recovery_s is None and num > self._killed[0]:
             self.recovery_s = now_s - self._killed[1]
 
@@ -259,11 +261,16 @@ class Follower:
         return (ended_s - began_s) / (last - first)
 
 
+def kills(flags: Sequence[str]) -> bool:
+    """Return whether rank 0 of a run with these options is killed."""
+    return RESTARTED[0] in flags or HEALED[0] in flags
+
+
 def run_recipe(machine: Machine, group: Group, row: Row, flags: Sequence[str]) -> Row:
     """Train, and return the row with what was found. Raises Failed if the run fails."""
     run_dir = machine.home / "-".join([group.name, str(row.ranks), *flags]).replace(", ", "-")
     words = machine.build_words(group)
-    is_killed = RESTARTED[0] in flags or HEALED[0] in flags
+    is_killed = kills(flags)
     num_steps = int(words[words.index("--steps") + 1]) if "--steps" in words else NUM_STEPS_OF_IMAGES
     follower = Follower(run_dir, num_steps, kills=is_killed)
     command = [sys.executable, "-m", "samestep", "launch", "--nproc-per-node", str(row.ranks), *flags]
@@ -284,7 +291,7 @@ def run_recipe(machine: Machine, group: Group, row: Row, flags: Sequence[str]) -
 
 
 def run_row(machine: Machine, group: Group, ranks: int, flags: Sequence[str]) -> Row:
-    row = Row(group.name, ranks, " ".join(flags))
+    row = Row(group.name, ranks, f"{'SIGKILL, ' if kills(flags) else ''}{' '.join(flags)}")
     if obstacle := machine.find_obstacle(group, ranks, flags):
         return replace(row, note=obstacle)
     try:
@@ -331,8 +338,8 @@ def run_group(machine: Machine, group: Group, world_sizes: Sequence[int]) -> lis
     """Return the rows of a group."""
     most = max(ranks for ranks in world_sizes if ranks <= machine.num_ranks)
     runs: list[tuple[int, tuple[str, ...]]] = [(ranks, ()) for ranks in world_sizes]
-    runs += [(ranks, flags) for flags in group.on_several for ranks in world_sizes if ranks > 1]
     runs += [(most, flags) for flags in group.on_most]
+    runs += [(ranks, flags) for flags in group.on_several for ranks in world_sizes if ranks > 1]
     rows = []
     for ranks, flags in runs:
         rows.append(run_row(machine, group, ranks, flags))
