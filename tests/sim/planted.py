@@ -113,6 +113,10 @@ PLANTED = (
         "        for control in controls:\n", "        for control in controls[:1]:\n",
     ),
     Planted(
+        "a total over the batch is that of one rank", SAME_BITS, "train/step/steps.py",
+        "return math.fsum(self.gather(numbers))", "return math.fsum(numbers.values())", script="ema",
+    ),
+    Planted(
         "the gradient is divided by the size of a whole batch", SAME_BITS, "engine/passes.py",
         "self._scale / reduced.total_weight",
         "self._scale / (gradients.micro_batch_size * len(self._sizes))",

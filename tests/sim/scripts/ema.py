@@ -1,4 +1,4 @@
-"""An average of the weights, and a scheduler."""
+"""An average of the weights, a scheduler, and a loss with a total over the batch."""
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,9 @@ run.prepare(model=model, average=average, optimizer=optimizer, scheduler=schedul
 for epoch in run.epochs(data, 3, num_workers=0):
     for step in epoch:
         print("step", step.number)
+        positive = step.total(lambda batch: (batch[1] > 0).sum()) / step.num_samples
         for inputs, targets in step:
-            step.backward(F.mse_loss(model(inputs), targets))
+            step.backward(F.mse_loss(model(inputs), targets) / positive)
         optimizer.step()
         scheduler.step()
         average.update_parameters(model)
