@@ -112,15 +112,6 @@ def test_the_rank_of_a_sample(sample: int, rank: int) -> None:
         assert caught.value.rank == rank
 
 
-def test_the_rank_of_a_lone_sample() -> None:
-    """Of 7 samples in micro-batches of 2, the last micro-batch has one."""
-    arguments = {"model": lambda: nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1)), "data": Pairs(7)}
-    for num_ranks, rank in ((1, 0), (4, 3)):
-        with pytest.raises(samestep.Error, match=rf"micro-batch 3 of step 0 \(rank {rank}\) has one sample") as caught:
-            samestep.spawn(tiny_run, num_ranks, kwargs=arguments)
-        assert caught.value.rank == rank
-
-
 # --- scores -----------------------------------------------------------------------------------------------------------
 
 SCORES: dict[str, tuple[Any, str]] = {

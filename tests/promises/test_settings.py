@@ -91,11 +91,6 @@ def plain(model: nn.Module, new: bool) -> Any:
     return AdamW(params, lr=torch.tensor(0.5 if new else 0.25), betas=(0.8 if new else 0.9, 0.99)), {}
 
 
-def steps(model: nn.Module, new: bool) -> Any:
-    optimizer = SGD(model.parameters(), 1.0)
-    return optimizer, {"schedule": schedules.StepLR(optimizer, 1, gamma=0.25 if new else 0.5)}
-
-
 def multiplied(model: nn.Module, new: bool) -> Any:
     optimizer = SGD(model.parameters(), 0.2 if new else 0.1)
     return optimizer, {"schedule": schedules.LambdaLR(optimizer, lambda step: step / 10)}
@@ -107,11 +102,6 @@ def in_sequence(model: nn.Module, new: bool) -> Any:
     return optimizer, {"schedule": schedules.SequentialLR(optimizer, parts, [2])}
 
 
-def in_one_cycle(model: nn.Module, new: bool) -> Any:
-    optimizer = AdamW(model.parameters())
-    return optimizer, {"schedule": schedules.OneCycleLR(optimizer, 0.1 + new, total_steps=20 + 20 * new)}
-
-
 def another_kind(model: nn.Module, new: bool) -> Any:
     optimizer = SGD(model.parameters(), 0.1)
     kind = schedules.ExponentialLR if new else schedules.StepLR
@@ -120,10 +110,8 @@ def another_kind(model: nn.Module, new: bool) -> Any:
 
 CHANGED = {
     plain: {"optimizer.lr", "optimizer.betas", "optimizer.weight_decay"},
-    steps: {"schedule.gamma"},
     multiplied: {"optimizer.lr"},
     in_sequence: {"schedule[1].T_max"},
-    in_one_cycle: {"schedule.total_steps"},
     another_kind: {"schedule"},
 }
 

@@ -163,26 +163,6 @@ def test_signal_to_torchrun(trial: Trial, undisturbed: Undisturbed) -> None:
     assert_goes_on(trial, undisturbed, trial.run("torchrun", 2, HELD), step=8)
 
 
-def test_signal_to_spawned_ranks(trial: Trial, undisturbed: Undisturbed) -> None:
-    """All of them are preempted: the call returns, and the code after the loop has not run."""
-    import threading
-
-    def preempt() -> None:
-        wait_until(lambda: (trial.faults / "held-0").exists(), "rank 0 is held")
-        for rank in range(2):
-            os.kill(trial.pid(rank), signal.SIGTERM)
-        trial.go_on()
-
-    thread = threading.Thread(target=preempt)
-    thread.start()
-    assert trial.spawn(2, "hold rank 0 at step 7 in forward") is None
-    thread.join()
-    assert trial.num_ends == 0
-    assert trial.snapshots[-1] in ("step-00000008", "step-00000009")
-    trial.spawn(3)
-    assert trial.outcome() == undisturbed()
-
-
 def check_handlers(directory: Path) -> None:
     """To be run by plain python."""
     before = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
