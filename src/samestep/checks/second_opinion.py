@@ -137,11 +137,10 @@ class SecondOpinion(Interceptor):
 
         return add
 
-    def forward(self, step: Step, batch: Any) -> Any:
+    def forward(self, step: Step, batch: Any) -> None:
         if (results := self._results.get(step.micro_batch)) is not None:
             results.batch = batch
             self._open = results
-        return batch
 
     def backward(self, step: Step, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
         self._term = loss, weight

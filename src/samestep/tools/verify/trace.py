@@ -45,10 +45,9 @@ class Trace(Tracer):
             self._arm(kill)
         self._notes = []
 
-    def forward(self, step: Step, batch: Any) -> Any:
+    def forward(self, step: Step, batch: Any) -> None:
         note = {"v": step.micro_batch, "pass": step.num_passes, "samples": step.loaded_fingerprint}
         self._notes.append({**note, "input": hash_content(batch), "losses": []})
-        return batch
 
     def end_micro_batch(self, step: Step) -> None:
         self._notes[-1]["draws"] = read_draws()

@@ -51,7 +51,7 @@ class Interceptor(StepObserver):
     The life of a run, with all events in their places. `<name>` notifies observers: an interceptor is one, too, and the
     last in the list. `[name]` calls the interceptors and uses their results. ::
 
-        def compute(v):                                   # [inspect] [forward]
+        def compute(v):                                   # [inspect] <forward>
             for each call in the script's body:
                 if step.log(...):                         # <log>
                 if step.backward(...):                    # <backward> <end_backward>
@@ -131,10 +131,6 @@ class Interceptor(StepObserver):
     def inspect(self, step: Step) -> Inspect | None:
         """Return a function that gets each gradient of the next micro-batch alone, see `PassAttempt.open`; or None."""
         return None
-
-    def forward(self, step: Step, batch: Any) -> Any:
-        """Return the batch to give to the script in place of `batch`, such as `batch` itself."""
-        return batch
 
     def results(self) -> tuple[int, int]:
         """Return `computed` and `recomputed` of this rank's vote (`Vote`), which all ranks get before `after_exchange`.

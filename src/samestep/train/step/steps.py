@@ -42,6 +42,9 @@ class StepObserver:
     def begin_pass(self, step: "Step") -> None:
         """The script begins to iterate over the step's micro-batches. `.grad` still holds the previous gradients."""
 
+    def forward(self, step: "Step", batch: Any) -> None:
+        """The script gets a micro-batch next."""
+
     def backward(self, step: "Step", loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
         """The script has called step.backward."""
 
@@ -85,8 +88,6 @@ class StepInterceptor(Protocol):
 
     def inspect(self, step: "Step") -> Inspect | None: ...
 
-    def forward(self, step: "Step", batch: Any) -> Any: ...
-
     def results(self) -> tuple[int, int]: ...
 
     def after_exchange(self, step: "Step", reduced: Reduced) -> Iterator[Any]: ...
@@ -123,6 +124,7 @@ class Observers:
         self.interceptors = interceptors
         self.begin_step = join("begin_step")
         self.begin_pass = join("begin_pass")
+        self.forward = join("forward")
         self.end_micro_batch = join("end_micro_batch")
         self.backward = join("backward")
         self.end_backward = join("end_backward")
@@ -382,7 +384,7 @@ class Step:
         inspect = None
         for each in on.interceptors:
             inspect = inspect or each.inspect(self)
-            batch = each.forward(self, batch)
+        on.forward(self, batch)
         attempt.open(v, inspect)
         try:
             yield batch
