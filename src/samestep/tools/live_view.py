@@ -27,7 +27,7 @@ from samestep.watch.records import (
 from samestep.watch.stall_diagnosis import Beat
 
 POLL_S = 1.0
-WINDOW_S = 10.0
+SLOW_S = 10.0  # in one phase: the row is yellow
 OLD_S = 0.5  # age of a heartbeat that is shown
 HEADER = ("rank", "host", "step", "phase", "in it for", "compute/step", "samples/s", "where")
 
@@ -47,7 +47,7 @@ table has one row per rank:
                 1.4 s ago: the row is from a heartbeat of that age, so that the rank is further by now;
                 silent: no heartbeat arrives
 
-compute/step and samples/s cover the last {WINDOW_S:g} s; if printed once, the time since the last start.
+compute/step and samples/s are averages since the last start.
 """
 
 
@@ -68,7 +68,7 @@ def run_watch(run_dir: Path, is_json: bool) -> int:
     if record is None or not is_running or time.time() - record.time_s > STALE_S:
         print(escape(describe_end(run_dir)))
     else:
-        print_table(_name_table(run_dir, record), *format_rows(record, None))
+        print_table(_name_table(run_dir, record), *format_rows(record))
     return 0
 
 
@@ -76,14 +76,11 @@ def _follow(run_dir: Path) -> int:
     from rich.live import Live
     from rich.text import Text
 
-    records: list[RankStates] = []
     with Live(Text("the run is starting"), auto_refresh=False) as live:
         while (record := read_ranks(run_dir)) or not has_ended(run_dir):
             if record:
-                if not records or record.time_s != records[-1].time_s:
-                    records = [old for old in records if record.time_s - old.time_s < WINDOW_S] + [record]
                 styles = [_choose_style(rank) for rank in record.ranks]
-                table = build_table(_name_table(run_dir, record), *format_rows(record, records[0]), styles)
+                table = build_table(_name_table(run_dir, record), *format_rows(record), styles)
                 live.update(table, refresh=True)
                 if time.time() - record.time_s > RESTART_S and has_ended(run_dir):
                     break
@@ -101,35 +98,25 @@ def describe_end(run_dir: Path) -> str:
     return f"{run_dir}: {how}" + (f": {status['reason']}" if status.get("reason") else "")
 
 
-def compute_rates(rank: Beat, before: Beat | None, micro_batch_size: int) -> tuple[float | None, float | None]:
-    """Compute the speed of a rank since `before`; None: since the last start of the run.
+def compute_rates(rank: Beat, micro_batch_size: int) -> tuple[float | None, float | None]:
+    """Compute the speed of a rank since the last start of the run.
 
     Returns:
         Seconds of computation per step, without waits for other ranks, and samples per second; None if unknown.
     """
-    passed_s = dict(rank.spent_s)
-    num_steps = rank.num_steps
-    num_micro_batches = rank.num_micro_batches
-    if before is None:
-        passed_s.pop("starting", None)
-    else:
-        passed_s = {name: seconds - before.spent_s.get(name, 0.0) for name, seconds in passed_s.items()}
-        num_steps = num_steps - before.num_steps
-        num_micro_batches = num_micro_batches - before.num_micro_batches
-    compute_s = passed_s.get("forward", 0.0) + passed_s.get("backward", 0.0)
-    total_s = sum(passed_s.values())
+    compute_s = rank.spent_s.get("forward", 0.0) + rank.spent_s.get("backward", 0.0)
+    total_s = sum(rank.spent_s.values()) - rank.spent_s.get("starting", 0.0)
     return (
-        compute_s / num_steps if num_steps > 0 else None,
-        num_micro_batches * micro_batch_size / total_s if total_s > 0 else None,
+        compute_s / rank.num_steps if rank.num_steps > 0 else None,
+        rank.num_micro_batches * micro_batch_size / total_s if total_s > 0 else None,
     )
 
 
-def format_rows(record: RankStates, before: RankStates | None) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+def format_rows(record: RankStates) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """Return the header and a row per rank, without the last column if it is empty."""
-    then = {} if before is None or before is record else {rank.rank: rank for rank in before.ranks}
     rows = []
     for rank in record.ranks:
-        compute_s, samples_per_s = compute_rates(rank, then.get(rank.rank), record.micro_batch_size)
+        compute_s, samples_per_s = compute_rates(rank, record.micro_batch_size)
         notes = ["silent"] if rank.is_silent else []
         if not rank.is_silent and rank.for_s > POLL_S:
             notes.append(f"waits in {rank.waits_in}" if rank.waits_in else rank.place)
@@ -154,7 +141,7 @@ def format_rows(record: RankStates, before: RankStates | None) -> tuple[Sequence
 def _choose_style(rank: Beat) -> str | None:
     if rank.is_silent:
         return "red"
-    return "yellow" if rank.for_s > WINDOW_S else None
+    return "yellow" if rank.for_s > SLOW_S else None
 
 
 def _name_table(run_dir: Path, record: RankStates) -> str:
