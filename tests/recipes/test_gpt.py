@@ -4,7 +4,6 @@ import json
 import math
 import pickle
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.runs import ask, check, digest, read_rows, run_command, samestep_command
+from support.runs import ask, check, digest, read_rows, samestep_command
 
 import samestep
 from samestep.errors import Error
@@ -211,20 +210,6 @@ def test_it_learns(run_dir: Path, tokens: Path) -> None:
     assert json.loads(ask("inspect", run_dir, "--json"))["state"]["best"] == losses[1]
 
 
-def test_exported_weights_load_without_samestep(run_dir: Path, tmp_path: Path) -> None:
-    ask("export", run_dir, tmp_path / "model.safetensors", "--snapshot", "best")
-    (tmp_path / "gpt2.py").write_bytes((Path(gpt.__file__).parent / "models" / "gpt2.py").read_bytes())
-    (tmp_path / "plain.py").write_text(
-        "import torch\nfrom safetensors.torch import load_file\nfrom gpt2 import GPT2, GPT2Config\n"
-        "model = GPT2(GPT2Config(vocabulary_size=256, context=16, num_layers=4, num_heads=4, width=128)).eval()\n"
-        "model.load_state_dict(load_file('model.safetensors'))\n"
-        "tokens = model.generate(torch.tensor([*b'the c']), temperature=0)\n"
-        "print(bytes(next(tokens) for _ in range(8)).decode())\n"
-    )
-    printed = check(run_command(sys.executable, "plain.py", cwd=tmp_path)).stdout
-    assert len(printed.encode()) == 9
-
-
 # Five starts of a recipe, on one to three ranks: 24 s, and 25 s on a busy machine.
 def test_the_same_bits_on_any_ranks_and_after_a_stop(tokens: Path, tmp_path: Path) -> None:
     """On one rank, on two ranks that are replaced by three after step 2, and sharded in two ways."""
@@ -275,45 +260,6 @@ def test_the_same_bits_compiled(tokens: Path, tmp_path: Path) -> None:
         )  # fmt: skip
         check(done)
     assert digest(tmp_path / "1") == digest(tmp_path / "2")
-
-
-def test_early_stopping(tokens: Path, tmp_path: Path) -> None:
-    """With a learning rate of 0, no validation is better than the first."""
-    arguments = [
-        "--data",
-        str(tokens),
-        *SMALL,
-        "--steps",
-        "9",
-        "--validate-every",
-        "1",
-        "--run-dir",
-        str(tmp_path / "run"),
-    ]
-    samestep.spawn(train, 1, ([*arguments, "--lr", "0", "--patience", "2"],))
-    assert [row["step"] for row in read_rows(tmp_path / "run") if "validation/loss" in row] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("arguments", [["--context", "8"], ["--layers", "2"]])
-def test_another_model_than_the_runs(run_dir: Path, tokens: Path, arguments: list[str]) -> None:
-    before = digest(run_dir)
-    with pytest.raises(Error, match="holds another run"):
-        samestep.spawn(train, 1, (["--data", str(tokens), *SMALL, "--run-dir", str(run_dir), *arguments],))
-    assert digest(run_dir) == before
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--preset", "smal"], "'smal' is not one of 'tiny', 'small', 'gpt2'"),
-        (["--heads", "0"], "Invalid value for '--heads': 0 is not in the range x>=1"),
-        (["--validate-everi", "1"], "train gpt has no option --validate-everi; did you mean --validate-every?"),
-    ],
-)
-def test_wrong_arguments(argv: list[str], said: str) -> None:
-    with pytest.raises(Error) as caught:
-        gpt.main(argv)
-    assert said in str(caught.value)
 
 
 def test_weight_decay_is_for_matrices() -> None:

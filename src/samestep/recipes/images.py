@@ -23,7 +23,7 @@ from samestep.errors import needing
 from samestep.files import creating_directory
 from samestep.hashing import hash_bytes
 from samestep.recipes import AMOUNT, COUNT, SHARE, Recipe, build_schedule, keep_best, quarter
-from samestep.recipes.models.resnet import ARCHITECTURES, Bottleneck, ResidualBlock, build_resnet
+from samestep.recipes.models.resnet import ARCHITECTURES, ResidualBlock, build_resnet
 from samestep.units import format_count
 
 with needing("the recipe images needs Pillow", "'samestep[recipes]'"):
@@ -183,8 +183,7 @@ def main(**options: Any) -> None:
     optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9, nesterov=True)
     steps_per_epoch = math.ceil(len(train_entries) / run.batch_size)
     scheduler = build_schedule(optimizer, args.epochs * steps_per_epoch, steps_per_epoch)
-    block = Bottleneck if ARCHITECTURES[args.model].is_bottleneck else ResidualBlock
-    run.prepare(model=model, optimizer=optimizer, scheduler=scheduler, shard_blocks=[block])
+    run.prepare(model=model, optimizer=optimizer, scheduler=scheduler, shard_blocks=[ResidualBlock])
     has_flips = args.data is not None and not args.no_flip
     train = Images(train_entries, size, is_training=True, has_flips=has_flips)
     val = Images(val_entries, size, is_training=False)

@@ -124,8 +124,6 @@ class GPT2(nn.Module):
 
     def __init__(self, config: GPT2Config, *, checkpoint_activations: bool = False) -> None:
         super().__init__()
-        if config.width % config.num_heads:
-            raise ValueError(f"width {config.width} is no multiple of num_heads {config.num_heads}")
         self.config = config
         self.checkpoint_activations = checkpoint_activations
         self.wte = GPT2Embedding(config.vocabulary_size, config.width)

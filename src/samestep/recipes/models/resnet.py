@@ -1,6 +1,6 @@
 """Residual networks for images (He et al., 2015, https://arxiv.org/abs/1512.03385). Imports torch only: copy it.
 
-The parameters have the names of torchvision's models, so that weights of its resnet18, resnet34 and resnet50 load.
+The parameters have the names of torchvision's models, so that weights of its resnet18 and resnet34 load.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,11 @@ class Architecture:
     Attributes:
         depths: blocks of each stage. Each stage after the first halves the height and width of the image.
         width: channels of the first stage; each stage doubles them.
-        is_bottleneck: blocks are 1x1, 3x3, 1x1 convolutions with 4 times the channels at their ends, not two 3x3 ones.
         has_stem: a 7x7 convolution and a pooling first divide height and width by 4, for images of about 224 pixels.
     """
 
     depths: tuple[int, ...]
     width: int = 64
-    is_bottleneck: bool = False
     has_stem: bool = True
 
 
@@ -35,7 +33,6 @@ ARCHITECTURES = {
     "resnet20": Architecture((3, 3, 3), width=16, has_stem=False),  # for images of about 32 pixels, as CIFAR-10
     "resnet18": Architecture((2, 2, 2, 2)),
     "resnet34": Architecture((3, 4, 6, 3)),
-    "resnet50": Architecture((3, 4, 6, 3), is_bottleneck=True),
 }
 
 
@@ -58,8 +55,6 @@ class LastNorm(nn.BatchNorm2d):
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions with a shortcut."""
 
-    expansion = 1
-
     def __init__(self, num_inputs: int, width: int, stride: int) -> None:
         super().__init__()
         self.conv1 = Convolution(num_inputs, width, 3, stride, padding=1, bias=False)
@@ -71,27 +66,6 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.relu(self.bn1(self.conv1(x)))
         return torch.relu(self.bn2(self.conv2(y)) + self.downsample(x))
-
-
-class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions with a shortcut. The 3x3 convolution has the stride, as in torchvision."""
-
-    expansion = 4
-
-    def __init__(self, num_inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = Convolution(num_inputs, width, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = Convolution(width, width, 3, stride, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = Convolution(width, width * self.expansion, 1, bias=False)
-        self.bn3 = LastNorm(width * self.expansion)
-        self.downsample = build_shortcut(num_inputs, width * self.expansion, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.relu(self.bn1(self.conv1(x)))
-        y = torch.relu(self.bn2(self.conv2(y)))
-        return torch.relu(self.bn3(self.conv3(y)) + self.downsample(x))
 
 
 def build_shortcut(num_inputs: int, num_outputs: int, stride: int) -> nn.Sequential:
@@ -114,7 +88,6 @@ class ResNet(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.tensor(MEAN).view(1, 3, 1, 1) * 255, persistent=False)
         self.register_buffer("std", torch.tensor(STD).view(1, 3, 1, 1) * 255, persistent=False)
-        block = Bottleneck if architecture.is_bottleneck else ResidualBlock
         num_channels = architecture.width
         size, stride = (7, 2) if architecture.has_stem else (3, 1)
         self.conv1 = Convolution(3, num_channels, size, stride, padding=size // 2, bias=False)
@@ -125,8 +98,8 @@ class ResNet(nn.Module):
             width = architecture.width * 2**number
             blocks = []
             for place in range(depth):
-                blocks.append(block(num_channels, width, stride=2 if number and not place else 1))
-                num_channels = width * block.expansion
+                blocks.append(ResidualBlock(num_channels, width, stride=2 if number and not place else 1))
+                num_channels = width
             self.add_module(name, nn.Sequential(*blocks))
         self.fc = nn.Linear(num_channels, num_classes)
 
