@@ -102,10 +102,6 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
             raise InvalidValue(
                 f"train_sampling_strategy is {self.train_sampling_strategy}: give random or sequential", code="SS801"
             )
-        if self.lr_scheduler_type == "greedy":
-            raise InvalidValue(
-                "lr_scheduler_type is 'greedy', which is not supported: take reduce_lr_on_plateau", code="SS801"
-            )
         logged: dict[str, int | str] = {"steps": int(self.logging_steps), "epoch": "1epochs", "no": "1000000epochs"}
         saved: dict[str, int | str] = {"steps": int(self.save_steps), "epoch": "1epochs"}
         self.run = Run(
@@ -162,8 +158,7 @@ class Trainer:
 
     The loss of a step is the mean over all labels of the whole batch other than -100, on all ranks. transformers'
     Trainer computes the same for models that use `num_items_in_batch`, or on one device without accumulation; otherwise
-    it averages the means of micro-batches. For a causal language model whose class name does not contain `ForCausalLM`,
-    such as `GPT2LMHeadModel`, transformers 5.23 also counts the first label of each row, which has no prediction.
+    it averages the means of micro-batches.
     `eval_loss` is also the mean over all such labels, while transformers averages the means of batches. A batch without
     `labels` is weighted by its number of samples.
 

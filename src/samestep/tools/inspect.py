@@ -316,9 +316,6 @@ def run_diff(run: str, other: str, is_json: bool) -> int:
     if differences:
         rows = [(name, *map(to_text, pair)) for name, pair in differences.items()]
         print_table("differences", ("name", *names), rows)
-    if metrics := dict.fromkeys(name for each in described for name in each["metrics"]):
-        lasts = [(name, *(_format_last(each["metrics"].get(name)) for each in described)) for name in metrics]
-        print_table("last metrics (after step)", ("name", *names), lasts)
     if why := explain_numbers(*records):
         print(why)
     if state_step is not None:
@@ -332,10 +329,6 @@ def run_diff(run: str, other: str, is_json: bool) -> int:
         missing = list_missing(names, [(each["steps"], each["done_steps"]) for each in described])
         print("; ".join([f"identical in all {num_steps} common steps{state}", *missing]))
     return 0 if is_same else 1
-
-
-def _format_last(last: Mapping[str, Any] | None) -> str:
-    return "" if last is None else f"{to_text(last['value'])} ({last['step']})"
 
 
 def list_missing(names: Sequence[str], counts: Sequence[tuple[int, int]]) -> list[str]:

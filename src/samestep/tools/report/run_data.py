@@ -129,14 +129,8 @@ def _read_logs(run_dir: Path) -> Iterator[tuple[str, str]]:
     """Yield title and last lines of the log of the rank that ended each failed start."""
     for start in list_logs(run_dir):
         if failure := read_or_empty(start / FAILURE):
-            text = _read_tail(start / f"{failure['rank']}.log")
+            lines: list[str] = []
+            with suppress(OSError):
+                lines = read_tail(start / f"{failure['rank']}.log", TAIL_BYTES).splitlines()
+            text = "\n".join(lines[-NUM_LINES:])
             yield f"start {start.name}: {failure['reason']}", text or f"rank {failure['rank']} has printed nothing"
-
-
-def _read_tail(path: Path) -> str:
-    """Return the last lines of a text file; "" if it cannot be read."""
-    try:
-        lines = read_tail(path, TAIL_BYTES).splitlines()
-    except OSError:
-        return ""
-    return "\n".join(lines[-NUM_LINES:])

@@ -49,7 +49,12 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
     also of more ranks than were measured. A second table has the memory of a rank for each value of shard.
     """
     check_target(target)
-    sizes = check_options(values)
+    sizes = sorted(parse_sizes("--world-sizes", values.get("world_sizes", "1,2,4")))
+    if sizes[0] != 1 or len(sizes) < 2:
+        raise Error(
+            "--world-sizes needs 1, to which all is compared, and at least one other number, such as 1,2,4",
+            code="SS101",
+        )
     num_cores = len(os.sched_getaffinity(0))
     if sizes[-1] > num_cores and values.get("device", "cpu") == "cpu":
         say(f"{sizes[-1]} ranks share {num_cores} cores: separate machines would not lose what they take each other")
@@ -65,8 +70,12 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
         alone.batch_size // alone.micro_batch_size, {w: (size.step_s, size.error) for w, size in measured.items()}
     )
     rows = build_rows(fit, measured)
-    if num_run_steps := values.get("for_steps"):
-        add_finish(rows, num_run_steps)
+    num_run_steps = values.get("for_steps", 0)
+    if num_run_steps:
+        rows = [
+            {**row, "finish_s": num_run_steps * row["step_s"], "finish_error_s": num_run_steps * row["step_error_s"]}
+            for row in rows
+        ]
     memory = list_memory(alone.memory, [row["world_size"] for row in rows])
     if values.get("json"):
         facts = {"script": " ".join(target.to_words()), "num_cores": num_cores, "fit": asdict(fit)}
@@ -74,17 +83,6 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
     else:
         print_result(fit, rows, memory, num_run_steps)
     return 0
-
-
-def check_options(values: Mapping[str, Any]) -> list[int]:
-    """Return the numbers of ranks. Raises Error if an option is invalid."""
-    sizes = sorted(parse_sizes("--world-sizes", values.get("world_sizes", "1,2,4")))
-    if sizes[0] != 1 or len(sizes) < 2:
-        raise Error(
-            "--world-sizes needs 1, to which all is compared, and at least one other number, such as 1,2,4",
-            code="SS101",
-        )
-    return sizes
 
 
 def measure(starts: Starts, sizes: Sequence[int], repeats: int) -> dict[int, Size]:
@@ -140,13 +138,6 @@ def build_rows(fit: StepFit, measured: Mapping[int, Size]) -> list[Row]:
             }
         )
     return rows
-
-
-def add_finish(rows: Sequence[Row], num_steps: int) -> None:
-    """Add the time to finish to the rows."""
-    for row in rows:
-        row["finish_s"] = num_steps * row["step_s"]
-        row["finish_error_s"] = num_steps * row["step_error_s"]
 
 
 def list_memory(sizes: Sequence[ParamSize], world_sizes: Sequence[int]) -> list[Row]:
