@@ -18,23 +18,6 @@ def read_text(node: ast.AST) -> str:
     return ""
 
 
-def find_printed_explanations() -> list[str]:
-    """Find functions whose sentence, if there is one, is printed by `say`: the page does not list these."""
-    found = []
-    for tree in parse_source().values():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.If) and any(isinstance(each, ast.NamedExpr) for each in ast.walk(node.test)):
-                asked = re.findall(r":= (explain_\w+)\(", ast.unparse(node.test))
-                found += [name for name in asked if ast.unparse(node.body[0]) == "say(sentence)"]
-    return found
-
-
-# The first test of a process that needs it parses the whole source: 21 s, and 26 s on a busy machine.
-def test_what_the_page_leaves_out_is_no_check_of_a_script() -> None:
-    """A check that is printed by `say`, not by `warn`, would be on no page and could not be hidden."""
-    assert find_printed_explanations() == ["explain_torch"], "of what is installed"
-
-
 # The first test of a process that needs it parses the whole source: 21 s, and 26 s on a busy machine.
 def test_each_warning_names_how_to_hide_it() -> None:
     """A filter's message is compared with the beginning, and PYTHONWARNINGS is split at commas and colons."""

@@ -1,7 +1,6 @@
 """A program that is a fork of the tests behaves as in its own interpreter."""
 
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -72,18 +71,6 @@ def test_signals_and_waiting() -> None:
     os.killpg(program.pid, signal.SIGINT)
     assert program.wait(DEADLINE_S) == -signal.SIGINT
     assert b"KeyboardInterrupt" in program.communicate()[1]
-
-
-def test_a_terminal() -> None:
-    ours, theirs = pty.openpty()
-    code = "import sys; print(sys.stdout.isatty(), sys.stdout.line_buffering, input('? '))"
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    program = Popen([sys.executable, "-c", code], env=variables, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    os.write(ours, b"answer\n")
-    assert program.wait(DEADLINE_S) == 0
-    assert b"True True answer" in os.read(ours, 1 << 12)
-    os.close(ours)
 
 
 def test_what_is_not_forked() -> None:

@@ -11,7 +11,7 @@ from typing import IO, Any
 import pytest
 from support.waiting import wait_until
 
-from samestep.processes import ChildProcess, delaying_interrupts, run_captured
+from samestep.processes import ChildProcess, run_captured
 
 # Ignores SIGTERM, and prints the pid of a child process.
 STUBBORN = ["sh", "-c", "trap '' TERM; sleep 1000 & echo $!; wait; sleep 1000"]
@@ -81,14 +81,6 @@ def test_an_interrupt_during_the_start_ends_the_program(monkeypatch: pytest.Monk
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_interrupt_is_delayed() -> None:
-    done = False
-    with pytest.raises(KeyboardInterrupt), delaying_interrupts():
-        signal.raise_signal(signal.SIGINT)
-        done = True
-    assert done
-
-
 def test_it_is_bound_to_its_parent(pipe: tuple[IO[bytes], IO[bytes]]) -> None:
     code = (
         "import signal; from samestep.processes import ChildProcess\n"
@@ -111,10 +103,3 @@ def test_captured_output() -> None:
 def test_captured_output_has_a_limit_of_time() -> None:
     with pytest.raises(TimeoutError, match=r"sleep has not ended within 0\.1 s"):
         run_captured(["sleep", "1000"], limit_s=0.1)
-
-
-def test_a_program_that_does_not_exist() -> None:
-    with pytest.raises(FileNotFoundError):
-        ChildProcess(["/no/such/program"])
-    with pytest.raises(FileNotFoundError):
-        run_captured(["/no/such/program"])
