@@ -15,9 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from samestep.watch.trackers.registry import build_trackers
+
 from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import Tracker, TrackerInfo
-from samestep.watch.trackers.registry import build_trackers
 
 NAMES = ("tensorboard", "wandb", "mlflow")
 

@@ -58,12 +58,6 @@ def test_the_exit_code_and_the_signal() -> None:
         assert process.wait() == -signal.SIGTERM
 
 
-def test_ctrl_c_does_not_reach_the_program(pipe: tuple[IO[bytes], IO[bytes]]) -> None:
-    with ChildProcess(["sh", "-c", "echo $$; exec sleep 1000"], output=pipe[1]):
-        pid = int(pipe[0].readline())
-        assert os.getsid(pid) == pid, "it has no terminal in common with this process"
-
-
 def test_an_interrupt_during_the_start_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
 

@@ -12,7 +12,7 @@ from samestep.command_line import run, suggest
 from samestep.console import print_error
 from samestep.errors import Error, describe, explain
 from samestep.version import __version__
-from samestep.world.environment import COMPLETION, check_surroundings, drop_output, fix_hash_seed, read_completion
+from samestep.world.environment import COMPLETION, drop_output, fix_hash_seed, read_completion, ready_standard_files
 
 HELP = """\
 samestep trains PyTorch models and gives the same run at any number of ranks and through any crash:
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 # Slurm may send SIGUSR1 as soon as a job starts. It stays pending until the launcher handles it.
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
                 fix_hash_seed()
-            check_surroundings()
+            ready_standard_files()
         code = run(program, "samestep", sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # such as of `| head`

@@ -24,7 +24,6 @@ class ChildProcess:
         variables: its environment; None: that of this process.
         directory: its working directory; None: that of this process.
         output: a file for its stdout and stderr.
-        inherited: file descriptors to pass on.
         dies_with_parent: whether the kernel kills it when the thread that starts it ends.
 
     Raises:
@@ -38,7 +37,6 @@ class ChildProcess:
         variables: Mapping[str, str] | None = None,
         directory: Path | None = None,
         output: IO[Any] | None = None,
-        inherited: Sequence[int] = (),
         dies_with_parent: bool = False,
     ) -> None:
         process: subprocess.Popen[bytes] | None = None  # noqa: TID251
@@ -52,7 +50,6 @@ class ChildProcess:
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
-                    pass_fds=inherited,
                     preexec_fn=die_with_parent if dies_with_parent else None,
                 )
         except BaseException:

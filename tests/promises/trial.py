@@ -142,7 +142,7 @@ class Trial:
         }  # fmt: skip
         env = {
             "OMP_NUM_THREADS": "1",
-            "PYTHONHASHSEED": "0",  # as `samestep launch` sets it; ranks with other values print a warning
+            "PYTHONHASHSEED": "0",  # as `samestep launch` sets it
             "SAMESTEP_RDZV_SECRET": "known-to-all-nodes",
             **({"GLOO_SOCKET_IFNAME": "lo"} if host is None else {}),
         }

@@ -2,20 +2,12 @@
 
 import json
 import re
-import subprocess
-import sys
-import tempfile
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-import psutil
 import pytest
-from support.runs import check, clean_variables, samestep_command
-from support.waiting import wait_until
+from support.runs import check, samestep_command
 from tools.planted import plant
-
-from samestep.world.workdir import WorkDir
 
 
 def write(directory: Path, **faults: str) -> Path:
@@ -60,41 +52,6 @@ def test_runs_that_are_not_the_same_end_with_1(tmp_path: Path) -> None:
     assert "do not hold the same model after step 2" in done.stdout
     assert "likely: a rank changes the model by its own values (its rank, its micro-batches)" in done.stdout
     assert done.stdout.endswith("it is NOT the same\n")
-
-
-# A command in a new interpreter, which imports torch, and its server: 5 s, and 30 s on a busy machine.
-def test_what_a_killed_one_leaves_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are kept while it, or a run that it started, is alive."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "sleeper.py").write_text("import time; print('asleep', flush=True); time.sleep(600)")
-    (tmp_path / "samestep-verify-mine").mkdir()  # of another user, or of another machine
-
-    def find_homes() -> set[Path]:
-        """Return the directories at the start of another verify, except its own."""
-        with WorkDir("verify-") as home:
-            return set(tmp_path.glob("samestep-verify-*")) - {home.path}
-
-    verify = psutil.Popen(
-        [sys.executable, "-m", "samestep", "verify", "--world-sizes", "1", "sleeper.py"],
-        cwd=tmp_path, env=clean_variables({"TMPDIR": str(tmp_path)}), stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    tree = [verify]
-    try:
-        wait_until(lambda: "asleep" in "".join(f.read_text() for f in tmp_path.glob("*/01-1-rank/output")), "a start")
-        (launcher,) = verify.children()
-        tree += [launcher, *launcher.children(recursive=True)]
-        before = find_homes()
-        assert len(before) == 2
-        verify.kill()
-        verify.wait()
-        assert find_homes() == before
-        launcher.kill()
-        wait_until(lambda: find_homes() == {tmp_path / "samestep-verify-mine"}, "it was removed")
-    finally:
-        for process in tree:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        verify.wait()
 
 
 def test_a_step_that_no_two_ranks_can_share(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The rank of this process, read from variables."""
 
 import sys
-from types import ModuleType
 
 import pytest
 
@@ -76,8 +75,6 @@ def test_less_than_torchrun_says() -> None:
         ({**TORCHRUN, "RANK": "4"}, "RANK is 4 and WORLD_SIZE 4: ranks are 0 to WORLD_SIZE - 1"),
         ({**TORCHRUN, "RANK": "-1"}, "RANK is -1"),
         ({**TORCHRUN, "MASTER_PORT": ""}, "WORLD_SIZE is 4 and MASTER_PORT is not set"),
-        ({**TORCHRUN, "SAMESTEP_RESTART": "x"}, "SAMESTEP_RESTART is 'x': unset it"),
-        ({**TORCHRUN, "SAMESTEP_RESTART": "null"}, "SAMESTEP_RESTART is 'null': unset it"),
         ({**TORCHRUN, "SAMESTEP_KEEP_LAST": "all"}, "SAMESTEP_KEEP_LAST must be a whole number, not 'all'"),
     ],
 )
@@ -114,48 +111,25 @@ def test_master(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("variables", "argv", "said"),
     [
-        (
-            {},
-            ["python", "my train.py", "--lr", "1"],
-            ["SAMESTEP_FRESH=1 python 'my train.py' --lr 1", "SAMESTEP_RESUME=8 p"],
-        ),
-        ({}, ["python", "-m", "train"], ["SAMESTEP_FRESH=1 python -m train", "SAMESTEP_RESUME=8 python -m train"]),
-        (
-            {"SAMESTEP_RUN_DIR": "runs/my x", "SAMESTEP_RESUME": "9"},
-            ["python", "a.py"],
-            [
-                "SAMESTEP_RUN_DIR='runs/my x' SAMESTEP_RESUME=9 SAMESTEP_FRESH=1 python a.py",
-                "SAMESTEP_RUN_DIR='runs/my x' SAMESTEP_RESUME=8 python a.py",
-            ],
-        ),
+        ({}, ["python", "train.py"], ["SAMESTEP_FRESH=1 in the environment", "SAMESTEP_RESUME=8 in the environment"]),
         ({}, ["/bin/samestep", "inspect", "runs/x"], ["--fresh", "--resume 8"]),
         ({}, ["/lib/samestep/__main__.py", "inspect", "runs/x"], ["--fresh", "--resume 8"]),
-        ({}, ["samestep/a.py"], ["SAMESTEP_FRESH=1 samestep/a.py", "SAMESTEP_RESUME=8 samestep/a.py"]),
         ({"SAMESTEP_LAUNCHER": "script"}, ["python"], ["--fresh", "--resume 8"]),
         (
             {"SAMESTEP_LAUNCHER": "call"},
             [""],
             ['env={"SAMESTEP_FRESH": "1"} for samestep.spawn', 'env={"SAMESTEP_RESUME": "8"'],
         ),
-        (
-            TORCHRUN,
-            ["python", "train.py"],
-            ["SAMESTEP_FRESH=1 in the environment", "SAMESTEP_RESUME=8 in the environment"],
-        ),
     ],
 )
 def test_advice_that_can_be_followed(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], argv: list[str], said: list[str]
 ) -> None:
-    """The advice fits the way in which the process was started; in a notebook, there is no command."""
+    """The advice fits the way in which the process was started."""
     for name in ("RANK", "SAMESTEP_LAUNCHER"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", argv[:1])
-    monkeypatch.setattr(sys, "orig_argv", argv)
     assert advise(fresh=True) == said[0]
     assert advise(resume=8).startswith(said[1])
-    if not variables and argv[0] == "python":
-        monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
-        assert advise(fresh=True) == "SAMESTEP_FRESH=1 in the environment"

@@ -1,9 +1,6 @@
 """The variables of mpirun, translated into those of torchrun."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -46,18 +43,6 @@ def test_ranks_of_one_launch_choose_one_port() -> None:
     assert 15000 <= int(first) < 32000
 
 
-def test_processes_between_mpirun_and_a_rank(tmp_path: Path) -> None:
-    """MPICH gives a launch no name: the process that started the ranks identifies it."""
-    script = tmp_path / "show.py"
-    script.write_text("from samestep.world.mpi_ranks import find_starter\nprint(find_starter('PMI_RANK'))")
-    command = f"{sys.executable} {script}"
-    for line in (f"exec {command}", f"{command}; exit", f"sh -c '{command}; exit'; exit"):
-        done = subprocess.run(
-            ["sh", "-c", line], env={**os.environ, **MPICH}, capture_output=True, text=True, check=True
-        )
-        assert int(done.stdout) == os.getpid()
-
-
 @pytest.mark.parametrize("given", [OPEN_MPI | SLURM, MPICH | SLURM])
 def test_mpirun_in_a_job_of_slurm(variables: pytest.MonkeyPatch, given: dict[str, str]) -> None:
     """There, mpirun starts its processes with srun, so a rank has the variables of both."""
@@ -73,10 +58,6 @@ def test_mpirun_in_a_job_of_slurm(variables: pytest.MonkeyPatch, given: dict[str
     [
         (OPEN_MPI, "OMPI_COMM_WORLD_SIZE is 4, on several machines, and MASTER_ADDR and MASTER_PORT are not both set"),
         (OPEN_MPI | {"MASTER_ADDR": "a"}, "set them to the host of rank 0 and a free port there"),
-        (
-            {"PMI_RANK": "1", "PMI_SIZE": "2"},
-            "PMI_SIZE is 2, and MPI_LOCALRANKID is not set: start the ranks with same",
-        ),
     ],
 )
 def test_what_is_refused(variables: pytest.MonkeyPatch, given: dict[str, str], sentence: str) -> None:

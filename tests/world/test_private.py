@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import Error
-from samestep.launch.local_ranks import RankProcess, Ranks
+from samestep.launch.local_ranks import Ranks
 from samestep.launch.spawn import _read_value
 from samestep.world.workdir import make_private, read_private
 
@@ -46,7 +46,7 @@ class Planted:
 def test_a_directory_that_others_have_made_is_not_used(tmp_path: Path, plant: Callable[[Path, Path], None]) -> None:
     ranks = Ranks(None)  # type: ignore[arg-type]
     ranks.close()  # as after a cleanup of /tmp
-    ranks.directory, ranks.processes = tmp_path / "launch", {0: RankProcess()}
+    ranks.directory = tmp_path / "launch"
     plant(ranks.directory, tmp_path / "elsewhere")
     (ranks.directory / "value.pickle").write_bytes(pickle.dumps(Planted(tmp_path / "trace")))
     for use in (lambda: ranks.start(None, []), lambda: _read_value(ranks.directory)):  # type: ignore[arg-type]

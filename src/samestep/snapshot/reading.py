@@ -12,7 +12,7 @@ from samestep.snapshot.run_record import read_record
 from samestep.snapshot.serialization import SavedState
 from samestep.snapshot.store import SNAPSHOTS, SavedObjects, Snapshot, Store
 from samestep.watch.records import RECORD
-from samestep.world.workdir import WorkDir
+from samestep.world.workdir import open_workdir
 
 
 @contextmanager
@@ -42,15 +42,15 @@ def open_run(run: str, *, which: int | str | None = None, is_whole: bool = False
     from samestep.snapshot.mirror import Mirror
 
     mirror = Mirror(run)
-    with WorkDir() as home:
-        mirror.download(home.path)
-        store = Store(home.path)
+    with open_workdir() as home:
+        mirror.download(home)
+        store = Store(home)
         if which is None:
             mirror.copy_snapshots(store.path, is_whole=is_whole)
         else:
-            rewinds = read_run(home.path, mirror.url).get("rewinds", [])
+            rewinds = read_run(home, mirror.url).get("rewinds", [])
             store.find(which, warn=say, pulled=mirror.pull(store, which, rewinds))
-        yield home.path
+        yield home
 
 
 def read_run(run: Path, called: str) -> dict[str, Any]:

@@ -17,7 +17,6 @@ def start(
     command: Sequence[str],
     variables: Mapping[str, str],
     output: Path,
-    inherited: Sequence[int] = (),
     directory: Path | None = None,
 ) -> ChildProcess:
     """Start a command. Leaving its `with` block kills it and its process group.
@@ -26,11 +25,10 @@ def start(
         command: the program and its arguments.
         variables: its environment.
         output: file for its standard output and error.
-        inherited: file descriptors to pass on.
         directory: working directory; None: the current one.
     """
     with open(output, "w", opener=open_regular) as file:
-        return ChildProcess(command, variables=variables, directory=directory, output=file, inherited=inherited)
+        return ChildProcess(command, variables=variables, directory=directory, output=file)
 
 
 @contextmanager

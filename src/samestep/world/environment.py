@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -27,6 +26,7 @@ SRUN = PREFIX + "SRUN"  # the variables of this rank were derived from Slurm's
 LOG = PREFIX + "LOG"  # pid:file
 COMPLETION = "_SAMESTEP_COMPLETE"  # what to complete; click's script for a shell sets it
 HEAL = PREFIX + "HEAL"  # set if the ranks continue after the death of another one
+RESTART = PREFIX + "RESTART"  # a `Restart`
 CONTINUES = PREFIX + "CONTINUES"  # a `BegunRun`
 SECRET = PREFIX + "RDZV_SECRET"  # in a launcher: the secret of all launchers; in a rank: the secret of all ranks
 
@@ -35,7 +35,6 @@ _INTERNAL = (TRACE, HOOK, TERMINAL, BAR, SRUN, LOG, HEAL, CONTINUES, SECRET)  # 
 # Files in `error_dir`, with which ranks and their launcher exchange what exit codes cannot express.
 OUTCOME = "outcome"  # holds an `Outcome`
 BEGUN = "begun"  # holds a `BegunRun`
-LEAVE = "leave"  # a rank that receives SIGTERM must end at once: another one has failed
 
 START_AGAIN = 75  # exit code EX_TEMPFAIL: stopped by a signal, and saved; the same command continues the run
 
@@ -85,7 +84,7 @@ class Restart:
 
     def to_variables(self) -> dict[str, str]:
         """Return the variable that passes this to the ranks."""
-        return {PREFIX + "RESTART": json.dumps(asdict(self))}
+        return {RESTART: json.dumps(asdict(self))}
 
 
 @dataclass(frozen=True)
@@ -168,11 +167,7 @@ def advise(**options: Any) -> str:
     called = Path(sys.argv[0]).parts[-2:]  # the second is that of `python -m samestep`
     if launcher is not None or called[-1:] == ("samestep",) or called == ("samestep", "__main__.py"):
         return format_flags(**options)
-    if "RANK" in os.environ or "ipykernel" in sys.modules:
-        return f"{settings} in the environment"
-    given = [name for name in to_variables(dict.fromkeys(OPTIONS, "")) if name in os.environ and name not in variables]
-    repeated = [f"{name}={shlex.quote(os.environ[name])}" for name in given]  # they may be part of the command only
-    return " ".join([*repeated, settings, shlex.join(sys.orig_argv)])
+    return f"{settings} in the environment"
 
 
 def read_torchrun_file() -> str | None:
@@ -203,20 +198,6 @@ def read_master() -> tuple[str, int]:
     if not address or not port.isdecimal():
         raise OSError("MASTER_ADDR and MASTER_PORT are not set")
     return address, int(port)
-
-
-def check_interface() -> None:
-    """Raise Error if an interface is set that does not exist: gloo would end with a traceback."""
-    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
-        if name in (known for _, known in socket.if_nameindex()):
-            continue
-        import psutil  # slow, but also finds names of additional addresses, such as eth0:1
-
-        if name not in (there := psutil.net_if_addrs()):
-            raise InvalidValue(
-                f"GLOO_SOCKET_IFNAME is {name}, but this machine has {', '.join(there)}: unset it, or name one",
-                code="SS506",
-            )
 
 
 @contextmanager
@@ -283,7 +264,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         local_world_size=local_world_size,
         launcher=launcher,
         error_dir=variables.get(PREFIX + "ERROR_DIR"),
-        restart=_read_restart(variables),
+        restart=Restart(**json.loads(variables[RESTART])) if RESTART in variables else None,
         overrides=read_overrides(variables),
         interceptor=variables.get(TRACE),
         secret=variables.get(SECRET, ""),
@@ -305,14 +286,6 @@ def _set_rank() -> None:
         from samestep.world.slurm_tasks import build_variables
 
         os.environ.update(build_variables(os.environ) | {SRUN: "1"})
-    else:
-        for names in mpi_ranks.KNOWN:
-            if os.environ.get(names.world_size, "1") not in ("", "0", "1"):
-                raise InvalidValue(
-                    f"{names.world_size} is {os.environ[names.world_size]}, and {names.local_rank} is not set: start "
-                    "the ranks with samestep launch or torchrun, or unset it",
-                    code="SS506",
-                )
 
 
 def _is_slurm_task() -> bool:
@@ -321,20 +294,6 @@ def _is_slurm_task() -> bool:
     from samestep.world.slurm_tasks import is_task
 
     return is_task(os.environ)
-
-
-def _read_restart(variables: Mapping[str, str]) -> Restart | None:
-    name = PREFIX + "RESTART"
-    if name not in variables:
-        return None
-    from samestep.decoding import decode  # imports msgspec, which a process without this variable may not need
-
-    try:
-        return decode(variables[name], Restart)
-    except ValueError:
-        raise InvalidValue(
-            f"{name} is {variables[name]!r}: unset it, since only samestep launch sets it", code="SS105"
-        ) from None
 
 
 def ready_standard_files() -> None:
@@ -366,15 +325,6 @@ def read_restarts() -> tuple[int, int]:
     texts = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     count, most = (int(text) if text.isdecimal() else 0 for text in texts)
     return count, most
-
-
-def check_surroundings() -> None:
-    """Call `ready_standard_files`, and raise Error if the working directory has been removed."""
-    ready_standard_files()
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise Error("the working directory has been removed: change to one that exists", code="SS112") from None
 
 
 def fix_hash_seed() -> None:

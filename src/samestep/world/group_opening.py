@@ -1,26 +1,30 @@
 """Opens the group of all ranks: which device this rank has, and how it joins the others."""
 
+import platform
 import secrets
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from samestep.console import say, saying_when_slow, warn
+from samestep.console import say, saying_when_slow
 from samestep.errors import Error, InvalidValue
+from samestep.files import read_bytes
+from samestep.hashing import hash_bytes
 from samestep.lifetime import hold
 from samestep.torch_internals import add_gloo
+from samestep.version import __version__
 from samestep.world.environment import (
     Environment,
-    check_interface,
     has_agent_store,
     read_environment,
     read_master,
@@ -30,7 +34,7 @@ from samestep.world.group import Group
 from samestep.world.membership import check_ranks_unchanged
 from samestep.world.process_group import JOIN_S, NCCL, TIMEOUT_S, has_group, open_process_group
 from samestep.world.rendezvous_store import MAC_BYTES
-from samestep.world.version_check import check_alike, describe_software, explain_hashing, explain_torch
+from samestep.world.transport import check_equal
 
 _run_numbers = count()  # of this process
 
@@ -70,6 +74,17 @@ def choose_device(environment: Environment, wanted: str | None, backend: str | N
             code="SS111",
         )
     return torch.device("cuda", environment.local_rank % num_gpus)
+
+
+def describe_software() -> dict[str, str]:
+    """Describe what must be the same on all ranks. The script is a hash; "" for code in no file."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    script = ""
+    if path is not None:
+        with suppress(OSError):
+            script = hash_bytes(read_bytes(Path(path), is_given=True))[:12]
+    versions = {"samestep": __version__, "torch": str(torch.__version__), "Python": platform.python_version()}
+    return {**versions, "script": script}
 
 
 def find_ranks() -> Environment:
@@ -128,7 +143,6 @@ def open_group(
     hold(group)
     own = describe_software()
     if environment.world_size > 1 and not dist.is_initialized():
-        check_interface()
         host, port = read_master()
         sentence = (
             f"rank {environment.rank} has waited {PATIENCE_S:.0f} s for all {environment.world_size} ranks to join at "
@@ -139,15 +153,9 @@ def open_group(
 
     def check(values: Sequence[tuple[Mapping[str, Any], bytes]]) -> None:
         group.derive_key(environment.secret.encode(), [part for _, part in values])
-        if not compares:
-            return
-        software = [theirs for theirs, _ in values]
-        check_alike(dict(enumerate(software)))
-        if group.rank == 0 and (sentence := explain_hashing(software)):
-            warn(say, sentence, start="ranks hash strings differently")
+        if compares:
+            check_equal([theirs for theirs, _ in values])
 
-    if compares and group.rank == 0:
-        _warn_of_torch()
     if group.world_size > 1:
         sentence = (
             f"rank {group.rank} has waited {PATIENCE_S:g} s in samestep.Run for the other ranks: create each Run on "
@@ -156,13 +164,6 @@ def open_group(
         with saying_when_slow(sentence, PATIENCE_S), _ended_by_ctrl_c():
             group.connect_locally(timeout_s, (own, secrets.token_bytes(MAC_BYTES)), check)
     return group
-
-
-@cache
-def _warn_of_torch() -> None:
-    """Warn once in this process about an unsupported torch."""
-    if sentence := explain_torch(torch.__version__):
-        say(sentence)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ A gloo message starts with a handshake and arrives in another thread, which must
 0.4 ms and more for a few kB, against 0.05 ms here (docs/dev/routes.md).
 """
 
-import hmac
 import os
 import secrets
 import select
@@ -22,7 +21,6 @@ SPIN_S = 200e-6
 CONNECT_S = 60.0  # limit for all ranks of the host to connect
 WATCH_S = 0.05  # between two calls of `watch`
 HELLO_S = 10.0  # limit for a new connection to send its rank
-TOKEN_BYTES = 16
 
 
 class Gatherer(Protocol):
@@ -118,12 +116,11 @@ def connect(
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         host = read_host_id("net")
-        token = secrets.token_bytes(TOKEN_BYTES)
-        name = b"\0samestep-" + secrets.token_hex(TOKEN_BYTES).encode()  # abstract: no file; every user can read it
+        name = b"\0samestep-" + secrets.token_hex().encode()  # abstract: no file; every user can read it
         if host is not None:
             listener.bind(name)
             listener.listen(group.world_size)
-        ranks = group.gather((host, name, token, value))
+        ranks = group.gather((host, name, value))
         if check is not None:
             check([theirs for *_, theirs in ranks])
         if host is None or any(other != host for other, *_ in ranks):
@@ -138,7 +135,7 @@ def connect(
                 connection.connect(ranks[peer][1])
                 if not _is_of_this_user(connection):
                     raise OSError(f"another user listens in place of rank {peer}")
-                connection.sendall(ranks[peer][2] + group.rank.to_bytes(4))
+                connection.sendall(group.rank.to_bytes(4))
             while len(sockets) < group.world_size - 1:
                 listener.settimeout(min(max(0.0, deadline_s - time.monotonic()), WATCH_S))
                 try:
@@ -148,7 +145,7 @@ def connect(
                     if time.monotonic() < deadline_s:
                         continue
                     raise
-                sender = _read_hello(connection, token)
+                sender = _read_hello(connection)
                 if sender is None or sender in sockets or not group.rank < sender < group.world_size:
                     connection.close()  # not a rank of this group
                     continue
@@ -166,16 +163,15 @@ def connect(
         return local_sockets
 
 
-def _read_hello(connection: socket.socket, token: bytes) -> int | None:
-    """Return the rank that has connected; None for another user's process or one without the token."""
+def _read_hello(connection: socket.socket) -> int | None:
+    """Return the rank that has connected; None for another user's process or one that is silent."""
     if not _is_of_this_user(connection):
         return None
     connection.settimeout(HELLO_S)
     try:
-        hello = connection.recv(TOKEN_BYTES + 4, socket.MSG_WAITALL)
+        return int.from_bytes(connection.recv(4, socket.MSG_WAITALL))
     except OSError:
         return None
-    return int.from_bytes(hello[TOKEN_BYTES:]) if hmac.compare_digest(hello[:TOKEN_BYTES], token) else None
 
 
 def _is_of_this_user(connection: socket.socket) -> bool:

@@ -1,13 +1,9 @@
-"""Translates the variables of mpirun and of submitit on one machine into those of torchrun."""
+"""Translates the variables of mpirun into those of torchrun."""
 
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from samestep.errors import InvalidValue
-from samestep.files import read_bytes, read_text
 from samestep.hashing import hash_short
 from samestep.world.host import find_interface
 
@@ -22,7 +18,8 @@ class Names:
     """The variables by which a launcher passes a process its rank.
 
     Attributes:
-        job: identifies the launch; "" if the launcher has no such variable.
+        job: identifies the launch; "" if the launcher has no such variable, so that a second launch on the machine
+            needs a MASTER_PORT.
     """
 
     rank: str
@@ -41,13 +38,6 @@ KNOWN = (
         "PMIX_NAMESPACE",
     ),
     Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
-    Names(  # submitit's local executor; with Slurm, submitit uses srun
-        "SUBMITIT_LOCAL_GLOBALID",
-        "SUBMITIT_LOCAL_NTASKS",
-        "SUBMITIT_LOCAL_LOCALID",
-        "SUBMITIT_LOCAL_NTASKS",
-        "SUBMITIT_LOCAL_JOB_ID",
-    ),
 )
 
 
@@ -77,7 +67,7 @@ def build_variables(variables: Mapping[str, str], names: Names) -> dict[str, str
             code="SS506",
         )
     address = address or HOST
-    job = variables.get(names.job) or str(find_starter(names.rank))
+    job = variables.get(names.job, "")
     return {
         **choose_interfaces(variables, [address]),
         "RANK": variables[names.rank],
@@ -94,12 +84,3 @@ def choose_interfaces(variables: Mapping[str, str], hosts: Sequence[str]) -> dic
     interface = find_interface(hosts)
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()
     return {name: interface for name in names if name not in variables}
-
-
-def find_starter(name: str) -> int:
-    """Return the process that has started the ranks of this machine: the nearest one without the variable `name`."""
-    pid = os.getppid()
-    with suppress(OSError):  # another user's process is not a rank
-        while pid and f"\0{name}=".encode() in b"\0" + read_bytes(Path(f"/proc/{pid}/environ")):
-            pid = int(read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[1])
-    return pid

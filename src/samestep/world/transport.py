@@ -41,6 +41,19 @@ class _Continues(Exception):
         self.rank = rank
 
 
+def check_equal(values: Sequence[Mapping[str, Any]]) -> None:
+    """Compare values of all ranks. Raises Error if one of them differs."""
+    first, *others = values
+    for rank, theirs in enumerate(others, start=1):
+        for name, value in theirs.items():
+            if value != first.get(name):
+                raise InvalidValue(
+                    f"{name} is {first.get(name)!r} on rank 0 and {value!r} on rank {rank}: make it the same on all "
+                    "ranks",
+                    code="SS504",
+                )
+
+
 class Transport:
     """All ranks of a run, and what they exchange. With one rank, there is no process group, and calls return at once.
 
@@ -170,15 +183,7 @@ class Transport:
 
     def agree(self, values: Mapping[str, Any]) -> None:
         """Compare `values` over the ranks. Raises Error if one of them differs."""
-        first, *others = self.gather(dict(values))
-        for rank, theirs in enumerate(others, start=1):
-            for name, value in theirs.items():
-                if value != first.get(name):
-                    raise InvalidValue(
-                        f"{name} is {first.get(name)!r} on rank 0 and {value!r} on rank {rank}: make it the same on "
-                        "all ranks",
-                        code="SS504",
-                    )
+        check_equal(self.gather(dict(values)))
 
     def broadcast(self, value: T, source: int = 0) -> T:
         """Return the `value` of rank `source` (as for `gather`) on every rank."""

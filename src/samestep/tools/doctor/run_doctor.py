@@ -9,7 +9,6 @@ from samestep.command_line import JSON, Command, build_options, take_values
 from samestep.config import Option, to_flags
 from samestep.errors import Error
 from samestep.launch.flags import FLAGS
-from samestep.launch.launcher import check_run_dir
 from samestep.launch.target import Target
 from samestep.tools.launch_command import start
 from samestep.world.environment import count_job_nodes, read_environment
@@ -51,7 +50,6 @@ def run_doctor(**parameters: Any) -> int:
         from samestep.tools.doctor.examination import examine
 
         return examine(environment, CHECKS, **own)
-    check_run_dir(own.get("run_dir"))
     if (num_nodes := count_job_nodes()) > 1 and "nnodes" not in starting:
         found = f"this job has {num_nodes} nodes, and only this one is checked"
         print(f"samestep doctor: {found}: srun samestep doctor checks all", file=sys.stderr, flush=True)

@@ -28,7 +28,7 @@ from samestep.snapshot.store import SNAPSHOTS, Snapshot, Store
 from samestep.tools.inspect import describe_difference
 from samestep.tools.traced_script import build_trace, exiting_on_sigterm, find_errors, read_lines, start
 from samestep.watch.records import LEDGER, METRICS, RECORD, STATUS, read_or_empty
-from samestep.world.workdir import WorkDir
+from samestep.world.workdir import open_workdir
 
 OF_RUN = ("device", "backend", "override")
 FLAGS: dict[str, Option] = {
@@ -54,15 +54,14 @@ def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
     check_target(target)
     if "step" not in values:
         raise Error("replay needs the step: --step S, counted from 0", code="SS103")
-    # The scratch directory is locked by the ranks, too: it is removed when a later command finds that all have ended.
-    with exiting_on_sigterm(), WorkDir("replay-") as scratch, open_run(run, is_whole=True) as directory:
+    with exiting_on_sigterm(), open_workdir("replay-") as scratch, open_run(run, is_whole=True) as directory:
         return _Replay(run, directory, target, values, scratch).run()
 
 
 class _Replay:
     """A replay of the run in `directory`, as a run in the scratch directory."""
 
-    def __init__(self, run: str, directory: Path, target: Target, values: Mapping[str, Any], scratch: WorkDir) -> None:
+    def __init__(self, run: str, directory: Path, target: Target, values: Mapping[str, Any], scratch: Path) -> None:
         self._called = run
         self._directory = directory
         self._values = values
@@ -93,7 +92,7 @@ class _Replay:
         first = 0 if snapshot is None else snapshot.step
         wanted = [*islice(read_records(self._directory / LEDGER, first=first), self._step + 1 - first)]
         self._say_begin(snapshot, first)
-        output = self._scratch.path / "output"
+        output = self._scratch / "output"
         lines = self._compute(self._build_run(snapshot), output, first)
         about = next((line["about"] for line in lines if "about" in line), None)
         if about is None:
@@ -138,7 +137,7 @@ class _Replay:
 
     def _build_run(self, snapshot: Snapshot | None) -> Path:
         """Copy the files that a resume needs. Snapshot files are linked if the file system allows that."""
-        run_dir = self._scratch.path / "run"
+        run_dir = self._scratch / "run"
         run_dir.mkdir()
         (run_dir / ORDERS).mkdir()
         names = [RECORD, *list_orders(self._directory)]
@@ -173,18 +172,17 @@ class _Replay:
             "stuck_after_s": 0,
         }
         trace = {"step": self._step, "micro_batch": self._micro_batch}
-        variables = build_trace(INTERCEPTOR, self._scratch.path, to_variables(options), **trace)
-        locks = (self._scratch.lock.fileno(),)
+        variables = build_trace(INTERCEPTOR, self._scratch, to_variables(options), **trace)
         command = self._target.to_full_command(self._num_ranks)
-        with start(command, variables, output, locks) as process:
+        with start(command, variables, output) as process:
             process.wait()
         # The steps are written by rank 0, and the result by any rank.
-        return [line for path in sorted(self._scratch.path.glob("rank-*.jsonl")) for line in read_lines(path)]
+        return [line for path in sorted(self._scratch.glob("rank-*.jsonl")) for line in read_lines(path)]
 
     def _explain(self, output: Path) -> Error:
         """Return the error of a replay that did not reach the step."""
         name = self._target.name.removeprefix("samestep.recipes.")
-        text = read_tail(output).replace(str(self._scratch.path / "run"), self._called)
+        text = read_tail(output).replace(str(self._scratch / "run"), self._called)
         lines = text.rstrip().splitlines()
         errors = find_errors(text)
         if errors:

@@ -76,7 +76,6 @@ class Starts:
 
     Attributes:
         overrides: options of `Run` that replace those of the script.
-        lock: a file descriptor that the ranks inherit.
     """
 
     target: Target
@@ -84,7 +83,6 @@ class Starts:
     home: Path
     num_steps: int
     num_warm_up: int
-    lock: int
 
     def run(self, size: Size) -> None:
         """Start the script, and add its measurements. Raises Error if it fails, or trains for too few steps."""
@@ -101,7 +99,7 @@ class Starts:
             **NO_INTERCEPTORS,
         }
         variables = build_trace(INTERCEPTOR, place, to_variables(options))
-        with start(self.target.to_full_command(size.world_size), variables, place / "output", (self.lock,)) as process:
+        with start(self.target.to_full_command(size.world_size), variables, place / "output") as process:
             code = process.wait()
         ranks = [read_lines(place / f"rank-{rank}.jsonl") for rank in range(size.world_size)]
         where = f"{self.target.name.removeprefix('samestep.recipes.')} on {format_ranks(size.world_size)}"

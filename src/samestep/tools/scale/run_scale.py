@@ -22,7 +22,7 @@ from samestep.tools.scale.fit import StepFit, fit_steps
 from samestep.tools.scale.measurement import Size, Starts
 from samestep.tools.traced_script import exiting_on_sigterm
 from samestep.units import format_bytes, format_ranks, format_time
-from samestep.world.workdir import WorkDir
+from samestep.world.workdir import open_workdir
 
 _OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device", "backend")
 FLAGS: dict[str, Option] = {
@@ -58,10 +58,10 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
     num_cores = len(os.sched_getaffinity(0))
     if sizes[-1] > num_cores and values.get("device", "cpu") == "cpu":
         say(f"{sizes[-1]} ranks share {num_cores} cores: separate machines would not lose what they take each other")
-    with exiting_on_sigterm(), WorkDir("scale-") as work:
+    with exiting_on_sigterm(), open_workdir("scale-") as work:
         overrides = {name: value for name, value in values.items() if name in OPTIONS and name in _OF_RUN}
         num_steps = values.get("steps", 30)
-        starts = Starts(target, overrides, work.path, num_steps, values.get("warm_up", 5), work.lock.fileno())
+        starts = Starts(target, overrides, work, num_steps, values.get("warm_up", 5))
         measured = measure(starts, sizes, values.get("repeats", 3))
     if (found := min(size.num_steps for size in measured.values())) < num_steps:
         say(f"{found} steps were measured, not {num_steps}: after the warm-up, the script trains for no more")

@@ -23,7 +23,7 @@ from samestep.tools.verify.plain import run_plain
 from samestep.tools.verify.traces import Difference, find_difference, name_tensor
 from samestep.tools.verify.trials import LEAST_DEADLINE_S, TrialOutcome, Trials
 from samestep.units import format_count, format_ranks
-from samestep.world.workdir import WorkDir
+from samestep.world.workdir import open_workdir
 
 OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device", "backend")
 NOT_OF_PLAIN = ("shard", "kills", "kill_seed", "heal", *OF_RUN)
@@ -86,8 +86,8 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
     num_steps = values.get("steps", 20)
     every = max(1, num_steps // (2 * (values.get("kills", 2) + 1)))
     overrides = {name: value for name, value in values.items() if name in OF_RUN}
-    with exiting_on_sigterm(), WorkDir("verify-") as temporary:
-        trials = Trials(target, overrides, temporary.path.resolve(), num_steps, every, (temporary.lock.fileno(),))
+    with exiting_on_sigterm(), open_workdir("verify-") as temporary:
+        trials = Trials(target, overrides, temporary.resolve(), num_steps, every)
         return _Verification(trials, values, world_sizes, modes).run()
 
 

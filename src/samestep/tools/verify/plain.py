@@ -28,7 +28,7 @@ from samestep.tools.verify.plain_checks import (
 from samestep.tools.verify.trials import LEAST_DEADLINE_S, SHOWN_LINES
 from samestep.units import format_ranks
 from samestep.world.environment import HOOK, child_variables
-from samestep.world.workdir import WorkDir
+from samestep.world.workdir import open_workdir
 
 RECORDER = "samestep.tools.verify.plain_recorder"
 # of the copy of the working directory
@@ -44,8 +44,8 @@ def run_plain(target: Target, values: Mapping[str, Any], world_sizes: Sequence[i
     Raises:
         Error: the script fails on the first number of ranks, or makes no step there.
     """
-    with exiting_on_sigterm(), WorkDir("verify-") as temporary:
-        copier = _Copier([each for each in values.get("link", "").split(",") if each], temporary.path)
+    with exiting_on_sigterm(), open_workdir("verify-") as temporary:
+        copier = _Copier([each for each in values.get("link", "").split(",") if each], temporary)
         trials = _PlainTrials(target, values.get("steps", 100), copier, temporary)
         if "json" not in values:
             print(f"samestep verify --plain {shlex.join(target.to_words())}", flush=True)
@@ -73,7 +73,7 @@ class _PlainTrials:
         faults: the starts after the first one that have failed.
     """
 
-    def __init__(self, target: Target, num_steps: int, copier: "_Copier", home: WorkDir) -> None:
+    def __init__(self, target: Target, num_steps: int, copier: "_Copier", home: Path) -> None:
         self._name = target.name
         self._num_steps = num_steps
         self._copier = copier
@@ -88,7 +88,7 @@ class _PlainTrials:
     def run(self, size: int) -> list[Rank]:
         """Start the script on a number of ranks, and wait for its end. Returns the records of the ranks."""
         is_first = not self.rows
-        place = self._home.path / f"{len(self.rows)}"
+        place = self._home / f"{len(self.rows)}"
         place.mkdir()
         where = place / "copy"
         self._copier.copy_to(where)
@@ -98,7 +98,7 @@ class _PlainTrials:
         ours = {HOOK: json.dumps([RECORDER, options]), "WANDB_MODE": "disabled"}
         variables = {"PYTHONHASHSEED": "0"} | child_variables() | ours
         began_s = time.monotonic()
-        with start(command, variables, place / "output", (self._home.lock.fileno(),), where) as process:
+        with start(command, variables, place / "output", where) as process:
             code = process.wait_for(self._deadline_s)
         seconds = time.monotonic() - began_s
         self._deadline_s = self._deadline_s or max(LEAST_DEADLINE_S, 10 * seconds)

@@ -71,7 +71,6 @@ class Trials:
 
     Attributes:
         overrides: options of `Run` that replace those of the script.
-        locks: file descriptors that each run inherits.
         deadline_s: time after which a run counts as stuck and is killed.
     """
 
@@ -80,7 +79,6 @@ class Trials:
     home: Path
     num_steps: int
     snapshot_every: int
-    locks: Sequence[int] = ()
     deadline_s: float | None = None
     _count: int = 0
 
@@ -146,7 +144,7 @@ class Trials:
         )
 
     def _start(self, command: list[str], variables: Mapping[str, str], place: Path) -> int:
-        with start(command, variables, place / "output", self.locks) as process:
+        with start(command, variables, place / "output") as process:
             code = process.wait_for(self.deadline_s)
         if code is None:
             with open(place / "output", "a", opener=open_regular) as output:
