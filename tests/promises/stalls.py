@@ -78,12 +78,6 @@ def skip_a_collective(is_guilty: bool) -> None:
         dist.all_reduce(torch.ones(1))
 
 
-def fill_a_pipe(is_guilty: bool) -> None:
-    if is_guilty:
-        _, end = os.pipe()
-        os.write(end, bytes(1 << 20))
-
-
 def lock_twice(is_guilty: bool) -> None:
     if is_guilty:
         lock = threading.Lock()
@@ -101,7 +95,6 @@ FAULTS: dict[str, Callable[[bool], None]] = {
     "exception swallowed": do_nothing,  # in the loop
     "SIGSTOP": stop_itself,
     "collective skipped": skip_a_collective,
-    "pipe full": fill_a_pipe,
     "locked out": lock_twice,
 }
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,17 +23,15 @@ from support.waiting import wait_until
 import samestep
 from samestep.decoding import convert, decode
 from samestep.tools.live_view import (
-    HEADER,
     describe_end,
     format_rows,
 )
-from samestep.watch.beat_exchange import BeatExchange, Message
+from samestep.watch.beats import BeatExchange, Message
 from samestep.watch.decision import RankFacts
-from samestep.watch.heartbeat import Heartbeat
+from samestep.watch.heartbeat import Files, Heartbeat
 from samestep.watch.phase_clock import PhaseClock
-from samestep.watch.publishing import Files
 from samestep.watch.records import RankStates, has_ended
-from samestep.watch.stall_diagnosis import PHASES, WARM_UP, Beat, build_limits
+from samestep.watch.stall_diagnosis import WARM_UP, Beat, build_limits
 from samestep.watch.thread_state import EXCHANGES, read_process_state, read_thread_state
 
 DEADLINE_S = 60.0
@@ -104,12 +102,12 @@ def test_a_single_rank_watches_itself() -> None:
         assert re.match(r"rank 0 \(host here\) has been loading data for \d+ s at step 4, waiting\.py:", said[0]), said
         pulse.enter("forward", 4)
         wait_until(lambda: len(said) > 1, "it says that it goes on")
-        assert said[1].startswith("the run continues after")
+        assert said[1] == "the run continues"
 
 
 @pytest.mark.parametrize(
     ("system", "said_of_it"),
-    [("", r"rank 0 \(host here\) died \d+ s ago"), ("another", r"nothing was heard of rank 0 ")],
+    [("", "nothing was heard of rank 0 .*: the process has died"), ("another", "the network is down")],
 )
 def test_the_lowest_live_rank_reports(tmp_path: Path, system: str, said_of_it: str) -> None:
     """It continues to show all ranks. It knows less of a process on another system with the same host name."""
@@ -158,32 +156,6 @@ def test_a_failed_check_is_said_once() -> None:
     assert said == ["the heartbeat's thread 'watch' has failed: KeyError: 0"]
 
 
-def test_the_leader_knows_its_own_state(tmp_path: Path) -> None:
-    """Although the store answers late, so that the newest beat that it has of the leader is old."""
-
-    class Late(Box):
-        def put(self, name: str, text: str) -> None:
-            super().put(name, text)
-            if is_late.is_set():
-                is_held.set()
-                is_over.wait(DEADLINE_S)
-
-    is_late, is_held, is_over = threading.Event(), threading.Event(), threading.Event()
-    box, states = Late(), tmp_path / "ranks.json"
-    with heartbeat(0, box, files=Files(tmp_path), stuck_after_s=3000) as (pulse, _):
-        wait_until(lambda: "beat/0" in box.texts, "rank 0 sends a beat")
-        other = json.loads(box.texts["beat/0"])
-        other["beat"]["rank"] = 1
-        box.texts["beat/1"] = json.dumps(other)
-        wait_until(states.exists, "rank 0 has read both beats")
-        is_late.set()
-        wait_until(is_held.is_set, "the store does not answer")
-        pulse.enter("forward", 4)
-        wait_until(lambda: json.loads(states.read_text())["ranks"][0]["phase"] == "forward", "it shows its own phase")
-        assert json.loads(box.texts["beat/0"])["beat"]["phase"] == "starting"
-        is_over.set()
-
-
 def test_an_old_beat_that_is_written_again_is_not_news() -> None:
     """Its signature is right, and anyone who reaches the store can write it, to hide that a rank has died."""
     box, texts = Box(), []
@@ -222,7 +194,7 @@ def test_a_rank_whose_check_does_not_run_is_silent() -> None:
     with heartbeat(1, box) as (_, said), heartbeat(0, box, is_lost=hang):
         wait_until(lambda: said, "rank 1 leads")
         held.set()
-    assert said[0].startswith("rank 0 (host here) sent no heartbeat for "), said
+    assert said[0].startswith("nothing was heard of rank 0 (host here) for "), said
 
 
 def test_beats_of_a_store_that_does_not_answer() -> None:
@@ -239,50 +211,32 @@ def test_beats_of_a_store_that_does_not_answer() -> None:
     assert said[0].startswith("rank 1 (host here) is cut off: the rendezvous store has not answered")
 
 
-def test_the_file_for_watch_stays_while_ranks_form_a_new_group(tmp_path: Path) -> None:
-    """Otherwise `samestep watch` would say that the run was killed."""
-    with heartbeat(0, None, world_size=1, files=Files(tmp_path), is_last=False):
-        wait_until((tmp_path / "ranks.json").exists, "it is shown")
-    assert (tmp_path / "ranks.json").exists()
-
-
-def test_the_files_for_watch_are_removed_at_the_end(tmp_path: Path) -> None:
-    with heartbeat(0, None, world_size=1, files=Files(tmp_path, micro_batch_size=4)) as (pulse, _):
+@pytest.mark.parametrize("is_last", [False, True])
+def test_the_file_for_watch_is_removed_at_the_end(tmp_path: Path, is_last: bool) -> None:
+    """It stays while ranks form a new group. Otherwise `samestep watch` would say that the run was killed."""
+    files = Files(tmp_path, micro_batch_size=4)
+    with heartbeat(0, None, world_size=1, files=files, is_last=is_last) as (pulse, _):
         pulse.enter("validating", 3)
         wait_until((tmp_path / "ranks.json").exists, "it is shown")
         record = json.loads((tmp_path / "ranks.json").read_text())
         assert (record["ranks"][0]["rank"], record["micro_batch_size"]) == (0, 4)
-    assert [*tmp_path.iterdir()] == []
+    assert (tmp_path / "ranks.json").exists() is not is_last
 
 
 # --- the state of a thread ------------------------------------------------------------------------------------------
 
 
-def sleep(stop: threading.Event) -> None:
-    while not stop.is_set():
-        time.sleep(0.5)
+def test_the_place_of_a_thread() -> None:
+    def wait_here(stop: threading.Event) -> None:
+        stop.wait(DEADLINE_S)
 
-
-def read_a_pipe(stop: threading.Event) -> None:
-    ours, theirs = os.pipe()
-    threading.Thread(target=lambda: (stop.wait(DEADLINE_S), os.close(theirs))).start()
-    os.read(ours, 1)
-    os.close(ours)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
-@pytest.mark.parametrize(("wait", "function"), [(sleep, "nanosleep"), (read_a_pipe, "pipe")])
-def test_a_blocked_thread(wait: Callable[[threading.Event], None], function: str) -> None:
     stop = threading.Event()
-    thread = threading.Thread(target=wait, args=(stop,))
+    thread = threading.Thread(target=wait_here, args=(stop,))
     thread.start()
     try:
         assert thread.ident is not None
-        ident, native_id = thread.ident, thread.native_id or 0
-        pattern = re.compile(rf"blocked( in \w*{function}\w*)?")  # a kernel may hide the function
-        wait_until(lambda: pattern.fullmatch(read_thread_state(ident, native_id).blocked), f"it is in {function}")
-        state = read_thread_state(ident, native_id)
-        assert re.fullmatch(rf"test_heartbeat\.py:\d+ in {wait.__name__}", state.place)
+        state = read_thread_state(thread.ident, thread.native_id or 0)
+        assert re.fullmatch(r"test_heartbeat\.py:\d+ in wait_here", state.place)
         assert state.waits_in == ""
     finally:
         stop.set()
@@ -339,14 +293,6 @@ def test_watching_a_run_that_has_ended(tmp_path: Path) -> None:
     os.utime(tmp_path / "status.json", (0, 0))
     assert has_ended(tmp_path)
     assert "no heartbeat of the run" in describe_end(tmp_path)
-
-
-def test_every_column_is_explained(tmp_path: Path) -> None:
-    told = check(samestep_command("watch", "--help", cwd=tmp_path)).stdout
-    explained = [line.split("  ")[1].split(", ") for line in told.splitlines() if re.match(r"  [a-z]", line)]
-    assert tuple(name for names in explained for name in names if name in HEADER) == HEADER
-    phases = told.partition("  phase ")[2].partition("  in it for ")[0]
-    assert set(PHASES) <= set(re.findall(r"\w+", phases))
 
 
 def test_watching_on_a_terminal(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from samestep.watch.stall_diagnosis import (
     build_limits,
     describe_spent,
     diagnose,
-    explain_waiting,
 )
 
 FRESH = {"num_seen": WARM_UP + 100, "longest_s": 0.02}
@@ -114,27 +113,24 @@ def test_a_run_is_stopped_late(ranks: list[Beat]) -> None:
 
 def test_the_sentence() -> None:
     ranks = [wait(rank, 50) for rank in range(8) if rank != 3]
-    slow = hear(3, "loading", 48, host="b", place="train.py:10 in __getitem__", blocked="blocked in hrtimer_nanosleep")
+    slow = hear(3, "loading", 48, host="b", place="train.py:10 in __getitem__")
     verdict = diagnose([*ranks, slow], Limits())
     assert verdict is not None
     assert verdict.blocking == (3,)
     assert verdict.sentence == (
-        "rank 3 (host b) has been loading data for 48 s at step 120, train.py:10 in __getitem__, blocked in "
-        "hrtimer_nanosleep; 7 ranks wait for it in the reduction"
+        "rank 3 (host b) has been loading data for 48 s at step 120, train.py:10 in __getitem__; 7 ranks wait for it "
+        "in the reduction"
     )
 
 
 @pytest.mark.parametrize(
     ("guilty", "words"),
     [
-        (hear(1, "forward", 20, blocked="waiting for the disk"), "waiting for the disk"),
-        (hear(1, "loading", 20, blocked="blocked in pipe_read"), "blocked in pipe_read"),
-        (hear(1, "forward", 20, is_busy=True), "has been computing for 20 s at step 120, computing"),
-        (hear(1, "forward", 20, is_silent=True, process="stopped"), "was stopped (SIGSTOP) 20 s ago"),
-        (hear(1, "forward", 20, is_silent=True, process="dead"), "died 20 s ago"),
+        (hear(1, "forward", 20, is_busy=True), "has been computing for 20 s at step 120"),
+        (hear(1, "forward", 20, is_silent=True, process="stopped"), "was stopped (SIGSTOP)"),
+        (hear(1, "forward", 20, is_silent=True, process="dead"), "the process has died"),
         (hear(1, "forward", 20, is_silent=True, process="alive"), "does not let other threads run"),
-        (hear(1, "forward", 20, is_silent=True, host="far"), "the host or its network is down"),
-        (hear(1, "forward", 20, is_silent=True), "stopped, dead, or cut off"),
+        (hear(1, "forward", 20, is_silent=True, host="far"), "the process, its host or the network is down"),
         (hear(1, "ended", 0), "left the run at step 120"),
     ],
 )
@@ -209,11 +205,3 @@ def test_where_the_time_went() -> None:
     spent = {"starting": 99.0, "loading": 1.0, "forward": 2.0, "backward": 4.0, "reducing": 2.0, "saving": 1.0}
     assert describe_spent(spent) == "compute 60 %, gradient reduction 20 %, snapshots 10 %, data 10 %"
     assert describe_spent({}) == ""
-
-
-def test_ranks_that_wait_more_than_they_work() -> None:
-    spent = {"starting": 99.0, "loading": 1.0, "forward": 1.0, "backward": 1.0, "updating": 1.0, "reducing": 6.0}
-    said = "the ranks wait for each other 60 % of the time and work 40 %: fewer ranks, "
-    assert explain_waiting(spent, 50).startswith(said)
-    assert explain_waiting(spent, 49) == "", "too few steps to tell"
-    assert explain_waiting(spent | {"forward": 5.0}, 50) == ""

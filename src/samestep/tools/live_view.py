@@ -14,7 +14,6 @@ from samestep.snapshot.reading import read_run
 from samestep.units import format_count, format_time
 from samestep.watch.records import (
     HEALS,
-    RESTART_S,
     STALE_S,
     STATUS,
     RankStates,
@@ -82,7 +81,7 @@ def _follow(run_dir: Path) -> int:
                 styles = [_choose_style(rank) for rank in record.ranks]
                 table = build_table(_name_table(run_dir, record), *format_rows(record), styles)
                 live.update(table, refresh=True)
-                if time.time() - record.time_s > RESTART_S and has_ended(run_dir):
+                if has_ended(run_dir):
                     break
             time.sleep(POLL_S)
     print(escape(describe_end(run_dir)))

@@ -45,7 +45,6 @@ from samestep.train.step.steps import Step
 from samestep.watch.progress import build_progress, say_above
 from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import Tracker
-from samestep.watch.trackers.registry import build_trackers
 from samestep.world.group_opening import choose_device, find_ranks, open_group
 from samestep.world.process_group import find_rank
 
@@ -221,7 +220,7 @@ class Run:
     def _build_services(self, trackers: Sequence[Tracker | str]) -> Services:
         context = self._context
         state = self._state
-        built = Trackers(build_trackers(trackers), self._say)
+        built = Trackers(trackers, self._say)
         group = context.group
 
         snapshotter = Snapshotter(

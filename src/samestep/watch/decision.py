@@ -80,15 +80,12 @@ class Moving:
 class CutOff:
     """This rank has said that the store does not answer."""
 
-    for_s: float
-
 
 @dataclass(frozen=True)
 class Stalled:
     """This rank leads, and has named the ranks that stop the run."""
 
     stall: Stall
-    for_s: float
 
 
 @dataclass(frozen=True)
@@ -151,7 +148,7 @@ def decide(state: State, view: View, facts: RankFacts) -> tuple[State, list[Acti
     stall = None if view.ranks is None else diagnose(view.ranks, facts.limits, view.awake_s)
     if view.ranks is None or stall is None:
         if isinstance(state, (Stalled, CutOff)):
-            return Moving(), [Say(f"the run continues after {format_time(round(state.for_s))}")]
+            return Moving(), [Say("the run continues")]
         return Moving(), []
     actions: list[Action] = []
     said = state.stall if isinstance(state, Stalled) else None
@@ -160,7 +157,7 @@ def decide(state: State, view: View, facts: RankFacts) -> tuple[State, list[Acti
         actions.append(Say(stall.sentence))
     ending = _begin_end(stall, view, view.ranks, facts) if stall.is_final else None
     if ending is None:
-        return Stalled(stall, min(rank.still_s for rank in view.ranks)), actions
+        return Stalled(stall), actions
     ended = "the run" if ending.order.is_for_all else describe_ranks(stall.blocking)
     return ending, [*actions, Say(f"nothing has moved for too long: stopping {ended}")]
 
@@ -205,4 +202,4 @@ def _report_cut_off(state: State, view: View, facts: RankFacts) -> tuple[State, 
     actions: list[Action] = [] if isinstance(state, CutOff) else [Say(sentence)]
     if min(view.cut_off_s, view.own.still_s) > (limits.stop_s or max(limits.first_s, 2 * limits.floor_s)):
         actions.append(EndSelf(sentence, True))
-    return CutOff(view.cut_off_s), actions
+    return CutOff(), actions

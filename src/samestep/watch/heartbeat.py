@@ -3,17 +3,22 @@
 The leader, which is the lowest rank that responds, reads the beats of all ranks, and says which rank is stuck.
 """
 
+import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
+from msgspec import to_builtins
 from msgspec.structs import replace
 
-from samestep.watch.beat_builder import BeatBuilder
-from samestep.watch.beat_exchange import MISSED, BeatExchange, Message
+from samestep.files import replace_file
+from samestep.watch.beats import MISSED, BeatBuilder, BeatExchange, Message
 from samestep.watch.decision import Action, Ending, EndOthers, EndSelf, Moving, RankFacts, Say, State, View, decide
 from samestep.watch.phase_clock import PhaseClock
-from samestep.watch.publishing import Files, Publisher
+from samestep.watch.records import RANKS, RankStates
 from samestep.watch.stall_diagnosis import Beat
 from samestep.watch.thread_state import read_process_state
 from samestep.world.forking import at_work
@@ -21,6 +26,57 @@ from samestep.world.host import read_host_id
 from samestep.world.rendezvous_store import SignedEntries
 
 JOIN_S = 2.0  # for a thread to end, which a disk or the store may block
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where a rank writes.
+
+    Attributes:
+        run_dir: directory for ranks.json; None: not written.
+        may_write: returns whether the directory still belongs to this run.
+        micro_batch_size: of the run, for ranks.json.
+        began_step: the first step of this start of the run.
+    """
+
+    run_dir: Path | None = None
+    may_write: Callable[[], bool] = lambda: True
+    micro_batch_size: int = 1
+    began_step: int = 0
+
+
+class Publisher:
+    """Writes the files of one rank. All writes are in `publish` and `remove`, which can take any time."""
+
+    def __init__(self, files: Files) -> None:
+        self._has_written = False
+        self._files = files
+        self._shown: Sequence[Beat] | None = None  # the states of all ranks that are to be written
+
+    def show(self, ranks: Sequence[Beat]) -> None:
+        """Let `publish` write the states of all ranks."""
+        self._shown = ranks
+
+    def publish(self) -> None:
+        """Write what is to be written now."""
+        ranks, self._shown = self._shown, None
+        if ranks is not None and self._files.may_write():
+            with suppress(OSError):
+                self._write_ranks(ranks)
+
+    def remove(self) -> None:
+        """Remove `ranks.json`, if this rank has written it."""
+        if self._files.run_dir is not None and self._has_written and self._files.may_write():
+            with suppress(OSError):
+                (self._files.run_dir / RANKS).unlink()
+
+    def _write_ranks(self, ranks: Sequence[Beat]) -> None:
+        files = self._files
+        if files.run_dir is None:
+            return
+        text = json.dumps(to_builtins(RankStates(time.time(), files.micro_batch_size, [*ranks]))).encode()
+        replace_file(files.run_dir / RANKS, text)
+        self._has_written = True
 
 
 class Heartbeat:
@@ -44,7 +100,7 @@ class Heartbeat:
             clock, facts.rank, facts.host, self._system, interval_s=interval_s, began_step=files.began_step
         )
         self._publisher = Publisher(files)
-        first = Message(self._builder.build(0))
+        first = Message(self._builder.build())
         self._exchange = BeatExchange(entries, facts.rank, facts.members, interval_s, first)
         self._state: State = Moving()
         self._checked_s = self._awake_since_s = time.monotonic()
@@ -106,7 +162,7 @@ class Heartbeat:
         others = self._exchange.collect(now_s)
         if others is None:
             return None
-        ranks = [own or self._builder.build(self._publisher.num_bytes)]
+        ranks = [own or self._builder.build()]
         for beat in others:
             is_here = (beat.host, beat.system) == (self._facts.host, self._system)
             process = read_process_state(beat.pid) if beat.is_silent and is_here else ""
@@ -119,7 +175,7 @@ class Heartbeat:
         if now_s - self._checked_s > MISSED * self._interval_s:  # this process itself was stopped
             self._awake_since_s = now_s
         self._checked_s = now_s
-        own = self._builder.build(self._publisher.num_bytes)
+        own = self._builder.build()
         ranks = self._collect(now_s, own) if self._exchange.leads(now_s) else None
         if ranks is not None:
             self._publisher.show(ranks)

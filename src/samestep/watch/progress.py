@@ -97,7 +97,8 @@ class Progress:
         self._is_shown = is_shown
         self._stream: TextIO | None = None  # that of `print`
         self._pace = Pace()
-        self._news: dict[str, tuple[str, Any]] = {}  # name -> where it was measured, and the value
+        self._place = ""  # where the newest numbers were measured
+        self._news: dict[str, Any] = {}  # these numbers
         self._said_at = float("-inf")
 
     def begin(self, *, total_steps: int | None, done_steps: int, epochs: int | None) -> None:
@@ -109,7 +110,7 @@ class Progress:
             epochs: number of epochs; None for a loop without epochs.
         """
         self.close()
-        self._news.clear()
+        self._news = {}
         self._pace = Pace(total_steps=total_steps, done_steps=done_steps, epochs=epochs)
 
     def step(self, number: int, num_samples: int, epoch: int) -> None:
@@ -127,9 +128,10 @@ class Progress:
             return
         place = self._pace.place(number)
         validation = {name: value for name, value in values.items() if name.startswith("validation/")}
-        for name in values.keys() - validation.keys():
-            self._news.pop(name, None)  # the newest ones are the last
-        self._news |= {name: (place, value) for name, value in values.items() if name not in validation}
+        if place != self._place:  # a line must not mix steps
+            self._place = place
+            self._news = {}
+        self._news |= {name: value for name, value in values.items() if name not in validation}
         self._show(is_due=bool(validation))
         if validation:
             self.print("  ".join([place, *_texts(validation)]))
@@ -164,14 +166,10 @@ class Progress:
 
     def _show(self, *, is_due: bool = False) -> None:
         """Show the newest numbers, if that is due."""
-        if not self._news or not (is_due or monotonic() - self._said_at >= LINE_EVERY_S):
-            return
-        newest, _ = [*self._news.values()][-1]
-        for place in dict.fromkeys(place for place, _ in self._news.values()):  # a line must not mix steps
-            values = {name: value for name, (at, value) in self._news.items() if at == place}
-            self.print("  ".join([place, *_texts(values), *(self._pace.texts() if place == newest else ())]))
-        self._news.clear()
-        self._said_at = monotonic()
+        if self._news and (is_due or monotonic() - self._said_at >= LINE_EVERY_S):
+            self.print("  ".join([self._place, *_texts(self._news), *self._pace.texts()]))
+            self._news = {}
+            self._said_at = monotonic()
 
 
 class Bar(Progress):
@@ -210,7 +208,7 @@ class Bar(Progress):
         """`step` does."""
 
     def _draw_line(self) -> None:
-        values = _texts({name: value for name, (_, value) in self._news.items()})
+        values = _texts(self._news)
         place = self._pace.place().removeprefix("step ")
         line = escape("  ".join([place, *values[:1], *self._pace.texts(), *values[1:]]))
         with suppress(OSError):

@@ -26,7 +26,6 @@ LEDGER = "ledger.bin"  # one record for each finished step: the samples it used
 LOGS = "logs"  # a directory: the output of each start's ranks
 SHARED = (RECORD, RESTARTS, HEALS, STATUS, TRACKERS, LEDGER, METRICS)  # what a copy holds besides orders and snapshots
 
-RESTART_S = 5.0  # for a launcher to restart a failed run
 STALE_S = 30.0  # a run without news for this long counts as dead
 
 # What a table of these files shows.
@@ -167,20 +166,11 @@ def read_status(directory: Path) -> dict[str, Any]:
 
 
 def has_ended(run_dir: Path) -> bool:
-    """Return whether the run has ended. False while a launcher can still restart it."""
-    status = read_or_empty(run_dir / STATUS)
-    if status.get("status") in ("done", "stopped"):
+    """Return whether the run has ended. False while it has news, and while a launcher may restart it."""
+    if read_or_empty(run_dir / STATUS).get("status") in ("done", "stopped"):
         return True
-    newest_s = 0.0
-    for name in (RANKS, STATUS):
-        path = run_dir / name
-        newest_s = max(newest_s, path.stat().st_mtime if path.exists() else 0.0)
-    age_s = time.time() - newest_s
-    if status.get("status") == "failed":
-        return age_s > RESTART_S
-    if status.get("host") == read_host() and os.path.isdir("/proc/self"):
-        return age_s > RESTART_S and not os.path.isdir(f"/proc/{status.get('process')}")
-    return age_s > STALE_S
+    paths = [path for name in (RANKS, STATUS) if (path := run_dir / name).exists()]
+    return time.time() - max([path.stat().st_mtime for path in paths], default=0.0) > STALE_S
 
 
 def list_logs(run_dir: Path) -> list[Path]:

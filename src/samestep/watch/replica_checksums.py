@@ -102,22 +102,18 @@ def explain_drift(drift: Drift, hosts: Sequence[str], step: int, equal_at: int |
         step: number of completed steps.
         equal_at: the last step after which the ranks were equal; None: never compared.
     """
-    named = [f"rank {rank} ({hosts[rank]})" for rank in drift.differing]
-    who = named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
-    others = len(hosts) - len(drift.differing)
-    if not drift.has_majority:
-        what = f"{who} do not hold the same model after step {step}, and no majority says which is right"
-        whom = "those machines" if len(set(hosts)) > 1 else "that machine"
+    who = " and ".join(f"rank {rank} ({hosts[rank]})" for rank in drift.differing)
+    if drift.has_majority:
+        have = "has" if len(drift.differing) == 1 else "have"
+        others = len(hosts) - len(drift.differing)
+        what = f"{who} {have} a different model than the other {others}, which agree, after step {step}"
     else:
-        same = "the other" if others == 1 else f"the other {others}, which agree"
-        what = f"{who} {'has' if len(named) == 1 else 'have'} a different model than {same}, after step {step}"
-        whom = "that machine" if len({hosts[rank] for rank in drift.differing}) == 1 else "those machines"
+        what = f"{who} do not hold the same model after step {step}, and no majority says which is right"
     more = f" and {drift.num_tensors - 1} more tensors differ" if drift.num_tensors > 1 else " differs"
     since = "" if equal_at is None else f", and all were equal after step {equal_at}"
     return (
         f"{what}: {drift.tensor}{more}{since}; this state is not saved, and the last snapshot is older. Suspect first "
         "a decision (a schedule, an early stop) based on the loss of one rank, such as loss.item() in the inner loop: "
         "base it on step.loss, step.metrics or epoch.metrics, which are the same on all ranks; then code that changes "
-        "the model or the optimizer on some ranks only (run.rank, different arguments); then the memory of "
-        f"{whom}"
+        "the model or the optimizer on some ranks only (run.rank, different arguments); then the memory of a machine"
     )

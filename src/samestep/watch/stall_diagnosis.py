@@ -24,6 +24,13 @@ PHASES = {
     "left": "been outside the loop",
     "ended": "ended its part",
 }
+# State of a process -> why its beats have stopped.
+SILENCE = {
+    "stopped": "the process was stopped (SIGSTOP)",
+    "dead": "the process has died",
+    "alive": "the process lives, but its main thread is in a call that does not let other threads run",
+    "": "the process, its host or the network is down",
+}
 NEW_GROUP = "the new group"  # after a death, ranks wait in it for all others
 # Phases whose earlier durations predict the next one. The others contain any code that a script runs now and then.
 LEARNT = ("loading", "forward", "backward", "reducing", "validating")
@@ -35,8 +42,6 @@ STOP_S = 300.0
 UNKNOWN_STOP_S = 1800.0  # the timeout of the other ranks' collectives
 TIMES_LONGER = 10.0
 WARM_UP = 2  # the first phases of each kind: they compile, open files, start workers
-
-WAITING_AFTER_STEPS = 50  # a hint about waiting needs as many
 
 # Row of the table at the end -> its phases.
 SUMMARY = {
@@ -56,14 +61,12 @@ class ThreadState(Struct, frozen=True, kw_only=True):
     Attributes:
         waits_in: the current exchange with other ranks, such as "the reduction" or "all_reduce"; "" if there is none.
         place: the innermost line of the user's code, such as "train.py:31 in load".
-        blocked: what it waits for in the kernel, such as "blocked in pipe_read"; "" if it runs.
         is_compiling: torch.compile is active.
         cpu_s: CPU time since the thread's start.
     """
 
     waits_in: str = ""
     place: str = ""
-    blocked: str = ""
     is_compiling: bool = False
     cpu_s: Number = 0.0
 
@@ -184,7 +187,7 @@ def diagnose(ranks: Sequence[Beat], limits: Limits, awake_s: float = float("inf"
     if silent:
         limit_s = max([limits.floor_s, *[limits.of(rank) for rank in silent if rank.process == "alive"]])
         blocking = silent
-        sentence = _describe_silent(silent, responding, still_s)
+        sentence = _describe_silent(silent, still_s)
     elif others:
         limit_s = max([limits.of(rank) for rank in others])
         blocking = others
@@ -236,25 +239,10 @@ def share_spent(spent_s: Mapping[str, float]) -> dict[str, float]:
     return {name: part_s / total_s for name, part_s in parts.items()} if total_s > 0 else {}
 
 
-def explain_waiting(spent_s: Mapping[str, float], num_steps: int) -> str:
-    """Return a hint if a rank has exchanged gradients and waited for longer than it has worked; else ""."""
-    shares = share_spent(spent_s)
-    works = sum(shares.get(name, 0.0) for name in ("data", "compute", "update"))
-    waits = shares.get("gradient reduction", 0.0)
-    if num_steps < WAITING_AFTER_STEPS or waits <= works:
-        return ""
-    return (
-        f"the ranks wait for each other {100 * waits:.0f} % of the time and work {100 * works:.0f} %: fewer ranks, or "
-        "larger batches, may be faster; samestep scale measures it"
-    )
-
-
 def _name(beats: Sequence[Beat]) -> str:
     """Format ranks and their hosts."""
     hosts = sorted({beat.host for beat in beats})
-    more = " ..." if len(hosts) > 4 else ""
-    where = f"host{'s' if len(hosts) > 1 else ''} {', '.join(hosts[:4])}{more}"
-    return f"{describe_ranks([beat.rank for beat in beats])} ({where})"
+    return f"{describe_ranks([beat.rank for beat in beats])} (host {', '.join(hosts[:4])})"
 
 
 def _describe_others(others: Sequence[Beat], still_s: float) -> str:
@@ -272,33 +260,17 @@ def _describe_others(others: Sequence[Beat], still_s: float) -> str:
             text += f", {first.place}"
         if first.is_compiling:
             text += ", compiling"
-        elif first.blocked:
-            text += f", {first.blocked}"
-        elif first.is_busy:
-            text += ", computing"
         parts.append(text)
     return "; ".join(parts)
 
 
-def _describe_silent(silent: Sequence[Beat], responding: Sequence[Beat], still_s: float) -> str:
+def _describe_silent(silent: Sequence[Beat], still_s: float) -> str:
     """Describe ranks whose beats have stopped."""
-    who = _name(silent)
-    for_s = format_time(round(still_s))
     processes = {rank.process for rank in silent}
-    steps = sorted({rank.step for rank in silent})
-    last = f"last heartbeat at step {steps[0]}" + (f" to {steps[-1]}" if len(steps) > 1 else "")
-    if processes == {"stopped"}:
-        return f"{who} {'was' if len(silent) == 1 else 'were'} stopped (SIGSTOP) {for_s} ago, {last}"
-    if processes == {"dead"}:
-        return f"{who} died {for_s} ago, {last}"
-    if processes == {"alive"}:
-        return (
-            f"{who} sent no heartbeat for {for_s}, {last}: the process lives, but its main thread is in a "
-            "call that does not let other threads run"
-        )
-    is_host_silent = processes == {""} and not {rank.host for rank in silent} & {rank.host for rank in responding}
-    why = "the host or its network is down" if is_host_silent else "stopped, dead, or cut off"
-    return f"nothing was heard of {who} for {for_s}, {last}: {why}"
+    why = SILENCE.get(processes.pop() if len(processes) == 1 else "", SILENCE[""])
+    last = max(rank.step for rank in silent)
+    for_s = format_time(round(still_s))
+    return f"nothing was heard of {_name(silent)} for {for_s}, last heartbeat at step {last}: {why}"
 
 
 def _group(waiting: Sequence[Beat]) -> list[list[Beat]]:

@@ -71,13 +71,11 @@ def read_thread_state(ident: int, native_id: int) -> ThreadState:
     # On a GPU, torch runs the hooks of a backward in a thread of its own.
     if not waits_in and any(frame.file == ROUTES for other in stacks.values() for frame in other):
         waits_in = "the reduction"
-    state, cpu_s = _read_stat(native_id)
     return ThreadState(
         waits_in=waits_in,
         place=_find_place(stack),
-        blocked=_describe_wait(state, native_id),
         is_compiling=any(frame.file.startswith(COMPILERS) for frame in stack) and not waits_in,
-        cpu_s=cpu_s,
+        cpu_s=_read_cpu_s(native_id),
     )
 
 
@@ -103,38 +101,21 @@ def _find_exchange(stack: list[Frame]) -> str:
 
 
 def _find_place(stack: list[Frame]) -> str:
-    """Return the innermost line of the user's code, or else of an installed package."""
-    fallback = ""
+    """Return the innermost line of the user's code; "" if there is none."""
     for frame in stack:
-        if frame.file.startswith((OWN, TORCH, "<")):
-            continue
-        place = f"{os.path.basename(frame.file)}:{frame.line} in {frame.function}".removesuffix(" in <module>")
-        if any(part in frame.file for part in INSTALLED):
-            fallback = fallback or place
-        elif not frame.file.startswith(STDLIB):
-            return place
-    return fallback
+        is_own = frame.file.startswith((OWN, TORCH, STDLIB, "<")) or any(part in frame.file for part in INSTALLED)
+        if not is_own:
+            return f"{os.path.basename(frame.file)}:{frame.line} in {frame.function}".removesuffix(" in <module>")
+    return ""
 
 
-def _read_stat(native_id: int) -> tuple[str, float]:
-    """Return a thread's state (R, S, D ...) and CPU seconds."""
+def _read_cpu_s(native_id: int) -> float:
+    """Return a thread's CPU seconds."""
     try:
         fields = read_text(Path(f"/proc/self/task/{native_id}/stat")).rpartition(")")[2].split()
     except OSError:
-        return "", 0.0
-    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _describe_wait(state: str, native_id: int) -> str:
-    """Describe what a thread in a state of /proc waits for; "" if it runs."""
-    if state == "D":
-        return "waiting for the disk"
-    if state != "S":
-        return ""
-    with suppress(OSError):
-        function = read_text(Path(f"/proc/self/task/{native_id}/wchan")).strip()
-        return f"blocked in {function}" if function not in ("", "0") else "blocked"
-    return ""
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def read_process_state(pid: int) -> str:

@@ -22,9 +22,8 @@ from samestep.train.context import RunContext
 from samestep.train.state.run_state import RunState
 from samestep.train.step.steps import StepObserver
 from samestep.watch.decision import RankFacts
-from samestep.watch.heartbeat import Heartbeat
+from samestep.watch.heartbeat import Files, Heartbeat
 from samestep.watch.phase_clock import PhaseClock
-from samestep.watch.publishing import Files
 from samestep.watch.stall_diagnosis import Limits, build_limits
 from samestep.world.environment import read_host, read_terminal
 

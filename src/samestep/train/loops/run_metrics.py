@@ -20,7 +20,7 @@ from samestep.train.state.run_state import RunState
 from samestep.train.state.stateful import Objects, learning_rates
 from samestep.train.step.steps import Step, StepObserver
 from samestep.watch.progress import Progress
-from samestep.watch.stall_diagnosis import describe_spent, explain_waiting, share_spent
+from samestep.watch.stall_diagnosis import describe_spent, share_spent
 from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import TrackerInfo
 from samestep.world.membership import list_gone
@@ -217,6 +217,4 @@ class RunMetrics(StepObserver):
         rows |= {"samples/s": f"{samples_per_s:,.0f}", "wall time": f"{wall_s:.1f} s"}
         if spent := describe_spent(spent_s):
             rows["time"] = spent
-        if self._context.world_size > 1 and (hint := explain_waiting(spent_s, num_steps - self._state.began_step)):
-            rows["waiting"] = hint
         return rows, {"samples_per_s": samples_per_s, "wall_s": wall_s, "time_share": share_spent(spent_s)}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from samestep.config import find_trackers
 from samestep.errors import Error
 from samestep.watch.trackers.protocol import Tracker, TrackerInfo
 from samestep.world.environment import advise
@@ -22,12 +23,12 @@ class Trackers:
     """All trackers of a run. A tracker that fails never stops the training.
 
     Args:
-        trackers: the trackers.
+        trackers: trackers, and names, whose entry points build them without arguments.
         warn: prints a message. Called on the thread that calls the methods.
     """
 
-    def __init__(self, trackers: Iterable[Tracker], warn: Callable[[str], None]) -> None:
-        self._trackers = list(trackers)
+    def __init__(self, trackers: Iterable[Tracker | str], warn: Callable[[str], None]) -> None:
+        self._trackers = [find_trackers()[each].load()() if isinstance(each, str) else each for each in trackers]
         self._warn = warn
         self._running: list[_Delivery] = []
 
@@ -72,7 +73,7 @@ class _Delivery:
     """The rows of one tracker, and the thread that passes them on.
 
     If the tracker raises an exception, the row stays in the queue, and is tried again when the next row arrives and at
-    the end. If it fails again but the next row succeeds, the row itself is the cause, and it is dropped.
+    the end. If it fails twice and the next row succeeds between, the row itself is the cause, and it is dropped.
     """
 
     def __init__(self, tracker: Tracker, info: TrackerInfo) -> None:
@@ -83,8 +84,7 @@ class _Delivery:
         self._rows: deque[tuple[Mapping[str, Any], int, int]] = deque()  # values, step, bytes
         self._put_bytes = self._taken_bytes = 0  # each is counted by one thread
         self._num_rows = self._num_sent = self._num_calls = 0
-        self._num_failures = 0  # in a row, of the first row
-        self._failure = self._end_failure = self._status = ""
+        self._failure = self._status = ""
         self._is_reported = False
         self._news = threading.Event()
         self._thread = threading.Thread(target=self._deliver, name=f"tracker {self.name}", daemon=True)
@@ -134,9 +134,7 @@ class _Delivery:
         lost = f"{num_lost} of {self._num_rows} rows"
         if self._thread.is_alive():
             return f"did not return within {PATIENCE_S:.0f} s at the end" + (f"; {lost} are lost" if num_lost else "")
-        if num_lost:
-            return f"has lost {lost}" + (f" ({self._failure})" if self._failure else "")
-        return f"failed at the end: {self._end_failure}" if self._end_failure else ""
+        return f"has lost {lost}" + (f" ({self._failure})" if self._failure else "") if num_lost else ""
 
     def _deliver(self) -> None:
         status = ""
@@ -147,21 +145,18 @@ class _Delivery:
             self._is_started = self._is_started or self._try(partial(self._tracker.start, self._info))
             if self._is_started:
                 self._send_rows()
-        if self._is_started and not self._try(partial(self._tracker.finish, status)):
-            self._end_failure = self._failure
+        if self._is_started:
+            self._try(partial(self._tracker.finish, status))
 
     def _send_rows(self) -> None:
         """Pass on rows until one fails."""
         while self._rows:
             if self._send(0):
-                self._num_failures = 0
                 continue
-            self._num_failures += 1
-            if self._num_failures < 2 or len(self._rows) < 2 or not self._send(1):
+            if len(self._rows) < 2 or not self._send(1):
                 return
             if not self._send(0):
                 self._take(0)
-            self._num_failures = 0
 
     def _send(self, place: int) -> bool:
         """Pass on the row at a place of the queue. Return whether the tracker took it."""
