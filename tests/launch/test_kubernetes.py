@@ -1,12 +1,10 @@
-"""The manifest of docs/kubernetes.md fits JobSet's published schema, and `samestep launch` accepts its command."""
+"""`samestep launch` accepts the command of the manifest in docs/kubernetes.md."""
 
-import json
 import re
 import shlex
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
@@ -14,27 +12,6 @@ from samestep.cli import main
 from samestep.world.environment import SECRET, START_AGAIN
 
 ROOT = Path(__file__).parents[2]
-JOBSET = json.loads(Path(__file__).with_name("jobset.json").read_text())["schema"]
-
-
-def close(schema: Any) -> Any:
-    """Return the schema without additional fields: the API server would drop those."""
-    if isinstance(schema, list):
-        return [close(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {key: close(value) for key, value in schema.items()}
-    if schema.get("x-kubernetes-int-or-string") is True:
-        closed.pop("anyOf", None)
-        closed["type"] = ["integer", "string"]
-    if isinstance(schema.get("properties"), dict) and "type" in schema:
-        closed.setdefault("additionalProperties", False)
-    return closed
-
-
-VALIDATOR = jsonschema.Draft202012Validator(
-    close({**JOBSET, "properties": {**JOBSET["properties"], "metadata": {"type": "object"}}})
-)
 
 
 @pytest.fixture
@@ -53,10 +30,6 @@ def read_launch(container: Any) -> list[str]:
     shell, flag, text = container["command"]
     assert (shell, flag) == ("sh", "-c")
     return shlex.split(text.partition("exec samestep ")[2].replace("\\\n", ""))
-
-
-def test_it_fits_the_schema(manifest: Any) -> None:
-    VALIDATOR.validate(manifest)
 
 
 def test_launch_accepts_the_command(

@@ -35,16 +35,6 @@ if __name__ == "__main__":
     with Client(n_workers=2, threads_per_worker=1, dashboard_address=None) as client:
         client.gather(client.map(train, ["run", "another"]))
 """
-SUBMITIT = """
-import submitit
-from launched import train
-executor = submitit.AutoExecutor("logs", cluster="local")
-executor.update_parameters(nodes=1, tasks_per_node=2, timeout_min=5)
-job = executor.submit(train)
-job.results()
-print(*(job.paths.stdout.with_name(f"{job.job_id}_{task}_log.out").read_text() for task in range(2)))
-"""
-
 # Name in the table -> the command, which runs `launched.py` or the text of a script of its own; what the ranks print;
 # and the program or package that it needs.
 CASES = {
@@ -65,7 +55,6 @@ CASES = {
         [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus=2", "--no_local_rank", SCRIPT],
         PAIR, "deepspeed",
     ),
-    "submitit": ([sys.executable, "own.py", SUBMITIT], PAIR, "submitit"),
     "Dask": ([sys.executable, "own.py", DASK], ALONE * 2, "distributed"),
     "`concurrent.futures`": ([PYTHON, "own.py", POOL], ALONE * 2, ""),
     "`pytest`": ([PYTHON, "-m", "pytest", "-s", "own.py", TEST], ALONE, ""),

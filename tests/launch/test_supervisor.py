@@ -18,7 +18,6 @@ from samestep.launch.node_messages import (
     EndStuck,
     Event,
     Finish,
-    Hello,
     Joined,
     Lost,
     Print,
@@ -32,7 +31,7 @@ from samestep.launch.node_messages import (
     decode_event,
     encode_message,
 )
-from samestep.launch.supervisor import KILL_S, LEAVE_S, Policy, RankState, State, Supervisor
+from samestep.launch.supervisor import KILL_S, Policy, RankState, State, Supervisor
 from samestep.world.environment import Outcome
 from samestep.world.membership import GENERATION_S
 
@@ -60,7 +59,7 @@ class Launch:
         self.told: list[tuple[int, Command]] = []
         self.supervisor = Supervisor(Policy(num_nodes=num_nodes, **policy), 0.0)
         for node in range(num_nodes if num_ranks else 0):
-            self.do(Joined(Hello(f"h{node}", num_ranks // num_nodes)), node=node)
+            self.do(Joined(f"h{node}", num_ranks // num_nodes), node=node)
         for node in range(num_nodes if num_ranks else 0):
             self.do(Started(), node=node)
 
@@ -166,7 +165,7 @@ def check_end(launch: Launch, *, have_begun: bool) -> None:
 
 
 def test_a_launch_ends_without_further_events() -> None:
-    """Whatever has happened once a rank has failed, time alone ends the launch: by SIGTERM, by SIGKILL, or without."""
+    """Whatever has happened once a rank has failed, time alone ends the launch: by SIGKILL, or without."""
     for ends in itertools.permutations([died(0), raised(1), Ended(2, 0, 0.0)]):
         for num in (1, 2):
             launch = Launch().do(*ends[:num])
@@ -175,8 +174,7 @@ def test_a_launch_ends_without_further_events() -> None:
             for _ in range(3):
                 launch.do(Tick(), after_s=LATER_S)
             assert launch.end.code in (1, 137)
-            assert [each.signum for each in launch.tell(Signal)] == [signal.SIGTERM, signal.SIGKILL]
-            assert launch.tell(Signal)[0].is_failure
+            assert [each.signum for each in launch.tell(Signal)] == [signal.SIGKILL]
 
 
 # --- single decisions -------------------------------------------------------------------------------------------------
@@ -184,12 +182,12 @@ def test_a_launch_ends_without_further_events() -> None:
 
 def test_messages_survive_the_link() -> None:
     failure = RankFailure(1, 2.0, -9, False, "died", "was killed")
-    events = [Tick(), Joined(Hello("h", 2, "a", {"x": "y"})), Started(), died(1), Signalled(15)]
+    events = [Tick(), Joined("h", 2, "a"), Started(), died(1), Signalled(15)]
     for event in (*events, Broken("no", "SS1"), Lost(), Board(is_ready=True, has_met=False, stuck=[1], reason="r")):
         assert decode_event(encode_message(event)) == event
-    start = Start(1, None, 0, 2, 0, 4, "peer", "ranks", 29400)
-    commands = [start, Signal(15, is_failure=True), EndStuck([1], "r"), Continue(1, [0]), Print("s")]
-    for command in (*commands, Report(failure, 3, [2], [failure], "; then"), Finish(1, "m", "SS1", failure)):
+    start = Start(1, None, 0, 2, 0, 4, "peer", "ranks", True, 29400)
+    commands = [start, Signal(15), EndStuck([1], "r"), Continue(1, [0]), Print("s")]
+    for command in (*commands, Report(failure, 3, [2], "; then"), Finish(1, "m", "SS1", failure)):
         assert decode_command(encode_message(command)) == command
     for text in ("{}", "[]", '{"type": "Start"}', "x" * 9, '{"type": "Nothing"}'):
         with pytest.raises(ValueError):  # noqa: PT011
@@ -219,7 +217,7 @@ def test_exit_codes(signums: Sequence[int], ends: Sequence[Event], code: int) ->
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_a_signal_before_there_are_ranks(num_nodes: int) -> None:
     launch = Launch(0, num_nodes)
-    launch.do(Joined(Hello("h", 1)), Signalled(signal.SIGUSR1))
+    launch.do(Joined("h", 1), Signalled(signal.SIGUSR1))
     assert launch.end.code == (75 if num_nodes == 2 else 128 + signal.SIGUSR1), "of nodes, nothing has begun"
 
 
@@ -238,7 +236,7 @@ def test_a_scheduler_signals_each_node() -> None:
 def test_a_signal_while_a_node_still_starts_reaches_all_ranks() -> None:
     launch = Launch(0, 2)
     for node in range(2):
-        launch.do(Joined(Hello(f"h{node}", 1)), node=node)
+        launch.do(Joined(f"h{node}", 1), node=node)
     launch.do(Started(), Signalled(signal.SIGUSR1), node=0)
     assert launch.tell(Signal) == []
     launch.do(Started(), Signalled(signal.SIGUSR1), node=1)
@@ -248,7 +246,7 @@ def test_a_signal_while_a_node_still_starts_reaches_all_ranks() -> None:
 
 
 def test_ranks_that_cannot_be_killed_are_given_up() -> None:
-    launch = Launch().do(died(1)).do(Tick(), after_s=1.0).do(Tick(), after_s=LEAVE_S)
+    launch = Launch().do(died(1)).do(Tick(), after_s=1.0)
     assert launch.supervisor.state is State.KILLING
     assert launch.do(Tick(), after_s=KILL_S).end.code == 137
 
@@ -265,10 +263,10 @@ def test_a_rank_that_ends_before_its_run_is_blamed() -> None:
     assert str(launch.end.failure).startswith("rank 2 ended before its run did, with exit code 0: let every rank make")
 
 
-def test_of_equal_failures_one_that_is_shown_is_reported() -> None:
-    launch = Launch(shown=frozenset({2})).do(raised(0), raised(1), raised(2))
+def test_of_equal_failures_that_of_the_lowest_rank_is_reported() -> None:
+    launch = Launch().do(raised(1), raised(0), raised(2))
     [report] = launch.tell(Report)
-    assert (report.failure.rank, report.same, report.others) == (2, [0, 1], [])
+    assert (report.failure.rank, report.same) == (0, [1, 2])
 
 
 def test_an_error_is_not_tried_again() -> None:
@@ -358,7 +356,7 @@ def test_a_failure_is_printed_by_its_node_and_named_by_the_others() -> None:
 
 def test_nodes_that_do_not_come() -> None:
     launch = Launch(0, 3, join_s=60.0, endpoint="a:1")
-    launch.do(Joined(Hello("h0", 1))).do(Tick(), after_s=10.0)
+    launch.do(Joined("h0", 1)).do(Tick(), after_s=10.0)
     said = "of 3 nodes, --node-rank 1, 2 still missing at a:1; present: node 0 (h0); waiting for up to 50 s more"
     assert launch.said == said
     launch.do(Tick(), after_s=50.0)
@@ -366,18 +364,9 @@ def test_nodes_that_do_not_come() -> None:
     assert (launch.end.code, launch.end.error_code) == (2, "SS507")
 
 
-def test_nodes_with_other_options_do_not_start_together() -> None:
-    launch = Launch(0, 2)
-    launch.do(Joined(Hello("h0", 1, settings={"--heal": "no"})))
-    launch.do(Joined(Hello("h1", 1, settings={"--heal": "yes"})), node=1)
-    said = "node 1 (h1) has another --heal than node 0 (h0) (yes, not no): make them the same"
-    assert launch.end.message == said
-    assert [node for node, _ in launch.told] == [0, 1], "both are told"
-
-
 def test_a_node_that_goes_before_all_are_there() -> None:
     """A second one with its number replaces what it writes."""
-    launch = Launch(0, 3).do(Joined(Hello("h0", 1))).do(Joined(Hello("h1", 1)), node=1).do(Lost(), node=1)
+    launch = Launch(0, 3).do(Joined("h0", 1)).do(Joined("h1", 1), node=1).do(Lost(), node=1)
     said = "node 1 (h1) has ended before all nodes were there, or --node-rank 1 was given twice: start all nodes again"
     assert launch.end == Finish(2, said, "SS504")
 

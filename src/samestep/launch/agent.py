@@ -5,6 +5,7 @@ link (link.py).
 """
 
 import dataclasses
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from samestep.console import say, saying_when_slow
 from samestep.errors import Error
 from samestep.files import read_text
 from samestep.launch.link import Link, is_listening
-from samestep.launch.local_ranks import POLL_S, Placement, Ranks, build_variables, open_listener, open_store
+from samestep.launch.local_ranks import POLL_S, Ranks, build_variables, open_listener, open_store
 from samestep.launch.node_messages import (
     Board,
     Broken,
@@ -28,7 +29,6 @@ from samestep.launch.node_messages import (
     EndStuck,
     Event,
     Finish,
-    Hello,
     Joined,
     Lost,
     Print,
@@ -41,8 +41,7 @@ from samestep.launch.node_messages import (
     decode_event,
     encode_message,
 )
-from samestep.launch.nodes import Nodes, describe_settings, find_own_address
-from samestep.launch.secret import derive_key
+from samestep.launch.nodes import Nodes, derive_key, find_own_address
 from samestep.launch.supervisor import Policy, Supervisor
 from samestep.launch.target import Target
 from samestep.waiting import wait_until
@@ -101,16 +100,13 @@ class Agent:
         self.launch = launch
         self.nodes = nodes
         self.end: Finish | None = None
-        self.secret = Placement(0).secret if nodes is None else derive_key(nodes.secret, "the ranks")
+        self.secret = secrets.token_hex() if nodes is None else derive_key(nodes.secret, "the ranks")
         self._num_signals = 0
 
-    def describe(self) -> Hello:
+    def describe(self) -> Joined:
         """Describe this node to the supervisor."""
-        launch = self.launch
-        if self.nodes is None:
-            return Hello(read_host(), launch.num_ranks)
-        settings = describe_settings(launch.target, launch.max_restarts, launch.overrides, heals=launch.heals)
-        return Hello(read_host(), launch.num_ranks, find_source(self.nodes.host), dict(settings))
+        address = "" if self.nodes is None else find_source(self.nodes.host)
+        return Joined(read_host(), self.launch.num_ranks, address)
 
     def poll(self) -> list[Event]:
         """Return what has happened since the last call, waiting for a moment."""
@@ -132,7 +128,7 @@ class Agent:
             case Start():
                 self._start(command)
             case Signal():
-                ranks.signal(command.signum, is_failure=command.is_failure)
+                ranks.signal(command.signum)
             case EndStuck():
                 ranks.end_stuck(command.ranks, command.reason)
             case Print() if self.launch.prints:
@@ -148,17 +144,9 @@ class Agent:
         launch = self.launch
         nodes = self.nodes
         overrides = launch.overrides
-        place = Placement(start.port, secret=self.secret, num_restarts=start.num_restarts, restart=start.restart)
+        place: dict[str, str] = {}
         if nodes is not None:
-            place = dataclasses.replace(
-                place,
-                host=nodes.host,
-                interface=find_interface([nodes.host, start.peer]),
-                node=start.node,
-                num_nodes=start.num_nodes,
-                first_rank=start.first_rank,
-                world_size=start.world_size,
-            )
+            place = {"host": nodes.host, "interface": find_interface([nodes.host, start.peer])}
             if not start.node or count_job_nodes() == 1:  # the nodes of a Slurm job share one output
                 say(start.sentence)
         variables = {**launch.variables}
@@ -167,7 +155,7 @@ class Agent:
             if overrides.get("fresh") or not BegunRun.from_text(text).is_done:
                 variables[CONTINUES] = text
             overrides = {**overrides, "resume": "latest", "fresh": False}
-        own = build_variables(launch.num_ranks, place, overrides, heals=launch.heals)
+        own = build_variables(launch.num_ranks, start, overrides, self.secret, **place)
         self.ranks.start(launch.target, [each | variables for each in own])
 
 
@@ -183,7 +171,7 @@ class Supervision:
     def __init__(self, agent: Agent, link: Link | None = None, open_store: Callable[[], Any] = open_store) -> None:
         launch = agent.launch
         nodes = agent.nodes
-        policy = Policy(max_restarts=launch.max_restarts, heals=launch.heals, shown=agent.ranks.shown)
+        policy = Policy(max_restarts=launch.max_restarts, heals=launch.heals)
         if nodes is not None:
             policy = dataclasses.replace(
                 policy, num_nodes=nodes.num_nodes, join_s=nodes.timeout_s, endpoint=nodes.endpoint
@@ -195,7 +183,7 @@ class Supervision:
         self._num_started = -1
         self._has_warned = False
         self._supervisor = Supervisor(policy, time.monotonic())
-        self._handle(0, Joined(agent.describe()))
+        self._handle(0, agent.describe())
 
     def run(self) -> Finish:
         """Run the launch to its end."""
@@ -291,7 +279,7 @@ def _find_store(nodes: Nodes) -> Callable[[], Any]:
 
 def _follow(agent: Agent, nodes: Nodes, link: Link) -> Finish:
     """Run the agent of a node without the supervisor."""
-    link.send(0, encode_message(Joined(agent.describe())))
+    link.send(0, encode_message(agent.describe()))
     with saying_when_slow(f"waiting for up to {nodes.timeout_s:.0f} s for the launcher at {nodes.endpoint}", SAY_S):
         _wait_for_supervisor(agent, nodes, link)
     if agent.launch.received:
@@ -319,12 +307,6 @@ def _wait_for_supervisor(agent: Agent, nodes: Nodes, link: Link) -> None:
             )
         if link.is_alive() and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
-        elif not link.is_open and is_listening(nodes.host, nodes.port):
-            raise Error(
-                f"the port of --rdzv-endpoint {nodes.endpoint} is in use by a program that is no samestep launcher: "
-                "choose another one, on all nodes",
-                code="SS509",
-            )
         else:
             raise Error(
                 f"no answer from {nodes.endpoint} within {nodes.timeout_s:.0f} s: start the launcher on that machine "

@@ -10,7 +10,7 @@ FLAGS: dict[str, Option] = {
     "nproc_per_node": Option(
         str, "N", "ranks per node: a number, gpu (one per GPU), cpu (one per core) or auto (gpu, else 1)"
     ),
-    "show_ranks": Option(str, "R", "ranks whose output is shown: all, or a list such as 0,2; default: 0"),
+    "show_all": Option(bool, "", "show the output of all ranks, not only of rank 0"),
     "max_restarts": Option(
         int, "N", "how often to restart all ranks from the newest snapshot after one has failed; default: 0", whole(0)
     ),

@@ -9,11 +9,9 @@ docs/dev/forkserver.md explains why the server of multiprocessing is not used.
 import gc
 import importlib
 import os
-import select
 import selectors
 import shutil
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -28,7 +26,7 @@ from typing import Any, NoReturn
 
 from samestep.console import print_error, say
 from samestep.errors import Error
-from samestep.launch.output_recorder import DRAIN_S, READ_BYTES, Recording
+from samestep.launch.output_recorder import DRAIN_S, Recording
 from samestep.launch.rank_process import FORWARDED_SIGNALS, keep_signal, run_rank
 from samestep.lifetime import Held, hold
 from samestep.processes import die_with_parent, kill_group, wait_or_kill
@@ -173,7 +171,7 @@ def serve(client: "Connection[Any, Any]") -> NoReturn:
     os.environ.update(variables)  # noqa: TID251 libraries read it when they are imported
     preload()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    server = _Server(client)  # without this name, its sockets would be collected open, and Python would warn
+    server = _Server(client)
     try:
         server.run()
     except BaseException as error:
@@ -207,13 +205,6 @@ def preload() -> None:
     _preloaded = True
 
 
-def _has_ended(client: "Connection[Any, Any]") -> bool:
-    """Return whether the other end is closed, even if there are unread requests."""
-    poll = select.poll()
-    poll.register(client, 0)
-    return any(event & select.POLLHUP for _, event in poll.poll(0))
-
-
 def is_preloaded() -> bool:
     """Return whether this process, or the one that it is a fork of, has called `preload`."""
     return _preloaded
@@ -222,19 +213,13 @@ def is_preloaded() -> bool:
 class _Server:
     def __init__(self, client: "Connection[Any, Any]") -> None:
         self.client = client
-        self.ranks: dict[int, int] = {}  # pid -> rank
+        self.ranks: dict[int, tuple[int, int]] = {}  # pid -> rank, and a file descriptor that is readable at its end
         self.signals: list[int] = []  # which the ranks were sent
         self.recording: Recording | None = None
         self.last_end: dict[str, Any] | None = None  # of a rank, sent when all output is recorded
         self.directory: str | None = None
-        self.woken, self.waker = socket.socketpair()
-        self.woken.setblocking(False)
-        self.waker.setblocking(False)
-        signal.set_wakeup_fd(self.waker.fileno())
-        signal.signal(signal.SIGCHLD, lambda *_: None)
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.client, selectors.EVENT_READ)
-        self.selector.register(self.woken, selectors.EVENT_READ)
 
     def run(self) -> None:
         """Serve until the client closes the connection."""
@@ -242,9 +227,7 @@ class _Server:
             # After a signal, do not wait forever for a terminal that does not accept the last output.
             is_limited = bool(self.signals) and self.last_end is not None
             ready = [key.fileobj for key, _ in self.selector.select(DRAIN_S if is_limited else None)]
-            if self.woken in ready:
-                self.woken.recv(READ_BYTES)
-                self.reap()
+            self.reap()
             if self.recording in ready or (is_limited and not ready):
                 self.stop_recording()
             if self.client in ready and not self.process_request():
@@ -283,10 +266,6 @@ class _Server:
 
     def start(self, ranks: list[dict[str, Any]], common: dict[str, Any], out: int, err: int) -> None:
         self.directory = common["directory"]
-        if _has_ended(self.client):  # such as by Ctrl-C while this process imported torch
-            for file in (out, err):
-                os.close(file)
-            return
         self.signals = []
         shown = {fields["rank"]: fields.pop("is_shown") for fields in ranks}
         self.recording = recording = Recording(shown, out, err, common["directory"], self.fork)
@@ -297,7 +276,8 @@ class _Server:
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)
         for fields in ranks:
             pid = self.fork(partial(self.become_rank, os.getpid(), recording, gate, {**common, **fields}))
-            self.ranks[pid] = fields["rank"]
+            self.ranks[pid] = fields["rank"], os.pidfd_open(pid)
+            self.selector.register(self.ranks[pid][1], selectors.EVENT_READ)
             pids[fields["rank"]] = pid
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
         recording.begin()
@@ -313,9 +293,7 @@ class _Server:
             raise Error(explain_fork(error), code="SS513") from None
         if pid == 0:
             try:
-                signal.set_wakeup_fd(-1)
-                for end in (self.client, self.woken, self.waker):
-                    end.close()
+                self.client.close()
                 run()
             except Exception:
                 traceback.print_exc()
@@ -331,7 +309,7 @@ class _Server:
         die_with_parent()
         if os.getppid() != server_pid:
             os._exit(1)
-        for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+        for signum in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, keep_signal)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -344,13 +322,13 @@ class _Server:
 
     def reap(self) -> None:
         """Reap the ranks that have ended, and kill the remaining processes of their groups."""
-        while self.ranks:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                break
-            if pid not in self.ranks:  # the recorder, whose end its socket reports
+        for pid in [*self.ranks]:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended:
                 continue
-            rank = self.ranks.pop(pid)
+            rank, file = self.ranks.pop(pid)
+            self.selector.unregister(file)
+            os.close(file)
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
             code = os.waitstatus_to_exitcode(status)

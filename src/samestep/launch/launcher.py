@@ -5,24 +5,21 @@ import os
 import signal
 import sys
 import threading
-from contextlib import closing, nullcontext
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from samestep.config import Overrides, is_url, whole
-from samestep.console import print_error, saying_when_slow
-from samestep.errors import Error, RunDirectoryError, add_code
+from samestep.config import Overrides, whole
+from samestep.console import print_error
+from samestep.errors import Error, add_code
 from samestep.launch.forkserver import ForkServer, is_preloaded
-from samestep.launch.local_ranks import MAX_LOCAL_RANKS, Ranks, parse_shown
+from samestep.launch.local_ranks import MAX_LOCAL_RANKS, Ranks
 from samestep.launch.target import Target
-from samestep.units import format_ranks
 from samestep.world.environment import child_variables
 
 if TYPE_CHECKING:
     from samestep.launch.nodes import Nodes
-
-SLOW_S = 2.0  # an import of torch that takes longer is announced
 
 
 class LauncherSignals:
@@ -53,33 +50,10 @@ class LauncherSignals:
 
 
 def check_target(target: Target) -> None:
-    """Raise Error, before anything is started, if there is no such script or module."""
-    if target.kind == "script":
-        path = Path(target.name)
-        if path.is_dir():
-            raise Error(f"{target.name} is a directory, not a script", code="SS110")
-        if not path.is_file():
-            raise Error(f"there is no script {target.name} (in {Path.cwd()})", code="SS110")
-        if not os.access(path, os.R_OK):
-            raise Error(
-                f"{target.name} cannot be read (Permission denied): let this user read it, or name another",
-                code="SS110",
-            )
-    elif target.kind == "module":
-        from importlib.machinery import PathFinder
-
-        package = target.name.partition(".")[0]
-        found = PathFinder.find_spec(package, [os.getcwd(), *sys.path])
-        if found is None and package not in sys.stdlib_module_names:
-            raise Error(f"there is no module {package} here or among the installed ones", code="SS110")
-
-
-def check_run_dir(run_dir: str | None) -> None:
-    """Raise RunDirectoryError, before anything is started, if a file has the name of the run directory."""
-    if run_dir is not None and not is_url(run_dir) and Path(run_dir).exists() and not Path(run_dir).is_dir():
-        raise RunDirectoryError(
-            f"the run directory {run_dir} cannot be written (it is a file): name another one", code="SS401"
-        )
+    """Raise Error, before anything is started, if there is no such script."""
+    path = Path(target.name)
+    if target.kind == "script" and not (path.is_file() and os.access(path, os.R_OK)):
+        raise Error(f"there is no script {target.name} that can be read (in {Path.cwd()})", code="SS110")
 
 
 def parse_num_ranks(text: str) -> int | None:
@@ -95,7 +69,7 @@ def parse_num_ranks(text: str) -> int | None:
     return int(whole(1, MAX_LOCAL_RANKS)("--nproc-per-node", num_ranks))
 
 
-def _open_server(overrides: Overrides, num_ranks: str) -> ForkServer:
+def _open_server(overrides: Overrides) -> ForkServer:
     """Import torch once, for this process and the ranks. The server then imports what only the ranks need."""
     is_program = "torch" not in sys.modules or is_preloaded()
     if not is_program or threading.active_count() > 1:
@@ -104,9 +78,7 @@ def _open_server(overrides: Overrides, num_ranks: str) -> ForkServer:
     # Before numpy is imported and starts threads, which a fork does not copy.
     variables = {"OMP_NUM_THREADS": str(overrides.get("num_threads") or 1), **child_variables()}
     os.environ.update(variables)  # noqa: TID251 libraries read it when they are imported
-    which = format_ranks(int(num_ranks)) if num_ranks.isdecimal() else "ranks"
-    with saying_when_slow(f"starting {which}", SLOW_S) if os.isatty(2) else nullcontext():
-        import torch  # noqa: F401
+    import torch  # noqa: F401
 
     server = ForkServer(fork=True)
     gc.freeze()
@@ -130,7 +102,7 @@ def run_launch(
     target: Target,
     *,
     num_ranks: str,
-    show_ranks: str,
+    shows_all: bool,
     overrides: Overrides,
     max_restarts: int = 0,
     heals: bool = False,
@@ -151,15 +123,12 @@ def run_launch(
         Error: there is no such script, an argument is invalid, or the nodes do not join.
     """
     check_target(target)
-    check_run_dir(overrides.get("run_dir"))
     known = parse_num_ranks(num_ranks)
-    if known is not None and nodes is None:
-        parse_shown(show_ranks, known)
-    with LauncherSignals() as signals, closing(_open_server(overrides, num_ranks)) as server:
+    with LauncherSignals() as signals, closing(_open_server(overrides)) as server:
         from samestep.launch.agent import Launch, run_agent
 
         count = known or _count_ranks(num_ranks, overrides.get("device"))
-        with closing(Ranks(server, parse_shown(show_ranks, count if nodes is None else None))) as ranks:
+        with closing(Ranks(server, shows_all=shows_all)) as ranks:
             end = run_agent(ranks, Launch(target, count, overrides, signals.received, max_restarts, heals), nodes)
             if end.message:
                 print_error(f"samestep: error: {add_code(end.message, end.error_code)}")

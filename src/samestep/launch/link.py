@@ -9,10 +9,10 @@ import secrets
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 from samestep.world.rendezvous_store import SignedEntries
 
@@ -20,32 +20,30 @@ EVERY_S = 0.05  # between two looks into the store
 LOST_S = 3.0  # without a beat
 
 
-class NodeBeat(NamedTuple):
-    """What a node writes again and again. `number` grows, and is -1 at the end."""
-
-    process: str
-    number: int
-
-
 @dataclass
 class Peer:
     """Another node, as this one sees it.
 
     Attributes:
-        beat: its newest.
+        beat: its newest: the name of its process, and a number, which is negative at the end.
         is_here: it has written two beats, so that its entry is not that of an earlier start.
         beat_s: when the newest was seen.
         sent, received: number of messages.
         waiting: messages to send once it is there.
     """
 
-    beat: NodeBeat | None = None
+    beat: str = ""
     is_here: bool = False
     is_lost: bool = False
     beat_s: float = 0.0
     sent: int = 0
     received: int = 0
-    waiting: list[str] = field(default_factory=list)
+    waiting: deque[str] = field(default_factory=deque)
+
+    @property
+    def process(self) -> str:
+        """The name of its process."""
+        return self.beat.partition(" ")[0]
 
 
 class Link(threading.Thread):
@@ -70,24 +68,18 @@ class Link(threading.Thread):
         self._open_store = open_store
         self._process = secrets.token_hex(8)
         self._count = 0
-        self._outbox = SimpleQueue[tuple[int, str]]()
-        self._inbox = SimpleQueue[tuple[int, str | None]]()
+        self._inbox = deque[tuple[int, str | None]]()
         self._peers = {node: Peer() for node in others}
         self._alive_s = time.monotonic()
         self._is_closing = threading.Event()
 
     def send(self, node: int, message: str) -> None:
         """Send a message, now or once the node is there."""
-        self._outbox.put((node, message))
+        self._peers[node].waiting.append(message)
 
     def receive(self) -> list[tuple[int, str | None]]:
         """Return the messages that have arrived, each with its node; None for a node that no longer answers."""
-        found = list[tuple[int, str | None]]()
-        while True:
-            try:
-                found.append(self._inbox.get_nowait())
-            except Empty:
-                break
+        found = [self._inbox.popleft() for _ in range(len(self._inbox))]
         if self.is_open and time.monotonic() > self._alive_s + LOST_S:  # the store does not answer
             found += [(node, None) for node in self._peers]
         return found
@@ -125,9 +117,6 @@ class Link(threading.Thread):
     def _work(self, entries: SignedEntries) -> None:
         self._count += 1
         entries.put(f"node/{self._own}", f"{self._process} {self._count}")
-        while not self._outbox.empty():
-            node, message = self._outbox.get()
-            self._peers[node].waiting.append(message)
         for node, peer in self._peers.items():
             if not peer.is_lost:
                 self._exchange(entries, node, peer)
@@ -141,34 +130,32 @@ class Link(threading.Thread):
         if not texts:
             self.has_stranger = True
             return
-        process, _, count = texts[0].partition(" ")
-        self._note_beat(node, peer, NodeBeat(process, int(count)))
-        if peer.beat is None or not peer.is_here:
+        if texts[0] != peer.beat and not self._note_beat(node, peer, texts[0]):
             return
-        for message in peer.waiting:
-            entries.put(f"{self._process}/{peer.beat.process}/{peer.sent}", message)
+        while peer.waiting:
+            entries.put(f"{self._process}/{peer.process}/{peer.sent}", peer.waiting.popleft())
             peer.sent += 1
-        peer.waiting = []
-        while arrived := entries.read([f"{peer.beat.process}/{self._process}/{peer.received}"]):
+        while arrived := entries.read([f"{peer.process}/{self._process}/{peer.received}"]):
             peer.received += 1
-            self._inbox.put((node, arrived[0]))
-        if peer.beat.number < 0 or time.monotonic() > peer.beat_s + LOST_S:
+            self._inbox.append((node, arrived[0]))
+        if " -" in peer.beat or time.monotonic() > peer.beat_s + LOST_S:
             self._lose(node, peer)
 
-    def _note_beat(self, node: int, peer: Peer, beat: NodeBeat) -> None:
-        if beat == peer.beat:
-            return
-        if peer.is_here and peer.beat is not None and beat.process != peer.beat.process:
-            self._lose(node, peer)  # it was started again
-            return
-        peer.is_here = peer.beat is not None and beat.process == peer.beat.process
+    def _note_beat(self, node: int, peer: Peer, beat: str) -> bool:
+        """Note a new beat, and return whether the node is there."""
+        before = peer.process
         peer.beat = beat
         peer.beat_s = time.monotonic()
+        if peer.is_here and peer.process != before:
+            self._lose(node, peer)  # it was started again
+            return False
+        peer.is_here = peer.process == before
+        return peer.is_here
 
     def _lose(self, node: int, peer: Peer) -> None:
         if not peer.is_lost:
             peer.is_lost = True
-            self._inbox.put((node, None))
+            self._inbox.append((node, None))
 
 
 def is_listening(host: str, port: int) -> bool:

@@ -6,22 +6,6 @@ from samestep.decoding import decode
 from samestep.launch.failure import RankFailure
 from samestep.world.environment import Outcome, Restart
 
-
-class Hello(Struct, frozen=True):
-    """A node's description of itself.
-
-    Attributes:
-        host: its name.
-        address: from which it reaches the others; "" on one machine.
-        settings: what must be equal on all nodes, by name.
-    """
-
-    host: str
-    num_ranks: int
-    address: str = ""
-    settings: dict[str, str] = {}
-
-
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
@@ -30,9 +14,16 @@ class Tick(Struct, tag=True, frozen=True):
 
 
 class Joined(Struct, tag=True, frozen=True):
-    """A node is there."""
+    """A node is there.
 
-    hello: Hello
+    Attributes:
+        host: its name.
+        address: from which it reaches the others; "" on one machine.
+    """
+
+    host: str
+    num_ranks: int
+    address: str = ""
 
 
 class Started(Struct, tag=True, frozen=True):
@@ -47,7 +38,6 @@ class Ended(Struct, tag=True, frozen=True):
         time_s: wall-clock time.
         failure: None if it has done what it should.
         outcome: how its run has ended, if it has noted that.
-        can_restart: whether its node can start ranks again.
     """
 
     rank: int
@@ -55,7 +45,6 @@ class Ended(Struct, tag=True, frozen=True):
     time_s: float
     failure: RankFailure | None = None
     outcome: Outcome = Outcome.UNKNOWN
-    can_restart: bool = True
 
 
 class Signalled(Struct, tag=True, frozen=True):
@@ -107,6 +96,7 @@ class Start(Struct, tag=True, frozen=True):
         first_rank: the number of this node's first rank.
         peer: the address of another node.
         sentence: which ranks are where.
+        heals: whether the other ranks continue if one dies.
         port: of the ranks' store, on node 0.
     """
 
@@ -118,14 +108,14 @@ class Start(Struct, tag=True, frozen=True):
     world_size: int
     peer: str = ""
     sentence: str = ""
+    heals: bool = False
     port: int = 0
 
 
 class Signal(Struct, tag=True, frozen=True):
-    """Send a signal to the ranks. `is_failure`: another rank has failed, so that they must end at once."""
+    """Send a signal to the ranks."""
 
     signum: int
-    is_failure: bool = False
 
 
 class EndStuck(Struct, tag=True, frozen=True):
@@ -153,14 +143,12 @@ class Report(Struct, tag=True, frozen=True):
 
     Attributes:
         same: other ranks with the same failure.
-        others: the failures of other ranks.
         then: what follows, if the launch does not end.
     """
 
     failure: RankFailure
     world_size: int
     same: list[int] = []
-    others: list[RankFailure] = []
     then: str = ""
 
 

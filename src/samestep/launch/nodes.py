@@ -1,20 +1,16 @@
-"""The nodes of a launch on several machines: where they meet, and whether their options fit together."""
+"""The nodes of a launch on several machines: where they meet, and their secret (docs/security.md)."""
 
+import hmac
 import re
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from samestep.config import PREFIX, Overrides, name_flag, to_variables
 from samestep.errors import Error
-from samestep.launch.target import Target
-from samestep.version import __version__
-from samestep.world.environment import SECRET, has_agent_store, read_environment, read_master, read_overrides
+from samestep.world.environment import SECRET, has_agent_store, read_environment, read_master, take_secret
 from samestep.world.host import is_loopback, list_addresses
 
 DEFAULT_PORT = 29400  # torchrun's
-PER_NODE = ("local_dir",)  # options that can differ between nodes
+MIN_SECRET = 16  # characters
 
 
 @dataclass(frozen=True)
@@ -147,15 +143,21 @@ def find_own_address(host: str) -> str:
     return next(filter(is_loopback, addresses), "") if _names_loopback(host) else ""
 
 
-def describe_settings(target: Target, max_restarts: int, overrides: Overrides, *, heals: bool) -> Mapping[str, str]:
-    """Describe what must be equal on all nodes. `overrides` take precedence over the SAMESTEP_* variables."""
-    options = {**read_overrides(), **overrides}
-    variables = to_variables({name: value for name, value in options.items() if name not in PER_NODE})
-    flags = {name: name_flag(name.removeprefix(PREFIX).lower()) for name in variables}
-    return {
-        "script": Path(target.name).name,
-        "--max-restarts": str(max_restarts),
-        "--heal": "yes" if heals else "no",
-        "samestep": __version__,
-        **{f"{flags[name]} (or {name})": text for name, text in variables.items()},
-    }
+def read_secret() -> str:
+    """Return the secret from SAMESTEP_RDZV_SECRET; "" if it is not set.
+
+    Removes the variable, so that child processes do not inherit it. Raises Error if the secret is too short.
+    """
+    secret = take_secret().strip()
+    if secret and len(secret) < MIN_SECRET:
+        raise Error(
+            f"{SECRET} has {len(secret)} characters: use at least {MIN_SECRET} random ones, such as `openssl rand "
+            "-hex 32` prints",
+            code="SS508",
+        )
+    return secret
+
+
+def derive_key(secret: str, purpose: str) -> str:
+    """Derive a key for another purpose, from which the secret cannot be computed."""
+    return hmac.new(secret.encode(), f"samestep key for {purpose}".encode(), "sha256").hexdigest()

@@ -5,6 +5,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import CodeType
 from typing import Any, ClassVar, TypeVar
@@ -17,7 +18,7 @@ from samestep.files import replace_file
 from samestep.launch.agent import Agent, Launch, Supervision
 from samestep.launch.failure import RankFailure
 from samestep.launch.forkserver import give_back_server, take_server
-from samestep.launch.local_ranks import Ranks, parse_shown
+from samestep.launch.local_ranks import Ranks
 from samestep.launch.node_messages import Finish
 from samestep.launch.target import Target
 from samestep.world.workdir import read_private
@@ -58,7 +59,7 @@ def spawn(
     *,
     device: str | None = None,
     env: Mapping[str, str] | None = None,
-    show_ranks: str = "0",
+    show_all: bool = False,
 ) -> T:
     """Call `fn(*args, **kwargs)` on each of `nprocs` ranks and return the result of rank 0.
 
@@ -72,10 +73,10 @@ def spawn(
         args, kwargs: arguments of `fn`, the same on every rank.
         device: "cpu" or "cuda"; default: CUDA if available.
         env: more environment variables for the ranks. Variables that torch reads on import have no effect.
-        show_ranks: the ranks whose output is shown: "all", or numbers such as "0,2".
+        show_all: show the output of all ranks, not only of rank 0.
 
     Raises:
-        InvalidValue: `nprocs` is not a positive number, or `show_ranks` names other ranks.
+        InvalidValue: `nprocs` is not a positive number.
         Exception: the exception of the rank that failed first, with that rank's traceback as a note.
         RuntimeError: a rank died, exited with a code, or raised an exception that cannot be pickled.
         KeyboardInterrupt: after the ranks have stopped; a second Ctrl-C kills them.
@@ -88,26 +89,23 @@ def spawn(
     """
     if not isinstance(nprocs, int) or nprocs < 1:
         raise InvalidValue(f"spawn needs nprocs of at least 1, not {nprocs!r}", code="SS101")
-    shown = parse_shown(show_ranks, nprocs)
     call = _pickle_call(fn, tuple(args), dict(kwargs or {}))
     path = [str(entry) for entry in sys.path]
     server = take_server()
-    ranks = Ranks(server, shown)
-    try:
-        replace_file(ranks.directory / "call.pickle", pickle.dumps((path, call)))
-        target = Target("call", str(ranks.directory / "call.pickle"))
-        end = _run(ranks, target, nprocs, {"device": device}, env or {})
+    with closing(Ranks(server, shows_all=show_all)) as ranks:
+        file = ranks.directory / "call.pickle"
+        try:
+            replace_file(file, pickle.dumps((path, call)))
+            end = _run(ranks, Target("call", str(file)), nprocs, {"device": device}, env or {})
+        except BaseException:
+            server.close()
+            raise
+        give_back_server(server)
         if end.message:
             raise Error(end.message, code=end.error_code)
         if end.failure is not None:
             raise _rebuild_exception(ranks.complete(end.failure), ranks.directory)
         return _read_value(ranks.directory)  # type: ignore[no-any-return]
-    finally:
-        if ranks.are_done:
-            give_back_server(server)
-        else:
-            server.close()
-        ranks.close()
 
 
 def _read_value(directory: Path) -> Any:

@@ -21,7 +21,6 @@ from samestep.launch.node_messages import (
     EndStuck,
     Event,
     Finish,
-    Hello,
     Joined,
     Lost,
     Print,
@@ -37,7 +36,6 @@ from samestep.world.membership import GENERATION_S
 SAY_S = 5.0  # after which the nodes print for whom they wait
 SAY_AGAIN_S = 60.0
 FOLLOW_S = 0.5  # after the first failure: time for other ranks to fail, with the same error or because they lost it
-LEAVE_S = 1.0  # for the other ranks to end after SIGTERM
 KILL_S = 30.0  # for killed ranks to end; a rank inside a driver call can take long
 
 
@@ -49,7 +47,6 @@ class State(Enum):
     RUNNING = auto()  # for the ends of the ranks
     SAVING = auto()  # the same, after a signal to stop
     FAILING = auto()  # a rank has failed: for FOLLOW_S, so that others fail with it
-    LEAVING = auto()  # for LEAVE_S, after SIGTERM to the others
     KILLING = auto()  # for KILL_S, after SIGKILL
     OVER = auto()  # for nothing
 
@@ -94,7 +91,7 @@ class Node:
         num_signals: to stop. The second one kills the ranks. A scheduler sends the first one to each node.
     """
 
-    hello: Hello
+    joined: Joined
     name: str
     is_lost: bool = False
     started: bool = False
@@ -107,7 +104,6 @@ class Policy:
 
     Attributes:
         heals: whether the other ranks continue if one dies.
-        shown: the ranks whose output is shown; None: all.
         join_s: limit for all nodes to join.
         endpoint: where they meet.
     """
@@ -115,7 +111,6 @@ class Policy:
     num_nodes: int = 1
     max_restarts: int = 0
     heals: bool = False
-    shown: frozenset[int] | None = frozenset({0})
     join_s: float = 300.0
     endpoint: str = ""
 
@@ -173,7 +168,7 @@ class Supervisor:
             return []
         match event:
             case Joined():
-                self._join(node, event.hello)
+                self._nodes[node] = Node(event, self._name_node(node, event.host))
             case Started():
                 self._nodes[node].started = True
             case Ended():
@@ -181,7 +176,7 @@ class Supervisor:
             case Signalled():
                 self._note_signal(node, event.signum)
             case Broken():
-                self._refuse_launch(event.message, event.error_code)
+                self._finish(Outcome.REFUSED, message=event.message, error_code=event.error_code)
             case Lost():
                 self._lose(node)
             case Board():
@@ -194,25 +189,12 @@ class Supervisor:
 
     # --- events -----------------------------------------------------------------------------------------------
 
-    def _join(self, node: int, hello: Hello) -> None:
-        name = hello.host if self._policy.num_nodes == 1 else f"node {node} ({hello.host})"
-        for other in self._nodes.values():
-            for setting in sorted({*hello.settings, *other.hello.settings}):
-                mine, theirs = (each.settings.get(setting, "none") for each in (hello, other.hello))
-                if mine != theirs:
-                    sentence = f"{name} has another {setting} than {other.name} ({mine}, not {theirs})"
-                    self._nodes[node] = Node(hello, name)
-                    self._refuse_launch(f"{sentence}: make them the same", "SS504")
-                    return
-        self._nodes[node] = Node(hello, name)
-
     def _note_end(self, end: Ended) -> None:
         rank = self._ranks[end.rank]
         if rank.state is not RankState.RUNNING:
             return
         rank.end = end
         rank.is_unasked = self.state in (State.STARTING, State.RUNNING, State.FAILING)
-        self._can_restart &= end.can_restart
         if end.failure is not None:
             rank.state = RankState.FAILED
         else:
@@ -235,7 +217,7 @@ class Supervisor:
             return
         if self.state is State.JOINING:
             what = f"{node.name} has ended before all nodes were there, or --node-rank {number} was given twice"
-            self._refuse_launch(f"{what}: start all nodes again", "SS504")
+            self._finish(Outcome.REFUSED, message=f"{what}: start all nodes again", error_code="SS504")
             return
         node.is_lost = True
         self._can_restart = False
@@ -243,7 +225,7 @@ class Supervisor:
             if rank.node == number:
                 message = f"was lost with {node.name}"
                 failure = RankFailure(rank.number, self._now_s, 1, False, "died", message)
-                self._note_end(Ended(rank.number, 1, self._now_s, failure, can_restart=False))
+                self._note_end(Ended(rank.number, 1, self._now_s, failure))
 
     def _end_stuck(self, board: Board) -> None:
         """Let nodes end ranks that do not respond, so that the others continue."""
@@ -272,16 +254,14 @@ class Supervisor:
                     self._save()
             case State.STARTING | State.RUNNING | State.SAVING:
                 self._watch_ranks()
-            case State.FAILING | State.LEAVING | State.KILLING if not self._running():
+            case State.FAILING | State.KILLING if not self._running():
                 self._conclude()
             case State.FAILING if is_due:
-                self._enter(State.LEAVING, LEAVE_S)
-                self._tell_all(Signal(signal.SIGTERM, is_failure=True))
-            case State.LEAVING if is_due:
                 self._kill()
             case State.KILLING if is_due:
                 for rank in self._running():
-                    self._note_end(Ended(rank.number, -signal.SIGKILL, self._now_s, can_restart=False))
+                    self._can_restart = False
+                    self._note_end(Ended(rank.number, -signal.SIGKILL, self._now_s))
                 self._conclude()
             case _:
                 pass
@@ -295,7 +275,7 @@ class Supervisor:
         elif is_due:
             missing = self._describe_missing(f"did not join at {policy.endpoint} within {policy.join_s:.0f} s")
             advice = "start the launcher there too, or allow more time with --rdzv-timeout"
-            self._refuse_launch(f"{missing}: {advice}", "SS507")
+            self._finish(Outcome.REFUSED, message=f"{missing}: {advice}", error_code="SS507")
         elif self._now_s >= self._say_s:
             self._say_s = self._now_s + SAY_AGAIN_S
             missing = self._describe_missing(f"still missing at {policy.endpoint}")
@@ -319,12 +299,12 @@ class Supervisor:
         for number in numbers:
             node = self._nodes[number]
             node.started = False
-            first, size = len(self._ranks), node.hello.num_ranks
+            first, size = len(self._ranks), node.joined.num_ranks
             starts.append(first)
             self._ranks += [RankRecord(first + i, number) for i in range(size)]
             parts.append(f"{first}{f'-{first + size - 1}' if size > 1 else ''} on {node.name}")
         self.generation = Generation(members=[*range(len(self._ranks))])
-        peers = [self._nodes[number].hello.address for number in numbers]
+        peers = [self._nodes[number].joined.address for number in numbers]
         for number, first in zip(numbers, starts, strict=True):
             start = Start(
                 self._num_restarts,
@@ -335,6 +315,7 @@ class Supervisor:
                 len(self._ranks),
                 peer=peers[1 if number == 0 and len(numbers) > 1 else 0],
                 sentence=f"ranks {', '.join(parts)}" if len(numbers) > 1 else "",
+                heals=self._policy.heals,
             )
             self._tell(number, start)
 
@@ -483,18 +464,20 @@ class Supervisor:
                 return outcome
         return Outcome.UNKNOWN
 
-    def _refuse_launch(self, message: str, error_code: str) -> None:
-        self._tell_all(Finish(find_exit_code(Outcome.REFUSED), message, error_code))
-        self._enter(State.OVER)
-
     def _finish(
-        self, outcome: Outcome, number: int = 0, *, message: str = "", failure: RankFailure | None = None
+        self,
+        outcome: Outcome,
+        number: int = 0,
+        *,
+        message: str = "",
+        error_code: str = "",
+        failure: RankFailure | None = None,
     ) -> None:
-        self._tell_all(Finish(find_exit_code(outcome, number), message, failure=failure))
+        self._tell_all(Finish(find_exit_code(outcome, number), message, error_code, failure))
         self._enter(State.OVER)
 
     def _find_cause(self) -> RankFailure | None:
-        """Return the failure that caused the others; of ranks with the same one, one that is shown is preferred.
+        """Return the failure that caused the others; of ranks with the same one, the lowest, which is usually shown.
 
         It can be a death that the others had outlived, if they failed soon after.
         """
@@ -511,8 +494,7 @@ class Supervisor:
             left = [rank.end for rank in self._ranks if rank.state is RankState.SUCCEEDED and rank.is_unasked]
             if (gone := min(filter(None, left), key=lambda end: end.time_s, default=None)) is not None:
                 return self._blame_early_end(gone, first)
-        alike = [each for each in failures if (each.kind, each.message) == (first.kind, first.message)]
-        return min(alike, key=lambda failure: (not self._is_shown(failure.rank), failure.rank))
+        return next(each for each in failures if (each.kind, each.message) == (first.kind, first.message))
 
     def _blame_early_end(self, gone: Ended, first: RankFailure) -> RankFailure:
         """The others have lost a rank that ended before them with exit code 0.
@@ -530,18 +512,20 @@ class Supervisor:
 
     def _report(self, failure: RankFailure, then: str = "") -> None:
         """Let the rank's node print its failure, and the other nodes name it."""
-        own = [each for each in self._failed() if each.rank != failure.rank and not each.secondary]
-        same = [each.rank for each in own if each.message == failure.message]
-        others = [each for each in own if each.rank not in same]
+        others = [each for each in self._failed() if each.rank != failure.rank and not each.secondary]
+        same = [each.rank for each in others if each.message == failure.message]
         node = self._ranks[failure.rank].node
         sentence = f"{failure.reason}{self._locate(failure.rank)}{then or '; the others were stopped'}"
         for number in self._nodes:
             if number == node:
-                self._tell(number, Report(failure, self.world_size, same, others, then))
+                self._tell(number, Report(failure, self.world_size, same, then))
             else:
                 self._tell(number, Print(sentence))
 
     # --- helpers ----------------------------------------------------------------------------------------------
+
+    def _name_node(self, number: int, host: str) -> str:
+        return host if self._policy.num_nodes == 1 else f"node {number} ({host})"
 
     def _running(self) -> list[RankRecord]:
         return [rank for rank in self._ranks if rank.state is RankState.RUNNING]
@@ -553,9 +537,6 @@ class Supervisor:
 
     def _failed(self) -> Sequence[RankFailure]:
         return [rank.failure for rank in self._ranks if rank.state is RankState.FAILED and rank.failure is not None]
-
-    def _is_shown(self, rank: int) -> bool:
-        return self._policy.shown is None or rank in self._policy.shown
 
     def _locate(self, rank: int) -> str:
         """Return a clause that names the node of a rank; "" on one machine, or if that node is lost."""

@@ -1,6 +1,6 @@
 """The toy regression of PyTorch's tutorials: a two-layer perceptron on random pairs, without validation.
 
-samestep train mlp 50 10 --nproc-per-node 2 --show-ranks all
+samestep train mlp 50 10 --nproc-per-node 2 --show-all
 python -m samestep.recipes.mlp 50 10 --batch-size 32
 """
 

@@ -100,8 +100,7 @@ def start(target: Target, values: dict[str, Any]) -> int:
     if values.pop("list", False):
         print(describe_recipes(), end="")
         return 0
-    from samestep.launch.nodes import parse_nodes
-    from samestep.launch.secret import read_secret
+    from samestep.launch.nodes import parse_nodes, read_secret
 
     nodes = parse_nodes(
         values.pop("nnodes", None),
@@ -115,8 +114,7 @@ def start(target: Target, values: dict[str, Any]) -> int:
 
 def start_node(target: Target, values: dict[str, Any]) -> int:
     """Start the ranks of this machine, as one of the nodes that torchrun or srun has started."""
-    from samestep.launch.nodes import read_nodes
-    from samestep.launch.secret import read_secret
+    from samestep.launch.nodes import read_nodes, read_secret
 
     nodes = read_nodes(values.pop("rdzv_timeout", 300), read_secret())
     return start_ranks(target, values, nodes)
@@ -127,7 +125,7 @@ def start_ranks(target: Target, values: dict[str, Any], nodes: "Nodes | None") -
     from samestep.launch.launcher import run_launch
 
     num_ranks = values.pop("nproc_per_node", "auto")
-    show_ranks = values.pop("show_ranks", "0")
+    shows_all = values.pop("show_all", False)
     max_restarts = values.pop("max_restarts", 0)
     heals = values.pop("heal", False)
     if values.pop("tf_config", False):
@@ -135,7 +133,7 @@ def start_ranks(target: Target, values: dict[str, Any], nodes: "Nodes | None") -
     return run_launch(
         target,
         num_ranks=num_ranks,
-        show_ranks=show_ranks,
+        shows_all=shows_all,
         max_restarts=max_restarts,
         heals=heals,
         nodes=nodes,

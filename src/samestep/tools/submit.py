@@ -44,11 +44,11 @@ FLAGS: dict[str, Option] = {
     "sbatch": Option(list, "OPTION", "another option of sbatch, such as --sbatch=--mem=64G; can be repeated"),
     "job_name": Option(str, "NAME", "name of the job; default: the script's"),
     "dry_run": Option(bool, "", "print the batch script, and submit nothing"),
-    **{name: launch.FLAGS[name] for name in ("show_ranks", "tf_config", "max_restarts", "heal")},
+    **{name: launch.FLAGS[name] for name in ("show_all", "tf_config", "max_restarts", "heal")},
     **OPTIONS,
     "grace_s": Option(int, "S", f"seconds from the signal to the limit; default: {GRACE_S}", whole(1)),
 }
-PASSED_ON = {"show_ranks", "tf_config", "max_restarts", "heal", *OPTIONS} - {"run_dir"}
+PASSED_ON = {"show_all", "tf_config", "max_restarts", "heal", *OPTIONS} - {"run_dir"}
 
 # srun would return the code of a node that was lost. The launcher of the first node, which is the rendezvous, knows how
 # the run has ended. Each launcher handles the signals; its shell waits for it.

@@ -13,7 +13,7 @@ from typing import Any
 
 from samestep.launch.rank_process import kept_signals
 from samestep.watch.records import read_rows
-from samestep.world.environment import LEAVE, START_AGAIN, Environment, Outcome, find_exit_code
+from samestep.world.environment import START_AGAIN, Environment, Outcome, find_exit_code
 
 # Seconds in which a further signal counts as a repetition of the first one: a scheduler that signals every process of a
 # job reaches a rank directly and also through its launcher. After a real second signal, samestep's launcher kills the
@@ -54,8 +54,7 @@ def count_idle_stops(history: Path) -> int:
 class StopSignals:
     """Treats SIGINT, SIGTERM and SIGUSR1 as requests to stop, on which all ranks vote at the end of a step.
 
-    A second signal ends the process at once. The first one does, too, if samestep's launcher has noted that another
-    rank failed, because no vote is possible then.
+    A second signal ends the process at once.
 
     Attributes:
         is_on: whether a signal is a request. False in a run without a directory, which a signal ends at once.
@@ -66,7 +65,6 @@ class StopSignals:
         self.heard = 0
         self.is_on = is_on
         self._say = say
-        self._leave_note = None if environment.error_dir is None else Path(environment.error_dir, LEAVE)
         self._launcher = environment.launcher
         self._same_for_s = SAME_SIGNAL_S[environment.launcher]
         self._heard_at_s = 0.0
@@ -95,8 +93,7 @@ class StopSignals:
             self._pass_on(number, frame)
             return
         now_s = time.monotonic()
-        is_second = self.heard and now_s - self._heard_at_s >= self._same_for_s
-        if is_second or (self._leave_note is not None and self._leave_note.exists()):
+        if self.heard and now_s - self._heard_at_s >= self._same_for_s:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if self.heard:
