@@ -1,15 +1,12 @@
 """Unusual ends of runs: forked processes, ranks that leave early, runs without a reference."""
 
-import atexit
 import gc
 import json
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +21,6 @@ from support.waiting import wait_until
 
 import samestep
 from samestep import console
-from samestep.errors import PeerFailed
 from samestep.world import group_opening
 
 # --- processes forked by the script -----------------------------------------------------------------------------------
@@ -137,22 +133,6 @@ def test_a_call_of_one_rank_before_the_loop(tmp_path: Path, alone: str, names: s
         samestep.spawn(train, 2)
 
 
-def test_a_rank_waits_at_a_barrier(tmp_path: Path) -> None:
-    arrived, written = tmp_path / "arrived", tmp_path / "written"
-
-    def train() -> None:
-        run = Tiny(tmp_path / "x").run
-        if run.rank == 0:
-            wait_until(arrived.exists, "rank 1 is at the barrier")
-            written.touch()
-        else:
-            arrived.touch()
-        run.barrier()
-        assert written.exists()
-
-    samestep.spawn(train, 2)
-
-
 def test_a_run_that_one_rank_creates_later(tmp_path: Path) -> None:
     """The first rank prints what it waits for: the other one may never create the run."""
     said = tmp_path / "said"
@@ -179,23 +159,6 @@ def test_a_run_in_the_loop_of_another_one(tmp_path: Path) -> None:
     assert samestep.spawn(tiny_run, 2, (tmp_path / "y",), {"then": create}) == 8
 
 
-def test_a_rank_that_leaves_early(tmp_path: Path) -> None:
-    """The error names it, and not the ranks that lost it."""
-
-    def then(t: Tiny) -> None:
-        update(t)
-        if t.step.number == 2 and t.run.rank == 1:
-            os._exit(0)
-
-    with pytest.raises(
-        RuntimeError,
-        match=r"^rank 1 ended before its run did, with exit code 0, while rank 0 waited in tiny\.py:\d+ \(for ",
-    ) as caught:
-        samestep.spawn(tiny_run, 2, (tmp_path / "x",), {"then": then})
-    assert not isinstance(caught.value, PeerFailed)
-    assert not hasattr(caught.value, "__notes__")
-
-
 # --- runs without a reference -----------------------------------------------------------------------------------------
 
 
@@ -218,21 +181,6 @@ def test_one_run_after_the_other(tmp_path: Path, num_ranks: int) -> None:
 
     counts = samestep.spawn(train, num_ranks)
     assert counts[-1] <= counts[1], counts
-
-
-def test_a_break_is_reported_without_a_reference_to_the_run(tmp_path: Path) -> None:
-    """The error comes at the end of the process."""
-
-    def train() -> None:
-        def break_off() -> None:
-            for _ in Tiny(tmp_path / "x").run.steps(Pairs(), 4):
-                break
-
-        break_off()
-        gc.collect()
-
-    with pytest.raises(samestep.Error, match="the loop over the steps was left by break"):
-        samestep.spawn(train)
 
 
 # --- the cells of a notebook ------------------------------------------------------------------------------------------
@@ -322,21 +270,3 @@ def test_the_status_of_a_loop_that_was_left(tmp_path: Path, how: str) -> None:
     assert status["status"] == "failed"
     assert status["reason"].startswith(left)
     assert "in step 3" in status["reason"] or how == "held"
-
-
-def test_an_error_at_the_end_without_a_place_to_report_it(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a full disk: the rank prints the error, and its exit code stays."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    def train() -> None:
-        leave(Tiny(tmp_path / "x"), "break")
-        reports = Path(os.environ["SAMESTEP_ERROR_DIR"])
-        atexit.register(lambda: (shutil.rmtree(reports), reports.touch()))  # before the end of the run
-
-    with pytest.raises(RuntimeError, match="rank 0 ended with exit code 2"):
-        samestep.spawn(train)
-    lines = capfd.readouterr().err.splitlines()
-    assert [line for line in lines if "error" in line] == lines[-1:]
-    assert lines[-1].startswith("samestep: error: the loop over the steps was left by break")

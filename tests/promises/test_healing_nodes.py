@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from promises.test_nodes import HELD, finish, flags_at
-from promises.test_restarts import flags_of, read_restarts
+from promises.test_restarts import flags_of
 from promises.trial import Outcome, Started, Trial
 from support.hosts import Host
 from support.selection import one_in
@@ -113,13 +113,4 @@ def test_a_stuck_rank_of_another_host(trial: Trial, undisturbed: Undisturbed, al
     assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
     assert read_lost(trial) == [rank]
     assert f"nothing has moved for too long: stopping rank {rank}" in nodes[1 - rank].output
-    assert trial.outcome() == undisturbed()
-
-
-@pytest.mark.soak
-def test_what_cannot_be_healed(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
-    fault = "raise rank 1 at step 7 in forward"
-    nodes = start(trial, all_hosts[:2], 1, "--max-restarts", "1", faults=[fault])
-    assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
-    assert [(row["rank"], row["world_size"]) for row in read_restarts(trial)] == [(1, 2)]
     assert trial.outcome() == undisturbed()

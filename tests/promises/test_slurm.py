@@ -1,10 +1,8 @@
 """Runs under Slurm: the tasks of srun as ranks, and `samestep submit` with the events of a job."""
 
-import json
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -188,46 +186,12 @@ def test_tasks_are_signalled(jobs: Jobs, trial: Trial, undisturbed: Undisturbed,
     assert trial.outcome() == undisturbed()
 
 
-def test_port_in_use(jobs: Jobs, trial: Trial) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
-        words = ["srun", "-n2", f"--export=ALL,MASTER_PORT={port}", "--kill-on-bad-exit=1"]
-        started = jobs.start(*words, jobs.python, SCRIPT, trial.dir)
-        started.wait()
-    said = [line for line in started.output.splitlines() if line.startswith("samestep: error: ")]
-    assert said == [
-        f"samestep: error: port {port} is in use here: set MASTER_PORT to a free one, the same for all ranks [SS509]"
-    ]
-
-
-# --- the doctor -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.soak
-def test_doctor_on_all_tasks(jobs: Jobs, trial: Trial) -> None:
-    """The tasks of srun are its ranks, on both nodes. In the shell of an allocation it prints what it left out."""
-    words = [jobs.python, "-m", "samestep", "doctor", "--device", "cpu", "--run-dir", trial.dir, "--json"]
-    tasks, alone = jobs.start("srun", "-N2", "-n2", *words), jobs.start("salloc", "-N2", "-n2", *words)
-    finish(tasks)
-    report = json.loads(tasks.out.read_text())
-    assert report["world_size"] == 2
-    assert [finding["check"] for finding in report["findings"] if finding["status"] == "fail"] == []
-    finish(alone)
-    assert json.loads(alone.out.read_text())["world_size"] == 1
-    hint = "samestep doctor: this job has 2 nodes, and only this one is checked: srun samestep doctor checks all\n"
-    assert hint in alone.err.read_text()
-    assert not trial.dir.exists()
-
-
 # --- submit -----------------------------------------------------------------------------------------------------------
 
 
 # Slurm waits before it starts a job that was queued again: 16 s, and 23 s on a busy machine.
-@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.soak)])
-def test_a_job_is_queued_again(jobs: Jobs, trial: Trial, undisturbed: Undisturbed, real: bool) -> None:
+def test_a_job_is_queued_again(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
     """After a signal it saves, is queued again, and ends as a run without faults. One file has the output of all."""
-    if real:
-        jobs.python = Path(sys.executable)
     job = jobs.submit()
     job.wait_held()
     job.signal("--signal=USR1")
@@ -285,14 +249,6 @@ def test_a_node_fails(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> Non
     assert trial.outcome() == undisturbed()
 
 
-def test_the_others_continue_without_a_rank(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
-    said = jobs.submit("--heal", fault="kill rank 1 at step 7 in forward").finish()
-    assert "rank 1 was killed by SIGKILL" in said
-    assert "rank 1 is gone in step 7: rank 0 continues alone" in said
-    assert not (trial.dir / "restarts.jsonl").exists()
-    assert trial.outcome() == undisturbed()
-
-
 def test_the_others_continue_without_a_node(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
     """Slurm lets the job continue, and reports its success."""
     job = jobs.submit("--heal")
@@ -315,19 +271,6 @@ def test_cancelled(jobs: Jobs, trial: Trial) -> None:
     job.finish("CANCELLED")
     assert job.show()["Restarts"] == "0"
     assert "step-00000008" in trial.snapshots, trial.snapshots
-
-
-def test_a_batch_script_that_is_submitted_by_hand(jobs: Jobs, trial: Trial) -> None:
-    """It has a directory for its output, and the exit code is that of the script."""
-    script = trial.faults / "script.py"
-    script.write_text("print('as far as this')\nraise SystemExit(7)\n")
-    words = f"{jobs.python} -m samestep submit --run-dir {trial.dir} --dry-run {script} | sbatch --parsable"
-    started = jobs.start("bash", "-c", words)
-    assert started.process.wait(DEADLINE_S) == 0, started.output
-    number = started.out.read_text().strip()
-    job = Job(jobs, number, trial.dir / "slurm" / f"{number}.out")
-    assert "as far as this\n" in job.finish("FAILED")
-    assert (job.show()["ExitCode"], job.show()["Restarts"]) == ("7:0", "0")
 
 
 def test_a_job_that_slurm_refuses(jobs: Jobs, trial: Trial) -> None:
