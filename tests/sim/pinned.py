@@ -8,4 +8,10 @@ PINNED: dict[str, str] = {
     "the directory of snapshots is lost: who created it was killed before the sync": (
         "seed=2 script=gan every=1 steps=5 | 1 kill_all@fsync#6 | 1 power@300 | 1"
     ),
+    "a run of several loops is killed in each of them, and stopped": (
+        "seed=1 script=phases | 3 kill_all@900 | 2 stop@800 | 1 power@200 | 3 kill_all@1200 | 2"
+    ),
+    "a batch that an earlier pass has changed in place is taken for a new one": (
+        "seed=1 script=passes every=2 steps=5 | 3 heal kill@635/1 | 1"
+    ),
 }
