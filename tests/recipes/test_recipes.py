@@ -112,17 +112,6 @@ def test_numbers_out_of_range(recipe: str, option: str, value: str, allowed: str
         importlib.import_module(f"samestep.recipes.{recipe}").main([option, value])
 
 
-def test_mlp_data_does_not_depend_on_the_state_of_the_generators() -> None:
-    first = mlp.CustomDataset(5)
-    torch.rand(3)
-    second = mlp.CustomDataset(5)
-    assert len(first) == 5
-    for (x, y), (x_again, y_again) in zip(first.data, second.data, strict=True):
-        assert torch.equal(x, x_again)
-        assert torch.equal(y, y_again)
-        assert (x.shape, y.shape) == ((20,), (1,))
-
-
 def test_digits_split_is_fixed_and_disjoint() -> None:
     train, held_out = digits.load_data()
     assert (len(train), len(held_out)) == (1438, 359)
@@ -133,15 +122,6 @@ def test_digits_split_is_fixed_and_disjoint() -> None:
     assert image.shape == (1, 8, 8)
     assert digit.dtype == torch.int64
     assert torch.equal(image, held_out[0][0])  # held-out images are not shifted
-
-
-def test_digits_shifts_are_of_whole_pixels_in_every_direction() -> None:
-    image = torch.arange(1.0, 65).view(1, 1, 8, 8)
-    data = digits.Digits(image, torch.tensor([3]), shift=1)
-    torch.manual_seed(0)
-    middles = {tuple(data[0][0][0, 3:5, 3:5].flatten().tolist()) for _ in range(200)}
-    corners = [image[0, 0, 3 + y : 5 + y, 3 + x : 5 + x] for y in (-1, 0, 1) for x in (-1, 0, 1)]
-    assert middles == {tuple(corner.flatten().tolist()) for corner in corners}
 
 
 @pytest.mark.parametrize(
