@@ -202,23 +202,6 @@ def test_the_ranks_load_each_micro_batch_once(loop: Loop, world_size: int) -> No
                 assert task.seed == plan.task(step, v).seed
 
 
-@given(loops(), st.integers(1, 4))
-def test_borrowed_micro_batches_come_first(loop: Loop, world_size: int) -> None:
-    plan, step = loop.build_plan(), loop.first_step
-    if not loop.list_steps():
-        return
-
-    def borrow(number: int, num_micro_batches: int) -> list[int]:
-        assert (number, num_micro_batches) == (step, len(plan.micro_batches(step)))
-        return [num_micro_batches - 1]
-
-    for rank, held in enumerate(build_layout(len(plan.micro_batches(step)), world_size).ranges):
-        tasks = [*plan.tasks(step, step + 1, rank=rank, layout=share(world_size), borrow=borrow)]
-        assert [task.seed for task in tasks] == [
-            plan.task(step, v).seed for v in (len(plan.micro_batches(step)) - 1, *held)
-        ]
-
-
 @given(st.integers(1, 30), st.integers(0, 40), st.integers(1, 6))
 def test_a_lane_stays_in_one_worker(num_lanes: int, most: int, world_size: int) -> None:
     """Workers take turns with a rank's micro-batches."""

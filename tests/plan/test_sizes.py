@@ -3,7 +3,6 @@
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,18 +15,11 @@ from samestep.plan.sizes import (
     describe_division,
 )
 
-micro_batch_sizes = st.integers(1, 9)
 counts = st.integers(1, 12)
 
 
 def plan(length: Any, batch_size: Any, micro_batch_size: Any, **options: Any) -> LoopPlan:
     return LoopPlan(length=length, batch_size=batch_size, micro_batch_size=micro_batch_size, seed=0, **options)
-
-
-def test_steps_before_the_loop() -> None:
-    for is_endless in (False, True):
-        with pytest.raises(IndexError):
-            plan(10, 4, 2, is_endless=is_endless).micro_batches(-1)
 
 
 def test_default_micro_batch_size() -> None:
@@ -114,26 +106,3 @@ def test_the_advice_is_valid(batch_size: int, size: int, world_size: int) -> Non
     else:
         given = {name: int(number) for name, number in re.findall(r"(\w+)=(\d+)", sentence)}
         check_numbers(given.get("batch_size", batch_size), given["micro_batch_size"], world_size)
-
-
-def test_numpy_numbers_are_numbers() -> None:
-    numbers: list[Any] = [np.int64(10), np.int32(4), 2]
-    assert plan(*numbers).steps_per_epoch == 3
-
-
-def test_invalid_lengths() -> None:
-    with pytest.raises(Error, match="the data set is empty"):
-        plan(0, 4, 2)
-    with pytest.raises(Error, match="length of the data set must be a whole number above 0, found None"):
-        plan(None, 4, 2)
-    with pytest.raises(Error, match="not a multiple"):
-        plan(8, 3, 2)
-
-
-def test_drop_last_that_leaves_nothing() -> None:
-    sentence = (
-        "drop_last leaves no step of 3 samples with batch_size 4: lower batch_size to at most 3, or remove drop_last"
-    )
-    with pytest.raises(Error, match=f"^{sentence}$"):
-        plan(3, 4, 2, drop_last=True)
-    assert plan(3, 4, 2).micro_batches(0) == ((0, 2), (2, 3))

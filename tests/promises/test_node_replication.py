@@ -3,7 +3,6 @@
 A node is a directory in which its ranks work. The run directory is `run` in it, by a relative path.
 """
 
-import ctypes
 import errno
 import json
 import os
@@ -28,10 +27,8 @@ import samestep
 from samestep.errors import Error
 from samestep.snapshot import copies
 from samestep.snapshot.store import Store
-from samestep.world.group import Group
 
 Undisturbed = Callable[..., Outcome]
-CLONE_NEWNS = 0x20000
 # Files and fields with times and processes.
 PER_NODE = ("lock", "time", "restarts.jsonl", "status.json", "manifest.json", "ranks.json")
 
@@ -160,27 +157,8 @@ def test_nodes_that_share_a_disk_keep_one(cluster: Cluster, undisturbed: Undistu
     assert_ended_as(cluster, [2, 0], undisturbed(epochs=4))
 
 
-def train_in_mounts(disks: Sequence[Path], path: Path) -> None:
-    """As one rank of each node, with the node's disk mounted at the same path."""
-    disk = disks[int(os.environ["RANK"])]
-    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS):
-        raise OSError(ctypes.get_errno(), "unshare")
-    for words in (["--make-rprivate", "/"], ["--bind", disk, path]):
-        subprocess.run(["mount", *words], check=True)
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    train(path / "run")
 
 
-def test_one_path_with_another_disk_on_each_node(cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path) -> None:
-    private = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True, check=False)
-    if private.returncode:
-        pytest.skip(f"no mounts of a process's own, as without root or in a chroot: {private.stderr.strip()}")
-    (tmp_path / "here").mkdir()
-    disks = [cluster.disk(0), cluster.disk(1)]
-    samestep.spawn(train_in_mounts, 2, (disks, tmp_path / "here"))
-    # The process that records the output of the ranks does not have their mounts.
-    assert {path.split("/")[:2] == ["run", "logs"] for path in read_tree(tmp_path / "here")} == {True}
-    assert_ended_as(cluster, [0, 1], undisturbed())
 
 
 # --- the snapshot from which a run resumes ----------------------------------------------------------------------------
@@ -220,12 +198,6 @@ def test_each_node_has_another_one_damaged(cluster: Cluster, undisturbed: Undist
     assert "no snapshot in run/snapshots can be used" in str(error)
 
 
-def test_rows_are_cut_on_one_node(cluster: Cluster, undisturbed: Undisturbed) -> None:
-    cluster.spawn_to_fail([0, 1], 1, KILLED, snapshot_every=3, settled=True)
-    os.truncate(cluster.run_dir(0) / "metrics.jsonl", 10)
-    damage(cluster.run_dir(1) / "ledger.bin")
-    cluster.spawn([0, 1], 1, snapshot_every=3)
-    assert_ended_as(cluster, [0, 1], undisturbed())
 
 
 @pytest.mark.parametrize("moment", one_in(9, [
@@ -257,15 +229,6 @@ def test_a_node_with_abandoned_snapshots(cluster: Cluster, undisturbed: Undistur
     assert "step-00000010" in {path.name.rpartition("-")[0] for path in (cluster.run_dir(1) / "abandoned").iterdir()}
 
 
-def test_an_older_record_is_replaced_even_if_it_is_longer(cluster: Cluster, undisturbed: Undisturbed) -> None:
-    cluster.spawn_to_fail([0, 1], 1, "kill all ranks at step 4 in forward", snapshot_every=3, settled=True)
-    cluster.spawn_to_fail([0], 2, KILLED, snapshot_every=3, settled=True)
-    path = cluster.run_dir(1) / "run.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "config": {"note": "x" * 1000}}))
-    cluster.spawn([1, 0], 1, snapshot_every=3)
-    assert_ended_as(cluster, [0, 1], undisturbed())
-    for node in (0, 1):
-        assert json.loads((cluster.run_dir(node) / "run.json").read_text())["changes"] == []
 
 
 @pytest.mark.parametrize("resume", one_in(4, ["best", 3]))
@@ -326,29 +289,8 @@ def enter_node(disks: Sequence[Path]) -> int:
     return rank
 
 
-def count_exchanges(disks: Sequence[Path]) -> int:
-    """As one of two ranks: the number of exchanges between ranks in the steps, besides those of the gradients."""
-    enter_node(disks)
-    calls: list[int] = []
-    for name in ("gather", "gather_number", "broadcast", "broadcast_tensors", "barrier", "each"):
-        fn = getattr(Group, name)
-        setattr(Group, name, lambda *words, fn=fn, **more: (calls.append(0), fn(*words, **more))[1])
-    counts: list[int] = []
-    tiny_run(
-        "run", num_steps=6, snapshot_every=None, log_every=1, compare_every=None,
-        before=lambda t: counts.append(len(calls)),
-        then=lambda t: [update(t), t.run.log({"half": t.step.number / 2}), counts.append(len(calls))],
-    )  # fmt: skip
-    return counts[-1] - counts[0]
 
 
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_steps_add_no_exchange(cluster: Cluster, is_shared: bool) -> None:
-    disks = [cluster.disk(0), cluster.disk(0 if is_shared else 1)]
-    assert samestep.spawn(count_exchanges, 2, (disks,)) == 0
-    rows = [(disk / "run/metrics.jsonl").read_text() for disk in disks]
-    assert rows[0] == rows[1]
-    assert rows[0].count("\n") == 12
 
 
 def train_unlike(disks: Sequence[Path]) -> None:

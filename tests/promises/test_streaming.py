@@ -263,22 +263,8 @@ def train_fed(data: Any, feed: dict[str, Any]) -> None:
     train(None, data, **feed)
 
 
-def use_elsewhere() -> list[str]:
-    run = Tiny(batch_size=12).run
-    calls = (lambda: run.epochs(Stream(), 2), lambda: run.evaluate(lambda x: {}, Stream()))
-    messages = []
-    for call in calls:
-        try:
-            call()
-        except samestep.Error as error:
-            messages.append(str(error))
-    return messages
 
 
-def test_streams_have_no_epochs() -> None:
-    messages = samestep.spawn(use_elsewhere, 1)
-    assert len(messages) == 2
-    assert all("Stream is a stream without indexing" in message for message in messages)
 
 
 @pytest.mark.parametrize("how", ["changed", "missing"])
@@ -298,24 +284,5 @@ def test_other_shards_than_those_of_the_run(how: str, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "run.json").read_bytes() == before
 
 
-class Endless:
-    """A source with more samples than a run can use. Remembers the indices that it was asked for."""
-
-    shards = (samestep.Shard("all", 1 << 62, 0),)
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def __len__(self) -> int:
-        return 1 << 62
-
-    def __getitems__(self, indices: list[int]) -> Tensor:
-        self.seen += indices
-        return torch.tensor(indices)[:, None] / len(self)
 
 
-def test_an_endless_source() -> None:
-    data = Endless()
-    Tiny(model=lambda: nn.Linear(1, 1), batch_size=4).train(data=data, num_steps=3)
-    assert len(set(data.seen)) == 12
-    assert 1 << 58 < max(data.seen) < len(data)

@@ -208,7 +208,7 @@ PLANTED = (
     ),
     Planted(
         "the checksums of a snapshot's bytes are not compared", ATOMIC, "snapshot/manifest.py",
-        'if checksum != expected["pieces"][k][1]:', "if not checksum:", focus="flip",
+        'if checksum != wanted:', "if not checksum:", focus="flip",
     ),
     Planted(
         "a short write of a log is taken for a whole one", ONCE, "snapshot/append_log.py",

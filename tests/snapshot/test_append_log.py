@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import resource
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -13,7 +10,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -120,32 +116,3 @@ def test_tensors_and_numpy_become_numbers_and_the_rest_text(tmp_path: Path) -> N
             "3": "key",
         }
     ]
-
-
-def test_a_full_disk_is_reported_and_no_line_is_torn(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that the limit raises OSError, like a full disk
-    try:
-        with opened(path) as metrics:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-            for step in range(50):
-                metrics.append(format_row({"step": step}))
-            with pytest.raises(OSError, match="File too large"):
-                metrics.flush()
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            assert metrics.flush() == path.stat().st_size
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert read(path) == [{"step": step} for step in range(50)]
-
-
-def test_close_may_be_called_twice_and_leaves_no_file_open(tmp_path: Path) -> None:
-    num_open = len(os.listdir("/proc/self/fd"))
-    metrics = AppendLog(tmp_path / "metrics.jsonl", flush_s=1.0)
-    metrics.append(format_row({"step": 1}))
-    metrics.close()
-    metrics.close()
-    assert len(os.listdir("/proc/self/fd")) == num_open
-    assert read(tmp_path / "metrics.jsonl") == [{"step": 1}]

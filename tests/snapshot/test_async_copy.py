@@ -8,9 +8,7 @@ from samestep.snapshot.async_copy import (
     LARGE_BYTES,
     Copy,
     Staging,
-    Watch,
     is_finite,
-    is_watchable,
     locate,
 )
 
@@ -111,16 +109,6 @@ def test_what_is_only_read_or_replaced_is_not_torn() -> None:
     copy.join()
     assert copy.torn == []
     assert torch.equal(targets["weight"], before)
-
-
-def test_watching() -> None:
-    tensors = [torch.randn(NUM_LARGE) for _ in range(3)]
-    watch = Watch(tensors)
-    assert watch.find_changed() == []
-    tensors[1].data.neg_()
-    assert [id(tensor) for tensor in watch.find_changed()] == [id(tensors[1])]
-    with torch.inference_mode():
-        assert not is_watchable(torch.randn(NUM_LARGE))  # it has no version
 
 
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])

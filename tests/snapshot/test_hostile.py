@@ -22,8 +22,7 @@ from support.selection import one_in
 from support.tiny import tiny_run
 
 import samestep
-from samestep.errors import Error, RunDirectoryError, explain
-from samestep.files import read_bytes
+from samestep.errors import Error, RunDirectoryError
 from samestep.plan.ledger import Entry
 from samestep.snapshot.kept_logs import Heal
 from samestep.snapshot.manifest import parse_manifest, seal
@@ -157,24 +156,6 @@ def read_from_bucket(place: Path) -> Any:
 def read_here_at(store: Store) -> Any:
     found = store.find("latest", warn=lambda sentence: pytest.fail(sentence))
     return STATE if found is None else store.read(found, SavedRun)
-
-
-@pytest.mark.parametrize(
-    "name", ["/OUTSIDE", "../../outside", "../run.json", "..", ".hidden.json", "manifest.json", "a\0b"]
-)
-@pytest.mark.parametrize("size", [None, 5])
-def test_a_bucket_names_no_other_file(place: Path, name: str, size: int | None) -> None:
-    name = name.replace("/OUTSIDE", str(place / "outside"))
-    path = place / "run" / "snapshots" / "step-00000003" / "manifest.json"
-    manifest = {key: value for key, value in json.loads(path.read_bytes()).items() if key != "sha256"}
-    manifest["files"][name] = {"size": size, "pieces": []}
-    path.write_text(json.dumps(seal(manifest)))
-    (place / "copy" / "snapshots").mkdir(parents=True)
-    before = look(place)
-    with pytest.raises(RunDirectoryError, match=r"manifest\.json is damaged"):
-        read_from_bucket(place)
-    assert look(place) == before
-    assert parse_manifest(path.read_bytes()) == ({}, "manifest.json is damaged")
 
 
 @pytest.mark.parametrize(
@@ -408,16 +389,6 @@ def test_tools_pass_over_what_they_cannot_read(place: Path, name: str, what: str
     assert not set("\x1b\x9b\u202e") & {*shown.out, *shown.err}  # no escape sequence moves the cursor
 
 
-def test_a_sound_snapshot_holds_regular_files(place: Path, capsys: Any) -> None:
-    """An empty FIFO: opening it would block."""
-    replace_in(place, "state.json", lambda _: b"")
-    path = place / "run" / "snapshots" / "step-00000003" / "state.json"
-    path.unlink()
-    os.mkfifo(path)
-    assert run_inspect([str(place / "run"), "--check"]) == 1
-    assert "state.json is not a regular file" in capsys.readouterr().out
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("name", "what"),
@@ -438,15 +409,6 @@ def test_what_is_in_the_place_of_a_snapshot(place: Path, name: str, what: str) -
     store.clean()
     assert [path.name for path in store.path.iterdir()] == ["step-00000004"]
     assert_same(read_here(place), STATE)
-
-
-def test_a_link_is_an_error_in_one_sentence(place: Path) -> None:
-    """Also where no command has expected it: the error of `open_regular` needs no traceback."""
-    link = place / "run" / "status.json"
-    link.symlink_to(place / "outside")
-    with pytest.raises(OSError, match="symbolic link") as caught:
-        read_bytes(link)
-    assert str(explain(caught.value)) == f"{link} cannot be used (status.json is a symbolic link): name another"
 
 
 # --- links ------------------------------------------------------------------------------------------------------------

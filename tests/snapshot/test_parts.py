@@ -15,7 +15,6 @@ from states import assert_same, make_state, take_rows, write_divided
 from test_store import DAMAGE, flip
 
 from samestep.errors import InvalidValue, RunDirectoryError
-from samestep.snapshot import parts
 from samestep.snapshot.manifest import find_damage, seal
 from samestep.snapshot.parts import name_part
 from samestep.snapshot.serialization import digest, encode
@@ -41,7 +40,6 @@ def test_each_rank_writes_a_file(store: Store) -> None:
     assert sorted(os.listdir(path)) == sorted(FILES)
     assert os.listdir(store.path) == ["step-00000007"]
     found = find(store)
-    assert found.is_divided
     assert found.manifest["digest"] is None
     assert_same(store.read(found), make_state(0.5))
     assert store.read_digest(found) == digest(make_state(0.5))
@@ -97,6 +95,17 @@ def test_a_snapshot_with_a_damaged_part_is_skipped(damage: str, file: str, store
     assert find(store, warnings).step == 1
 
 
+def test_no_digest_of_a_manifest_without_a_part(store: Store) -> None:
+    """The files that it names are sound, and do not have all rows."""
+    path = write_divided(store, 1, step=1)
+    found = find(store)
+    files = {name: file for name, file in found.manifest["files"].items() if name != PARTS[1]}
+    manifest = seal({key: value for key, value in {**found.manifest, "files": files}.items() if key != "sha256"})
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RunDirectoryError, match=r"step-00000001 holds no state that can be read"):
+        store.read_digest(find(store))
+
+
 @settings(max_examples=60, deadline=None)
 @given(num_ranks=st.integers(1, 5), place=st.floats(0, 1, exclude_max=True), file=st.sampled_from(FILES[1:]))
 def test_the_ranks_together_check_every_byte(num_ranks: int, place: float, file: str, tmp_path_factory: Any) -> None:
@@ -107,44 +116,6 @@ def test_the_ranks_together_check_every_byte(num_ranks: int, place: float, file:
     found = [find_damage(path, manifest, rank, num_ranks) for rank in range(num_ranks)]
     [problem] = filter(None, found)
     assert problem.startswith(f"{file} is damaged")
-
-
-def test_a_refused_snapshot_is_skipped(store: Store) -> None:
-    """As after a check by all ranks, which `find` leaves to the caller."""
-    for step in (1, 2):
-        write_divided(store, step, step=step)
-    flip(store.path / "step-00000002" / PARTS[1], -1)
-    warnings: list[str] = []
-    found = store.find("latest", warn=warnings.append, checks_parts=False)
-    assert found is not None
-    assert (found.step, warnings) == (2, [])
-    store.refuse(found, f"{PARTS[1]} is damaged")
-    found = store.find("latest", warn=warnings.append, checks_parts=False)
-    assert found is not None
-    assert found.step == 1
-    assert PARTS[1] in warnings[0]
-
-
-@pytest.mark.parametrize("damage", ["removed", "cut by a byte", "a directory"])
-def test_no_digest_of_a_part_that_is_missing(damage: str, store: Store) -> None:
-    path = write_divided(store, 1, step=1)
-    found = find(store)
-    assert store.read_digest(found) == digest(make_state(1))
-    DAMAGE[damage](path / PARTS[1])
-    with pytest.raises(RunDirectoryError, match=rf"step-00000001 can no longer be used: {PARTS[1]}") as error:
-        store.read_digest(found)
-    assert error.value.code == "SS410"
-
-
-def test_no_digest_of_a_manifest_without_a_part(store: Store) -> None:
-    """The files that it names are sound, and do not have all rows."""
-    path = write_divided(store, 1, step=1)
-    found = find(store)
-    files = {name: file for name, file in found.manifest["files"].items() if name != PARTS[1]}
-    manifest = seal({key: value for key, value in {**found.manifest, "files": files}.items() if key != "sha256"})
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(RunDirectoryError, match=r"step-00000001 holds no state that can be read"):
-        store.read_digest(find(store))
 
 
 # --- parts that do not come ---------------------------------------------------------------------------------------
@@ -170,19 +141,4 @@ def test_a_part_that_lacks_rows(store: Store) -> None:
     own = store.prepare(place, take_rows(tensors, 0, 3))
     with pytest.raises(InvalidValue, match=r"not written all of the state: objects/model/weight has the shape \[666\]"):
         store.commit(place, own, structure, step=2, name=None, meta={}, num_parts=2)
-    assert os.listdir(store.path) == []
-
-
-def test_a_rank_that_fails_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, tensors = encode(make_state(2))
-    place = store.begin(2, None)
-
-    def fail(*_: Any) -> None:
-        raise OSError("no room for a receipt")
-
-    monkeypatch.setattr(parts, "replace_file", fail)
-    with pytest.raises(OSError, match="no room"):
-        store.prepare(place, tensors, 1)
-    assert os.listdir(store.path / place) == []
-    store.clean()
     assert os.listdir(store.path) == []

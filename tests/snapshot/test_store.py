@@ -100,7 +100,8 @@ def test_a_requested_snapshot_that_is_not_sound(store: Store) -> None:
     flip(store.path / "step-00000002" / "tensors-00000.safetensors", -1)
     warnings: list[str] = []
     with pytest.raises(
-        RunDirectoryError, match=r"the snapshot of step 2 cannot be used \(.*damaged.*\) in .*: there is step 1$"
+        RunDirectoryError,
+        match=r"the snapshot of step 2 cannot be used \(.*damaged \(somewhere in bytes .*\)\) in .*: there is step 1$",
     ):
         store.find(2, warn=warnings.append)
     assert not warnings, "the error says it"
@@ -176,15 +177,6 @@ def test_any_flipped_bit_is_seen(place: float, bit: int, file: str, store: Store
         path.write_bytes(sound)
 
 
-def test_a_piece_that_is_damaged_is_located(store: Store) -> None:
-    store.write(make_state(1), step=1, meta={})
-    path = store.path / "step-00000001" / "tensors-00000.safetensors"
-    flip(path, -1)
-    size = path.stat().st_size
-    with pytest.raises(RunDirectoryError, match=rf"damaged \(somewhere in bytes {size - 4000} to {size}\)"):
-        store.find("latest", warn=lambda _: None)
-
-
 def test_other_directories_are_skipped(store: Store) -> None:
     for step in (1, 2):
         store.write(make_state(step), step=step, meta={})
@@ -214,28 +206,6 @@ def test_a_snapshot_that_goes_bad_after_it_was_found(store: Store) -> None:
 
 
 # --- pruning and cleaning -----------------------------------------------------------------------------------------
-
-
-def test_adopting_one_of_another_store(store: Store, tmp_path: Path) -> None:
-    """The copy replaces what was there. A snapshot that does not match its manifest is not copied."""
-    other = Store(tmp_path / "other")
-    other.path.parent.mkdir()
-    other.write(make_state(1), step=5, meta={})
-    store.write(make_state(0.5), step=5, meta={"epoch": 2})
-    [snapshot] = store.snapshots()
-    shutil.copytree(snapshot.path, other.inbox, ignore=lambda *_: ["manifest.json"])
-    with open(other.inbox / "state.json", "r+b") as handle:
-        handle.write(b"?")
-    assert "state.json is damaged" in other.adopt(snapshot)
-    assert [path.name for path in other.path.iterdir()] == ["step-00000005"]
-    assert_same(read(other), make_state(1))
-    shutil.copytree(snapshot.path, other.inbox, ignore=lambda *_: ["manifest.json"])
-    assert other.adopt(snapshot) == ""
-    assert_same(read(other), make_state(0.5))
-    [adopted] = other.snapshots()
-    for file in ("manifest.json", "state.json", "tensors-00000.safetensors"):
-        assert (adopted.path / file).read_bytes() == (snapshot.path / file).read_bytes()
-    assert [path.name for path in other.path.iterdir()] == ["step-00000005"]
 
 
 def test_pruning_keeps_the_newest_of_each_name(store: Store) -> None:
@@ -274,26 +244,3 @@ def read_whatever(store: Store) -> int:
     assert found is not None
     assert_same(store.read(found), make_state(found.step))
     return found.step
-
-
-def test_a_snapshot_that_was_moved_elsewhere(store: Store, tmp_path: Path) -> None:
-    """The snapshot was replaced by a link: pruning removes the link only."""
-    for step in (1, 2):
-        store.write(make_state(step), step=step, meta={})
-    os.rename(store.path / "step-00000001", tmp_path / "elsewhere")
-    (store.path / "step-00000001").symlink_to(tmp_path / "elsewhere")
-    assert found_steps(store) == [(1, None), (2, None)]
-    assert_same(read(store, 1), make_state(1))
-    store.prune(1)
-    (store.path / ".tmp-step-00000003").symlink_to("nowhere")
-    store.clean()
-    assert [entry.name for entry in store.path.iterdir()] == ["step-00000002"]
-    assert (tmp_path / "elsewhere" / "manifest.json").exists()
-
-
-def test_a_removed_directory(tmp_path: Path) -> None:
-    store = Store(tmp_path / "run")
-    with pytest.raises(FileNotFoundError):
-        store.write(make_state(1), step=1, meta={})
-    assert store.snapshots() == []
-    assert store.find("latest") is None

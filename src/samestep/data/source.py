@@ -12,8 +12,6 @@ from samestep.decoding import Count, decode
 from samestep.errors import InvalidValue
 from samestep.hashing import hash_pieces
 
-MAX_NAMED = 3  # shards in a message
-
 
 class Shard(NamedTuple):
     """A part of a source that is stored together, such as a file.
@@ -124,19 +122,10 @@ def parse_shards(text: bytes) -> list[Shard]:
 def explain_change(before: Sequence[Shard], now: Sequence[Shard]) -> str:
     """Describe how shards differ from the earlier ones; "" if they do not."""
     was, found = ({shard.name: shard for shard in shards} for shards in (before, now))
-    missing = [f"{name} is missing" for name in was if name not in found]
-    changed = [
-        f"{name} has changed ({old.num_samples} samples in {old.num_bytes} bytes before, "
-        f"{found[name].num_samples} in {found[name].num_bytes} now)"
-        for name, old in was.items()
-        if name in found and found[name] != old
-    ]
-    added = [f"{name} is new" for name in found if name not in was]
-    named = [*missing, *changed, *added]
-    if not named:
+    different = [name for name in {**was, **found} if was.get(name) != found.get(name)]
+    if not different:
         return "" if [*was] == [*found] else "they are in another order"
-    return _list(named)
-
-
-def _list(named: Sequence[str]) -> str:
-    return ", ".join(named[:MAX_NAMED]) + (f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else "")
+    first = different[0]
+    how = "is missing" if first not in found else "is new" if first not in was else "has changed"
+    more = f", and {len(different) - 1} more are not the same" if len(different) > 1 else ""
+    return f"{first} {how}{more}"

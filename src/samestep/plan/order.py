@@ -224,31 +224,21 @@ class FeistelOrder:
         self._radices = np.uint64(radix_a), np.uint64(radix_b)
         self._keys = list(_draw_hashes(key, _NUM_ROUNDS))
         # Samples are mostly read a few at a time and in order, so one block serves many calls of `take`.
-        self._cached: tuple[int, int, Indices] = (0, 0, np.empty(0, dtype=np.int64))  # start, stop, samples
+        self._get_block = lru_cache(maxsize=1)(self._compute_block)
 
     def __len__(self) -> int:
         return self._length
 
     def take(self, start: int, stop: int) -> Indices:
-        cached_start, cached_stop, samples = self._cached  # one read: another thread may replace it
-        if cached_start <= start <= stop <= cached_stop:
-            return samples[start - cached_start : stop - cached_start].copy()
         _check_span(start, stop, self._length)
-        taken = np.empty(stop - start, dtype=np.int64)
-        for block_start in range(start - start % _BLOCK, stop, _BLOCK):
-            samples = self._compute_block(block_start)
-            begin = max(start, block_start)
-            end = min(stop, block_start + _BLOCK)
-            taken[begin - start : end - start] = samples[begin - block_start : end - block_start]
-        return taken
+        first = start - start % _BLOCK
+        blocks = [self._get_block(at) for at in range(first, stop, _BLOCK)]
+        taken = blocks[0] if len(blocks) == 1 else np.concatenate([np.empty(0, dtype=np.int64), *blocks])
+        return taken[start - first : stop - first].copy()
 
     def _compute_block(self, start: int) -> Indices:
-        cached_start, cached_stop, samples = self._cached
-        if not cached_start <= start < cached_stop:
-            stop = min(start + _BLOCK, self._length)
-            samples = self._permute(np.arange(start, stop, dtype=np.uint64))
-            self._cached = start, stop, samples
-        return samples
+        stop = min(start + _BLOCK, self._length)
+        return self._permute(np.arange(start, stop, dtype=np.uint64))
 
     def _permute(self, values: _Words) -> Indices:
         length = np.uint64(self._length)

@@ -236,19 +236,18 @@ def _list_missing(
     chosen = point.snapshot
     if chosen is None:
         return []
-    missing: list[tuple[int, Snapshot, Collection[int]]] = []
-    own = [{each.label: each for each in node.named if each.step <= chosen.step} for node in held]
-    for there, node in zip(own, held, strict=True):
-        there.pop(chosen.label, None)
+    own: list[dict[str, Snapshot]] = []
+    for node in held:
+        there = {each.label: each for each in node.named if each.step <= chosen.step and each.label != chosen.label}
+        own.append(there)
         if node.found is not None and node.found.is_same(chosen):
             there[chosen.label] = node.found
-    labels = {*chain.from_iterable(own)} - {chosen.label}
-    for label in [*sorted(labels), chosen.label]:
-        holders = {node: there[label] for node, there in enumerate(own) if label in there}
-        sender = max(holders, key=lambda node: (holders[node].step, node == source))
-        having = {node for node, each in holders.items() if each.is_same(holders[sender])}
-        if targets := {*range(len(held))} - having:
-            missing.append((sender, holders[sender], targets))
+    missing: list[tuple[int, Snapshot, Collection[int]]] = []
+    for label in sorted({*chain.from_iterable(own)}, key=lambda label: label == chosen.label):
+        holders = [node for node, there in enumerate(own) if label in there]
+        sender = source if source in holders else holders[0]
+        if targets := {*range(len(held))} - {*holders}:
+            missing.append((sender, own[sender][label], targets))
     return missing
 
 

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -161,35 +162,34 @@ def find_damage(directory: Path, manifest: Mapping[str, Any], rank: int = 0, num
     before = 0
     with ThreadPoolExecutor(_NUM_READERS) as pool:  # hashing takes the time, and releases the GIL
         for file, expected in manifest["files"].items():
-            starts = [0, *accumulate(length for length, _ in expected["pieces"])]
-            own = [k for k, start in enumerate(starts[:-1]) if (before + start) * num_ranks // max(total, 1) == rank]
+            ends = accumulate(length for length, _ in expected["pieces"])
+            pieces = [(end, *piece) for end, piece in zip(ends, expected["pieces"], strict=True)]
+            own = [each for each in pieces if (before + each[0] - each[1]) * num_ranks // max(total, 1) == rank]
             before += expected["size"]
             if not own:
                 continue
             try:
                 with open(directory / file, "rb", buffering=0, opener=open_regular) as opened:
-                    number = opened.fileno()
-                    found = [*pool.map(lambda k: hash_range(number, starts[k], starts[k + 1] - starts[k]), own)]  # noqa: B023
+                    found = [*pool.map(partial(_hash_range, opened.fileno()), own)]
             except OSError as error:
                 return f"{file} cannot be read ({error.strerror})"
-            for k, checksum in zip(own, found, strict=True):
-                if checksum != expected["pieces"][k][1]:
-                    return f"{file} is damaged (somewhere in bytes {starts[k]} to {starts[k + 1]})"
+            for (end, length, wanted), checksum in zip(own, found, strict=True):
+                if checksum != wanted:
+                    return f"{file} is damaged (somewhere in bytes {end - length} to {end})"
     return None
 
 
-def hash_range(file: int, start: int, length: int) -> str:
-    """Return the sha256 of a range of bytes of a file, which may end within the range. Any thread may call it."""
-    return hash_pieces(read_range(file, start, length))
+def _hash_range(file: int, piece: tuple[int, int, str]) -> str:
+    """Return the sha256 of a piece, given by its end and its length. The file may end within it."""
+    end, length, _ = piece
 
+    def read() -> Iterator[bytes]:
+        at = end - length
+        while data := os.pread(file, min(end - at, _BUFFER_BYTES), at):
+            yield data
+            at += len(data)
 
-def read_range(file: int, start: int, length: int) -> Iterator[bytes]:
-    """Yield a range of bytes of a file, which may end within the range, in pieces."""
-    at = start
-    end = start + length
-    while data := os.pread(file, min(end - at, _BUFFER_BYTES), at):
-        yield data
-        at += len(data)
+    return hash_pieces(read())
 
 
 def find_wrong_size(files: Mapping[str, Any], sizes: Mapping[str, int]) -> str | None:

@@ -6,7 +6,6 @@ each snapshot is pushed, with its manifest last. Without a manifest, a snapshot 
 The files at the URL have the layout of a run directory.
 """
 
-import os
 import re
 import time
 import uuid
@@ -219,21 +218,13 @@ class Mirror:
             self._fs.get_file(self._at_place(place, file), str(directory / file))
 
     @_requests
-    def copy_snapshots(self, directory: Path, *, is_whole: bool) -> None:
-        """Download all snapshots to a directory, damaged or not.
-
-        Args:
-            is_whole: if False, creates empty files of the same sizes for all but the manifests.
-        """
-        sizes = self._list()
-        for snapshot in self.snapshots():
-            target = directory / snapshot.label
-            target.mkdir(parents=True, exist_ok=True)
-            present = [file for file in sizes[snapshot.path.name] if FILE.fullmatch(file)]
-            self._fetch(snapshot.path.name, present if is_whole else [MANIFEST], target)
-            for file in () if is_whole else {*present} - {MANIFEST}:
-                (target / file).touch()
-                os.truncate(target / file, sizes[snapshot.path.name][file])
+    def copy_snapshots(self, directory: Path) -> None:
+        """Download all snapshots to a directory, damaged or not."""
+        for place, sizes in self._list().items():
+            if MANIFEST not in sizes:
+                continue
+            (directory / place).mkdir(parents=True, exist_ok=True)
+            self._fetch(place, [file for file in sizes if FILE.fullmatch(file)], directory / place)
 
     @_requests
     def _remove(self, place: str) -> None:

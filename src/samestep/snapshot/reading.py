@@ -16,16 +16,11 @@ from samestep.world.workdir import open_workdir
 
 
 @contextmanager
-def open_run(run: str, *, which: int | str | None = None, is_whole: bool = False) -> Iterator[Path]:
+def open_run(run: str) -> Iterator[Path]:
     """Yield a run's directory for a tool to read; for a URL, a copy that is removed at the end of the block.
 
-    Args:
-        which: for a URL, the only snapshot to download, as for `Store.find`. None: all of them, but with empty files of
-            the same sizes for tensors and states.
-        is_whole: whether to download those files, too.
-
     Raises:
-        Error: the directory or the URL cannot be read, or there is no undamaged snapshot that matches.
+        Error: the directory or the URL cannot be read.
     """
     if not is_url(run):
         try:
@@ -44,12 +39,7 @@ def open_run(run: str, *, which: int | str | None = None, is_whole: bool = False
     mirror = Mirror(run)
     with open_workdir() as home:
         mirror.download(home)
-        store = Store(home)
-        if which is None:
-            mirror.copy_snapshots(store.path, is_whole=is_whole)
-        else:
-            rewinds = read_run(home, mirror.url).get("rewinds", [])
-            store.find(which, warn=say, pulled=mirror.pull(store, which, rewinds))
+        mirror.copy_snapshots(home / SNAPSHOTS)
         yield home
 
 
@@ -75,12 +65,6 @@ def find_snapshot(store: Store, called: str, which: int | str) -> Snapshot:
     if snapshot is None:
         raise Error(f"{called} has no snapshot yet", code="SS411")
     return snapshot
-
-
-def read_snapshot(run: Path, called: str, which: int | str) -> tuple[Snapshot, dict[str, Any]]:
-    """Find a snapshot of a run for a tool, and read its state. Arguments as for `find_snapshot`."""
-    snapshot, saved = open_snapshot(run, called, which)
-    return snapshot, saved.fill(saved.contents)
 
 
 def open_snapshot(run: Path, called: str, which: int | str) -> tuple[Snapshot, SavedState]:

@@ -497,15 +497,13 @@ class RunDirectory:
 
     def explain_failure(self, step: int, error: Exception) -> str:
         """Return a message about a snapshot that could not be written."""
-        try:
+        why = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        if not (self.path / RECORD).exists():
+            why = f"{self.named} was removed during the run"
+        others = "older ones cannot be read"
+        with suppress(OSError):
             sound = [other.step for other in self.store.snapshots() if other.problem is None]
             others = f"the newest is that of step {max(sound)}" if sound else "there is none"
-        except OSError:
-            others = "older ones cannot be read"
-        why = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        if isinstance(error, FileNotFoundError):
-            gone = [part for part in ("", RECORD) if not (self.path / part).exists()]
-            why = f"{self.named / gone[0]} was removed during the run" if gone else why
         return f"the snapshot of step {step} could not be written ({why}): {others}"
 
     # --- end --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import math
 import os
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from samestep.decoding import MAX_DEPTH, Count, convert, parse_json
 from samestep.errors import InvalidType
 from samestep.files import MAX_BYTES, open_regular
-from samestep.hashing import hash_bytes, hash_pieces
-from samestep.snapshot.manifest import Pieces, read_range
+from samestep.hashing import hash_bytes
+from samestep.snapshot.manifest import Pieces
 from samestep.tagged import ARRAY_KINDS, KIND, Decoder, Encoder, Place, decode_array, find_dtype, name_dtype, view_bytes
 from samestep.world.forking import at_rest, at_work
 
@@ -248,14 +248,8 @@ class SavedTensors:
         return tensor
 
     def hash(self, name: str) -> str:
-        """Return the sha256 of a tensor's bytes, of which a few are in memory at a time."""
-
-        def read_all() -> Iterator[bytes]:
-            for part in self.parts[name]:
-                with open(part.path, "rb", buffering=0, opener=open_regular) as file:
-                    yield from read_range(file.fileno(), part.start, part.num_bytes)
-
-        return hash_pieces(read_all())
+        """Return the sha256 of a tensor's bytes."""
+        return hash_bytes(view_bytes(self.read(name)))
 
 
 def _read_into(file: Any, start: int, data: memoryview, name: str) -> None:
@@ -375,8 +369,6 @@ class _Encoder(Encoder):
             return {KIND: "set", "items": sorted((self.encode_key(item, path) for item in value), key=json.dumps)}
         if kind is np.ndarray or isinstance(value, np.generic):
             return self._encode_array(value, path)
-        if kind is complex:
-            return {KIND: "complex", "hex": struct.pack(">dd", value.real, value.imag).hex()}
         if kind is bytes:
             return {KIND: "bytes", "base64": base64.b64encode(value).decode()}
         if kind is torch.dtype:
@@ -495,8 +487,6 @@ class _Decoder(Decoder):
                 return decode_array(self._get_array(value["name"]).numpy().tobytes(), value).copy()
             case "scalar":
                 return decode_array(bytes.fromhex(value["hex"]), value)[()]
-            case "complex":
-                return complex(*struct.unpack(">dd", bytes.fromhex(value["hex"])))
             case "bytes":
                 return base64.b64decode(value["base64"])
             case "dtype":

@@ -58,15 +58,10 @@ class _SavedLane(Struct):
     start: tuple[Count, Annotated[int, Meta(ge=-1)], Any]
 
 
-class _SavedScale(Struct):
-    scale: Number = 1.0
-    good_steps: Count = 0
-
-
 class _Position(Struct):
     step: Count
     epoch: Count
-    precision: _SavedScale
+    precision: dict[str, Number]
     order: _SavedOrder | None = None
     lanes: list[_SavedLane] = []
     loops: list[Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=2, max_length=3)]] = []
@@ -278,10 +273,6 @@ class Store:
         sound = [each for each in self.snapshots() if each.problem is None and each.is_same(snapshot)]
         return any(find_damage(each.path, each.manifest) is None for each in sound)
 
-    def refuse(self, snapshot: Snapshot, problem: str) -> None:
-        """Let `find` skip a snapshot that it has returned, because of a problem with it."""
-        self._problems[snapshot.path] = problem
-
     def _explain_missing(
         self, which: int | str, found: Sequence[Snapshot], problem: str, where: str
     ) -> RunDirectoryError:
@@ -293,6 +284,10 @@ class Store:
         what = f"of step {which}" if isinstance(which, int) else f"named {which}"
         fault = f"the snapshot {what} cannot be used ({problem})" if problem else f"there is no snapshot {what}"
         return RunDirectoryError(f"{fault} in {where}: {others}", code="SS410" if problem else "SS411")
+
+    def refuse(self, snapshot: Snapshot, problem: str) -> None:
+        """Let `find` skip a snapshot that it has returned, because of a problem with it."""
+        self._problems[snapshot.path] = problem
 
     def read(self, snapshot: Snapshot, kind: Any = Object) -> dict[str, Any]:
         """Return the state in a snapshot that `find` returned, here or on another node; its tensors are in host memory.

@@ -44,7 +44,7 @@ def run_export(run: str, file: Path, which: int | str, wanted: str | None, force
         raise Error(f"{file} does not end in {SUFFIX}: name a file that does", code="SS101")
     if file.exists() and not force:
         raise Error(f"{file} exists already: name another file, or replace it with --force", code="SS113")
-    with open_run(run, which=which) as directory:
+    with open_run(run) as directory:
         read_run(directory, run)
         snapshot, saved = open_snapshot(directory, run, which)
         objects = saved.contents["objects"]
@@ -134,12 +134,6 @@ def _find_tensors(name: str, state: Any, objects: Mapping[str, Any]) -> tuple[di
         raise Error(
             f"{name} has no tensors by name: it is not a model; the snapshot holds {', '.join(objects)}", code="SS705"
         )
-    for key, value in tensors.items():
-        if value.dtype in (torch.complex32, torch.complex128):
-            raise Error(
-                f"{key} has the dtype {value.dtype}, which safetensors lacks: write it with torch.save in the script",
-                code="SS101",
-            )
     return tensors, {str(key): value for key, value in entries if str(key) not in tensors}
 
 

@@ -66,7 +66,7 @@ def run_inspect(
         raise Error("--samples shows steps, not snapshots: name one by --step, and leave out --snapshot", code="SS104")
     if step is not None and not samples:
         raise Error("--step shows the samples of a step: add --samples, or name a snapshot by --snapshot", code="SS104")
-    with open_run(run, which=which if digest else None, is_whole=check) as directory:
+    with open_run(run) as directory:
         record = read_run(directory, run)
         if digest:
             store = Store(directory)
@@ -181,7 +181,7 @@ def _describe_snapshot(snapshot: Snapshot, run: str, *, check: bool) -> dict[str
 
 
 def _read_state(run: Path) -> dict[str, Any]:
-    """Return `run.state` of the newest undamaged snapshot; {} if there is none, or its files were not downloaded."""
+    """Return `run.state` of the newest undamaged snapshot; {} if there is none."""
     for snapshot in reversed(find_sound(run)):
         with suppress(OSError, ValueError, AttributeError):
             state = parse_json(read_bytes(snapshot.path / STATE)).get("state")
@@ -287,7 +287,7 @@ def run_diff(run: str, other: str, is_json: bool) -> int:
     Exit code: 0 if all common steps and snapshots are the same; 1 if not; 2 if nothing can be compared.
     """
     names = (run, other)
-    with open_run(run, is_whole=True) as one, open_run(other, is_whole=True) as two:
+    with open_run(run) as one, open_run(other) as two:
         directories = (one, two)
         records = [read_run(path, name) for path, name in zip(directories, names, strict=True)]
         described = [describe_run(path) for path in directories]

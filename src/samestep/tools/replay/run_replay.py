@@ -54,7 +54,7 @@ def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
     check_target(target)
     if "step" not in values:
         raise Error("replay needs the step: --step S, counted from 0", code="SS103")
-    with exiting_on_sigterm(), open_workdir("replay-") as scratch, open_run(run, is_whole=True) as directory:
+    with exiting_on_sigterm(), open_workdir("replay-") as scratch, open_run(run) as directory:
         return _Replay(run, directory, target, values, scratch).run()
 
 
