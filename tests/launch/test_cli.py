@@ -12,7 +12,6 @@ from support.runs import check, run_command
 
 from samestep.errors import Error
 from samestep.launch.script_command import ScriptCommand
-from samestep.snapshot.store import Store
 from samestep.tools.launch_command import run_launch, run_train
 from samestep.tools.verify.command import run_verify
 
@@ -102,9 +101,6 @@ BAD = [  # arguments, and a part of the sentence
     ("launch --nproc-per-node x file", "--nproc-per-node takes a number"),
     ("launch --batch-size 0 file", "--batch-size must be a whole number above 0, found 0"),
     ("train mlp --micro-batch-size=-1", "--micro-batch-size must be a whole number above 0, found -1"),
-    ("launch --run-dir run --resume foo file", "there is no snapshot named foo in run/snapshots: there is best"),
-    ("launch --run-dir run --resume 7 file", "there is no snapshot of step 7 in run/snapshots: there is best"),
-    ("train mlp --run-dir new --resume best", "there is no snapshot named best in new/snapshots: there are none yet"),
     ("verify missing.py", "there is no script missing.py"),
     ("scale missing.py", "there is no script missing.py"),
     ("submit missing.py", "there is no script missing.py"),
@@ -119,8 +115,6 @@ BAD = [  # arguments, and a part of the sentence
 def test_bad_input_is_found_before_torch_is_imported(tmp_path: Path) -> None:
     """The import takes most of the time of such a command."""
     (tmp_path / "file").touch()
-    (tmp_path / "run").mkdir()
-    Store(tmp_path / "run").write({}, step=3, name="best", meta={})
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from samestep.cli import main\n"
@@ -130,7 +124,7 @@ def test_bad_input_is_found_before_torch_is_imported(tmp_path: Path) -> None:
     done = check(run_command(sys.executable, "-c", code, cwd=tmp_path, real=True))
     lines = done.stderr.splitlines()
     assert [part in line for line, (_, part) in zip(lines, BAD, strict=True)] == [True] * len(BAD), done.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"file", "run"}
+    assert {path.name for path in tmp_path.iterdir()} == {"file"}
 
 
 def parse(command: ScriptCommand, *words: str) -> tuple[list[str], dict[str, Any]]:
