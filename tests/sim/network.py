@@ -380,11 +380,6 @@ class Distributed(ModuleType):
     def barrier(self) -> None:
         self._show("barrier", None, self._everyone(), self._everyone())
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        values = self._show("all_gather", tensor.data.clone(), self._everyone(), self._everyone())
-        for output, value in zip(outputs, values.values(), strict=True):
-            output.data.copy_(value)
-
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         rank = self.get_rank()
         value = tensor.data.clone() if rank == source else None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 SCRIPTS = ("mlp", "batchnorm", "gan", "ema", "phases", "passes")
 KINDS = ("kill", "kill_all", "power", "flip", "freeze", "stop", "full")
 PLACES = (
-    "fsync", "os.rename", "open", "write", "os.mkdir", "os.rmdir", "exchange", "all_gather", "broadcast", "recv.wait",
+    "fsync", "os.rename", "open", "write", "os.mkdir", "os.rmdir", "exchange", "broadcast", "recv.wait",
     "send.wait", "isend", "barrier", "join", "store.set", "store.check", "condition", "queue.get", "event.wait",
 )  # fmt: skip
 STEPS_PER_EPOCH = 5  # of all scripts

@@ -16,6 +16,7 @@ from torch import Tensor
 from samestep.engine.buckets import pad_to_chunks
 from samestep.plan.tree import Layout
 from samestep.world.local_sockets import LocalSockets
+from samestep.world.transport import plan_gather
 from samestep.world.waiter import Transfer, wait_for_messages
 
 Messages = Iterator[Sequence[Transfer]]
@@ -113,7 +114,7 @@ class AllGather(Route):
             rows, rank = self._rows, self.space.rank
             receives = [
                 dist.irecv(rows[distance : distance + num_rows], (rank + distance) % len(rows), tag=tag)
-                for distance, num_rows in _plan_gather(len(rows))
+                for distance, num_rows in plan_gather(len(rows))
             ]
             self._receives = _list_works(receives)
 
@@ -127,7 +128,7 @@ class AllGather(Route):
             if not self._receives:
                 self.expect(tag)
             receives, self._receives = self._receives, []
-            for (distance, num_rows), receive in zip(_plan_gather(len(rows)), receives, strict=True):
+            for (distance, num_rows), receive in zip(plan_gather(len(rows)), receives, strict=True):
                 send = dist.isend(rows[:num_rows], (rank - distance) % len(rows), tag=tag)
                 yield _list_works([receive, send])
         add_parts(self._slots, self.space.layout)
@@ -320,15 +321,6 @@ def _exchange(
     works = [dist.irecv(tensor, peer, tag=tag) for tensor, peer in receives]
     works += [dist.isend(tensor, peer, tag=tag) for tensor, peer in sends]
     return _list_works(works)
-
-
-def _plan_gather(world_size: int) -> list[tuple[int, int]]:
-    """Return the rounds of an all-gather as (distance, number of rows).
-
-    In a round, rank r sends its first rows to rank r - distance, and gets as many from rank r + distance.
-    """
-    distances = [1 << k for k in range((world_size - 1).bit_length())]
-    return [(distance, min(distance, world_size - distance)) for distance in distances]
 
 
 def _plan_butterfly(num_elements: int, rank: int, world_size: int) -> list[tuple[int, slice, slice]]:

@@ -128,17 +128,19 @@ class Transport:
         if self.world_size == 1:
             return [value]
         sizes = self._gather_number(len(data))
-        row_bytes = max(sizes)
-        row = torch.frombuffer(bytearray(data.ljust(row_bytes, b"\0")), dtype=torch.uint8)
-        rows = torch.empty(self.world_size, row_bytes, dtype=torch.uint8)
-        if self.waiter is None or row_bytes < LARGE_BYTES:
-            dist.all_gather([*rows], row)
-        else:
-            rows[self.rank] = row
-            peers = [rank for rank in range(self.world_size) if rank != self.rank]
-            receives = [_receive(rows[peer], peer) for peer in peers]
-            self.waiter.wait([*receives, *(_send(row, peer) for peer in peers)])
-        return [wire.decode(memoryview(each.numpy())[:size]) for each, size in zip(rows, sizes, strict=True)]
+        row = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+        return [wire.decode(memoryview(each)[:size]) for each, size in zip(self._gather_rows(row), sizes, strict=True)]
+
+    def _gather_rows(self, row: torch.Tensor) -> list[Any]:
+        """Return every rank's row as an array of bytes. All have the same size."""
+        world_size = self.world_size
+        rows = row.new_empty(world_size, len(row))  # row k is that of rank `self.rank + k`
+        rows[0] = row
+        for distance, num_rows in plan_gather(world_size):
+            receive = _receive(rows[distance : distance + num_rows], (self.rank + distance) % world_size)
+            send = _send(rows[:num_rows], (self.rank - distance) % world_size)
+            self.wait_for([receive, send], num_rows * len(row))
+        return [rows[(rank - self.rank) % world_size].numpy() for rank in range(world_size)]
 
     def seal(self, value: Any) -> Any:
         """Prepare a value of any type for `gather`, `broadcast` and `once`. Receivers call `unseal`.
@@ -173,9 +175,8 @@ class Transport:
         return self._gather_number(number)
 
     def _gather_number(self, number: int) -> list[int]:
-        numbers = [torch.empty((), dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(numbers, torch.tensor(number))
-        return [int(each) for each in numbers]
+        row = torch.frombuffer(bytearray(number.to_bytes(8)), dtype=torch.uint8)
+        return [int.from_bytes(each) for each in self._gather_rows(row)]
 
     def gather_hosts(self) -> list[str]:
         """Return an identifier of each rank's host, on every rank."""
@@ -362,6 +363,15 @@ class Transport:
         if self.waiter is not None:
             self.waiter.close()
             self.waiter = None
+
+
+def plan_gather(world_size: int) -> list[tuple[int, int]]:
+    """Return the rounds of an all-gather as (distance, number of rows).
+
+    In a round, rank r sends its first rows to rank r - distance, and gets as many from rank r + distance.
+    """
+    distances = [1 << k for k in range((world_size - 1).bit_length())]
+    return [(distance, min(distance, world_size - distance)) for distance in distances]
 
 
 def _send(tensor: torch.Tensor, rank: int) -> Transfer:
