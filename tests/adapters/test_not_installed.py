@@ -13,7 +13,7 @@ WITHOUT = "import sys\nsys.modules['transformers'] = None\nimport samestep.adapt
     ("command", "sentence"),
     [
         (["train.py"], "pip install 'samestep[transformers]'"),
-        (["-m", "samestep.recipes.gpt", "--data", "missing"], "missing is no token file"),
+        (["-m", "samestep.recipes.gpt", "--data", "missing"], "the token file missing cannot be read"),
     ],
     ids=["adapter", "recipe"],
 )
