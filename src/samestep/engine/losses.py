@@ -34,11 +34,6 @@ class PassLosses:
         self._held = held
         self.terms: dict[int, tuple[float | HostValue, float | HostValue]] = {}
 
-    @property
-    def are_missing(self) -> bool:
-        """Whether this rank has micro-batches, and step.backward was called in none of them."""
-        return bool(self._held) and self.terms.keys().isdisjoint(self._held)
-
     def add(self, v: int, loss: Tensor, weight: float | Tensor | None) -> float | Tensor:
         """Note the loss of a step.backward. Returns its weight; arguments and errors as for it."""
         if v in self.terms:

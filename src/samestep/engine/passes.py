@@ -206,11 +206,6 @@ class PassAttempt:
         self._failure = ""  # the type of the error that a backward pass has raised
         self._checks: Sequence[RemovableHandle] = ()  # of the open micro-batch
 
-    @property
-    def only_collects(self) -> bool:
-        """Whether the script has called step.backward in none of this rank's micro-batches, and there are some."""
-        return self._losses.are_missing
-
     def release(self) -> None:
         """Release the messages of an exchange that has failed: they keep connections to the other ranks open."""
         self._sum.release()

@@ -151,12 +151,11 @@ class Group(Transport, Held):
             self._gather_number_now(1)
             membership.complete()
 
-    def heal(self, reason: str, unrepeatable: str = "") -> bool:
+    def heal(self, reason: str) -> bool:
         """Form a new group of the survivors, after a collective, or `confirm` after it, has failed.
 
         Args:
             reason: its error.
-            unrepeatable: why this rank cannot repeat the collective; "" if it can.
 
         Returns:
             Whether the collective counts: this rank has its result, and another one has used it. If not, this rank
@@ -164,7 +163,6 @@ class Group(Transport, Held):
 
         Raises:
             PeerFailed: the run cannot continue without the rank that has died.
-            NotHealed: because the collective does not count, and this rank cannot repeat it.
         """
         membership = self._healing
         if membership is None:
@@ -174,8 +172,6 @@ class Group(Transport, Held):
         counts = is_settled(membership.position, self._regroup(membership, reason))
         if counts:
             membership.complete()
-        elif unrepeatable:
-            raise NotHealed(unrepeatable)
         lost = [rank for rank in before if rank not in membership.members]
         self._notify(Change(lost, membership.members, began_s))
         return counts

@@ -469,10 +469,7 @@ class Step:
         else:
             return reduced
         attempt.release()
-        why = ""
-        if attempt.only_collects:
-            why = f"a rank died in a pass of step {self.number} without step.backward, which is not repeated"
-        return reduced if group.heal(reason, why) else None
+        return reduced if group.heal(reason) else None
 
     def _apply(self, attempt: PassAttempt, reduced: Reduced) -> None:
         self._on.exchanged(self, reduced)
