@@ -39,7 +39,6 @@ SHARED = {
     "tools.tracer": "the interceptor of several tools",
     "watch.trackers.delivery": "passes metrics to the trackers",
     "watch.trackers.protocol": "describes trackers",
-    "watch.trackers.registry": "finds trackers by name",
 }
 # Feature -> those without which its commands cannot start.
 NEEDS = {

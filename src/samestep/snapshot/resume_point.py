@@ -17,7 +17,7 @@ class ResumePoint:
     Attributes:
         step: number of completed steps.
         meta: the `meta` in the snapshot's manifest; None if the run begins.
-        snapshot: for `RunLocation.read`; None if the run begins.
+        snapshot: for `Location.open`; None if the run begins.
         rewinds: the steps to which the run has gone back although there were later snapshots. If this start goes back,
             its step is the last of them.
         num_recorded: number of steps in the ledger before this start, in the copy that has most. Those after `step` are

@@ -1,4 +1,4 @@
-"""Diagnoses which rank stops or slows a run, from the beats of all ranks. Pure functions."""
+"""Diagnoses which rank stops a run, from the beats of all ranks. Pure functions."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
