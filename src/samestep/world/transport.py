@@ -105,7 +105,7 @@ class Transport:
         Raises:
             RuntimeError: another rank is gone.
         """
-        if self.waiter is not None and num_bytes >= LARGE_BYTES:
+        if self.waiter is not None:  # also for small ones: gloo may not end the wait for a send to a dead rank
             self.waiter.wait(messages)
         else:
             wait_for_messages(messages)
