@@ -177,27 +177,6 @@ def test_there_is_one_memory() -> None:
     assert samestep.spawn(count_memories, 2) == [0, 0, 0]
 
 
-def list_waits() -> tuple[set[int], list[int]]:
-    """Returns the sizes for which an exchange waits, and those of its buckets."""
-    ranks, sizes = Ranks(), set[int]()
-    wait_for = ranks.group.wait_for
-
-    def note_and_wait(messages: Any, num_bytes: int) -> None:
-        sizes.add(num_bytes)
-        wait_for(messages, num_bytes)
-
-    ranks.group.wait_for = note_and_wait  # type: ignore[method-assign]
-    ranks.run(2)
-    return sizes, [sum(param.nbytes for param in bucket.params) for bucket in ranks.gradients.plan.buckets]
-
-
-def test_a_small_bucket_waits_like_the_largest() -> None:
-    """A part of a large message that is not sent in whole is in the way of a small one."""
-    sizes, buckets = samestep.spawn(list_waits, 2)
-    assert len(sizes) == 1
-    assert min(buckets) < max(buckets) <= min(sizes)
-
-
 def release_after_a_failure() -> tuple[bool, int]:
     """Returns whether the exchange failed in the backward, and the number of connections that are open at the end."""
     routes.GATHER_MAX_BYTES = 0

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
@@ -68,8 +67,7 @@ class Exchange:
         # Per bucket, how many of its gradients the last micro-batch has not computed yet.
         self._missing = [sum(param.requires_grad for param in bucket.params) for bucket in plan.buckets]
         self._pending: list[routes.PendingOp] = []
-        # A part of a large message may also be in the way of a small one that gloo sends after it.
-        self._wait = partial(group.wait_for, num_bytes=max(route.max_bytes for route in memory.routes))
+        self._wait = group.wait_for
         self._failure: RuntimeError | None = None
         self._attempt(self._expect)
 

@@ -65,7 +65,7 @@ def _exchange_shards(grads: Mapping[int, Tensor], group: Group) -> dict[int, Ten
     own = [i for i in grads if owners[i] == group.rank]
     rows = sent.new_empty(world_size, counts[group.rank])
     work = start_all_to_all(rows, sent, None, ([counts[group.rank]] * world_size, counts))
-    group.wait_for([work], rows.nbytes)
+    group.wait_for([work])
     pieces = torch.split(rows, [sizes[i] for i in own], dim=1)
     return {
         i: piece.reshape(-1).view(grads[i].dtype)[: grads[i].numel()].view(grads[i].shape)

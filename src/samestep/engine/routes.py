@@ -56,7 +56,6 @@ class Route:
         parts: this rank's parts.
         root: finally holds the sum, on the ranks that get it.
         blocks: the ranks' control blocks, if they are sent with this bucket.
-        max_bytes: no message is larger.
         has_rounds: whether the exchange waits several times, so that it is worth advancing it meanwhile.
     """
 
@@ -66,7 +65,6 @@ class Route:
         self.space = space
         self.parts = parts
         self.root = root
-        self.max_bytes = root.nbytes
         self.blocks: list[memoryview] = []
 
     def expect(self, tag: int) -> None:
@@ -102,7 +100,6 @@ class AllGather(Route):
             for k in range(num_parts)
         ]
         super().__init__(space, self._slots[rank * num_parts : (rank + 1) * num_parts], self._slots[layout.root])
-        self.max_bytes = row_bytes * (layout.world_size // 2)
         self.has_rounds = layout.world_size > 2
         self._receives: list[Transfer] = []
         self._sockets = sockets if control_bytes and row_bytes <= NEIGHBORS_MAX_BYTES else None
@@ -247,7 +244,6 @@ class Staged(Route):
         super().__init__(host.space, parts, parts[0])
         self._host = host
         self.blocks = host.blocks
-        self.max_bytes = host.max_bytes
         self.has_rounds = host.has_rounds
 
     def expect(self, tag: int) -> None:

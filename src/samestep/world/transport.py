@@ -99,8 +99,8 @@ class Transport:
     def check_newest(self) -> None:
         """Raise PeerFailed if another rank has died since this rank has joined it."""
 
-    def wait_for(self, messages: Sequence[Transfer], num_bytes: int) -> None:
-        """Wait for messages of at most `num_bytes` each. If a rank has died, a part of one does not end the wait.
+    def wait_for(self, messages: Sequence[Transfer]) -> None:
+        """Wait for messages. If a rank has died, a part of one does not end the wait.
 
         Raises:
             RuntimeError: another rank is gone.
@@ -139,7 +139,7 @@ class Transport:
         for distance, num_rows in plan_gather(world_size):
             receive = _receive(rows[distance : distance + num_rows], (self.rank + distance) % world_size)
             send = _send(rows[:num_rows], (self.rank - distance) % world_size)
-            self.wait_for([receive, send], num_rows * len(row))
+            self.wait_for([receive, send])
         return [rows[(rank - self.rank) % world_size].numpy() for rank in range(world_size)]
 
     def seal(self, value: Any) -> Any:
