@@ -18,11 +18,12 @@ from samestep.world.host import read_host_id
 from samestep.world.local_sockets import LocalSockets, connect
 from samestep.world.process_group import has_group
 from samestep.world.rendezvous_store import read_entry, write_entry
-from samestep.world.waiter import LARGE_BYTES, Transfer, Waiter, wait_for_messages
+from samestep.world.waiter import Transfer, Waiter, wait_for_messages
 
 T = TypeVar("T")
 
 BROADCAST_CHUNK_BYTES = 64 << 20
+LARGE_BYTES = 1 << 16  # of a piece that is broadcast; torch's own broadcast of a smaller one sends it at once
 # Bytes of an element -> the dtype that carries its bits: gloo lacks many dtypes, such as int16 and float8.
 CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 STOPPED = b"samestep stopped"  # shorter than the exchange of any step, so that it cannot be mistaken for one
@@ -105,7 +106,7 @@ class Transport:
         Raises:
             RuntimeError: another rank is gone.
         """
-        if self.waiter is not None:  # also for small ones: gloo may not end the wait for a send to a dead rank
+        if self.waiter is not None:  # also for small ones: see docs/dev/healing.md
             self.waiter.wait(messages)
         else:
             wait_for_messages(messages)

@@ -9,8 +9,6 @@ from typing import Protocol
 from samestep.errors import PeerFailed
 from samestep.world.process_group import TIMEOUT_S
 
-LARGE_BYTES = 1 << 16  # smaller messages are sent at once, and a change of thread costs as much time as one of them
-
 
 class Transfer(Protocol):
     """A message that is under way, or several."""
