@@ -177,6 +177,26 @@ def test_there_is_one_memory() -> None:
     assert samestep.spawn(count_memories, 2) == [0, 0, 0]
 
 
+def count_waits() -> tuple[int, int]:
+    """Returns how often an exchange waits so that it can give up, and the number of buckets that gloo sends."""
+    ranks, waits = Ranks(), list[int]()
+    wait_for = ranks.group.wait_for
+
+    def note_and_wait(messages: Any) -> None:
+        waits.append(len(messages))
+        wait_for(messages)
+
+    ranks.group.wait_for = note_and_wait  # type: ignore[method-assign]
+    ranks.run(2)
+    return len(waits), len(ranks.gradients.plan.buckets) - 1  # the last one goes through the local sockets
+
+
+def test_a_small_bucket_waits_like_the_largest() -> None:
+    """A part of a large message that is not sent in whole is in the way of a small one."""
+    num_waits, num_buckets = samestep.spawn(count_waits, 2)
+    assert num_waits >= num_buckets > 0
+
+
 def release_after_a_failure() -> tuple[bool, int]:
     """Returns whether the exchange failed in the backward, and the number of connections that are open at the end."""
     routes.GATHER_MAX_BYTES = 0
