@@ -108,8 +108,8 @@ class Faults:
             with open(path, "x") as file:
                 file.write(str(fault))
         except FileExistsError:
-            if fault.action == "kill" and path.name not in self._struck_before:  # the first rank is about to kill this
-                os.kill(os.getpid(), signal.SIGKILL)
+            while fault.action == "kill" and path.name not in self._struck_before:  # the first rank kills this
+                signal.pause()
             return False
         return True
 
