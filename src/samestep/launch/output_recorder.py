@@ -22,7 +22,7 @@ from samestep.console import escape
 from samestep.decoding import decode
 from samestep.files import open_regular, replacing
 from samestep.processes import wait_or_kill
-from samestep.world.environment import BAR, LOG, TERMINAL, read_log_pipe
+from samestep.world.environment import LOG, TERMINAL, read_log_pipe
 
 READ_BYTES = 1 << 16  # the capacity of a pipe
 LEFT_BYTES = 1 << 20  # limit after the end of a rank, because a child process that survives it can write forever
@@ -129,8 +129,6 @@ class Recording:
             for file in stream.files if stream.rank == rank else ():
                 os.dup2(stream.inner, file)
             os.close(stream.inner)
-            if stream.rank == rank and stream.target is not None and os.isatty(out) and os.isatty(err):
-                variables[BAR] = variables[TERMINAL]
         os.close(out)
         os.set_inheritable(err, False)
         return variables

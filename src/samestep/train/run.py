@@ -42,7 +42,7 @@ from samestep.train.state.stateful import check_objects, find_params
 from samestep.train.step.interception import find_requests, install, read_request
 from samestep.train.step.step_log import collect_values
 from samestep.train.step.steps import Step
-from samestep.watch.progress import build_progress, say_above
+from samestep.watch.progress import Progress, say_above
 from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import Tracker
 from samestep.world.group_opening import choose_device, find_ranks, open_group
@@ -172,7 +172,7 @@ class Run:
         group = open_group(environment, self.device, backend=settings.backend)
         self.local_rank = environment.local_rank
         self._group = group
-        self._progress = build_progress(rank=self.rank, has_bar=not is_trial)
+        self._progress = Progress(is_shown=self.rank == 0)
         location = open_location(settings, group, self._say, keeps=environment.heals)
         self.dir = location.path
         context = RunContext(
@@ -586,7 +586,7 @@ class Run:
         self._services.metrics.write_row(row, self.steps_done + in_body)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank 0 only, above the progress bar. Arguments as for the builtin `print`.
+        """Print on rank 0 only. Arguments as for the builtin `print`.
 
         Example::
 

@@ -21,7 +21,6 @@ from samestep.world import mpi_ranks
 TRACE = PREFIX + "TRACE"
 HOOK = PREFIX + "HOOK"  # JSON: a tool's module, and the argument of its begin(), called in each rank first
 TERMINAL = PREFIX + "TERMINAL"  # pid:file, the launcher's stderr
-BAR = PREFIX + "BAR"  # pid:file, if a terminal shows the output of this rank
 SRUN = PREFIX + "SRUN"  # the variables of this rank were derived from Slurm's
 LOG = PREFIX + "LOG"  # pid:file
 COMPLETION = "_SAMESTEP_COMPLETE"  # what to complete; click's script for a shell sets it
@@ -30,7 +29,7 @@ RESTART = PREFIX + "RESTART"  # a `Restart`
 CONTINUES = PREFIX + "CONTINUES"  # a `BegunRun`
 SECRET = PREFIX + "RDZV_SECRET"  # in a launcher: the secret of all launchers; in a rank: the secret of all ranks
 
-_INTERNAL = (TRACE, HOOK, TERMINAL, BAR, SRUN, LOG, HEAL, CONTINUES, SECRET)  # no misspelled options
+_INTERNAL = (TRACE, HOOK, TERMINAL, SRUN, LOG, HEAL, CONTINUES, SECRET)  # no misspelled options
 
 # Files in `error_dir`, with which ranks and their launcher exchange what exit codes cannot express.
 OUTCOME = "outcome"  # holds an `Outcome`
@@ -342,13 +341,6 @@ def count_job_nodes() -> int:
     """Return the number of nodes of this process's Slurm job; 1 without a job."""
     count = os.environ.get("SLURM_JOB_NUM_NODES", "")
     return int(count) if count.isdecimal() else 1
-
-
-def find_bar_terminal() -> int | None:
-    """Return the file descriptor of the terminal that shows this process's output; None if it cannot clear a line."""
-    if os.environ.get("TERM", "dumb") == "dumb":
-        return None
-    return 2 if sys.stdout.isatty() and os.isatty(2) else _read_own_file(BAR)
 
 
 def read_terminal() -> int:

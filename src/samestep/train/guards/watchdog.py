@@ -170,8 +170,7 @@ def kill_sibling(pid: int) -> None:
 
 
 def _write_line(file: int, text: str) -> None:
-    """Write to a terminal, file or pipe, above a progress bar; drop the line if that would block."""
+    """Write to a terminal, file or pipe; drop the line if that would block."""
     with suppress(OSError, ValueError):
         if select.select([], [file], [], 0)[1]:  # a pipe then takes 4096 bytes
-            clear = "\r\x1b[2K" if os.isatty(file) else ""
-            os.write(file, f"{clear}samestep: {escape(text)}\n".encode()[:4096])
+            os.write(file, f"samestep: {escape(text)}\n".encode()[:4096])

@@ -87,8 +87,7 @@ class RunMetrics(StepObserver):
         Args:
             num_epochs: number of epochs when it ends, over all loops; None in a loop over steps.
         """
-        state = self._state
-        self._progress.begin(total_steps=state.place.last_step, done_steps=state.steps_done, epochs=num_epochs)
+        self._progress.begin(total_steps=self._state.place.last_step, has_epochs=num_epochs is not None)
         self._began_s = time.perf_counter()
 
     def take_over(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -97,7 +96,7 @@ class RunMetrics(StepObserver):
         Args:
             rows: the last ones, in their order. Some of them may not have reached the trackers.
         """
-        self._progress.take_over(self._state.steps_done)
+        self._progress.take_over()
         if not self._state.is_in_loop:
             return
         rows = [*rows]

@@ -87,9 +87,8 @@ class Interceptor(StepObserver):
         options: of the request, see `read_request`.
 
     Attributes:
-        is_trial: whether a tool trains only to look at the run. Then trackers and the progress bar are off (a debugger
-            may use the terminal), and `run.restore` of a snapshot that is not there does nothing (a trial may be too
-            short to reach it).
+        is_trial: whether a tool trains only to look at the run. Then trackers are off, and `run.restore`
+            of a snapshot that is not there does nothing (a trial may be too short to reach it).
         permits_healing: whether the other ranks can continue after the death of one. Then a pass can be repeated with
             other micro-batches, and the number of this rank can change.
     """
