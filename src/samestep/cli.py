@@ -51,7 +51,7 @@ COMMANDS = {  # name -> its words, what it does, and the module of samestep that
     ),
     "scale": ("SCRIPT ...", "measure how a script scales with the number of ranks", "tools.scale.run_scale"),
     "doctor": ("", "check whether this machine or a cluster is fit for training", "tools.doctor.run_doctor"),
-    "export": ("RUN FILE", "write a snapshot's weights for other programs: safetensors or .pt", "tools.export"),
+    "export": ("RUN FILE", "write a snapshot's weights for other programs: safetensors", "tools.export"),
 }
 
 

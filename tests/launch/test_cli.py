@@ -29,7 +29,7 @@ def test_help() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["launch", "--help"], ["train", "--help"], ["train", "--list"], ["--version"], ["trian"]]
+    "arguments", [["--help"], ["launch", "--help"], ["train", "--help"], ["--version"], ["trian"]]
 )
 def test_nothing_slow_is_imported(arguments: list[str]) -> None:
     slow = {"torch", "numpy", "rich", "psutil", "asyncio"}
@@ -160,10 +160,9 @@ def test_all_words_after_a_recipe_are_its_own() -> None:
 
 
 def test_recipes_are_listed_by_their_docstrings() -> None:
-    listed = run("train", "--list").stdout
+    listed = run("train", "--help").stdout
     assert "  digits" in listed
     assert "  mlp" in listed
-    assert listed in run("train", "--help").stdout
 
 
 def test_a_recipes_help_is_its_own_and_launchs() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,6 +18,12 @@ from support.commands import Popen
 FOREIGN = (
     "SAMESTEP_", "OMP_", "MKL_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM",
 )  # fmt: skip
+
+JSON_ROW = re.compile(r"^\| `([\w -]+)` \| (`.*) \|$", re.M)
+DOCUMENTED = {  # command -> the entries of its object with --json
+    command: {*re.findall(r"`(\w+)`", entries)}
+    for command, entries in JSON_ROW.findall((Path(__file__).parents[2] / "docs/run-directories.md").read_text())
+}
 
 
 def clean_variables(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -99,6 +106,17 @@ def ask(*arguments: str | Path) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert main([str(argument) for argument in arguments]) == 0, printed.getvalue()
     return printed.getvalue()
+
+
+def read_facts(command: str, printed: str) -> Any:
+    """Return the object that a command has printed with --json. Its entries must be those of docs/run-directories.md.
+
+    Args:
+        command: its words in the table there.
+    """
+    facts = json.loads(printed)
+    assert {*facts} == DOCUMENTED[command]
+    return facts
 
 
 def digest(run_dir: Path, step: int | str | None = None) -> str:

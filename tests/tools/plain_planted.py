@@ -3,13 +3,12 @@
 `python tests/tools/plain_planted.py` prints the table of docs/dev/verify.md.
 """
 
-import json
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.runs import samestep_command
+from support.runs import read_facts, samestep_command
 
 TEMPLATE = """
 import torch, torch.distributed as dist, torch.nn.functional as F
@@ -138,7 +137,8 @@ def find_mistakes(directory: Path, *options: str) -> set[str]:
     """Return the checks that report a mistake in the `planted.py` of a directory."""
     done = samestep_command("verify", "--plain", "--json", *options, "planted.py", cwd=directory)
     assert done.returncode < 2, done.stderr
-    return {key for key, each in json.loads(done.stdout)["checks"].items() if each["verdict"] == "MISTAKE"}
+    checks = read_facts("verify --plain", done.stdout)["checks"]
+    return {key for key, each in checks.items() if each["verdict"] == "MISTAKE"}
 
 
 def main() -> None:

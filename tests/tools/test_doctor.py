@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.ports import reserve_port
-from support.runs import check, run_command, samestep_command
+from support.runs import check, read_facts, run_command, samestep_command
 
 from samestep.cli import main
 from samestep.tools.doctor.cluster_checks import (
@@ -132,7 +132,7 @@ ALL = ["versions", "run_dir", "connections", "collectives"]
 
 def test_two_ranks(tmp_path: Path) -> None:
     done = check(samestep_command("doctor", "--nproc-per-node", "2", "--device", "cpu", "--json", cwd=tmp_path))
-    record = json.loads(done.stdout)
+    record = read_facts("doctor", done.stdout)
     assert (record["status"], record["world_size"], len(record["hosts"])) == ("pass", 2, 1)
     assert [finding["check"] for finding in record["findings"]] == ALL
     assert not list(tmp_path.iterdir())

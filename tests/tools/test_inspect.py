@@ -185,7 +185,8 @@ def test_a_directory_of_runs_is_listed(tmp_path: Path, capsys: Any) -> None:
         run_runs(["nothing"])
     assert re.search(r"^  b +done +2 ", out, re.M)
     assert run_runs([str(tmp_path / "runs"), "--json"]) == 0
-    assert [(each["name"], each["steps"]) for each in json.loads(capsys.readouterr().out)] == [("a", 2), ("b", 2)]
+    listed = json.loads(capsys.readouterr().out)["runs"]
+    assert [(each["name"], each["steps"]) for each in listed] == [("a", 2), ("b", 2)]
 
 
 def test_runs_that_were_killed_or_damaged(tmp_path: Path, capsys: Any) -> None:
@@ -195,7 +196,8 @@ def test_runs_that_were_killed_or_damaged(tmp_path: Path, capsys: Any) -> None:
     (b / "snapshots").touch()
     assert run_runs([str(tmp_path / "runs"), "--json"]) == 0
     shown = capsys.readouterr()
-    assert [(each["name"], each["status"]) for each in json.loads(shown.out)] == [("a", "killed"), ("b", "damaged")]
+    listed = json.loads(shown.out)["runs"]
+    assert [(each["name"], each["status"]) for each in listed] == [("a", "killed"), ("b", "damaged")]
     assert f"{b / 'snapshots'} cannot be used (Not a directory)" in shown.err
     (a / "status.json").write_text(json.dumps({"status": "running", "host": read_host(), "process": os.getpid()}))
     assert run_inspect([str(a), "--json"]) == 0

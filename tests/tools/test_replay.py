@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import check, clean_variables, samestep_command
+from support.runs import check, clean_variables, read_facts, samestep_command
 
 from samestep.plan.ledger import RECORD, Entry, to_float
 from samestep.snapshot.ledger_file import read_records
@@ -155,7 +155,7 @@ def test_a_step_before_all_snapshots_and_at_another_number_of_ranks(home: Path) 
 def test_one_micro_batch(home: Path) -> None:
     """It has the loss and the samples that it has in its step, and the gradient of this loss."""
     printed = replay(home, "--step", 9, "--json", "train.py")
-    whole = json.loads(printed[printed.index("{") : printed.rindex("}") + 1])
+    whole = read_facts("replay", printed[printed.index("{") : printed.rindex("}") + 1])
     out = replay(home, "--step", 9, "--nproc-per-node", 2, "--micro-batch", 2, "train.py")
     samples = read_samples(home, 9)[8:12]
     assert whole["samples"][2] == samples
@@ -222,7 +222,7 @@ def test_another_commit_and_a_loss_that_is_not_finite_as_json(home: Path) -> Non
         path.write_text(content)
         shutil.rmtree(home / ".git")
     said, _, text = out.partition("{")
-    found = json.loads("{" + text[: text.rindex("}") + 1])
+    found = read_facts("replay --micro-batch", "{" + text[: text.rindex("}") + 1])
     assert "not as in the run" in said + text
     assert found["changed"]["git"].startswith(f"commit {'0' * 40} -> ")
     assert "file train.py -> loss.py" in found["changed"]["script"]

@@ -1,13 +1,12 @@
 """`samestep scale`: what it measures and fits, and its options."""
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.runs import check, samestep_command
+from support.runs import check, read_facts, samestep_command
 
 from samestep.cli import main
 from samestep.errors import Error
@@ -43,7 +42,7 @@ def test_a_script_is_measured(tmp_path: Path) -> None:
     assert "samestep: 70 steps were measured, not 90: after the warm-up, the script trains for no more" in done.stderr
     assert [*(tmp_path / "scratch").iterdir()] == []
     assert not (tmp_path / "run").exists()
-    found = json.loads(done.stdout)
+    found = read_facts("scale", done.stdout)
     rows = found["sizes"]
     sizes = [(row["world_size"], row["is_measured"]) for row in rows]
     is_faster = found["fit"]["micro_batch_s"] > 0  # other programs may use this machine

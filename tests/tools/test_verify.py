@@ -1,12 +1,11 @@
 """`samestep verify` from the command line: correct scripts, the files that it leaves, and input that it refuses."""
 
-import json
 import re
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from support.runs import check, samestep_command
+from support.runs import check, read_facts, samestep_command
 from tools.planted import plant
 
 
@@ -68,7 +67,7 @@ def test_a_recipe_and_its_own_arguments(tmp_path: Path) -> None:
         cwd=tmp_path,
     )  # fmt: skip
     check(done)
-    found = json.loads(done.stdout)
+    found = read_facts("verify", done.stdout)
     assert (found["same"], found["conclusion"], found["findings"]) == (True, "everything is the same", [])
     assert [(row["run"], row["result"]) for row in found["runs"]] == [("train", "the reference"), ("again", "same")]
     assert not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from samestep.command_line import PATH, Command
+from samestep.command_line import PATH, Command, json_option, print_json
 from samestep.console import escape
 from samestep.errors import Error
 from samestep.files import open_regular, replacing
@@ -34,7 +34,8 @@ Read = Callable[[str], "Tensor"]
     "--object", "wanted", metavar="NAME", help="object of run.prepare, such as ema; default: the only model of the run"
 )
 @click.option("--force", is_flag=True, help="replace an existing file")
-def run_export(run: str, file: Path, which: int | str, wanted: str | None, force: bool) -> int:
+@json_option
+def run_export(run: str, file: Path, which: int | str, wanted: str | None, force: bool, is_json: bool) -> int:
     """Writes a model's weights under the names of its state_dict, those of an AveragedModel under its model's.
 
     Load FILE, which ends in .safetensors, with model.load_state_dict(safetensors.torch.load_file(FILE)). One tensor is
@@ -58,6 +59,10 @@ def run_export(run: str, file: Path, which: int | str, wanted: str | None, force
         read = _build_reader(saved, outlines)
         source = {"run": os.fsencode(run).decode(errors="replace"), "step": str(snapshot.step), "object": name}
         num_bytes = _replace(file, lambda opened: write_safetensors(opened, outlines, read, source))
+    if is_json:
+        facts = {"file": str(file), "object": name, "step": snapshot.step, "num_tensors": len(outlines)}
+        print_json(facts | {"size_bytes": num_bytes, "left_out": others})
+        return 0
     left_out = f", without {', '.join(others)}" if others else ""
     what = f"{len(outlines)} tensors of {name} after step {snapshot.step}"
     print(escape(f"{file}: {what}, {num_bytes:,} bytes{left_out}"))
@@ -118,8 +123,10 @@ def _is_average(state: Any) -> bool:
     return all(key == "n_averaged" or key.startswith("module.") for key in state)
 
 
-def _find_tensors(name: str, state: Any, objects: Mapping[str, Any]) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
-    """Return the tensors of a module's state_dict, and the other entries. Tied weights are under each of their names.
+def _find_tensors(name: str, state: Any, objects: Mapping[str, Any]) -> tuple[dict[str, "Tensor"], list[str]]:
+    """Return the tensors of a module's state_dict, and the names of its other entries.
+
+    Tied weights are under each of their names.
 
     Raises:
         Error: the object `name` of the snapshot's `objects` is not a model.
@@ -134,7 +141,7 @@ def _find_tensors(name: str, state: Any, objects: Mapping[str, Any]) -> tuple[di
         raise Error(
             f"{name} has no tensors by name: it is not a model; the snapshot holds {', '.join(objects)}", code="SS705"
         )
-    return tensors, {str(key): value for key, value in entries if str(key) not in tensors}
+    return tensors, [str(key) for key, _ in entries if str(key) not in tensors]
 
 
 def _replace(file: Path, write: Callable[[BinaryIO], object]) -> int:

@@ -227,7 +227,7 @@ def run_runs(directory: str, is_json: bool) -> int:
             nothing = dict.fromkeys(("snapshot", "digest", "best", "time", "measured"))
             runs.append(nothing | {"name": run.name, "status": "damaged", "steps": 0, "metrics": {}})
     if is_json:
-        print_json(runs)
+        print_json({"runs": runs})
         return 0
     rows = [
         (

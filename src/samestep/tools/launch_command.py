@@ -6,7 +6,6 @@ import click
 from click.shell_completion import CompletionItem
 
 from samestep.command_line import name_option, suggest
-from samestep.config import Option
 from samestep.errors import Error
 from samestep.launch.flags import FLAGS
 from samestep.launch.recipe_source import describe_recipes, find_recipes
@@ -97,9 +96,6 @@ class TrainCommand(ScriptCommand):
 
 def start(target: Target, values: dict[str, Any]) -> int:
     """Start a target with the options of `samestep launch`. Returns the exit code."""
-    if values.pop("list", False):
-        print(describe_recipes(), end="")
-        return 0
     from samestep.launch.nodes import parse_nodes, read_secret
 
     nodes = parse_nodes(
@@ -145,4 +141,4 @@ run_launch = ScriptCommand("launch", start, FLAGS, help=LAUNCH_HELP)
 run_node = ScriptCommand(
     "node", start_node, {name: option for name, option in FLAGS.items() if name not in MEETING}, help=NODE_HELP
 )
-run_train = TrainCommand("train", start, FLAGS | {"list": Option(bool, "", "list the recipes")})
+run_train = TrainCommand("train", start, FLAGS)

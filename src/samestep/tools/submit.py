@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from samestep.command_line import JSON, print_json
 from samestep.config import OPTIONS, Option, format_flags, is_url, to_flags, whole
 from samestep.console import say
 from samestep.errors import Error
@@ -44,6 +45,7 @@ FLAGS: dict[str, Option] = {
     "sbatch": Option(list, "OPTION", "another option of sbatch, such as --sbatch=--mem=64G; can be repeated"),
     "job_name": Option(str, "NAME", "name of the job; default: the script's"),
     "dry_run": Option(bool, "", "print the batch script, and submit nothing"),
+    "json": JSON,
     **{name: launch.FLAGS[name] for name in ("show_all", "tf_config", "max_restarts", "heal")},
     **OPTIONS,
     "grace_s": Option(int, "S", f"seconds from the signal to the limit; default: {GRACE_S}", whole(1)),
@@ -103,14 +105,18 @@ def run_submit(target: Target, values: Mapping[str, Any]) -> int:
             )
     # Slurm does not create it, and a job whose output has no directory fails without a word.
     directory.mkdir(parents=True, exist_ok=True)
-    if values.get("dry_run"):
+    facts: dict[str, Any] = {"script": script, "job": None, "file": None, "output": None}
+    if not values.get("dry_run"):
+        number = run_sbatch(["--parsable"], script).stdout.strip().partition(";")[0]
+        facts |= {"job": number, "file": f"{directory}/{number}.sbatch", "output": f"{directory}/{number}.out"}
+        replace_file(Path(facts["file"]), script.encode())
+    if values.get("json"):
+        print_json(facts)
+    elif values.get("dry_run"):
         print(script, end="")
-        return 0
-    number = run_sbatch(["--parsable"], script).stdout.strip().partition(";")[0]
-    kept = directory / f"{number}.sbatch"
-    replace_file(kept, script.encode())
-    say(f"submitted job {number} ({kept})")
-    say(f"its output: tail -F {shlex.quote(f'{directory}/{number}.out')}; to cancel it: scancel {number}")
+    else:
+        say(f"submitted job {number} ({facts['file']})")
+        say(f"its output: tail -F {shlex.quote(facts['output'])}; to cancel it: scancel {number}")
     return 0
 
 

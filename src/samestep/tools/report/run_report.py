@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from samestep.command_line import PATH, Command
+from samestep.command_line import PATH, Command, json_option, print_json
 from samestep.console import escape, show_activity
 from samestep.errors import Error
 from samestep.files import replace_file
@@ -21,7 +21,8 @@ from samestep.watch.records import RECORD
 @click.command("report", cls=Command)
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path())
 @click.option("-o", "--output", type=PATH, default=Path("report.html"), help="file to write; default: report.html")
-def run_report(runs: Sequence[str], output: Path) -> int:
+@json_option
+def run_report(runs: Sequence[str], output: Path, is_json: bool) -> int:
     """Writes one HTML file about one or several runs.
 
     It shows metrics, throughput, where the time of every rank went, restarts, snapshots, the audit of the samples, and
@@ -55,6 +56,10 @@ def run_report(runs: Sequence[str], output: Path) -> int:
             f"{output} could not be written ({error.strerror}): name another file with -o", code="SS113"
         ) from None
     show_activity("")
+    if is_json:
+        facts = {"file": str(output), "size_bytes": len(page), "runs": [run.name for run in found]}
+        print_json(facts | {"comparison": comparison})
+        return 0
     print(escape(f"{output}: {format_count(len(found), 'run')}, {format_bytes(len(page))}"))
     return 0
 
