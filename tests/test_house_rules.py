@@ -25,7 +25,6 @@ OPENS_FILES = {
     "world/environment.py": "the null device",
     "launch/forkserver.py": "the null device",
     "world/workdir.py": "read_private: relative to a directory that it has checked",
-    "launch/output_recorder.py": "a descriptor that it has opened so",
 }
 FILE_METHODS = ("read_text", "read_bytes", "write_text", "write_bytes")
 

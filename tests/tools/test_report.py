@@ -168,7 +168,7 @@ def test_logs_are_those_of_the_starts_that_failed(tmp_path: Path) -> None:
     assert data.logs == [
         ("start 0: no memory", "output of start 0"),
         ("start 2: no data", "output of start 2"),
-        ("start 3: killed", "rank 1 has printed nothing"),
+        ("start 3: killed", "rank 1 has no log"),
     ]
 
 

@@ -24,9 +24,9 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, NoReturn
 
-from samestep.console import print_error, say
+from samestep.console import print_error
 from samestep.errors import Error
-from samestep.launch.output_recorder import DRAIN_S, Recording
+from samestep.launch.output import install
 from samestep.launch.rank_process import FORWARDED_SIGNALS, keep_signal, run_rank
 from samestep.lifetime import Held, hold
 from samestep.processes import die_with_parent, kill_group, wait_or_kill
@@ -215,8 +215,6 @@ class _Server:
         self.client = client
         self.ranks: dict[int, tuple[int, int]] = {}  # pid -> rank, and a file descriptor that is readable at its end
         self.signals: list[int] = []  # which the ranks were sent
-        self.recording: Recording | None = None
-        self.last_end: dict[str, Any] | None = None  # of a rank, sent when all output is recorded
         self.directory: str | None = None
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.client, selectors.EVENT_READ)
@@ -224,18 +222,13 @@ class _Server:
     def run(self) -> None:
         """Serve until the client closes the connection."""
         while True:
-            # After a signal, do not wait forever for a terminal that does not accept the last output.
-            is_limited = bool(self.signals) and self.last_end is not None
-            ready = [key.fileobj for key, _ in self.selector.select(DRAIN_S if is_limited else None)]
+            ready = [key.fileobj for key, _ in self.selector.select()]
             self.reap()
-            if self.recording in ready or (is_limited and not ready):
-                self.stop_recording()
             if self.client in ready and not self.process_request():
                 break
         self.send_signal(signal.SIGKILL)
         for pid in self.ranks:
             os.waitpid(pid, 0)
-        self.stop_recording()
         if self.directory is not None:  # the client was killed and has not removed it
             shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -267,22 +260,18 @@ class _Server:
     def start(self, ranks: list[dict[str, Any]], common: dict[str, Any], out: int, err: int) -> None:
         self.directory = common["directory"]
         self.signals = []
-        shown = {fields["rank"]: fields.pop("is_shown") for fields in ranks}
-        self.recording = recording = Recording(shown, out, err, common["directory"], self.fork)
-        self.selector.register(recording, selectors.EVENT_READ)
         gate = os.pipe()
         pids = {}
         # This process ignores them, and a rank would lose one until it has its handlers: `run_rank` unblocks them.
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)
         for fields in ranks:
-            pid = self.fork(partial(self.become_rank, os.getpid(), recording, gate, {**common, **fields}))
+            pid = self.fork(partial(self.become_rank, os.getpid(), out, err, gate, {**common, **fields}))
             self.ranks[pid] = fields["rank"], os.pidfd_open(pid)
             self.selector.register(self.ranks[pid][1], selectors.EVENT_READ)
             pids[fields["rank"]] = pid
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
-        recording.begin()
         self.send({"started": pids})
-        for file in gate:  # closing it lets the ranks continue, after the event was sent
+        for file in (out, err, *gate):  # closing the gate lets the ranks continue, after the event was sent
             os.close(file)
 
     def fork(self, run: Callable[[], None]) -> int:
@@ -302,7 +291,7 @@ class _Server:
         return pid
 
     def become_rank(
-        self, server_pid: int, recording: Recording, gate: tuple[int, int], fields: dict[str, Any]
+        self, server_pid: int, out: int, err: int, gate: tuple[int, int], fields: dict[str, Any]
     ) -> NoReturn:
         """In the child: become the leader of a session that ends with the server, and run the rank."""
         os.setsid()
@@ -313,7 +302,11 @@ class _Server:
             signal.signal(signum, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, keep_signal)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        fields["variables"] |= recording.enter(fields["rank"])
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        os.close(out)
+        early = f"{fields['directory']}/rank{fields['rank']}.log"
+        fields["variables"] |= install(early, err, is_shown=fields.pop("is_shown"))
         waits, opens = gate
         os.close(opens)
         os.read(waits, 1)
@@ -332,29 +325,7 @@ class _Server:
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
             code = os.waitstatus_to_exitcode(status)
-            end = {"rank": rank, "code": code, "time_s": time.time(), "signals": [*self.signals]}
-            if self.ranks or self.recording is None:
-                self.send(end)
-            else:
-                self.last_end = end
-                self.recording.finish()
-
-    def stop_recording(self) -> None:
-        """End the recorder. It ends before the last of its ranks is reported: then the output is complete."""
-        if self.recording is None:
-            return
-        self.selector.unregister(self.recording)
-        self.recording.close()
-        self.recording = None
-        if self.last_end is not None:
-            self.send(self.last_end)
-            self.last_end = None
-        elif not self.signals:
-            with suppress(OSError):
-                say(
-                    "the process that records the ranks' output has died or was killed (out of memory?): from here "
-                    "on their output is lost, and a rank that prints can fail with BrokenPipeError"
-                )
+            self.send({"rank": rank, "code": code, "time_s": time.time(), "signals": [*self.signals]})
 
     def send_signal(self, signum: int) -> None:
         self.reap()  # a rank that has ended before has not ended by this signal

@@ -24,6 +24,7 @@ import cloudpickle
 from samestep.errors import Error, recognize
 from samestep.files import replace_file
 from samestep.launch.failure import format_error, write_failure
+from samestep.launch.output import open_streams
 from samestep.world.environment import HOOK
 from samestep.world.workdir import read_private
 
@@ -67,7 +68,9 @@ def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str
     os.environ.update(variables)  # noqa: TID251 that of the rank
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
-        _set_up_streams()
+        open_streams()
+        with suppress(Exception):
+            faulthandler.enable()
         os.chdir(cwd)
         _separate_from_server(variables)
         # The temporary files of multiprocessing are then removed with the directory, also after a SIGKILL.
@@ -177,16 +180,6 @@ def _call(rank: int, directory: Path, file: Path) -> None:
         with suppress(Exception):  # the traceback describes an exception that cannot be pickled
             replace_file(directory / f"{rank}.pickle", cloudpickle.dumps(recognize(error) or error))
         raise
-
-
-def _set_up_streams() -> None:
-    # Write each line at once and in one piece (also with PYTHONUNBUFFERED), so that a killed rank loses no line and
-    # the lines of several ranks do not mix.
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, write_through=False)
-    with suppress(Exception):
-        faulthandler.enable()
 
 
 def _separate_from_server(variables: dict[str, str]) -> None:

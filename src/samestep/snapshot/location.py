@@ -14,7 +14,7 @@ from torch import Tensor
 
 from samestep.config import RunConfig, is_url
 from samestep.errors import KINDS, Error, NotHealed, RunDirectoryError, name_kind
-from samestep.launch.output_recorder import start_log
+from samestep.launch.output import start_log
 from samestep.snapshot.inspection import SnapshotOrder, TrainingState
 from samestep.snapshot.kept_logs import Heal, KeptLogs
 from samestep.snapshot.manifest import find_damage
@@ -113,7 +113,7 @@ class Location:
         kept: what this rank keeps to take the place of rank 0; None on ranks that write, and if none takes its place.
         is_replicated: whether several ranks write a copy of the run each.
         is_divided: whether each rank writes the part of the state that it holds. If not, a writer needs all of it.
-        logs: the directory for the output of this start's ranks, `<rank>.log`; None before `begin`.
+        logs: the directory for the logs of this start's ranks, `<rank>.log`; None before `begin`.
 
     Raises:
         Error: the directory cannot be used, or holds another run. It is closed then.
@@ -284,8 +284,7 @@ class Location:
 
         start, num_bytes = self._each_directory(begin_one)[0]
         self.logs = self.path / LOGS / str(start)
-        number = self._group.number
-        start_log(number, self.logs / f"{number}.log")
+        start_log(self.logs / f"{self._group.number}.log")
         if self.kept is not None and not point.is_beginning:
             self.kept.resume(num_bytes)
 

@@ -21,7 +21,7 @@ LAUNCH_HELP = """\
 Starts the script on several ranks of this machine and waits for them. Everything after the script is an argument of the
 script, as with torchrun.
 Ranks get the environment of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...); the script does not have to use samestep.
-The output of every rank is in logs/ in the run directory, whether it is shown or not.
+The output of ranks that are not shown is in logs/ in the run directory.
 
 Several machines: give the same command on each, with --nnodes 2 --rdzv-endpoint HOST:29400, where HOST is one of them,
 and --node-rank 0 on HOST, 1 on the other. torchrun and srun set these values for `samestep node`.

@@ -23,7 +23,7 @@ HEALS = "heals.jsonl"  # one line each time that ranks died and the others conti
 METRICS = "metrics.jsonl"  # one line for each logged row
 TRACKERS = "trackers.json"  # the run's id and last row at each service of a tracker
 LEDGER = "ledger.bin"  # one record for each finished step: the samples it used
-LOGS = "logs"  # a directory: the output of each start's ranks
+LOGS = "logs"  # a directory: the output of each start's ranks that are not shown
 SHARED = (RECORD, RESTARTS, HEALS, STATUS, TRACKERS, LEDGER, METRICS)  # what a copy holds besides orders and snapshots
 
 STALE_S = 30.0  # a run without news for this long counts as dead

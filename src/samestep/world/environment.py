@@ -22,7 +22,7 @@ TRACE = PREFIX + "TRACE"
 HOOK = PREFIX + "HOOK"  # JSON: a tool's module, and the argument of its begin(), called in each rank first
 TERMINAL = PREFIX + "TERMINAL"  # pid:file, the launcher's stderr
 SRUN = PREFIX + "SRUN"  # the variables of this rank were derived from Slurm's
-LOG = PREFIX + "LOG"  # pid:file
+LOG = PREFIX + "LOG"  # pid:path, see `read_early_log`
 COMPLETION = "_SAMESTEP_COMPLETE"  # what to complete; click's script for a shell sets it
 HEAL = PREFIX + "HEAL"  # set if the ranks continue after the death of another one
 RESTART = PREFIX + "RESTART"  # a `Restart`
@@ -345,18 +345,18 @@ def count_job_nodes() -> int:
 
 def read_terminal() -> int:
     """Return the launcher's standard error; without a launcher, that of this process."""
-    file = _read_own_file(TERMINAL)
-    return 2 if file is None else file
+    return int(_read_own(TERMINAL) or 2)
 
 
-def read_log_pipe() -> int | None:
-    """Return the file descriptor on which to send the path of the log; None without samestep's launcher."""
-    return _read_own_file(LOG)
+def read_early_log() -> Path | None:
+    """Return where this rank's log, or a link to it, is for samestep's launcher; None under another launcher."""
+    path = _read_own(LOG)
+    return Path(path) if path else None
 
 
-def _read_own_file(name: str) -> int | None:
-    pid, _, file = os.environ.get(name, "").partition(":")  # an inherited value is the parent's
-    return int(file) if pid == str(os.getpid()) else None
+def _read_own(name: str) -> str:
+    pid, _, value = os.environ.get(name, "").partition(":")  # an inherited value is the parent's
+    return value if pid == str(os.getpid()) else ""
 
 
 def child_variables() -> dict[str, str]:

@@ -133,4 +133,4 @@ def _read_logs(run_dir: Path) -> Iterator[tuple[str, str]]:
             with suppress(OSError):
                 lines = read_tail(start / f"{failure['rank']}.log", TAIL_BYTES).splitlines()
             text = "\n".join(lines[-NUM_LINES:])
-            yield f"start {start.name}: {failure['reason']}", text or f"rank {failure['rank']} has printed nothing"
+            yield f"start {start.name}: {failure['reason']}", text or f"rank {failure['rank']} has no log"
