@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.snapshot.manifest import find_damage
+from samestep.snapshot.serialization import encode
 from samestep.snapshot.store import Store
 
 WIDTH = 2048
@@ -202,8 +203,13 @@ def measure_files(directory: str, num_mb: int, num_rounds: int) -> dict[str, lis
     state = {"objects": objects, "position": {"step": 1, "epoch": 0}, "state": {}}
     store, path = Store(Path(directory) / "store"), Path(directory) / "state.pt"
     store.path.parent.mkdir()
-    (written,) = [store.write(state, step=1, meta={})]
-    file = written / "tensors-00000.safetensors"
+    structure, tensors = encode(state)
+
+    def write() -> Path:
+        place = store.begin(1, None)
+        return store.commit(place, store.prepare(place, tensors), structure, step=1, name=None, meta={})
+
+    file = write() / "tensors-00000.safetensors"
     buffer = memoryview(bytearray(1 << 20))
 
     def read_file() -> None:
@@ -218,10 +224,11 @@ def measure_files(directory: str, num_mb: int, num_rounds: int) -> dict[str, lis
     def load() -> None:
         snapshot = store.find("latest")
         assert snapshot is not None
-        store.read(snapshot)
+        saved = store.open(snapshot)
+        saved.fill(saved.contents)
 
     works: dict[str, Callable[[], object]] = {
-        "write: samestep": lambda: store.write(state, step=1, meta={}),
+        "write: samestep": write,
         "write: torch.save": lambda: save_by_torch(objects, path, sync=False),
         "write: torch.save and fsync": lambda: save_by_torch(objects, path, sync=True),
         "write: torch.save, fsync and rename": lambda: replace_by_torch(objects, path),

@@ -87,7 +87,7 @@ class Decoder:
         raise NotImplementedError
 
 
-def decode_array(data: bytes | bytearray, value: Mapping[str, Any]) -> NDArray[Any]:
+def decode_array(data: bytes | bytearray | memoryview, value: Mapping[str, Any]) -> NDArray[Any]:
     """Return the array with a "dtype" and a "shape", in the memory of `data`."""
     dtype = np.dtype(value["dtype"])
     if dtype.kind not in ARRAY_KINDS:

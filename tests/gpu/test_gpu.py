@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from support.commands import Popen
 from support.ports import reserve_port
 from support.runs import check, clean_variables, digest, find_tests, kill_tree, read_rows, samestep_command
+from support.snapshots import read_snapshot
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -171,7 +172,7 @@ def test_mixed_precision(device: str, precision: str, tmp_path: Path) -> None:
         assert rows[1]["train/skipped_steps"] == 1
         assert "train/skipped_steps" not in rows[0]
         newest = Store(tmp_path / "two").snapshots()[-1]
-        scale = Store(tmp_path / "two").read(newest)["position"]["precision"]
+        scale = read_snapshot(Store(tmp_path / "two"), newest)["position"]["precision"]
         assert scale == {"scale": 2.0**15, "good_steps": 6}
 
 
@@ -198,7 +199,7 @@ def test_snapshots_hold_the_state_of_their_step(device: str, tmp_path: Path) -> 
     whole = {each.step: each for each in Store(tmp_path / "whole").snapshots() if each.name is None}
     assert sorted(whole) == [3, 6, 8]
     assert digest(tmp_path / "stopped", 6) == whole[6].manifest["digest"]
-    weights = Store(tmp_path / "whole").read(whole[8])["objects"]["model"]
+    weights = read_snapshot(Store(tmp_path / "whole"), whole[8])["objects"]["model"]
     assert {weight.device.type for weight in weights.values()} == {"cpu"}
 
 

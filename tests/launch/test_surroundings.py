@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from processes import Command
 from support.selection import one_in
+from support.snapshots import read_snapshot
 
 from samestep.snapshot.store import Store
 
@@ -36,7 +37,7 @@ def find_steps(directory: Path) -> list[int]:
     """Return the steps of the snapshots, after a check that all are complete."""
     store = Store(directory)
     for snapshot in store.snapshots():
-        store.read(snapshot)
+        read_snapshot(store, snapshot)
     return [snapshot.step for snapshot in store.snapshots()]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from promises.trial import Outcome, Trial, resume_is_from
 from support.runs import run_command
+from support.snapshots import read_snapshot
 from support.states import build_state
 from support.tiny import Tiny, update
 from torch import Tensor, nn
@@ -84,7 +85,7 @@ def test_it_holds_what_the_step_left(tmp_path: Path, changes: str, capfd: pytest
     for step in found:
         snapshot = store.find(step)
         assert snapshot is not None
-        assert digest(store.read(snapshot)) == found[step]
+        assert digest(read_snapshot(store, snapshot)) == found[step]
 
 
 # --- while the steps run ----------------------------------------------------------------------------------------------

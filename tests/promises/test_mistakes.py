@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from promises.wrong import MISTAKES, RANKS, Mistake, Unreadable, train
+from support.snapshots import read_snapshot
 from support.tiny import NUM_SAMPLES, Pairs, Tiny, tiny_run, update
 from torch import nn
 from torch.optim import optimizer
@@ -46,7 +47,7 @@ def assert_caught(name: str, found: Mistake, num_ranks: int, run_dir: Path) -> s
     assert all(snapshot.problem is None for snapshot in snapshots)
     assert all(snapshot.step <= 4 for snapshot in snapshots), "no snapshot of a step after the mistake"
     for snapshot in snapshots:
-        state = Store(run_dir).read(snapshot)
+        state = read_snapshot(Store(run_dir), snapshot)
         tensors = [t for part in state["objects"].values() for t in flatten(part) if isinstance(t, torch.Tensor)]
         assert all(torch.isfinite(tensor).all() for tensor in tensors), f"not finite: {snapshot.path}"
     return caught.value

@@ -21,6 +21,7 @@ from promises.faulty import train
 from promises.trial import SCRIPT, Outcome, Started, read_outcome, read_tree
 from support.ports import reserve_port
 from support.selection import one_in
+from support.snapshots import read_snapshot
 from support.tiny import Tiny, tiny_run, update
 
 import samestep
@@ -157,10 +158,6 @@ def test_nodes_that_share_a_disk_keep_one(cluster: Cluster, undisturbed: Undistu
     assert_ended_as(cluster, [2, 0], undisturbed(epochs=4))
 
 
-
-
-
-
 # --- the snapshot from which a run resumes ----------------------------------------------------------------------------
 
 
@@ -198,8 +195,6 @@ def test_each_node_has_another_one_damaged(cluster: Cluster, undisturbed: Undist
     assert "no snapshot in run/snapshots can be used" in str(error)
 
 
-
-
 @pytest.mark.parametrize("moment", one_in(9, [
     "writing manifest", "writing tensors", "replacing best", "rewinding",
 ]))  # fmt: skip
@@ -227,8 +222,6 @@ def test_a_node_with_abandoned_snapshots(cluster: Cluster, undisturbed: Undistur
     for node in (0, 1):
         assert [step for step, _ in read_starts(cluster, node)] == [3, 4]
     assert "step-00000010" in {path.name.rpartition("-")[0] for path in (cluster.run_dir(1) / "abandoned").iterdir()}
-
-
 
 
 @pytest.mark.parametrize("resume", one_in(4, ["best", 3]))
@@ -289,10 +282,6 @@ def enter_node(disks: Sequence[Path]) -> int:
     return rank
 
 
-
-
-
-
 def train_unlike(disks: Sequence[Path]) -> None:
     """As one of two ranks. Their states differ where they may."""
     rank = enter_node(disks)
@@ -319,7 +308,7 @@ def test_all_nodes_save_the_state_of_rank_0(cluster: Cluster) -> None:
     digests = [[each.manifest["digest"] for each in Store(disk / "run").snapshots()] for disk in disks]
     assert digests[0] == digests[1]
     assert len(set(digests[0])) == 3
-    state = Store(disks[1] / "run").read(Store(disks[1] / "run").snapshots()[-1])
+    state = read_snapshot(Store(disks[1] / "run"), Store(disks[1] / "run").snapshots()[-1])
     assert state["state"]["only"]["here"].tolist() == [0, 1]
     assert state["objects"]["model"]["mine"].tolist() == [0, 0, 0]
     rows = [(disk / "run/metrics.jsonl").read_text() for disk in disks]

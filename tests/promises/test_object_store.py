@@ -22,6 +22,7 @@ from promises.test_node_replication import damage
 from promises.trial import Outcome, ask
 from support.runs import check, find_tests, samestep_command
 from support.selection import one_in
+from support.snapshots import write_snapshot
 
 import samestep
 from samestep.cli import main
@@ -328,8 +329,10 @@ def make_remote(url: str, tmp_path: Path, steps: Sequence[int]) -> None:
     remote.take("a")
     remote.write("run.json", json.dumps({"format": 1, "numbers": {"seed": 3}}).encode())
     for step in steps:
-        store.write({"objects": {"model": {"weight": torch.full((4,), float(step))}}}, step=step, meta={"step": step})
-    store.write({"objects": {}}, step=4, name="best", meta={})
+        write_snapshot(
+            store, {"objects": {"model": {"weight": torch.full((4,), float(step))}}}, step=step, meta={"step": step}
+        )
+    write_snapshot(store, {"objects": {}}, step=4, name="best")
     for snapshot in store.snapshots():
         remote._push_snapshot(snapshot)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.runs import check, digest, find_tests, read_bits, samestep_command
 from support.shards import MAKERS, make_tars, read_x
+from support.snapshots import read_snapshot
 from support.tiny import Tiny, update
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -201,7 +202,7 @@ def test_the_others_continue_a_stream(
     assert len((tmp_path / "healed" / "heals.jsonl").read_text().splitlines()) == len(deaths) + (dies_at >= 0)
     assert read_bits(tmp_path / "healed") == read_bits(tmp_path / "alone")
     stores = [Store(tmp_path / name) for name in ("healed", "alone")]
-    healed, alone = [store.read(store.snapshots()[-1])["position"]["lanes"] for store in stores]
+    healed, alone = [read_snapshot(store, store.snapshots()[-1])["position"]["lanes"] for store in stores]
     assert hash_content(healed) == hash_content(alone)
     assert main(["inspect", str(tmp_path / "healed"), "--samples"]) == 0
 
@@ -263,10 +264,6 @@ def train_fed(data: Any, feed: dict[str, Any]) -> None:
     train(None, data, **feed)
 
 
-
-
-
-
 @pytest.mark.parametrize("how", ["changed", "missing"])
 def test_other_shards_than_those_of_the_run(how: str, tmp_path: Path) -> None:
     samestep.spawn(train, 1, (tmp_path / "run", make_tars(tmp_path / "data"), 0, -1, 4))
@@ -282,7 +279,3 @@ def test_other_shards_than_those_of_the_run(how: str, tmp_path: Path) -> None:
     with pytest.raises(samestep.Error, match=rf"shards are not those that the run began with: 2\.tar {what}"):
         samestep.spawn(train, 2, (tmp_path / "run", data))
     assert (tmp_path / "run" / "run.json").read_bytes() == before
-
-
-
-

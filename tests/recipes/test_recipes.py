@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.commands import run
 from support.runs import ask, check, read_rows, run_command
+from support.snapshots import read_snapshot
 
 from samestep.errors import Error, MissingPackage
 from samestep.recipes import build_schedule, digits, mlp
@@ -45,7 +46,7 @@ def test_digits_learns_to_read(tmp_path: Path) -> None:
     best = max(row.get("validation/accuracy", 0.0) for row in rows)
     snapshot = Store(run_dir).find("best")
     assert snapshot is not None
-    assert Store(run_dir).read(snapshot)["state"]["best"] == best
+    assert read_snapshot(Store(run_dir), snapshot)["state"]["best"] == best
 
 
 def test_mlp_prints_a_line_per_epoch_from_each_rank(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from samestep.snapshot.parts import name_part
-from samestep.snapshot.serialization import SavedState, SavedTensors, encode, write_tensors
+from samestep.snapshot.serialization import SavedState, encode, write_tensors
 from samestep.snapshot.store import Store
 
 
@@ -41,10 +41,9 @@ def write_divided(store: Store, mark: float, step: int, num_ranks: int = 3, num_
 
 def decode(structure: Any, tensors: Mapping[str, torch.Tensor], directory: Path) -> Any:
     """Decode a state, with its tensors from a file in the directory."""
-    path = directory / "tensors.safetensors"
-    with open(path, "wb") as file:
-        write_tensors(file, tensors)
-    saved = SavedState(structure, SavedTensors([path]))
+    with open(directory / "tensors.safetensors", "wb") as file:
+        pieces = write_tensors(file, tensors)
+    saved = SavedState(structure, directory, {"tensors.safetensors": pieces})
     return saved.fill(saved.contents)
 
 

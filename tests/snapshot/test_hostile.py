@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from states import assert_same, decode
 from support.selection import one_in
+from support.snapshots import read_snapshot, write_snapshot
 from support.tiny import tiny_run
 
 import samestep
@@ -52,7 +53,7 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "run").mkdir()
     (tmp_path / "outside").write_text("as it was")
     (tmp_path / "run" / "run.json").write_text(json.dumps({"format": 1, "numbers": NUMBERS}))
-    Store(tmp_path / "run").write(STATE, step=3, meta=META)
+    write_snapshot(Store(tmp_path / "run"), STATE, step=3, meta=META)
     return tmp_path
 
 
@@ -66,7 +67,7 @@ def look(place: Path) -> dict[str, str]:
 
 JUNK: list[Any] = [
     None, True, -1, 0, 1, 1 << 70, 1.5, 1e300, "", "x", "..", "../../outside", "/tmp/outside", "a\0b", "state.json",
-    "manifest.json", [], {}, [[]], {"size": None, "pieces": []}, "\x1b[2J", "\ud800", "2026-01-01T00:00:00",
+    "manifest.json", [], {}, [[]], ["x", 1, "x"], {"size": None}, "\x1b[2J", "\ud800", "2026-01-01T00:00:00",
 ]  # fmt: skip
 
 
@@ -126,7 +127,7 @@ def test_a_changed_manifest_is_sound_or_refused(place: Path, data: st.DataObject
     ],
 )
 def test_notes_that_no_run_writes(place: Path, notes: dict[str, Any]) -> None:
-    path = Store(place / "run").write(STATE, step=4, meta={**META, **notes}) / "manifest.json"
+    path = write_snapshot(Store(place / "run"), STATE, step=4, meta={**META, **notes}) / "manifest.json"
     assert parse_manifest(path.read_bytes()) == ({}, "manifest.json is damaged")
 
 
@@ -142,7 +143,7 @@ def read_here(place: Path) -> Any:
     store = Store(place / "run")
     found = store.find("latest", warn=lambda sentence: None)
     assert found is not None
-    return store.read(found, SavedRun)
+    return read_snapshot(store, found, SavedRun)
 
 
 def read_from_bucket(place: Path) -> Any:
@@ -155,7 +156,7 @@ def read_from_bucket(place: Path) -> Any:
 
 def read_here_at(store: Store) -> Any:
     found = store.find("latest", warn=lambda sentence: pytest.fail(sentence))
-    return STATE if found is None else store.read(found, SavedRun)
+    return STATE if found is None else read_snapshot(store, found, SavedRun)
 
 
 @pytest.mark.parametrize(
@@ -192,49 +193,8 @@ def replace_in(place: Path, file: str, change: Callable[[bytes], bytes]) -> None
     content = change((directory / file).read_bytes())
     (directory / file).write_bytes(content)
     manifest = {k: v for k, v in json.loads((directory / "manifest.json").read_bytes()).items() if k != "sha256"}
-    manifest["files"][file] = {"size": len(content), "pieces": [[len(content), sha256(content).hexdigest()]]}
+    manifest["files"][file] = [["__metadata__", len(content), sha256(content).hexdigest()]]
     (directory / "manifest.json").write_text(json.dumps(seal(manifest)))
-
-
-HEADERS: list[tuple[bytes, bytes]] = [
-    (b'"shape":[10]', b'"shape":[1' + b"0" * 15 + b"]"),
-    (b'"shape":[10]', b'"shape":[-1]'),
-    (b'"shape":[10]', b'"shape":[' + b"9" * 18 + b"," + b"9" * 18 + b",0]"),
-    (b'"shape":[10]', b'"shape":10'),
-    (b'"dtype":"F32"', b'"dtype":"X"'),
-    (b'"dtype":"F32"', b'"dtype":[]'),
-    (b'"data_offsets":[0,40]', b'"data_offsets":[9,49]'),
-    (b'"data_offsets":[0,40]', b'"data_offsets":[]'),
-    (b'{"objects/net/w"', b"[" * 5000 + b'{"objects/net/w"'),
-]
-
-
-@pytest.mark.parametrize(("old", "new"), HEADERS)
-def test_a_header_takes_no_more_than_its_file(place: Path, old: bytes, new: bytes) -> None:
-    def change(content: bytes) -> bytes:
-        length = int.from_bytes(content[:8], "little")
-        header = content[8 : 8 + length].replace(old, new)
-        assert header != content[8 : 8 + length]
-        return len(header).to_bytes(8, "little") + header + content[8 + length :]
-
-    replace_in(place, "tensors-00000.safetensors", change)
-    with pytest.raises(RunDirectoryError, match="holds no state that can be read"):
-        read_here(place)
-
-
-def test_tensors_that_overlap_take_no_more_than_their_file(place: Path) -> None:
-    """Entries of a header that name the same bytes would each become a tensor."""
-
-    def change(content: bytes) -> bytes:
-        length = int.from_bytes(content[:8], "little")
-        header = json.loads(content[8 : 8 + length])
-        header |= {f"more/{number}": header["objects/net/w"] for number in range(3)}
-        text = json.dumps(header).encode()
-        return len(text).to_bytes(8, "little") + text + content[8 + length :]
-
-    replace_in(place, "tensors-00000.safetensors", change)
-    with pytest.raises(RunDirectoryError, match=r"holds no state that can be read \(ValueError: .* overlap\)"):
-        read_here(place)
 
 
 @pytest.mark.parametrize(
@@ -276,13 +236,13 @@ def test_a_structure_holds_only_what_samestep_writes(place: Path, value: Any) ->
     "value",
     [
         {"$": "tensor", "name": "w", "dtype": "float32", "shape": [2, 5], "strides": [1 << 20, 1]},
-        [{"$": "array", "name": "w", "dtype": "|u1", "shape": [40]}] * 2,
+        [{"$": "tensor", "name": "w", "dtype": "float32", "shape": [size]} for size in (1 << 50, 10)],
         {"$": "array", "name": "empty", "dtype": "|u1", "shape": [1 << 20]},
     ],
 )
 def test_a_structure_takes_no_more_than_its_tensors(value: Any, tmp_path: Path) -> None:
-    """Strides with gaps, an array that is copied again and again, and one without bytes."""
-    with pytest.raises(ValueError, match=r"not what samestep writes|in the state twice|shorter than its shape"):
+    """Strides with gaps, a tensor with two shapes, and an array without bytes."""
+    with pytest.raises(ValueError, match=r"samestep does not write|does not have 1048576 bytes"):
         decode(value, {"w": torch.arange(10.0), "empty": torch.empty(0, dtype=torch.uint8)}, tmp_path)
 
 
@@ -313,10 +273,10 @@ def test_a_state_that_does_not_fit(tmp_path: Path, path: tuple[str, ...], value:
     store = Store(tmp_path)
     snapshot = store.find("latest")
     assert snapshot is not None
-    state = store.read(snapshot, SavedRun)
+    state = read_snapshot(store, snapshot, SavedRun)
     *holders, last = path
     functools.reduce(operator.getitem, holders, state)[last] = value
-    store.write(state, step=snapshot.step, meta=snapshot.manifest["meta"])
+    write_snapshot(store, state, step=snapshot.step, meta=snapshot.manifest["meta"])
     with pytest.raises(RunDirectoryError, match=message):
         samestep.spawn(train_on_numbers, 1, (tmp_path, 4))
 
@@ -404,7 +364,7 @@ def test_what_is_in_the_place_of_a_snapshot(place: Path, name: str, what: str) -
     store = Store(place / "run")
     PLANTED[what](store.path / name)
     assert [each.step for each in store.snapshots()] == [3]
-    store.write(STATE, step=4, meta=META)
+    write_snapshot(store, STATE, step=4, meta=META)
     store.prune(1)
     store.clean()
     assert [path.name for path in store.path.iterdir()] == ["step-00000004"]

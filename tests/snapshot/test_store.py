@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from states import assert_same, make_state
+from support.snapshots import read_snapshot, write_snapshot
 
 from samestep.errors import InvalidType, RunDirectoryError
 from samestep.snapshot.manifest import FORMAT
@@ -32,7 +33,7 @@ def found_steps(store: Store) -> list[tuple[int, str | None]]:
 def read(store: Store, which: int | str = "latest") -> dict[str, Any]:
     found = store.find(which, warn=lambda sentence: pytest.fail(sentence))
     assert found is not None
-    return store.read(found)
+    return read_snapshot(store, found)
 
 
 def test_what_is_written_is_found_and_read(store: Store, tmp_path: Path) -> None:
@@ -40,7 +41,7 @@ def test_what_is_written_is_found_and_read(store: Store, tmp_path: Path) -> None
     assert store.find("latest") is None
     assert list(tmp_path.iterdir()) == []
     state = make_state(0.5)
-    path = store.write(state, step=7, meta={"epoch": 1, "loss": 0.25, 3: [1, (2,)]})
+    path = write_snapshot(store, state, step=7, meta={"epoch": 1, "loss": 0.25, 3: [1, (2,)]})
     assert path == tmp_path / "snapshots" / "step-00000007"
     assert sorted(entry.name for entry in path.iterdir()) == FILES
     found = store.find("latest")
@@ -49,13 +50,13 @@ def test_what_is_written_is_found_and_read(store: Store, tmp_path: Path) -> None
     assert found.manifest["meta"] == {"epoch": 1, "loss": 0.25, "3": [1, [2]]}
     assert found.manifest["versions"]["torch"] == torch.__version__
     assert found.size_bytes == sum((path / file).stat().st_size for file in ("state.json", "tensors-00000.safetensors"))
-    assert_same(store.read(found), state)
+    assert_same(read_snapshot(store, found), state)
     assert found.manifest["digest"] == digest(state)
 
 
 def test_the_newest_is_the_one_of_most_steps(store: Store) -> None:
     for step, name in [(30, None), (40, "best"), (40, None), (100_000_000, None), (20, "last_good"), (9, None)]:
-        store.write(make_state(step + len(name or "")), step=step, name=name, meta={})
+        write_snapshot(store, make_state(step + len(name or "")), step=step, name=name, meta={})
     assert found_steps(store) == [
         (9, None), (20, "last_good"), (30, None), (40, "best"), (40, None), (100_000_000, None)
     ]  # fmt: skip
@@ -71,14 +72,14 @@ def test_the_newest_is_the_one_of_most_steps(store: Store) -> None:
 
 def test_one_of_the_same_step_is_replaced(store: Store) -> None:
     for mark in (1.0, 2.0):
-        store.write(make_state(mark), step=5, meta={})
+        write_snapshot(store, make_state(mark), step=5)
     assert read(store)["state"]["best"] == 2.0
     assert [entry.name for entry in store.path.iterdir()] == ["step-00000005"]
 
 
 def test_a_state_that_cannot_be_held_leaves_nothing(store: Store) -> None:
     with pytest.raises(InvalidType, match=r"^model\.hook is a function"):
-        store.write({"objects": {"model": {"hook": lambda: 0}}}, step=1, meta={})
+        write_snapshot(store, {"objects": {"model": {"hook": lambda: 0}}}, step=1)
     assert not store.path.exists()
 
 
@@ -88,15 +89,15 @@ def test_a_state_that_cannot_be_held_leaves_nothing(store: Store) -> None:
 def test_an_absent_snapshot_is_reported_with_those_that_exist(store: Store) -> None:
     with pytest.raises(RunDirectoryError, match=r"there is no snapshot named best in .*: there are none yet"):
         store.find("best")
-    store.write({}, step=1, meta={})
-    store.write({}, step=3, name="best", meta={})
+    write_snapshot(store, {}, step=1)
+    write_snapshot(store, {}, step=3, name="best")
     with pytest.raises(RunDirectoryError, match=r"there is no snapshot of step 2 in .*: there is step 1, best"):
         store.find(2)
 
 
 def test_a_requested_snapshot_that_is_not_sound(store: Store) -> None:
     for step in (1, 2):
-        store.write(make_state(step), step=step, meta={})
+        write_snapshot(store, make_state(step), step=step)
     flip(store.path / "step-00000002" / "tensors-00000.safetensors", -1)
     warnings: list[str] = []
     with pytest.raises(
@@ -108,7 +109,7 @@ def test_a_requested_snapshot_that_is_not_sound(store: Store) -> None:
 
 
 def test_none_sound_is_an_error_and_no_fresh_start(store: Store) -> None:
-    store.write(make_state(1), step=1, meta={})
+    write_snapshot(store, make_state(1), step=1)
     flip(store.path / "step-00000001" / "state.json", 3)
     warnings: list[str] = []
     words = r"no snapshot in .* can be used \(.*state\.json is damaged.*start with SAMESTEP_FRESH=1 "
@@ -147,7 +148,7 @@ def check_passed_over(store: Store, file: str) -> None:
     found = store.find("latest", warn=warnings.append)
     assert found is not None
     assert found.step == 1
-    assert_same(store.read(found), make_state(1))
+    assert_same(read_snapshot(store, found), make_state(1))
     assert len(warnings) == 1
     assert "step-00000002" in warnings[0]
     assert file in warnings[0]
@@ -157,7 +158,7 @@ def check_passed_over(store: Store, file: str) -> None:
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_snapshot_is_skipped(damage: str, file: str, store: Store) -> None:
     for step in (1, 2):
-        store.write(make_state(step), step=step, meta={})
+        write_snapshot(store, make_state(step), step=step)
     DAMAGE[damage](store.path / "step-00000002" / file)
     check_passed_over(store, file)
 
@@ -167,7 +168,7 @@ def test_a_damaged_snapshot_is_skipped(damage: str, file: str, store: Store) -> 
 def test_any_flipped_bit_is_seen(place: float, bit: int, file: str, store: Store) -> None:
     if not store.path.exists():
         for step in (1, 2):
-            store.write(make_state(step), step=step, meta={"x": 0.5})
+            write_snapshot(store, make_state(step), step=step, meta={"x": 0.5})
     path = store.path / "step-00000002" / file
     sound = path.read_bytes()
     try:
@@ -179,7 +180,7 @@ def test_any_flipped_bit_is_seen(place: float, bit: int, file: str, store: Store
 
 def test_other_directories_are_skipped(store: Store) -> None:
     for step in (1, 2):
-        store.write(make_state(step), step=step, meta={})
+        write_snapshot(store, make_state(step), step=step)
     newer = store.path / "step-00000002" / "manifest.json"
     newer.write_text(json.dumps(json.loads(newer.read_text()) | {"format": FORMAT + 1}))
     shutil.copytree(store.path / "step-00000001", store.path / "step-00000009")
@@ -197,12 +198,12 @@ def test_other_directories_are_skipped(store: Store) -> None:
 
 
 def test_a_snapshot_that_goes_bad_after_it_was_found(store: Store) -> None:
-    store.write(make_state(1), step=1, meta={})
+    write_snapshot(store, make_state(1), step=1)
     found = store.find("latest")
     assert found is not None
     (found.path / "tensors-00000.safetensors").unlink()
     with pytest.raises(RunDirectoryError, match=r"can no longer be used: tensors-00000.safetensors is missing"):
-        store.read(found)
+        read_snapshot(store, found)
 
 
 # --- pruning and cleaning -----------------------------------------------------------------------------------------
@@ -210,9 +211,9 @@ def test_a_snapshot_that_goes_bad_after_it_was_found(store: Store) -> None:
 
 def test_pruning_keeps_the_newest_of_each_name(store: Store) -> None:
     for step in range(1, 6):
-        store.write({}, step=step, meta={})
+        write_snapshot(store, {}, step=step)
     for step in (1, 2):
-        store.write({}, step=step, name="best", meta={})
+        write_snapshot(store, {}, step=step, name="best")
     store.prune(2)
     assert found_steps(store) == [(2, "best"), (4, None), (5, None)]
     assert len(list(store.path.iterdir())) == 3
@@ -221,7 +222,7 @@ def test_pruning_keeps_the_newest_of_each_name(store: Store) -> None:
 @pytest.mark.parametrize("file", FILES)
 def test_pruning_never_removes_the_newest_sound_one(file: str, store: Store) -> None:
     for step in (1, 2, 3):
-        store.write(make_state(step), step=step, meta={})
+        write_snapshot(store, make_state(step), step=step)
     flip(store.path / "step-00000003" / file, 5)
     os.truncate(store.path / "step-00000002" / file, 3)
     found = store.find("latest", warn=lambda _: None)
@@ -229,10 +230,10 @@ def test_pruning_never_removes_the_newest_sound_one(file: str, store: Store) -> 
     assert found.step == 1
     store.prune(1)
     assert read_whatever(store) == 1
-    store.write(make_state(2), step=2, meta={})
+    write_snapshot(store, make_state(2), step=2)
     store.prune(1)
     assert read_whatever(store) == 2
-    store.write(make_state(3), step=3, meta={})
+    write_snapshot(store, make_state(3), step=3)
     store.prune(1)
     assert found_steps(store) == [(3, None)]
 
@@ -242,5 +243,5 @@ def read_whatever(store: Store) -> int:
     store = Store(store.path.parent)
     found = store.find("latest", warn=lambda _: None)
     assert found is not None
-    assert_same(store.read(found), make_state(found.step))
+    assert_same(read_snapshot(store, found), make_state(found.step))
     return found.step

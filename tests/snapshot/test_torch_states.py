@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from states import assert_same
+from support.snapshots import read_snapshot, write_snapshot
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel
@@ -19,10 +20,10 @@ Optimizer = torch.optim.Optimizer
 def assert_kept(directory: Path, state: Any) -> None:
     """A snapshot of a state gives it back."""
     store = Store(directory)
-    store.write({"objects": state}, step=1, meta={})
+    write_snapshot(store, {"objects": state}, step=1)
     found = store.find("latest")
     assert found is not None
-    assert_same(store.read(found)["objects"], state)
+    assert_same(read_snapshot(store, found)["objects"], state)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {

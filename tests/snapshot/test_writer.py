@@ -12,7 +12,7 @@ from torch import Tensor
 from samestep.snapshot.async_copy import LARGE_BYTES, Copy, Staging, locate
 from samestep.snapshot.inspection import SnapshotOrder
 from samestep.snapshot.location import Location
-from samestep.snapshot.parts import Part
+from samestep.snapshot.manifest import Pieces
 from samestep.snapshot.writer import Event, Stage, Writer, advance
 
 NUM_LARGE = LARGE_BYTES // 4
@@ -26,11 +26,11 @@ class Place(Location):
         self.calls: list[str] = []
         self.is_called = threading.Event()
 
-    def prepare(self, order: SnapshotOrder, tensors: Mapping[str, Tensor]) -> list[Part]:
+    def prepare(self, order: SnapshotOrder, tensors: Mapping[str, Tensor]) -> list[Pieces]:
         self._note("prepare")
         return []
 
-    def commit(self, order: SnapshotOrder, parts: Sequence[Part]) -> None:
+    def commit(self, order: SnapshotOrder, parts: Sequence[Pieces]) -> None:
         self._note("commit")
 
     def abort(self, order: SnapshotOrder) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, safe_open
 from support.runs import check, run_command
+from support.snapshots import write_snapshot
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -37,7 +38,7 @@ def write_run(run: Path, *, step: int = 5, name: str | None = None, **objects: A
     run.mkdir(exist_ok=True)
     (run / "run.json").write_text(json.dumps({"format": 1, "numbers": {}}))
     state = {"objects": objects, "position": {"step": step, "epoch": 0}, "state": {}}
-    Store(run).write(state, step=step, name=name, meta={})
+    write_snapshot(Store(run), state, step=step, name=name)
 
 
 @pytest.fixture
@@ -173,8 +174,6 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert f"{tmp_path / 'out.safetensors'} cannot be written" in done.stderr
     assert "File too large" in done.stderr
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
-
-
 
 
 PROGRAM = """

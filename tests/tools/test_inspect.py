@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from support.snapshots import write_snapshot
 
 from samestep.errors import Error
 from samestep.plan.ledger import RECORD, Entry, combine, fingerprint, to_bits
@@ -90,7 +91,7 @@ Inspect = Callable[..., tuple[int, str]]
 def test_the_listing(run: Path, inspect: Inspect) -> None:
     store = Store(run)
     for step, name in ((3, None), (6, None), (6, "best")):
-        store.write(STATE, step=step, name=name, meta={})
+        write_snapshot(store, STATE, step=step, name=name)
     os.truncate(store.path / "step-00000006" / "state.json", 3)
     with open(store.path / "step-00000003" / "tensors-00000.safetensors", "r+b") as file:
         file.seek(-1, os.SEEK_END)
@@ -144,8 +145,8 @@ def test_restarts_and_heals(run: Path, inspect: Inspect) -> None:
 
 def test_last_values_state_and_measures(run: Path, inspect: Inspect) -> None:
     """The last value of a metric may be in an earlier row."""
-    Store(run).write({**STATE, "state": {"best": {"loss": 0.5}}}, step=3, meta={})
-    Store(run).write({**STATE, "state": {"best": {"loss": 0.25}}}, step=6, meta={})
+    write_snapshot(Store(run), {**STATE, "state": {"best": {"loss": 0.5}}}, step=3)
+    write_snapshot(Store(run), {**STATE, "state": {"best": {"loss": 0.25}}}, step=6)
     rows = [{"step": 2, "epoch": 0, "loss": 1.5}, {"step": 3, "accuracy": 0.5}, {"step": 4, "epoch": 1, "loss": 0.75}]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     measured = {"samples_per_s": 120.5, "wall_s": 2.0, "time_share": {"compute": 0.75, "data": 0.25}}
@@ -166,7 +167,7 @@ def write_runs(directory: Path) -> tuple[str, str]:
         run.mkdir(parents=True)
         write_run(run, seed=seed)
         write_ledger(run, [(0, [0, 1]), (0, second)])
-        Store(run).write({**STATE, "state": {"seed": seed}}, step=2, meta={})
+        write_snapshot(Store(run), {**STATE, "state": {"seed": seed}}, step=2)
         rows = [{"step": 1, "loss": 1.5}, {"step": 2, "loss": seed / 8}]
         (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         (run / "status.json").write_text(json.dumps({"status": "done", "time": "2026-01-02T03:04:05Z"}))
@@ -176,7 +177,7 @@ def write_runs(directory: Path) -> tuple[str, str]:
 def test_a_directory_of_runs_is_listed(tmp_path: Path, capsys: Any) -> None:
     a, _ = write_runs(tmp_path / "runs")
     (tmp_path / "runs/no run").mkdir()
-    Store(Path(a)).write({**STATE, "state": {}}, step=1, name="best", meta={})
+    write_snapshot(Store(Path(a)), {**STATE, "state": {}}, step=1, name="best", meta={})
     assert run_runs([str(tmp_path / "runs")]) == 0
     out = capsys.readouterr().out
     short = next(each for each in Store(Path(a)).snapshots() if each.step == 2).manifest["digest"][:12]
@@ -268,8 +269,8 @@ def test_the_digest_is_of_the_newest_sound_snapshot(run: Path, inspect: Inspect,
     store = Store(run)
     states = {step: STATE | {"position": {"step": step, "epoch": 0}} for step in (3, 6)}
     for step, state in states.items():
-        store.write(state, step=step, meta={})
-    store.write(states[3], step=3, name="best", meta={})
+        write_snapshot(store, state, step=step)
+    write_snapshot(store, states[3], step=3, name="best")
     assert inspect("--digest") == (0, digest(states[6]) + "\n")
     assert inspect("--digest", "--snapshot", "best") == (0, digest(states[3]) + "\n")
     _, out = inspect("--digest", "--json", "--snapshot", "3")
@@ -289,7 +290,7 @@ def test_what_is_not_there(run: Path, tmp_path: Path, inspect: Inspect) -> None:
         run_inspect([str(tmp_path / "empty"), "--digest"])
     with pytest.raises(Error, match="has no snapshot yet"):
         inspect("--digest")
-    Store(run).write(STATE, step=3, meta={})
+    write_snapshot(Store(run), STATE, step=3)
     with pytest.raises(Error, match=r"there is no snapshot of step 4 in .*: there is step 3"):
         inspect("--digest", "--snapshot", "4")
     with pytest.raises(Error, match="has no snapshot 4"):
@@ -313,7 +314,7 @@ def test_what_cannot_be_read(run: Path, inspect: Inspect) -> None:
 
 @pytest.mark.parametrize("args", [["--digest"], ["--samples"]])
 def test_it_never_imports_torch(args: list[str], run: Path) -> None:
-    Store(run).write(STATE, step=3, meta={})
+    write_snapshot(Store(run), STATE, step=3)
     write_ledger(run, plan_steps(5, shuffled))
     script = (
         "import sys; from samestep.tools.inspect import run_inspect\n"

@@ -24,6 +24,7 @@ from samestep.files import open_regular, replacing
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.snapshot.async_copy import locate
 from samestep.snapshot.inspection import SnapshotOrder, TrainingState
+from samestep.snapshot.manifest import measure
 from samestep.snapshot.resume_point import Holding, ResumePoint
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.store import SNAPSHOTS, Snapshot
@@ -95,8 +96,8 @@ class Copies:
         self._send(directory, files, nodes, lambda own: _put_files(own, files))
         for sender, snapshot, targets in _list_missing(held, source, point):
             parts = {
-                f"{SNAPSHOTS}/{snapshot.path.name}/{file}": (sender, each["size"])
-                for file, each in snapshot.manifest["files"].items()
+                f"{SNAPSHOTS}/{snapshot.path.name}/{file}": (sender, measure(pieces))
+                for file, pieces in snapshot.manifest["files"].items()
             }
             self._send(directory, parts, targets, lambda own: self._adopt(own, snapshot, point))  # noqa: B023
 

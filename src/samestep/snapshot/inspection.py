@@ -18,7 +18,7 @@ class TrainingState:
     """The content of a snapshot. The tensors are those of the models and optimizers, not copies.
 
     Attributes:
-        build: returns the whole state, as `Store.write` takes it.
+        build: returns the whole state, for `encode`.
         notes: further entries of the manifest's `meta`, see `RunDirectory.mark`.
         checked: tensors that must be finite, with names for messages.
         stable: tensors that change only in an update, so that they can be copied during the next step.

@@ -17,8 +17,7 @@ from samestep.errors import KINDS, Error, NotHealed, RunDirectoryError, name_kin
 from samestep.launch.output import start_log
 from samestep.snapshot.inspection import SnapshotOrder, TrainingState
 from samestep.snapshot.kept_logs import Heal, KeptLogs
-from samestep.snapshot.manifest import find_damage
-from samestep.snapshot.parts import Part
+from samestep.snapshot.manifest import Pieces, find_damage
 from samestep.snapshot.resume_point import Holding, ResumePoint, choose
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import StartOptions
@@ -317,7 +316,7 @@ class Location:
             raise problem
         return replace(order, places=places)
 
-    def prepare(self, order: SnapshotOrder, tensors: Mapping[str, Tensor]) -> list[Part]:
+    def prepare(self, order: SnapshotOrder, tensors: Mapping[str, Tensor]) -> list[Pieces]:
         """Write what this rank stores of the snapshots of an order, in any thread. Raises OSError.
 
         Args:
@@ -329,7 +328,7 @@ class Location:
         rank = self._group.rank if self.is_divided else 0
         return [store.prepare(place, tensors, rank) for place in order.places]
 
-    def commit(self, order: SnapshotOrder, parts: Sequence[Part]) -> None:
+    def commit(self, order: SnapshotOrder, parts: Sequence[Pieces]) -> None:
         """Complete the snapshots of an order that all ranks have prepared, and remove old ones, in any thread.
 
         Args:

@@ -5,13 +5,13 @@ import os
 import platform
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -29,9 +29,27 @@ DIRECTORY = re.compile(rf"(?:({NAME.pattern})\.)?step-(\d{{8,18}})")  # of a sna
 _BUFFER_BYTES = 1 << 20
 _NUM_READERS = 4
 
-# The consecutive pieces of a file: lengths in bytes and sha256. A piece is one tensor, so that one pass over a tensor's
-# bytes serves the file's check and the digest of the state, and a reader of a few tensors can skip the others.
-Pieces = list[tuple[int, str]]
+METADATA = "__metadata__"  # the name of pieces without a tensor, which safetensors reserves
+_Hash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+
+
+class Piece(NamedTuple):
+    """A tensor in a file, or some of its rows.
+
+    One pass over the bytes of a tensor serves the check of the file and the digest of the state.
+
+    Attributes:
+        name: of the tensor.
+        num_bytes: its size.
+        sha256: of its bytes.
+    """
+
+    name: str
+    num_bytes: Count
+    sha256: _Hash
+
+
+Pieces = list[Piece]  # the consecutive pieces of a file
 
 
 def build_manifest(
@@ -47,10 +65,7 @@ def build_manifest(
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "digest": digest,
         "versions": {"samestep": __version__, "python": platform.python_version(), "torch": torch.__version__},
-        "files": {
-            file: {"size": sum(length for length, _ in pieces), "pieces": [list(piece) for piece in pieces]}
-            for file, pieces in files.items()
-        },
+        "files": files,
         "meta": meta,
     }
     manifest: dict[str, Any] = parse_json(json.dumps(written, allow_nan=False))  # as a reader parses it
@@ -107,17 +122,7 @@ def parse_manifest(text: bytes) -> tuple[dict[str, Any], str | None]:
     return manifest, None
 
 
-_Hash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 _FileName = Annotated[str, Meta(pattern=rf"\A(?!{re.escape(MANIFEST)}\Z){FILE.pattern}\Z")]
-
-
-class _File(Struct, forbid_unknown_fields=True):
-    size: Count
-    pieces: list[tuple[Count, _Hash]]
-
-    def __post_init__(self) -> None:
-        if self.size != sum(length for length, _ in self.pieces):
-            raise ValueError("the sizes of the pieces differ from the file's")
 
 
 class _Tally(Struct):
@@ -144,7 +149,7 @@ class _Manifest(Struct, forbid_unknown_fields=True):
     time: Annotated[datetime, Meta(tz=True)]
     digest: _Hash | None
     versions: dict[str, str]
-    files: dict[_FileName, _File]
+    files: dict[_FileName, Pieces]
     meta: _Meta
 
     def __post_init__(self) -> None:
@@ -158,14 +163,14 @@ def find_damage(directory: Path, manifest: Mapping[str, Any], rank: int = 0, num
     Args:
         rank, num_ranks: divide the pieces. Each of `num_ranks` callers reads about the same number of bytes.
     """
-    total = sum(file["size"] for file in manifest["files"].values())
+    total = sum(measure(pieces) for pieces in manifest["files"].values())
     before = 0
     with ThreadPoolExecutor(_NUM_READERS) as pool:  # hashing takes the time, and releases the GIL
-        for file, expected in manifest["files"].items():
-            ends = accumulate(length for length, _ in expected["pieces"])
-            pieces = [(end, *piece) for end, piece in zip(ends, expected["pieces"], strict=True)]
-            own = [each for each in pieces if (before + each[0] - each[1]) * num_ranks // max(total, 1) == rank]
-            before += expected["size"]
+        for file, pieces in manifest["files"].items():
+            starts = accumulate([num_bytes for _, num_bytes, _ in pieces], initial=0)
+            placed = [(start, num_bytes, sha256) for start, (_, num_bytes, sha256) in zip(starts, pieces, strict=False)]
+            own = [each for each in placed if (before + each[0]) * num_ranks // max(total, 1) == rank]
+            before += measure(pieces)
             if not own:
                 continue
             try:
@@ -173,18 +178,19 @@ def find_damage(directory: Path, manifest: Mapping[str, Any], rank: int = 0, num
                     found = [*pool.map(partial(_hash_range, opened.fileno()), own)]
             except OSError as error:
                 return f"{file} cannot be read ({error.strerror})"
-            for (end, length, wanted), checksum in zip(own, found, strict=True):
+            for (start, num_bytes, wanted), checksum in zip(own, found, strict=True):
                 if checksum != wanted:
-                    return f"{file} is damaged (somewhere in bytes {end - length} to {end})"
+                    return f"{file} is damaged (somewhere in bytes {start} to {start + num_bytes})"
     return None
 
 
 def _hash_range(file: int, piece: tuple[int, int, str]) -> str:
-    """Return the sha256 of a piece, given by its end and its length. The file may end within it."""
-    end, length, _ = piece
+    """Return the sha256 of a piece, given by its start and its size. The file may end within it."""
+    at, num_bytes, _ = piece
+    end = at + num_bytes
 
     def read() -> Iterator[bytes]:
-        at = end - length
+        nonlocal at
         while data := os.pread(file, min(end - at, _BUFFER_BYTES), at):
             yield data
             at += len(data)
@@ -192,13 +198,18 @@ def _hash_range(file: int, piece: tuple[int, int, str]) -> str:
     return hash_pieces(read())
 
 
+def measure(pieces: Iterable[Sequence[Any]]) -> int:
+    """Return the size of a file in bytes."""
+    return sum(num_bytes for _, num_bytes, _ in pieces)
+
+
 def find_wrong_size(files: Mapping[str, Any], sizes: Mapping[str, int]) -> str | None:
     """Return a description of wrong sizes (in bytes) of a manifest's files, or None."""
     for file, expected in files.items():
         if file not in sizes:
             return f"{file} is missing"
-        if sizes[file] != expected["size"]:
-            return f"{file} has {sizes[file]} bytes, not {expected['size']}"
+        if sizes[file] != measure(expected):
+            return f"{file} has {sizes[file]} bytes, not {measure(expected)}"
     return None
 
 

@@ -9,12 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
-
 from samestep.decoding import decode
 from samestep.errors import InvalidValue
 from samestep.files import open_regular, read_bytes, replace_file
-from samestep.snapshot.manifest import Pieces
+from samestep.snapshot.manifest import METADATA, Pieces
 from samestep.snapshot.serialization import digest_of, list_tensors, write_tensors
 
 if TYPE_CHECKING:
@@ -22,18 +20,6 @@ if TYPE_CHECKING:
 
 BUFFER_BYTES = 1 << 20
 _MAX_RECEIPT_BYTES = 1 << 30
-
-
-class Part(Struct, array_like=True):
-    """The content of the file of one rank.
-
-    Attributes:
-        pieces: of the file.
-        tensors: shape and sha256 of each tensor, or of the rows that the rank holds, by name.
-    """
-
-    pieces: Pieces
-    tensors: dict[str, tuple[list[int], str]]
 
 
 def name_part(rank: int) -> str:
@@ -45,8 +31,8 @@ def _name_receipt(rank: int) -> str:
     return f".receipt-{rank:05d}"
 
 
-def write_part(directory: Path, rank: int, tensors: "Mapping[str, Tensor]") -> Part:
-    """Write the part of a rank, and its receipt.
+def write_part(directory: Path, rank: int, tensors: "Mapping[str, Tensor]") -> Pieces:
+    """Write the part of a rank, and its receipt. Return the pieces of the file.
 
     Raises:
         OSError: the disk is full or gone. The rank's file is removed.
@@ -54,27 +40,26 @@ def write_part(directory: Path, rank: int, tensors: "Mapping[str, Tensor]") -> P
     file = directory / name_part(rank)
     try:
         with open(file, "xb", BUFFER_BYTES, opener=open_regular) as opened:
-            pieces, hashes = write_tensors(opened, tensors)
-        part = Part(pieces, {name: ([*tensor.shape], hashes[name]) for name, tensor in tensors.items()})
+            pieces = write_tensors(opened, tensors)
         if rank:
-            replace_file(directory / _name_receipt(rank), json.dumps([part.pieces, part.tensors]).encode())
+            replace_file(directory / _name_receipt(rank), json.dumps(pieces).encode())
     except BaseException:
         with suppress(OSError):
             file.unlink()
         raise
-    return part
+    return pieces
 
 
-def take_receipts(directory: Path, num_ranks: int) -> list[Part]:
+def take_receipts(directory: Path, num_ranks: int) -> list[Pieces]:
     """Read and remove the receipts of the ranks other than 0, which have written their parts. Raises OSError."""
     paths = [directory / _name_receipt(rank) for rank in range(1, num_ranks)]
-    parts = [decode(read_bytes(path, _MAX_RECEIPT_BYTES), Part) for path in paths]
+    parts = [decode(read_bytes(path, _MAX_RECEIPT_BYTES), Pieces) for path in paths]
     for path in paths:
         path.unlink()
     return parts
 
 
-def merge_parts(structure: Any, parts: Sequence[Part]) -> tuple[dict[str, Pieces], str | None]:
+def merge_parts(structure: Any, parts: Sequence[Pieces]) -> tuple[dict[str, Pieces], str | None]:
     """Return the files of all parts, and the digest of the state if no tensor is in several files, else None.
 
     Args:
@@ -85,29 +70,23 @@ def merge_parts(structure: Any, parts: Sequence[Part]) -> tuple[dict[str, Pieces
 
     Example::
 
+        >>> from samestep.snapshot.manifest import Piece
         >>> structure = {"w": {"$": "tensor", "name": "w", "dtype": "float32", "shape": [2]}}
-        >>> files, digest = merge_parts(structure, [Part([], {"w": ([1], "a")}), Part([], {"w": ([1], "b")})])
+        >>> files, digest = merge_parts(structure, [[Piece("w", 4, "a")], [Piece("w", 4, "b")]])
         >>> [*files], digest
         (['tensors-00000.safetensors', 'tensors-00001.safetensors'], None)
     """
-    shapes: dict[str, list[int]] = {}
-    hashes: dict[str, str] = {}
-    is_split = False
-    for part in parts:
-        for name, (shape, checksum) in part.tensors.items():
-            if name in shapes:
-                is_split = True
-                shapes[name] = [shapes[name][0] + shape[0], *shape[1:]] if shape else []
-            else:
-                shapes[name] = shape
-                hashes[name] = checksum
+    pieces = [piece for part in parts for piece in part if piece.name != METADATA]
+    sizes = {piece.name: 0 for piece in pieces}
+    for piece in pieces:
+        sizes[piece.name] += piece.num_bytes
     for name, wanted in list_tensors(structure).items():
-        if name not in shapes or wanted not in (None, shapes[name]):
-            found = f"has the shape {shapes[name]} in all of them" if name in shapes else "is in none of them"
+        if sizes.get(name) != wanted:
             raise InvalidValue(
-                f"the ranks have not written all of the state: {name} {found}: make the objects for run.prepare the "
-                "same on all ranks",
+                f"the ranks have not written all of the state: {name} has {sizes.get(name, 0)} of {wanted} bytes: make "
+                "the objects for run.prepare the same on all ranks",
                 code="SS504",
             )
-    files = {name_part(rank): part.pieces for rank, part in enumerate(parts)}
-    return files, None if is_split else digest_of(structure, hashes)
+    files = {name_part(rank): part for rank, part in enumerate(parts)}
+    is_split = len(sizes) < len(pieces)
+    return files, None if is_split else digest_of(structure, {piece.name: piece.sha256 for piece in pieces})

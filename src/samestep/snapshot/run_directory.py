@@ -22,7 +22,7 @@ from samestep.snapshot.append_log import AppendLog, LastEntry, format_row
 from samestep.snapshot.kept_logs import Heal, KeptLogs
 from samestep.snapshot.ledger_file import count_records
 from samestep.snapshot.lock import Lock, detach, refuse_links
-from samestep.snapshot.parts import Part
+from samestep.snapshot.manifest import Pieces
 from samestep.snapshot.resume_point import Holding, ResumePoint
 from samestep.snapshot.run_record import StartOptions, build_record, find_different, read_record
 from samestep.snapshot.store import ABANDONED, NOTHING, SNAPSHOTS, Pulled, Snapshot, Store
@@ -471,7 +471,7 @@ class RunDirectory:
     def commit(
         self,
         place: str,
-        own: Part,
+        own: Pieces,
         structure: Any,
         *,
         step: int,

@@ -1,9 +1,9 @@
 """Serialization of a run's state to JSON and tensors, without pickle.
 
 The structure is JSON; types that JSON lacks are objects with the key "$", which names the type. Tensors are in files of
-the safetensors format (https://github.com/huggingface/safetensors). It is implemented here because that library needs
-all tensors in host memory at once, refuses two views of the same memory, reads lazily from files that may have been
-removed by then, and reports a full disk with an exception that is not an `OSError`.
+the safetensors format (https://github.com/huggingface/safetensors), for other programs: samestep finds them by the
+manifest. It writes the format itself: that library needs all tensors in host memory at once, refuses two views of the
+same memory, and reports a full disk with an exception that is not an `OSError`.
 """
 
 import base64
@@ -12,21 +12,19 @@ import math
 import os
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
-from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from samestep.decoding import MAX_DEPTH, Count, convert, parse_json
+from samestep.decoding import MAX_DEPTH
 from samestep.errors import InvalidType
-from samestep.files import MAX_BYTES, open_regular
+from samestep.files import open_regular
 from samestep.hashing import hash_bytes
-from samestep.snapshot.manifest import Pieces
+from samestep.snapshot.manifest import METADATA, Piece, Pieces
 from samestep.tagged import ARRAY_KINDS, KIND, Decoder, Encoder, Place, decode_array, find_dtype, name_dtype, view_bytes
 from samestep.world.forking import at_rest, at_work
 
@@ -55,18 +53,7 @@ _CODES = {
     "float8_e8m0fnu": "F8_E8M0",
     "complex64": "C64",
 }
-_NAMES = {code: name for name, code in _CODES.items()}
 MAX_LEVELS = MAX_DEPTH // 3 - 1  # of nested values: a level is at most 3 levels of JSON, which has to be readable
-
-
-class _TensorEntry(Struct):
-    dtype: str
-    shape: Annotated[list[Count], Meta(max_length=64)]
-    data_offsets: tuple[Count, Count]
-
-    def __post_init__(self) -> None:
-        if self.dtype not in _NAMES:
-            raise ValueError(f"there is no dtype {self.dtype}")
 
 
 def encode(state: Any, is_mine: "Callable[[Tensor], bool] | None" = None) -> tuple[Any, dict[str, "Tensor"]]:
@@ -87,17 +74,16 @@ def encode(state: Any, is_mine: "Callable[[Tensor], bool] | None" = None) -> tup
     return encoder.encode(state), encoder.tensors
 
 
-def list_tensors(structure: Any) -> dict[str, list[int] | None]:
-    """Return the names of the tensors in an encoded state, with their shapes; None for an array."""
+def list_tensors(structure: Any) -> dict[str, int]:
+    """Return the names of the tensors and arrays in an encoded state, with their sizes in bytes."""
     if isinstance(structure, list):
-        return {name: shape for item in structure for name, shape in list_tensors(item).items()}
+        return {name: size for item in structure for name, size in list_tensors(item).items()}
     if not isinstance(structure, dict):
         return {}
-    if structure.get(KIND) == "array":
-        return {structure["name"]: None}
-    if structure.get(KIND) == "tensor":
-        return {structure["name"]: structure["shape"]}
-    return list_tensors([*structure.values()])
+    if structure.get(KIND) not in ("array", "tensor"):
+        return list_tensors([*structure.values()])
+    find = np.dtype if structure[KIND] == "array" else find_dtype
+    return {structure["name"]: math.prod(structure["shape"]) * find(structure["dtype"]).itemsize}
 
 
 def digest(state: Any) -> str:
@@ -127,7 +113,7 @@ def lay_out_tensors(
         KeyError: the format lacks a tensor's dtype.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     end = 0
     for name, tensor in ordered:
         start = end
@@ -142,32 +128,28 @@ def lay_out_tensors(
     return struct.pack("<Q", len(text)) + text, [name for name, _ in ordered]
 
 
-def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Pieces, dict[str, str]]:
+def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> Pieces:
     """Write a safetensors file, one tensor after the other, the widest dtypes first so that all are aligned.
 
     Returns when the file is on the disk. Another thread hashes meanwhile, which takes as long as writing and syncing.
     Each thread copies at most one tensor at a time, and only if it is on a device or not contiguous.
-
-    Returns:
-        The pieces of the file, and by name the sha256 of each tensor's bytes.
     """
-    text, names = lay_out_tensors(tensors)
-    ordered = [(name, tensors[name]) for name in names]
-    file.write(text)
-    hashes: dict[str, str] = {}
+    header, names = lay_out_tensors(tensors)
+    pieces = [Piece(METADATA, len(header), hash_bytes(header))]
+    file.write(header)
 
     def hash_all() -> None:
-        for name, tensor in ordered:
+        for name in names:
             with at_work():
-                data = view_bytes(tensor)
-            hashes[name] = hash_bytes(data)
+                data = view_bytes(tensors[name])
+            pieces.append(Piece(name, len(data), hash_bytes(data)))
 
     # Not concurrent.futures, which starts no thread after the main thread has ended.
     hashing = Thread(target=hash_all, name="samestep hashing")
     hashing.start()
     try:
-        for _, tensor in ordered:
-            data = view_bytes(tensor)
+        for name in names:
+            data = view_bytes(tensors[name])
             with at_rest():
                 file.write(data)
         with at_rest():
@@ -176,138 +158,64 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Piec
     finally:
         with at_rest():  # a fork may wait for this thread, and the other one for the fork
             hashing.join()
-    lengths = [(name, tensor.numel() * tensor.element_size()) for name, tensor in ordered]
-    return [(len(text), hash_bytes(text)), *((length, hashes[name]) for name, length in lengths)], hashes
+    return pieces
 
 
-@dataclass(frozen=True)
-class TensorPart:
-    """A tensor, or some of its rows, in a safetensors file. `start`: the first byte in the file."""
+class _Extent(NamedTuple):
+    """A tensor, or some of its rows, in a file from the byte `start` on."""
 
     path: Path
-    dtype: str
-    shape: Sequence[int]
     start: int
     num_bytes: int
 
 
-class SavedTensors:
-    """The tensors in safetensors files, which are read when they are needed.
+class SavedState(Decoder):
+    """The state in a snapshot, of which a reader takes the tensors that it needs.
 
     A tensor that is in several files has its first rows in the first of them, and so on.
 
-    Attributes:
-        parts: the parts of each tensor.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError, EOFError: a file is not a safetensors file, or the parts of a tensor do not fit together.
-    """
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self.parts: dict[str, list[TensorPart]] = {}
-        for path in paths:
-            for name, part in _read_header(path).items():
-                parts = self.parts.setdefault(name, [])
-                parts.append(part)
-                kinds = {(each.dtype, *each.shape[1:]) for each in parts}
-                if len(parts) > 1 and (len(kinds) > 1 or not part.shape):
-                    raise ValueError(f"{path.name} has a part of {name} that does not fit the others")
-
-    def find_shape(self, name: str) -> list[int]:
-        """Return the shape of a tensor, from all its parts."""
-        parts = self.parts[name]
-        rows = [sum(part.shape[0] for part in parts)] if parts[0].shape else []
-        return [*rows, *parts[0].shape[1:]]
-
-    def outline(self, name: str) -> "Tensor":
-        """Return a tensor on the meta device with the dtype and shape of a tensor in the files."""
-        import torch
-
-        return torch.empty(self.find_shape(name), dtype=find_dtype(self.parts[name][0].dtype), device="meta")
-
-    def read(self, name: str, first: int = 0, num_rows: int | None = None) -> "Tensor":
-        """Read a tensor, or `num_rows` of its rows from row `first` on. Reads no other bytes."""
-        import torch
-
-        shape = self.find_shape(name)
-        num_rows = (shape[0] if shape else 1) if num_rows is None else num_rows
-        tensor = torch.empty([num_rows, *shape[1:]] if shape else [], dtype=find_dtype(self.parts[name][0].dtype))
-        data = view_bytes(tensor)
-        row_bytes = len(data) // num_rows if num_rows else 0
-        skip, at = first * row_bytes, 0
-        for part in self.parts[name]:
-            count = min(part.num_bytes - skip, len(data) - at)
-            if count > 0:
-                with open(part.path, "rb", buffering=0, opener=open_regular) as file:
-                    _read_into(file, part.start + skip, data[at : at + count], name)
-                at += count
-            skip = max(skip - part.num_bytes, 0)
-        if at != len(data):
-            raise ValueError(f"{name} has fewer than {first + num_rows} rows")
-        return tensor
-
-    def hash(self, name: str) -> str:
-        """Return the sha256 of a tensor's bytes."""
-        return hash_bytes(view_bytes(self.read(name)))
-
-
-def _read_into(file: Any, start: int, data: memoryview, name: str) -> None:
-    file.seek(start)
-    while data:
-        if not (count := file.readinto(data)):
-            raise EOFError(f"{file.name} ends within {name}")
-        data = data[count:]
-
-
-def _read_header(path: Path) -> dict[str, TensorPart]:
-    """Return the tensors in a safetensors file. Together they are not larger than the file."""
-    found = {}
-    with open(path, "rb", opener=open_regular) as file:
-        size = os.fstat(file.fileno()).st_size
-        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
-        if length > min(size - 8, MAX_BYTES):
-            raise ValueError(f"{path.name} has a header of {length} bytes")
-        header = convert(parse_json(file.read(length)), dict[str, Any])
-        header.pop("__metadata__", None)
-        left = size - 8 - length
-        for name, entry in convert(header, dict[str, _TensorEntry]).items():
-            dtype = find_dtype(_NAMES[entry.dtype])
-            start, end = entry.data_offsets
-            if end - start != math.prod(entry.shape) * dtype.itemsize:
-                raise ValueError(f"{path.name} has a header that does not fit it")
-            left -= end - start
-            if left < 0 and end <= size - 8 - length:
-                raise ValueError(f"{path.name} has entries that overlap")
-            if end > size - 8 - length:
-                raise EOFError(f"{path} ends within {name}")
-            found[name] = TensorPart(path, _NAMES[entry.dtype], entry.shape, 8 + length + start, end - start)
-    return found
-
-
-class SavedState:
-    """The state in a snapshot, of which a reader takes the tensors that it needs.
-
     Args:
-        structure, tensors: of the snapshot.
+        structure: from `encode`.
+        directory: the directory of the files.
+        files: the pieces of the files with tensors, in the order of the ranks.
 
     Attributes:
         contents: the state. Its tensors are placeholders on the meta device.
 
     Raises:
-        ValueError: the structure does not fit the tensors.
+        OSError, EOFError: a file cannot be read.
+        ValueError, and others: the structure does not fit the files.
     """
 
-    def __init__(self, structure: Any, tensors: SavedTensors) -> None:
-        self._tensors = tensors
-        decoder = _Decoder(tensors.outline, tensors.read)
-        self.contents: dict[str, Any] = decoder.decode(structure)
-        self._names = {id(tensor): name for name, tensor in decoder.made.items()}  # `made` keeps the ids valid
-        self._decoder = decoder
+    def __init__(self, structure: Any, directory: Path, files: Mapping[str, Pieces]) -> None:
+        self._structure = structure
+        self._extents: dict[str, list[_Extent]] = {}
+        for file, pieces in files.items():
+            start = 0
+            for name, num_bytes, _ in pieces:
+                self._extents.setdefault(name, []).append(_Extent(directory / file, start, num_bytes))
+                start += num_bytes
+        self._sizes = list_tensors(structure)
+        for name, size in self._sizes.items():
+            if sum(extent.num_bytes for extent in self._extents[name]) != size:
+                raise ValueError(f"{name} does not have {size} bytes")
+        self._outlines: dict[str, Tensor] = {}
+        self._arrays: dict[str, NDArray[Any]] = {}
+        self.contents: dict[str, Any] = self.decode(structure)
+        self._names = {id(tensor): name for name, tensor in self._outlines.items()}
 
-    def read_rows(self, placeholder: "Tensor", first: int, num_rows: int) -> "Tensor":
-        """Read some rows of a tensor. Raises OSError, EOFError or ValueError."""
-        return self._tensors.read(self._names[id(placeholder)], first, num_rows)
+    def digest(self) -> str:
+        """Return the `digest` of the state. Reads every byte, a tensor at a time."""
+        return digest_of(self._structure, {name: hash_bytes(self._read(name)) for name in self._sizes})
+
+    def read_rows(self, outline: "Tensor", first: int, num_rows: int) -> "Tensor":
+        """Read some rows of a tensor, given by its placeholder. Raises OSError, EOFError or ValueError."""
+        import torch
+
+        tensor = torch.empty([num_rows, *outline.shape[1:]], dtype=outline.dtype)
+        row_bytes = tensor[:1].numel() * tensor.element_size()
+        self._read_into(view_bytes(tensor), self._names[id(outline)], first * row_bytes)
+        return tensor
 
     def fill(self, value: Any) -> Any:
         """Return a part of the contents with its tensors, in host memory. Errors as for `read_rows`.
@@ -316,7 +224,7 @@ class SavedState:
         """
         return self._fill(value, {})
 
-    def _fill(self, value: Any, made: dict[str, "Tensor"]) -> Any:
+    def _fill(self, value: Any, made: dict[int, "Tensor"]) -> Any:
         if isinstance(value, Mapping) and not isinstance(value, Counter):
             filled = type(value)((key, self._fill(item, made)) for key, item in value.items())  # type: ignore[call-arg]
             if (versions := getattr(value, "_metadata", None)) is not None:
@@ -324,12 +232,85 @@ class SavedState:
             return filled
         if type(value) in (list, tuple):
             return type(value)(self._fill(item, made) for item in value)
-        name = self._names.get(id(value))
-        if name is None:
+        if id(value) not in self._names:
             return value
-        if name not in made:
-            made[name] = _restore_tensor(self._tensors.read(name), self._decoder.entries[name])
-        return made[name]
+        if id(value) not in made:
+            made[id(value)] = self._read_tensor(value)
+        return made[id(value)]
+
+    def _read_tensor(self, outline: "Tensor") -> "Tensor":
+        import torch
+
+        tensor = torch.empty(outline.shape, dtype=outline.dtype)
+        self._read_into(view_bytes(tensor), self._names[id(outline)])
+        if tensor.stride() == outline.stride():
+            return tensor
+        return torch.empty_strided(outline.shape, outline.stride(), dtype=outline.dtype).copy_(tensor)
+
+    def _read(self, name: str) -> memoryview:
+        """Return all bytes of a tensor or an array."""
+        data = memoryview(bytearray(self._sizes[name]))
+        self._read_into(data, name)
+        return data
+
+    def _read_into(self, data: memoryview, name: str, skip: int = 0) -> None:
+        """Fill `data` with the bytes of a tensor after the first `skip`. Reads no other bytes."""
+        for path, start, num_bytes in self._extents[name]:
+            own = data[: max(num_bytes - skip, 0)]
+            data = data[len(own) :]
+            if own:
+                _read_file(path, start + skip, own)
+            skip = max(skip - num_bytes, 0)
+        if data:
+            raise ValueError(f"{name} lacks {len(data)} bytes")
+
+    def _outline(self, value: Mapping[str, Any]) -> "Tensor":
+        """Return the placeholder of a tensor."""
+        import torch
+
+        dtype = find_dtype(value["dtype"])
+        outline = torch.empty(value["shape"], dtype=dtype, device="meta")
+        if "strides" in value:
+            outline = torch.empty_strided(value["shape"], value["strides"], dtype=dtype, device="meta")
+        if outline.nbytes != self._sizes[value["name"]] or not is_dense(outline):
+            raise ValueError(f"samestep does not write {value}")
+        return outline
+
+    def decode_other(self, kind: Any, value: Mapping[str, Any]) -> Any:
+        match kind:
+            case "set":
+                return set(self.decode(value["items"]))
+            case "counter":
+                return Counter(self.decode_items(value["items"]))
+            case "state_dict":
+                state_dict = OrderedDict(self.decode_items(value["items"]))
+                state_dict._metadata = OrderedDict(self.decode(value["versions"]))  # type: ignore[attr-defined]  # noqa: SLF001
+                return state_dict
+            case "tensor":
+                if value["name"] not in self._outlines:
+                    self._outlines[value["name"]] = self._outline(value)
+                return self._outlines[value["name"]]
+            case "array":
+                if value["name"] not in self._arrays:
+                    self._arrays[value["name"]] = decode_array(self._read(value["name"]), value)
+                return self._arrays[value["name"]]
+            case "scalar":
+                return decode_array(bytes.fromhex(value["hex"]), value)[()]
+            case "bytes":
+                return base64.b64decode(value["base64"])
+            case "dtype":
+                return find_dtype(value["name"])
+        raise ValueError(f"samestep does not write {value}")
+
+
+def _read_file(path: Path, start: int, data: memoryview) -> None:
+    """Fill `data` with the bytes of a file from the byte `start` on. Raises OSError or EOFError."""
+    with open(path, "rb", buffering=0, opener=open_regular) as file:
+        file.seek(start)
+        while data:
+            if not (count := file.readinto(data)):
+                raise EOFError(f"{path} is too short")
+            data = data[count:]
 
 
 class _Encoder(Encoder):
@@ -337,7 +318,7 @@ class _Encoder(Encoder):
         self.tensors: dict[str, Tensor] = {}
         self._is_mine = is_mine
         self._names: dict[tuple[Any, ...], str] = {}
-        self._taken: set[str] = {"__metadata__"}  # reserved by safetensors
+        self._taken: set[str] = {METADATA}
 
     def encode(self, value: Any, path: Place = ()) -> Any:
         if len(path) > MAX_LEVELS:
@@ -445,66 +426,6 @@ class _Encoder(Encoder):
         if tensor is not None:
             self.tensors[name] = tensor
         return name
-
-
-class _Decoder(Decoder):
-    """Decodes a state.
-
-    Args:
-        get_tensor, get_array: return the tensor with a name, and the bytes of an array.
-
-    Attributes:
-        made, entries: the tensors in the state by name, and what the structure says of them.
-    """
-
-    def __init__(self, get_tensor: "Callable[[str], Tensor]", get_array: "Callable[[str], Tensor]") -> None:
-        self._get_tensor = get_tensor
-        self._get_array = get_array
-        self.made: dict[str, Tensor] = {}
-        self.entries: dict[str, Mapping[str, Any]] = {}
-        self._arrays = set[str]()
-
-    def decode_other(self, kind: Any, value: Mapping[str, Any]) -> Any:
-        match kind:
-            case "set":
-                return set(self.decode(value["items"]))
-            case "counter":
-                return Counter(self.decode_items(value["items"]))
-            case "state_dict":
-                state_dict = OrderedDict(self.decode_items(value["items"]))
-                state_dict._metadata = OrderedDict(self.decode(value["versions"]))  # type: ignore[attr-defined]  # noqa: SLF001
-                return state_dict
-            case "tensor":
-                name = value["name"]
-                if name not in self.made:
-                    self.made[name] = _restore_tensor(self._get_tensor(name), value)
-                    self.entries[name] = value
-                return self.made[name]
-            case "array":
-                if value["name"] in self._arrays:  # each would be a copy
-                    raise ValueError(f"{value['name']} is in the state twice")
-                self._arrays.add(value["name"])
-                return decode_array(self._get_array(value["name"]).numpy().tobytes(), value).copy()
-            case "scalar":
-                return decode_array(bytes.fromhex(value["hex"]), value)[()]
-            case "bytes":
-                return base64.b64decode(value["base64"])
-            case "dtype":
-                return find_dtype(value["name"])
-        raise ValueError(f"samestep does not write {value}")
-
-
-def _restore_tensor(stored: "Tensor", value: Mapping[str, Any]) -> "Tensor":
-    import torch
-
-    if [*stored.shape] != value["shape"]:
-        raise ValueError(f"a tensor of shape {value['shape']} with other bytes is not what samestep writes")
-    if "strides" not in value:
-        return stored
-    pairs = zip(value["shape"], value["strides"], strict=True)
-    if stored.numel() and 1 + sum((length - 1) * stride for length, stride in pairs) > stored.numel():
-        raise ValueError(f"a tensor with strides {value['strides']} is not what samestep writes")
-    return torch.empty_strided(value["shape"], value["strides"], dtype=stored.dtype, device=stored.device).copy_(stored)
 
 
 def _canonical(value: Any, hashes: Mapping[str, str]) -> Any:

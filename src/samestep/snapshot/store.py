@@ -21,16 +21,19 @@ from samestep.hashing import hash_bytes
 from samestep.snapshot.manifest import (
     DIRECTORY,
     MANIFEST,
+    METADATA,
     STATE,
+    Piece,
     Pieces,
     build_manifest,
     find_damage,
     list_tensor_files,
+    measure,
     read_manifest,
     seal,
 )
-from samestep.snapshot.parts import Part, merge_parts, take_receipts, write_part
-from samestep.snapshot.serialization import SavedState, SavedTensors, digest_of, encode, list_tensors
+from samestep.snapshot.parts import merge_parts, take_receipts, write_part
+from samestep.snapshot.serialization import SavedState
 from samestep.world.environment import advise
 from samestep.world.forking import at_rest
 
@@ -71,13 +74,13 @@ class _Position(Struct):
 
 
 class SavedObjects(Struct):
-    """The type of a state, as far as tools read it, for `Store.read`."""
+    """The type of a state, as far as tools read it, for `Store.open`."""
 
     objects: Object
 
 
 class SavedRun(SavedObjects):
-    """The type of a run's state, for `Store.read`."""
+    """The type of a run's state, for `Store.open`."""
 
     position: _Position
     state: Object
@@ -123,7 +126,7 @@ class Snapshot:
     @property
     def size_bytes(self) -> int:
         """Total size of the files; 0 if the manifest cannot be read."""
-        return sum(file["size"] for file in self.manifest.get("files", {}).values())
+        return sum(measure(pieces) for pieces in self.manifest.get("files", {}).values())
 
     @property
     def is_divided(self) -> bool:
@@ -289,8 +292,8 @@ class Store:
         """Let `find` skip a snapshot that it has returned, because of a problem with it."""
         self._problems[snapshot.path] = problem
 
-    def read(self, snapshot: Snapshot, kind: Any = Object) -> dict[str, Any]:
-        """Return the state in a snapshot that `find` returned, here or on another node; its tensors are in host memory.
+    def open(self, snapshot: Snapshot, kind: Any = Object) -> SavedState:
+        """Return the state in a snapshot that `find` returned, here or on another node, to read its tensors.
 
         Args:
             kind: the type that the state must convert to.
@@ -299,14 +302,12 @@ class Store:
             RunDirectoryError: the snapshot has been damaged since.
         """
         with self._reading(snapshot) as (path, manifest):
-            saved = _open_state(path, manifest, kind)
-            state: dict[str, Any] = saved.fill(saved.contents)
-        return state
-
-    def open(self, snapshot: Snapshot, kind: Any = Object) -> SavedState:
-        """Return the state in a snapshot that `find` returned, to read some of its tensors. As `read`."""
-        with self._reading(snapshot) as (path, manifest):
-            return _open_state(path, manifest, kind)
+            files = manifest["files"]
+            tensors = {file: files[file] for file in list_tensor_files(files)}
+            with open(path / STATE, "rb", opener=open_regular) as opened:
+                saved = SavedState(json.load(opened), path, tensors)  # noqa: TID251 of any size; `convert` checks it
+            convert(saved.contents, kind)
+            return saved
 
     def read_digest(self, snapshot: Snapshot) -> str:
         """Return the digest of the state in a snapshot that `find` returned, see `serialization.digest`.
@@ -314,14 +315,10 @@ class Store:
         The manifest has it, unless the ranks have divided tensors. Then every byte is read, a few at a time.
 
         Raises:
-            RunDirectoryError: as for `read`.
+            RunDirectoryError: as for `open`.
         """
-        with self._reading(snapshot) as (path, manifest):
-            if manifest["digest"] is not None:
-                return str(manifest["digest"])
-            structure, tensors = _open_files(path, manifest)
-            SavedState(structure, tensors)  # checks that they fit together
-            return digest_of(structure, {name: tensors.hash(name) for name in list_tensors(structure)})
+        with self._reading(snapshot) as (_, manifest):
+            return manifest["digest"] or self.open(snapshot).digest()
 
     @contextmanager
     def _reading(self, snapshot: Snapshot) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -344,43 +341,21 @@ class Store:
 
     # --- write ------------------------------------------------------------------------------------------------
 
-    def write(self, state: Mapping[str, Any], *, step: int, name: str | None = None, meta: Mapping[str, Any]) -> Path:
-        """Write a snapshot.
-
-        Args:
-            state: as for `encode`.
-            step: number of completed steps.
-            name: name of a named snapshot.
-            meta: JSON for the manifest.
-
-        Raises:
-            InvalidType: the state cannot be encoded.
-            OSError: the disk is full, read-only or gone. The incomplete snapshot is removed, older ones are unchanged.
-        """
-        structure, tensors = encode(state)
-        place = self.begin(step, name)
-        try:
-            part = self.prepare(place, tensors)
-        except BaseException:
-            self.abort(place)
-            raise
-        return self.commit(place, part, structure, step=step, name=name, meta=meta)
-
     def begin(self, step: int, name: str | None) -> str:
-        """Create the directory in which the ranks write a snapshot. Return its name. Errors as for `write`."""
+        """Create the directory in which the ranks write a snapshot. Return its name. Raises OSError."""
         # A new name each time: a rank of an earlier start may still write to its directory.
         directory = self.path / f"{_WRITING}{name_directory(step, name)}.{secrets.token_hex(4)}"
         self._create(directory)
         return directory.name
 
-    def prepare(self, place: str, tensors: Mapping[str, "Tensor"], rank: int = 0) -> Part:
+    def prepare(self, place: str, tensors: Mapping[str, "Tensor"], rank: int = 0) -> Pieces:
         """Write the part of a rank to a directory from `begin`, in any thread. Raises OSError."""
         return write_part(self.path / place, rank, tensors)
 
     def commit(
         self,
         place: str,
-        own: Part,
+        own: Pieces,
         structure: Any,
         *,
         step: int,
@@ -396,7 +371,7 @@ class Store:
 
         Raises:
             InvalidValue: the parts together are not the state.
-            OSError: as for `write`.
+            OSError: the disk is full, read-only or gone. The directory is removed, older snapshots are unchanged.
         """
         directory = self.path / place
         target = self.path / name_directory(step, name)
@@ -485,19 +460,6 @@ class Store:
         _delete(doomed)
 
 
-def _open_files(path: Path, manifest: Mapping[str, Any]) -> tuple[Any, SavedTensors]:
-    """Return the structure of the state in a snapshot's directory, and its tensors."""
-    tensors = SavedTensors([path / file for file in list_tensor_files(manifest["files"])])
-    with open(path / STATE, "rb", opener=open_regular) as opened:
-        return json.load(opened), tensors  # noqa: TID251 of any size; `convert` checks the state
-
-
-def _open_state(path: Path, manifest: Mapping[str, Any], kind: Any) -> SavedState:
-    saved = SavedState(*_open_files(path, manifest))
-    convert(saved.contents, kind)
-    return saved
-
-
 def _delete(path: Path) -> None:
     """Remove a directory, or what a user has created instead, such as a symbolic link."""
     if path.is_dir() and not path.is_symlink():
@@ -514,7 +476,7 @@ def _write_json(path: Path, value: Any) -> Pieces:
         file.flush()
         with at_rest():
             os.fsync(file.fileno())
-    return [(len(text), hash_bytes(text))]
+    return [Piece(METADATA, len(text), hash_bytes(text))]
 
 
 def _sync(directory: Path) -> None:
