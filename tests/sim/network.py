@@ -23,7 +23,7 @@ CONNECT_S = 60.0
 class Store:
     """The entries of a launcher's store."""
 
-    def __init__(self, host: Process | None = None, port: int = 0) -> None:
+    def __init__(self, host: Process, port: int) -> None:
         self.entries: dict[str, bytes] = {}
         self.host = host
         self.port = port
@@ -45,8 +45,7 @@ class StoreHandle:
         return self.prefix + key
 
     def _check_open(self) -> None:
-        host = self.store.host
-        if host is not None and host.is_dead:
+        if self.store.host.is_dead:
             raise real.DistNetworkError("the store has closed")
 
     def clone(self) -> "StoreHandle":
@@ -75,10 +74,9 @@ class StoreHandle:
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         names = [self.prefix + key for key in keys]
         limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        host = self.store.host
 
         def is_over() -> bool:
-            return all(name in self.store.entries for name in names) or (host is not None and host.is_dead)
+            return self.store.host.is_dead or all(name in self.store.entries for name in names)
 
         label = f"store.wait {next(iter(keys), '')}"
         if not self._process.scheduler.wait(self._process, is_over, limit_s, label):
@@ -269,9 +267,6 @@ class Distributed(ModuleType):
     def PrefixStore(self, prefix: str, store: StoreHandle) -> StoreHandle:
         return StoreHandle(self._process, store.store, f"{store.prefix}{prefix}/")
 
-    def HashStore(self) -> StoreHandle:
-        return StoreHandle(self._process, Store())
-
     def TCPStore(
         self, host: str, port: int, world_size: Any = None, is_master: bool = False, *_: Any, **__: Any
     ) -> StoreHandle:
@@ -337,12 +332,6 @@ class Distributed(ModuleType):
         receive = Receive(own, peer, tag, tensor)
         own.posted[peer, tag].append(receive)
         return receive
-
-    def send(self, tensor: torch.Tensor, peer: int) -> None:
-        self.isend(tensor, peer).wait()
-
-    def recv(self, tensor: torch.Tensor, peer: int) -> None:
-        self.irecv(tensor, peer).wait()
 
     # --- collectives ------------------------------------------------------------------------------------------
 

@@ -270,10 +270,7 @@ def _build_socket() -> Facade:
         def detach(self) -> int:
             return -1
 
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise ConnectionRefusedError
-
-    return Facade(socket, create_server=lambda *_, **__: Listener(), create_connection=refuse)
+    return Facade(socket, create_server=lambda *_, **__: Listener())
 
 
 def _bind(kind: type, own: Owner) -> Any:
@@ -469,8 +466,5 @@ def _build_queue(own: Owner) -> Facade:
             if not own.process.scheduler.wait(own.process, lambda: self._items, limit_s, "queue.get"):
                 raise queue.Empty
             return self._items.popleft()
-
-        def empty(self) -> bool:
-            return not self._items
 
     return Facade(queue, SimpleQueue=SimpleQueue, Queue=SimpleQueue)
