@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.assertions import write_rewritten
 from support.commands import prepare
 from support.hosts import Host, open_hosts, why_not
 
@@ -34,7 +33,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with & by a she
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare a process that runs tests, and not one that only distributes them to workers of pytest-xdist."""
     if getattr(config.option, "tx", None) and "PYTEST_XDIST_WORKER" not in os.environ:
-        write_rewritten(config, Path(__file__).parent)
         os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}  # of the workers
     else:
         prepare()
