@@ -30,7 +30,6 @@ from samestep.plan.tree import build_layout
 from samestep.train.guards.watchdog import Watchdog
 
 BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SAMPLES = 8, 2, 37
-NUM_MICRO_BATCHES = BATCH_SIZE // MICRO_BATCH_SIZE
 STEPS_PER_EPOCH = 5  # the last one with 5 samples: 2 + 2 + 1
 NUM_EPOCHS = 3
 NUM_STEPS = NUM_EPOCHS * STEPS_PER_EPOCH
@@ -40,7 +39,7 @@ MOMENTS = (
     "writing tensors", "writing manifest", "replacing best", "rewinding", "regrouping",
 )  # fmt: skip
 SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "preempt": signal.SIGTERM}
-ACTIONS = (*SIGNALS, "raise", "exit", "hold", "stop")  # exit: by os._exit
+ACTIONS = (*SIGNALS, "raise", "hold", "stop")
 FAULT = re.compile(rf"({'|'.join(ACTIONS)}) (?:rank (\d+)|all ranks) at step (\d+) in ({'|'.join(MOMENTS)})")
 
 
@@ -101,7 +100,7 @@ class Faults:
             return False
         self._struck.add(fault)
         path = self._directory / f"struck-{str(fault).replace(' ', '-')}"
-        if fault.action in ("raise", "exit") and fault.rank is None:  # once on each rank
+        if fault.action == "raise" and fault.rank is None:  # once on each rank
             path.write_text(str(fault))
             return True
         try:
@@ -116,8 +115,6 @@ class Faults:
     def _strike(self, fault: Fault) -> None:
         if fault.action == "raise":
             raise RuntimeError(f"a fault: {fault}")
-        if fault.action == "exit":
-            os._exit(3)
         if fault.action == "hold":
             (self._directory / f"held-{self.rank}").touch()
             deadline_s = time.monotonic() + DEADLINE_S
@@ -206,14 +203,13 @@ def build_model() -> nn.Module:
 
 
 def train(
-    run_dir: str | Path, fault: str | Sequence[str] = (), *, epochs: int = NUM_EPOCHS, num_steps: int | None = None,
-    num_workers: int = 0, settled: bool = False, **arguments: Any,
+    run_dir: str | Path, fault: str | Sequence[str] = (), *, epochs: int = NUM_EPOCHS, num_workers: int = 0,
+    settled: bool = False, **arguments: Any,
 ) -> Path:  # fmt: skip
     """Trains a run, or the rest of it. Returns its directory.
 
     Args:
         fault: one or several faults.
-        num_steps: train this number of steps by `run.steps`; default: epochs.
         settled: each step waits until all snapshots are complete, so that a fault cannot interrupt one.
         arguments: for `samestep.Run`.
     """
@@ -237,8 +233,7 @@ def train(
 
     def on_first_grad(_: Tensor) -> None:
         # One of the last gradients of a backward: in the rank's last micro-batch, most buckets have been sent.
-        spans = num_micro_batches(run.steps_done) if num_steps is None else NUM_MICRO_BATCHES
-        if num_begun == len(build_layout(spans, run.world_size).ranges[run.rank]):
+        if num_begun == len(build_layout(num_micro_batches(run.steps_done), run.world_size).ranges[run.rank]):
             faults.reach("reduction")
 
     def watch_output(layer: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -287,16 +282,10 @@ def train(
         faults.reach("after schedule")
 
     faults.reach("start")
-    if num_steps is not None:
-        for step in run.steps(samples, num_steps, num_workers=num_workers):
+    for epoch in run.epochs(samples, epochs, num_workers=num_workers):
+        for step in epoch:
             train_step(step)
-            if (step.number + 1) % 4 == 0:
-                validate(step.number + 1)
-    else:
-        for epoch in run.epochs(samples, epochs, num_workers=num_workers):
-            for step in epoch:
-                train_step(step)
-            validate(run.steps_done)
+        validate(run.steps_done)
     if run.rank == 0:
         with open(directory / "after", "a") as file:
             print(run.steps_done, file=file)

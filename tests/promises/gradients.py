@@ -13,7 +13,6 @@ from promises.loops import (
     build_run,
     case,
     learn_classes,
-    list_norms,
     read_grads,
     sgd_momentum,
     trace_run,
@@ -122,31 +121,6 @@ def gradients_of_minus_zero() -> Result:
 
 
 @case
-def gradients_that_a_function_withholds() -> Result:
-    """In some micro-batches its backward returns None, as if they did not use the weight."""
-
-    class Shift(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, shift: Tensor) -> Tensor:
-            ctx.gives = bool((x[:, 0] > 0).all())
-            return x + shift
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-            return grad, grad.sum(0) if ctx.gives else None
-
-    def check(t: Any) -> None:
-        assert t.model["shift"].any()
-
-    return trace_run(
-        lambda: nn.ParameterDict({"shift": nn.Parameter(torch.zeros(6)), "head": nn.Parameter(torch.randn(6, 4))}),
-        optimizer=sgd_momentum, at_end=check,
-        body=lambda t, x, y: t.step.backward(F.cross_entropy(Shift.apply(x, t.model["shift"]) @ t.model["head"], y)),
-        then=lambda t: [t.trace.add("has a gradient", read_grads(t.run, [t.model["shift"]])[0] is not None), update(t)],
-    )  # fmt: skip
-
-
-@case
 def gan(has_penalty: bool = True) -> Result:
     """Two passes over a step, a gradient penalty through a double backward, the generator only every second step."""
     run = build_run()
@@ -209,47 +183,6 @@ def build_mlp() -> nn.Module:
 def clipping_with_weights_of_no_optimizer() -> Result:
     """Weights that no optimizer holds have no gradient. Otherwise the norm would contain each rank's own."""
     return train_classes(build_mlp, optimizer=lambda params: torch.optim.SGD(params[2:], 0.1))
-
-
-@case
-def unfrozen_in_a_steps_body() -> Result:
-    """As in GANs before each pass, and for gradual unfreezing between two steps."""
-    run = build_run()
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    other = nn.Linear(6, 4).requires_grad_(False)
-    optimizer = torch.optim.Adam([*model.parameters(), *other.parameters()], 0.1)
-    run.prepare(model=model, other=other, optimizer=optimizer)
-    trace = Trace(run)
-    for epoch in run.epochs(build_pairs(), 2):
-        for step in epoch:
-            other.requires_grad_(step.number % 3 == 1)
-            for x, y in step:
-                step.backward(F.cross_entropy(model(x) + other(x), y))
-            other.requires_grad_(True)
-            model.requires_grad_(False)
-            for x, y in step:
-                step.backward(F.cross_entropy(model(x) - other(x), y))
-            model.requires_grad_(True)
-            trace.add("gradients", list_norms(run, other.parameters()))
-            optimizer.step()
-            trace.end_step(step)
-    return trace.finish()
-
-
-@case
-def another_layer_in_the_optimizer() -> Result:
-    def replace(t: Any) -> None:
-        if t.step.number == 2:
-            t.optimizer.param_groups[0]["params"] = list(t.model[0].parameters())
-
-    return trace_run(
-        lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 4)),
-        optimizer=lambda params: torch.optim.SGD(params[2:], 0.1), before=replace,
-        then=lambda t: [
-            t.trace.add("has gradients", [grad is not None for grad in read_grads(t.run, t.model.parameters())]),
-            update(t),
-        ],
-    )  # fmt: skip
 
 
 @case

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from promises.models import BATCH_SIZE, MICRO_BATCH_SIZE, build_pairs
 from support.tiny import Hook, Tiny, nothing, tiny_run, update
@@ -25,6 +24,7 @@ Result = list[tuple[str, Any]]
 CASES: dict[str, Callable[[], Result]] = {}
 SIZES = {"batch_size": BATCH_SIZE, "micro_batch_size": MICRO_BATCH_SIZE, "device": None}
 adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
+NORM_TYPES = (2.0, float("inf"), 1.0)
 sgd_momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
@@ -84,8 +84,7 @@ def read_grads(run: samestep.Run, params: Iterable[Tensor]) -> list[Any]:
     found = [param.grad if param.grad is None else gather_whole(param.grad) for param in params]
     if run._prepared is None or run._prepared.divided is None:
         return found
-    everywhere: list[Any] = [None] * run.world_size
-    dist.all_gather_object(everywhere, found)
+    everywhere = run._context.group.gather(found)
     return [next((grad for grad in of_param if grad is not None), None) for of_param in zip(*everywhere, strict=True)]
 
 
@@ -110,7 +109,7 @@ def train_classes(
         t.step.backward(loss)
 
     def then(t: Any) -> None:
-        t.trace.add("norm", t.run.clip_grad_norm_(t.model.parameters(), 0.5))
+        t.trace.add("norm", t.run.clip_grad_norm_(t.model.parameters(), 0.5, NORM_TYPES[t.step.number % 3]))
         names = [name for name, _ in t.model.named_parameters()]
         grads = read_grads(t.run, t.model.parameters())
         t.trace.add("without gradient", [name for name, grad in zip(names, grads, strict=True) if grad is None])

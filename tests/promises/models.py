@@ -1,13 +1,10 @@
 """Small models and data sets of many kinds, for the training functions of these tests."""
 
-import random
-
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 MICRO_BATCH_SIZE = 3
 BATCH_SIZE = 12 * MICRO_BATCH_SIZE
@@ -28,76 +25,7 @@ def build_texts(num_samples: int = NUM_SAMPLES, seed: int = 0) -> Tensor:
     return torch.randint(17, (num_samples, 10), generator=torch.Generator().manual_seed(seed))
 
 
-class Sentences(Dataset[Tensor]):
-    """Sentences of 1 to 7 words. Some have only padding, which no loss counts."""
-
-    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
-        generator = torch.Generator().manual_seed(0)
-        lengths = torch.randint(1, 8, (num_samples,), generator=generator).tolist()
-        self.sentences = [torch.randint(1, 17, (length,), generator=generator) for length in lengths]
-        for at in range(0, num_samples, 5):
-            self.sentences[at] = torch.zeros(2, dtype=torch.long)
-
-    def __len__(self) -> int:
-        return len(self.sentences)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.sentences[index]
-
-
-def pad(sentences: list[Tensor]) -> Tensor:
-    return nn.utils.rnn.pad_sequence(sentences, batch_first=True)
-
-
-class Tagger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(17, 6, padding_idx=0)
-        self.cells = nn.GRU(6, 8, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(16, 17)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.head(self.cells(self.words(words))[0]).flatten(0, 1)
-
-
-class Augmented(Dataset[tuple[Tensor, Tensor]]):
-    """Every sample is disturbed by all three generators."""
-
-    def __init__(self) -> None:
-        self.x, self.y = build_pairs().tensors
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        noise = torch.randn(6) + float(np.random.randn()) + random.gauss(0.0, 1.0)
-        return self.x[index] + 0.1 * noise, self.y[index]
-
-
 # --- models -------------------------------------------------------------------------------------------------------
-
-
-class Attention(nn.Module):
-    def __init__(self, dim: int, num_heads: int, dropout: float) -> None:
-        super().__init__()
-        self.num_heads, self.dropout = num_heads, dropout
-        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        p = self.dropout if self.training else 0.0
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p).transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.attention, self.norm_1, self.norm_2 = Attention(dim, 2, 0.1), nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * dim, dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm_1(x))
-        return x + self.mlp(self.norm_2(x))
 
 
 class Transformer(nn.Module):
@@ -106,7 +34,9 @@ class Transformer(nn.Module):
     def __init__(self, num_tokens: int = 17, dim: int = 16, length: int = 9) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(num_tokens, dim), nn.Embedding(length, dim)
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(dim, 2, 4 * dim, 0.1, F.gelu, batch_first=True) for _ in range(2)
+        )
         self.head = nn.Linear(dim, num_tokens, bias=False)
         self.head.weight = self.tokens.weight
 
@@ -167,25 +97,6 @@ class Norms(nn.Module):
         hidden = self.cumulative(self.moving(self.convolution(image))).flatten(1)
         hidden = self.twice(torch.tanh(self.frozen(self.untracked(hidden))))
         return self.head(self.twice(self.hidden(hidden)))
-
-
-class Buffers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8))
-        self.head = nn.Linear(8, 4)
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))
-        self.register_buffer("replaced", torch.zeros(()))
-        self.register_buffer("noise", torch.zeros(3))
-        self.register_buffer("mean", torch.zeros(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.count += 1
-            self.replaced = self.replaced + 0.1
-            self.noise.copy_(torch.rand(3))
-            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
-        return self.head(torch.tanh(self.spectral(x - self.mean) + self.noise.sum()))
 
 
 class Kinds(nn.Module):

@@ -4,7 +4,6 @@ import gc
 import json
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import threading
@@ -15,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import check, find_tests, run_command
-from support.tiny import Pairs, Tiny, tiny_run, update
+from support.runs import find_tests, run_command
+from support.tiny import Pairs, Tiny, update
 from support.waiting import wait_until
 
 import samestep
@@ -73,19 +72,6 @@ def test_forked_processes(tmp_path: Path, num_ranks: int) -> None:
     assert_alike(tmp_path / "x", tmp_path / "lone" / "x")
 
 
-def test_forked_from_plain_python(tmp_path: Path) -> None:
-    """The child's exception is shown as Python shows it."""
-    samestep.spawn(train, 1, (tmp_path / "lone" / "x",))
-    code = (
-        "import sys; from pathlib import Path; from promises.test_ends import train; train(Path(sys.argv[1]), 'raise')"
-    )
-    env = {"PYTHONPATH": find_tests()}
-    done = check(run_command(sys.executable, "-c", code, tmp_path / "x", cwd=tmp_path, env=env))
-    assert done.stderr.startswith("Traceback")
-    assert done.stderr.endswith("ValueError: in the child\n")
-    assert_alike(tmp_path / "x", tmp_path / "lone" / "x")
-
-
 # --- ranks that leave early -------------------------------------------------------------------------------------------
 
 
@@ -108,31 +94,6 @@ def test_a_rank_that_leaves_after_its_loop(tmp_path: Path) -> None:
         samestep.spawn(train, 2)
 
 
-@pytest.mark.parametrize(("alone", "names"), [
-    ("once", "run.once, and rank 1 has called run.prepare"),
-    ("barrier", "run.barrier, and rank 1 has called run.prepare"),
-    ("evaluate", "run.evaluate, and rank 1 has called run.epochs or run.steps"),
-])  # fmt: skip
-def test_a_call_of_one_rank_before_the_loop(tmp_path: Path, alone: str, names: str) -> None:
-    """The other rank makes its next call. Neither waits for the other."""
-
-    def call_once(t: Tiny) -> dict[str, Any]:
-        if alone == "once" and t.run.rank == 0:
-            t.run.once(int)
-        if alone == "barrier" and t.run.rank == 0:
-            t.run.barrier()
-        return {}
-
-    def train() -> None:
-        tiny = Tiny(tmp_path / "x", objects=call_once)
-        if alone == "evaluate" and tiny.run.rank == 0:
-            tiny.run.evaluate(lambda batch: {"one": 1.0}, list(range(8)))
-        tiny.train()
-
-    with pytest.raises(samestep.Error, match=f"^rank 0 has called {re.escape(names)}: "):
-        samestep.spawn(train, 2)
-
-
 def test_a_run_that_one_rank_creates_later(tmp_path: Path) -> None:
     """The first rank prints what it waits for: the other one may never create the run."""
     said = tmp_path / "said"
@@ -150,15 +111,6 @@ def test_a_run_that_one_rank_creates_later(tmp_path: Path) -> None:
     assert sentence.startswith("rank 0 has waited 0.1 s in samestep.Run for the other ranks: create each Run on every")
 
 
-def test_a_run_in_the_loop_of_another_one(tmp_path: Path) -> None:
-    def create(t: Tiny) -> None:
-        update(t)
-        if t.step.number == 1:
-            Tiny(None)
-
-    assert samestep.spawn(tiny_run, 2, (tmp_path / "y",), {"then": create}) == 8
-
-
 # --- runs without a reference -----------------------------------------------------------------------------------------
 
 
@@ -166,21 +118,6 @@ def test_a_snapshot_asked_for_after_the_loop(tmp_path: Path, capfd: pytest.Captu
     samestep.spawn(lambda: Tiny(tmp_path / "x").train().run.snapshot("best"))
     shown = "".join(capfd.readouterr())
     assert "the snapshot best is not taken: run.snapshot was called after the loop" in shown
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_one_run_after_the_other(tmp_path: Path, num_ranks: int) -> None:
-    """Each closes its files once the script has no reference to it."""
-
-    def train() -> list[int]:
-        counts = []
-        for number in range(5):
-            tiny_run(tmp_path / str(number))
-            counts.append(len(os.listdir("/proc/self/fd")))
-        return counts
-
-    counts = samestep.spawn(train, num_ranks)
-    assert counts[-1] <= counts[1], counts
 
 
 # --- the cells of a notebook ------------------------------------------------------------------------------------------

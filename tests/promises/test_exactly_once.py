@@ -1,9 +1,9 @@
 """Each epoch reads and uses each sample once, at any number of ranks and with any last step."""
 
-import functools
 import json
 import os
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,11 @@ import torch
 from support.runs import ask
 from support.tiny import Tiny, learn, tiny_run, update
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import samestep
 
-NUM_EPOCHS = 2
-Used = dict[int, list[int]]  # step -> samples, in the order of the micro-batches
+NUM_EPOCHS, MICRO_BATCH_SIZE = 2, 4
 
 
 class Recorded(Dataset[tuple[int, Tensor]]):
@@ -39,65 +38,26 @@ class Recorded(Dataset[tuple[int, Tensor]]):
         return Counter(map(int, self.path.read_text().split()))
 
 
-def use_samples(
-    directory: Path, data: Any, *, batch_size: int, micro_batch_size: int, **arguments: Any,
-) -> None:  # fmt: skip
-    """Trains for some epochs (or `num_steps`) in directory/run; each rank writes what it used to `rank-R.jsonl`."""
+def use_samples(run_dir: Path, data: Recorded, **arguments: Any) -> list[list[int]]:
+    """Trains for some epochs (or `num_steps`). Returns the samples of each step, in the order of the micro-batches."""
+    steps: list[list[int]] = []
     used: list[int] = []
 
     def body(t: Tiny, indices: Tensor, x: Tensor) -> None:
-        assert 0 < len(indices) <= micro_batch_size
+        assert 0 < len(indices) <= MICRO_BATCH_SIZE
         used.extend(indices.tolist())
         learn(t, x)
 
     def then(t: Tiny) -> None:
         update(t)
-        with open(directory / f"rank-{t.run.rank}.jsonl", "a") as file:
-            file.write(json.dumps([t.step.number, used]) + "\n")
+        steps.append([*chain.from_iterable(t.run._context.group.gather(used))])
         used.clear()
 
     tiny_run(
-        directory / "run", model=lambda: nn.Linear(1, 1), batch_size=batch_size, micro_batch_size=micro_batch_size,
-        keep_last=99, data=data, num_epochs=NUM_EPOCHS, body=body, then=then, **arguments,
+        run_dir, model=lambda: nn.Linear(1, 1), batch_size=24, micro_batch_size=MICRO_BATCH_SIZE, keep_last=99,
+        data=data, num_epochs=NUM_EPOCHS, body=body, then=then, **arguments,
     )  # fmt: skip
-
-
-def read_used(directory: Path) -> Used:
-    """The samples that all ranks used."""
-    used: Used = {}
-    for path in sorted(directory.glob("rank-*.jsonl")):
-        for line in path.read_text().splitlines():
-            step, samples = json.loads(line)
-            used.setdefault(step, []).extend(samples)
-    return used
-
-
-def join(used: Used, first: int = 0, last: int | None = None) -> list[int]:
-    """The samples of steps first..last-1, in order."""
-    return [sample for step in range(first, len(used) if last is None else last) for sample in used[step]]
-
-
-def use_each(cases: list[tuple[Path, Any, dict[str, Any]]]) -> None:
-    """Trains one run after the other."""
-    for directory, data, arguments in cases:
-        use_samples(directory, data, **arguments)
-
-
-def train_each(cases: list[tuple[Path, int, dict[str, Any]]], world_size: int) -> list[tuple[Used, Counter[int]]]:
-    """Several runs in one launch: for each, the used samples, and the number of reads of each sample.
-
-    The few samples that each rank reads to identify its data are not counted.
-    """
-    runs = []
-    for directory, length, arguments in cases:
-        directory.mkdir(exist_ok=True)
-        runs.append((directory, Recorded(length, directory / "read"), arguments))
-    samestep.spawn(use_each, world_size, (runs,))
-    results = []
-    for directory, data, _ in runs:
-        identifying = Counter(dict.fromkeys({0, len(data) // 2, len(data) - 1}, world_size))
-        results.append((read_used(directory), data.count() - identifying))
-    return results
+    return steps
 
 
 def draw_some(epoch: int) -> list[int]:
@@ -120,20 +80,30 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+def use_each(directory: Path) -> dict[str, list[list[int]]]:
+    """Trains each case in a run of its own, one after the other."""
+    return {
+        name: use_samples(directory / name, Recorded(length, directory / f"{name}.read"), **how)
+        for name, (length, how) in CASES.items()
+    }
+
+
 def test_every_tail(tmp_path: Path) -> None:
-    cases = [(tmp_path / name, length, {"batch_size": 24, "micro_batch_size": 4, **how})
-             for name, (length, how) in CASES.items()]  # fmt: skip
-    results = dict(zip(CASES, train_each(cases, 5), strict=True))
-    for name, (used, read) in results.items():
+    num_ranks = 5
+    results = samestep.spawn(use_each, num_ranks, (tmp_path,))
+    for name, used in results.items():
         length, how = CASES[name]
-        samples, per_epoch = join(used), 24 if "drop_last" in how else 38 if "sampler" in how else length
-        assert read == Counter(samples), name
-        shown = json.loads(ask("inspect", tmp_path / name / "run", "--samples", "--json"))
+        samples = [*chain.from_iterable(used)]
+        per_epoch = 24 if "drop_last" in how else 38 if "sampler" in how else length
+        # To identify its data, each rank reads a few samples.
+        identifying = Counter(dict.fromkeys({0, length // 2, length - 1}, num_ranks))
+        assert Recorded(length, tmp_path / f"{name}.read").count() == Counter(samples) + identifying, name
+        shown = json.loads(ask("inspect", tmp_path / name, "--samples", "--json"))
         assert shown["audit"]["passed"], name
-        assert {step["step"]: step["samples"] for step in shown["steps"]} == used, name
+        assert [step["samples"] for step in shown["steps"]] == used, name
         epochs = [samples[start : start + per_epoch] for start in range(0, len(samples), per_epoch)]
         if "num_steps" in how:
-            assert [len(step) for step in used.values()] == [24] * 6, name
+            assert [len(step) for step in used] == [24] * 6, name
             assert len({*epochs[-1]}) == len(epochs.pop()) == 6 * 24 % length, name
         else:
             assert len(epochs) == NUM_EPOCHS, name
@@ -144,35 +114,5 @@ def test_every_tail(tmp_path: Path) -> None:
             assert len({*epoch}) == len(epoch) == per_epoch, name
             assert {*epoch} <= {*range(length)}, name
         assert length < 10 or epochs[0] != epochs[1], name
-    dropped = results["drop_last"][0]
-    assert {*join(dropped, 0, 1)} != {*join(dropped, 1, 2)}, "each epoch drops others"
-
-
-def test_a_loader_is_taken_for_its_data(tmp_path: Path) -> None:
-    data = Recorded(38, tmp_path / "read")
-    loader = DataLoader(data, batch_size=4, shuffle=False, drop_last=True)
-    samestep.spawn(functools.partial(use_samples, tmp_path, loader, batch_size=24, micro_batch_size=4), 3)
-    assert join(read_used(tmp_path)) == [*range(24), *range(24)]
-    assert data.count() - Counter([0, 19, 37] * 3) == dict.fromkeys(range(24), NUM_EPOCHS)
-
-
-EVALUATIONS = [(31, None, 0), (3, None, 0), (40, 7, 2)]  # samples, samples of a micro-batch, workers
-
-
-def evaluate_all(directory: Path) -> list[dict[str, Any]]:
-    run = Tiny(batch_size=24, micro_batch_size=4).run
-
-    def score(batch: Any) -> dict[str, Any]:
-        return {"indices": batch[0].tolist(), "mean": batch[0].double().mean()}
-
-    return [
-        run.evaluate(score, Recorded(length, directory / str(length)), micro_batch_size=size, num_workers=num_workers)
-        for length, size, num_workers in EVALUATIONS
-    ]
-
-
-def test_evaluate_sees_each_sample_once_in_order(tmp_path: Path) -> None:
-    scores = samestep.spawn(evaluate_all, 5, (tmp_path,))
-    for (length, _, _), found in zip(EVALUATIONS, scores, strict=True):
-        assert found == {"indices": list(range(length)), "mean": (length - 1) / 2}
-        assert Recorded(length, tmp_path / str(length)).count() == dict.fromkeys(range(length), 1)
+    first, second = results["drop_last"]
+    assert {*first} != {*second}, "each epoch drops others"

@@ -2,9 +2,7 @@
 
 import gc
 import re
-import shutil
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,12 @@ from weakref import ref
 
 import pytest
 import torch
-import torch.nn.functional as F
 from promises.wrong import MISTAKES, RANKS, Mistake, Unreadable, train
 from support.snapshots import read_snapshot
-from support.tiny import NUM_SAMPLES, Pairs, Tiny, tiny_run, update
+from support.tiny import Pairs, Tiny, tiny_run
 from torch import nn
 from torch.optim import optimizer
-from torch.utils.data import DataLoader
+from torch.utils._pytree import tree_leaves
 
 import samestep
 from samestep.plan.ledger import RECORD
@@ -48,19 +45,9 @@ def assert_caught(name: str, found: Mistake, num_ranks: int, run_dir: Path) -> s
     assert all(snapshot.step <= 4 for snapshot in snapshots), "no snapshot of a step after the mistake"
     for snapshot in snapshots:
         state = read_snapshot(Store(run_dir), snapshot)
-        tensors = [t for part in state["objects"].values() for t in flatten(part) if isinstance(t, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves(state["objects"]) if isinstance(leaf, torch.Tensor)]
         assert all(torch.isfinite(tensor).all() for tensor in tensors), f"not finite: {snapshot.path}"
     return caught.value
-
-
-def flatten(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for part in value:
-            yield from flatten(part)
-    else:
-        yield value
 
 
 def assert_sentence(message: str, expected: str) -> None:
@@ -269,64 +256,6 @@ def test_user_directories_are_found(tmp_path: Path) -> None:
 # --- correct code -----------------------------------------------------------------------------------------------------
 
 
-class Lookahead:
-    """Wraps an optimizer."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-        self.state_dict, self.load_state_dict = inner.state_dict, inner.load_state_dict
-
-    def step(self) -> None:
-        self.inner.step()
-
-
-def test_correct_code_raises_no_error(tmp_path: Path) -> None:
-    """Each of these lines resembles a mistake above."""
-    stranger = nn.Linear(1, 1)
-    others = torch.optim.SGD(stranger.parameters(), lr=0.1)
-
-    def body(t: Tiny, x: torch.Tensor, y: torch.Tensor) -> None:
-        t.optimizer.inner.zero_grad()  # at the start of the body, as in many scripts
-        if t.step.micro_batch == 0 and t.step.number == 2:
-            return
-        t.step.backward(F.mse_loss(t.model(x), y) + stranger(x[:, :1]).square().mean())
-        t.step.log(a=1, b=torch.ones(()), c=True)
-
-    def then(t: Tiny) -> None:
-        others.zero_grad()  # drops this rank's part; the gradient below is the same on all ranks
-        others.step()
-        stranger(torch.ones(1, 1)).sum().backward()
-        others.step()
-        update(t)
-        out = t.run.evaluate(lambda b: {"a": (b[0].mean(), len(b[0])), "b": b[1][:, 0].tolist()}, Pairs(5))
-        assert len(out["b"]) == 5
-
-    def after_epoch(t: Tiny) -> None:
-        t.run.state["worst"] = float("nan")
-        t.run.snapshot("best")
-
-    def train() -> tuple[float, Any]:
-        tiny = Tiny(tmp_path / "run", log_every=1, optimizer=lambda p: Lookahead(torch.optim.SGD(p, lr=0.1)))
-        tiny.run.state["best"] = float("inf")
-        tiny.train(body=body, then=then, after_epoch=after_epoch)
-        sizes = tiny.run.evaluate(lambda b: {"size": float(len(b[0]))}, DataLoader(Pairs(5), batch_size=4))
-        assert sizes == {"size": (4 * 4 + 1 * 1) / 5}, "a DataLoader's own micro-batches"
-        torch.optim.Adam(tiny.model.parameters()).step()  # after the loop, the script may change the model
-        return float(tiny.step.loss), tiny.run.state
-
-    for num_ranks in (1, 2):
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        loss, state = samestep.spawn(train, num_ranks)
-        assert loss > 0
-        kept = Store(tmp_path / "run")
-        snapshot = kept.find("best")
-        assert snapshot is not None
-        assert snapshot.step == 2 * NUM_SAMPLES // 8
-        found = kept.read(snapshot)["state"]
-        assert (found["best"], str(found["worst"])) == (float("inf"), "nan")
-        assert str(state) == str(found)
-
-
 def test_a_later_run_of_the_process_ends_the_first(tmp_path: Path) -> None:
     """As where a cell of a notebook is run a second time: the second Run begins or resumes."""
 
@@ -393,18 +322,3 @@ def test_a_new_model_at_the_address_of_an_old_one() -> None:
         run.prepare(model=new)
 
     samestep.spawn(train)
-
-
-def test_a_closure_that_iterates_a_step_again() -> None:
-    def train() -> float:
-        tiny = Tiny(optimizer=lambda p: torch.optim.LBFGS(p, max_iter=3, line_search_fn="strong_wolfe"))
-        for step in tiny.run.steps(Pairs(), 4):
-
-            def closure(step: Any = step) -> torch.Tensor:
-                tiny.take([step], then=lambda t: None)
-                return step.loss
-
-            tiny.optimizer.step(closure)
-        return float(step.loss)
-
-    assert samestep.spawn(train, 1) == samestep.spawn(train, 2)

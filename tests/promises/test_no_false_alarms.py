@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Tiny, update
+import torch.nn.functional as F
+from support.tiny import Pairs, Tiny, update
 from torch import nn
 from torch.optim import SGD, Adam
+from torch.utils.data import DataLoader
 
 import samestep
 
@@ -55,6 +57,34 @@ def begin_with_an_empty_update(t: Tiny) -> None:
     t.train()
 
 
+def resemble_mistakes(t: Tiny) -> None:
+    """Each of these lines resembles a mistake of wrong.py."""
+    stranger = nn.Linear(1, 1)
+    others = SGD(stranger.parameters(), lr=0.1)
+
+    def body(t: Tiny, x: torch.Tensor, y: torch.Tensor) -> None:
+        t.optimizer.held[0].zero_grad()  # at the start of the body, as in many scripts
+        if t.step.micro_batch == 0 and t.step.number == 2:
+            return
+        t.step.backward(F.mse_loss(t.model(x), y) + stranger(x[:, :1]).square().mean())
+        t.step.log(a=1, b=torch.ones(()), c=True)
+
+    def then(t: Tiny) -> None:
+        others.zero_grad()  # drops this rank's part; the gradient below is the same on all ranks
+        others.step()
+        stranger(torch.ones(1, 1)).sum().backward()
+        others.step()
+        update(t)
+        out = t.run.evaluate(lambda b: {"a": (b[0].mean(), len(b[0])), "b": b[1][:, 0].tolist()}, Pairs(5))
+        assert len(out["b"]) == 5
+
+    t.run.state |= {"best": torch.inf, "worst": torch.nan}
+    t.train(body=body, then=then, after_epoch=lambda t: t.run.snapshot("best"))
+    sizes = t.run.evaluate(lambda b: {"size": float(len(b[0]))}, DataLoader(Pairs(5), batch_size=4))
+    assert sizes == {"size": (4 * 4 + 1 * 1) / 5}, "a DataLoader's own micro-batches"
+    Adam(t.model.parameters()).step()  # after the loop, the script may change the model
+
+
 class Bounded(nn.Linear):
     """Has a parameter that is infinite on purpose."""
 
@@ -84,8 +114,11 @@ CORRECT: dict[str, dict[str, Any]] = {
     "a wrapper beside an optimizer": {
         "model": build_two_layers, "optimizer": lambda p: wrap(p[:2], WRAPPERS["a list"]),
         "objects": lambda t: {"plain": SGD(t.model[1].parameters(), 0.1)}, "then": update_with_critic},
+    "lines that resemble mistakes": {
+        "do": resemble_mistakes, "optimizer": lambda p: wrap(p, WRAPPERS["a list"]), "log_every": 1},
     "an update without gradients before the loop": {"do": begin_with_an_empty_update},
     "a parameter that is infinite": {"model": Bounded},
+    "a run in the loop of another one": {"then": lambda t: [update(t), t.step.number == 1 and Tiny(None)]},
     "state that is infinite, and memory that nobody reads": {"optimizer": lambda p: Bounding(p, 0.1)},
 }  # fmt: skip
 

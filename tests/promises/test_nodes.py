@@ -7,7 +7,7 @@ import json
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from promises.test_restarts import flags_of, read_restarts
@@ -59,22 +59,45 @@ def test_two_hosts(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]
     assert trial.outcome() == undisturbed()
 
 
+def start_healing(trial: Trial, hosts: Sequence[Host], num_ranks: int, faults: Sequence[str]) -> list[Started]:
+    """Start a launcher on each host."""
+    at = flags_at(f"{hosts[0].address}:29400", str(len(hosts)), "--heal")
+    words = [*flags_of(*faults), "--settled"]
+    return [
+        trial.start("launch", num_ranks, "", *at, "--node-rank", str(rank), arguments=words, host=host)
+        for rank, host in enumerate(hosts)
+    ]
+
+
+def read_lost(trial: Trial) -> list[int]:
+    assert not (trial.dir / "restarts.jsonl").exists(), "no rank has started again"
+    heals = [json.loads(line) for line in (trial.dir / "heals.jsonl").read_text().splitlines()]
+    return [rank for heal in heals for rank in heal["lost"]]
+
+
+def test_ranks_of_two_hosts_die(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
+    """One on each host, rank 0 among them."""
+    faults = ["kill rank 3 at step 3 in backward", "kill rank 0 at step 8 in forward"]
+    nodes = start_healing(trial, all_hosts[:2], 2, faults)
+    assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
+    assert trial.outcome() == undisturbed()
+    assert read_lost(trial) == [3, 0]
+    assert "rank 3 was killed by SIGKILL (out of memory?), on node 1 (h2)\n" in nodes[0].output
+    assert "rank 0 was killed by SIGKILL (out of memory?), on node 0 (h1)\n" in nodes[0].output
+    lines = re.findall(r"step (\d+)/15", nodes[0].output)
+    assert lines[-1] == "15"
+
+
 def test_the_plug_is_pulled(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
-    """No connection closes. Both hosts end within seconds and name the loss, and the same commands resume."""
-    stays_on, cut_off = all_hosts[:2]
-    endpoint = f"{stays_on.address}:29402"
-    flags = [*flags_at(endpoint), "--snapshot-every", "2", "--max-restarts", "1"]
-    stays, goes = (
-        trial.start("launch", 1, "", *flags, "--node-rank", str(rank), arguments=flags_of(HELD), host=host)
-        for rank, host in enumerate((stays_on, cut_off))
-    )
+    """No connection closes. The others wait in gloo, and continue within seconds."""
+    *stay_on, cut_off = all_hosts
+    *stays, goes = start_healing(trial, [*stay_on, cut_off], 1, [HELD])
     trial.wait_held()
     cut_off.pull_the_plug()
-    assert finish(stays, goes) == [1, 1], stays.output + goes.output
-    assert "samestep: error: node 1 (h2) was lost: the same commands resume" in stays.err.read_text()
-    assert f"the launcher at {endpoint}, the rendezvous of the nodes, has ended" in goes.err.read_text()
-    trial.spawn(2)
+    trial.go_on()
+    assert finish(*stays, goes) == [*[0 for _ in stays], 1], "\n".join(node.output for node in (*stays, goes))
     assert trial.outcome() == undisturbed()
+    assert read_lost(trial) == [len(stays)]
 
 
 # --- ends -------------------------------------------------------------------------------------------------------------
@@ -92,22 +115,6 @@ def test_a_rank_dies_on_one_node(trial: Trial, undisturbed: Undisturbed, port: i
         assert re.search(said, node.err.read_text())
         assert "Traceback" not in node.output
     assert [(row["rank"], row["world_size"]) for row in read_restarts(trial)] == [(1, 2)]
-    assert trial.outcome() == undisturbed()
-
-
-def test_no_restarts_are_left(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
-    """The node of the rank prints the traceback; the other node names the rank in one line."""
-    fault = "raise rank 1 at step 7 in forward"
-    flags = flags_at(f"127.0.0.1:{port}")
-    nodes = [trial.start("launch", 1, fault, *flags, "--node-rank", str(rank)) for rank in (0, 1)]
-    assert finish(*nodes) == [1, 1]
-    last = [node.err.read_text().splitlines()[-1] for node in nodes]
-    assert re.fullmatch(
-        rf"samestep: rank 1 raised RuntimeError: a fault: {fault}, on node 1 \(.*\); the others were stopped", last[0]
-    )
-    assert last[1] == f"RuntimeError: a fault: {fault}"
-    assert "Traceback" not in nodes[0].output
-    trial.spawn(3)
     assert trial.outcome() == undisturbed()
 
 
@@ -197,12 +204,6 @@ def test_where_the_nodes_meet(monkeypatch: pytest.MonkeyPatch, host: str, addres
             assert listener.getsockname()[0] == address
 
 
-@pytest.mark.parametrize("text", ["", ":1", "a:b", "a:65536", "fd77::1:29400"])
-def test_no_endpoints(text: str) -> None:
-    with pytest.raises(Error, match="--rdzv-endpoint takes HOST:PORT"):
-        parse_endpoint(text)
-
-
 @pytest.mark.parametrize(("nnodes", "node_rank", "endpoint", "said"), [
     ("two", 0, "localhost:1", "--nnodes takes the number of machines, not 'two'"),
     ("0", 0, "localhost:1", "--nnodes takes the number of machines"),
@@ -211,6 +212,7 @@ def test_no_endpoints(text: str) -> None:
     ("2", 0, None, "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
     ("2", None, "localhost:1", "and --node-rank R, which is 0 on HOST"),
     (None, None, "a:1", "--rdzv-endpoint a:1 is where several machines meet, and --nnodes is not given: add --nnodes"),
+    *[("2", 0, text, "--rdzv-endpoint takes HOST:PORT") for text in ("", ":1", "a:b", "a:65536", "fd77::1:29400")],
     ("2", 0, "no-such-host.invalid:1", "no address of no-such-host.invalid is known here"),
     ("2", 0, "192.0.2.1:1", "other programs can reach 192.0.2.1:1, and there is no secret"),
 ])  # fmt: skip

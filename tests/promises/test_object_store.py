@@ -19,7 +19,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from promises.faulty import train
 from promises.test_node_replication import damage
-from promises.trial import Outcome, ask
+from promises.trial import Outcome, read_outcome
 from support.runs import check, find_tests, samestep_command
 from support.selection import one_in
 from support.snapshots import write_snapshot
@@ -87,7 +87,8 @@ class Cluster:
         return path
 
     def spawn(self, machine: int, num_ranks: int = 1, *plan: tuple[str, str, int], **arguments: Any) -> None:
-        env = {"SAMESTEP_RUN_DIR": arguments.pop("url", self.url), "SAMESTEP_LOCAL_DIR": str(self.machine(machine))}
+        env = {"SAMESTEP_RUN_DIR": self.url, "SAMESTEP_LOCAL_DIR": str(self.machine(machine))}
+        env |= {name: str(arguments.pop(name)) for name in list(arguments) if name.isupper()}
         arguments = {"snapshot_every": 3} | arguments
         samestep.spawn(train_planted, num_ranks, (self._place / "run", plan, arguments), env=env)
 
@@ -100,15 +101,8 @@ class Cluster:
         return sorted(path.parent.name for path in self.store.glob("snapshots/*/manifest.json"))
 
     def outcome(self) -> Outcome:
-        """The outcome of the run at the URL."""
-        url = f"file://{self.store}"
-        ask("inspect", url, "--samples")
-        return Outcome(
-            digest=ask("inspect", url, "--digest").strip(),
-            digest_of_best=ask("inspect", url, "--digest", "--snapshot", "best").strip(),
-            metrics=(self.store / "metrics.jsonl").read_bytes(),
-            ledger=(self.store / "ledger.bin").read_bytes(),
-        )
+        """The outcome of the run at the URL, which is a directory with the files of a run."""
+        return read_outcome(self.store)
 
     def starts(self) -> list[tuple[int, int]]:
         """The step from which each start but the first resumed, and the number of lost steps."""
@@ -228,21 +222,16 @@ def test_a_store_that_is_full_for_a_while(
     assert cluster.outcome() == undisturbed()
 
 
-def test_a_store_that_is_removed_during_a_run(cluster: Cluster, undisturbed: Undisturbed) -> None:
-    """All files that are needed are uploaded again."""
-    cluster.spawn(0, 1, ("removed", "step-00000006/state.json", 0), settled=True)
-    assert cluster.outcome() == undisturbed()
-
-
+@pytest.mark.parametrize(("how", "numbered"), [("full", [3, 9, 12, 15]), ("removed", [9, 12, 15])])
 def test_a_store_that_fails_in_between(
-    cluster: Cluster, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str]
+    cluster: Cluster, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], how: str, numbered: list[int]
 ) -> None:  # fmt: skip
-    cluster.spawn(0, 1, ("full", "step-00000006/", 0), settled=True, keep_last=9)
+    """All files that are needed are uploaded again, also if the store is removed."""
+    cluster.spawn(0, 1, (how, "step-00000006/", 0), settled=True, keep_last=9)
     said = capfd.readouterr().out
     assert re.findall(r"the snapshot of step (\d+) is in .* only", said) == ["6"]
     assert "and the run continues" in said
-    numbered = [int(name[-2:]) for name in cluster.snapshots() if name.startswith("step-")]
-    assert numbered == [3, 9, 12, 15]
+    assert [int(name[-2:]) for name in cluster.snapshots() if name.startswith("step-")] == numbered
     assert cluster.outcome() == undisturbed()
 
 
@@ -268,11 +257,11 @@ def test_going_back(cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path) 
 
 def test_other_runs_at_one_url(cluster: Cluster, undisturbed: Undisturbed) -> None:
     """Another run is refused, --fresh uses a URL beside it, and a removed run does not resume from its working copy."""
-    cluster.spawn(0, 1, num_steps=4)
+    cluster.spawn(0, 1, max_steps=4)
     error = cluster.spawn_to_fail(0, 1, seed=6)
     assert isinstance(error, Error)
     assert "holds another run (seed 5 there, 6 here)" in str(error)
-    error = cluster.spawn_to_fail(0, 1, resume=False, num_steps=4)
+    error = cluster.spawn_to_fail(0, 1, resume=False, max_steps=4)
     assert "already has snapshots and resume is never" in str(error)
     shutil.rmtree(cluster.store)
     cluster.spawn(0)
@@ -281,13 +270,9 @@ def test_other_runs_at_one_url(cluster: Cluster, undisturbed: Undisturbed) -> No
 
 
 def test_fresh(cluster: Cluster, undisturbed: Undisturbed) -> None:
-    cluster.spawn(0, 1, num_steps=4)
+    cluster.spawn(0, 1, max_steps=4)
     shutil.copytree(cluster.store, cluster.store.with_name("run-2"))
-    os.environ["SAMESTEP_FRESH"] = "1"
-    try:
-        cluster.spawn(0)
-    finally:
-        del os.environ["SAMESTEP_FRESH"]
+    cluster.spawn(0, SAMESTEP_FRESH=1)
     cluster.store = cluster.store.with_name("run-3")
     assert cluster.outcome() == undisturbed()
 
@@ -298,7 +283,7 @@ def train_on_nodes(place: Path, url: str) -> None:
     node.mkdir(exist_ok=True)
     os.chdir(node)
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", SAMESTEP_RUN_DIR=url, SAMESTEP_LOCAL_DIR="copies")
-    train_planted(place / "run", [], {"snapshot_every": 3, "num_steps": 6})
+    train_planted(place / "run", [], {"snapshot_every": 3, "max_steps": 6})
 
 
 def test_nodes_that_share_nothing_but_the_url(cluster: Cluster, tmp_path: Path) -> None:

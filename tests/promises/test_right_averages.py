@@ -1,12 +1,12 @@
 """Gradients, losses, metrics and statistics are those of the whole batch, against references in plain PyTorch."""
 
 import copy
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -37,15 +37,6 @@ class Weighted(Dataset[tuple[int, Tensor, Tensor, Tensor]]):
         return index, self.x[index], self.y[index], self.units[index]
 
 
-def gather(indices: list[int]) -> list[int]:
-    """All ranks' sample indices, in the order of the micro-batches."""
-    found: list[Any] = [indices]
-    if dist.is_initialized():
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, indices)
-    return [index for of_rank in found for index in of_rank]
-
-
 def compute_mean(model: nn.Module, x: Tensor, y: Tensor, units: Tensor) -> Tensor:
     """The squared error, averaged over all units of all samples: nan without units."""
     return (units * ((model(x) - y) ** 2).mean(1)).sum() / units.sum()
@@ -70,7 +61,7 @@ def measure_steps(run_dir: Path, data: Weighted, batch_size: int, micro_batch_si
                 units = units if by_units else torch.ones_like(units)
                 step.backward(compute_mean(model, x, y, units), weight=units.sum() if by_units else None)
                 step.log(first=(units * x[:, 0]).sum() / units.sum().clamp(min=1))
-            indices = gather(held)
+            indices = [*chain.from_iterable(run._context.group.gather(held))]
             assert len(indices) == step.num_samples
             units = data.units[indices] if by_units else torch.ones(len(indices))
             if not units.sum():

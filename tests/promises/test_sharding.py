@@ -67,13 +67,6 @@ def test_rounding_changes_the_bits_and_little_else() -> None:
     torch.testing.assert_close(exact, rounded, rtol=2**-6, atol=2**-6)
 
 
-def test_fast_sums_in_bf16() -> None:
-    """The backend's sum goes to the owner. It is the exact one but for the order of the additions."""
-    exact = samestep.spawn(get_weights, 1, ("bf16",))
-    fast = samestep.spawn(get_weights, 3, ("bf16",), env=DIVIDED | {"SAMESTEP_REDUCTION": "fast"})
-    torch.testing.assert_close(fast, exact, rtol=1e-5, atol=1e-6)
-
-
 class Odd(nn.Module):
     """Parameters without elements and without dimensions."""
 
@@ -175,26 +168,6 @@ def test_the_order_in_which_gradients_of_a_tensor_are_added(blocks: list[str], w
     """FSDP2 alone adds those from within a block to each other first."""
     train = functools.partial(train_mixed, blocks)
     assert_same(samestep.spawn(train, world_size, env=SHARDED), run_alone(train), f"{world_size} ranks", "1 rank")
-
-
-def clip(norm_type: float, foreach: bool | None) -> list[str]:
-    """Return norms for gradients of several dtypes, of which one is absent."""
-    run = build_run()
-    model = nn.ModuleList([nn.Linear(6, 40), nn.Linear(40, 4).double(), nn.Linear(2, 2)])
-    optimizer = SGD(model.parameters(), 0.1)
-    run.prepare(model=model, optimizer=optimizer)
-    norms = []
-    for step in run.steps(build_pairs(), 3):
-        for x, _ in step:
-            step.backward(model[1](model[0](x).double()).square().mean())
-        norms.append(run.clip_grad_norm_(model.parameters(), 0.01, norm_type, foreach=foreach).item().hex())
-        optimizer.step()
-    return norms
-
-
-@pytest.mark.parametrize(("norm_type", "foreach"), [(2.0, None), (float("inf"), None), (1.0, False)])
-def test_the_norm_is_that_of_torch(norm_type: float, foreach: bool | None) -> None:
-    assert samestep.spawn(clip, 3, (norm_type, foreach), env=DIVIDED) == samestep.spawn(clip, 1, (norm_type, foreach))
 
 
 def count_for_a_norm(num_layers: int) -> dict[str, int]:

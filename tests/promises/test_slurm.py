@@ -1,8 +1,6 @@
 """Runs under Slurm: the tasks of srun as ranks, and `samestep submit` with the events of a job."""
 
-import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -116,40 +114,7 @@ def finish(started: Started, code: int = 0) -> str:
     return started.output
 
 
-# Prints the place that a process reads from the variables of Slurm.
-PLACE = """
-from samestep.world.environment import read_environment, read_master
-e = read_environment()
-place = e.launcher, e.rank, e.world_size, e.local_rank, e.local_world_size
-print(*place, *(read_master() if e.world_size > 1 else ()))
-"""
-
-
-def read_places(output: str) -> list[list[str]]:
-    return sorted(line.split() for line in output.splitlines() if line.startswith(("srun", "python")))
-
-
 # --- srun -------------------------------------------------------------------------------------------------------------
-
-
-# Two jobs of Slurm, with six programs in all: 14 s, and 16 s on a busy machine.
-def test_places(jobs: Jobs) -> None:
-    """Each task of a step is a rank. A process that a job starts without srun is alone and waits for no other."""
-    said = finish(jobs.start("salloc", "-N2", "-n3", "bash", "-c", 'srun "$@"; "$@"', "-", jobs.python, "-c", PLACE))
-    alone, *tasks = read_places(said)
-    assert alone == ["python", "0", "1", "0", "1"]
-    assert [task[:5] for task in tasks] == [
-        ["srun", "0", "3", "0", "2"],
-        ["srun", "1", "3", "1", "2"],
-        ["srun", "2", "3", "0", "1"],
-    ]
-    (meeting,) = {tuple(task[5:]) for task in tasks}
-    assert meeting[0] == "127.0.0.1", "only Slurm knows the name n1: its address"
-    assert 15000 <= int(meeting[1]) < 32000
-    batch = jobs.trial.faults / "batch"
-    wrapped = f"{jobs.python} -c '{PLACE}'; srun -n1 {jobs.python} -c '{PLACE}'"
-    finish(jobs.start("sbatch", "-n2", "--wait", f"--output={batch}", f"--wrap={wrapped}"))
-    assert read_places(batch.read_text()) == [alone, alone]
 
 
 @pytest.mark.parametrize(("num_tasks", "shares"), one_in(4, [(2, "2 ranks: 2+2"), (3, "3 ranks: 2+1+1")]))
@@ -159,16 +124,6 @@ def test_tasks_are_ranks(jobs: Jobs, trial: Trial, undisturbed: Undisturbed, num
     said = finish(jobs.start("srun", "-N2", f"-n{num_tasks}", python, SCRIPT, trial.dir))
     assert f"on {shares}" in said
     assert trial.outcome() == undisturbed()
-
-
-def test_a_task_fails(jobs: Jobs, trial: Trial) -> None:
-    """Its error is printed. The other tasks end with one line each."""
-    fault = "raise rank 1 at step 7 in forward"
-    said = finish(jobs.start("srun", "-N2", "-n2", jobs.python, SCRIPT, trial.dir, *flags_of(fault)), 1)
-    assert f"RuntimeError: a fault: {fault}" in said
-    assert "samestep: rank 0 has lost another rank" in said
-    assert said.count("Traceback") == 1
-    trial.assert_struck(fault)
 
 
 # Two jobs of Slurm, each on two nodes: 13 s, and 22 s on a busy machine.
@@ -206,49 +161,6 @@ def test_a_job_is_queued_again(jobs: Jobs, trial: Trial, undisturbed: Undisturbe
     assert trial.outcome() == undisturbed()
 
 
-def test_a_job_without_progress(jobs: Jobs, trial: Trial) -> None:
-    """Stopped for the third time before its first step, it is not queued again, and prints why, on both nodes."""
-    for _ in range(2):
-        trial.preempt_at_start()
-    job = jobs.submit(fault="hold rank 0 at step 0 in start")
-    job.wait_held()
-    job.signal("--signal=USR1")
-    jobs.go_on_signalled()
-    said = job.finish("FAILED")
-    assert "samestep: error: 3 starts in a row were stopped before they had saved more than step 0: " in said
-    assert (job.show()["ExitCode"], job.show()["Restarts"]) == ("2:0", "0")
-
-
-# Slurm waits before it starts a job that was queued again, and looks at time limits every 30 s.
-def test_time_limit(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
-    """Slurm sends a signal before the limit: once the ranks train, the limit is changed to less than the grace time."""
-    job = jobs.submit("--time", "60", "--grace-s", "600", "--heal")
-    job.wait_held()
-    jobs.cluster.run("scontrol", "update", f"jobid={job.number}", "timelimit=9")
-    wait_until(lambda: (trial.faults / "heard-0").exists(), "the signal reaches rank 0")
-    jobs.cluster.run("scontrol", "update", f"jobid={job.number}", "timelimit=60")  # of the next start
-    trial.go_on()
-    assert "SIGUSR1: the run stops" in job.finish()
-    assert int(job.show()["Restarts"]) >= 1
-    assert trial.outcome() == undisturbed()
-
-
-# Slurm waits before it starts a job that was queued again, and before it uses a node that has failed: 10 s in all.
-def test_a_node_fails(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
-    """The job loses what came after the newest snapshot, and waits for two nodes again."""
-    job = jobs.submit("--snapshot-every", "2")
-    job.wait_held()
-    wait_until(lambda: "step-00000006" in trial.snapshots, "it has saved")
-    jobs.cluster.fail("n2")
-    for rank in (0, 1):  # Slurm would wait for them to end
-        os.kill(trial.pid(rank), signal.SIGKILL)
-    jobs.cluster.wait_for(job.number, "PENDING")
-    jobs.cluster.repair("n2")
-    trial.go_on()
-    assert "resumed at step 6" in job.finish()
-    assert trial.outcome() == undisturbed()
-
-
 def test_the_others_continue_without_a_node(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
     """Slurm lets the job continue, and reports its success."""
     job = jobs.submit("--heal")
@@ -260,27 +172,3 @@ def test_the_others_continue_without_a_node(jobs: Jobs, trial: Trial, undisturbe
     jobs.cluster.repair("n2")
     assert not (trial.dir / "restarts.jsonl").exists()
     assert trial.outcome() == undisturbed()
-
-
-def test_cancelled(jobs: Jobs, trial: Trial) -> None:
-    """scancel ends the job, which has saved."""
-    job = jobs.submit()
-    job.wait_held()
-    job.signal()
-    jobs.go_on_signalled()
-    job.finish("CANCELLED")
-    assert job.show()["Restarts"] == "0"
-    assert "step-00000008" in trial.snapshots, trial.snapshots
-
-
-def test_a_job_that_slurm_refuses(jobs: Jobs, trial: Trial) -> None:
-    submit = [jobs.python, "-m", "samestep", "submit", "--run-dir", trial.dir]
-    for flags, reason in [
-        (["--partition", "gpu"], "the job: invalid partition specified: gpu; "),
-        (["--gpus-per-node", "1"], "the job: Invalid generic resource (gres) specification"),
-        (["--sbatch=--nonsense"], "unrecognized option '--nonsense'; "),
-    ]:
-        said = finish(jobs.start(*submit, *flags, SCRIPT), 2)
-        assert said.startswith("samestep: error: sbatch refused the job: ")
-        assert reason in said
-        assert said.count("\n") == 1

@@ -3,33 +3,11 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from promises.loops import Result, adamw, case, read_grads, trace_run, train_classes
-from promises.models import Augmented, Buffers, Norms, Sentences, Tagger, build_pairs, pad
+from promises.models import Norms, build_pairs
 from support.states import build_state
-from support.tiny import learn, update
-from torch import Tensor, nn
-
-
-@case
-def token_weights() -> Result:
-    """Means over words, of which a micro-batch may have none."""
-
-    def body(t: Any, words: Tensor) -> None:
-        loss = F.cross_entropy(t.model(words), words.flatten(), ignore_index=0)
-        t.step.backward(loss, weight=(words != 0).sum())
-
-    def validate(t: Any) -> None:
-        def score(words: Tensor) -> dict[str, Any]:
-            return {"loss": (F.cross_entropy(t.model(words), words.flatten(), ignore_index=0), (words != 0).sum())}
-
-        # Sentences 0, 5, 10 ... have no word, and with micro-batches of 1 their loss is not a number.
-        t.trace.add("scores", t.run.evaluate(score, Sentences(29), collate_fn=pad, micro_batch_size=1))
-
-    return trace_run(
-        Tagger, optimizer=adamw, data=Sentences(), collate_fn=pad, num_workers=1, body=body, after_epoch=validate,
-        then=lambda t: [t.run.clip_grad_norm_(t.model.parameters(), 1.0), update(t)],
-    )  # fmt: skip
+from support.tiny import update
+from torch import nn
 
 
 def train_compiled(backend: str) -> Result:
@@ -55,16 +33,6 @@ def compiled_by_inductor() -> Result:
     return train_compiled("inductor")
 
 
-def compiled_for_many_lengths() -> Result:
-    """More lengths than torch compiles kernels for by default: others would then run without compilation."""
-    generator = torch.Generator().manual_seed(0)
-    return trace_run(
-        lambda: torch.compile(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 1))),
-        data=[torch.randn(1 + i % 12, 16, generator=generator) for i in range(24)], body=learn, num_epochs=1,
-        batch_size=12, micro_batch_size=1,
-    )  # fmt: skip
-
-
 @case
 def batch_norm() -> Result:
     """All kinds: a moving average, a cumulative one, without statistics, frozen, run twice, in channels_last."""
@@ -84,19 +52,6 @@ def batch_norm() -> Result:
 
 
 @case
-def training_mode_set_in_the_loop() -> Result:
-    """Each epoch ends in eval mode, and each micro-batch sets training mode, on the ranks that have one."""
-
-    def check(t: Any) -> None:
-        assert t.model[1].num_batches_tracked == t.step.number + 1
-
-    return train_classes(
-        lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 4)), num_epochs=3,
-        forward=lambda t, x: t.model.train(torch.is_grad_enabled())(x), at_end=check,
-    )  # fmt: skip
-
-
-@case
 def scores_by_gradients() -> Result:
     """The backward of a score does not change the step's own gradient."""
 
@@ -113,49 +68,6 @@ def scores_by_gradients() -> Result:
         update(t)
 
     return trace_run(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), then=then)
-
-
-@case
-def scores_in_training_mode() -> Result:
-    """As for an uncertainty from dropout: the statistics stay, and so does the mode of each layer."""
-
-    def build() -> nn.Module:
-        norms = [nn.BatchNorm1d(8), nn.BatchNorm1d(8).eval()]
-        return nn.Sequential(nn.Linear(6, 8), norms[0], nn.Dropout(0.2), norms[1], nn.Linear(8, 4))
-
-    def validate(t: Any) -> None:
-        def score(batch: Any) -> dict[str, Any]:
-            assert not t.model.training
-            t.model.train()
-            return {"mean": t.model(batch[0]).mean()}
-
-        t.trace.add("scores", t.run.evaluate(score, build_pairs(6, seed=1)))
-        assert [layer.training for layer in t.model] == [True, True, True, False, True]
-        assert t.model[1].num_batches_tracked == t.step.number + 1
-        t.trace.add("digest", t.trace.digest())
-
-    return trace_run(build, after_epoch=validate)
-
-
-@case
-def other_buffers() -> Result:
-    """Buffers that a forward writes in place, replaces or draws. A step averages them."""
-    seen: list[Tensor] = []
-
-    def remember(t: Any) -> None:
-        seen[:] = [t.model.mean.clone()]
-
-    def forward(t: Any, x: Tensor) -> Tensor:
-        seen.append(x)
-        return t.model(x)
-
-    def compare(t: Any) -> None:
-        assert t.model.count == t.step.number + 1
-        if t.run.world_size == 1:
-            means = torch.stack([x.mean(0) for x in seen[1:]])
-            torch.testing.assert_close(t.model.mean, 0.9 * seen[0] + 0.1 * means.mean(0))
-
-    return train_classes(Buffers, forward=forward, before=remember, after=compare)
 
 
 @case
@@ -192,18 +104,3 @@ def fp16_with_overflows() -> Result:
         lambda: nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4)), optimizer=adamw, precision="fp16",
         num_epochs=4, data=data, after=note, at_end=check,
     )  # fmt: skip
-
-
-def train_augmented(num_workers: int) -> Result:
-    return train_classes(
-        lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 4)), optimizer=adamw, data=Augmented(),
-        num_workers=num_workers,
-    )  # fmt: skip
-
-
-def augmentation() -> Result:
-    return train_augmented(0)
-
-
-def augmentation_in_workers() -> Result:
-    return train_augmented(2)

@@ -20,7 +20,7 @@ from support.waiting import DEADLINE_S, wait_until
 
 import samestep
 from samestep.snapshot.store import Store
-from samestep.watch.records import RANKS
+from samestep.watch.records import LOCK, RANKS
 
 SCRIPT = Path(__file__).with_name("faulty.py")
 PROMPTLY_S = 30.0  # from a fault to the end of all processes: 1 s on an idle machine
@@ -47,10 +47,20 @@ def read_outcome(run_dir: Path) -> Outcome:
     )
 
 
-def read_tree(directory: Path) -> dict[str, str]:
-    """The hash of every file by its path, without the files that rank 0 may write at any time."""
-    files = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != RANKS]
-    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+def read_tree(directory: Path) -> dict[str, str] | None:
+    """The hash of every file by its path, and "directory" for a directory, but without what a refused start may write.
+
+    None: there is no directory.
+    """
+    if not directory.exists():
+        return None
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file()
+        else "directory"
+        for path in sorted(directory.rglob("*"))
+        if path.name not in (LOCK, RANKS)
+    }
 
 
 class Started:

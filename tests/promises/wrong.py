@@ -597,6 +597,15 @@ RANKS: dict[str, Mistake] = {
     "an unprepared module with an optimizer": in_loop(
         r"an optimizer \(SGD\) that was not passed to run\.prepare updates a parameter of shape \(1, 4\) in st",
         do=train_unprepared_head),
+    "run.once on one before prepare": at_start(
+        r"rank 0 has called run\.once, and rank 1 has called run\.prepare: ",
+        objects=lambda t: {} if t.run.rank else t.run.once(dict)),
+    "run.barrier on one before prepare": at_start(
+        r"rank 0 has called run\.barrier, and rank 1 has called run\.prepare: ",
+        objects=lambda t: {} if t.run.rank else t.run.barrier()),
+    "run.evaluate on one before the loop": at_start(
+        r"rank 0 has called run\.evaluate, and rank 1 has called run\.epochs or run\.steps: ",
+        do=lambda t: [t.run.rank or t.run.evaluate(score, Pairs(8)), t.train()]),
     "run.evaluate on one": in_loop(
         r"rank 0 has called run\.evaluate, and rank 1 has not: call it on every rank",
         after_epoch=lambda t: t.run.rank == 0 and t.run.evaluate(score, Pairs(5))),
