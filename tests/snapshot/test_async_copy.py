@@ -1,9 +1,17 @@
 """Copies that are made during the computation: their content, and the writes that they detect."""
 
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from samestep.snapshot import async_copy
 from samestep.snapshot.async_copy import (
     LARGE_BYTES,
     Copy,
@@ -75,6 +83,95 @@ def test_memory_is_used_again() -> None:
     ]  # fmt: skip
     assert second["small"].shape == (4,)
     assert "half" not in second
+    tensors["large"] = torch.randn(2, NUM_LARGE // 2)
+    _, third = begin(tensors, staging)
+    tensors["large"] = tensors["large"].view(NUM_LARGE // 2, 2).t()  # the same shape
+    _, fourth = begin(tensors, staging)
+    assert third["large"].stride() != fourth["large"].stride() == tensors["large"].stride()
+
+
+class Stream:
+    """A stream of a fake GPU. What is queued runs once somebody waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device(device)
+        self.queue: list[Callable[[], object]] = []
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.queue.append(other.synchronize)
+
+    def synchronize(self) -> None:
+        while self.queue:
+            self.queue.pop(0)()
+
+
+class Gpus(threading.local):
+    """Takes the place of `torch.cuda`. Each thread has a current device, at first cuda:0, and a stream per device."""
+
+    def __init__(self, default: tuple[Stream, ...]) -> None:
+        self.default = default
+        self.place = 0
+        self.streams: dict[int, Stream] = {}
+
+    def Stream(self, device: Any = None) -> Stream:
+        return Stream(torch.device("cuda", self.place) if device is None else device)
+
+    def current_stream(self, device: Any = None) -> Stream:
+        place = self.place if device is None else torch.device(device).index
+        return self.streams.get(place, self.default[place])
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.place = self.place, device.index
+        yield
+        self.place = before
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        with self.device(stream.device):
+            before = self.current_stream()
+            self.streams[self.place] = stream
+            yield
+            self.streams[self.place] = before
+
+
+class OnGpu(Tensor):
+    """A tensor of cuda:1. What copies it queues this on the current stream."""
+
+    is_cuda = True
+    device = torch.device("cuda", 1)  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.copy_:
+            target, source = (each.as_subclass(Tensor) for each in args)
+            torch.cuda.current_stream(cls.device).queue.append(lambda: target.copy_(source))  # type: ignore[attr-defined]
+            return args[0]
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_thread_waits_for_the_copies_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins on cuda:0, whose streams have nothing of a tensor on cuda:1."""
+    gpus = Gpus(tuple(Stream(torch.device("cuda", place)) for place in range(2)))
+    for name in ("Stream", "current_stream", "device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(gpus, name))
+    monkeypatch.setattr(async_copy, "Watch", lambda tensors: SimpleNamespace(find_changed=list))
+    gpus.place = 1  # as after torch.cuda.set_device in the main thread
+    expected = {"large": torch.randn(NUM_LARGE), "small": torch.randn(3), "on the CPU": torch.randn(NUM_LARGE)}
+    source = torch.zeros(NUM_LARGE)
+    torch.cuda.current_stream().queue.append(lambda: source.copy_(expected["large"]))  # type: ignore[attr-defined]
+    tensors = {"large": source.as_subclass(OnGpu), "small": expected["small"].as_subclass(OnGpu)}
+    tensors["on the CPU"] = expected["on the CPU"]
+    targets = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    stable = {locate(tensor) for tensor in tensors.values()}
+    seen: dict[int, list[Tensor]] = defaultdict(list)
+    copy = Copy(tensors, targets, stable=stable, look=lambda place, tensor: seen[place].append(tensor.clone()))
+    thread = threading.Thread(target=copy.run)
+    thread.start()
+    thread.join()
+    copy.join()
+    for name, tensor in tensors.items():
+        assert torch.equal(torch.cat(seen[locate(tensor)]), expected[name]), name
 
 
 @pytest.mark.parametrize(

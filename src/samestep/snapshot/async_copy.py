@@ -5,8 +5,8 @@ pass, and must be complete before the next update. All other tensors are copied 
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,8 +66,9 @@ class Staging:
         self._buffers = {}
         for name, tensor in tensors.items():
             buffer = kept.get(name)
-            wanted = tensor.dtype, tensor.shape, tensor.is_cuda
-            if buffer is None or (buffer.dtype, buffer.shape, buffer.is_pinned()) != wanted:
+            like = torch.empty_like(tensor, device="meta")
+            wanted = like.dtype, like.shape, like.stride(), tensor.is_cuda
+            if buffer is None or (buffer.dtype, buffer.shape, buffer.stride(), buffer.is_pinned()) != wanted:
                 # Pinned: otherwise copies from a GPU would be synchronous.
                 buffer = torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=tensor.is_cuda)
             self._buffers[name] = buffer
@@ -114,24 +115,25 @@ class Copy:
         self.has_failed = self._is_joined = False
         self._look = look
         self._copied = threading.Event()
-        self._is_on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+        self._streams = {tensor.device: _open_stream(tensor.device) for tensor in tensors.values() if tensor.is_cuda}
         self._later: list[_Piece] = []
-        at_once: list[_Piece] = []
+        at_once: dict[Any, list[_Piece]] = {}  # by device
         for name, tensor in tensors.items():
             is_late = locate(tensor) in stable and is_watchable(tensor)
-            (self._later if is_late else at_once).append(_Piece(locate(tensor), tensor.detach(), targets.get(name)))
+            pieces = self._later if is_late else at_once.setdefault(tensor.device, [])
+            pieces.append(_Piece(locate(tensor), tensor.detach(), targets.get(name)))
         self._watch = Watch(piece.source for piece in self._later)
-        self._take(at_once)
+        for pieces in at_once.values():
+            self._take(pieces)
 
     def run(self) -> None:
         """Copy the remaining tensors. Call in a background thread."""
         try:
-            with _open_stream() if self._is_on_gpu else nullcontext():
-                for whole in self._later:
-                    for piece in _split(whole):
-                        with at_rest():
-                            pass  # a waiting fork happens here
-                        self._take([piece])
+            for whole in self._later:
+                for piece in _split(whole):
+                    with at_rest():
+                        pass  # a waiting fork happens here
+                    self._take([piece])
         except BaseException:
             self.has_failed = True
             raise
@@ -145,25 +147,38 @@ class Copy:
             self.torn = [locate(tensor) for tensor in self._watch.find_changed()]
             self._is_joined = True
 
-    def _take(self, pieces: "Iterable[_Piece]") -> None:
-        """Copy pieces, and look at the copies, since these are what is written."""
-        pieces = [*pieces]
-        for piece in pieces:
-            if piece.target is not None:
-                piece.target.copy_(piece.source, non_blocking=True)
-        if self._is_on_gpu:
-            import torch
+    def _take(self, pieces: "Sequence[_Piece]") -> None:
+        """Copy pieces of one device, and look at the copies, since these are what is written."""
+        stream = self._streams.get(pieces[0].source.device)
+        with _use(stream):
+            for piece in pieces:
+                if piece.target is not None:
+                    piece.target.copy_(piece.source, non_blocking=True)
+            if stream is not None:
+                stream.synchronize()
+            for piece in pieces:
+                self._look(piece.place, piece.source if piece.target is None else piece.target)
 
-            torch.cuda.current_stream().synchronize()
-        for piece in pieces:
-            self._look(piece.place, piece.source if piece.target is None else piece.target)
 
-
-def _open_stream() -> Any:
-    """Return a context in which copies run beside the computation on a GPU."""
+def _open_stream(device: Any) -> Any:
+    """Return a stream in which copies run beside the computation on a GPU, after what this thread has queued there."""
     import torch
 
-    return torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
+
+
+@contextmanager
+def _use(stream: Any) -> Iterator[None]:
+    """Use a stream and its device, in any thread; None: the CPU. A new thread begins on the first GPU."""
+    import torch
+
+    if stream is None:
+        yield
+    else:
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            yield
 
 
 def _split(whole: _Piece) -> Iterator[_Piece]:
