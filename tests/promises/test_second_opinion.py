@@ -103,6 +103,21 @@ def test_the_check_changes_no_bits(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert (run_dir / "ledger.bin").read_bytes() == (without / "ledger.bin").read_bytes()
 
 
+def train_with_totals(**arguments: Any) -> list[float]:
+    totals = []
+    tiny_run(
+        batch_size=6, micro_batch_size=1, num_steps=3,
+        before=lambda t: totals.append(t.step.total(lambda batch: batch[0].sum())),
+        then=lambda t: [t.optimizer.step(), totals.append(t.step.metrics["loss"])], **arguments,
+    )  # fmt: skip
+    return totals
+
+
+def test_a_total_before_the_loop_changes_no_samples() -> None:
+    """It loads what this rank borrows first, as the loop does."""
+    assert samestep.spawn(train_with_totals, 2, (), {"check_compute_every": 1}) == train_with_totals()
+
+
 class Drawing(torch.utils.data.Dataset[Tensor]):
     """Each read gives another sample."""
 

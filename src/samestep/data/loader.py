@@ -35,11 +35,17 @@ IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # by DataLoad
 
 
 class Loaded(NamedTuple):
-    """One micro-batch on the host. `position`: the position of its lane, for a stream."""
+    """One micro-batch on the host.
+
+    Attributes:
+        seed: of its task, which no other micro-batch of the run has.
+        position: the position of its lane, for a stream.
+    """
 
     batch: Any
     num_samples: int
     fingerprint: int
+    seed: int
     position: Any = None
 
 
@@ -362,7 +368,7 @@ class Fetcher:
             # One operation per tensor, and no object per sample. Draws no random numbers, so it needs no seed.
             rows = torch.from_numpy(task.indices)
             columns = [tensor.index_select(0, rows) for tensor in self._dataset.tensors]
-            return Loaded(columns, len(rows), fingerprint(task.indices))
+            return Loaded(columns, len(rows), fingerprint(task.indices), task.seed)
         if self._read_batch is not None:
             return self._load_batch(task, self._read_batch)
         seed_all(task.seed)
@@ -388,11 +394,11 @@ class Fetcher:
             raise
         except Exception as error:
             raise Error(explain(error, indices, samples, self._collate_fn, self._many), code="SS301") from error
-        return Loaded(batch, len(indices), fingerprint(task.indices), position)
+        return Loaded(batch, len(indices), fingerprint(task.indices), task.seed, position)
 
     def _load_batch(self, task: Task, read: Callable[[NDArray[np.int64]], Any]) -> Loaded:
         try:
-            return Loaded(read(task.indices), len(task.indices), fingerprint(task.indices))
+            return Loaded(read(task.indices), len(task.indices), fingerprint(task.indices), task.seed)
         except Error:
             raise
         except Exception as error:

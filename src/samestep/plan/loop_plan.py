@@ -280,7 +280,11 @@ class LoopPlan:
     def task(self, step: int, v: int) -> Task:
         """Return the task of micro-batch v of a step."""
         span = self.micro_batches(step)[v]
-        return Task(self.indices(span), derive(self.seed, "data", step=step, micro_batch=v))
+        return Task(self.indices(span), self.find_task_seed(step, v))
+
+    def find_task_seed(self, step: int, v: int) -> int:
+        """Return the seed of the task of micro-batch v of a step."""
+        return derive(self.seed, "data", step=step, micro_batch=v)
 
     def tasks(
         self,

@@ -60,7 +60,9 @@ class Feed:
             Error: the data set failed.
         """
         if step >= self._loader_begin:
-            return next(self.loader)
+            loaded = next(self.loader)
+            assert loaded.seed == self.plan.find_task_seed(step, v), f"the next micro-batch is not {v} of step {step}"
+            return loaded
         alone = replace(self._spec, num_workers=0)
         positions = self.loader.positions
         with Loader(alone, [self.plan.task(step, v)], device=self._context.device, positions=positions) as loader:

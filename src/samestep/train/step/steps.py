@@ -446,7 +446,7 @@ class Step:
 
     def load_up_to(self, v: int) -> Any:
         """Load the micro-batches of `held` up to v. Returns the batch of v. For an interceptor that ends the run."""
-        for each in self.held[: self.held.index(v)]:
+        for each in (*self.borrowed, *self.held[: self.held.index(v)]):
             self._load(each)
         return self._load(v)
 
@@ -626,6 +626,8 @@ class Step:
         self.held = context.build_layout(len(self.sizes)).ranges[context.rank]
         self._num_ranks = context.world_size
         numbers = {}
+        for v in self.borrowed:  # which the loader has before those of this rank
+            self._load(v)
         for v in self.held:
             batch = self._load(v)
             seed_all(self._derive("compute", pass_=self.num_passes, micro_batch=v))
