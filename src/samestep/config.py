@@ -217,6 +217,12 @@ def _check_resume(name: str, value: Any) -> Any:
     return value
 
 
+def _check_source(name: str, value: Any) -> Any:
+    if value is not None and (not isinstance(value, str | PathLike) or not str(value)):
+        raise InvalidValue(f"{name} must be the directory of a run, not {value!r}", code="SS101")
+    return None if value is None else str(value)
+
+
 def find_trackers() -> "dict[str, EntryPoint]":
     """Return the trackers of installed packages: name -> entry point in the group `samestep.trackers`."""
     from importlib.metadata import entry_points  # slow
@@ -388,6 +394,17 @@ class RunConfig:
             is_shared=False,
         ),
     ] = False
+    continue_from: Annotated[
+        str | None,
+        Option(
+            str,
+            "RUN",
+            "begin a new run directory with the state of this run, for example with another batch size; RUN@400 or "
+            "RUN@best for a snapshot that is not its newest",
+            _check_source,
+            is_shared=False,
+        ),
+    ] = None
     override: Annotated[
         bool,
         Option(

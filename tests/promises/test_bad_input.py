@@ -135,11 +135,11 @@ def test_more_ranks_than_the_run_can_ever_have(tmp_path: Path) -> None:
     assert_refused(
         launch("nothing", run_dir, 2, *sizes),
         f"the run in {run_dir} began with batch_size 8 and micro_batch_size 8, on which its bits depend",
-        "so it can have at most 1 rank, not 2: continue it on 1, or begin a run beside it",
-        "that 2 ranks can share, with --fresh --micro-batch-size 4$",
+        "so it can have at most 1 rank, not 2: continue it on 1, or in a new directory",
+        f"where 2 ranks can share it, with --run-dir NEW --continue-from {run_dir} --micro-batch-size 4$",
     )
     assert read_tree(run_dir) == before
-    check(launch("nothing", run_dir, 2, *sizes, "--fresh", "--micro-batch-size", "4"))
+    check(launch("nothing", tmp_path / "y", 2, *sizes, "--continue-from", str(run_dir), "--micro-batch-size", "4"))
     assert read_tree(run_dir) == before
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from samestep.config import RunConfig, is_url
-from samestep.errors import KINDS, Error, NotHealed, RunDirectoryError, name_kind
+from samestep.errors import KINDS, Error, InvalidValue, NotHealed, RunDirectoryError, name_kind
 from samestep.launch.output import start_log
+from samestep.snapshot.continued_run import continue_run, copy_continued
 from samestep.snapshot.inspection import SnapshotOrder, TrainingState
 from samestep.snapshot.kept_logs import Heal, KeptLogs
 from samestep.snapshot.manifest import Pieces, find_damage
@@ -46,6 +47,10 @@ def open_location(config: RunConfig, group: Group, say: Callable[[str], None], *
     Raises:
         Error: the place cannot be used, or holds another run. It is closed then.
     """
+    if config.continue_from is not None and not isinstance(config.run_dir, Path):
+        raise InvalidValue(
+            "--continue-from begins a run in a directory: set run_dir to a new one, not to None or a URL", code="SS104"
+        )
     if config.run_dir is None:
         return Location(group, config, say)
     if isinstance(config.run_dir, str):
@@ -160,7 +165,10 @@ class Location:
     def _open_directory(self) -> None:
         assert self.named is not None
         self.directory = RunDirectory(self.named, warn=self.warn)
+        if self._config.continue_from is not None:
+            continue_run(self.directory, self._config.continue_from, self._config.identity(), self.warn)
         self.directory.check_numbers(self._config.identity())
+        copy_continued(self.directory)
 
     def warn(self, sentence: str) -> None:
         """Print a message about this rank's files, on this rank and in any thread."""

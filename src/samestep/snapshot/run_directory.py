@@ -145,6 +145,10 @@ class RunDirectory:
                 code="SS405",
             )
 
+    def adopt(self, record: Mapping[str, Any]) -> None:
+        """Begin with the record of another run, which this one continues. Raises OSError."""
+        self._replace_record({**record})
+
     def write_loops(self, loops: Sequence[Mapping[str, Any]]) -> None:
         """Record the run's loops after the first one, whose numbers are the run's."""
         self._replace_record({**self.record, "loops": [*loops]})

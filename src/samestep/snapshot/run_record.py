@@ -110,8 +110,16 @@ def build_record(
     record |= {"settings": dict(options.in_force), "asked": dict(options.asked), "samples": options.samples}
     record |= {"config": config, "rewinds": [*rewinds], "changes": rows, "loops": before.get("loops", [])}
     record |= {"git": git} if git else {}
+    record |= {"continues": before["continues"]} if "continues" in before else {}
     record |= {"script": script} if (script := dict(options.script) or before.get("script")) else {}
     return record, warnings
+
+
+def list_loops(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the numbers of each loop of a run, for `LoopPlan.from_numbers`."""
+    numbers = record.get("numbers", {})
+    of_all = {name: value for name, value in numbers.items() if name not in ("num_lanes", "epoch_length", "shards")}
+    return [numbers, *(of_all | loop for loop in record.get("loops", []))]
 
 
 def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

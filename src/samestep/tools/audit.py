@@ -18,6 +18,7 @@ from samestep.plan.ledger import Entry
 from samestep.plan.loop_plan import LoopPlan, StepSamples
 from samestep.plan.order import GivenOrder, Indices
 from samestep.snapshot.ledger_file import count_records, read_records
+from samestep.snapshot.run_record import list_loops
 from samestep.units import format_count
 from samestep.watch.records import LEDGER, RECORD, STATUS, read_or_empty
 
@@ -69,8 +70,12 @@ class _Audit:
         self._left: dict[int, Indices] = {}  # incomplete epoch -> remaining uses of each sample
         self._num_closed = 0
 
-    def add(self, step: int, record: Entry) -> StepSamples | None:
-        """Check the ledger's record of step `step`. Returns the samples that it used; None if they are not known."""
+    def add(self, step: int, record: Entry, *, is_own: bool = True) -> StepSamples | None:
+        """Check the ledger's record of a step. Returns the samples that it used; None if they are not known.
+
+        Args:
+            is_own: False if another run has made the step, with other micro-batches: its fingerprint is another one.
+        """
         planned = self._plan.plan_step(step)
         first = planned.samples[0]
         problem = ""
@@ -78,7 +83,7 @@ class _Audit:
             problem = "the ledger has no record of it, ledger.bin was truncated"
         elif record.step != step:
             problem = f"the ledger has a record of step {record.step} at its position"
-        elif record.fingerprint != planned.fingerprint:
+        elif is_own and record.fingerprint != planned.fingerprint:
             problem = f"it should have used sample {first} and so on, but used others"
         elif (record.epoch, record.num_samples) != (planned.pieces[0][0], len(planned.samples)):
             problem = f"the ledger records {record.num_samples} samples of epoch {record.epoch}"
@@ -137,21 +142,22 @@ def audit_samples(
     Raises:
         Error: run.json or an order file lacks data that the audit needs.
     """
-    numbers = record.get("numbers", {})
-    of_all = {name: value for name, value in numbers.items() if name not in ("num_lanes", "epoch_length", "shards")}
+    continues = record.get("continues", {"step": 0, "begins": []})
     path = run / LEDGER
     status = read_or_empty(run / STATUS)
     num_steps = count_records(path)
-    loops = [numbers, *(of_all | loop for loop in record.get("loops", []))]
-    plans = [_build_plan(run, loop, num_steps) for loop in loops]
+    plans = [_build_plan(run, loop, num_steps) for loop in list_loops(record)]
     begins = [plan.first_step for plan in plans[1:]]
     audits = [_Audit(plan) for plan in plans]
     for step, entry in enumerate(read_records(path)):
+        is_own = step >= continues["step"]
+        if not is_own and continues["begins"]:  # of another plan: its own run's audit checks it
+            continue
         audit = audits[bisect_right(begins, step)]
         if len(audit.problems) > _MAX_PROBLEMS:
             audit.problems.append(f"steps {step} to {num_steps - 1}: they were not checked")
             break
-        used = audit.add(step, entry)
+        used = audit.add(step, entry, is_own=is_own)
         if see is not None:
             see(step, used)
     if num_steps < (num_done := status.get("steps", 0)):

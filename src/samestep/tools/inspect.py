@@ -132,6 +132,7 @@ def _build_tables(shown: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]
     named = ("name", "value")
     ended = {name: shown["status"].get(name) for name in ("status", "reason", "time", "host")}
     yield "status", named, [(name, str(value)) for name, value in ended.items() if value]
+    yield "continues", named, list_values(record.get("continues") or {})
     for section in ("numbers", "machine", "git", "config"):
         yield section, named, list_values(record.get(section) or {})
     for number, loop in enumerate(record.get("loops", []), start=2):

@@ -88,11 +88,11 @@ def _check_room(
             record = read_record(Path(run_dir), run_dir)
     if record and sizes.items() <= record.get("numbers", {}).items():
         most = batch_size // micro_batch_size
-        more = advise(fresh=True, **find_sizes(batch_size, micro_batch_size, world_size))
+        more = advise(run_dir="NEW", continue_from=run_dir, **find_sizes(batch_size, micro_batch_size, world_size))
         raise InvalidValue(
             f"the run in {run_dir} began with batch_size {batch_size} and micro_batch_size {micro_batch_size}, on "
             f"which its bits depend, so it can have at most {most} rank{'s' if most > 1 else ''}, not {world_size}: "
-            f"continue it on {most}, or begin a run beside it that {world_size} ranks can share, with {more}",
+            f"continue it on {most}, or in a new directory, where {world_size} ranks can share it, with {more}",
             code="SS109",
         )
 

@@ -98,7 +98,9 @@ def record_start(data: LoopData, context: RunContext, prepared: Prepared) -> Tra
     if location.path is not None:
         git, script = context.group.once(lambda: (read_commit(), describe_script()))
         options = replace(options, git=git, script=script)
-    numbers = {**prepared.numbers, **data.numbers}
+    plan = data.plan
+    begin = {"first_step": plan.first_step, "first_epoch": plan.first_epoch} if plan.first_step else {}
+    numbers = {**prepared.numbers, **data.numbers, **begin}
     options = replace(options, numbers=numbers, machine=machine, config=context.script_config)
     location.begin(prepared.point, options)
     return describe_run(context, machine, options)

@@ -792,9 +792,10 @@ class Run:
                 "run.restore was called before the loop, which would train other weights: call it after it",
                 code="SS221",
             )
+        start, num_done = self._state.find_begin(start)
         opened = open_loop_data(
             data,
-            count,
+            max(count - num_done, 0),
             seed=self.seed,
             batch_size=self.batch_size,
             micro_batch_size=self.micro_batch_size,

@@ -64,6 +64,13 @@ class _Change(Struct):
     changed: str
 
 
+class _Continued(Struct):
+    run: str
+    snapshot: int | str
+    step: Count
+    begins: list[tuple[Count, Count, Count, Count]] = []
+
+
 class _Record(Struct):
     format: Count = 0
     numbers: _Numbers | UnsetType = UNSET
@@ -76,6 +83,7 @@ class _Record(Struct):
     rewinds: list[Count] = []
     loops: list[_Loop] = []
     changes: list[_Change] = []
+    continues: _Continued | UnsetType = UNSET
 
 
 class _Measured(Struct):

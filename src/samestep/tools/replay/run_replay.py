@@ -80,6 +80,11 @@ class _Replay:
             raise Error(
                 f"the ledger of {self._called} has {which}: there is no step {self._step} to replay", code="SS709"
             )
+        continues = self._record.get("continues", {"step": 0})
+        if self._step < continues["step"]:
+            raise Error(
+                f"step {self._step} of {self._called} was made in {continues['run']}: replay it there", code="SS709"
+            )
         numbers = self._record.get("numbers", {})
         most = numbers.get("batch_size", 1) // numbers.get("micro_batch_size", 1)
         if self._num_ranks > max(most, 1):

@@ -88,6 +88,8 @@ class RunState:
         self._order: Mapping[str, Any] | None = None  # see `SamplerOrders.state_dict`
         # Per finished loop: its end, its planned end, and with a sampler the length of its epochs.
         self._ends: list[list[int]] = []
+        # Per loop that began in another run, which this one continues: see `find_begin`.
+        self._begins: list[list[int]] = []
         self._num_begun = 0
         self._num_past = 0
 
@@ -108,8 +110,8 @@ class RunState:
         return position | self.list_ends()
 
     def list_ends(self) -> dict[str, Any]:
-        """Return the ends of the loops, as a part of the position; empty before the first loop has ended."""
-        return {"loops": self._ends} if self._ends else {}
+        """Return the ends and beginnings of loops, as a part of the position; empty if there are none to record."""
+        return ({"loops": self._ends} if self._ends else {}) | ({"begins": self._begins} if self._begins else {})
 
     def build_notes(self) -> dict[str, Any]:
         """Return what a snapshot's manifest holds of the state, because times and logged values may differ by start."""
@@ -129,6 +131,7 @@ class RunState:
                 snapshot that is named is meant to be trained further.
         """
         self._ends = position.get("loops", [])
+        self._begins = position.get("begins", [])
         self._num_past = len(self._ends)
         self._order = position.get("order")
         self._lanes = position.get("lanes", [])
@@ -208,6 +211,16 @@ class RunState:
         order = self._continued_order
         return None if order is None else len(order["indices"])
 
+    def find_begin(self, begin: tuple[int, int]) -> tuple[tuple[int, int], int]:
+        """Return the step and the epoch where the script's next loop begins, and the epochs or steps of it done before.
+
+        They differ from `begin` and 0 only in a loop that began in another run, with another batch size.
+        """
+        for number, step, epoch, num_done in self._begins:
+            if number == self._num_begun:
+                return (step, epoch), num_done
+        return begin, 0
+
     @property
     def _continued_order(self) -> Mapping[str, Any] | None:
         """The order in the snapshot, if the script's next loop is the one in which it was taken."""
@@ -238,7 +251,7 @@ class RunState:
             end, was, *_ = self._ends[number]
         place = Place(number, end, planned, kind)
         location.once(lambda: self._record(location.directory, place, data))
-        if planned != was:
+        if planned != was and not self._begins:
             say(
                 f"loop {number + 1} of this run ended at step {end} and is not continued, although its planned "
                 f"end is now step {planned} (was {was}): resume from a step before {end} to change it"

@@ -1,0 +1,171 @@
+"""Begins a run with the state and the position of another run, of which it may change the numbers.
+
+A run directory belongs to one batch size, one micro-batch size and so on. To train on with other ones, a new directory
+takes the newest snapshot of the run there (or another one), and its rows and records up to it. `run.json` says so in
+`continues`. It is written first: a start that finds no snapshot in such a directory copies again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from samestep.config import is_url
+from samestep.data.order_files import ORDERS, list_orders
+from samestep.errors import InvalidValue, RunDirectoryError
+from samestep.files import copy_file, open_regular, replace_file
+from samestep.plan.ledger import RECORD as LEDGER_RECORD
+from samestep.plan.loop_plan import LoopPlan
+from samestep.snapshot.reading import find_snapshot, open_run, read_run
+from samestep.snapshot.run_directory import RunDirectory
+from samestep.snapshot.run_record import describe_changes, list_loops
+from samestep.snapshot.serialization import encode
+from samestep.snapshot.store import SavedRun, Snapshot, Store
+from samestep.watch.records import LEDGER, METRICS
+
+PLANNED_BY = ("batch_size", "seed")  # the numbers that decide which samples a step uses
+
+
+def continue_run(directory: RunDirectory, source: str, identity: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Begin a run with the state of another one, unless it has begun before. On a rank that writes.
+
+    Args:
+        directory: the new run's.
+        source: the other run's directory or URL; "RUN@STEP" or "RUN@NAME" for a snapshot that is not its newest.
+        identity: the new run's numbers.
+        say: prints a message.
+
+    Raises:
+        Error: `directory` holds a run that does not continue `source`, there is no such snapshot, or the run cannot be
+            continued there with these numbers.
+        OSError: the directory cannot be written.
+    """
+    record = directory.record
+    run, which = split_source(source)
+    if not record:
+        with open_run(run) as path:
+            before = read_run(path, run)
+            snapshot = find_snapshot(Store(path), run, which)
+            record = _build_record(path, snapshot, before, identity, run)
+            directory.adopt(record)
+        changed = describe_changes(before["numbers"], record["numbers"])
+        say(f"continues {run} from step {snapshot.step}" + (f" with {changed}" if changed else ""))
+    elif record.get("continues", {}).get("run") != run:
+        raise RunDirectoryError(
+            f"{directory.named} holds a run that does not continue {source}: name a new directory by --run-dir, or "
+            "leave out --continue-from",
+            code="SS405",
+        )
+
+
+def copy_continued(directory: RunDirectory) -> None:
+    """Copy the state that a run continues, if its first start has not done so. Errors as for `continue_run`."""
+    continues = directory.record.get("continues")
+    if continues is None or directory.store.snapshots():
+        return
+    step = continues["step"]
+    with open_run(continues["run"]) as path:
+        store = Store(path)
+        snapshot = find_snapshot(store, continues["run"], continues["snapshot"])
+        saved = store.open(snapshot, SavedRun)
+        contents = saved.fill(saved.contents)
+        meta = snapshot.manifest["meta"]
+        (directory.path / ORDERS).mkdir(exist_ok=True)
+        for name in list_orders(path):
+            (directory.path / name).unlink(missing_ok=True)
+            copy_file(path / name, directory.path / name)
+        for name, size in ((METRICS, meta["metrics_bytes"]), (LEDGER, step * LEDGER_RECORD.size)):
+            with open(path / name, "rb", opener=open_regular) as file:
+                replace_file(directory.path / name, file.read(size), sync=True)
+    if continues["begins"]:
+        contents["position"]["begins"] = continues["begins"]
+    meta = {**meta, "numbers": directory.record["numbers"], "rewinds": 0}
+    structure, tensors = encode(contents)
+    own = directory.store
+    place = own.begin(step, None)
+    own.commit(place, own.prepare(place, tensors), structure, step=step, name=None, meta=meta)
+
+
+def split_source(source: str) -> tuple[str, int | str]:
+    """Split "RUN@SNAPSHOT" into the run, with an absolute path, and the snapshot's step or name.
+
+    Example::
+
+        >>> split_source("/runs/a@400"), split_source("/runs/a@best"), split_source("/runs/a")
+        (('/runs/a', 400), ('/runs/a', 'best'), ('/runs/a', 'latest'))
+    """
+    run, at, which = source.rpartition("@")
+    if not at or "/" in which:
+        run, which = source, "latest"
+    if not is_url(run):
+        run = str(Path(run).expanduser().absolute())
+    return run, int(which) if which.isdecimal() else which
+
+
+def _build_record(
+    path: Path, snapshot: Snapshot, before: Mapping[str, Any], identity: Mapping[str, Any], called: str
+) -> dict[str, Any]:
+    """Return `run.json` of the new run."""
+    numbers = before["numbers"]
+    changed = {name for name, value in identity.items() if numbers.get(name) != value}
+    contents = Store(path).open(snapshot, SavedRun).contents
+    position = contents["position"]
+    if "lanes" in position and changed & {"batch_size", "micro_batch_size"}:
+        raise InvalidValue(
+            f"{called} reads a stream, whose position belongs to its sizes: keep its batch_size and micro_batch_size",
+            code="SS104",
+        )
+    if "precision" in changed and identity["precision"] == "fp16":
+        raise InvalidValue(
+            f"{called} was trained with precision {numbers['precision']}, and has no loss scale to continue with fp16: "
+            "use another precision",
+            code="SS104",
+        )
+    begins = position.get("begins", [])
+    loops = [*before.get("loops", [])]
+    if changed & {*PLANNED_BY}:
+        number = len(position.get("loops", []))
+        begins = [row for row in begins if row[0] < number] + [_find_begin(position, before, number, path, called)]
+        loops = loops[: max(number - 1, 0)]
+    row = {"after_step": snapshot.step, "changed": describe_changes(numbers, {**numbers, **identity})}
+    return {
+        **before,
+        "numbers": {**numbers, **identity},
+        "loops": loops,
+        "rewinds": [],
+        "changes": [*before.get("changes", []), *([row] if changed else [])],
+        "continues": {
+            "run": called,
+            "snapshot": snapshot.step if snapshot.name is None else snapshot.name,
+            "step": snapshot.step,
+            "begins": begins,
+        },
+    }
+
+
+def _find_begin(
+    position: Mapping[str, Any], before: Mapping[str, Any], number: int, path: Path, called: str
+) -> Sequence[int]:
+    """Return the row of `RunState.find_begin` for the loop in which a snapshot was taken.
+
+    Args:
+        number: of the loop.
+    """
+    step = position["step"]
+    loops = list_loops(before)
+    if number >= len(loops):  # the loop had not begun
+        return number, step, LoopPlan.from_numbers(loops[-1]).next_epoch(step), 0
+    plan = LoopPlan.from_numbers(loops[number])
+    done = sum(row[3] for row in position.get("begins", []) if row[0] == number)
+    if plan.is_endless:
+        return number, step, plan.next_epoch(step), done + step - plan.first_step
+    epoch = plan.epochs_done(step)
+    if epoch is None:
+        ends = [each for each in Store(path).snapshots() if each.problem is None and each.step >= plan.first_step]
+        steps = [each.step for each in ends if plan.epochs_done(each.step) is not None]
+        instead = f"--continue-from {called}@{max(steps)}" if steps else "the run's own numbers until its epoch ends"
+        raise InvalidValue(
+            f"step {step} of {called} is inside an epoch, where its samples cannot be divided anew into batches: use "
+            f"{instead}",
+            code="SS419",
+        )
+    return number, step, epoch, done + epoch - plan.first_epoch
