@@ -28,9 +28,7 @@ def test_help() -> None:
     assert run().stdout == done.stdout
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["launch", "--help"], ["train", "--help"], ["--version"], ["trian"]]
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["train", "--help"], ["--version"], ["trian"]])
 def test_nothing_slow_is_imported(arguments: list[str]) -> None:
     slow = {"torch", "numpy", "rich", "psutil", "asyncio"}
     script = f"import sys; from samestep.cli import main; main({arguments!r}); sys.exit(len({slow} & set(sys.modules)))"
@@ -71,7 +69,7 @@ def test_version() -> None:
         (["launch", "--max-restarts", "-1", __file__], "--max-restarts must be a whole number of at least 0, not -1"),
         (["submit", "--job-name", "a\nb", __file__], "the batch script would have the option '--job-name=\"a\\nb\"'"),
         (["submit", "--sbatch=--mem=1\ntouch x", __file__], "use names without control characters"),
-        (["launch", "--nproc-per-node", "foo", __file__], "takes a number, gpu, cpu or auto, not 'foo'"),
+        (["launch", "--nproc-per-node", "foo", __file__], "--nproc-per-node must be a whole number, not 'foo'"),
         (["launch", "--nproc-per-node"], "--nproc-per-node needs a value"),
         (["launch", "--batch-size", "many", __file__], "--batch-size must be a whole number, not 'many'"),
         (["launch", "--fresh=1", __file__], "--fresh takes no value"),
@@ -98,7 +96,7 @@ def test_a_mistake_is_one_sentence(arguments: list[str], said: str) -> None:
 
 BAD = [  # arguments, and a part of the sentence
     ("launch missing.py", "there is no script missing.py"),
-    ("launch --nproc-per-node x file", "--nproc-per-node takes a number"),
+    ("launch --nproc-per-node x file", "--nproc-per-node must be a whole number"),
     ("launch --batch-size 0 file", "--batch-size must be a whole number above 0, found 0"),
     ("train mlp --micro-batch-size=-1", "--micro-batch-size must be a whole number above 0, found -1"),
     ("verify missing.py", "there is no script missing.py"),
@@ -136,7 +134,7 @@ def parse(command: ScriptCommand, *words: str) -> tuple[list[str], dict[str, Any
 def test_flags_of_launch_may_be_anywhere_before_the_script() -> None:
     words = ["--nproc_per_node=2", "--batch_size", "8", "--fresh", "a.py", "--seed", "1", "--", "--x"]
     program, values = parse(run_launch, *words)
-    assert values == {"nproc_per_node": "2", "batch_size": 8, "fresh": True}
+    assert values == {"nproc_per_node": 2, "batch_size": 8, "fresh": True}
     assert program == ["a.py", "--seed", "1", "--", "--x"]
 
 

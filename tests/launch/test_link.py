@@ -16,7 +16,7 @@ from samestep.launch import agent
 from samestep.launch.agent import Launch, run_agent
 from samestep.launch.link import LOST_S, Link
 from samestep.launch.local_ranks import Ranks
-from samestep.launch.node_messages import Finish, Signal, encode_message
+from samestep.launch.node_messages import Finish, Lost, Message, Print, Signal, encode_message
 from samestep.launch.nodes import Nodes
 from samestep.launch.target import Target
 from samestep.world.rendezvous_store import SignedEntries
@@ -40,8 +40,8 @@ class Place:
     def pair(self) -> tuple[Link, Link]:
         return self.open(0, [1]), self.open(1, [0])
 
-    def take(self, link: Link, num: int) -> list[tuple[int, str | None]]:
-        found: list[tuple[int, str | None]] = []
+    def take(self, link: Link, num: int) -> list[tuple[int, Message]]:
+        found: list[tuple[int, Message]] = []
         wait_until(lambda: found.extend(link.receive()) or len(found) >= num, f"{num} messages")
         return found
 
@@ -59,19 +59,19 @@ def test_messages_arrive_in_order(place: Place) -> None:
     """Also those that were sent before the other node was there."""
     first = place.open(0, [1, 2])
     for number in range(20):
-        first.send(1, str(number))
+        first.send(1, Print(str(number)))
     second, third = place.open(1, [0]), place.open(2, [0])
-    assert place.take(second, 20) == [(0, str(number)) for number in range(20)]
-    second.send(0, "from 1")
-    third.send(0, "from 2")
-    assert sorted(map(str, place.take(first, 2))) == ["(1, 'from 1')", "(2, 'from 2')"]
+    assert place.take(second, 20) == [(0, Print(str(number))) for number in range(20)]
+    second.send(0, Print("from 1"))
+    third.send(0, Print("from 2"))
+    assert dict(place.take(first, 2)) == {1: Print("from 1"), 2: Print("from 2")}
 
 
 def test_a_node_that_ends_is_lost(place: Place) -> None:
     first, second = place.pair()
     wait_until(lambda: first.sees(1) and second.sees(0), "they see each other")
     second.close(5.0)
-    assert place.take(first, 1) == [(1, None)]
+    assert place.take(first, 1) == [(1, Lost())]
 
 
 def test_a_node_that_stands_still_is_lost_within_seconds(place: Place) -> None:
@@ -83,7 +83,7 @@ def test_a_node_that_stands_still_is_lost_within_seconds(place: Place) -> None:
         wait_until(lambda: first._peers[1].beat == f"0123456789abcdef {number}", "it is seen")  # noqa: B023
     began_s = time.monotonic()
     assert first.sees(1)
-    assert place.take(first, 1) == [(1, None)]
+    assert place.take(first, 1) == [(1, Lost())]
     assert time.monotonic() - began_s >= LOST_S - 1.0, "it was not lost before"
 
 
@@ -93,7 +93,7 @@ def test_a_node_that_was_started_again_is_lost(place: Place) -> None:
     wait_until(lambda: first.sees(1), "it is there")
     second._is_closing.set()
     place.open(1, [0])
-    assert place.take(first, 1) == [(1, None)]
+    assert place.take(first, 1) == [(1, Lost())]
 
 
 def overwrite_beat(place: Place, entries: SignedEntries) -> None:
@@ -123,8 +123,8 @@ def test_a_stranger_is_not_heard(place: Place, attack: Callable[[Place, SignedEn
     wait_until(lambda: first.has_stranger, "it is noticed")
     assert (first.receive(), first.sees(1)) == ([], False)
     second = place.open(1, [0])
-    second.send(0, "a message")
-    assert place.take(first, 1) == [(1, "a message")]
+    second.send(0, Print("a message"))
+    assert place.take(first, 1) == [(1, Print("a message"))]
 
 
 def test_a_beat_of_an_earlier_start_is_no_node(place: Place) -> None:

@@ -202,7 +202,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path, port: int) -> None:
     [
         (["--jsn"], "doctor has no option --jsn; did you mean --json?"),
         (["--device", "tpu"], "--device must be cpu, cuda or one GPU"),
-        (["--nproc-per-node", "none"], "--nproc-per-node takes a number, gpu, cpu or auto, not 'none'"),
+        (["--nproc-per-node", "none"], "--nproc-per-node must be a whole number, not 'none'"),
         (["--nnodes", "2"], "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
     ],
 )

@@ -8,7 +8,6 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -24,22 +23,19 @@ from samestep.launch.local_ranks import POLL_S, Ranks, build_variables, open_lis
 from samestep.launch.node_messages import (
     Board,
     Broken,
-    Command,
     Continue,
     EndStuck,
     Event,
     Finish,
     Joined,
     Lost,
+    Message,
     Print,
     Report,
     Signal,
     Signalled,
     Start,
     Tick,
-    decode_command,
-    decode_event,
-    encode_message,
 )
 from samestep.launch.nodes import Nodes, derive_key, find_own_address
 from samestep.launch.supervisor import Policy, Supervisor
@@ -121,7 +117,7 @@ class Agent:
         self._num_signals = len(received)
         return events
 
-    def execute(self, command: Command) -> None:
+    def execute(self, command: Message) -> None:
         """Do what the supervisor has decided."""
         ranks = self.ranks
         match command:
@@ -189,26 +185,22 @@ class Supervision:
         """Run the launch to its end."""
         agent = self._agent
         while agent.end is None:
-            events = [(0, event) for event in agent.poll()] + self._receive()
+            events = [*[(0, event) for event in agent.poll()], *self._receive()]
             if self._store is not None and agent.launch.heals:
                 events.insert(0, (0, self._read_board()))
             for node, event in events or [(0, Tick())]:
                 self._handle(node, event)
         return agent.end
 
-    def _receive(self) -> list[tuple[int, Event]]:
+    def _receive(self) -> list[tuple[int, Message]]:
         if self._link is None:
             return []
         if self._link.has_stranger and not self._has_warned:
             self._has_warned = True
             say("a node was refused: it does not have the secret of this run's nodes")
-        found = list[tuple[int, Event]]()
-        for node, message in self._link.receive():
-            with suppress(ValueError):  # it was signed by another version of samestep
-                found.append((node, Lost() if message is None else decode_event(message)))
-        return found
+        return self._link.receive()
 
-    def _handle(self, node: int, event: Event) -> None:
+    def _handle(self, node: int, event: Message) -> None:
         for target, command in self._supervisor.handle(node, event, time.monotonic()):
             if isinstance(command, Continue):
                 write_generation(self._store, self._agent.secret, command.number, command.members)
@@ -219,7 +211,7 @@ class Supervision:
             if target == 0:
                 self._agent.execute(told)
             elif self._link is not None:
-                self._link.send(target, encode_message(told))
+                self._link.send(target, told)
 
     def _find_port(self, num_started: int) -> int:
         if num_started != self._num_started:
@@ -279,18 +271,17 @@ def _find_store(nodes: Nodes) -> Callable[[], Any]:
 
 def _follow(agent: Agent, nodes: Nodes, link: Link) -> Finish:
     """Run the agent of a node without the supervisor."""
-    link.send(0, encode_message(agent.describe()))
+    link.send(0, agent.describe())
     with saying_when_slow(f"waiting for up to {nodes.timeout_s:.0f} s for the launcher at {nodes.endpoint}", SAY_S):
         _wait_for_supervisor(agent, nodes, link)
     if agent.launch.received:
         return Finish(find_exit_code(Outcome.STOPPED, agent.launch.received[0]))
     while agent.end is None:
         for event in agent.poll():
-            link.send(0, encode_message(event))
+            link.send(0, event)
         for _, message in link.receive():
-            if message is not None:
-                agent.execute(decode_command(message))
-            elif agent.end is None:
+            agent.execute(message)
+            if isinstance(message, Lost) and agent.end is None:
                 lost = f"the launcher at {nodes.endpoint}, the rendezvous of the nodes, has ended"
                 agent.end = Finish(1, f"{lost}: the same commands resume from the newest snapshot")
     return agent.end

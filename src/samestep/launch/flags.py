@@ -6,10 +6,10 @@ from samestep.config import OPTIONS, Option, whole
 from samestep.errors import Error
 from samestep.plan.sizes import check_positive
 
+MAX_LOCAL_RANKS = 1 << 12  # more than any machine runs, so a larger number is a typing error
+
 FLAGS: dict[str, Option] = {
-    "nproc_per_node": Option(
-        str, "N", "ranks per node: a number, gpu (one per GPU), cpu (one per core) or auto (gpu, else 1)"
-    ),
+    "nproc_per_node": Option(int, "N", "ranks per node; default: one per GPU, else 1", whole(1, MAX_LOCAL_RANKS)),
     "show_all": Option(bool, "", "show the output of all ranks, not only of rank 0"),
     "max_restarts": Option(
         int, "N", "how often to restart all ranks from the newest snapshot after one has failed; default: 0", whole(0)

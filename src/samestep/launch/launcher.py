@@ -10,11 +10,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from samestep.config import Overrides, whole
+from samestep.config import Overrides
 from samestep.console import print_error
 from samestep.errors import Error, add_code
 from samestep.launch.forkserver import ForkServer, is_preloaded
-from samestep.launch.local_ranks import MAX_LOCAL_RANKS, Ranks
+from samestep.launch.local_ranks import Ranks
 from samestep.launch.target import Target
 from samestep.world.environment import child_variables
 
@@ -56,19 +56,6 @@ def check_target(target: Target) -> None:
         raise Error(f"there is no script {target.name} that can be read (in {Path.cwd()})", code="SS110")
 
 
-def parse_num_ranks(text: str) -> int | None:
-    """Parse `--nproc-per-node`; None for "gpu" and "auto", which need torch. Raises Error if it is invalid."""
-    if text in ("gpu", "auto"):
-        return None
-    if text == "cpu":
-        return len(os.sched_getaffinity(0))
-    try:
-        num_ranks = int(text)
-    except ValueError:
-        raise Error(f"--nproc-per-node takes a number, gpu, cpu or auto, not {text!r}", code="SS101") from None
-    return int(whole(1, MAX_LOCAL_RANKS)("--nproc-per-node", num_ranks))
-
-
 def _open_server(overrides: Overrides) -> ForkServer:
     """Import torch once, for this process and the ranks. The server then imports what only the ranks need."""
     is_program = "torch" not in sys.modules or is_preloaded()
@@ -86,22 +73,16 @@ def _open_server(overrides: Overrides) -> ForkServer:
     return server
 
 
-def _count_ranks(text: str, device: str | None) -> int:
+def _count_ranks(device: str | None) -> int:
     import torch
 
-    num_gpus = torch.cuda.device_count()
-    if text == "gpu" and num_gpus == 0:
-        raise Error(
-            "--nproc-per-node gpu: torch sees no GPU here; give a number of ranks, or cpu for one per core",
-            code="SS111",
-        )
-    return 1 if text == "auto" and device == "cpu" else max(num_gpus, 1)
+    return 1 if device == "cpu" else max(torch.cuda.device_count(), 1)
 
 
 def run_launch(
     target: Target,
     *,
-    num_ranks: str,
+    num_ranks: int | None,
     shows_all: bool,
     overrides: Overrides,
     max_restarts: int = 0,
@@ -111,6 +92,7 @@ def run_launch(
     """Run ranks to their end and report the failure, if any. The arguments are options of `samestep launch`.
 
     Args:
+        num_ranks: on this machine; None: one per GPU, else 1.
         overrides: options of `Run` that replace those of the script.
         nodes: the nodes of the launch; None: only this machine.
 
@@ -123,11 +105,10 @@ def run_launch(
         Error: there is no such script, an argument is invalid, or the nodes do not join.
     """
     check_target(target)
-    known = parse_num_ranks(num_ranks)
     with LauncherSignals() as signals, closing(_open_server(overrides)) as server:
         from samestep.launch.agent import Launch, run_agent
 
-        count = known or _count_ranks(num_ranks, overrides.get("device"))
+        count = num_ranks or _count_ranks(overrides.get("device"))
         with closing(Ranks(server, shows_all=shows_all)) as ranks:
             end = run_agent(ranks, Launch(target, count, overrides, signals.received, max_restarts, heals), nodes)
             if end.message:

@@ -11,9 +11,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from samestep.launch.node_messages import Lost, Message, decode_message, encode_message
 from samestep.world.rendezvous_store import SignedEntries
 
 EVERY_S = 0.05  # between two looks into the store
@@ -68,20 +70,20 @@ class Link(threading.Thread):
         self._open_store = open_store
         self._process = secrets.token_hex(8)
         self._count = 0
-        self._inbox = deque[tuple[int, str | None]]()
+        self._inbox = deque[tuple[int, Message]]()
         self._peers = {node: Peer() for node in others}
         self._alive_s = time.monotonic()
         self._is_closing = threading.Event()
 
-    def send(self, node: int, message: str) -> None:
+    def send(self, node: int, message: Message) -> None:
         """Send a message, now or once the node is there."""
-        self._peers[node].waiting.append(message)
+        self._peers[node].waiting.append(encode_message(message))
 
-    def receive(self) -> list[tuple[int, str | None]]:
-        """Return the messages that have arrived, each with its node; None for a node that no longer answers."""
+    def receive(self) -> list[tuple[int, Message]]:
+        """Return the messages that have arrived, each with its node; `Lost` for a node that no longer answers."""
         found = [self._inbox.popleft() for _ in range(len(self._inbox))]
         if self.is_open and time.monotonic() > self._alive_s + LOST_S:  # the store does not answer
-            found += [(node, None) for node in self._peers]
+            found += [(node, Lost()) for node in self._peers]
         return found
 
     def sees(self, node: int) -> bool:
@@ -137,7 +139,8 @@ class Link(threading.Thread):
             peer.sent += 1
         while arrived := entries.read([f"{peer.process}/{self._process}/{peer.received}"]):
             peer.received += 1
-            self._inbox.append((node, arrived[0]))
+            with suppress(ValueError):
+                self._inbox.append((node, decode_message(arrived[0])))
         if " -" in peer.beat or time.monotonic() > peer.beat_s + LOST_S:
             self._lose(node, peer)
 
@@ -155,7 +158,7 @@ class Link(threading.Thread):
     def _lose(self, node: int, peer: Peer) -> None:
         if not peer.is_lost:
             peer.is_lost = True
-            self._inbox.append((node, None))
+            self._inbox.append((node, Lost()))
 
 
 def is_listening(host: str, port: int) -> bool:

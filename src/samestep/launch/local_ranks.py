@@ -19,7 +19,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from samestep.config import PREFIX, Overrides, to_variables
-from samestep.console import describe_ranks, print_error
+from samestep.console import print_error
 from samestep.errors import Error, Stuck, add_code
 from samestep.files import open_regular, read_tail, read_text, replace_file
 from samestep.launch.failure import RankFailure, describe_death, read_failure, write_failure
@@ -39,7 +39,6 @@ from samestep.world.workdir import create_workdir, make_private
 
 HOST = "127.0.0.1"
 LOOPBACK = "lo" if sys.platform == "linux" else ""  # else gloo resolves the host's name
-MAX_LOCAL_RANKS = 1 << 12  # more than any machine runs, so a larger number is a typing error
 POLL_S = 0.1
 TAIL_LINES = 20
 DEAD_SERVER = (
@@ -210,10 +209,7 @@ class Ranks:
         elif failure.kind != "exit" or not self.is_shown(failure.rank):  # a shown one that exits has printed its reason
             if failure.log and not failure.traceback:
                 lines += [f"samestep: the end of rank {failure.rank}'s output{log and f' ({log})'}:", failure.log]
-            others = ""
-            if report.world_size > 1:
-                same = f"; the same for {describe_ranks(report.same)}" if report.same else ""
-                others = same or "; the others were stopped"
+            others = "; the others were stopped" if report.world_size > 1 else ""
             if failure.traceback:
                 lines += [f"samestep: rank {failure.rank} of {report.world_size} failed{others}"] if others else []
                 lines.append(failure.traceback.rstrip("\n"))

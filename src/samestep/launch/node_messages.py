@@ -139,16 +139,10 @@ class Print(Struct, tag=True, frozen=True):
 
 
 class Report(Struct, tag=True, frozen=True):
-    """Print the failure of a rank of this node.
-
-    Attributes:
-        same: other ranks with the same failure.
-        then: what follows, if the launch does not end.
-    """
+    """Print the failure of a rank of this node. `then`: what follows, if the launch does not end."""
 
     failure: RankFailure
     world_size: int
-    same: list[int] = []
     then: str = ""
 
 
@@ -169,18 +163,14 @@ class Finish(Struct, tag=True, frozen=True):
 
 
 Command = Start | Signal | EndStuck | Continue | Print | Report | Finish
+Message = Event | Command
 
 
-def encode_message(message: Event | Command) -> str:
+def encode_message(message: Message) -> str:
     """Return a message as JSON."""
     return json.encode(message).decode()
 
 
-def decode_event(text: str) -> Event:
-    """Return the event that a node has sent. Raises ValueError if it is none."""
-    return decode(text, Event)  # type: ignore[arg-type]  # a union is no type for mypy
-
-
-def decode_command(text: str) -> Command:
-    """Return the command that the supervisor has sent. Raises ValueError if it is none."""
-    return decode(text, Command)  # type: ignore[arg-type]
+def decode_message(text: str) -> Message:
+    """Return the message. Raises ValueError if it is none, or one of another version of samestep."""
+    return decode(text, Message)  # type: ignore[arg-type]  # a union is no type for mypy

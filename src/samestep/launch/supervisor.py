@@ -19,10 +19,10 @@ from samestep.launch.node_messages import (
     Continue,
     Ended,
     EndStuck,
-    Event,
     Finish,
     Joined,
     Lost,
+    Message,
     Print,
     Report,
     Signal,
@@ -160,7 +160,7 @@ class Supervisor:
         """Number of ranks at the start."""
         return len(self._ranks)
 
-    def handle(self, node: int, event: Event, now_s: float) -> list[tuple[int, Command]]:
+    def handle(self, node: int, event: Message, now_s: float) -> list[tuple[int, Command]]:
         """Process an event of a node. Returns commands, each with the node that executes it."""
         self._now_s = now_s
         self._commands = []
@@ -386,30 +386,24 @@ class Supervisor:
         self._tell(0, Continue(self.generation.number, members))
 
     def _explain_no_healing(self) -> str:
-        """Return a clause: why the other ranks have not continued after a death; "" if none has died."""
+        """Return a clause: why others have not continued after a death; "" if no rank has died, or none is left."""
         failures = self._failed()
         dead = {rank.number for rank in self._ranks if rank.failure is not None and rank.failure.is_death}
-        if self.world_size == 1 or not dead or any(failure.kind == "error" for failure in failures):
+        is_alone = dead.issuperset(self.generation.members)
+        if not dead or is_alone or any(failure.kind == "error" for failure in failures):
             return ""
-        if self._board.refusal:
-            return self._board.refusal
-        for failure in failures:
-            if failure.refusal:
-                return failure.refusal
+        refusals = [self._board.refusal, *[failure.refusal for failure in failures]]
+        if refusal := next(filter(None, refusals), ""):
+            return refusal
         if not self._board.is_ready:
             return "not all had begun their first loop"
         for failure in failures:
             if failure.secondary and failure.call and not failure.message.startswith(PeerFailed.__name__):
                 return f"rank {failure.rank} was in a collective of the script, {failure.call}, which is not repeated"
-        for failure in failures:
-            if not (failure.is_death or failure.secondary):
-                return f"rank {failure.rank} has failed, too"
-        if dead.issuperset(self.generation.members):
-            return "none is left"
         for rank in self._ranks:
             if rank.state is RankState.SUCCEEDED:
                 return f"rank {rank.number} had already ended its script"
-        return f"they have not formed a new group within {GENERATION_S:g} s"
+        return "they have not formed a new group"
 
     # --- the end ----------------------------------------------------------------------------------------------
 
@@ -512,13 +506,11 @@ class Supervisor:
 
     def _report(self, failure: RankFailure, then: str = "") -> None:
         """Let the rank's node print its failure, and the other nodes name it."""
-        others = [each for each in self._failed() if each.rank != failure.rank and not each.secondary]
-        same = [each.rank for each in others if each.message == failure.message]
         node = self._ranks[failure.rank].node
         sentence = f"{failure.reason}{self._locate(failure.rank)}{then or '; the others were stopped'}"
         for number in self._nodes:
             if number == node:
-                self._tell(number, Report(failure, self.world_size, same, then))
+                self._tell(number, Report(failure, self.world_size, then))
             else:
                 self._tell(number, Print(sentence))
 

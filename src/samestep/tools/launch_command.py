@@ -120,7 +120,7 @@ def start_ranks(target: Target, values: dict[str, Any], nodes: "Nodes | None") -
     """Start the ranks of this machine. `values`: further options of `samestep launch`."""
     from samestep.launch.launcher import run_launch
 
-    num_ranks = values.pop("nproc_per_node", "auto")
+    num_ranks = values.pop("nproc_per_node", None)
     shows_all = values.pop("show_all", False)
     max_restarts = values.pop("max_restarts", 0)
     heals = values.pop("heal", False)

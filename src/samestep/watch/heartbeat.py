@@ -45,40 +45,6 @@ class Files:
     began_step: int = 0
 
 
-class Publisher:
-    """Writes the files of one rank. All writes are in `publish` and `remove`, which can take any time."""
-
-    def __init__(self, files: Files) -> None:
-        self._has_written = False
-        self._files = files
-        self._shown: Sequence[Beat] | None = None  # the states of all ranks that are to be written
-
-    def show(self, ranks: Sequence[Beat]) -> None:
-        """Let `publish` write the states of all ranks."""
-        self._shown = ranks
-
-    def publish(self) -> None:
-        """Write what is to be written now."""
-        ranks, self._shown = self._shown, None
-        if ranks is not None and self._files.may_write():
-            with suppress(OSError):
-                self._write_ranks(ranks)
-
-    def remove(self) -> None:
-        """Remove `ranks.json`, if this rank has written it."""
-        if self._files.run_dir is not None and self._has_written and self._files.may_write():
-            with suppress(OSError):
-                (self._files.run_dir / RANKS).unlink()
-
-    def _write_ranks(self, ranks: Sequence[Beat]) -> None:
-        files = self._files
-        if files.run_dir is None:
-            return
-        text = json.dumps(to_builtins(RankStates(time.time(), files.micro_batch_size, [*ranks]))).encode()
-        replace_file(files.run_dir / RANKS, text)
-        self._has_written = True
-
-
 class Heartbeat:
     """The background threads of one rank.
 
@@ -99,7 +65,9 @@ class Heartbeat:
         self._builder = BeatBuilder(
             clock, facts.rank, facts.host, self._system, interval_s=interval_s, began_step=files.began_step
         )
-        self._publisher = Publisher(files)
+        self._files = files
+        self._shown: Sequence[Beat] | None = None  # the states of all ranks, for the thread that writes them
+        self._has_written = False
         first = Message(self._builder.build())
         self._exchange = BeatExchange(entries, facts.rank, facts.members, interval_s, first)
         self._state: State = Moving()
@@ -107,7 +75,7 @@ class Heartbeat:
         self._failures = set[str]()  # that were printed
         self._closed = threading.Event()
         self._is_last = True
-        self._publishing = self._start("publish", self._publisher.publish, self._finish_publishing)
+        self._publishing = self._start("publish", self._publish, self._finish_publishing)
         self._threads = [self._start("watch", self._check, self._finish_checking)]
         if not self._is_alone:
             self._threads.append(self._start("exchange", self._exchange.exchange, self._exchange.finish))
@@ -125,9 +93,7 @@ class Heartbeat:
         for thread in (*self._threads, self._publishing):
             thread.join(JOIN_S)
 
-    def _start(
-        self, name: str, work: Callable[[], None], finish: Callable[[], None] = lambda: None
-    ) -> threading.Thread:
+    def _start(self, name: str, work: Callable[[], None], finish: Callable[[], None]) -> threading.Thread:
         """Start a thread that works once per interval, and calls `finish` at the end."""
 
         def attempt(work: Callable[[], None]) -> None:
@@ -153,9 +119,20 @@ class Heartbeat:
             self._failures.add(text)
             self._facts.say(text)
 
+    def _publish(self) -> None:
+        files = self._files
+        ranks, self._shown = self._shown, None
+        if ranks is not None and files.run_dir is not None and files.may_write():
+            text = json.dumps(to_builtins(RankStates(time.time(), files.micro_batch_size, [*ranks]))).encode()
+            with suppress(OSError):
+                replace_file(files.run_dir / RANKS, text)
+                self._has_written = True
+
     def _finish_publishing(self) -> None:
-        if self._is_last:
-            self._publisher.remove()
+        files = self._files
+        if self._is_last and self._has_written and files.run_dir is not None and files.may_write():
+            with suppress(OSError):
+                (files.run_dir / RANKS).unlink()
 
     def _collect(self, now_s: float, own: Beat | None = None) -> list[Beat] | None:
         """Return the states of all ranks; None before the first beat of each other rank."""
@@ -178,7 +155,7 @@ class Heartbeat:
         own = self._builder.build()
         ranks = self._collect(now_s, own) if self._exchange.leads(now_s) else None
         if ranks is not None:
-            self._publisher.show(ranks)
+            self._shown = ranks
             ranks = [beat for beat in ranks if not self._facts.is_lost(beat.rank)]
         cut_off_s = 0.0 if self._is_alone else now_s - max(self._exchange.answered_s, self._awake_since_s)
         view = View(now_s, now_s - self._awake_since_s, cut_off_s, own, ranks, self._exchange.order)

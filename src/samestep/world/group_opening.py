@@ -5,7 +5,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -141,7 +141,6 @@ def open_group(
     backend = "gloo" if device.type == "cpu" or backend == "gloo" else NCCL
     group = Group(environment.rank, environment.world_size, device, local_rank=environment.local_rank)
     hold(group)
-    own = describe_software()
     if environment.world_size > 1 and not dist.is_initialized():
         host, port = read_master()
         sentence = (
@@ -151,18 +150,17 @@ def open_group(
         with saying_when_slow(sentence, PATIENCE_S), _ended_by_ctrl_c():
             _join(backend, timedelta(seconds=timeout_s), environment)
 
-    def check(values: Sequence[tuple[Mapping[str, Any], bytes]]) -> None:
-        group.derive_key(environment.secret.encode(), [part for _, part in values])
-        if compares:
-            check_equal([theirs for theirs, _ in values])
-
     if group.world_size > 1:
         sentence = (
             f"rank {group.rank} has waited {PATIENCE_S:g} s in samestep.Run for the other ranks: create each Run on "
             "every rank, in the same order"
         )
         with saying_when_slow(sentence, PATIENCE_S), _ended_by_ctrl_c():
-            group.connect_locally(timeout_s, (own, secrets.token_bytes(MAC_BYTES)), check)
+            values = group.gather((describe_software(), secrets.token_bytes(MAC_BYTES)))
+            group.derive_key(environment.secret.encode(), [part for _, part in values])
+            if compares:
+                check_equal([software for software, _ in values])
+            group.connect_locally(timeout_s)
     return group
 
 
@@ -181,28 +179,20 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 
 
 def _join(backend: str, timeout: timedelta, environment: Environment) -> None:
-    """Join the other ranks. Raises Error if rank 0 cannot open its port, or not all tasks of a Slurm step join."""
-    host, port = read_master()
-    rank = environment.rank
-    world_size = environment.world_size
+    """Join the other ranks. Raises Error if rank 0 cannot open its port."""
     try:
         store = _open_store(environment, timeout)
         if store is None:
             open_process_group(backend, timeout)
         else:
-            open_process_group(backend, timeout, store=store, rank=rank, world_size=world_size)
+            place = {"rank": environment.rank, "world_size": environment.world_size}
+            open_process_group(backend, timeout, store=store, **place)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        if "EADDRINUSE" in str(error):
-            raise Error(
-                f"port {port} is in use here: set MASTER_PORT to a free one, the same for all ranks", code="SS509"
-            ) from None
-        if environment.launcher != "srun":
+        if "EADDRINUSE" not in str(error):
             raise
-        problem = f"not all {world_size} tasks" if rank == 0 else "the first task did not answer: not all tasks"
         raise Error(
-            f"{problem} of this Slurm step joined at {host}:{port} within {JOIN_S:.0f} s: start this script in every "
-            "task of the step, and check that no firewall closes the port between the nodes",
-            code="SS507",
+            f"port {read_master()[1]} is in use here: set MASTER_PORT to a free one, the same for all ranks",
+            code="SS509",
         ) from None
 
 

@@ -102,17 +102,10 @@ class LocalSockets:
             connection.close()
 
 
-def connect(
-    group: Gatherer,
-    timeout_s: float,
-    value: Any = None,
-    check: Callable[[Sequence[Any]], None] | None = None,
-    watch: Callable[[], None] = lambda: None,
-) -> LocalSockets | None:
+def connect(group: Gatherer, timeout_s: float, watch: Callable[[], None] = lambda: None) -> LocalSockets | None:
     """Connect all ranks of `group`. Collective. Returns None on every rank unless all run on this host.
 
-    The exchange of the addresses also sends `value` to all ranks. `check` gets the values of all, and may raise. So may
-    `watch`, which is called again and again while this rank waits for another one to connect.
+    `watch` is called again and again while this rank waits for another one to connect, and may raise.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         host = read_host_id("net")
@@ -120,10 +113,8 @@ def connect(
         if host is not None:
             listener.bind(name)
             listener.listen(group.world_size)
-        ranks = group.gather((host, name, value))
-        if check is not None:
-            check([theirs for *_, theirs in ranks])
-        if host is None or any(other != host for other, *_ in ranks):
+        ranks = group.gather((host, name))
+        if host is None or any(other != host for other, _ in ranks):
             return None
         sockets: dict[int, socket.socket] = {}
         failure = ""

@@ -111,9 +111,9 @@ class Transport:
         else:
             wait_for_messages(messages)
 
-    def connect_locally(self, timeout_s: float, value: Any, check: Callable[[Sequence[Any]], None]) -> None:
-        """Open sockets to the other ranks if all run on one host. Arguments as for `connect`."""
-        self.local_sockets = connect(self, timeout_s, value, check)
+    def connect_locally(self, timeout_s: float) -> None:
+        """Open sockets to the other ranks if all run on one host."""
+        self.local_sockets = connect(self, timeout_s)
         self.is_on_one_host = self.local_sockets is not None
 
     def derive_key(self, secret: bytes, parts: Sequence[bytes]) -> None:
