@@ -248,6 +248,14 @@ PLANTED = (
         'self.steps_done = position["step"]\n', 'self.steps_done = position["step"] + (position["step"] % 5 == 3)\n',
     ),
     Planted(
+        "a run continues from the copy with the oldest snapshot", RESUME, "snapshot/resume_point.py",
+        "steps.index(max(steps))", "steps.index(min(steps))", test="snapshot/test_resume_point.py",
+    ),
+    Planted(
+        "the state of an optimizer has the dtype of its weights after a resume", RESUME, "train/state/restoring.py",
+        "    _restore_dtypes(thing, state)\n", "", test="promises/test_resume.py",
+    ),
+    Planted(
         "the body after an epoch is not seeded", SAME_BITS, "train/loops/boundary.py",
         "        seed_all(derive(self._context.config.seed, purpose, step=number))\n", "",
     ),
@@ -290,6 +298,15 @@ PLANTED = (
         "    if states is not None:\n        _set_states(states)\n", "", "", "phases",
     ),
     # --- healing
+    Planted(
+        "healing: an exception is taken for a death", HEAL, "launch/supervisor.py",
+        " and all(failure.is_death for failure in failed)", "", test="launch/test_supervisor.py",
+    ),
+    Planted(
+        "healing: ranks that save after a signal do not continue", HEAL, "launch/supervisor.py",
+        "State.STARTING | State.RUNNING | State.SAVING:", "State.STARTING | State.RUNNING:",
+        test="launch/test_supervisor.py",
+    ),
     Planted(
         "healing: a collective that counts is repeated", HEAL, "world/membership.py",
         "return position < max(positions)", "return False", focus="heal",
