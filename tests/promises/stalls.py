@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.optim import SGD
 import samestep
 
 AT_STEP = 6
+LONG_S = 60.0  # a test that does not see the fault fails before
 DATA = torch.ones(48, 4)
 
 
@@ -29,11 +31,19 @@ def train(run_dir: Path, fault: str, guilty: int = 1) -> None:
         update(t)
 
     optimizer = lambda params: SGD(params, 0.01)  # noqa: E731
-    tiny_run(run_dir, optimizer=optimizer, data=DATA, num_steps=12, body=learn_mean, then=then)
+    with suppress(ValueError):
+        tiny_run(run_dir, optimizer=optimizer, data=DATA, num_steps=12, body=learn_mean, then=then)
+        return
+    threading.Event().wait(LONG_S)  # as a server of the trained model would
 
 
 def learn_mean(t: Tiny, x: Tensor) -> None:
     t.step.backward(t.model(x).mean())
+
+
+def leave_the_loop(is_guilty: bool) -> None:
+    if is_guilty:
+        raise ValueError
 
 
 def stop_itself(is_guilty: bool) -> None:
@@ -54,6 +64,7 @@ def lock_twice(is_guilty: bool) -> None:
 
 
 FAULTS: dict[str, Callable[[bool], None]] = {
+    "exception swallowed": leave_the_loop,
     "SIGSTOP": stop_itself,
     "collective skipped": skip_a_collective,
     "locked out": lock_twice,

@@ -3,7 +3,6 @@
 import random
 import re
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.runs import digest
-from support.tiny import tiny_run
+from support.tiny import Pairs, tiny_run
 from torch import Tensor, nn
 
 import samestep
@@ -118,21 +117,12 @@ def test_a_total_before_the_loop_changes_no_samples() -> None:
     assert samestep.spawn(train_with_totals, 2, (), {"check_compute_every": 1}) == train_with_totals()
 
 
-class Drawing(torch.utils.data.Dataset[Tensor]):
+class Drawing(Pairs):
     """Each read gives another sample."""
 
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor([float(index), random.SystemRandom().random()])
-
-
-def run_steps(data: Callable[[], Any], **arguments: Any) -> None:
-    tiny_run(
-        None, num_steps=4, data=data(), model=lambda: nn.Linear(2, 1), batch_size=6, micro_batch_size=1,
-        check_compute_every=2, then=lambda t: [t.step.log(done=1), t.optimizer.zero_grad()], **arguments,
-    )  # fmt: skip
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(index)
+        return x + random.SystemRandom().random(), y
 
 
 class Stream(torch.utils.data.IterableDataset[Tensor]):
@@ -145,8 +135,10 @@ class Stream(torch.utils.data.IterableDataset[Tensor]):
         return iter(())
 
 
-def test_what_cannot_be_compared_is_an_error() -> None:
-    with pytest.raises(samestep.Error, match=r"read different samples for micro-batch \d of step 1, although the"):
-        samestep.spawn(run_steps, 3, (Drawing,))
-    with pytest.raises(samestep.InvalidValue, match="only one rank reads a lane of an IterableDataset: leave it out"):
-        samestep.spawn(run_steps, 2, (Stream,))
+@pytest.mark.parametrize(("data", "words"), [
+    (Drawing(), r"read different samples for micro-batch \d of step 1, although the"),
+    (Stream(), "only one rank reads a lane of an IterableDataset: leave it out"),
+])  # fmt: skip
+def test_what_cannot_be_compared_is_an_error(data: Any, words: str) -> None:
+    with pytest.raises(samestep.Error, match=words):
+        samestep.spawn(tiny_run, 2, (), {"data": data, "num_steps": 4, "check_compute_every": 2})

@@ -137,12 +137,9 @@ def test_tools_read_the_files_of_all_ranks(tmp_path: Path) -> None:
     ask("inspect", tmp_path / "b", "--check")
     for name in "abc":
         ask("export", tmp_path / name, tmp_path / f"{name}.safetensors")
-    weights = [(tmp_path / f"{name}.safetensors").read_bytes() for name in "abc"]
-    assert [each[-20:] for each in weights] == [weights[0][-20:]] * 3  # the header names the run
     whole = load_file(tmp_path / "a.safetensors")
     for name in "bc":
         found = load_file(tmp_path / f"{name}.safetensors")
         assert found.keys() == whole.keys()
         assert all(torch.equal(found[key], value) for key, value in whole.items())
-    for name in "bc":
         ask("diff", tmp_path / "a", tmp_path / name)

@@ -20,6 +20,8 @@ WORDS = {
     "SIGSTOP of rank 0": r"nothing was heard of rank 0 .*SIGSTOP\)" + WAITS,
     "collective skipped": r"the ranks have waited for each other for \d+ s: .*rank 0 \(host \S+\) in all_reduce "
     r"\(stalls\.py:\d+ in skip_a_collective\) at step 6",
+    "exception swallowed": r"rank 1 \(host \S+\) has been outside the loop for \d+ s at step 6, stalls\.py:\d+ in train"
+    + WAITS,
     "locked out": r"rank 1 \(host \S+\) has been updating for \d+ s at step 6, stalls\.py:\d+ in lock_twice" + WAITS,
 }
 
