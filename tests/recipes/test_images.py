@@ -20,14 +20,15 @@ from samestep.recipes import images  # noqa: E402 - it needs Pillow
 MODELS = Path(resnet.__file__).parent
 
 
-def write_photos(folder: Path, num_images: int = 20) -> Path:
+def write_photos(folder: Path, num_train: int = 15, num_val: int = 5) -> Path:
     """Write images of two classes, in several shapes and pixel formats."""
-    for label, shade in (("dark", 40), ("light", 200)):
-        (folder / label).mkdir(parents=True)
-        for number in range(num_images):
-            mode, size = ("L", "RGB", "RGBA", "P")[number % 4], (9 + number % 3, 12 - number % 2)
-            image = Image.new("L", size, shade + 2 * number).convert(mode)
-            image.save(folder / label / f"{number:02d}.png")
+    for part, num_images in (("train", num_train), ("val", num_val)):
+        for label, shade in (("dark", 40), ("light", 200)):
+            (folder / part / label).mkdir(parents=True)
+            for number in range(num_images):
+                mode, size = ("L", "RGB", "RGBA", "P")[number % 4], (9 + number % 3, 12 - number % 2)
+                image = Image.new("L", size, shade + 2 * number).convert(mode)
+                image.save(folder / part / label / f"{number:02d}.png")
     return folder
 
 
@@ -112,9 +113,9 @@ def test_digits_are_written_once(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     folder = tmp_path / "runs" / "digits-png"
     images.write_digits(folder)
-    classes, entries = images.find_images(folder)
+    classes, entries, held_out = images.split_data(folder)
     assert classes == [str(digit) for digit in range(10)]
-    assert len(entries) == 1797
+    assert (len(entries), len(held_out)) == (1437, 360)
     assert sorted(path.name for path in folder.parent.iterdir()) == ["digits-png"]
     assert images.decode(entries[0][0]).size == (8, 8)
     before = folder.stat().st_mtime_ns
@@ -122,38 +123,21 @@ def test_digits_are_written_once(tmp_path: Path) -> None:
     assert folder.stat().st_mtime_ns == before
 
 
-def test_held_out_images_stay_held_out(tmp_path: Path) -> None:
-    folder = write_photos(tmp_path / "photos")
-    classes, first, held_out = images.split_data(folder, 0.3)
-    assert classes == ["dark", "light"]
-    assert len(first) + len(held_out) == 40
-    assert 4 <= len(held_out) <= 20
-    shutil.copy(folder / "dark" / "00.png", folder / "dark" / "new.png")
-    _, more, held_out_now = images.split_data(folder, 0.3)
-    assert set(first) < set(more) or set(held_out) < set(held_out_now)
-    assert not set(first) & set(held_out_now)
-
-
 def test_train_and_val_folders(tmp_path: Path) -> None:
-    write_photos(tmp_path / "x" / "train", 3)
-    write_photos(tmp_path / "x" / "val", 2)
-    classes, train_entries, val_entries = images.split_data(tmp_path / "x", 0.5)
+    classes, train_entries, val_entries = images.split_data(write_photos(tmp_path / "x", 3, 2))
     assert (classes, len(train_entries), len(val_entries)) == (["dark", "light"], 6, 4)
 
 
 def make_other_classes(folder: Path) -> None:
-    write_photos(folder / "train", 1)
-    write_photos(folder / "val", 1)
-    (folder / "val" / "dark").rename(folder / "val" / "grey")
+    (write_photos(folder, 1, 1) / "val" / "dark").rename(folder / "val" / "grey")
 
 
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda folder: None, "is not a folder: name one"),
     "file": (lambda folder: folder.write_text(""), "is not a folder: name one"),
-    "empty": (lambda folder: folder.mkdir(), "has 0 folders: it needs"),
-    "one class": (lambda folder: shutil.rmtree(write_photos(folder, 2) / "dark"), "has 1 folder: it needs"),
-    "empty class": (lambda folder: (write_photos(folder, 2) / "grey").mkdir(), "grey holds no image"),
-    "few": (lambda folder: write_photos(folder, 1), "2 images in .* are too few to hold out"),
+    "empty": (lambda folder: (folder / "train").mkdir(parents=True), "train has 0 folders: it needs"),
+    "one class": (lambda folder: shutil.rmtree(write_photos(folder) / "train/dark"), "has 1 folder: it needs"),
+    "empty class": (lambda folder: (write_photos(folder) / "val/grey").mkdir(), "grey holds no image"),
     "other classes": (make_other_classes, r"have different classes \(dark, grey\): make them the same"),
 }
 
@@ -163,7 +147,7 @@ def test_bad_folders(name: str, tmp_path: Path) -> None:
     make, words = BAD_FOLDERS[name]
     make(tmp_path / "x")
     with pytest.raises(Error, match=words):
-        images.split_data(tmp_path / "x", 0.01)
+        images.split_data(tmp_path / "x")
 
 
 def test_crops_and_flips(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A ResNet on a folder of images, with a folder for each class. Without --data: handwritten digits as PNG files.
+"""A ResNet on images in train/ and val/, with a folder for each class. Without --data: handwritten digits as PNG files.
 
 samestep train images --nproc-per-node 2
 samestep train images --data photos --model resnet18 --image-size 224 --num-workers 4 --precision bf16
@@ -21,7 +21,6 @@ import samestep
 from samestep.command_line import PATH
 from samestep.errors import needing
 from samestep.files import creating_directory
-from samestep.hashing import hash_bytes
 from samestep.recipes import AMOUNT, COUNT, SHARE, Recipe, build_schedule, keep_best, quarter
 from samestep.recipes.models.resnet import ARCHITECTURES, ResidualBlock, build_resnet
 from samestep.units import format_count
@@ -57,35 +56,20 @@ def find_images(folder: Path) -> tuple[list[str], list[Entry]]:
     return classes, entries
 
 
-def split_data(folder: Path, held_out: float) -> tuple[list[str], list[Entry], list[Entry]]:
-    """Return the classes, the images to train on and those to validate on.
-
-    They are in `train/` and `val/`, if the folder has both. Otherwise a share of the images is held out: those with the
-    smallest hashes of class and file name, so that an image stays in its part when others are added.
-    """
-    if (folder / "train").is_dir() and (folder / "val").is_dir():
-        classes, train = find_images(folder / "train")
-        other_classes, val = find_images(folder / "val")
-        if classes != other_classes:
-            odd = ", ".join(sorted({*classes} ^ {*other_classes}))
-            raise samestep.InvalidValue(
-                f"{folder}/train and {folder}/val have different classes ({odd}): make them the same", code="SS701"
-            )
-        return classes, train, val
-    classes, entries = find_images(folder)
-    marks = [hash_bytes(path.relative_to(folder).as_posix().encode())[:16] for path, _ in entries]
-    is_held_out = [int(mark, 16) < held_out * 2**64 for mark in marks]
-    val = [entry for entry, is_out in zip(entries, is_held_out, strict=True) if is_out]
-    train = [entry for entry, is_out in zip(entries, is_held_out, strict=True) if not is_out]
-    if not train or not val:
+def split_data(folder: Path) -> tuple[list[str], list[Entry], list[Entry]]:
+    """Return the classes, the images to train on, in `train/`, and those to validate on, in `val/`."""
+    classes, train = find_images(folder / "train")
+    other_classes, val = find_images(folder / "val")
+    if classes != other_classes:
+        odd = ", ".join(sorted({*classes} ^ {*other_classes}))
         raise samestep.InvalidValue(
-            f"{len(entries)} images in {folder} are too few to hold out {held_out:.0%}: add images", code="SS303"
+            f"{folder}/train and {folder}/val have different classes ({odd}): make them the same", code="SS701"
         )
     return classes, train, val
 
 
 def write_digits(folder: Path) -> None:
-    """Write scikit-learn's 1,797 digits as PNG files, unless the folder exists."""
+    """Write scikit-learn's 1,797 digits as PNG files, a fifth of them in val/, unless the folder exists."""
     if folder.is_dir():
         return
     with needing("the digits need scikit-learn", "'samestep[recipes]'"):
@@ -93,8 +77,8 @@ def write_digits(folder: Path) -> None:
     data = load_digits()
     with creating_directory(folder) as hidden:
         for number, (pixels, digit) in enumerate(zip(data.images, data.target, strict=True)):
-            path = hidden / str(digit) / f"{number:04d}.png"
-            path.parent.mkdir(exist_ok=True)
+            path = hidden / ("train" if number % 5 else "val") / str(digit) / f"{number:04d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(np.minimum(pixels * 16, 255).astype(np.uint8)).save(path)
 
 
@@ -142,8 +126,7 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 
 @click.command("images", cls=Recipe, help=__doc__)
-@click.option("--data", type=PATH, help="folder with a folder per class, or with train/ and val/; default: digits")
-@click.option("--held-out", type=SHARE, default=0.2, help="share of the images to validate on, if there is no val/")
+@click.option("--data", type=PATH, help="folder with train/ and val/, which have a folder per class; default: digits")
 @click.option("--model", type=click.Choice([*ARCHITECTURES]), default="tiny", help="the network")
 @click.option("--image-size", type=COUNT, help="height and width of the crops in pixels; default: 64; digits: 8")
 @click.option("--no-flip", is_flag=True, help="do not mirror images at random (digits are never mirrored)")
@@ -155,7 +138,7 @@ class Images(Dataset[tuple[Tensor, int]]):
 @click.option("--label-smoothing", type=SHARE, default=0.0, help="as in torch")
 @click.option("--patience", type=COUNT, help="end after this many epochs without a better accuracy; default: never")
 @click.option("--precision", default="fp32", help="fp32, tf32, bf16 or fp16")
-@click.option("--seed", default=0, help="seed of everything random except the split")
+@click.option("--seed", default=0, help="seed of everything random")
 @click.option("--num-workers", default=0, help="loader workers per rank")
 @click.option("--run-dir", default="runs/images", help="directory of the run")
 def main(**options: Any) -> None:
@@ -173,7 +156,7 @@ def main(**options: Any) -> None:
     if args.data is None:
         run.once(write_digits, folder)
     size = args.image_size or (8 if args.data is None else 64)
-    classes, train_entries, val_entries = split_data(folder, args.held_out)
+    classes, train_entries, val_entries = split_data(folder)
 
     with run.sharded_init():
         model = build_resnet(args.model, len(classes))
