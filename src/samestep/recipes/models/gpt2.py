@@ -1,10 +1,8 @@
 """GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"). Imports torch only."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -164,32 +162,3 @@ class GPT2(nn.Module):
         """
         num_params = sum(param.numel() for param in self.parameters()) - self.wpe.weight.numel()
         return 6 * num_params + 12 * self.config.num_layers * self.config.width * context
-
-    @torch.no_grad()
-    def generate(
-        self,
-        tokens: Tensor,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Iterator[int]:
-        """Yield sampled tokens after `tokens`, without an end. Call `model.eval()` before.
-
-        Args:
-            tokens: integers (T,), T at least 1. Only the last `config.context` tokens are used.
-            temperature: divides the logits; 0 takes the most likely token.
-            top_k: number of most likely tokens among which to sample; None: all.
-            generator: a CPU generator. None: torch's own.
-        """
-        tokens = tokens[-self.config.context :]
-        while True:
-            logits = self(tokens[None])[0, -1].float().cpu()
-            if top_k is not None and top_k < len(logits):
-                logits[logits < logits.topk(top_k).values[-1]] = -math.inf
-            if temperature == 0:
-                token = int(logits.argmax())
-            else:
-                token = int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))
-            yield token
-            tokens = torch.cat([tokens, tokens.new_tensor([token])])[-self.config.context :]
