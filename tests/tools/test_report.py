@@ -19,7 +19,7 @@ from support.tiny import Pairs, tiny_run
 
 from samestep.errors import Error
 from samestep.plan.ledger import Entry
-from samestep.tools.report.charts import COLOURS, decimate
+from samestep.tools.report.page import COLOURS, decimate
 from samestep.tools.report.run_data import read_run_data
 from samestep.tools.report.run_report import run_report
 from samestep.world.environment import read_host
@@ -139,9 +139,6 @@ def test_nothing_in_a_run_can_act_in_the_page(tmp_path: Path) -> None:
         restarts=[{"reason": HOSTILE, "from_step": 0, "rank": 0, "world_size": 2, "time": HOSTILE}],
         heals=[{"step": 1, "lost": [1], "time": HOSTILE}, {"step": 1, "lost": [HOSTILE]}, {"step": HOSTILE}],
     )
-    (run / "logs" / "0").mkdir(parents=True)
-    (run / "logs" / "0" / "0.log").write_text(f"line\n{HOSTILE}\n")
-    (run / "logs" / "0" / "failure.json").write_text(json.dumps({"rank": 0, "reason": HOSTILE}))
     page = report(run, output=tmp_path / "out.html")
     assert HOSTILE not in page
     shown = Texts(page)
@@ -153,23 +150,6 @@ def test_nothing_in_a_run_can_act_in_the_page(tmp_path: Path) -> None:
     assert policy.startswith("default-src 'none'")
     assert "Permission is hereby granted" in page, "the licence of uPlot"
     assert "://" not in page.replace("http://www.w3.org", "").replace("https://github.com/leeoniya/uPlot", "")
-
-
-def test_logs_are_those_of_the_starts_that_failed(tmp_path: Path) -> None:
-    """Also of a start that failed before its first step, and wrote no status. The start before it was stopped."""
-    run = write_run(tmp_path / "run", status={"status": "failed", "reason": "rank 0 lost another rank", "start": 3})
-    for start, (rank, failure) in {0: (0, "no memory"), 1: (0, ""), 2: (0, "no data"), 3: (1, "killed")}.items():
-        (run / "logs" / str(start)).mkdir(parents=True)
-        (run / "logs" / str(start) / "0.log").write_text(f"output of start {start}")
-        if failure:
-            (run / "logs" / str(start) / "failure.json").write_text(json.dumps({"rank": rank, "reason": failure}))
-    data = read_run_data(run, "run", {})
-    assert data.status["reason"] == "killed"
-    assert data.logs == [
-        ("start 0: no memory", "output of start 0"),
-        ("start 2: no data", "output of start 2"),
-        ("start 3: killed", "rank 1 has no log"),
-    ]
 
 
 def test_a_run_that_is_being_written(tmp_path: Path) -> None:

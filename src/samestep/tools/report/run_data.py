@@ -3,7 +3,7 @@
 import json
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.errors import Error
-from samestep.files import open_regular, read_tail
+from samestep.files import open_regular
 from samestep.snapshot.ledger_file import count_records
 from samestep.tools.audit import audit_samples, summarize
 from samestep.tools.inspect import PLACE, find_sound
@@ -23,17 +23,12 @@ from samestep.watch.records import (
     METRICS,
     RESTARTS,
     has_ended,
-    list_logs,
-    read_or_empty,
     read_rows,
     read_status,
 )
-from samestep.world.environment import FAILURE
 
 MAX_LINE_BYTES = 1 << 20  # a longer line ends the metrics: nothing writes such a line
 MAX_STEPS = 1 << 53  # whole numbers that a float holds
-NUM_LINES = 30  # of a failed rank's log
-TAIL_BYTES = 1 << 16
 
 Floats = NDArray[np.float64]
 
@@ -55,7 +50,6 @@ class RunData:
         is_live: the run is being written.
         metrics: name -> points.
         audit: the result of the audit of the samples, in words.
-        logs: (title, last lines) of the ranks of each start that failed.
     """
 
     name: str
@@ -68,7 +62,6 @@ class RunData:
     heals: Sequence[Mapping[str, Any]]
     metrics: Mapping[str, Points]
     audit: str
-    logs: Sequence[tuple[str, str]]
 
     @property
     def digest(self) -> str:
@@ -100,7 +93,6 @@ def read_run_data(run_dir: Path, name: str, record: Mapping[str, Any]) -> RunDat
         heals=read_rows(run_dir / HEALS),
         metrics=read_metrics(run_dir / METRICS),
         audit=audit,
-        logs=list(_read_logs(run_dir)),
     )
 
 
@@ -123,14 +115,3 @@ def read_metrics(path: Path) -> dict[str, Points]:
                         values.append(math.nan if value is None else value)
                         steps.append(step)
     return {name: Points(np.array(steps), np.array(values)) for name, (steps, values) in found.items()}
-
-
-def _read_logs(run_dir: Path) -> Iterator[tuple[str, str]]:
-    """Yield title and last lines of the log of the rank that ended each failed start."""
-    for start in list_logs(run_dir):
-        if failure := read_or_empty(start / FAILURE):
-            lines: list[str] = []
-            with suppress(OSError):
-                lines = read_tail(start / f"{failure['rank']}.log", TAIL_BYTES).splitlines()
-            text = "\n".join(lines[-NUM_LINES:])
-            yield f"start {start.name}: {failure['reason']}", text or f"rank {failure['rank']} has no log"
