@@ -103,7 +103,7 @@ def told(links: Any = (), wrong: Any = ()) -> dict[str, Any]:
 
 
 def link(start: int, end: int, bytes_per_s: float) -> dict[str, Any]:
-    return {"from": start, "to": end, "bytes_per_s": bytes_per_s, "latency_s": 1e-4}
+    return {"from": start, "to": end, "bytes_per_s": bytes_per_s}
 
 
 def test_collectives() -> None:
