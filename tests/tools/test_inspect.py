@@ -185,9 +185,6 @@ def test_a_directory_of_runs_is_listed(tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(Error, match="there are no runs in nothing"):
         run_runs(["nothing"])
     assert re.search(r"^  b +done +2 ", out, re.M)
-    assert run_runs([str(tmp_path / "runs"), "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)["runs"]
-    assert [(each["name"], each["steps"]) for each in listed] == [("a", 2), ("b", 2)]
 
 
 def test_runs_that_were_killed_or_damaged(tmp_path: Path, capsys: Any) -> None:
@@ -205,43 +202,48 @@ def test_runs_that_were_killed_or_damaged(tmp_path: Path, capsys: Any) -> None:
     assert json.loads(capsys.readouterr().out)["status"]["status"] == "running"
 
 
-def test_two_runs_are_compared(tmp_path: Path, capsys: Any) -> None:
+@pytest.fixture
+def compare(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """`compare(run, run)` returns the exit code and the output of `samestep diff`."""
+    return lambda *words: (run_diff([*words]), capsys.readouterr().out)
+
+
+def test_two_runs_are_compared(tmp_path: Path, compare: Inspect) -> None:
     a, b = write_runs(tmp_path)
-    assert run_diff([a, b]) == 1
-    out = capsys.readouterr().out
+    code, out = compare(a, b)
+    assert code == 1
     assert re.search(r"^  numbers.seed +3 +4$", out, re.M)
     assert "numbers.batch_size" not in out
     assert "\nthe steps are not comparable one by one: seed differs\n" in out
     assert out.endswith("\nstep 1 is the first that differs: other samples\n")
-    assert run_diff([a, a]) == 0
-    out = capsys.readouterr().out
-    assert "differences" not in out
-    assert out.endswith("identical in all 2 common steps, and in 1 common snapshot\n")
-    assert run_diff([a, b, "--json"]) == 1
-    shown = json.loads(capsys.readouterr().out)
+    assert compare(a, a) == (0, "identical in all 2 common steps, and in 1 common snapshot\n")
+    shown = json.loads(compare(a, b, "--json")[1])
     assert (shown["same"], shown["first_differing_step"], shown["differs_in"]) == (False, 1, ["other samples"])
     with pytest.raises(Error, match="there is no directory"):
-        run_diff([a, str(tmp_path / "c")])
-    entries = [*read_records(Path(a) / "ledger.bin")]
-    first, last = (entry._replace(loss=to_bits(0.5), gradient=7) for entry in entries)
+        compare(a, str(tmp_path / "c"))
+
+
+def test_runs_with_other_losses_and_lengths_are_compared(tmp_path: Path, compare: Inspect) -> None:
+    a, b = write_runs(tmp_path)
+    first, last = (entry._replace(loss=to_bits(0.5), gradient=7) for entry in read_records(Path(a) / "ledger.bin"))
     for run, entry in ((a, last), (b, last._replace(loss=to_bits(0.25)))):
         (Path(run) / "ledger.bin").write_bytes(first.pack() + entry.pack())
-    assert run_diff([a, b]) == 1
     said = f"\nstep 1 is the first that differs: the loss is 0.5 in {a} and 0.25 in {b}\n"
-    assert said in capsys.readouterr().out
+    assert said in compare(a, b)[1]
     (Path(b) / "ledger.bin").write_bytes(first.pack())
-    assert run_diff([a, b]) == 1, "the snapshots differ"
+    assert compare(a, b)[0] == 1, "the snapshots differ"
     shutil.rmtree(Path(b) / "snapshots")
     for status, missing in (
         ({}, f"{b} has no step 1"),
         ({"steps": 2}, f"the ledger of {b} was truncated: it lacks step 1"),
     ):
         (Path(b) / "status.json").write_text(json.dumps(status))
-        assert run_diff([a, b]) == 0
-        assert f"identical in all 1 common steps; there is no common snapshot; {missing}" in capsys.readouterr().out
+        code, out = compare(a, b)
+        assert code == 0
+        assert f"identical in all 1 common steps; there is no common snapshot; {missing}" in out
     (Path(b) / "ledger.bin").write_bytes(b"")
     with pytest.raises(Error, match="b has no step yet: there is nothing to compare"):
-        run_diff([a, b])
+        compare(a, b)
 
 
 def test_a_run_that_has_not_begun(run: Path, inspect: Inspect) -> None:
@@ -385,17 +387,9 @@ def test_the_verdict_in_words(run: Path, inspect: Inspect) -> None:
     ]
 
 
-def test_one_step_alone(run: Path, inspect: Inspect) -> None:
-    write_ledger(run, plan_steps(5, shuffled))
-    out = inspect("--samples", "--step", "3")[1]
-    assert [line.split(":")[0] for line in out.splitlines()] == ["3 epoch 1 8", "audit passed"]
-    for words, said in (
-        (["--samples", "--step", "5"], "the ledger has steps 0 to 4: there is no step 5"),
-        (["--samples", "--snapshot", "best"], "--samples shows steps, not snapshots"),
-        (["--step", "3"], "--step shows the samples of a step"),
-    ):
-        with pytest.raises(Error, match=said):
-            inspect(*words)
+def test_samples_of_a_snapshot(inspect: Inspect) -> None:
+    with pytest.raises(Error, match="--samples shows steps, not snapshots"):
+        inspect("--samples", "--snapshot", "best")
 
 
 def test_a_record_that_is_half_written_is_no_step(run: Path, inspect: Inspect) -> None:

@@ -169,21 +169,11 @@ def audit_samples(
     )
 
 
-def show_samples(run: Path, record: Mapping[str, Any], *, only: int | None, is_json: bool) -> int:
-    """Print the samples of a step, or of all steps if `only` is None, and the audit. Returns 1 if the audit failed.
-
-    Raises:
-        Error: the ledger has no such step.
-    """
-    num_steps = count_records(run / LEDGER)
-    if only is not None and only >= num_steps:
-        which = f"steps 0 to {num_steps - 1}" if num_steps else "no steps"
-        raise Error(f"the ledger has {which}: there is no step {only}", code="SS709")
+def show_samples(run: Path, record: Mapping[str, Any], *, is_json: bool) -> int:
+    """Print the samples of all steps, and the audit. Returns 1 if the audit failed."""
     steps: list[dict[str, Any]] = []
 
     def show(step: int, used: StepSamples | None) -> None:
-        if only not in (None, step):
-            return
         epoch, samples = (None, None) if used is None else (used.pieces[0][0], used.samples.tolist())
         if is_json:
             steps.append({"step": step, "epoch": epoch, "samples": samples})

@@ -55,17 +55,12 @@ WHICH: dict[str, Any] = {"metavar": "STEP|NAME", "callback": parse_which}  # set
 @json_option
 @click.option("--digest", is_flag=True, help="print the SHA-256 of the state in the newest undamaged snapshot")
 @click.option("--samples", is_flag=True, help="show and check the samples of each step (exit code 1 if that fails)")
-@click.option("--step", type=click.IntRange(min=0), help="with --samples: show only this step, counted from 0")
-def run_inspect(
-    run: str, which: int | str, check: bool, is_json: bool, digest: bool, samples: bool, step: int | None
-) -> int:
+def run_inspect(run: str, which: int | str, check: bool, is_json: bool, digest: bool, samples: bool) -> int:
     """Shows the content of a run directory, or of its URL: settings, snapshots, restarts, heals, metrics."""
     if digest and samples:
         raise Error("--digest and --samples were both given: leave out one of them", code="SS104")
     if samples and which != "latest":
-        raise Error("--samples shows steps, not snapshots: name one by --step, and leave out --snapshot", code="SS104")
-    if step is not None and not samples:
-        raise Error("--step shows the samples of a step: add --samples, or name a snapshot by --snapshot", code="SS104")
+        raise Error("--samples shows steps, not snapshots: leave out --snapshot", code="SS104")
     with open_run(run) as directory:
         record = read_run(directory, run)
         if digest:
@@ -81,7 +76,7 @@ def run_inspect(
             from samestep.tools.audit import show_samples
 
             try:
-                return show_samples(directory, record, only=step, is_json=is_json)
+                return show_samples(directory, record, is_json=is_json)
             except (MemoryError, OverflowError, ValueError) as error:
                 why = f"{type(error).__name__}: {error}"
                 raise Error(f"{run}/run.json has impossible numbers ({why}): repair it", code="SS408") from None
