@@ -1,9 +1,9 @@
 """`samestep export`: writes the weights in a snapshot for other programs, as safetensors."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from samestep.snapshot.serialization import SavedState
 
 SUFFIX = ".safetensors"
-
-Read = Callable[[str], "Tensor"]
 
 
 @click.command("export", cls=Command)
@@ -56,9 +54,9 @@ def run_export(run: str, file: Path, which: int | str, wanted: str | None, force
                 code="SS705",
             )
         outlines, others = _find_tensors(name, objects[name], objects)
-        read = _build_reader(saved, outlines)
         source = {"run": os.fsencode(run).decode(errors="replace"), "step": str(snapshot.step), "object": name}
-        num_bytes = _replace(file, lambda opened: write_safetensors(opened, outlines, read, source))
+        _write(file, saved, outlines, source)
+    num_bytes = file.stat().st_size
     if is_json:
         facts = {"file": str(file), "object": name, "step": snapshot.step, "num_tensors": len(outlines)}
         print_json(facts | {"size_bytes": num_bytes, "left_out": others})
@@ -69,40 +67,31 @@ def run_export(run: str, file: Path, which: int | str, wanted: str | None, force
     return 0
 
 
-def _build_reader(saved: "SavedState", outlines: Mapping[str, "Tensor"]) -> Read:
-    """Return a function that reads one of some tensors. It raises Error."""
-
-    def read(key: str) -> "Tensor":
-        try:
-            tensor: Tensor = saved.fill(outlines[key])
-        except (OSError, EOFError, ValueError) as error:
-            raise Error(
-                f"{key} cannot be read from the snapshot ({error}): name another by --snapshot", code="SS410"
-            ) from None
-        return tensor.contiguous()
-
-    return read
-
-
-def write_safetensors(
-    file: BinaryIO, outlines: Mapping[str, "Tensor"], read: Read, metadata: Mapping[str, str]
-) -> None:
-    """Write a safetensors file, one tensor after the other.
+def _write(file: Path, saved: "SavedState", outlines: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> None:
+    """Write or replace a safetensors file, one tensor after the other.
 
     Args:
         outlines: a tensor on the meta device for each name.
-        read: returns the tensor with a name.
         metadata: for the header.
-
-    Raises:
-        OSError: the disk is full or gone.
     """
-    header, ordered = lay_out_tensors(outlines, {"format": "pt", **metadata})
-    file.write(header)
-    for name in ordered:
-        file.write(view_bytes(read(name)))
-    file.flush()
-    os.fsync(file.fileno())
+    try:
+        header, ordered = lay_out_tensors(outlines, {"format": "pt", **metadata})
+        with replacing(file, sync=True) as partial, open(partial, "xb", opener=open_regular) as opened:
+            opened.write(header)
+            for name in ordered:
+                opened.write(view_bytes(_read(saved, name, outlines[name])))
+    except (OSError, ValueError) as error:  # ValueError: a name that is no UTF-8
+        raise Error(f"{file} cannot be written ({error}): name another file", code="SS113") from None
+
+
+def _read(saved: "SavedState", name: str, outline: "Tensor") -> "Tensor":
+    try:
+        tensor: Tensor = saved.fill(outline)
+    except (OSError, EOFError, ValueError) as error:
+        raise Error(
+            f"{name} cannot be read from the snapshot ({error}): name another by --snapshot", code="SS410"
+        ) from None
+    return tensor.contiguous()
 
 
 def _choose(objects: Mapping[str, Any]) -> str:
@@ -142,13 +131,3 @@ def _find_tensors(name: str, state: Any, objects: Mapping[str, Any]) -> tuple[di
             f"{name} has no tensors by name: it is not a model; the snapshot holds {', '.join(objects)}", code="SS705"
         )
     return tensors, [str(key) for key, _ in entries if str(key) not in tensors]
-
-
-def _replace(file: Path, write: Callable[[BinaryIO], object]) -> int:
-    """Write or replace a file atomically. Returns its size in bytes. `write`: writes the content."""
-    try:
-        with replacing(file) as partial, open(partial, "xb", opener=open_regular) as opened:
-            write(opened)
-        return file.stat().st_size
-    except (OSError, ValueError) as error:  # ValueError: a name that is no UTF-8
-        raise Error(f"{file} cannot be written ({error}): name another file", code="SS113") from None
