@@ -314,16 +314,6 @@ def test(run: Run, module: Any, data: Any = None) -> dict[str, float]:  # noqa: 
 
 def _run_stage(run: Run, module: Any, data: Any, stage: str) -> dict[str, float]:
     """Validate or test after `fit`."""
-    trainer, loaders = _begin_stage(run, module, data, stage)
-    logs = Logs(run, module)
-    values = _evaluate(run, trainer, "validation" if stage == "validate" else stage, loaders, logs)
-    run.log(values)
-    _tear_down(trainer, stage)
-    return logs.with_plain(values)
-
-
-def _begin_stage(run: Run, module: Any, data: Any, stage: str) -> tuple[Trainer, Any]:
-    """Call the hooks before a stage after `fit`. Returns the trainer and the loaders."""
     trainer = getattr(module, "_trainer", None)
     if not isinstance(trainer, Trainer):
         raise UsageError(
@@ -337,7 +327,11 @@ def _begin_stage(run: Run, module: Any, data: Any, stage: str) -> tuple[Trainer,
         raise InvalidValue(
             f"{stage} got no data: pass them, or a LightningDataModule with {kind}_dataloader", code="SS802"
         )
-    return trainer, loaders
+    logs = Logs(run, module)
+    values = _evaluate(run, trainer, "validation" if stage == "validate" else stage, loaders, logs)
+    run.log(values)
+    _tear_down(trainer, stage)
+    return logs.with_plain(values)
 
 
 def _set_up(run: Run, trainer: Trainer, stage: str) -> None:
@@ -546,7 +540,6 @@ def _run_epoch(run: Run, trainer: Trainer, epoch: Any, logs: Logs, gradient_clip
 
 def _run_micro_batch(run: Run, trainer: Trainer, step: Any, batch: Any, logs: Logs) -> list[Any]:
     """Run `training_step` and the backward pass. Returns the part of the metrics."""
-    logs.metrics.clear()
     trainer.call("on_train_batch_start", batch, step.number)
     with run.autocast():
         output = trainer.lightning_module.training_step(batch, step.number)
@@ -572,7 +565,6 @@ def _evaluate(run: Run, trainer: Trainer, kind: str, loaders: Any, logs: Logs) -
     trainer.call(f"on_{kind}_start")
     trainer.call(f"on_{kind}_epoch_start")
     metrics.hold()
-    metrics.clear()
     logs.in_micro_batch = True
     values: dict[str, Any] = {}
     parts: list[Any] = []
@@ -613,7 +605,6 @@ def _build_score(
         }
         if logs.metrics:
             scores[PARTS] = PerMicroBatch(logs.metrics.take(suffix))
-            logs.metrics.clear()
         return scores
 
     return score

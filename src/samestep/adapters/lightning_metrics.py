@@ -16,7 +16,7 @@ class Metrics:
     """All metrics of a module; none if torchmetrics is not imported. Its `state_dict` is part of every snapshot.
 
     Each micro-batch begins with empty states. `merge_state` of torchmetrics then adds the states of all micro-batches
-    in their order, on every rank. A pass is `hold`, `clear` and `take` for each micro-batch, then `fold`.
+    in their order, on every rank. A pass is `hold`, then `take` for each micro-batch, then `fold`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -61,24 +61,27 @@ class Metrics:
         self._logged = {}
 
     def hold(self) -> None:
-        """Put the states of the epoch so far aside."""
+        """Put the states of the epoch so far aside, and empty all."""
         self._held = {path: _read(metric) for path, metric in self._metrics.items()}
+        self._clear()
 
-    def clear(self) -> None:
-        """Empty all states, before a micro-batch."""
+    def _clear(self) -> None:
         for metric in self._metrics.values():
             metric.reset()
 
     def take(self, suffix: str = "") -> list[Any]:
         """Return the part of a micro-batch: the states that it has updated, on the CPU, and the names of `log`.
 
+        Empties all states, for the next micro-batch.
+
         Args:
             suffix: added to the names of values over the epoch.
         """
-        names = [self._of_step, {f"{name}{suffix}": path for name, path in self._of_epoch.items()}]
+        part = [self.state_dict(), self._of_step, {f"{name}{suffix}": path for name, path in self._of_epoch.items()}]
         self._of_step = {}
         self._of_epoch = {}
-        return [self.state_dict(), *names]
+        self._clear()
+        return part
 
     def fold(self, parts: Sequence[Sequence[Any]]) -> tuple[dict[str, float], Names]:
         """Add a pass to the states of the epoch. Returns the values over the pass, and the names of those of the epoch.
