@@ -39,7 +39,7 @@ COMMANDS = {  # name -> its words, what it does, and the module of samestep that
     ),
     "submit": ("SCRIPT ...", "submit your script to Slurm", "tools.submit"),
     "inspect": ("RUN", "show a run directory: settings, snapshots, restarts, samples, digest", "tools.inspect"),
-    "runs": ("[DIR]", "list the runs in a directory, sorted by any metric", "tools.inspect"),
+    "runs": ("[DIR]", "list the runs in a directory", "tools.inspect"),
     "report": ("RUN ...", "write an HTML page about runs: metrics, time, restarts", "tools.report.run_report"),
     "watch": ("RUN", "show the live state of every rank of a running job", "tools.live_view"),
     "replay": ("RUN SCRIPT", "compute a step of a run again, and compare its bits", "tools.replay.run_replay"),

@@ -18,8 +18,8 @@ from tools.planted import plant
 
 import samestep
 from samestep.launch.target import Target
+from samestep.tools import traced_script
 from samestep.tools.verify.command import run_verify
-from samestep.tools.verify.trials import Trials
 
 
 def run_script(path: str) -> None:
@@ -30,31 +30,31 @@ def run_script(path: str) -> None:
     exec(code, main.__dict__)
 
 
-def start_quickly(trials: Trials, command: list[str], variables: Mapping[str, str], place: Path) -> int:
-    """Replaces `Trials._start`, unless the launcher has to decide about deaths."""
+def run_quickly(command: list[str], variables: Mapping[str, str], output: Path, **_: Any) -> int:
+    """Replaces `run_to_end`, unless the launcher has to decide about deaths."""
     if "--heal" in command:
-        return start_with_hash_seed(trials, command, variables, place)
+        return run_with_hash_seed(command, variables, output)
     num_ranks, script = int(command[command.index("--nproc-per-node") + 1]), command[-1]
     ours = {name: value for name, value in variables.items() if name.startswith("SAMESTEP_")}
     try:
         samestep.spawn(run_script, num_ranks, (script,), device="cpu", env=ours)
     except Exception as error:
-        (place / "output").write_text("".join(traceback.format_exception(error)) + f"samestep: error: {error}")
+        output.write_text("".join(traceback.format_exception(error)) + f"samestep: error: {error}")
         return 137 if "SIGKILL" in str(error) else getattr(error, "exit_code", 1)
-    (place / "output").touch()
+    output.touch()
     return 0
 
 
-def start_with_hash_seed(trials: Trials, command: list[str], variables: Mapping[str, str], place: Path) -> int:
-    """Starts a program, as `Trials._start` does. Its interpreter has the run's hash seed."""
-    with open(place / "output", "w") as output:
-        return commands.run(command, real=True, env=variables, stdout=output, stderr=subprocess.STDOUT).returncode
+def run_with_hash_seed(command: list[str], variables: Mapping[str, str], output: Path, **_: Any) -> int:
+    """Runs a program, as `run_to_end` does. Its interpreter has the run's hash seed."""
+    with open(output, "w") as file:
+        return commands.run(command, real=True, env=variables, stdout=file, stderr=subprocess.STDOUT).returncode
 
 
 @pytest.fixture
 def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """`verify(fault...)` returns the exit code and the output."""
-    monkeypatch.setattr(Trials, "_start", start_quickly)
+    monkeypatch.setattr(traced_script, "run_to_end", run_quickly)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)  # runs have different ones, unless it is set
     monkeypatch.chdir(tmp_path)  # a trace looks into all modules below: these tests are not the script's
 
@@ -63,7 +63,7 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         shard: str | None = None, heal: bool = False, **faults: str,
     ) -> tuple[int, str]:  # fmt: skip
         if hashes:
-            monkeypatch.setattr(Trials, "_start", start_with_hash_seed)
+            monkeypatch.setattr(traced_script, "run_to_end", run_with_hash_seed)
         script = tmp_path / "planted.py"
         script.write_text(plant(**faults))
         options = {

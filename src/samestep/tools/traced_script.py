@@ -8,6 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from samestep.config import NO_INTERCEPTORS, Overrides, to_variables
 from samestep.files import open_regular
 from samestep.processes import ChildProcess
 from samestep.world.environment import TRACE, child_variables
@@ -31,6 +32,19 @@ def start(
         return ChildProcess(command, variables=variables, directory=directory, output=file)
 
 
+def run_to_end(
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    output: Path,
+    *,
+    directory: Path | None = None,
+    limit_s: float | None = None,
+) -> int | None:
+    """Run a command, as `start` does. Returns its exit code; None if it was killed after `limit_s`."""
+    with start(command, variables, output, directory) as process:
+        return process.wait_for(limit_s)
+
+
 @contextmanager
 def exiting_on_sigterm() -> Iterator[None]:
     """Raise SystemExit for SIGTERM in the block, so that the script ends and its files are removed."""
@@ -45,20 +59,30 @@ def exiting_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def build_trace(
-    interceptor: str, directory: Path, variables: Mapping[str, str], *, hash_seed: str = "0", **options: Any
-) -> dict[str, str]:
-    """Return the environment of a script whose ranks write traces into a directory.
+def run_traced(
+    command: Sequence[str],
+    directory: Path,
+    interceptor: str,
+    overrides: Overrides,
+    *,
+    hash_seed: str = "0",
+    limit_s: float | None = None,
+    **options: Any,
+) -> int | None:
+    """Run a script whose ranks write traces into a directory, beside the file `output`. Returns the exit code.
 
     Args:
-        interceptor: "module:class"; a `Tracer` writes them.
-        variables: further environment variables.
+        command: starts the script.
+        interceptor: "module:class"; a `Tracer` writes the traces.
+        overrides: options of `Run` that replace those of the script.
         hash_seed: PYTHONHASHSEED, unless it is set for this process.
-        options: its options.
+        limit_s: time after which it is killed, and None is returned.
+        options: of the interceptor.
     """
-    variables = {"PYTHONHASHSEED": hash_seed} | child_variables() | dict(variables)
+    variables = {"PYTHONHASHSEED": hash_seed} | child_variables() | to_variables({**overrides, **NO_INTERCEPTORS})
     request = {"interceptor": interceptor, "dir": str(directory), **options}
-    return variables | {"WANDB_MODE": "disabled", TRACE: json.dumps(request)}
+    variables |= {"WANDB_MODE": "disabled", TRACE: json.dumps(request)}
+    return run_to_end(command, variables, directory / "output", limit_s=limit_s)
 
 
 def find_errors(output: str) -> list[str]:

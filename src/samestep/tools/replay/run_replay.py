@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from samestep.command_line import JSON, print_json
-from samestep.config import NO_INTERCEPTORS, Option, to_variables, whole
+from samestep.config import Option, whole
 from samestep.console import escape, print_table, say, to_text
 from samestep.data.order_files import ORDERS, list_orders
 from samestep.errors import Error
@@ -26,7 +26,7 @@ from samestep.snapshot.reading import open_run, read_run
 from samestep.snapshot.run_record import describe_changes
 from samestep.snapshot.store import SNAPSHOTS, Snapshot, Store
 from samestep.tools.inspect import describe_difference
-from samestep.tools.traced_script import build_trace, exiting_on_sigterm, find_errors, read_lines, start
+from samestep.tools.traced_script import exiting_on_sigterm, find_errors, read_lines, run_traced
 from samestep.watch.records import LEDGER, METRICS, RECORD, STATUS, read_or_empty
 from samestep.world.workdir import open_workdir
 
@@ -54,158 +54,133 @@ def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
     check_target(target)
     if "step" not in values:
         raise Error("replay needs the step: --step S, counted from 0", code="SS103")
+    step = values["step"]
+    micro_batch = values.get("micro_batch")
     with exiting_on_sigterm(), open_workdir("replay-") as scratch, open_run(run) as directory:
-        return _Replay(run, directory, target, values, scratch).run()
-
-
-class _Replay:
-    """A replay of the run in `directory`, as a run in the scratch directory."""
-
-    def __init__(self, run: str, directory: Path, target: Target, values: Mapping[str, Any], scratch: Path) -> None:
-        self._called = run
-        self._directory = directory
-        self._values = values
-        self._scratch = scratch
-        self._record = read_run(directory, run)
-        self._step = values["step"]
-        self._micro_batch = values.get("micro_batch")
-        self._num_ranks = values.get("nproc_per_node", 1)
-        self._target = target
-
-    def run(self) -> int:
-        num_steps = count_records(self._directory / LEDGER)
-        is_done = read_or_empty(self._directory / STATUS).get("status") == "done"  # else one more step may have failed
-        if self._step > num_steps or (self._step == num_steps and is_done):
-            which = f"steps 0 to {num_steps - 1}" if num_steps else "no steps"
-            raise Error(
-                f"the ledger of {self._called} has {which}: there is no step {self._step} to replay", code="SS709"
-            )
-        continues = self._record.get("continues", {"step": 0})
-        if self._step < continues["step"]:
-            raise Error(
-                f"step {self._step} of {self._called} was made in {continues['run']}: replay it there", code="SS709"
-            )
-        numbers = self._record.get("numbers", {})
-        most = numbers.get("batch_size", 1) // numbers.get("micro_batch_size", 1)
-        if self._num_ranks > max(most, 1):
-            raise Error(
-                f"--nproc-per-node {self._num_ranks} is more than the {most} micro-batches of a step of "
-                f"{self._called}: give at most {most}",
-                code="SS109",
-            )
-        snapshot = _choose(Store(self._directory), self._step, self._record.get("rewinds", []))
+        record = read_run(directory, run)
+        _check(run, directory, record, values)
+        snapshot = _choose(Store(directory), step, record.get("rewinds", []))
         first = 0 if snapshot is None else snapshot.step
-        wanted = [*islice(read_records(self._directory / LEDGER, first=first), self._step + 1 - first)]
-        self._say_begin(snapshot, first)
-        output = self._scratch / "output"
-        lines = self._compute(self._build_run(snapshot), output, first)
-        about = next((line["about"] for line in lines if "about" in line), None)
-        if about is None:
-            raise self._explain(output)
-        changes = {
-            name: describe_changes(self._record.get(name) or about[name], about[name])
-            for name in ("machine", "git", "script")
-        }
-        for name, change in changes.items():
-            if change:
-                say(f"not as in the run: {name} ({change})")
-        result = next(line["result"] for line in lines if "result" in line)
-        found = [
-            Entry(line["step"], 0, line["num_samples"], line["fingerprint"], line["loss"], line["gradient"])
-            for line in lines
-            if "loss" in line
-        ]
-        if self._micro_batch is None:
-            computed = dict(pair for line in lines for pair in line.get("losses", ()))
-            result["losses"] = [computed.get(v, []) for v in range(len(result["sizes"]))]
-        around = read_losses(self._directory / LEDGER, self._step)
-        if self._micro_batch is not None:  # of its step, only the samples are known
-            found.append(Entry(self._step, 0, result["num_samples"], result["fingerprint"]))
-        sentence, is_same = compare_bits(found, wanted)
-        if self._values.get("json"):
-            facts = {"step": self._step, "micro_batch": self._micro_batch, "first_step": first, "changed": changes}
-            facts |= {"metrics_step": self._step + 1, "recorded_losses": around}
-            facts |= {"same": is_same, "compared": sentence, **result}
-            print_json(facts)
-            return 0 if is_same else 1
-        _print_result(self._step, self._micro_batch, result, around)
+        _copy_run(directory, scratch / "run", snapshot)
+        lines = _compute(target, scratch, record, values, first)
+        if (last := next((line for line in lines if "result" in line), None)) is None:
+            raise _explain(target, run, scratch, values)
+        wanted = [*islice(read_records(directory / LEDGER, first=first), step + 1 - first)]
+        around = read_losses(directory / LEDGER, step)
+    about = last["about"]
+    result = last["result"]
+    changes = {name: describe_changes(record.get(name) or now, now) for name, now in about.items()}
+    for name, change in changes.items():
+        if change:
+            say(f"not as in the run: {name} ({change})")
+    found = [
+        Entry(line["step"], 0, line["num_samples"], line["fingerprint"], line["loss"], line["gradient"])
+        for line in lines
+        if "loss" in line
+    ]
+    if micro_batch is None:
+        computed = dict(pair for line in lines for pair in line.get("losses", ()))
+        result["losses"] = [computed.get(v, []) for v in range(len(result["sizes"]))]
+    else:  # of its step, only the samples are known
+        found.append(Entry(step, 0, result["num_samples"], result["fingerprint"]))
+    sentence, is_same = compare_bits(found, wanted)
+    if values.get("json"):
+        facts = {"step": step, "micro_batch": micro_batch, "first_step": first, "changed": changes}
+        facts |= {"metrics_step": step + 1, "recorded_losses": around}
+        print_json(facts | {"same": is_same, "compared": sentence, **result})
+    else:
+        _print_result(step, micro_batch, result, around)
         print(sentence)
-        return 0 if is_same else 1
+    return 0 if is_same else 1
 
-    def _say_begin(self, snapshot: Snapshot | None, first: int) -> None:
-        where = "the beginning" if snapshot is None else f"the snapshot of step {first}"
-        sentence = f"replaying steps {first} to {self._step} from {where}"
-        older = [each.step for each in Store(self._directory).snapshots() if each.problem is None]
-        if snapshot is None and older:
-            sentence += f", because the oldest undamaged snapshot is that of step {min(older)}"
-        say(sentence)
 
-    def _build_run(self, snapshot: Snapshot | None) -> Path:
-        """Copy the files that a resume needs. Snapshot files are linked if the file system allows that."""
-        run_dir = self._scratch / "run"
-        run_dir.mkdir()
-        (run_dir / ORDERS).mkdir()
-        names = [RECORD, *list_orders(self._directory)]
-        if snapshot is not None:
-            target = run_dir / SNAPSHOTS / snapshot.label
-            target.mkdir(parents=True)
-            for name in (*snapshot.manifest["files"], MANIFEST):
-                copy_file(snapshot.path / name, target / name, may_link=True)
-            names += [LEDGER] if (self._directory / LEDGER).exists() else []
-        for name in names:
-            copy_file(self._directory / name, run_dir / name)
-        if snapshot is not None:
-            with open(run_dir / METRICS, "wb", opener=open_regular) as file:
-                file.truncate(snapshot.manifest["meta"].get("metrics_bytes", 0))  # rows are not read
-        return run_dir
+def _check(run: str, directory: Path, record: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Raise Error if the run has not made this step, or has too few micro-batches for the ranks."""
+    num_steps = count_records(directory / LEDGER)
+    is_done = read_or_empty(directory / STATUS).get("status") == "done"  # else one more step may have failed
+    if values["step"] > num_steps - is_done:
+        which = f"steps 0 to {num_steps - 1}" if num_steps else "no steps"
+        raise Error(f"the ledger of {run} has {which}: there is no step {values['step']} to replay", code="SS709")
+    continues = record.get("continues", {"step": 0})
+    if values["step"] < continues["step"]:
+        raise Error(f"step {values['step']} of {run} was made in {continues['run']}: replay it there", code="SS709")
+    numbers = record.get("numbers", {})
+    most = max(numbers.get("batch_size", 1) // numbers.get("micro_batch_size", 1), 1)
+    if (num_ranks := values.get("nproc_per_node", 1)) > most:
+        raise Error(
+            f"--nproc-per-node {num_ranks} is more than the {most} micro-batches of a step of {run}: give at most "
+            f"{most}",
+            code="SS109",
+        )
 
-    def _compute(self, run_dir: Path, output: Path, first: int) -> list[dict[str, Any]]:
-        """Run the script. Returns the lines of its traces."""
-        numbers = self._record.get("numbers", {})
-        names = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "exchange_dtype")
-        options = {name: numbers[name] for name in names if numbers.get(name) is not None}
-        options |= {name: self._values[name] for name in OF_RUN if name in self._values}
-        options |= {
-            "shard": "none",  # every rank sees whole tensors, and the bits do not depend on it
-            "run_dir": run_dir,
-            "resume": first if (run_dir / SNAPSHOTS).exists() else "latest",
-            "fresh": False,
-            "snapshot_every": "never",
-            "compare_every": "never",
-            **NO_INTERCEPTORS,
-            "log_every": 10**9,
-            "stuck_after_s": 0,
-        }
-        trace = {"step": self._step, "micro_batch": self._micro_batch}
-        variables = build_trace(INTERCEPTOR, self._scratch, to_variables(options), **trace)
-        command = self._target.to_full_command(self._num_ranks)
-        with start(command, variables, output) as process:
-            process.wait()
-        # The steps are written by rank 0, and the result by any rank.
-        return [line for path in sorted(self._scratch.glob("rank-*.jsonl")) for line in read_lines(path)]
 
-    def _explain(self, output: Path) -> Error:
-        """Return the error of a replay that did not reach the step."""
-        name = self._target.name.removeprefix("samestep.recipes.")
-        text = read_tail(output).replace(str(self._scratch / "run"), self._called)
-        lines = text.rstrip().splitlines()
-        errors = find_errors(text)
-        if errors:
-            place = re.search(r"in micro-batch (\d+)", errors[-1])
-            hint = f"; --micro-batch {place[1]} describes it" if place and self._micro_batch is None else ""
-            return Error(f"step {self._step} cannot be replayed: {errors[-1]}{hint}", code="SS710")
-        print("\n".join(lines[-SHOWN_LINES:]), file=sys.stderr)
-        return Error(f"{name} ended before step {self._step} was replayed: see its output above", code="SS710")
+def _copy_run(directory: Path, run_dir: Path, snapshot: Snapshot | None) -> None:
+    """Copy the files that a resume needs. Snapshot files are linked if the file system allows that."""
+    (run_dir / ORDERS).mkdir(parents=True)
+    for name in (RECORD, *list_orders(directory)):
+        copy_file(directory / name, run_dir / name)
+    if snapshot is None:
+        return
+    target = run_dir / SNAPSHOTS / snapshot.label
+    target.mkdir(parents=True)
+    for name in (*snapshot.manifest["files"], MANIFEST):
+        copy_file(snapshot.path / name, target / name, may_link=True)
+    if (directory / LEDGER).exists():
+        copy_file(directory / LEDGER, run_dir / LEDGER)
+    with open(run_dir / METRICS, "wb", opener=open_regular) as file:
+        file.truncate(snapshot.manifest["meta"].get("metrics_bytes", 0))  # rows are not read
+
+
+def _compute(
+    target: Target, scratch: Path, record: Mapping[str, Any], values: Mapping[str, Any], first: int
+) -> list[dict[str, Any]]:
+    """Run the script in the scratch directory, from step `first` on. Returns the lines of its traces."""
+    numbers = record.get("numbers", {})
+    names = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "exchange_dtype")
+    options = {name: numbers[name] for name in names if numbers.get(name) is not None}
+    options |= {name: values[name] for name in OF_RUN if name in values}
+    options |= {
+        "shard": "none",  # every rank sees whole tensors, and the bits do not depend on it
+        "run_dir": scratch / "run",
+        "resume": first or "latest",
+        "fresh": False,
+        "snapshot_every": "never",
+        "compare_every": "never",
+        "log_every": 10**9,
+        "stuck_after_s": 0,
+    }
+    command = target.to_full_command(values.get("nproc_per_node", 1))
+    trace = {"step": values["step"], "micro_batch": values.get("micro_batch")}
+    run_traced(command, scratch, INTERCEPTOR, options, **trace)
+    # The steps are written by rank 0, and the result by any rank.
+    return [line for path in sorted(scratch.glob("rank-*.jsonl")) for line in read_lines(path)]
+
+
+def _explain(target: Target, run: str, scratch: Path, values: Mapping[str, Any]) -> Error:
+    """Return the error of a replay that did not reach the step."""
+    text = read_tail(scratch / "output").replace(str(scratch / "run"), run)
+    if errors := find_errors(text):
+        place = re.search(r"in micro-batch (\d+)", errors[-1])
+        hint = f"; --micro-batch {place[1]} describes it" if place and "micro_batch" not in values else ""
+        return Error(f"step {values['step']} cannot be replayed: {errors[-1]}{hint}", code="SS710")
+    print("\n".join(text.rstrip().splitlines()[-SHOWN_LINES:]), file=sys.stderr)
+    name = target.name.removeprefix("samestep.recipes.")
+    return Error(f"{name} ended before step {values['step']} was replayed: see its output above", code="SS710")
 
 
 def _choose(store: Store, step: int, rewinds: Sequence[int]) -> Snapshot | None:
-    """Return the newest snapshot up to a step whose bytes are all undamaged. None: begin at step 0."""
-    found = [each for each in store.snapshots() if 0 < each.step <= step and not each.was_left(rewinds)]
+    """Return the newest snapshot up to a step whose bytes are all undamaged, and name it. None: begin at step 0."""
+    snapshots = store.snapshots()
+    found = [each for each in snapshots if 0 < each.step <= step and not each.was_left(rewinds)]
     for snapshot in sorted(found, key=lambda each: each.age, reverse=True):
         problem = snapshot.problem or find_damage(snapshot.path, snapshot.manifest)
         if not problem:
+            say(f"replaying steps {snapshot.step} to {step} from the snapshot of step {snapshot.step}")
             return snapshot
         say(f"skipping the snapshot {snapshot.label}, which is damaged: {problem}")
+    older = min((each.step for each in snapshots if each.problem is None), default=None)
+    why = "" if older is None else f", because the oldest undamaged snapshot is that of step {older}"
+    say(f"replaying steps 0 to {step} from the beginning{why}")
     return None
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from samestep.config import NO_INTERCEPTORS, Overrides, to_variables
+from samestep.config import Overrides
 from samestep.errors import Error
 from samestep.files import read_tail
 from samestep.launch.target import Target
 from samestep.plan.memory import ParamSize
-from samestep.tools.traced_script import build_trace, find_errors, read_lines, start
+from samestep.tools.traced_script import find_errors, read_lines, run_traced
 from samestep.units import format_ranks
 
 Line = Mapping[str, Any]
@@ -96,11 +96,8 @@ class Starts:
             "snapshot_every": "never",
             "resume": "never",
             "compare_every": "never",
-            **NO_INTERCEPTORS,
         }
-        variables = build_trace(INTERCEPTOR, place, to_variables(options))
-        with start(self.target.to_full_command(size.world_size), variables, place / "output") as process:
-            code = process.wait()
+        code = run_traced(self.target.to_full_command(size.world_size), place, INTERCEPTOR, options)
         ranks = [read_lines(place / f"rank-{rank}.jsonl") for rank in range(size.world_size)]
         where = f"{self.target.name.removeprefix('samestep.recipes.')} on {format_ranks(size.world_size)}"
         if code or not all(ranks):

@@ -19,7 +19,6 @@ class ScaleTiming(Tracer):
     def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
         super().__init__(context, options)
         self._num_loops = 0
-        self._has_measured = False
         self._written = -1  # the last step with a line
 
     def begin_loop(self, loop: LoopParts) -> None:
@@ -33,10 +32,10 @@ class ScaleTiming(Tracer):
     def end_body(self, step: Step) -> None:
         if step.number == self._written:  # an interrupted epoch ends once more
             return
+        is_first = self._written < 0
         self._written = step.number
         spent_s = self.loop.clock.spent_s()
         at_s = time.monotonic() - sum(spent_s.get(phase, 0.0) for phase in OUTSIDE)
         self.write({"step": step.number, "at_s": at_s})
-        if not self._has_measured and self.context.world_size == 1:
-            self._has_measured = True
+        if is_first and self.context.world_size == 1:
             self.write({"memory": [astuple(each) for each in self.loop.measure_sizes()]})

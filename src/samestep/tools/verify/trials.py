@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.config import NO_INTERCEPTORS, Overrides, to_variables
+from samestep.config import Overrides
 from samestep.files import open_regular, read_tail
 from samestep.launch.target import Target
 from samestep.plan.ledger import Entry
 from samestep.snapshot.ledger_file import read_records
 from samestep.snapshot.store import Store
-from samestep.tools.traced_script import build_trace, find_errors, start
+from samestep.tools.traced_script import find_errors, run_traced
 from samestep.tools.verify.traces import Traced, read_traces
 from samestep.units import format_ranks
 from samestep.watch.records import HEALS, LEDGER, METRICS, read_rows
@@ -114,13 +114,16 @@ class Trials:
             "max_steps": self.num_steps,
             "snapshot_every": self.snapshot_every,
             "compare_every": 1,
-            **NO_INTERCEPTORS,
             "log_every": 1,
             **({} if shard is None else {"shard": shard}),
         }
-        variables = build_trace(interceptor, place, to_variables(options), hash_seed=hash_seed, **trace)
+        command = self.target.to_full_command(world_size, *flags)
         began_s = time.monotonic()
-        code = self._start(self.target.to_full_command(world_size, *flags), variables, place)
+        code = run_traced(command, place, interceptor, options, hash_seed=hash_seed, limit_s=self.deadline_s, **trace)
+        if code is None:
+            code = STUCK
+            with open(place / "output", "a", opener=open_regular) as output:
+                print(f"\nsamestep: error: it was stuck, and was killed after {self.deadline_s:.0f} s", file=output)
         store = Store(run_dir)
         final = store.find("latest", warn=lambda _: None) if run_dir.exists() else None
         return TrialOutcome(
@@ -142,12 +145,3 @@ class Trials:
             ledger=tuple(read_records(run_dir / LEDGER)),
             num_lost=sum(len(row["lost"]) for row in read_rows(run_dir / HEALS)),
         )
-
-    def _start(self, command: list[str], variables: Mapping[str, str], place: Path) -> int:
-        with start(command, variables, place / "output") as process:
-            code = process.wait_for(self.deadline_s)
-        if code is None:
-            with open(place / "output", "a", opener=open_regular) as output:
-                print(f"\nsamestep: error: it was stuck, and was killed after {self.deadline_s:.0f} s", file=output)
-            return STUCK
-        return code
