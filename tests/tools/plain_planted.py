@@ -80,14 +80,14 @@ MISTAKES: dict[str, tuple[dict[str, str], set[str]]] = {
     "no distributed code": (
         {"begin": "rank, size = 0, 1", "end": "", "wrap": "model", "sampler": REPLACING,
          "set_epoch": ""},
-        {"samples", "gradient"},
+        {"gradient"},
     ),
     "no distributed code, batches drawn by hand": (
         {"begin": "rank, size = 0, 1", "end": "", "wrap": "model", "sampler": "None",
          "set_epoch": BY_HAND},
         {"gradient"},
     ),
-    "samples drawn with replacement, one seed": ({"sampler": REPLACING, "set_epoch": ""}, {"samples", "gradient"}),
+    "samples drawn with replacement, one seed": ({"sampler": REPLACING, "set_epoch": ""}, {"gradient"}),
     "batches drawn by hand, one seed": ({"set_epoch": BY_HAND}, {"gradient"}),
     "no sampler": ({"sampler": "None", "set_epoch": ""}, {"samples", "gradient"}),
     "each rank shuffles for itself": (

@@ -160,12 +160,12 @@ def check_evaluation(runs: Runs) -> Iterator[Finding]:
 
 def _check_epochs(runs: Runs, *, is_training: bool) -> Iterator[Finding]:
     alone = [passes[0] for passes in _group_passes(runs.get(1, []), is_training)]
-    draws_again = is_training and any(len({*each.samples}) < len(each.samples) for each in alone)
+    if is_training and any(len({*each.samples}) < len(each.samples) for each in alone):
+        return  # it draws samples several times per epoch
     for size, ranks in runs.items():
         for number, passes in enumerate(_group_passes(ranks, is_training)):
             length = (alone[number] if number < len(alone) else passes[0]).num_samples
-            found = _judge_replacement(passes) if draws_again else _judge_epoch(passes, length, is_training)
-            for verdict, sentence in found:
+            for verdict, sentence in _judge_epoch(passes, length, is_training):
                 yield verdict, f"on {format_ranks(size)}, {sentence}"
 
 
@@ -178,14 +178,6 @@ def _group_passes(ranks: Sequence[Rank], is_training: bool) -> list[list[Pass]]:
             groups.setdefault((each.dataset, counts[each.dataset]), []).append(each)
             counts[each.dataset] += 1
     return [groups[key] for key in sorted(groups)]
-
-
-def _judge_replacement(passes: Sequence[Pass]) -> Iterator[Finding]:
-    """Judge an epoch of a script that draws samples several times per epoch, also on 1 rank."""
-    drawn = [each.samples for each in passes]
-    num = min(map(len, drawn))
-    if len(drawn) > 1 and num >= FEWEST and all(samples[:num] == drawn[0][:num] for samples in drawn):
-        yield MISTAKE, "every rank draws the same samples: use other seeds"
 
 
 def _judge_epoch(passes: Sequence[Pass], length: int | None, is_training: bool) -> Iterator[Finding]:

@@ -21,7 +21,7 @@ import multiprocessing
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -92,17 +92,17 @@ class OptimizerTracker:
         num_steps: completed updates.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, optimizer: Optimizer) -> None:
         self.number = number
         self.num_steps = 0
-        self._params: list[Tensor] = []
+        self._optimizer = optimizer
         self._hooked: set[int] = set()
         self._is_fresh = True
         self._computed = project_all([])  # zeros
 
-    def add(self, params: Sequence[Tensor]) -> None:
-        """Follow more parameters."""
-        self._params += params
+    @property
+    def _params(self) -> list[Tensor]:
+        return [param for group in self._optimizer.param_groups for param in group["params"]]
 
     def before_backward(self) -> None:
         """Restart from the gradients in `.grad`, if the script has updated or set them to zero since."""
@@ -147,8 +147,7 @@ class Recorder:
     def __init__(self, directory: Path, steps: int) -> None:
         self._directory = directory
         self._steps = steps
-        self._pid = 0
-        self._file = sys.stdout
+        self._file = open(directory / f"rank-{os.getpid()}.jsonl", "a", buffering=1, opener=open_regular)  # noqa: SIM115
         self._trackers: dict[Optimizer, OptimizerTracker] = {}
         # id -> number and data set, which is kept, so that no other gets its id
         self._datasets: dict[int, tuple[int, Any]] = {}
@@ -160,7 +159,7 @@ class Recorder:
     def install(self) -> None:
         """Wrap the functions of torch that are recorded."""
         register_optimizer_step_post_hook(self._after_step)
-        _wrap_after(Optimizer, "add_param_group", self._after_group)
+        _wrap_after(Optimizer, "__init__", lambda _, optimizer, *__, **___: self._find_tracker(optimizer))
         _wrap_after(DataLoader, "__iter__", self._begin_pass)
         _wrap_after(LoaderIterator, "_next_index", lambda index, iterator: self._queue(iterator).append(index))
         _wrap_after(LoaderIterator, "_reset", lambda _, iterator, *__, **___: self._queue(iterator).clear())
@@ -188,9 +187,6 @@ class Recorder:
         torch.autograd.backward = run_backward
 
     def _write(self, event: str, **fields: Any) -> None:
-        if self._pid != os.getpid():  # the process was forked, or this is its first line
-            self._pid = os.getpid()
-            self._file = open(self._directory / f"rank-{self._pid}.jsonl", "a", buffering=1, opener=open_regular)  # noqa: SIM115
         print(json.dumps({"event": event, **fields}), file=self._file)
 
     # --- data ---------------------------------------------------------------------------------------------------------
@@ -236,11 +232,8 @@ class Recorder:
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
-    def _after_group(self, _: None, optimizer: Optimizer, *__: Any, **___: Any) -> None:
-        self._find_tracker(optimizer).add(optimizer.param_groups[-1]["params"])
-
     def _find_tracker(self, optimizer: Optimizer) -> OptimizerTracker:
-        return self._trackers.setdefault(optimizer, OptimizerTracker(len(self._trackers)))
+        return self._trackers.setdefault(optimizer, OptimizerTracker(len(self._trackers), optimizer))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         tracker = self._find_tracker(optimizer)
