@@ -70,7 +70,7 @@ def test_run_takes_every_option_of_a_script_and_its_defaults_are_allowed() -> No
 
 def test_no_interceptor_of_an_option_is_installed_beside_a_tool() -> None:
     assert NO_INTERCEPTORS
-    assert all(OPTIONS[name].check(name, value) is None for name, value in NO_INTERCEPTORS.items())
+    assert all(not OPTIONS[name].check(name, value) for name, value in NO_INTERCEPTORS.items())
 
 
 def test_options_travel_as_variables() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference import INTERNAL, build_options
+from reference import INTERNAL, build_options, build_reference
 from support.commands import run_line
 
 import samestep
@@ -189,8 +189,9 @@ def test_pages_about_the_source(page: Path) -> None:
             run_command(command, ROOT)
 
 
-def test_the_table_of_options_is_complete() -> None:
-    assert (ROOT / "docs" / "options.md").read_text() == build_options(), "run python tests/reference.py"
+def test_the_generated_pages_are_those_of_the_source() -> None:
+    for page, text in (("options.md", build_options()), ("reference.md", build_reference())):
+        assert (DOCS / page).read_text() == text, "run python tests/reference.py"
 
 
 def list_public() -> Iterator[tuple[str, Any]]:

@@ -49,8 +49,8 @@ class Option:
         check: maps the option's name and a value to the value to use. Raises Error.
         is_identity: each run directory has one value of the option; a start with a different value is an error.
         is_shared: the value must be the same on all ranks.
-        interceptor: "module:class" of the interceptor that a run installs if the option is not None; "" for none. The
-            check of such an option returns None for "never".
+        interceptor: "module:class" of the interceptor that a run installs if the option is set; "" for none.
+        off: the value of such an option that does not set it.
     """
 
     type: type
@@ -60,6 +60,7 @@ class Option:
     is_identity: bool = False
     is_shared: bool = True
     interceptor: str = ""
+    off: Any = "never"
 
     def parse(self, name: str, text: str) -> Any:
         """Convert the text of a command line or an environment variable to the option's type.
@@ -494,7 +495,7 @@ OPTIONS: dict[str, Option] = {
 }
 
 # Options of a run that has only the interceptors of a tool.
-NO_INTERCEPTORS = {name: "never" for name, option in OPTIONS.items() if option.interceptor}
+NO_INTERCEPTORS = {name: option.off for name, option in OPTIONS.items() if option.interceptor}
 
 
 def name_flag(name: str) -> str:

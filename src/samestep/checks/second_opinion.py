@@ -58,6 +58,9 @@ class _Results:
 class SecondOpinion(Interceptor):
     """Compares the results of two ranks for the same micro-batches, in the steps of `check_compute_every`."""
 
+    called = "check_compute_every"
+    permits_fsdp2 = False
+
     def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
         super().__init__(context, options)
         every = context.config.check_compute_every

@@ -130,7 +130,9 @@ def prepare_objects(
         gather = partial(calls.gather_after_step, context.group)
         optimizers = DividedOptimizers(objects, held, context.group, wait, gather, context.say)
     elif shard == "fsdp2":
-        check_options(config, device_map, context.group)
+        check_options(
+            config, device_map, context.group, [each.called for each in interceptors if not each.permits_fsdp2]
+        )
         sharded = ShardedState(objects, modules, held, shard_blocks, context.group, sharded_init)
     divided = optimizers or sharded
     if saved is not None:

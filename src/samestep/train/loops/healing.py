@@ -59,8 +59,7 @@ def _find_problem(context: RunContext, interceptors: Sequence[Interceptor]) -> s
         return f'shard="{config.shard}" (a rank\'s part of the state dies with it)'
     if context.location.is_replicated:
         return "a run directory that the nodes do not share"
-    permits = all(each.permits_healing for each in interceptors)
-    return "" if permits else "check_compute_every and the tools that observe a run"
+    return next((each.called for each in interceptors if not each.permits_healing), "")
 
 
 def _describe(change: Change, step: int, seconds: float) -> str:

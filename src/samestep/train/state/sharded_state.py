@@ -4,7 +4,7 @@ torch's `fully_shard` (FSDP2) keeps 1/W of each parameter on each rank, and gath
 The optimizers then update shards. Zhao et al. 2023, "PyTorch FSDP: experiences on scaling fully sharded data parallel".
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
@@ -77,11 +77,10 @@ def refuse_sharded(modules: Mapping[str, nn.Module]) -> None:
             )
 
 
-def check_options(config: RunConfig, device_map: str | None, group: Group) -> None:
-    """Refuse options that sharded models do not have. Raises InvalidValue."""
-    given = {
+def check_options(config: RunConfig, device_map: str | None, group: Group, refused: Iterable[str]) -> None:
+    """Refuse options that sharded models do not have, and `refused`. Raises InvalidValue."""
+    given = dict.fromkeys(refused, True) | {
         'reduction="fast"': config.reduction == "fast",
-        "check_compute_every": config.check_compute_every is not None,
         'device_map="keep"': device_map is not None,
         'backend="gloo" on a GPU': group.needs_staging(group.device),  # FSDP2 passes it tensors on the GPU
     }

@@ -89,11 +89,15 @@ class Interceptor(StepObserver):
     Attributes:
         is_trial: whether a tool trains only to look at the run. Then trackers are off, and `run.restore`
             of a snapshot that is not there does nothing (a trial may be too short to reach it).
+        called: for messages: the option that installs it.
+        permits_fsdp2: whether it works with `shard="fsdp2"`.
         permits_healing: whether the other ranks can continue after the death of one. Then a pass can be repeated with
             other micro-batches, and the number of this rank can change.
     """
 
     is_trial: ClassVar[bool] = False
+    called: ClassVar[str] = "a tool that observes the run"
+    permits_fsdp2: ClassVar[bool] = True
     permits_healing: ClassVar[bool] = False
 
     def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
@@ -171,8 +175,9 @@ def install(context: RunContext, requests: Sequence[Request]) -> list[Intercepto
 
 def find_requests(config: RunConfig) -> list[Request]:
     """Return the interceptors that belong to options which are set."""
-    names = [option.interceptor for name, option in OPTIONS.items() if getattr(config, name) is not None]
-    return [Request(name, load_interceptor(name), {}) for name in names if name]
+    options = {name: option for name, option in OPTIONS.items() if option.interceptor}
+    are_set = [each for name, each in options.items() if getattr(config, name) != each.check(name, each.off)]
+    return [Request(each.interceptor, load_interceptor(each.interceptor), {}) for each in are_set]
 
 
 def read_request(text: str | None) -> list[Request]:

@@ -67,7 +67,7 @@ class StepObserver:
         """All ranks' reports have arrived; `.grad` is not set yet."""
 
     def reduced(self, step: "Step") -> None:
-        """The pass has completed: `.grad` holds the gradient of the whole batch."""
+        """The pass has completed: `.grad` holds the gradient of the whole batch, or this rank's part with `shard`."""
 
     def end_step(self, step: "Step") -> None:
         """The script's body for the step has completed."""
