@@ -8,7 +8,7 @@ import threading
 from contextlib import closing
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from samestep.config import Overrides
 from samestep.console import print_error
@@ -16,7 +16,7 @@ from samestep.errors import Error, add_code
 from samestep.launch.forkserver import ForkServer, is_preloaded
 from samestep.launch.local_ranks import Ranks
 from samestep.launch.target import Target
-from samestep.world.environment import child_variables
+from samestep.world.environment import child_variables, set_hook
 
 if TYPE_CHECKING:
     from samestep.launch.nodes import Nodes
@@ -79,21 +79,11 @@ def _count_ranks(device: str | None) -> int:
     return 1 if device == "cpu" else max(torch.cuda.device_count(), 1)
 
 
-def run_launch(
-    target: Target,
-    *,
-    num_ranks: int | None,
-    shows_all: bool,
-    overrides: Overrides,
-    max_restarts: int = 0,
-    heals: bool = False,
-    nodes: "Nodes | None" = None,
-) -> int:
-    """Run ranks to their end and report the failure, if any. The arguments are options of `samestep launch`.
+def run_launch(target: Target, values: dict[str, Any], nodes: "Nodes | None") -> int:
+    """Run ranks to their end and report the failure, if any.
 
     Args:
-        num_ranks: on this machine; None: one per GPU, else 1.
-        overrides: options of `Run` that replace those of the script.
+        values: options of `samestep launch`, and those of `Run`, which replace the script's.
         nodes: the nodes of the launch; None: only this machine.
 
     Returns:
@@ -105,12 +95,18 @@ def run_launch(
         Error: there is no such script, an argument is invalid, or the nodes do not join.
     """
     check_target(target)
-    with LauncherSignals() as signals, closing(_open_server(overrides)) as server:
+    num_ranks = values.pop("nproc_per_node", None)  # default: one per GPU, else 1
+    shows_all = values.pop("show_all", False)
+    max_restarts = values.pop("max_restarts", 0)
+    heals = values.pop("heal", False)
+    if values.pop("tf_config", False):
+        set_hook("samestep.launch.tf_config")
+    with LauncherSignals() as signals, closing(_open_server(values)) as server:
         from samestep.launch.agent import Launch, run_agent
 
-        count = num_ranks or _count_ranks(overrides.get("device"))
+        count = num_ranks or _count_ranks(values.get("device"))
         with closing(Ranks(server, shows_all=shows_all)) as ranks:
-            end = run_agent(ranks, Launch(target, count, overrides, signals.received, max_restarts, heals), nodes)
+            end = run_agent(ranks, Launch(target, count, values, signals.received, max_restarts, heals), nodes)
             if end.message:
                 print_error(f"samestep: error: {add_code(end.message, end.error_code)}")
             return end.code

@@ -203,22 +203,20 @@ class Ranks:
             content = json.dumps({"rank": failure.rank, "reason": failure.reason})
             with suppress(OSError):
                 replace_file(Path(log).with_name(FAILURE), content.encode())
-        lines: list[str] = []
+        others = "; the others were stopped" if report.world_size > 1 else ""
+        is_said = failure.kind == "exit" and self.is_shown(failure.rank)  # it has printed its reason
         if failure.kind == "error":
-            lines.append(f"samestep: error: {add_code(failure.message, failure.error_code)}")
-        elif failure.kind != "exit" or not self.is_shown(failure.rank):  # a shown one that exits has printed its reason
-            if failure.log and not failure.traceback:
-                lines += [f"samestep: the end of rank {failure.rank}'s output{log and f' ({log})'}:", failure.log]
-            others = "; the others were stopped" if report.world_size > 1 else ""
-            if failure.traceback:
-                lines += [f"samestep: rank {failure.rank} of {report.world_size} failed{others}"] if others else []
-                lines.append(failure.traceback.rstrip("\n"))
-            elif not report.then:
-                lines.append(f"samestep: {failure}{others}")
+            print_error(f"samestep: error: {add_code(failure.message, failure.error_code)}")
+        elif failure.traceback:
+            if others:
+                print_error(f"samestep: rank {failure.rank} of {report.world_size} failed{others}")
+            print_error(failure.traceback.rstrip("\n"))
+        elif failure.log:
+            print_error(f"samestep: the end of rank {failure.rank}'s output{log and f' ({log})'}:\n{failure.log}")
         if report.then:
-            lines.append(f"samestep: {failure.reason}{report.then}")
-        for line in lines:
-            print_error(line)
+            print_error(f"samestep: {failure.reason}{report.then}")
+        elif not (failure.kind == "error" or failure.traceback or is_said):
+            print_error(f"samestep: {failure}{others}")
 
     def complete(self, failure: RankFailure) -> RankFailure:
         """Add what the rank's output says."""

@@ -12,7 +12,6 @@ from samestep.launch.recipe_source import describe_recipes, find_recipes
 from samestep.launch.script_command import ScriptCommand, build_recipe_target
 from samestep.launch.target import Target
 from samestep.processes import run_captured
-from samestep.world.environment import set_hook
 
 if TYPE_CHECKING:
     from samestep.launch.nodes import Nodes
@@ -120,21 +119,7 @@ def start_ranks(target: Target, values: dict[str, Any], nodes: "Nodes | None") -
     """Start the ranks of this machine. `values`: further options of `samestep launch`."""
     from samestep.launch.launcher import run_launch
 
-    num_ranks = values.pop("nproc_per_node", None)
-    shows_all = values.pop("show_all", False)
-    max_restarts = values.pop("max_restarts", 0)
-    heals = values.pop("heal", False)
-    if values.pop("tf_config", False):
-        set_hook("samestep.launch.tf_config")
-    return run_launch(
-        target,
-        num_ranks=num_ranks,
-        shows_all=shows_all,
-        max_restarts=max_restarts,
-        heals=heals,
-        nodes=nodes,
-        overrides=values,
-    )
+    return run_launch(target, values, nodes)
 
 
 run_launch = ScriptCommand("launch", start, FLAGS, help=LAUNCH_HELP)

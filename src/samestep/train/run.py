@@ -42,7 +42,7 @@ from samestep.train.state.stateful import check_objects, find_params
 from samestep.train.step.interception import find_requests, install, read_request
 from samestep.train.step.step_log import collect_values
 from samestep.train.step.steps import Step
-from samestep.watch.progress import Progress, say_above
+from samestep.watch.progress import Progress
 from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import Tracker
 from samestep.world.group_opening import choose_device, find_ranks, open_group
@@ -827,7 +827,7 @@ class Run:
             self._loop.check_not_left()
 
     def _say(self, sentence: str) -> None:
-        say_above(self._progress, sentence)
+        self._progress.say(sentence)
 
     def __del__(self) -> None:
         if hasattr(self, "_services"):  # false if `__init__` has failed

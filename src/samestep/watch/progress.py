@@ -14,11 +14,6 @@ from samestep.world.environment import drop_output, read_terminal
 EVERY_S = 2.0  # between two lines
 
 
-def say_above(progress: "Progress", sentence: str) -> None:
-    """Print a message of samestep, with control characters escaped."""
-    progress.print(f"samestep: {escape(sentence)}")
-
-
 class Progress:
     """The display of one rank. Validations have a line each; other numbers are shown every `EVERY_S`.
 
@@ -90,6 +85,10 @@ class Progress:
             drop_output(sys.stdout.fileno())
         except OSError:  # a full disk or a closed terminal: drop the line
             pass
+
+    def say(self, sentence: str) -> None:
+        """Print a message of samestep, with control characters escaped."""
+        self.print(f"samestep: {escape(sentence)}")
 
     def end(self, rows: Mapping[str, Any]) -> None:
         """End the run: print `rows` in two columns."""
