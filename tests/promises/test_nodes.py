@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 
+import psutil
 import pytest
 from promises.test_restarts import flags_of, read_restarts
 from promises.trial import Outcome, Started, Trial
@@ -18,7 +19,7 @@ from support.selection import one_in
 from support.waiting import wait_until
 
 from samestep.errors import Error
-from samestep.launch.local_ranks import build_variables, open_listener
+from samestep.launch.local_ranks import build_variables, open_store
 from samestep.launch.node_messages import Start
 from samestep.launch.nodes import find_own_address, parse_endpoint, parse_nodes
 
@@ -198,10 +199,8 @@ def test_where_the_nodes_meet(monkeypatch: pytest.MonkeyPatch, host: str, addres
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: find(names.get(host, host), *rest, **more))
     assert find_own_address(host) == address
     if address:
-        listener = open_listener(address, 0)
-        assert listener is not None
-        with listener:
-            assert listener.getsockname()[0] == address
+        store = open_store(address)
+        assert {each.laddr.ip for each in psutil.net_connections("inet") if each.laddr.port == store.port} == {address}
 
 
 @pytest.mark.parametrize(("nnodes", "node_rank", "endpoint", "said"), [

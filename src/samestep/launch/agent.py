@@ -19,7 +19,7 @@ from samestep.console import say, saying_when_slow
 from samestep.errors import Error
 from samestep.files import read_text
 from samestep.launch.link import Link, is_listening
-from samestep.launch.local_ranks import POLL_S, Ranks, build_variables, open_listener, open_store
+from samestep.launch.local_ranks import POLL_S, Ranks, build_variables, open_store
 from samestep.launch.node_messages import (
     Board,
     Broken,
@@ -245,8 +245,7 @@ def run_agent(ranks: Ranks, launch: Launch, nodes: Nodes | None = None) -> Finis
         if nodes.node:
             return _follow(agent, nodes, link)
         address = find_own_address(nodes.host)
-        store_at = address or "localhost"
-        return Supervision(agent, link, lambda: open_store(open_listener(address, 0), store_at)).run()
+        return Supervision(agent, link, lambda: open_store(address)).run()
     finally:
         link.close(FLUSH_S)
 
@@ -256,8 +255,7 @@ def _find_store(nodes: Nodes) -> Callable[[], Any]:
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     if nodes.node == 0 and not nodes.has_store:
-        address = find_own_address(nodes.host)
-        store = open_store(open_listener(address, nodes.port), address or "localhost")
+        store = open_store(find_own_address(nodes.host), nodes.port)
         return lambda: PrefixStore("samestep/nodes", store)
 
     def connect() -> Any:

@@ -84,30 +84,23 @@ def build_variables(
     return [{**common, "RANK": str(start.first_rank + i), "LOCAL_RANK": str(i)} for i in range(num_ranks)]
 
 
-def open_store(listener: socket.socket | None = None, address: str = HOST) -> Any:  # TCPStore
-    """Open a rendezvous store at `address`.
-
-    It takes over the listening socket; None: a free port that only this machine can reach.
-    """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    listener = listener or socket.create_server((HOST, 0), backlog=1024)
-    port = listener.getsockname()[1]
-    timeout = timedelta(seconds=300)
-    return TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
-def open_listener(address: str, port: int) -> socket.socket:
-    """Listen at an address of this machine ("": all IPv4 ones). Port 0 is a free one.
+def open_store(address: str = HOST, port: int = 0) -> Any:  # TCPStore
+    """Open a rendezvous store at an address of this machine ("": all IPv4 ones). Port 0 is a free one.
 
     Raises Error if the port cannot be opened.
     """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        return socket.create_server((address, port), family=family, backlog=1024)
+        listener = socket.create_server((address, port), family=family, backlog=1024)
     except OSError as error:
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
         raise Error(f"port {port} {reason} here: choose another one, on all nodes", code="SS509") from None
+    host = address or "localhost"
+    port = listener.getsockname()[1]
+    limit = timedelta(seconds=300)
+    return TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 class Ranks:
