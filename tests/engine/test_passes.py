@@ -9,6 +9,8 @@ from support.tiny import Tiny
 from torch import Tensor, nn
 
 import samestep
+from samestep.errors import NotHealed
+from samestep.world.transport import Transport
 
 
 def test_each_pass_has_its_own_gradients_alone() -> None:
@@ -115,3 +117,12 @@ def test_a_total_over_the_batch_has_the_random_numbers_of_the_loop() -> None:
             found += int((torch.rand(len(x)) < 0.5).sum())
             step.backward(tiny.model(x).mean())
         assert total == found
+
+
+def test_without_values_a_death_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that died may have been the only one that had values."""
+    tiny = Tiny().train(num_steps=1)
+    assert tiny.step.gather({}) == []
+    monkeypatch.setattr(Transport, "gather_number", lambda self, number: [])
+    with pytest.raises(NotHealed, match="a rank died before it sent the values"):
+        tiny.step.gather({})

@@ -519,11 +519,13 @@ class Step:
         group = self._parts.context.group
         mine = [(v, values[v]) for v in self.held if v in values]
         counts = group.gather_number(len(mine))
-        if not any(counts):
-            return []
-        rows = group.gather(group.seal(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), mine)))
+        has_values = any(counts)
+        sent = group.seal(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), mine))
+        rows: list[Any] = group.gather(sent) if has_values else counts
         if len(rows) < self._num_ranks:
             raise NotHealed(f"a rank died before it sent the values of its micro-batches in step {self.number}")
+        if not has_values:
+            return []
         found = dict(pair for row in rows for pair in group.unseal(row))
         return [found[v] for v in sorted(found)]
 
