@@ -80,6 +80,33 @@ def test_it_holds_what_the_step_left(tmp_path: Path, changes: str, capfd: pytest
         assert digest(read_snapshot(store, snapshot)) == found[step]
 
 
+def reset_and_take_over(run_dir: Path) -> list[int]:
+    """Resets the optimizer while its state is copied. Returns the steps of the snapshots of the second half."""
+
+    def before(t: Tiny) -> None:
+        if t.step.number == 4:
+            for state in t.optimizer.state.values():
+                state["exp_avg"].zero_()
+
+    def then(t: Tiny) -> None:
+        update(t)
+        if t.step.number == 3:
+            t.run.snapshot("best")
+        if t.step.number == 4 and t.run.rank == 0:  # as if it took over from a rank that died now
+            t.run._services.snapshotter.take_over()
+
+    optimizer = lambda params: torch.optim.AdamW(params, 1e-3)  # noqa: E731
+    every = {"snapshot_every": 4, "compare_every": 4}
+    tiny = Tiny(run_dir, model=Model, optimizer=optimizer, batch_size=4, keep_last=99, **every)
+    tiny.train(data=torch.randn(16, WIDTH), num_steps=6, before=before, then=then)
+    return [snapshot.step for snapshot in Store(run_dir).snapshots()]
+
+
+def test_ranks_agree_whether_it_is_taken_later(tmp_path: Path) -> None:
+    """Rank 0 alone copies the state of the optimizer. A named snapshot that is taken later is not lost."""
+    assert samestep.spawn(reset_and_take_over, 2, (tmp_path,)) == [5, 5, 6]
+
+
 # --- while the steps run ----------------------------------------------------------------------------------------------
 
 

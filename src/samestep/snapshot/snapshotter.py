@@ -56,8 +56,7 @@ class Snapshotter:
         self._config = config
         self._location = location
         self._count_ranks = count_ranks
-        # The ranks agree on what they write if each writes a part. Else each rank knows what rank 0 writes.
-        self._gather = gather if location.is_divided else lambda value: [value]
+        self._gather = gather
         self._say = say
         self.saved_step: int | None = None
         self._unsaved = (-1, "")  # step and reason, if the last snapshot could not be written
@@ -69,7 +68,7 @@ class Snapshotter:
         self._staging = Staging()
         self._saved_s = time.monotonic()
         self._pending: _Pending | None = None
-        # Before rank 0 begins to write the next ones, others may be past that.
+        # The last two calls of `save`: before rank 0 begins to write the next ones, others may be past that.
         self._recent: deque[tuple[int, Sequence[str | None]]] = deque(maxlen=2)
         if location.directory is not None:
             location.directory.call_before_close(self._wait_alone)
@@ -276,7 +275,7 @@ class Snapshotter:
             if any(is_torn for is_torn, _ in reports):
                 writer.handle(Event.UNSOUND)
                 self._unstable |= {*copy.torn}
-                self._take_again(self._pending.order)
+                self._take_again()
                 return
             inspection.conclude(next((label for _, label in reports if label), ""))
         except Error:  # after another exception, the check of this rank decides
@@ -305,14 +304,15 @@ class Snapshotter:
             self._pending.writer.wait_until_written()
         self._collect()
 
-    def _take_again(self, order: SnapshotOrder) -> None:
-        """Make the snapshots due again after this step."""
-        self._names_due = [*(name for name in order.names if name is not None), *self._names_due]
-        if None in order.names:
+    def _take_again(self) -> None:
+        """Make the pending snapshots due again after this step, on all ranks."""
+        step, names = self._recent.pop()
+        self._names_due = [*(name for name in names if name is not None), *self._names_due]
+        if None in names:
             self.saved_step = None
             self._is_wanted = True
         late = (
-            f"the snapshot of step {order.step} is taken one step later: the model or an optimizer was changed between "
+            f"the snapshot of step {step} is taken one step later: the model or an optimizer was changed between "
             "that step and the next update; from now on, what was changed is copied before the step continues"
         )
         warn(self._say, late, start="the snapshot of step")
