@@ -318,6 +318,11 @@ def test_a_death_before_the_first_loop_is_not_healed() -> None:
     assert "because not all had begun their first loop" in launch.said
 
 
+def test_an_exception_is_not_healed() -> None:
+    """It would occur again, in the rank that gets these micro-batches."""
+    assert Launch(heals=True).do(READY, raised(1)).named == [[]]
+
+
 def test_a_stuck_rank_is_ended_once_by_its_own_node() -> None:
     stuck = Board(is_ready=True, has_met=True, stuck=[1, 2], reason="nothing moves")
     launch = Launch(4, 2, heals=True).do(stuck, stuck)

@@ -304,7 +304,8 @@ PLANTED = (
     ),
     Planted(
         "healing: ranks that save after a signal do not continue", HEAL, "launch/supervisor.py",
-        "State.STARTING | State.RUNNING | State.SAVING:", "State.STARTING | State.RUNNING:",
+        "if self._policy.heals:\n            self._heal()",
+        "if self._policy.heals and self.state is not State.SAVING:\n            self._heal()",
         test="launch/test_supervisor.py",
     ),
     Planted(
