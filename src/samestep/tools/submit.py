@@ -7,9 +7,8 @@ the launchers report that the run was stopped and has saved.
 import re
 import shlex
 import signal
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +106,7 @@ def run_submit(target: Target, values: Mapping[str, Any]) -> int:
     directory.mkdir(parents=True, exist_ok=True)
     facts: dict[str, Any] = {"script": script, "job": None, "file": None, "output": None}
     if not values.get("dry_run"):
-        number = run_sbatch(["--parsable"], script).stdout.strip().partition(";")[0]
+        number = run_sbatch(script)
         facts |= {"job": number, "file": f"{directory}/{number}.sbatch", "output": f"{directory}/{number}.out"}
         replace_file(Path(facts["file"]), script.encode())
     if values.get("json"):
@@ -187,10 +186,14 @@ def find_directory(values: Mapping[str, Any]) -> Path:
     return Path("slurm") if is_url(run_dir) else Path(run_dir, "slurm")
 
 
-def run_sbatch(options: Sequence[str], script: str) -> "subprocess.CompletedProcess[str]":
-    """Run sbatch on a batch script. Raises Error with its words if it cannot be started, or refuses the job."""
+def run_sbatch(script: str) -> str:
+    """Submit a batch script. Returns the number of the job.
+
+    Raises:
+        Error: sbatch cannot be started, or refuses the job; with its words.
+    """
     try:
-        done = run_captured(["sbatch", *options], variables=child_variables(), stdin=script)
+        done = run_captured(["sbatch", "--parsable"], variables=child_variables(), stdin=script)
     except OSError as error:
         raise Error(
             f"sbatch cannot be started ({error.strerror}): submit from a machine of the cluster, or print the batch "
@@ -201,4 +204,4 @@ def run_sbatch(options: Sequence[str], script: str) -> "subprocess.CompletedProc
         lines = [line.strip().removeprefix("sbatch: ") for line in done.stderr.splitlines() if line.strip()]
         words = "; ".join(line.removeprefix("error: ") for line in lines)
         raise Error(f"sbatch refused the job: {words or f'exit code {done.returncode}'}", code="SS512")
-    return done
+    return done.stdout.strip().partition(";")[0]  # after it, the name of the cluster
