@@ -116,8 +116,8 @@ def copy_directory(source: Path, target: Path, linked: Collection[Path], home: P
     """
     sizes: list[int] = []
 
-    def leave_out(directory: str, names: list[str]) -> list[str]:
-        paths = [Path(directory, name) for name in names]
+    def leave_out(directory: str, names: list[str]) -> set[str]:
+        paths = (Path(directory, name) for name in names)
         kept = [path for path in paths if path.is_file() or (path.is_dir() and path != home)]  # no socket or pipe
         if directory == str(source):
             kept = [path for path in kept if path not in linked and not path.name.startswith(".")]
@@ -130,8 +130,9 @@ def copy_directory(source: Path, target: Path, linked: Collection[Path], home: P
                 "directories that the script only reads with --link",
                 code="SS712",
             )
-        return [path.name for path in paths if path not in kept]
+        return {*names} - {path.name for path in kept}
 
     shutil.copytree(source, target, ignore=leave_out)  # noqa: TID251 the user's own files, which may be links
+    target.chmod(0o700)  # the source may be read-only
     for path in linked:
         (target / path.name).symlink_to(path)
