@@ -1,4 +1,17 @@
-"""Decides when snapshots of a run are due, and writes them in the background. All ranks call the same methods."""
+"""Decides when snapshots of a run are due, and writes them in the background. All ranks call the same methods.
+
+A snapshot of step 40, in the order of time:
+
+| when | main thread of each rank | thread of each rank that writes: `Writer` |
+|---|---|---|
+| end of step 40 | `save` copies small tensors | copies and checks the others |
+| step 41, before its update | `join_copy`: is the copy sound on all ranks? | writes the tensors |
+| a later step, if divided | `join_parts`: have all ranks written? | waits |
+| from then on | | rank 0: writes the manifest, renames the directory |
+| next snapshot, or the end | `_collect` reports a failure | has ended |
+
+A state that the script has changed during the copy is saved one step later. A full disk loses this snapshot only.
+"""
 
 import time
 from collections import deque

@@ -1,4 +1,16 @@
-"""The group of all ranks, which continues after the death of a rank (docs/dev/healing.md)."""
+"""The group of all ranks, which continues after the death of a rank (docs/dev/healing.md).
+
+The death of rank 1 of 4, in the order of time:
+
+| who | what | where |
+|---|---|---|
+| launcher | notices the end of the process, and names the next generation: ranks 0, 2 and 3 | `launch/supervisor.py` |
+| ranks 0, 2, 3 | notice the failed collective themselves, or `LossWatch` breaks their connections | `complete` |
+| ranks 0, 2, 3 | close the old process group, wait for the generation, and open a new group | `_regroup` |
+| ranks 0, 2, 3 | compare how many collectives they have completed; who is behind repeats the last one | `is_settled` |
+| ranks 0, 2, 3 | divide the micro-batches anew; a new rank 0 takes the run directory over | `train/loops/healing.py` |
+| the step | begins the pass again, if its exchange was the collective that failed | `Step.__iter__` |
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -158,8 +170,8 @@ class Group(Transport, Held):
             reason: its error.
 
         Returns:
-            Whether the collective counts: this rank has its result, and another one has used it. If not, this rank
-            repeats it.
+            True to keep the collective's result, which this rank has, and which another one may have used; False to
+            repeat the collective.
 
         Raises:
             PeerFailed: the run cannot continue without the rank that has died.

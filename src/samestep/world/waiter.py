@@ -54,7 +54,7 @@ class Waiter:
                 del error  # it refers to this frame: the cycle would keep the messages
 
     def give_up(self) -> None:
-        """End the wait, and all later ones. In any thread."""
+        """End the present wait, or the next one. The waiter is not used again. In any thread."""
         self._results.put(PeerFailed("another rank has died"))
 
     def close(self) -> None:
