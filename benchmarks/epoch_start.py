@@ -34,7 +34,7 @@ def build_order_case(name: str, length: int, num_taken: int, first: int = 0) -> 
 
     def start(epoch: int) -> Iterator[object]:
         order = build_order(length, seed=0, epoch=epoch)
-        return (order.take(p, p + num_taken) for p in range(first, length - num_taken + 1, num_taken))
+        return (order[p : p + num_taken] for p in range(first, length - num_taken + 1, num_taken))
 
     return Case(f"{name}, takes of {num_taken}", length, num_taken, start)
 

@@ -243,7 +243,7 @@ def run_loader(windows: TokenWindows) -> Iterator[None]:
     for epoch in itertools.count():
         order = build_order(len(windows), seed=0, epoch=epoch, shuffle=True)
         starts = range(0, len(windows) - LOADED_SIZE + 1, LOADED_SIZE)
-        tasks = (Task(order.take(k, k + LOADED_SIZE), derive(0, "data", step=k)) for k in starts)
+        tasks = (Task(order[k : k + LOADED_SIZE], derive(0, "data", step=k)) for k in starts)
         with Loader(spec, tasks, device=torch.device("cpu")) as loader:
             for _ in loader:
                 yield

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from samestep.errors import InvalidValue
 from samestep.plan.ledger import combine, fingerprint
 from samestep.plan.loop_plan import STREAM_LENGTH, LoopPlan
-from samestep.plan.order import GivenOrder, Order, build_order
+from samestep.plan.order import Order, build_order, check_order
 from samestep.plan.tree import Layout, build_layout
 
 SEED = 5
@@ -54,13 +54,13 @@ class Loop:
     def find_order(self, epoch: int) -> Order:
         """The order of an epoch; with a sampler, of random samples."""
         if self.has_sampler:
-            return GivenOrder(np.random.default_rng(epoch).integers(0, 99, self.length), 99, epoch)
+            return check_order(np.random.default_rng(epoch).integers(0, 99, self.length), 99, epoch)
         return build_order(self.length, seed=SEED, epoch=epoch, shuffle=self.shuffle, shard_sizes=self.shard_sizes)
 
     @cached_property
     def orders(self) -> dict[int, list[int]]:
         """The samples of each epoch."""
-        return {epoch: self.find_order(epoch).take(0, self.length).tolist() for epoch in self.epochs}
+        return {epoch: self.find_order(epoch)[0 : self.length].tolist() for epoch in self.epochs}
 
     @property
     def epochs(self) -> range:
@@ -263,4 +263,4 @@ def test_large_data_sets_are_planned_in_place(length: int, num_shards: int) -> N
     samples = plan.plan_step(step).samples
     assert len({*samples.tolist()}) == 256
     order = build_order(length, seed=1, epoch=0, shard_sizes=sizes)
-    assert samples.tolist() == order.take(step * 256, step * 256 + 256).tolist()
+    assert samples.tolist() == order[step * 256 : step * 256 + 256].tolist()

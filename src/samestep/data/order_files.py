@@ -12,7 +12,7 @@ import numpy as np
 
 from samestep.data.source import Shard, explain_change, format_shards, parse_shards
 from samestep.files import open_regular, read_bytes, replace_file
-from samestep.plan.order import GivenOrder, Indices
+from samestep.plan.order import Indices, check_order
 
 ORDERS = "orders"
 
@@ -32,11 +32,11 @@ def shards_file(shards_hash: str) -> str:
     return f"{ORDERS}/shards-{shards_hash}.json"
 
 
-def read_order(run_dir: Path, epoch: int) -> GivenOrder:
+def read_order(run_dir: Path, epoch: int) -> Indices:
     """Return the order that a sampler gave for an epoch. Raises OSError, ValueError or EOFError if it is damaged."""
     with open(run_dir / order_file(epoch), "rb", opener=open_regular) as file:
         indices = np.load(file, allow_pickle=False)
-    return GivenOrder(indices, int(indices.max()) + 1, epoch)
+    return check_order(indices, int(indices.max()) + 1, epoch)
 
 
 def keep_order(run_dir: Path, epoch: int, indices: Indices) -> str:

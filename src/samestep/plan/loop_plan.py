@@ -239,31 +239,30 @@ class LoopPlan:
 
     def indices(self, span: Span) -> Indices:
         """Return the samples of a micro-batch."""
-        pieces = self._take(span)
-        return pieces[0][1] if len(pieces) == 1 else np.concatenate([samples for _, samples in pieces])
+        return np.concatenate([*self._take(span).values()])
 
     def plan_step(self, step: int) -> StepSamples:
         """Return the samples of step `step`, with their epochs."""
         taken = [self._take(span) for span in self.micro_batches(step)]
-        prints = [fingerprint(np.concatenate([samples for _, samples in pieces])) for pieces in taken]
-        return StepSamples(tuple(piece for pieces in taken for piece in pieces), combine(prints))
+        prints = [fingerprint(np.concatenate([*pieces.values()])) for pieces in taken]
+        return StepSamples(tuple(piece for pieces in taken for piece in pieces.items()), combine(prints))
 
     def count_uses(self, epoch: int) -> Indices:
         """Return how often an epoch uses each sample of the data set, including those that `drop_last` leaves out."""
         if not self.has_sampler:
             return np.ones(self.length, dtype=np.int64)
         order = self._order_of(epoch)
-        return np.bincount(order.take(0, len(order)))
+        return np.bincount(order[0 : len(order)])
 
-    def _take(self, span: Span) -> list[tuple[int, Indices]]:
-        """Return the samples of a span, one array per epoch."""
+    def _take(self, span: Span) -> dict[int, Indices]:
+        """Return the samples of a span by epoch."""
         start, stop = span
-        pieces = []
+        pieces: dict[int, Indices] = {}
         while start < stop:
             number, offset = divmod(start, self._num_samples)
             end = min(offset + stop - start, self._num_samples)
             epoch = self.first_epoch + number
-            pieces.append((epoch, self._order_of(epoch).take(offset, end)))
+            pieces[epoch] = self._order_of(epoch)[offset:end]
             start += end - offset
         return pieces
 

@@ -7,7 +7,7 @@ positions can be read at any time, so resuming in the middle of an epoch costs n
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import isqrt
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,18 +27,14 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Order(Protocol):
-    """The samples of one epoch in the order in which a run uses them."""
+    """The samples of one epoch in the order in which a run uses them: an array, or what computes slices of it."""
 
     def __len__(self) -> int:
         """Return the number of positions."""
         ...
 
-    def take(self, start: int, stop: int) -> Indices:
-        """Return the sample indices at positions start..stop-1, as a new array.
-
-        Raises:
-            IndexError: not 0 <= start <= stop <= len.
-        """
+    def __getitem__(self, span: slice, /) -> Any:
+        """Return the sample indices at positions start..stop-1, 0 <= start < stop <= len. Do not write to them."""
         ...
 
 
@@ -67,7 +63,7 @@ def build_order(
 
 
 def _shuffle(length: int, key: int, most_sorted: int = MAX_SORTED_LENGTH) -> Order:
-    return SortedOrder(length, key) if length <= most_sorted else FeistelOrder(length, key)
+    return sort_hashes(length, key) if length <= most_sorted else FeistelOrder(length, key)
 
 
 class SequentialOrder:
@@ -79,80 +75,58 @@ class SequentialOrder:
     def __len__(self) -> int:
         return self._length
 
-    def take(self, start: int, stop: int) -> Indices:
-        _check_span(start, stop, self._length)
-        return np.arange(start, stop, dtype=np.int64)
+    def __getitem__(self, span: slice) -> Indices:
+        return np.arange(span.start, span.stop)
 
 
-class GivenOrder:
-    """The indices of a sampler for an epoch; samples may be repeated or omitted.
-
-    Attributes:
-        indices: the sample at each position.
+def check_order(indices: Iterable[int], num_samples: int, epoch: int) -> Indices:
+    """Return the indices of a sampler for an epoch, as a new array. Samples may be repeated or omitted.
 
     Raises:
         InvalidValue: `indices` are not one-dimensional integers in 0..num_samples-1, or are empty.
     """
-
-    def __init__(self, indices: Iterable[int], num_samples: int, epoch: int) -> None:
-        if not isinstance(indices, Sequence) and not hasattr(indices, "__array__"):
-            indices = list(indices)
-        try:
-            found = np.asarray(indices)
-        except ValueError:  # a ragged list
-            found = np.empty((0, 0))
-        if found.ndim != 1:
-            raise InvalidValue(
-                f"the sampler's indices are not one-dimensional in epoch {epoch}: give one whole number per sample",
-                code="SS307",
-            )
-        if not found.size:
-            raise InvalidValue(
-                f"the sampler gave no indices for epoch {epoch}: each epoch needs at least 1 sample", code="SS307"
-            )
-        if found.dtype.kind not in "iu":
-            raise InvalidValue(
-                f"the sampler's indices are {found.dtype.name} in epoch {epoch}: give whole numbers", code="SS307"
-            )
-        wrong = np.flatnonzero((found < 0) | (found >= num_samples))
-        if wrong.size:
-            at = int(wrong[0])
-            raise InvalidValue(
-                f"the sampler gave index {found[at]} at position {at} of epoch {epoch}: "
-                f"the data set's samples are 0 to {num_samples - 1}",
-                code="SS307",
-            )
-        self.indices: Indices = np.array(found, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def take(self, start: int, stop: int) -> Indices:
-        _check_span(start, stop, len(self.indices))
-        return self.indices[start:stop].copy()
+    if not isinstance(indices, Sequence) and not hasattr(indices, "__array__"):
+        indices = list(indices)
+    try:
+        found = np.asarray(indices)
+    except ValueError:  # a ragged list
+        found = np.empty((0, 0))
+    if found.ndim != 1:
+        raise InvalidValue(
+            f"the sampler's indices are not one-dimensional in epoch {epoch}: give one whole number per sample",
+            code="SS307",
+        )
+    if not found.size:
+        raise InvalidValue(
+            f"the sampler gave no indices for epoch {epoch}: each epoch needs at least 1 sample", code="SS307"
+        )
+    if found.dtype.kind not in "iu":
+        raise InvalidValue(
+            f"the sampler's indices are {found.dtype.name} in epoch {epoch}: give whole numbers", code="SS307"
+        )
+    wrong = np.flatnonzero((found < 0) | (found >= num_samples))
+    if wrong.size:
+        at = int(wrong[0])
+        raise InvalidValue(
+            f"the sampler gave index {found[at]} at position {at} of epoch {epoch}: "
+            f"the data set's samples are 0 to {num_samples - 1}",
+            code="SS307",
+        )
+    return np.array(found, dtype=np.int64)
 
 
-class SortedOrder:
-    """A shuffle by a stable argsort of 64-bit hashes: unbiased at any length, but it stores all indices.
+def sort_hashes(length: int, key: int) -> Indices:
+    """Return a shuffle by a stable argsort of 64-bit hashes: unbiased at any length, but it stores all indices.
 
     The hash of sample i is output i of SplitMix64 seeded with `key`.
     """
-
-    def __init__(self, length: int, key: int) -> None:
-        hashes = _draw_hashes(key, length)
-        # Without ties all sorts give one result, and this one takes a quarter of the time of a stable one.
-        order = np.argsort(hashes)
-        ordered = hashes[order]
-        if (ordered[1:] == ordered[:-1]).any():
-            order = np.argsort(hashes, kind="stable")
-        self._indices: Indices = order.astype(np.int64, copy=False)
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def take(self, start: int, stop: int) -> Indices:
-        _check_span(start, stop, len(self._indices))
-        return self._indices[start:stop].copy()
+    hashes = _draw_hashes(key, length)
+    # Without ties all sorts give one result, and this one takes a quarter of the time of a stable one.
+    order = np.argsort(hashes)
+    ordered = hashes[order]
+    if (ordered[1:] == ordered[:-1]).any():
+        order = np.argsort(hashes, kind="stable")
+    return order.astype(np.int64, copy=False)
 
 
 class ShardedOrder:
@@ -164,7 +138,7 @@ class ShardedOrder:
 
     def __init__(self, sizes: Sequence[int] | Indices, seed: int, epoch: int) -> None:
         of_shard = np.asarray(sizes, dtype=np.int64)
-        shards = SortedOrder(len(of_shard), derive(seed, "order", step=epoch)).take(0, len(of_shard))
+        shards = sort_hashes(len(of_shard), derive(seed, "order", step=epoch))
         shards = shards[of_shard[shards] > 0]
         self._seed = seed
         self._epoch = epoch
@@ -177,8 +151,9 @@ class ShardedOrder:
     def __len__(self) -> int:
         return int(self._stops[-1])
 
-    def take(self, start: int, stop: int) -> Indices:
-        _check_span(start, stop, len(self))
+    def __getitem__(self, span: slice) -> Indices:
+        start = span.start
+        stop = span.stop
         pieces = [np.empty(0, dtype=np.int64)]
         window = int(np.searchsorted(self._stops, start, side="right"))
         while start < stop:
@@ -186,7 +161,7 @@ class ShardedOrder:
             order, stops, shifts = self._open(window)
             offset = window_stop - len(order)
             end = min(stop, window_stop)
-            places = order.take(start - offset, end - offset)  # places in the concatenated shards of the window
+            places = order[start - offset : end - offset]  # places in the concatenated shards of the window
             pieces.append(places + shifts[np.searchsorted(stops, places, side="right")])
             start = end
             window = window + 1
@@ -223,18 +198,17 @@ class FeistelOrder:
         radix_b = -(-length // radix_a)
         self._radices = np.uint64(radix_a), np.uint64(radix_b)
         self._keys = list(_draw_hashes(key, _NUM_ROUNDS))
-        # Samples are mostly read a few at a time and in order, so one block serves many calls of `take`.
+        # Samples are mostly read a few at a time and in order, so one block serves many slices.
         self._get_block = lru_cache(maxsize=1)(self._compute_block)
 
     def __len__(self) -> int:
         return self._length
 
-    def take(self, start: int, stop: int) -> Indices:
-        _check_span(start, stop, self._length)
-        first = start - start % _BLOCK
-        blocks = [self._get_block(at) for at in range(first, stop, _BLOCK)]
-        taken = blocks[0] if len(blocks) == 1 else np.concatenate([np.empty(0, dtype=np.int64), *blocks])
-        return taken[start - first : stop - first].copy()
+    def __getitem__(self, span: slice) -> Indices:
+        first = span.start - span.start % _BLOCK
+        blocks = [self._get_block(at) for at in range(first, span.stop, _BLOCK)]
+        taken = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        return taken[span.start - first : span.stop - first]
 
     def _compute_block(self, start: int) -> Indices:
         stop = min(start + _BLOCK, self._length)
@@ -296,8 +270,3 @@ def _mix(words: _Words, spare: _Words) -> None:
         words *= np.uint64(factor)
     np.right_shift(words, np.uint64(31), out=spare)
     words ^= spare
-
-
-def _check_span(start: int, stop: int, length: int) -> None:
-    if not 0 <= start <= stop <= length:
-        raise IndexError(f"positions {start} to {stop} of an order of {length}")

@@ -48,7 +48,7 @@ _WRITING = ".tmp-"  # incomplete, or about to be removed
 
 class _SavedOrder(Struct):
     epoch: Count
-    indices: Any  # `GivenOrder` checks them
+    indices: Any  # `check_order` checks them
 
     def __post_init__(self) -> None:
         if getattr(self.indices, "ndim", 0) != 1 or not len(self.indices):

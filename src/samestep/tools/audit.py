@@ -16,7 +16,7 @@ from samestep.data.order_files import order_file, read_order, read_shard_sizes, 
 from samestep.errors import Error
 from samestep.plan.ledger import Entry
 from samestep.plan.loop_plan import LoopPlan, StepSamples
-from samestep.plan.order import GivenOrder, Indices
+from samestep.plan.order import Indices
 from samestep.snapshot.ledger_file import count_records, read_records
 from samestep.snapshot.run_record import list_loops
 from samestep.units import format_count
@@ -44,7 +44,7 @@ def _build_plan(run: Path, numbers: Mapping[str, Any], num_steps: int) -> LoopPl
         raise Error(f"{run / RECORD} lacks {error}: the run has not started its first step yet", code="SS709") from None
 
 
-def _read_order(run: Path, epoch: int) -> GivenOrder:
+def _read_order(run: Path, epoch: int) -> Indices:
     with _restoring(f"the sampler's order of epoch {epoch}", run / order_file(epoch)):
         return read_order(run, epoch)
 

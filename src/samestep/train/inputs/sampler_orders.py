@@ -7,7 +7,7 @@ import numpy as np
 
 from samestep.data.loader import seed_all
 from samestep.errors import InvalidType, InvalidValue
-from samestep.plan.order import GivenOrder, Indices
+from samestep.plan.order import Indices, check_order
 from samestep.plan.seeds import derive
 
 Sampler = Callable[[int], Iterable[int]]
@@ -37,7 +37,7 @@ class SamplerOrders:
         self._sampler = sampler
         self._seed = seed
         self._num_samples = num_samples
-        self._open: dict[int, GivenOrder] = {}
+        self._open: dict[int, Indices] = {}
         self._new: dict[int, Indices] = {}  # since the last call of `open_epochs`
         self._is_proven = False  # the sampler gives the same indices when it is called again
         if epoch_length is None:
@@ -46,7 +46,7 @@ class SamplerOrders:
             self._add(first_epoch, order)
         self.epoch_length = epoch_length
 
-    def find(self, epoch: int) -> GivenOrder:
+    def find(self, epoch: int) -> Indices:
         """Return the order of an epoch. Calls the sampler if it is later than all known ones. See `LoopPlan`.
 
         Raises:
@@ -70,7 +70,7 @@ class SamplerOrders:
 
         The sampler may depend on a state that has changed since the epoch began, so it is not called again.
         """
-        self._add(epoch, GivenOrder(indices, self._num_samples, epoch))
+        self._add(epoch, check_order(indices, self._num_samples, epoch))
 
     def open_epochs(self, epochs: range) -> dict[int, Indices]:
         """Find the orders of epochs, and forget those of earlier ones.
@@ -86,15 +86,15 @@ class SamplerOrders:
     def state_dict(self) -> dict[str, Any]:
         """Return the order of the newest epoch, for a snapshot. It gives the length of the others."""
         epoch = max(self._open)
-        return {"epoch": epoch, "indices": self._open[epoch].indices}
+        return {"epoch": epoch, "indices": self._open[epoch]}
 
-    def _add(self, epoch: int, order: GivenOrder) -> None:
+    def _add(self, epoch: int, order: Indices) -> None:
         self._open[epoch] = order
-        self._new[epoch] = order.indices
+        self._new[epoch] = order
 
-    def _call_sampler(self, epoch: int) -> GivenOrder:
+    def _call_sampler(self, epoch: int) -> Indices:
         order = self._call_once(epoch)
-        if not self._is_proven and not np.array_equal(order.indices, self._call_once(epoch).indices):
+        if not self._is_proven and not np.array_equal(order, self._call_once(epoch)):
             raise InvalidValue(
                 f"sampler({epoch}) gave other indices when it was called again: let them depend on the epoch, on "
                 "what run.prepare restores, on run.state and on the global generators, which the run seeds",
@@ -103,7 +103,7 @@ class SamplerOrders:
         self._is_proven = True
         return order
 
-    def _call_once(self, epoch: int) -> GivenOrder:
+    def _call_once(self, epoch: int) -> Indices:
         seed_all(derive(self._seed, "order", step=epoch))
         try:
             given = self._sampler(epoch)
@@ -111,7 +111,7 @@ class SamplerOrders:
                 raise InvalidType(
                     f"sampler({epoch}) gave {given!r}: return the epoch's sample indices, such as a list", code="SS307"
                 )
-            return GivenOrder(given, self._num_samples, epoch)  # a generator runs only here
+            return check_order(given, self._num_samples, epoch)  # a generator runs only here
         except Exception as error:
             error.add_note(f"raised in sampler({epoch})")
             raise
