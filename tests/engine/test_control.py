@@ -33,7 +33,7 @@ def test_round_trip(
         weights=[NOT_CALLED] * held,
         fingerprints=data.draw(st.lists(st.integers(0, 2**64 - 1), min_size=held, max_size=held)),
         used=bytes(data.draw(st.lists(st.integers(0, 1), min_size=num_params, max_size=num_params))),
-        buffers=data.draw(st.binary(min_size=8 * num_buffers, max_size=8 * num_buffers)),
+        buffers=data.draw(st.binary(min_size=4 * num_buffers, max_size=4 * num_buffers)),
         values=data.draw(named),
         counts=data.draw(named),
     )

@@ -123,11 +123,11 @@ PLANTED = (
     ),
     Planted(
         "a buffer is divided by the number of all micro-batches of one rank", SAME_BITS, "engine/buffers.py",
-        "(total / count)", "(total / max(1, count - 1))",
+        "mean = total / count", "mean = total / max(1, count - 1)",
     ),
     Planted(
         "a micro-batch begins with the buffers that the one before it has left", SAME_BITS, "engine/buffers.py",
-        "        tensor.data.copy_(self._starts[k])\n", "        pass\n",
+        "        self.tensor.data.copy_(self.start)\n", "        pass\n",
     ),
     Planted(
         "the fingerprints of the last rank are dropped", ONCE, "engine/passes.py",

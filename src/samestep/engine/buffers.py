@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import is_
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -22,7 +23,6 @@ from samestep.torch_internals import get_buffers, get_non_persistent, read_versi
 from samestep.world.group import Group
 
 PASSES_COMPARED = 4  # first passes of a start, which find the buffers that are written through `.data`
-NONE = 2**32 - 1  # no micro-batch
 
 
 def check_module(name: str, module: nn.Module) -> None:
@@ -81,22 +81,92 @@ def refuse_lone_sample(modules: Mapping[str, nn.Module], step: int, v: int, rank
     return [part.register_forward_pre_hook(build_check(path)) for path, part in layers.values()]
 
 
+class _Buffer:
+    """A buffer, at the first place where a module holds it, in a pass over a step's micro-batches.
+
+    Args:
+        held_by: the module's own dict, which changes with it.
+
+    Attributes:
+        path: for messages.
+        tensor, start: the buffer, and its values at the beginning of each micro-batch.
+        leader: the buffer whose version counts the changes of this one, too.
+        is_changing: whether it has changed on this rank, in any pass.
+    """
+
+    def __init__(self, path: str, held_by: dict[str, Tensor | None], name: str) -> None:
+        self.path = path
+        self._held_by = held_by
+        self._name = name
+        self.leader = self
+        self.is_changing = False
+        self._is_uncounted = False  # its version does not count all changes
+        self.hold()
+
+    def _read(self) -> Tensor:
+        tensor = self._held_by.get(self._name)
+        if tensor is None:
+            _refuse_places(self.path)
+        return tensor
+
+    def hold(self) -> None:
+        """Remember the present values."""
+        self.tensor = self._read()
+        self.start = self.tensor.detach().clone()
+        self._version = read_version(self.tensor)
+
+    def is_changed(self, *, compares: bool) -> bool:
+        """Return whether it was written or replaced.
+
+        The version of a tensor counts writes, but not those through `.data`.
+
+        Args:
+            compares: whether to compare the values, too.
+        """
+        if self._held_by.get(self._name) is not self.tensor or read_version(self.tensor) != self._version:
+            return True
+        if not (compares or self._is_uncounted) or torch.equal(self.tensor, self.start):
+            return False
+        self._is_uncounted = True
+        return True
+
+    def take(self) -> Tensor:
+        """Return the value that a micro-batch gave it, in the type of the sum, and restore the value before.
+
+        Raises:
+            UsageError: its shape has changed, or it is gone.
+        """
+        start = self.start
+        value = self._read().detach()
+        if value.shape != start.shape:
+            raise UsageError(
+                f"buffer {self.path} changed its shape during a step, from {tuple(start.shape)} to "
+                f"{tuple(value.shape)}: keep its shape, or register a cache with persistent=False",
+                code="SS208",
+            )
+        widened = value.to(start.device, _widen(start), copy=True)
+        self.restore()
+        return widened
+
+    def restore(self) -> None:
+        """Restore the value of `hold`."""
+        self.tensor.data.copy_(self.start)
+        self._held_by[self._name] = self.tensor
+        self._version = read_version(self.tensor)
+
+
 class Buffers:
     """The persistent buffers of modules.
 
-    Every micro-batch starts from the values at the beginning of the step. After the step, a buffer of floating-point
-    numbers has the mean of the values that micro-batches gave it, summed along the canonical tree like a gradient. Any
-    other buffer (a counter, a flag) has the value of the first micro-batch that changed it. Micro-batches that left a
-    buffer as it was do not count.
+    Every micro-batch starts from the values at the beginning of the step. After the step, a buffer has the mean of the
+    values that micro-batches gave it, summed along the canonical tree like a gradient. The mean of whole numbers is
+    rounded, and a flag is set if a micro-batch has set it. Micro-batches that left a buffer as it was do not count.
 
     A buffer with `persistent=False` is no state: it stays as a forward pass has left it.
 
     Args:
         modules: by name.
         exact: whether to sum along the canonical tree.
-
-    Attributes:
-        num_buffers: number of the buffers, which have an entry each in the control block.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], group: Group, *, exact: bool) -> None:
@@ -111,6 +181,11 @@ class Buffers:
         self._num_passes = 0
         self._find_all()
 
+    @property
+    def num_buffers(self) -> int:
+        """Number of the buffers, which have an entry each in the control block."""
+        return len(self._buffers)
+
     def _list(self) -> list[tuple[nn.Module, str]]:
         return [
             (module, name)
@@ -122,45 +197,33 @@ class Buffers:
 
     def _find_all(self) -> None:
         self._listed = self._list()
-        self._all = [*chain.from_iterable(map(dict.values, self._held_by))]
-        # Of a buffer that modules share, the first place.
-        first_of = {id(get_buffers(module)[name]): (module, name) for module, name in reversed(self._listed)}
-        places = [*first_of.values()][::-1]
-        self.num_buffers = len(places)
-        self._places = [(get_buffers(module), name) for module, name in places]
-        self._paths = [f"{self._modules[module]}.{name}" for module, name in places]
-        self._tensors = [self._read(k) for k in range(len(places))]
-        self._starts = [tensor.detach().clone() for tensor in self._tensors]
-        self._versions = [*map(read_version, self._tensors)]
-        # torch does not count its own writes to the statistics of BatchNorm, which change with their counter.
-        numbers = {place: k for k, place in enumerate(places)}
-        self._leaders = [
-            numbers.get((module, "num_batches_tracked"), k) if name in ("running_mean", "running_var") else k
-            for k, (module, name) in enumerate(places)
-        ]
-        self._changed = set[int]()  # on this rank, in any pass
-        self._uncounted = set[int]()  # of these, the ones whose version does not count the changes
+        self._tensors = [*chain.from_iterable(map(dict.values, self._held_by))]
+        places = {id(get_buffers(module)[name]): (module, name) for module, name in reversed(self._listed)}
+        buffers = {
+            (module, name): _Buffer(f"{self._modules[module]}.{name}", get_buffers(module), name)
+            for module, name in reversed(places.values())
+        }
+        for (module, name), buffer in buffers.items():
+            # torch does not count its own writes to the statistics of BatchNorm, which change with their counter.
+            if name in ("running_mean", "running_var"):
+                buffer.leader = buffers.get((module, "num_batches_tracked"), buffer)
+        self._buffers = [*buffers.values()]
         self._use([])
 
-    @property
-    def _is_untouched(self) -> bool:
-        """Whether no buffer was written or replaced: a fast answer, which may also be False if none was."""
-        now = [*chain.from_iterable(map(dict.values, self._held_by))]
-        is_counted = not self._tensors or (self._num_passes > PASSES_COMPARED and not self._uncounted)
-        is_same = len(now) == len(self._all) and all(map(is_, now, self._all))
-        return is_same and is_counted and [*map(read_version, self._tensors)] == self._versions
-
-    def _read(self, k: int) -> Tensor:
-        buffers, name = self._places[k]
-        tensor = buffers[name]
-        assert tensor is not None  # else `fold` has raised an error
-        return tensor
+    def _has_other_places(self) -> bool:
+        """Return whether a buffer was added or removed."""
+        tensors = [*chain.from_iterable(map(dict.values, self._held_by))]
+        if len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors)):
+            return False
+        self._tensors = tensors
+        return self._list() != self._listed
 
     def _use(self, active: Sequence[int]) -> None:
         """Exchange these buffers: those that have changed in any pass, on any rank."""
         self._active = active
+        buffers = [self._buffers[k] for k in active]
         self._plan = build_reduction_plan(
-            [(self._paths[k], _carry(self._tensors[k])) for k in active],
+            [(buffer.path, torch.empty_like(buffer.tensor, dtype=_widen(buffer.tensor))) for buffer in buffers],
             self._group,
             exact=self._exact,
             bucket_cap_bytes=None,
@@ -170,105 +233,64 @@ class Buffers:
     def begin(self, layout: Layout) -> None:
         """Begin a pass: each of its micro-batches starts from the present values."""
         self.hold()
-        if not self._tensors:
+        if not self._buffers:
             return
         self._num_passes += 1
         self._layout = layout
-        self._held = layout.ranges[self._group.rank]
         self._parts = RankParts(self._plan, layout, self._group.rank)
-        self._last: Grads = [None] * len(self._tensors)  # the values of the last micro-batch
-        self._counts = [0] * len(self._tensors)
-        self._firsts: dict[int, tuple[int, Tensor]] = {}  # the first micro-batch that changed it, and its value
+        self._last: Grads = [None] * len(self._buffers)  # the values of the last micro-batch
+        self._counts = [0] * len(self._buffers)
 
     def hold(self) -> None:
         """Remember the present values, which the script may have changed."""
-        if self._is_untouched and not self._changed:
-            return
-        if self._list() != self._listed:
+        if self._has_other_places():
             self._find_all()
-        self._changed.update(self._find_changes())
-        for k in self._changed:
-            self._tensors[k] = tensor = self._read(k)
-            self._starts[k] = tensor.detach().clone()
-            self._versions[k] = read_version(tensor)
-        self._all = [*chain.from_iterable(map(dict.values, self._held_by))]
+        if not self._buffers:
+            return
+        for k in self._find_changes():
+            self._buffers[k].is_changing = True
+        for buffer in self._buffers:
+            if buffer.is_changing:
+                buffer.hold()
 
     def undo(self) -> None:
         """Restore the values that `hold` has remembered."""
-        if not self._is_untouched:
-            for k in self._find_changes():
-                self._restore(k)
+        for k in self._find_changes():
+            self._buffers[k].restore()
 
     def _find_changes(self) -> list[int]:
-        """Return the buffers that were written or replaced.
-
-        The version of a tensor counts writes, but not those through `.data`. The first passes compare values, too.
-        """
-        found = [
-            buffers.get(name) is not tensor or read_version(tensor) != version
-            for (buffers, name), tensor, version in zip(self._places, self._tensors, self._versions, strict=True)
-        ]
-        for k in self._uncounted if self._num_passes > PASSES_COMPARED else range(len(found)):
-            if not found[k] and not torch.equal(self._tensors[k], self._starts[k]):
-                self._uncounted.add(k)
-                found[k] = True
-        return [k for k, leader in enumerate(self._leaders) if found[k] or found[leader]]
-
-    def _restore(self, k: int) -> None:
-        buffers, name = self._places[k]
-        tensor = self._tensors[k]
-        tensor.data.copy_(self._starts[k])
-        buffers[name] = tensor
-        self._versions[k] = read_version(tensor)
+        """Return the buffers that were written or replaced."""
+        compares = self._num_passes <= PASSES_COMPARED
+        changed = {buffer for buffer in self._buffers if buffer.is_changed(compares=compares)}
+        return [k for k, buffer in enumerate(self._buffers) if buffer in changed or buffer.leader in changed]
 
     def fold(self, v: int) -> None:
         """End micro-batch v of this rank: note the values that it gave to buffers, and restore those before it.
 
         Raises:
-            UsageError: it has added or removed a buffer, or changed a shape.
+            UsageError: it has removed a buffer, or changed a shape.
         """
-        values: Grads = [None] * len(self._tensors)
-        if not self._is_untouched:
-            self._take_changes(v, values)
-        if not self._tensors:
+        if not self._buffers:
             return
-        if v == self._held[-1]:
+        values: Grads = [None] * len(self._buffers)
+        for k in self._find_changes():
+            values[k] = self._buffers[k].take()
+            self._counts[k] += 1
+        if v == self._layout.ranges[self._group.rank][-1]:
             self._last = values
         else:
             self._parts.fold(v, values)
 
-    def _take_changes(self, v: int, values: Grads) -> None:
-        """Fill in the values that micro-batch v gave to buffers, and restore those before it."""
-        self._check_listed()
-        for k in self._find_changes():
-            start = self._starts[k]
-            value = self._read(k).detach()
-            if value.shape != start.shape:
-                raise UsageError(
-                    f"buffer {self._paths[k]} changed its shape during a step, from {tuple(start.shape)} to "
-                    f"{tuple(value.shape)}: keep its shape, or register a cache with persistent=False",
-                    code="SS208",
-                )
-            self._counts[k] += 1
-            if _is_averaged(start):
-                values[k] = value.to(start.device, _widen(start), copy=True)
-            elif k not in self._firsts:
-                self._firsts[k] = v, value.to(start, copy=True)
-            self._restore(k)
-
-    def _check_listed(self) -> None:
-        if (listed := self._list()) != self._listed:
-            module, name = min({*listed} ^ {*self._listed}, key=lambda place: place[1])
-            raise UsageError(
-                f"buffer {self._modules[module]}.{name} was added or removed inside the micro-batch loop: register it "
-                "in the module's __init__, as a tensor, or with persistent=False if it is a cache",
-                code="SS208",
-            )
-
     def pack(self) -> bytes:
-        """Return this rank's entries: how many micro-batches have changed each buffer, and the first that has."""
-        firsts = [self._firsts[k][0] if k in self._firsts else NONE for k in range(len(self._tensors))]
-        return array("I", [*self._counts, *firsts]).tobytes()
+        """Return this rank's entries: how many micro-batches have changed each buffer.
+
+        Raises:
+            UsageError: a micro-batch has added or removed a buffer.
+        """
+        if self._has_other_places():
+            module, name = min({*self._list()} ^ {*self._listed}, key=lambda place: place[1])
+            _refuse_places(f"{self._modules[module]}.{name}")
+        return array("I", self._counts).tobytes() if self._buffers else b""
 
     def exchange(self, packed: Sequence[bytes]) -> list[tuple[int, Tensor]]:
         """Return the new values of the buffers that any micro-batch has changed, by number.
@@ -279,18 +301,13 @@ class Buffers:
         Raises:
             RuntimeError: another rank is gone.
         """
-        rows = np.frombuffer(b"".join(packed), np.uint32).reshape(len(packed), 2, self.num_buffers)
-        counts = rows[:, 0].sum(axis=0).tolist()
-        firsts = rows[:, 1].min(axis=0, initial=NONE).tolist()
+        counts = np.frombuffer(b"".join(packed), np.uint32).reshape(len(packed), -1).sum(axis=0).tolist()
         changed = [k for k, count in enumerate(counts) if count]
         if not changed:
             return []
         if active := {*changed} - {*self._active}:
             self._use(sorted(active.union(self._active)))
-        last = [
-            _to_bytes(self._firsts[k][1]) if k in self._firsts and self._firsts[k][0] == firsts[k] else self._last[k]
-            for k in self._active
-        ]
+        last = [self._last[k] for k in self._active]
         self._parts.select(self._active)
         memory = self._memory.find(self._layout)
         sums = sum_parts(self._plan, self._parts, last, Control(Vote()), memory, self._group)
@@ -299,40 +316,35 @@ class Buffers:
             for indices, of_bucket in sums.pieces
             for i, total in zip(indices, of_bucket, strict=True)
         }
-        return [(k, _finish(totals[k], counts[k], self._starts[k])) for k in changed]
+        return [(k, _finish(totals[k], counts[k], self._buffers[k].start)) for k in changed]
 
     def finish(self, values: Sequence[tuple[int, Tensor]]) -> None:
         """Give buffers the new values."""
         with torch.no_grad():
             for k, value in values:
-                self._tensors[k].copy_(value)
+                self._buffers[k].tensor.copy_(value)
 
     def forget_memory(self) -> None:
         """Release the memory for exchanges, and the messages in it that have not arrived."""
         self._memory.forget()
 
 
-def _is_averaged(tensor: Tensor) -> bool:
-    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.element_size() > 1  # float8 has no addition
+def _refuse_places(path: str) -> NoReturn:
+    raise UsageError(
+        f"buffer {path} was added or removed inside the micro-batch loop: register it in the module's __init__, as a "
+        "tensor, or with persistent=False if it is a cache",
+        code="SS208",
+    )
 
 
 def _widen(tensor: Tensor) -> torch.dtype:
-    """Return the type in which an averaged buffer is summed, so that no sum overflows, and equal values keep theirs."""
+    """Return the type in which a buffer is summed, so that no sum overflows, and equal values keep theirs."""
     return torch.complex128 if tensor.is_complex() else torch.float64
 
 
-def _carry(tensor: Tensor) -> Tensor:
-    """Return a tensor like the one that is exchanged in place of a buffer: its bytes, unless it is averaged."""
-    if _is_averaged(tensor):
-        return torch.empty_like(tensor, dtype=_widen(tensor))
-    return torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
-
-
-def _to_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
 def _finish(total: Tensor | None, count: int, like: Tensor) -> Tensor:
-    """Return the new value of a buffer, from the sum over all ranks. Of bytes, only one rank has sent any."""
+    """Return the new value of a buffer, from the sum over all ranks."""
     assert total is not None
-    return (total / count).to(like.dtype) if _is_averaged(like) else total.clone().view(like.dtype).view(like.shape)
+    mean = total / count
+    is_whole = not (like.is_floating_point() or like.is_complex() or like.dtype is torch.bool)
+    return (mean.round() if is_whole else mean).to(like.dtype)

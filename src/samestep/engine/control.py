@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from samestep.plan.tree import Layout
 
 NOT_CALLED = -1.0  # the weight of a micro-batch that had no backward
-BUFFER_BYTES = 8  # of the entry of a buffer, see `Buffers.pack`
+BUFFER_BYTES = 4  # of the entry of a buffer, see `Buffers.pack`
 
 
 class Saving(IntEnum):

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from operator import attrgetter, is_not
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -11,19 +10,19 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.engine.buffers import Buffers, refuse_lone_sample
 from samestep.engine.control import Control, Vote
-from samestep.engine.exchange import Exchange, Sums, sum_alone
-from samestep.engine.exchange_memory import ExchangeMemory, LastMemory
-from samestep.engine.folding import USED, Grads, RankParts
-from samestep.engine.leaf import NONE, GradientHooks, Inspect, OpenMicroBatch, ParameterGuard, drop_grads, read_grad
+from samestep.engine.exchange_memory import LastMemory
+from samestep.engine.folding import USED, Grads
+from samestep.engine.leaf import GradientHooks, Inspect, ParameterGuard, drop_grads
 from samestep.engine.logged_values import LoggedNames, Means, StepLog, Value
 from samestep.engine.losses import PassLosses
 from samestep.engine.ownership import Ownership
 from samestep.engine.precision import Precision
 from samestep.engine.reduction_plan import build_reduction_plan
-from samestep.engine.sharded_pass import ShardedPass
+from samestep.engine.sharded_sum import ShardedSum
 from samestep.engine.shards import ShardedModels
+from samestep.engine.tree_sum import TreeSum
 from samestep.errors import Error, InvalidValue, UsageError
-from samestep.plan.tree import Layout, build_layout
+from samestep.plan.tree import build_layout
 from samestep.world.group import Group
 
 read_buffers = attrgetter("buffers")
@@ -197,12 +196,12 @@ class PassAttempt:
         gradients.guard.begin()
         gradients.buffers.begin(layout)
         memory = gradients.memory.find(layout, gradients.buffers.num_buffers, len(gradients.logged.names))
-        self._sum: TreeSum | ShardedPass
+        self._sum: TreeSum | ShardedSum
         if plan.shards is None or memory is None:
-            self._sum = TreeSum(gradients, layout, memory)
+            self._sum = TreeSum(plan, layout, gradients.group, memory, gradients.hooks, gradients.guard)
         else:
-            self._sum = ShardedPass(plan, plan.shards, gradients.group, memory, gradients.guard)
-        self._open: OpenMicroBatch
+            self._sum = ShardedSum(plan, plan.shards, gradients.group, memory, gradients.guard)
+        self._open = 0  # the micro-batch whose body runs
         self._failure = ""  # the type of the error that a backward pass has raised
         self._checks: Sequence[RemovableHandle] = ()  # of the open micro-batch
 
@@ -214,12 +213,12 @@ class PassAttempt:
 
     def open(self, v: int, inspect: Inspect | None = None) -> None:
         """Begin micro-batch v. `inspect` is called with each of its gradients, before it is added to others."""
-        gradients = self._gradients
+        self._open = v
         self._losses.terms.pop(v, None)  # of an earlier computation of it
-        self._open = OpenMicroBatch(gradients.plan, v, inspect)
         if self._sizes[v] == 1:
+            gradients = self._gradients
             self._checks = refuse_lone_sample(gradients.modules, self._step, v, gradients.group.rank)
-        self._sum.open(v)
+        self._sum.open(v, inspect)
 
     def backward(self, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> float:
         """Run the backward of the open micro-batch. Arguments and errors as for `Step.backward`.
@@ -227,20 +226,21 @@ class PassAttempt:
         Returns:
             The seconds in which it waited for other ranks.
         """
-        self.refuse_failed()
+        if self._failure:
+            self.refuse_failed()
         wanted = None if model is None else self._gradients.find_wanted(model, self._step)
-        own = self._losses.add(self._open.v, loss, weight)
+        own = self._losses.add(self._open, loss, weight)
         has_weight = isinstance(own, Tensor) or bool(own)
         factor = own / self._gradients.micro_batch_size * self._scale if has_weight else 1.0
         try:
-            return self._sum.backward(self._open, loss, factor, wanted, has_weight=has_weight)
+            return self._sum.backward(loss, factor, wanted, has_weight=has_weight)
         except BaseException as error:
             self._failure = type(error).__name__
             raise
 
     def log(self, name: str, value: Value) -> None:
         """Add a value logged in the open micro-batch."""
-        self._log.add(self._open.v, name, value)
+        self._log.add(self._open, name, value)
 
     def refuse_failed(self) -> None:
         """Raise UsageError if a backward pass has failed, and the script has caught the error.
@@ -249,7 +249,7 @@ class PassAttempt:
         """
         if self._failure:
             raise UsageError(
-                f"step.backward raised {self._failure} in micro-batch {self._open.v} of step {self._step}, and the "
+                f"step.backward raised {self._failure} in micro-batch {self._open} of step {self._step}, and the "
                 "script continued with an incomplete gradient: let the error end the run, which resumes from the "
                 "newest snapshot; if memory is short, choose a smaller micro_batch_size instead of another try",
                 code="SS202",
@@ -257,13 +257,14 @@ class PassAttempt:
 
     def close(self) -> None:
         """End the open micro-batch: fold its gradients and its buffers into those of the micro-batches before it."""
-        self.refuse_failed()
+        if self._failure:
+            self.refuse_failed()
         for check in self._checks:
             check.remove()
         self._checks = ()
-        self._sum.close(self._open)
-        if self._open.v in self.held:
-            self._gradients.buffers.fold(self._open.v)
+        self._sum.close()
+        if self._open in self.held:
+            self._gradients.buffers.fold(self._open)
         else:
             self._gradients.buffers.undo()
 
@@ -282,8 +283,7 @@ class PassAttempt:
         losses, weights = self._losses.read()
         logged = self._log.compute_means(self.held)
         has_new_names, values, counts = gradients.logged.tabulate(logged)
-        packed = buffers.pack() if buffers.num_buffers else b""
-        control = Control(vote, has_new_names, losses, weights, fingerprints, b"", packed, values, counts)
+        control = Control(vote, has_new_names, losses, weights, fingerprints, b"", buffers.pack(), values, counts)
         sums = self._sum.finish(control)
         controls = sums.controls
         reduced = Reduced(
@@ -342,110 +342,3 @@ class PassAttempt:
         if not self._gradients.plan.is_divided:
             return is_finite
         return all(self._gradients.group.gather_number(is_finite))
-
-
-class TreeSum:
-    """Sums the gradients that backward passes leave in `.grad`.
-
-    During the backward of this rank's last micro-batch, each gradient is packed into its bucket, and complete buckets
-    are sent. Such an overlap with the exchange is what DDP does, too (Li et al. 2020, "PyTorch Distributed: Experiences
-    on Accelerating Data Parallel Training").
-
-    Args:
-        memory: for the exchange; None if there is no other rank.
-    """
-
-    def __init__(self, gradients: Gradients, layout: Layout, memory: ExchangeMemory | None) -> None:
-        self._plan = plan = gradients.plan
-        self._hooks = gradients.hooks
-        self._guard = gradients.guard
-        self._parts = parts = RankParts(plan, layout, gradients.group.rank)
-        self._last = parts.held[-1] if parts.held else None  # this rank's last micro-batch
-        self._exchange: Exchange | None = None
-        if memory is not None:
-            self._hooks.attach()
-            self._exchange = Exchange(plan, memory, gradients.group, parts)
-
-    def open(self, v: int) -> None:
-        """Begin micro-batch v. After the exchange, `.grad` may still hold gradients of this rank."""
-        if v not in self._parts.held:
-            drop_grads(self._plan.params)
-
-    def backward(
-        self,
-        micro_batch: OpenMicroBatch,
-        loss: Tensor,
-        factor: float | Tensor,
-        wanted: set[int] | None,
-        *,
-        has_weight: bool,
-    ) -> float:
-        """Run the backward pass. Returns the seconds in which it waited for other ranks.
-
-        Args:
-            wanted: numbers of the parameters that get gradients; None: all.
-        """
-        if not has_weight:
-            return 0.0
-        if self._exchange is None or micro_batch.v != self._last:
-            micro_batch.run_backward(loss, factor)
-            micro_batch.note_all(wanted)
-            return 0.0
-        with self._hooks.passing_to(partial(self._send, self._exchange, micro_batch, wanted)):
-            micro_batch.run_backward(loss, factor)
-        return self._exchange.waited_s
-
-    def _send(
-        self, exchange: Exchange, micro_batch: OpenMicroBatch, wanted: set[int] | None, i: int, grad: Tensor
-    ) -> None:
-        """Send the gradient of parameter i, when its bucket is complete."""
-        param = self._plan.params[i]
-        if wanted is not None and i not in wanted:
-            param.grad = None
-            return
-        if grad.layout is not torch.strided:
-            param.grad = grad = grad.to_dense()  # a sparse one has other rows on each rank
-        if micro_batch.inspect is not None:
-            micro_batch.inspect(i, grad)
-        # Packed now, while it is in the cache, so that its memory is reused for the next gradient. `.data`, because
-        # views of one bucket would share a version.
-        packed = exchange.pack(i, grad)
-        if packed.dtype == grad.dtype:  # else it was rounded, and `.grad` cannot hold it
-            param.grad = grad = packed.data
-        micro_batch.note(i, grad)
-        exchange.send_complete(i)
-
-    def close(self, micro_batch: OpenMicroBatch) -> None:
-        """End a micro-batch, and fold it unless it is the last of this rank or another rank's.
-
-        Raises:
-            UsageError: the script has changed a gradient, or a parameter since the pass began.
-        """
-        grads = micro_batch.close()
-        is_last = micro_batch.v == self._last
-        drop_grads(self._plan.untrained if is_last else self._plan.all)
-        if micro_batch.v not in self._parts.held:
-            return
-        self._parts.mark(bytes(map(is_not, grads, NONE)))
-        if not is_last:
-            self._parts.fold(micro_batch.v, grads)
-            return
-        self._guard.check()  # `finish` folds it, bucket by bucket, while sending
-        if self._exchange is not None and self._plan.exchange_dtype is not None:
-            drop_grads(self._plan.params)  # all are packed
-
-    def finish(self, control: Control) -> Sums:
-        """Complete the sums. Returns them with every rank's control block."""
-        grads = [*map(read_grad, self._plan.params)]
-        if self._exchange is None:
-            return sum_alone(self._plan, self._parts, grads, control)
-        return self._exchange.finish(grads, control)
-
-    def release(self) -> None:
-        """Release the messages of an exchange that has failed."""
-        self._exchange = None
-
-    def assign(self, grads: Grads) -> None:
-        """Leave gradients in `.grad`: None for a parameter without one."""
-        for param, grad in zip(self._plan.params, grads, strict=True):
-            param.grad = grad

@@ -95,7 +95,7 @@ class ShardedUnit:
         return grads
 
     def pack(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Return the gradients of the trained parameters as one flat chunk per rank.
+        """Return the gradients of the trained parameters as one flat chunk per rank, a row each.
 
         An absent gradient becomes -0.0, which changes no sum.
         """
@@ -107,7 +107,7 @@ class ShardedUnit:
                 num_full, rest = divmod(len(values), size)
                 chunks[:num_full] = values[: num_full * size].view(num_full, size)
                 chunks[num_full : num_full + 1, :rest] = values[num_full * size :]
-        return flat.view(-1)
+        return flat
 
     def split(self, chunk: Tensor) -> list[Tensor | None]:
         """Return the parts of this rank's chunk that belong to each parameter; None for frozen ones."""

@@ -33,7 +33,6 @@ from samestep.train.state.names import STATE, list_by_name, name_params, save_mo
 from samestep.train.state.sharded_init import ShardedInit, is_partial
 from samestep.train.state.stateful import Objects, name_optimizers, refuse_held, states
 from samestep.world.group import Group
-from samestep.world.host import find_block_size
 
 # They compute each element of a parameter from the same elements of its gradient and state.
 ELEMENTWISE = (
@@ -264,7 +263,7 @@ def _shard(modules: Mapping[str, nn.Module], blocks: Blocks | None, group: Group
             for param in filled:  # free the whole one, which the optimizers refer to
                 param.data = param.data.new_empty(0)
     stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-    return ShardedModels(units, mesh.get_group(), find_block_size(group.gather_hosts()), stream)
+    return ShardedModels(units, mesh.get_group(), stream)
 
 
 def _check_optimizer(name: str, optimizer: Optimizer) -> None:

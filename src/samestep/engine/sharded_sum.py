@@ -10,12 +10,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from samestep.engine.chunk_sums import ChunkExchange, ChunkSum
+from samestep.engine.chunk_sums import ChunkSum, exchange_chunks
 from samestep.engine.control import Control
 from samestep.engine.exchange import Exchange, Sums
 from samestep.engine.exchange_memory import ExchangeMemory
 from samestep.engine.folding import Grads, RankParts
-from samestep.engine.leaf import OpenMicroBatch, ParameterGuard, drop_grads
+from samestep.engine.leaf import Inspect, ParameterGuard, drop_grads, run_backward_alone
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.engine.routes import PendingOp, wait_all
 from samestep.engine.shards import Shards
@@ -25,7 +25,7 @@ from samestep.torch_internals import shard_like
 from samestep.world.group import Group
 
 
-class ShardedPass:
+class ShardedSum:
     """Same interface as `TreeSum`, for sharded parameters. All ranks open the same number of micro-batches.
 
     Args:
@@ -49,12 +49,12 @@ class ShardedPass:
         self._parts = RankParts(plan, memory.layout, group.rank)
         self._exchange = Exchange(plan, memory, group, self._parts)
         num_micro_batches = memory.layout.num_micro_batches
-        self._chunks = ChunkExchange(num_micro_batches, group.rank, group.world_size, self._models.block_size)
         self._sums = [ChunkSum(num_micro_batches) for _ in self._models.units]
         self._order: list[int] = []  # of the units, in all backward passes
         self._under_way: list[PendingOp] = []  # exchanges of chunks
         self._round = -1
         # Of the open micro-batch:
+        self._v = 0
         self._is_called = False  # step.backward was called
         self._wanted: set[int] = set()  # units whose gradients the current backward pass computes
         self._missing: set[int] = set()  # units whose gradients are not on their way yet
@@ -62,8 +62,9 @@ class ShardedPass:
         self._fired = bytearray(len(plan.params))  # 1: the parameter has a gradient
         self._models.free_gathered()
 
-    def open(self, v: int) -> None:
-        """Begin the micro-batch of the next round."""
+    def open(self, v: int, inspect: Inspect | None) -> None:
+        """Begin the micro-batch of the next round. No interceptor inspects the gradients of sharded parameters."""
+        self._v = v
         self._round += 1
         self._is_called = False
         self._missing = {k for k, numbers in enumerate(self._numbers) if any(map(self._is_trained, numbers))}
@@ -72,15 +73,7 @@ class ShardedPass:
     def _is_trained(self, i: int | None) -> bool:
         return i is not None and self._plan.params[i].requires_grad
 
-    def backward(
-        self,
-        micro_batch: OpenMicroBatch,
-        loss: Tensor,
-        factor: float | Tensor,
-        wanted: set[int] | None,
-        *,
-        has_weight: bool,
-    ) -> float:
+    def backward(self, loss: Tensor, factor: float | Tensor, wanted: set[int] | None, *, has_weight: bool) -> float:
         """Run the backward pass, also of a loss that does not count: all ranks take part in the exchange.
 
         Args:
@@ -91,10 +84,10 @@ class ShardedPass:
         if not self._is_called:
             self._missing &= self._wanted
         self._is_called = True
-        self._counts = has_weight and micro_batch.v in self._parts.held
+        self._counts = has_weight and self._v in self._parts.held
         self._models.direct(self._reduce)
         try:
-            micro_batch.run_backward(loss, factor)
+            run_backward_alone(self._plan.params, loss, factor)
         finally:
             self._models.direct(None)
         for k, unit in enumerate(self._models.units):
@@ -129,15 +122,15 @@ class ShardedPass:
                 if grad is not None:
                     grad.record_stream(stream)
         with torch.cuda.stream(stream):
-            flat = self._plan.narrow(self._models.units[k].pack(grads))
+            chunks = self._plan.narrow(self._models.units[k].pack(grads))
             first = self._round * self._world_size
-            op = PendingOp(self._chunks.run(flat, first, self._sums[k], self._models.process_group))
+            op = PendingOp(exchange_chunks(chunks, first, self._sums[k], self._models.process_group))
             if stream is not None:
                 wait_all([op])  # makes the stream wait, not the host
                 return
         self._under_way = [*(each for each in self._under_way if each.advance()), op]
 
-    def close(self, micro_batch: OpenMicroBatch) -> None:
+    def close(self) -> None:
         """End a micro-batch.
 
         Raises:
@@ -146,7 +139,7 @@ class ShardedPass:
         self._models.free_gathered()
         if self._missing and not self._is_called:
             raise UsageError(
-                f'step.backward was not called in micro-batch {micro_batch.v}, and with shard="fsdp2" all ranks wait '
+                f'step.backward was not called in micro-batch {self._v}, and with shard="fsdp2" all ranks wait '
                 "for its gradients: call it in every micro-batch, with weight=0 for one that does not count",
                 code="SS609",
             )
@@ -158,7 +151,7 @@ class ShardedPass:
             torch.cuda.current_stream().wait_stream(stream)
         drop_grads(self._plan.untrained)
         self._guard.check()
-        if micro_batch.v in self._parts.held:
+        if self._v in self._parts.held:
             self._parts.mark(self._fired)
 
     def finish(self, control: Control) -> Sums:
