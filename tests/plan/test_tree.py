@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.plan.tree import Node, build_layout, merges, split
+from samestep.plan.tree import Node, build_layout, count_merges, split
 
 # A sum as written: a leaf is its micro-batch, an addition the pair of its operands, the one with the lower
 # micro-batches first, as addition commutes.
@@ -33,10 +33,9 @@ def fold(n: int, held: range) -> tuple[dict[Node, Sum], int]:
     for v in held:
         total: Sum = v
         lo = v
-        for left in merges(n, held.start, v):
-            assert left[1] == lo, "a left sibling ends where the sum so far starts"
-            total = add(parts.pop(left), total)
-            lo = left[0]
+        for _ in range(count_merges(n, held.start, v)):
+            (lo, _), left = parts.popitem()
+            total = add(left, total)
             num_additions += 1
         parts[lo, v + 1] = total
     return parts, num_additions

@@ -62,8 +62,7 @@ PLANTED = (
     ),
     Planted(
         "a rank does not merge the parts at the beginning of its range", SAME_BITS, "plan/tree.py",
-        "    return tuple(node for node in reversed(lefts) if node[0] >= first)",
-        "    return tuple(node for node in reversed(lefts) if node[0] > first)",
+        "sum(left >= first for left in lefts)", "sum(left > first for left in lefts)",
     ),
     Planted(
         "the seed of a micro-batch does not depend on the step", SAME_BITS, "plan/seeds.py",
@@ -87,8 +86,8 @@ PLANTED = (
     ),
     Planted(
         "a rank computes a micro-batch with the seed of another one", SAME_BITS, "train/step/steps.py",
-        'self.micro_batch = v\n        seed_all(self._derive("compute", pass_=self.num_passes, micro_batch=v))',
-        'self.micro_batch = v\n        seed_all(self._derive("compute", pass_=self.num_passes, micro_batch=0))',
+        'seed_all(parts.derive("compute", step=self.number, pass_=self.num_passes, micro_batch=v))',
+        'seed_all(parts.derive("compute", step=self.number, pass_=self.num_passes, micro_batch=0))',
     ),
     Planted(
         "a step takes the samples of the step before it", ONCE, "plan/loop_plan.py",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from samestep.engine.routes import Messages, start_all_to_all
-from samestep.plan.tree import merges
+from samestep.plan.tree import count_merges
 
 
 class ChunkSum:
@@ -28,7 +28,7 @@ class ChunkSum:
         """Add the chunks of the micro-batches from `first` on, one per row. Overwrites them."""
         num_kept = len(self.parts)
         for v, part in zip(range(first, self._num_micro_batches), rows, strict=False):
-            for _ in merges(self._num_micro_batches, 0, v):
+            for _ in range(count_merges(self._num_micro_batches, 0, v)):
                 part = self.parts.pop().add_(part)
             self.parts.append(part)
             num_kept = min(num_kept, len(self.parts) - 1)

@@ -47,27 +47,26 @@ def split(lo: int, hi: int, rank: int = 1, world_size: int = 2) -> int:
 
 
 @lru_cache(maxsize=4096)
-def merges(n: int, first: int, v: int) -> tuple[Node, ...]:
-    """Return the left siblings to add, bottom up, after micro-batch v on a rank whose range starts at `first`.
+def count_merges(n: int, first: int, v: int) -> int:
+    """Return how many sums of a rank whose range starts at `first`, the newest ones, become one with micro-batch v.
 
     They are the left children of all ancestors of leaf v that end with v and start within the range. The rank
-    already holds all of them. Afterwards it holds the node `(lo of the last one, v + 1)` instead, or the leaf
-    `(v, v + 1)` if there are none.
+    already holds all of them.
     """
     if not 0 <= first <= v < n:
         raise ValueError(f"micro-batch {v} of {n} is not in a range that starts at {first}")
-    lefts: list[Node] = []
+    lefts: list[int] = []  # where they start
     lo = 0
     hi = n
     while hi - lo > 1:
         mid = split(lo, hi)
         if v >= mid:
-            lefts.append((lo, mid))
+            lefts.append(lo)
             lo = mid
         else:  # no ancestor above this node ends with v
             lefts.clear()
             hi = mid
-    return tuple(node for node in reversed(lefts) if node[0] >= first)
+    return sum(left >= first for left in lefts)
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,8 @@ class Layout:
         max_parts: the largest number of parts of a rank. Part k of rank r is in slot `r * max_parts + k`.
         additions: `(dst, src)` pairs, executed in this order: `slot[dst] += slot[src]`.
         root: the slot that then holds the whole sum.
-        butterfly: the number of ranks is a power of two, each has exactly one part, and the additions are those of
-            recursive doubling: rank r exchanges with r ^ 1, then r ^ 2, then r ^ 4 and so on.
+        butterfly: the additions are those of recursive doubling: rank r exchanges with r ^ 1, then r ^ 2, then r ^ 4
+            and so on. So it is if the number of ranks is a power of two, and each has exactly one part, see `split`.
     """
 
     num_micro_batches: int
@@ -102,7 +101,7 @@ class Layout:
 
     def count_merges(self, rank: int, v: int) -> int:
         """Return how many parts of a rank are complete with its micro-batch v, and become one with it."""
-        return 0 if self.in_rounds else len(merges(self.num_micro_batches, self.ranges[rank].start, v))
+        return 0 if self.in_rounds else count_merges(self.num_micro_batches, self.ranges[rank].start, v)
 
     def sort(self, values: Iterable[Sequence[T]]) -> list[T]:
         """Return values of micro-batches in their order. `values`: per rank, those of its micro-batches."""
@@ -128,29 +127,18 @@ def build_layout(n: int, world_size: int, in_rounds: bool = False) -> Layout:
     else:
         starts = [split(0, n, rank, world_size) for rank in range(world_size + 1)]
         ranges = tuple(map(range, starts, starts[1:]))
-        parts = tuple(cover(n, held.start, held.stop) for held in ranges)
+        parts = tuple(tuple(_cover(0, n, held.start, held.stop)) for held in ranges)
     fillers = tuple((n - 1,) if in_rounds and len(held) < len(ranges[0]) else () for held in ranges)
     max_parts = max(len(held) for held in parts)
     slots = {node: rank * max_parts + k for rank, held in enumerate(parts) for k, node in enumerate(held)}
     additions: list[tuple[int, int]] = []
     root = _complete(0, n, slots, additions)
-    butterfly = all(len(held) == 1 for held in parts) and sorted(additions) == _pairs(world_size)
+    butterfly = world_size & (world_size - 1) == 0 and n >= world_size and not in_rounds
     return Layout(n, world_size, ranges, in_rounds, fillers, parts, max_parts, tuple(additions), root, butterfly)
 
 
-@lru_cache(maxsize=4096)
-def cover(n: int, start: int, stop: int) -> tuple[Node, ...]:
-    """Return the largest nodes of the tree over n micro-batches within start..stop-1, left to right.
-
-    Example::
-
-        >>> cover(8, 2, 7), cover(6, 2, 4)
-        (((2, 4), (4, 6), (6, 7)), ((2, 3), (3, 4)))
-    """
-    return tuple(_cover(0, n, start, stop))
-
-
 def _cover(lo: int, hi: int, start: int, stop: int) -> list[Node]:
+    """Return the largest nodes of the subtree (lo, hi) within start..stop-1, left to right."""
     if start <= lo and hi <= stop:
         return [(lo, hi)]
     if start >= hi or stop <= lo or start == stop:
@@ -168,15 +156,3 @@ def _complete(lo: int, hi: int, slots: dict[Node, int], additions: list[tuple[in
     dst = _complete(lo, mid, slots, additions)
     additions.append((dst, _complete(mid, hi, slots, additions)))
     return dst
-
-
-def _pairs(world_size: int) -> list[tuple[int, int]]:
-    """Return the sorted pairs of recursive doubling; empty if world_size is not a power of two (or is 1)."""
-    if world_size & (world_size - 1):
-        return []
-    pairs = []
-    stride = 1
-    while stride < world_size:
-        pairs += [(rank, rank + stride) for rank in range(0, world_size, 2 * stride)]
-        stride *= 2
-    return sorted(pairs)

@@ -49,14 +49,14 @@ class Replay(Tracer):
     def reduced(self, step: Step) -> None:
         if step.number == self._step:
             self._grads = [param.grad for param in self.loop.gradients.plan.params]
-            self._result |= {"loss": step.averaged_loss, **self._measure()}
+            self._result |= {"loss": step.result.loss, **self._measure()}
 
     def end_step(self, step: Step) -> None:
         """Write the step's bits. After the requested step, end this process."""
         if self.context.rank == 0:
-            loss = float("nan") if step.averaged_loss is None else step.averaged_loss
-            bits = {"loss": to_bits(loss), "gradient": step.gradient_checksum}
-            samples = {"num_samples": step.num_samples, "fingerprint": step.fingerprint}
+            loss = float("nan") if step.result.loss is None else step.result.loss
+            bits = {"loss": to_bits(loss), "gradient": step.result.gradient_checksum}
+            samples = {"num_samples": step.num_samples, "fingerprint": step.result.fingerprint}
             self.write({"step": step.number, **samples, **bits})
         if step.number == self._step:
             plan = self.loop.data.plan

@@ -68,7 +68,7 @@ class Trace(Tracer):
         """Write the line of the step."""
         line: dict[str, Any] = {
             "step": step.number,
-            "loss": None if step.averaged_loss is None else step.averaged_loss.hex(),
+            "loss": None if step.result.loss is None else step.result.loss.hex(),
             "at_s": time.monotonic(),
             "micro_batches": self._notes,
             "gradients": self._gradients,

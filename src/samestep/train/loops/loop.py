@@ -3,8 +3,10 @@
 import copy
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from samestep.errors import Error, UsageError, find_raised
+from samestep.plan.seeds import derive
 from samestep.train.context import RunContext
 from samestep.train.ending.shutdown import describe_failure
 from samestep.train.loops.boundary import Boundary
@@ -111,7 +113,10 @@ class Loop:
         self._misuse = prepared.misuse
         self._boundary = Boundary(context, state, prepared, services, feed, observers)
         cast_vote = self._boundary.cast_vote
-        self._parts = StepParts(context, state, feed.load, prepared.gradients, observers, services.watchdog, cast_vote)
+        derive_seed = partial(derive, context.config.seed)
+        self._parts = StepParts(
+            context, state, derive_seed, feed.load, prepared.gradients, observers, services.watchdog, cast_vote
+        )
         self.step: Step | None = None
         self.repeats_head = state.place.is_past
         self.is_cut = False
@@ -192,8 +197,8 @@ class Loop:
         except GeneratorExit:
             self._leave("steps", f"step {number}")
             raise
-        step.check_not_left()
         if step.is_open or not step.num_passes:
+            step.check_not_left()
             raise UsageError(
                 f"the micro-batches of step {number} were not iterated over: its body needs `for batch in step`; to "
                 "end early, call run.stop() and continue the loop",

@@ -115,7 +115,7 @@ class RunMetrics(StepObserver):
                 self._checksum = GradientChecksum(plan.params)
             own = self._checksum.compute([*map(read_grad, plan.params)], step.number)
             add = self.partial_checksums.add
-            step.checksums.append(add(self._checksum, own, step.number) if is_divided else own)
+            step.result.checksums.append(add(self._checksum, own, step.number) if is_divided else own)
         every = self._context.config.log_every
         steps_done = step.number + 1
         epochs_done = self._subject.plan.epochs_done(steps_done) if every.epochs else None
@@ -133,12 +133,12 @@ class RunMetrics(StepObserver):
         if (records := location.directory or location.kept) is not None:
             self._add_to_ledger(records, step)
         self._progress.step(steps_done, step.num_samples, step.epoch)
-        if step.is_skipped:
+        if step.result.is_skipped:
             self._count_skipped(step)
         if not self._subject.plan.is_endless:
-            self._state.add_averages(step.epoch, step.averages)
+            self._state.add_averages(step.epoch, step.result.averages)
         if self._is_logged:
-            row = {f"train/{name}": float(value) for name, (value, _) in step.averages.items()}
+            row = {f"train/{name}": float(value) for name, (value, _) in step.result.averages.items()}
             loss = {"train/loss": row.pop("train/loss")} if "train/loss" in row else {}
             num_skipped = self._state.tally.num_skipped
             skipped = {"train/skipped_steps": num_skipped} if num_skipped else {}
@@ -148,7 +148,7 @@ class RunMetrics(StepObserver):
         if self._state.count_skipped() > 1:
             return
         why = "its gradient is not finite in fp16, so the loss scale was halved"
-        if step.averaged_loss is None:
+        if step.result.loss is None:
             why = "no micro-batch of it had a step.backward with a weight above 0"
         sentence = f"step {step.number} makes no update: {why}; such steps are counted as skipped_steps"
         warn(self._context.say, sentence, start="step")
@@ -167,11 +167,11 @@ class RunMetrics(StepObserver):
         """Add a step to the ledger. Checksums on a GPU are read after the next step, which needs no wait."""
 
         def build_entry() -> Entry | None:
-            loss = math.nan if step.averaged_loss is None else step.averaged_loss
-            checksum = step.gradient_checksum
+            loss = math.nan if step.result.loss is None else step.result.loss
+            checksum = step.result.gradient_checksum
             if checksum is None:  # the run has failed after the step
                 return None
-            return Entry(step.number, step.epoch, step.num_samples, step.fingerprint, to_bits(loss), checksum)
+            return Entry(step.number, step.epoch, step.num_samples, step.result.fingerprint, to_bits(loss), checksum)
 
         is_late = self._checksum.is_late or self._subject.gradients.plan.is_divided
         records.enter(build_entry, is_late=is_late)

@@ -13,7 +13,7 @@ class MetricsTally:
     digest of the state must not depend on them.
 
     Attributes:
-        num_skipped: number of steps that made no update, see `Step.is_skipped`.
+        num_skipped: number of steps that made no update, see `StepResult.is_skipped`.
         epoch: the epoch of the averages; -1 before the first step.
     """
 

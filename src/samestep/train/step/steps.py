@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +19,6 @@ from samestep.engine.logged_values import Value
 from samestep.engine.passes import Gradients, PassAttempt, Reduced
 from samestep.errors import Error, NotHealed, UsageError
 from samestep.plan.ledger import combine
-from samestep.plan.seeds import derive
 from samestep.plan.sizes import Span
 from samestep.train.context import RunContext
 from samestep.train.state.run_state import RunState
@@ -143,6 +141,7 @@ class StepParts:
     """What all steps of a loop share.
 
     Attributes:
+        derive: `plan.seeds.derive` for the seed of the run.
         load: (step, micro-batch) -> the micro-batch. Called once for each of this rank's, in their order.
         gradients: computes the gradients of the run's models.
         observers: are notified of the events of a step.
@@ -152,11 +151,47 @@ class StepParts:
 
     context: RunContext
     state: RunState
+    derive: Callable[..., int]
     load: Callable[[int, int], Loaded]
     gradients: Gradients
     observers: Observers
     clock: PhaseClock
     cast_vote: Callable[[], Vote]
+
+
+@dataclass
+class StepResult:
+    """What the passes over a step have left.
+
+    Attributes:
+        loss: over the whole batch in the last pass; None if no micro-batch counted.
+        averages: name -> (value, weight), for the loss and the values of `Step.log`.
+        fingerprints: of the samples, per micro-batch.
+        checksums: per pass, returns the checksum of its gradient, see `gradient_checksum`; only on ranks that write the
+            run.
+        is_skipped: whether no pass left a gradient: no micro-batch had a weight above 0, or the gradient overflowed in
+            fp16.
+    """
+
+    loss: float | None = None
+    averages: dict[str, tuple[Value, float]] = field(default_factory=dict)
+    fingerprints: list[int] = field(default_factory=list)
+    checksums: list[Callable[[], int | None]] = field(default_factory=list)
+    is_skipped: bool = True
+
+    @property
+    def fingerprint(self) -> int:
+        """Fingerprint of the samples used, for the ledger."""
+        return combine(self.fingerprints)
+
+    @property
+    def gradient_checksum(self) -> int | None:
+        """Checksum of the gradients of all passes, for the ledger. On a GPU, waits for the last one.
+
+        None if the ranks' parts of the last one have not been combined, which the next exchange does.
+        """
+        found = [checksum for read in self.checksums if (checksum := read()) is not None]
+        return combine(found) if len(found) == len(self.checksums) else None
 
 
 class StepPhase(Enum):
@@ -183,14 +218,8 @@ class Step:
         num_samples: number of samples of the step, over all ranks.
         held: numbers of this rank's micro-batches.
         borrowed: micro-batches of other ranks that this rank computes before its own, to compare the results.
-        has_gradients: whether the last pass left gradients in `.grad`.
-        is_skipped: whether no pass left a gradient: no micro-batch had a weight above 0, or the gradient overflowed in
-            fp16.
         num_passes: number of complete iterations over the micro-batches.
-        averaged_loss: loss over the whole batch in the last pass; None if no micro-batch counted.
-        averages: name -> (value, weight), for the loss and the values of `log`.
-        checksums: per pass, returns the checksum of its gradient, see `gradient_checksum`; only on ranks that write
-            the run.
+        result: what the passes have left so far.
 
     Example::
 
@@ -213,25 +242,18 @@ class Step:
         self.epoch = epoch
         self.sizes = [stop - start for start, stop in spans]
         self.num_samples = sum(self.sizes)
-        self._parts = parts
-        self._on = parts.observers
-        self._derive = partial(derive, parts.context.config.seed, step=number)
-        self._phase = StepPhase.OUTSIDE
-        self._attempt: PassAttempt | None = None  # only in the loop over the micro-batches
-        self._loaded: dict[int, Loaded] = {}
-        self._fingerprints: list[int] = []
-        self._members: Sequence[int] = ()  # at the beginning of the first pass
-        self._num_ranks = 0  # in the newest attempt
         self.held = range(0)
         interceptors = parts.observers.interceptors
         self.borrowed = list_borrowed(interceptors, number, len(self.sizes)) if interceptors else []
         self.micro_batch = 0
         self.num_passes = 0
-        self.averaged_loss: float | None = None
-        self.averages: dict[str, tuple[Value, float]] = {}
-        self.checksums: list[Callable[[], int | None]] = []
-        self.has_gradients = False
-        self.is_skipped = True
+        self.result = StepResult()
+        self._parts = parts
+        self._phase = StepPhase.OUTSIDE
+        self._attempt: PassAttempt | None = None  # only in the loop over the micro-batches
+        self._loaded: dict[int, Loaded] = {}
+        self._members: Sequence[int] = ()  # at the beginning of the first pass
+        self._num_ranks = 0  # in the newest attempt
 
     @property
     def is_open(self) -> bool:
@@ -284,20 +306,6 @@ class Step:
         return self._loaded[self.micro_batch].fingerprint
 
     @property
-    def fingerprint(self) -> int:
-        """Fingerprint of the samples used, for the ledger."""
-        return combine(self._fingerprints)
-
-    @property
-    def gradient_checksum(self) -> int | None:
-        """Checksum of the gradients of all passes, for the ledger. On a GPU, waits for the last one.
-
-        None if the ranks' parts of the last one have not been combined, which the next exchange does.
-        """
-        found = [checksum for read in self.checksums if (checksum := read()) is not None]
-        return combine(found) if len(found) == len(self.checksums) else None
-
-    @property
     def loss(self) -> Tensor:
         """Loss, averaged by weight over the whole batch: a scalar tensor, the same on all ranks; nan without weight.
 
@@ -307,8 +315,8 @@ class Step:
         Example: see `Step.metrics`.
         """
         self._check_is_over("step.loss")
-        loss = self.averaged_loss if self.averaged_loss is not None else math.nan
-        return torch.tensor(loss, dtype=torch.float32, device=self._parts.context.device)
+        loss = self.result.loss
+        return torch.tensor(math.nan if loss is None else loss, dtype=torch.float32, device=self._parts.context.device)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -338,7 +346,7 @@ class Step:
             tensor(2.)
         """
         self._check_is_over("step.metrics")
-        return {name: float(value) for name, (value, _) in self.averages.items()}
+        return {name: float(value) for name, (value, _) in self.result.averages.items()}
 
     def _check_is_over(self, what: str) -> None:
         self.check_not_left()
@@ -352,7 +360,8 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, then set `.grad` to the gradient of the whole batch."""
         self._begin_pass()
-        for each in self._on.interceptors:
+        parts = self._parts
+        for each in parts.observers.interceptors:
             yield from each.probe(self)
         self._phase = StepPhase.INSIDE
         vote: Vote | None = None
@@ -361,26 +370,27 @@ class Step:
             attempt = self._begin_attempt()
             for v in (*self.borrowed, *attempt.held, *attempt.fillers):
                 yield from self.compute(v, self._load(v))
-            self._parts.clock.enter("reducing", self.number)
-            self._on.exchange(self)
-            vote = vote or self._parts.cast_vote()
+            parts.clock.enter("reducing", self.number)
+            parts.observers.exchange(self)
+            vote = vote or parts.cast_vote()
             reduced = yield from self._exchange(attempt, vote)
         self._apply(attempt, reduced)
-        seed_all(self._derive("after", pass_=self.num_passes))
+        seed_all(parts.derive("after", step=self.number, pass_=self.num_passes))
         self.num_passes += 1
         self._phase = StepPhase.OUTSIDE
         self._attempt = None
-        self._parts.clock.enter("updating", self.number)
-        self._on.reduced(self)
+        parts.clock.enter("updating", self.number)
+        parts.observers.reduced(self)
 
     def compute(self, v: int, batch: Any) -> Iterator[Any]:
         """Run the script's body on micro-batch v. The results are dropped unless this rank holds it."""
-        on = self._on
+        parts = self._parts
+        on = parts.observers
         attempt = self._attempt
         assert attempt is not None  # the loop over the micro-batches has begun
         self.micro_batch = v
-        seed_all(self._derive("compute", pass_=self.num_passes, micro_batch=v))
-        self._parts.clock.enter("forward", self.number)
+        seed_all(parts.derive("compute", step=self.number, pass_=self.num_passes, micro_batch=v))
+        parts.clock.enter("forward", self.number)
         inspect = None
         for each in on.interceptors:
             inspect = inspect or each.inspect(self)
@@ -396,12 +406,12 @@ class Step:
         attempt.close()
 
     def _begin_pass(self) -> None:
-        self.check_not_left()
-        if self.is_over:
-            raise UsageError(
-                f"step {self.number} is over, since step {self._parts.state.steps_done} has begun", code="SS218"
-            )
+        state = self._parts.state
+        if state.newest_step > self.number:
+            self.check_not_left()
+            raise UsageError(f"step {self.number} is over, since step {state.steps_done} has begun", code="SS218")
         if self._phase is not StepPhase.OUTSIDE:
+            self.check_not_left()
             raise UsageError(
                 f"step {self.number} is iterated over inside its own loop: use one loop after the other", code="SS218"
             )
@@ -410,7 +420,7 @@ class Step:
             self._members = members
         elif members != self._members:  # a list of this rank's results may have those of an interrupted pass, too
             raise NotHealed(f"step {self.number} lost a rank, and has a further pass over its micro-batches")
-        self._on.begin_pass(self)
+        self._parts.observers.begin_pass(self)
         self._phase = StepPhase.PROBE
 
     def _begin_attempt(self) -> PassAttempt:
@@ -457,13 +467,13 @@ class Step:
         try:
             with group.together:
                 exchanged = attempt.exchange(vote, [self._loaded[v].fingerprint for v in self.held])
-                for each in self._on.interceptors:
+                for each in self._parts.observers.interceptors:
                     yield from each.after_exchange(self, exchanged)
                 reduced = exchanged
             group.confirm()
         except RuntimeError as error:
             if not group.can_heal or not may_be_death(error):
-                self._on.exchange_failed(self, error)
+                self._parts.observers.exchange_failed(self, error)
                 raise
             reason = str(error)
         else:
@@ -472,17 +482,17 @@ class Step:
         return reduced if group.heal(reason) else None
 
     def _apply(self, attempt: PassAttempt, reduced: Reduced) -> None:
-        self._on.exchanged(self, reduced)
-        self.has_gradients = attempt.apply(reduced)
-        self.averaged_loss = reduced.loss
-        if self.has_gradients:
-            self.is_skipped = False
-        if self.averaged_loss is not None:
-            self.averages["loss"] = (self.averaged_loss, reduced.total_weight)
+        self._parts.observers.exchanged(self, reduced)
+        result = self.result
+        if attempt.apply(reduced):
+            result.is_skipped = False
+        result.loss = reduced.loss
+        if reduced.loss is not None:
+            result.averages["loss"] = (reduced.loss, reduced.total_weight)
         if reduced.logged:
-            self.averages |= average_batch(reduced.logged, reduced.weights, self.sizes)
+            result.averages |= average_batch(reduced.logged, reduced.weights, self.sizes)
         if self.num_passes == 0:
-            self._fingerprints = reduced.fingerprints
+            result.fingerprints = reduced.fingerprints
 
     def gather(self, values: Mapping[int, Any]) -> list[Any]:
         """Return values of the micro-batches of all ranks, in their order, on every rank. Call it on all ranks.
@@ -575,7 +585,8 @@ class Step:
             >>> model.weight.grad.item()
             1.0
         """
-        self._on.backward(self, loss, weight, model)
+        on = self._parts.observers
+        on.backward(self, loss, weight, model)
         if self._phase is StepPhase.PROBE:
             return
         if self._attempt is None:
@@ -590,7 +601,7 @@ class Step:
         clock.enter("forward", self.number)
         if waited_s:
             clock.move("backward", "reducing", waited_s)
-        self._on.end_backward(self)
+        on.end_backward(self)
 
     def total(self, count: Callable[[Any], float | Tensor]) -> float:
         """Return the sum of a number over the whole batch: the same on all ranks. Call it before a loop over the step.
@@ -632,10 +643,10 @@ class Step:
             self._load(v)
         for v in self.held:
             batch = self._load(v)
-            seed_all(self._derive("compute", pass_=self.num_passes, micro_batch=v))
+            seed_all(self._parts.derive("compute", step=self.number, pass_=self.num_passes, micro_batch=v))
             numbers[v] = float(read_number("a total", count(batch)))
         # The same on all ranks. Micro-batch 0 follows the loop.
-        seed_all(self._derive("after", pass_=self.num_passes, micro_batch=1))
+        seed_all(self._parts.derive("after", step=self.number, pass_=self.num_passes, micro_batch=1))
         return math.fsum(self.gather(numbers))
 
     def log(self, values: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor) -> None:
@@ -663,12 +674,12 @@ class Step:
                 code="SS219",
             )
         collected = collect_values("step.log", values, named)
-        self._on.log(self, collected)
+        self._parts.observers.log(self, collected)
         if self._phase is StepPhase.PROBE:
             return
         for name, given in collected.items():
             value = read_number(name, given, self.sizes[self.micro_batch] if self.is_open else 1)
             if self._attempt is None:
-                self.averages[name] = (value, self.num_samples)
+                self.result.averages[name] = (value, self.num_samples)
             else:
                 self._attempt.log(name, value)
