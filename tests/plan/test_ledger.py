@@ -25,7 +25,6 @@ def test_fingerprints_identify_samples_and_their_order(some: list[int], other: l
     prints = [fingerprint(np.array(each, np.int64)) for each in (some, other)]
     assert (prints[0] == prints[1]) == (some == other)
     assert (combine(prints) == combine(prints[::-1])) == (some == other)
-    assert fingerprint(np.array(some, np.int32 if max(some, default=0) < 2**31 else np.int64)) == prints[0]
 
 
 def test_fingerprints_are_those_of_earlier_runs() -> None:

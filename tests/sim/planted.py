@@ -91,7 +91,7 @@ PLANTED = (
     ),
     Planted(
         "a step takes the samples of the step before it", ONCE, "plan/loop_plan.py",
-        "span = self.micro_batches(step)[v]", "span = self.micro_batches(max(step - 1, 0))[v]",
+        "self.micro_batches(step)[v]", "self.micro_batches(max(step - 1, 0))[v]",
     ),
     Planted(
         "the order of an epoch does not depend on the epoch", ONCE, "plan/order.py",

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -367,7 +368,7 @@ class Fetcher:
         if self._has_columns and get_worker_info() is None:  # workers collate into shared memory
             # One operation per tensor, and no object per sample. Draws no random numbers, so it needs no seed.
             rows = torch.from_numpy(task.indices)
-            columns = [tensor.index_select(0, rows) for tensor in self._dataset.tensors]
+            columns = [*map(methodcaller("index_select", 0, rows), self._dataset.tensors)]
             return Loaded(columns, len(rows), fingerprint(task.indices), task.seed)
         if self._read_batch is not None:
             return self._load_batch(task, self._read_batch)

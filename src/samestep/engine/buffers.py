@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from samestep.engine.control import Control, Vote
-from samestep.engine.exchange import sum_parts
+from samestep.engine.exchange import Exchange, sum_alone
 from samestep.engine.exchange_memory import LastMemory
 from samestep.engine.folding import Grads, RankParts
 from samestep.engine.reduction_plan import build_reduction_plan
@@ -309,8 +309,12 @@ class Buffers:
             self._use(sorted(active.union(self._active)))
         last = [self._last[k] for k in self._active]
         self._parts.select(self._active)
-        memory = self._memory.find(self._layout)
-        sums = sum_parts(self._plan, self._parts, last, Control(Vote()), memory, self._group)
+        control = Control(Vote())
+        if self._layout.world_size == 1:
+            sums = sum_alone(self._plan, self._parts, last, control)
+        else:
+            memory = self._memory.find(self._layout)
+            sums = Exchange(self._plan, memory, self._group, self._parts).finish(last, control)
         totals = {
             self._active[i]: total
             for indices, of_bucket in sums.pieces

@@ -1,6 +1,7 @@
 """The control block that each rank sends to all others once per pass, with its gradients. Gathered, not summed."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
 from typing import Any, NamedTuple
@@ -47,23 +48,23 @@ class Control:
     """One rank's control block.
 
     Attributes:
-        has_new_names: whether this rank logged values under names that are not in the block's format yet.
         losses, weights, fingerprints: per micro-batch; the last are those of the samples.
-        used: a byte per parameter: whether some micro-batches used it, and whether some did not.
         buffers: see `Buffers.pack`.
+        used: a byte per parameter: whether some micro-batches used it, and whether some did not.
+        has_new_names: whether this rank logged values under names that are not in the block's format yet.
         values, counts: per micro-batch and name, the mean value and the number of calls of step.log.
         order: a hash of the order in which this rank used the units of sharded models; 0 if none are sharded.
     """
 
     vote: Vote
-    has_new_names: bool = False
-    losses: list[float] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    fingerprints: list[int] = field(default_factory=list)
-    used: bytes = b""
+    losses: Sequence[float] = ()
+    weights: Sequence[float] = ()
+    fingerprints: Sequence[int] = ()
     buffers: bytes = b""
-    values: list[list[float]] = field(default_factory=list)
-    counts: list[list[float]] = field(default_factory=list)
+    used: bytes = b""
+    has_new_names: bool = False
+    values: Sequence[Sequence[float]] = ()
+    counts: Sequence[Sequence[float]] = ()
     order: int = 0
 
 
@@ -118,4 +119,4 @@ class ControlFormat:
         vote = Vote(*entries[: at - 2])
         has_new_names, order = entries[at - 2 : at]
         used, buffers = entries[-2:]
-        return Control(vote, has_new_names, losses, weights, fingerprints, used, buffers, values, counts, order)
+        return Control(vote, losses, weights, fingerprints, buffers, used, has_new_names, values, counts, order)

@@ -142,7 +142,8 @@ class Exchange:
             raise self._pop_failure()
         rank = self._group.rank
         memory = self._memory
-        control.used = self._parts.used.to_bytes(len(self._plan.params))
+        used = self._parts.count_used()
+        control.used = used.to_bytes(len(self._plan.params))
         memory.form.pack_into(memory.blocks[rank], control)
         while len(self._pending) < len(memory.routes):
             self._send_next(grads)
@@ -151,7 +152,6 @@ class Exchange:
             control if each == rank else memory.form.unpack_from(block, len(held))
             for each, (block, held) in enumerate(zip(memory.blocks, memory.layout.ranges, strict=True))
         ]
-        used = self._parts.used
         for each in controls:
             used |= int.from_bytes(each.used)
         pieces = [
@@ -169,20 +169,6 @@ def _read_sum(bucket: Bucket, memory: BucketMemory) -> Sequence[Tensor | None]:
     return memory.grads if bucket.dtype == dtype else bucket.views(memory.route.root.to(dtype))
 
 
-def sum_parts(
-    plan: ReductionPlan,
-    parts: RankParts,
-    grads: Grads,
-    control: Control,
-    memory: ExchangeMemory | None,
-    group: Group,
-) -> Sums:
-    """Exchange this rank's parts at once. Arguments as for `Exchange` and `Exchange.finish`."""
-    if memory is None:
-        return sum_alone(plan, parts, grads, control)
-    return Exchange(plan, memory, group, parts).finish(grads, control)
-
-
 def sum_alone(plan: ReductionPlan, parts: RankParts, grads: Grads, control: Control) -> Sums:
     """Return the sums if there is no other rank. Arguments as for `Exchange`."""
     sums = parts.complete(grads)
@@ -194,4 +180,4 @@ def sum_alone(plan: ReductionPlan, parts: RankParts, grads: Grads, control: Cont
         ]
     if plan.exchange_dtype is not None:
         sums = [None if each is None else each.to(param.dtype) for each, param in zip(sums, plan.params, strict=True)]
-    return Sums([control], [(range(len(sums)), sums)], parts.used.to_bytes(len(plan.params)))
+    return Sums([control], [(range(len(sums)), sums)], parts.count_used().to_bytes(len(plan.params)))

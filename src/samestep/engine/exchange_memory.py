@@ -64,10 +64,8 @@ class LastMemory:
         self._memory: ExchangeMemory | None = None
         self._key: tuple[Any, ...] = ()
 
-    def find(self, layout: Layout, num_buffers: int = 0, num_names: int = 0) -> ExchangeMemory | None:
-        """Return the memory for the next exchange; None if there is no other rank."""
-        if layout.world_size == 1:
-            return None
+    def find(self, layout: Layout, num_buffers: int = 0, num_names: int = 0) -> ExchangeMemory:
+        """Return the memory for the next exchange with other ranks."""
         key = (layout, num_buffers, num_names, self._group.generation)  # it refers to the group's connections
         if self._memory is None or key != self._key or self._memory.is_kept:
             self._memory = None  # first, so that there is only one: the last step of an epoch is shorter

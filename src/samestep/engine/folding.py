@@ -24,23 +24,26 @@ class RankParts:
 
     Attributes:
         held: this rank's micro-batches.
-        used: a byte per parameter, as one number: see `USED`. Call `mark` to change it.
+        fired: per micro-batch, which parameters it has used: a byte of 1 for each of these, of 0 for each other one.
     """
 
     def __init__(self, plan: ReductionPlan, layout: Layout, rank: int) -> None:
         self.held = layout.ranges[rank]
-        self.used = 0
+        self.fired: list[bytes] = []
         self._exact = plan.exact
         self._narrow = plan.narrow if plan.exchange_dtype is not None else None
         self._layout = layout
         self._rank = rank
         self._parts: list[Grads] = []
 
-    def mark(self, fired: bytes | bytearray) -> None:
-        """Note which parameters a micro-batch has used: a 1 for each of these, a 0 for each other one."""
-        fired_bits = int.from_bytes(fired)
-        all_bits = int.from_bytes(b"\1" * len(fired))
-        self.used |= fired_bits * USED | (fired_bits ^ all_bits) * MISSED
+    def count_used(self) -> int:
+        """Return a byte per parameter, as one number: see `USED`."""
+        used = 0
+        for fired in self.fired:
+            fired_bits = int.from_bytes(fired)
+            all_bits = int.from_bytes(b"\1" * len(fired))
+            used |= fired_bits * USED | (fired_bits ^ all_bits) * MISSED
+        return used
 
     def fold(self, v: int, grads: Grads) -> None:
         """Add the gradients of micro-batch v, unless it is the last one: the parts that it completes become one."""

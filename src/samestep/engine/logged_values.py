@@ -1,17 +1,18 @@
 """The values of `step.log` in the control block."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import add, attrgetter
 
 from torch import Tensor
 
 from samestep.engine.control import Control
-from samestep.engine.host_copies import HostValue, read_later
+from samestep.engine.host_copies import HostValue
 from samestep.plan.tree import Layout
 from samestep.world.group import Group
 
 Means = list[dict[str, tuple[float, float]]]  # per micro-batch: name -> the mean of its logged values, and their number
+Calls = Mapping[int, Mapping[str, Sequence[float | HostValue]]]  # micro-batch -> name -> the values logged there
 Value = float | Tensor  # a tensor only on a GPU: float64, not copied to the host yet
 Table = list[list[float]]  # per micro-batch, per name
 
@@ -19,29 +20,16 @@ Table = list[list[float]]  # per micro-batch, per name
 read_has_new_names = attrgetter("has_new_names")
 
 
-class StepLog:
-    """The values that this rank logs in the micro-batches of one pass over a step."""
-
-    def __init__(self) -> None:
-        self._calls: dict[int, dict[str, list[float | HostValue]]] = {}
-
-    def add(self, v: int, name: str, value: Value) -> None:
-        """Add a value logged in micro-batch v."""
-        values = self._calls.setdefault(v, {}).setdefault(name, [])
-        values.append(read_later(value) if isinstance(value, Tensor) else value)
-
-    def compute_means(self, held: range) -> Means:
-        """Return the mean of the calls in each of these micro-batches. Waits for a GPU to compute the values."""
-        if not self._calls:
-            return [{}] * len(held)
-        # The built-in sum differs: since Python 3.12 it compensates for rounding.
-        return [
-            {
-                name: (reduce(add, map(float, values), 0.0) / len(values), len(values))
-                for name, values in self._calls.get(v, {}).items()
-            }
-            for v in held
-        ]
+def compute_means(calls: Calls, held: range) -> Means:
+    """Return the mean of the calls in each of these micro-batches. Waits for a GPU to compute the values."""
+    # The built-in sum differs: since Python 3.12 it compensates for rounding.
+    return [
+        {
+            name: (reduce(add, map(float, values), 0.0) / len(values), len(values))
+            for name, values in calls.get(v, {}).items()
+        }
+        for v in held
+    ]
 
 
 class LoggedNames:
@@ -56,8 +44,6 @@ class LoggedNames:
 
     def tabulate(self, logged: Means) -> tuple[bool, Table, Table]:
         """Return whether this rank's values have names without an entry, and the entries: means and counts."""
-        if not (self.names or any(logged)):
-            return False, [[]] * len(logged), [[]] * len(logged)
         has_new = any(name not in self.names for values in logged for name in values)
         entries = [[values.get(name, (0.0, 0.0)) for name in self.names] for values in logged]
         return has_new, [[mean for mean, _ in row] for row in entries], [[count for _, count in row] for row in entries]

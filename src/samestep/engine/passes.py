@@ -12,8 +12,9 @@ from samestep.engine.buffers import Buffers, refuse_lone_sample
 from samestep.engine.control import Control, Vote
 from samestep.engine.exchange_memory import LastMemory
 from samestep.engine.folding import USED, Grads
+from samestep.engine.host_copies import HostValue, read_later
 from samestep.engine.leaf import GradientHooks, Inspect, ParameterGuard, drop_grads
-from samestep.engine.logged_values import LoggedNames, Means, StepLog, Value
+from samestep.engine.logged_values import LoggedNames, Means, Value, compute_means
 from samestep.engine.losses import PassLosses
 from samestep.engine.ownership import Ownership
 from samestep.engine.precision import Precision
@@ -189,13 +190,15 @@ class PassAttempt:
         self._sizes = sizes
         self._number = number
         self._losses = PassLosses(step, sizes, self.held)
-        self._log = StepLog()
+        self._logged: dict[int, dict[str, list[float | HostValue]]] = {}  # see `Calls`
         # A power of two, which changes no bit. If the number of micro-batches is one too, the sum is then the mean.
         self._scale = gradients.precision.scale / 2 ** (layout.num_micro_batches - 1).bit_length()
         drop_grads(plan.all)
         gradients.guard.begin()
         gradients.buffers.begin(layout)
-        memory = gradients.memory.find(layout, gradients.buffers.num_buffers, len(gradients.logged.names))
+        memory = None
+        if layout.world_size > 1:
+            memory = gradients.memory.find(layout, gradients.buffers.num_buffers, len(gradients.logged.names))
         self._sum: TreeSum | ShardedSum
         if plan.shards is None or memory is None:
             self._sum = TreeSum(plan, layout, gradients.group, memory, gradients.hooks, gradients.guard)
@@ -240,7 +243,8 @@ class PassAttempt:
 
     def log(self, name: str, value: Value) -> None:
         """Add a value logged in the open micro-batch."""
-        self._log.add(self._open, name, value)
+        values = self._logged.setdefault(self._open, {}).setdefault(name, [])
+        values.append(read_later(value) if isinstance(value, Tensor) else value)
 
     def refuse_failed(self) -> None:
         """Raise UsageError if a backward pass has failed, and the script has caught the error.
@@ -281,9 +285,11 @@ class PassAttempt:
         gradients = self._gradients
         buffers = gradients.buffers
         losses, weights = self._losses.read()
-        logged = self._log.compute_means(self.held)
-        has_new_names, values, counts = gradients.logged.tabulate(logged)
-        control = Control(vote, has_new_names, losses, weights, fingerprints, b"", buffers.pack(), values, counts)
+        control = Control(vote, losses, weights, fingerprints, buffers.pack())
+        logged: Means = [{}] * len(self.held)
+        if self._logged or gradients.logged.names:
+            logged = compute_means(self._logged, self.held)
+            control.has_new_names, control.values, control.counts = gradients.logged.tabulate(logged)
         sums = self._sum.finish(control)
         controls = sums.controls
         reduced = Reduced(
@@ -301,7 +307,7 @@ class PassAttempt:
         reduced.grads = [None] * len(gradients.plan.params)
         if reduced.total_weight:
             reduced.grads = sums.average(gradients.micro_batch_size / self._scale / reduced.total_weight)
-        if buffers.num_buffers:
+        if control.buffers:
             reduced.buffers = buffers.exchange([*map(read_buffers, controls)])
         return reduced
 

@@ -152,7 +152,7 @@ class ShardedSum:
         drop_grads(self._plan.untrained)
         self._guard.check()
         if self._v in self._parts.held:
-            self._parts.mark(self._fired)
+            self._parts.fired.append(bytes(self._fired))
 
     def finish(self, control: Control) -> Sums:
         """Complete the sums. Returns them with every rank's control block.

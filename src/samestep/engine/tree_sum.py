@@ -167,7 +167,7 @@ class TreeSum:
         drop_grads(self._plan.untrained if self._is_last else self._plan.all)
         if self._v not in self._parts.held:
             return
-        self._parts.mark(bytes(map(is_not, grads, NONE)))
+        self._parts.fired.append(bytes(map(is_not, grads, NONE)))
         if not self._is_last:
             self._parts.fold(self._v, grads)
             return

@@ -56,7 +56,7 @@ def to_float(bits: int) -> float:
 
 def fingerprint(indices: NDArray[np.int64]) -> int:
     """Return a 64-bit hash of the sample indices of one micro-batch in their order."""
-    return hash_short(np.ascontiguousarray(indices, dtype="<i8").tobytes())
+    return hash_short(indices.tobytes())
 
 
 def combine(fingerprints: Sequence[int]) -> int:

@@ -34,7 +34,7 @@ class StepSamples:
     """The samples of a step.
 
     Attributes:
-        pieces: an epoch and samples of it, for each span of an epoch in a micro-batch, in order.
+        pieces: an epoch and the samples of it, in order.
         fingerprint: the ledger's fingerprint of them.
     """
 
@@ -239,13 +239,12 @@ class LoopPlan:
 
     def indices(self, span: Span) -> Indices:
         """Return the samples of a micro-batch."""
-        return np.concatenate([*self._take(span).values()])
+        return np.concatenate([*self._split(span).values()])
 
     def plan_step(self, step: int) -> StepSamples:
         """Return the samples of step `step`, with their epochs."""
-        taken = [self._take(span) for span in self.micro_batches(step)]
-        prints = [fingerprint(np.concatenate([*pieces.values()])) for pieces in taken]
-        return StepSamples(tuple(piece for pieces in taken for piece in pieces.items()), combine(prints))
+        prints = [fingerprint(self.indices(span)) for span in self.micro_batches(step)]
+        return StepSamples(tuple(self._split(self._span(step)).items()), combine(prints))
 
     def count_uses(self, epoch: int) -> Indices:
         """Return how often an epoch uses each sample of the data set, including those that `drop_last` leaves out."""
@@ -254,7 +253,7 @@ class LoopPlan:
         order = self._order_of(epoch)
         return np.bincount(order[0 : len(order)])
 
-    def _take(self, span: Span) -> dict[int, Indices]:
+    def _split(self, span: Span) -> dict[int, Indices]:
         """Return the samples of a span by epoch."""
         start, stop = span
         pieces: dict[int, Indices] = {}
@@ -278,8 +277,7 @@ class LoopPlan:
 
     def task(self, step: int, v: int) -> Task:
         """Return the task of micro-batch v of a step."""
-        span = self.micro_batches(step)[v]
-        return Task(self.indices(span), self.find_task_seed(step, v))
+        return Task(self.indices(self.micro_batches(step)[v]), self.find_task_seed(step, v))
 
     def find_task_seed(self, step: int, v: int) -> int:
         """Return the seed of the task of micro-batch v of a step."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
+from operator import attrgetter, itemgetter
 
 from torch import nn
 from torch.optim import Optimizer
@@ -11,6 +12,9 @@ from samestep.engine.passes import Gradients
 from samestep.train.state.names import list_named
 from samestep.train.state.stateful import Objects, name_optimizers
 from samestep.train.step.steps import Step, StepObserver
+
+read_groups = attrgetter("param_groups")
+read_params = itemgetter("params")
 
 
 class TrainedParameters(StepObserver):
@@ -29,14 +33,11 @@ class TrainedParameters(StepObserver):
         if self._optimizers:  # with wrappers alone, all parameters are trained
             self._optimizers += held
         self._held: list[int] | None = None
-        self._follow()
+        self.begin_pass()
 
-    def begin_pass(self, step: Step) -> None:
-        self._follow()
-
-    def _follow(self) -> None:
-        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
-        held = [*map(id, chain.from_iterable(groups))]
+    def begin_pass(self, step: Step | None = None) -> None:
+        groups = chain.from_iterable(map(read_groups, self._optimizers))
+        held = [*map(id, chain.from_iterable(map(read_params, groups)))]
         if held == self._held:
             return
         self._held = held
