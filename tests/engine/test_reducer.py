@@ -1,4 +1,4 @@
-"""Passes over parameters alone, on real ranks: what it adds up, what it leaves unchanged, and what it refuses."""
+"""Passes over parameters alone, on real ranks: what it adds up, and what it leaves unchanged."""
 
 import gc
 from collections.abc import Callable
@@ -278,47 +278,3 @@ def test_how_large_buckets_grow(num_mb: float, between_hosts: float) -> None:
     params = [nn.Parameter(torch.empty(int(num_mb * 2**18), device="meta"))]
     assert choose_cap_bytes(params, one_host=False) == between_hosts * 2**20
     assert choose_cap_bytes(params, one_host=True) == 25 * 2**20
-
-
-# --- what it refuses --------------------------------------------------------------------------------------------------
-
-
-class Alone:
-    """A pass of one rank over one parameter, whose first micro-batch is open."""
-
-    def __init__(self) -> None:
-        self.param = nn.Parameter(torch.ones(2))
-        self.attempt = PassAttempt(build_gradients([self.param]), 0, [1] * 2, 0)
-        self.attempt.open(0)
-        self.close = self.attempt.close
-
-    def backward(self, loss: Tensor) -> None:
-        self.attempt.backward(loss, None, None)
-
-
-def test_a_backward_by_hand() -> None:
-    """Before step.backward, or without it."""
-    words = r"loss\.backward\(\) was called inside the micro-batch loop"
-    alone = Alone()
-    alone.param.sum().backward()
-    with pytest.raises(samestep.Error, match=words):
-        alone.backward(alone.param.sum())
-    alone = Alone()
-    alone.param.sum().backward()
-    with pytest.raises(samestep.Error, match=words):
-        alone.close()
-
-
-def test_a_gradient_set_to_none() -> None:
-    alone = Alone()
-    alone.backward(alone.param.sum())
-    alone.param.grad = None
-    with pytest.raises(samestep.Error, match="the gradient of p0 is None at the end of micro-batch 0: remove"):
-        alone.close()
-
-
-def test_an_unused_parameter_is_not_gone() -> None:
-    alone = Alone()
-    alone.backward(torch.ones(1, requires_grad=True).sum())
-    alone.close()
-    assert alone.param.grad is None

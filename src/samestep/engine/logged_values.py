@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from operator import add, attrgetter
+from operator import add
 
 from torch import Tensor
 
@@ -15,9 +15,6 @@ Means = list[dict[str, tuple[float, float]]]  # per micro-batch: name -> the mea
 Calls = Mapping[int, Mapping[str, Sequence[float | HostValue]]]  # micro-batch -> name -> the values logged there
 Value = float | Tensor  # a tensor only on a GPU: float64, not copied to the host yet
 Table = list[list[float]]  # per micro-batch, per name
-
-
-read_has_new_names = attrgetter("has_new_names")
 
 
 def compute_means(calls: Calls, held: range) -> Means:
@@ -48,29 +45,26 @@ class LoggedNames:
         entries = [[values.get(name, (0.0, 0.0)) for name in self.names] for values in logged]
         return has_new, [[mean for mean, _ in row] for row in entries], [[count for _, count in row] for row in entries]
 
-    def collect(
-        self, logged: Means, controls: Sequence[Control], group: Group, layout: Layout
-    ) -> tuple[Means, list[str]]:
-        """Return the logged values of all ranks' micro-batches, and their new names, see `add`.
+    def gather(self, logged: Means, group: Group, layout: Layout) -> tuple[Means, list[str]]:
+        """Return the logged values of all ranks' micro-batches, with further ones, and these, see `add`.
 
-        There are no values if no rank has logged one yet. Values under new names need an additional exchange.
+        This is an additional exchange.
         """
-        if True in map(read_has_new_names, controls):
-            collected = layout.sort(group.gather(logged))
-            return collected, sorted({name for values in collected for name in values} - {*self.names})
-        if not self.names:
-            return [], []
+        gathered = layout.sort(group.gather(logged))
+        return gathered, sorted({name for values in gathered for name in values} - {*self.names})
+
+    def read(self, controls: Sequence[Control], layout: Layout) -> Means:
+        """Return the logged values of all ranks' micro-batches."""
         tables = zip(
             layout.sort([control.values for control in controls]),
             layout.sort([control.counts for control in controls]),
             strict=True,
         )
-        means = [
+        return [
             {name: (value, count) for name, value, count in zip(self.names, values, counts, strict=True) if count}
             for values, counts in tables
         ]
-        return means, []
 
     def add(self, names: Sequence[str]) -> None:
-        """Add the new names that `collect` has found, once all ranks have them."""
+        """Add the new names that `gather` has found, once all ranks have them."""
         self.names += names

@@ -28,6 +28,7 @@ from samestep.world.group import Group
 
 read_buffers = attrgetter("buffers")
 read_fingerprints = attrgetter("fingerprints")
+read_has_new_names = attrgetter("has_new_names")
 read_vote = attrgetter("vote")
 read_weights = attrgetter("weights")
 
@@ -136,9 +137,9 @@ class Reduced:
         votes: vote of each rank.
         fingerprints: fingerprint of the samples, per micro-batch of the step.
         weights: per micro-batch of the step; `NOT_CALLED` without a step.backward.
+        is_used: whether a micro-batch has used a parameter.
         logged: logged values, per micro-batch of the step; empty if no rank has logged a value yet.
         new_names: names of logged values that are new.
-        is_used: whether a micro-batch has used a parameter.
         grads: averaged gradients.
         total_weight: of the losses of all micro-batches.
         loss: weighted average over the whole batch; None if the total weight is 0.
@@ -149,9 +150,9 @@ class Reduced:
     votes: list[Vote]
     fingerprints: list[int]
     weights: list[float]
-    logged: Means
-    new_names: Sequence[str]
     is_used: bool
+    logged: Means = field(default_factory=list)
+    new_names: Sequence[str] = ()
     grads: Grads = field(default_factory=list)
     total_weight: float = 0.0
     loss: float | None = None
@@ -296,9 +297,13 @@ class PassAttempt:
             [*map(read_vote, controls)],
             self._layout.sort(map(read_fingerprints, controls)),
             self._layout.sort(map(read_weights, controls)),
-            *gradients.logged.collect(logged, controls, gradients.group, self._layout),
             is_used=any(map(USED.__and__, sums.used)),
         )
+        names = gradients.logged
+        if any(map(read_has_new_names, controls)):
+            reduced.logged, reduced.new_names = names.gather(logged, gradients.group, self._layout)
+        elif names.names:
+            reduced.logged = names.read(controls, self._layout)
         try:
             reduced.total_weight, reduced.loss = self._losses.average(controls, self._layout)
         except Error as error:  # the same on all ranks

@@ -117,10 +117,12 @@ class LastEntry:
             get_entry: returns the record; None if the run has ended before it was known.
             is_late: call `get_entry` at the next call or `flush`, so that it does not wait.
         """
-        self.flush()
-        self._get_entry = get_entry
-        if not is_late:
+        if self._get_entry is not None:
             self.flush()
+        if is_late:
+            self._get_entry = get_entry
+        elif (entry := get_entry()) is not None:
+            self._add(entry)
 
     def flush(self) -> None:
         """Pass on a record that waits."""
