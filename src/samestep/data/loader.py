@@ -39,14 +39,14 @@ class Loaded(NamedTuple):
     """One micro-batch on the host.
 
     Attributes:
-        seed: of its task, which no other micro-batch of the run has.
+        place: of its task.
         position: the position of its lane, for a stream.
     """
 
     batch: Any
     num_samples: int
     fingerprint: int
-    seed: int
+    place: tuple[int, int]
     position: Any = None
 
 
@@ -302,9 +302,9 @@ class _Series:
     def __init__(self) -> None:
         self.tasks: Iterator[Task] = iter(())
 
-    def __iter__(self) -> Iterator[tuple[bytes, int]]:
+    def __iter__(self) -> Iterator[tuple[bytes, int, tuple[int, int]]]:
         for task in self.tasks:
-            yield task.indices.tobytes(), task.seed  # pickling an array would take 10 us more
+            yield task.indices.tobytes(), task.seed, task.place  # pickling an array would take 10 us more
 
 
 @dataclass(frozen=True)
@@ -351,11 +351,11 @@ class Fetcher:
             getattr(dataset, "read_batch", None) if self._stacks else None
         )
 
-    def __getitem__(self, sent: tuple[bytes, int]) -> Loaded | WorkerFailure:
+    def __getitem__(self, sent: tuple[bytes, int, tuple[int, int]]) -> Loaded | WorkerFailure:
         """In a worker: return the micro-batch of a task, or a `WorkerFailure`."""
-        indices, seed = sent
+        indices, seed, place = sent
         try:
-            return self.load(Task(np.frombuffer(indices, np.int64), seed))
+            return self.load(Task(np.frombuffer(indices, np.int64), seed, place))
         except Error as error:
             return pack(error)
 
@@ -369,7 +369,7 @@ class Fetcher:
             # One operation per tensor, and no object per sample. Draws no random numbers, so it needs no seed.
             rows = torch.from_numpy(task.indices)
             columns = [*map(methodcaller("index_select", 0, rows), self._dataset.tensors)]
-            return Loaded(columns, len(rows), fingerprint(task.indices), task.seed)
+            return Loaded(columns, len(rows), fingerprint(task.indices), task.place)
         if self._read_batch is not None:
             return self._load_batch(task, self._read_batch)
         seed_all(task.seed)
@@ -395,11 +395,11 @@ class Fetcher:
             raise
         except Exception as error:
             raise Error(explain(error, indices, samples, self._collate_fn, self._many), code="SS301") from error
-        return Loaded(batch, len(indices), fingerprint(task.indices), task.seed, position)
+        return Loaded(batch, len(indices), fingerprint(task.indices), task.place, position)
 
     def _load_batch(self, task: Task, read: Callable[[NDArray[np.int64]], Any]) -> Loaded:
         try:
-            return Loaded(read(task.indices), len(task.indices), fingerprint(task.indices), task.seed)
+            return Loaded(read(task.indices), len(task.indices), fingerprint(task.indices), task.place)
         except Error:
             raise
         except Exception as error:

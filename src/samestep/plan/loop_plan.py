@@ -23,10 +23,12 @@ class Task(NamedTuple):
     Args:
         indices: the samples, in order.
         seed: passed to `seed_all` before the first sample is read (augmentation, collate_fn).
+        place: the step and the number of the micro-batch.
     """
 
     indices: Indices
     seed: int
+    place: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -277,11 +279,8 @@ class LoopPlan:
 
     def task(self, step: int, v: int) -> Task:
         """Return the task of micro-batch v of a step."""
-        return Task(self.indices(self.micro_batches(step)[v]), self.find_task_seed(step, v))
-
-    def find_task_seed(self, step: int, v: int) -> int:
-        """Return the seed of the task of micro-batch v of a step."""
-        return derive(self.seed, "data", step=step, micro_batch=v)
+        seed = derive(self.seed, "data", step=step, micro_batch=v)
+        return Task(self.indices(self.micro_batches(step)[v]), seed, (step, v))
 
     def tasks(
         self,

@@ -61,7 +61,7 @@ class Feed:
         """
         if step >= self._loader_begin:
             loaded = next(self.loader)
-            assert loaded.seed == self.plan.find_task_seed(step, v), f"the next micro-batch is not {v} of step {step}"
+            assert loaded.place == (step, v), f"the next micro-batch is not {v} of step {step}"
             return loaded
         alone = replace(self._spec, num_workers=0)
         positions = self.loader.positions
