@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import samestep
-from samestep.engine.buffers import Buffers, check_module, refuse_lone_sample
+from samestep.engine.buffers import Buffers, refuse_lone_sample
 from samestep.plan.tree import build_layout
 from samestep.world.environment import read_environment
 from samestep.world.group_opening import open_group
@@ -157,12 +157,6 @@ def test_buffers_that_cannot_be_followed() -> None:
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
-
-
-def test_sync_batch_norm() -> None:
-    check_module("model", build_model())
-    with pytest.raises(samestep.Error, match=r"model\.0 is a SyncBatchNorm, .*: use BatchNorm"):
-        check_module("model", nn.Sequential(nn.SyncBatchNorm(3)))
 
 
 def test_lone_samples() -> None:

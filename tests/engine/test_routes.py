@@ -5,13 +5,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
 
-import samestep
 from samestep.engine import routes
 from samestep.plan.tree import build_layout
-from samestep.world.environment import read_environment
-from samestep.world.group_opening import open_group
 
 
 def test_route_follows_from_size_and_layout() -> None:
@@ -22,21 +18,6 @@ def test_route_follows_from_size_and_layout() -> None:
     assert choose(1 << 10, 4) is routes.AllGather
     assert choose(64 << 20, 4) is routes.Butterfly
     assert choose(64 << 20, 3) is routes.Chunks
-
-
-def lose_a_peer() -> None:
-    environment = read_environment()
-    group = open_group(environment, torch.device("cpu"))
-    if group.rank == 1:
-        raise RuntimeError("rank 1 has had enough")
-    route = routes.AllGather(routes.Space(torch.zeros, 64, torch.uint8, build_layout(2, 2), group.rank))
-    routes.wait_all([routes.PendingOp(route.run(0))])
-    dist.barrier()
-
-
-def test_a_lost_peer_is_the_peers_error() -> None:
-    with pytest.raises(RuntimeError, match="rank 1 has had enough"):
-        samestep.spawn(lose_a_peer, nprocs=2)
 
 
 class Streams:

@@ -14,7 +14,7 @@ from samestep.engine.exchange_memory import LastMemory
 from samestep.engine.folding import USED, Grads
 from samestep.engine.host_copies import HostValue, read_later
 from samestep.engine.leaf import GradientHooks, Inspect, ParameterGuard, drop_grads
-from samestep.engine.logged_values import LoggedNames, Means, Value, compute_means
+from samestep.engine.logged_values import LoggedNames, Means, Table, Value, compute_means
 from samestep.engine.losses import PassLosses
 from samestep.engine.ownership import Ownership
 from samestep.engine.precision import Precision
@@ -286,11 +286,12 @@ class PassAttempt:
         gradients = self._gradients
         buffers = gradients.buffers
         losses, weights = self._losses.read()
-        control = Control(vote, losses, weights, fingerprints, buffers.pack())
         logged: Means = [{}] * len(self.held)
+        entries: tuple[bool, Table, Table] = False, [], []
         if self._logged or gradients.logged.names:
             logged = compute_means(self._logged, self.held)
-            control.has_new_names, control.values, control.counts = gradients.logged.tabulate(logged)
+            entries = gradients.logged.tabulate(logged)
+        control = Control(vote, losses, weights, fingerprints, buffers.pack(), b"", *entries)
         sums = self._sum.finish(control)
         controls = sums.controls
         reduced = Reduced(
