@@ -14,13 +14,13 @@ import torch.distributed as dist
 from support.ports import reserve_port
 
 import samestep
-from samestep.errors import Error, PeerFailed
+from samestep.errors import Error, NotHealed, PeerFailed
 from samestep.launch.local_ranks import open_store
 from samestep.snapshot.mirror import Unreachable
 from samestep.torch_internals import list_gloo_sockets
 from samestep.world import group_opening, transport
 from samestep.world.environment import Environment, read_environment
-from samestep.world.group import Group
+from samestep.world.group import Group, may_be_death
 from samestep.world.group_opening import choose_device, find_ranks, open_group
 from samestep.world.process_group import close_group
 from samestep.world.rendezvous_store import SignedEntries, is_first, is_left_by_rank_0, read_entry, write_entry
@@ -398,3 +398,21 @@ def test_the_continuing_rank_is_found(monkeypatch: pytest.MonkeyPatch, has_socke
 
     stopped = (0, "8")
     assert on_ranks(3, call) == [(1, stopped), (None, stopped), (1, stopped)]
+
+
+@pytest.mark.parametrize(
+    ("error", "may_be"),
+    [
+        (RuntimeError("Connection closed by peer"), True),  # as gloo says it
+        (dist.DistBackendError("NCCL error"), True),
+        (PeerFailed("rank 1 has closed its connection"), True),
+        (NotHealed("the others do not continue"), False),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (NotImplementedError("a bug"), False),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_what_may_be_the_death_of_another_rank(error: RuntimeError, may_be: bool) -> None:
+    """The others would continue without a rank that has an error of its own, and this rank would wait in vain."""
+    assert may_be_death(error) == may_be

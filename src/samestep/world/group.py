@@ -19,8 +19,9 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
-from samestep.errors import Error, NotHealed, PeerFailed
+from samestep.errors import NotHealed, PeerFailed
 from samestep.lifetime import Held
 from samestep.torch_internals import abort_nccl, break_gloo_connections, set_timeout
 from samestep.world.environment import Environment
@@ -50,8 +51,13 @@ T = TypeVar("T")
 
 
 def may_be_death(error: RuntimeError) -> bool:
-    """Return whether an exchange may have raised this because another rank has died."""
-    return not isinstance(error, (Error, NotHealed, torch.OutOfMemoryError))
+    """Return whether an exchange may have raised this because another rank has died.
+
+    gloo raises plain RuntimeErrors. Errors of other classes, such as those of a GPU, are of this rank.
+    """
+    if isinstance(error, NotHealed):
+        return False
+    return type(error) is RuntimeError or isinstance(error, (PeerFailed, dist.DistError))
 
 
 class Block:
