@@ -43,7 +43,6 @@ WRITES_ATTRIBUTES = {
     "sources/webdataset.py": "a tar file, whose list of members would grow",
     "train/determinism.py": "torch's settings",
     "train/ending/shutdown.py": "a function, to recognize it",
-    "train/state/stateful.py": "an object's state_dict, while it is watched",
     "world/environment.py": "a class of os, to recognize who reads it",
 }
 

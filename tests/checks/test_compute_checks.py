@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.checks.compute_checks import plan_checks
+from samestep.checks.second_opinion import plan_checks
 from samestep.plan.tree import build_layout
 
 

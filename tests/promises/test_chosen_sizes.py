@@ -10,7 +10,7 @@ from torch import nn
 import samestep
 from samestep.plan.memory import compute_memory
 from samestep.torch_internals import get_local
-from samestep.train.state.param_sizes import measure_sizes
+from samestep.train.prepared import measure_sizes
 
 SHARDS = ("none", "optimizer", "fsdp2")
 

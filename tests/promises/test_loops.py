@@ -85,15 +85,3 @@ def test_a_loop_that_has_changed(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert said in capfd.readouterr().out
     assert samestep.spawn(train, 1, (run_dir,), {"num_epochs": 3, "length": 24}, env={"SAMESTEP_RESUME": "8"})
     assert "audit passed" in ask("inspect", run_dir, "--samples")
-
-
-@pytest.mark.parametrize("lazily", [False, True])
-def test_an_error_in_a_sampler_names_the_epoch(lazily: bool) -> None:
-    def sample(epoch: int) -> object:
-        indices = map([*range(8)].__getitem__, range(tiny.run.steps_done, tiny.run.steps_done + 8))
-        return indices if lazily else [*indices]
-
-    tiny = Tiny()
-    with pytest.raises(IndexError, match="list index out of range") as caught:
-        tiny.train(sampler=sample)
-    assert caught.value.__notes__ == ["raised in sampler(1)"]

@@ -231,14 +231,6 @@ def test_arguments(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unknown_arguments() -> None:
-    """They are refused before the others are looked at."""
-    with pytest.raises(samestep.InvalidType, match=r"has no argument micro_batchsize; did you mean micro_batch_size\?"):
-        samestep.Run(None, batch_size=0, micro_batchsize=4)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"has no argument gpus; docs/options\.md lists its arguments"):
-        samestep.Run(None, batch_size=4, gpus=4)  # type: ignore[call-arg]
-
-
 def test_no_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -15,8 +15,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as schedules
 
 import samestep
-from samestep.train.state.optimizer_settings import find_changed, override, read_overriding, read_settings
-from samestep.train.state.restoring import load
+from samestep.train.state.objects import load
+from samestep.train.state.restoring import find_changed, override, read_overriding, read_settings
 
 NOTHING: dict[str, Any] = {}
 

@@ -17,7 +17,7 @@ from support.runs import check, run_command
 from support.tiny import Pairs, Tiny
 from support.waiting import wait_until
 
-from samestep.train.ending.stop_signals import count_idle_stops
+from samestep.train.ending.stopping import count_idle_stops
 
 Undisturbed = Callable[..., Outcome]
 

@@ -464,11 +464,11 @@ PREPARED: dict[str, Mistake] = {
         r"an optimizer \(Adam\) that was not passed to run\.prepare updates model\.weig", micro_batch_size=1,
         optimizer=None, then=lambda t: Adam(t.model.parameters()).step()),
     "a layer replaced after prepare": in_loop(
-        r"model\.1\.weight was replaced or converted after run\.prepare: change the",
+        r"model\.1\.weight was added, removed, replaced or converted after run\.prepare: change the",
         model=lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)),
         do=lambda t: [t.model.__setitem__(1, nn.Linear(4, 1)), t.train()]),
     "a layer added after prepare": in_loop(
-        r"a model got or lost parameters after run\.prepare: change the model before i",
+        r"model\.1\.weight was added, removed, replaced or converted after run\.prepare: change the",
         model=lambda: nn.Sequential(nn.Linear(4, 1)), do=lambda t: [t.model.append(nn.Linear(1, 1)), t.train()]),
 }  # fmt: skip
 
@@ -508,7 +508,7 @@ DATA: dict[str, Mistake] = {
     **{f"data with {arguments}": at_start(rf"{next(iter(arguments))} (must be|is)", **arguments)
        for arguments in ({"shuffle": "yes"}, {"drop_last": 1}, {"num_workers": -1}, {"num_workers": "2"})},
     **{f"{count!r} {what}": at_start(
-        rf"needs a number of {what} of at least 1, not {re.escape(repr(count))}",
+        rf"num_{what} must be a whole number of at least 1, not {re.escape(repr(count))}",
         do=lambda t, what=what, count=count: getattr(t.run, what)(Pairs(), count))
        for count in (0, -1, 1.5, "2", True, None) for what in ("epochs", "steps")},
     "a data set that fails": in_loop(
@@ -529,8 +529,8 @@ STATES: dict[str, Mistake] = {
     "an object in run.state": in_loop(
         r"state\.best is a object, which a snapshot cannot hold",
         do=lambda t: [t.run.state.update(best=object()), t.train()]),
-    "a run.state that is none": in_loop(
-        r"run\.state has become a NoneType: keep it a dict", do=lambda t: [setattr(t.run, "state", None), t.train()]),
+    "a run.state that is none": at_start(
+        r"run\.state must be a dict, not a NoneType", lambda run: setattr(run, "state", None)),
     "run.log of a number": in_loop(
         r"run\.log takes a dict of name -> value or keyword arguments, not 1\.0", then=lambda t: t.run.log(1.0)),
 }  # fmt: skip

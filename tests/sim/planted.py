@@ -235,7 +235,7 @@ PLANTED = (
         'return contents["state"]', "return {}", focus="kill_all",
     ),
     Planted(
-        "the state of an optimizer is not restored", RESUME, "train/state/restoring.py",
+        "the state of an optimizer is not restored", RESUME, "train/state/objects.py",
         "    thing.load_state_dict(state)\n", "",
     ),
     Planted(
@@ -286,7 +286,7 @@ PLANTED = (
     ),
     Planted(
         "the lines after a loop are not seeded", SAME_BITS, "train/loops/boundary.py",
-        '        self.seed_body("after", self._state.steps_done)\n', "", "kill_all", "phases",
+        '        self.seed_body("after", state.steps_done)\n', "", "kill_all", "phases",
     ),
     Planted(
         "a row that was logged before a restart is written again", METRICS, "train/run.py",

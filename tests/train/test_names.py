@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 import samestep
 from samestep.errors import RunDirectoryError
 from samestep.snapshot.store import Store
-from samestep.train.state.names import list_params, load_optimizer, name_params, save_optimizer
+from samestep.train.state.objects import list_params, load_optimizer, name_params, save_optimizer
 
 
 class Both(nn.Module):
@@ -28,19 +28,6 @@ class Both(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.head(self.body(x))
-
-
-class Wrapper:
-    """An object with the state of an optimizer that it holds."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
 
 
 def train(run_dir: Path | None, num_steps: int, changes: str = "") -> dict[str, Any]:
@@ -114,21 +101,3 @@ def test_a_group_of_other_parameters() -> None:
 
     with pytest.raises(RunDirectoryError, match=r"group 0 of optimizer has other .*it lacks model\.weight"):
         reload(divide, lambda params: divide(params[::-1]))
-
-
-def test_an_optimizer_inside_another_object(tmp_path: Path) -> None:
-    def start(num_steps: int, reverse: bool) -> list[Any]:
-        run = samestep.Run(tmp_path / str(reverse), batch_size=4, device="cpu", snapshot_every=1)
-        model = nn.Linear(4, 1)
-        params = [*model.parameters()][:: -1 if reverse and num_steps == 3 else 1]
-        wrapper = Wrapper(torch.optim.Adam(params, 0.1))
-        run.prepare(model=model, wrapper=wrapper)
-        for step in run.steps(torch.eye(4), num_steps):
-            for x in step:
-                step.backward(model(x).square().mean() + 3 * model.bias.sum())
-            wrapper.optimizer.step()
-        assert {*wrapper.state_dict()["optimizer"]["state"]} == {0, 1}, "the script sees torch's numbers"
-        return [param.tolist() for param in model.parameters()]
-
-    ends = [[start(steps, reverse) for steps in (1, 3)][-1] for reverse in (False, True)]
-    assert ends[0] == ends[1]

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samestep.checks.compute_checks import ComputeCheck, find_checks
 from samestep.console import warn
 from samestep.data.content import hash_content
 from samestep.data.loader import Loader, to_device
 from samestep.engine.leaf import Inspect
 from samestep.engine.passes import Reduced
 from samestep.errors import Error, InvalidValue
+from samestep.plan.tree import build_layout
 from samestep.train.context import RunContext
 from samestep.train.determinism import describe_machine
 from samestep.train.generators import keeping_generators
@@ -26,6 +26,51 @@ from samestep.train.step.interception import Interceptor, LoopParts
 from samestep.train.step.steps import Step
 from samestep.watch.replica_checksums import checksum, combine, find_drift, read_back
 from samestep.world.environment import read_host
+
+
+class ComputeCheck(NamedTuple):
+    """One micro-batch that two ranks compute.
+
+    Attributes:
+        v: the micro-batch.
+        owner: the rank that holds it.
+        checker: the rank that computes it, too.
+        judge: the rank that computes it if these two disagree; None with two ranks.
+    """
+
+    v: int
+    owner: int
+    checker: int
+    judge: int | None
+
+
+def plan_checks(n: int, world_size: int, number: int) -> tuple[ComputeCheck, ...]:
+    """Return the checks of a step of n micro-batches: one for each rank that holds any; () with one rank.
+
+    Idle ranks check first, and no rank checks more than one. With m ranks that check one another, every pair
+    (owner, checker) occurs once in m - 1 checked steps.
+
+    Args:
+        number: how many checked steps precede this one.
+    """
+    if world_size == 1:
+        return ()
+    ranges = build_layout(n, world_size).ranges
+    owners = [rank for rank, held in enumerate(ranges) if held]
+    idle = [rank for rank, held in enumerate(ranges) if not held]
+    turn = number % len(owners)
+    owners = owners[turn:] + owners[:turn]
+    ring = owners[len(idle) :]
+    distance = 1 + number % (len(ring) - 1) if len(ring) > 1 else 0
+    checkers = idle[: len(owners)] + [
+        ring[(k + distance) % len(ring)] if distance else owners[0] for k in range(len(ring))
+    ]
+    checks = []
+    for owner, checker in zip(owners, checkers, strict=True):
+        held = ranges[owner]
+        judge = next((rank for rank in (*idle, *owners) if rank not in (owner, checker)), None)
+        checks.append(ComputeCheck(held[number // (world_size - 1) % len(held)], owner, checker, judge))
+    return tuple(checks)
 
 
 class Opinion(NamedTuple):
@@ -50,9 +95,6 @@ class _Results:
 
     batch: Any
     sums: dict[str, Tensor] = field(default_factory=dict)
-
-    def read(self) -> dict[str, int]:
-        return read_back(self.sums)
 
 
 class SecondOpinion(Interceptor):
@@ -114,12 +156,14 @@ class SecondOpinion(Interceptor):
         return [check.v for check in self._find_checks(step, num_micro_batches) if check.checker == self.context.rank]
 
     def _find_checks(self, step: int, num_micro_batches: int) -> Sequence[ComputeCheck]:
-        return find_checks(num_micro_batches, self.context.world_size, step, self._every)
+        if (step + 1) % self._every:
+            return ()
+        return plan_checks(num_micro_batches, self.context.world_size, step // self._every)
 
     def results(self) -> tuple[int, int]:
         """Return checksums of this rank's results for the micro-batches that it holds and that it has borrowed."""
         rank = self.context.rank
-        sums = {v: combine(results.read()) for v, results in self._results.items()}
+        sums = {v: combine(read_back(results.sums)) for v, results in self._results.items()}
         computed = next((sums[check.v] for check in self._checks if check.owner == rank), 0)
         recomputed = next((sums[check.v] for check in self._checks if check.checker == rank), 0)
         return computed, recomputed
@@ -181,7 +225,7 @@ class SecondOpinion(Interceptor):
             self._results[check.v] = _Results(None)
             yield from step.compute(check.v, self._load(step.number, check.v))
         mine = self._results.get(check.v)
-        own = None if mine is None else [hash_content(mine.batch), mine.read()]
+        own = None if mine is None else [hash_content(mine.batch), read_back(mine.sums)]
         replies = self.context.group.gather([f"{read_host()}, {self.context.device}", own])
         places = [place for place, _ in replies]
         involved = [each for each in (check.owner, check.checker, check.judge) if each is not None]

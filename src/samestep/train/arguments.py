@@ -1,43 +1,20 @@
 """Checks the arguments of `samestep.Run`, and replaces those that were set outside the script."""
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from difflib import get_close_matches
-from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from samestep.config import OPTIONS, RunConfig
 from samestep.console import say
 from samestep.errors import Error, InvalidType, InvalidValue, UsageError
 from samestep.plan.sizes import check_numbers, default_micro_batch_size, find_sizes
 from samestep.snapshot.run_record import read_record
-from samestep.train.ending.shutdown import report_errors
 from samestep.world.environment import Environment, advise
-from samestep.world.process_group import find_rank
 
-P = ParamSpec("P")
-T = TypeVar("T")
 # Of the script, which runs once in a process: it may create several runs.
 _opened: set[str] = set()  # the directories of its runs so far
 _replaced: dict[str, str] = {}  # a launcher's --run-dir -> the directory in the script that it replaced
-
-
-def check_names(init: Callable[P, T]) -> Callable[P, T]:
-    """Decorate `Run.__init__`: raise InvalidType for an argument that it does not have."""
-    known = inspect.signature(init).parameters
-
-    @wraps(init)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        if wrong := next((name for name in kwargs if name not in known), None):
-            near = get_close_matches(wrong, known, 1)
-            advice = f"did you mean {near[0]}?" if near else "docs/options.md lists its arguments"
-            report_errors(find_rank())
-            raise InvalidType(f"samestep.Run has no argument {wrong}; {advice}", code="SS103")
-        return init(*args, **kwargs)
-
-    return checked
 
 
 def build_config(environment: Environment, *, is_trial: bool, **arguments: Any) -> RunConfig:
@@ -101,12 +78,6 @@ def check_script_config(config: Any) -> None:
     """Raise InvalidType if `config` has the wrong type."""
     if config is not None and not isinstance(config, Mapping):
         raise InvalidType(f"config must be a dict such as vars(args), not a {type(config).__name__}", code="SS102")
-
-
-def check_count(what: str, count: Any) -> None:
-    """Raise Error if `run.epochs` or `run.steps` got no valid number of epochs or steps."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise InvalidValue(f"run.{what} needs a number of {what} of at least 1, not {count!r}", code="SS101")
 
 
 def _check_one_directory(said: str, given: Any) -> None:

@@ -3,19 +3,17 @@
 import pickle
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from samestep.console import saying_when_slow
 from samestep.hashing import hash_bytes
 from samestep.world.group import Group
 from samestep.world.process_group import waiting_for_rank_0
 
 T = TypeVar("T")
-SLOW_S = 300.0
 # The global generators. The functions of their modules are methods of these objects.
 PYTHON_GENERATOR: Any = random.seed.__self__  # type: ignore[attr-defined]
 NUMPY_GENERATOR: Any = np.random.random.__self__  # type: ignore[attr-defined]
@@ -35,10 +33,7 @@ def call_on_rank_0(group: Group, fn: Callable[..., T], *args: Any, **kwargs: Any
         value = group.seal(fn(*args, **kwargs))
         return value, _read_states() if group.world_size > 1 else None
 
-    slow: AbstractContextManager[None] = nullcontext()
-    if group.world_size > 1 and group.rank == 0:
-        slow = saying_when_slow(f"a function of run.once has taken {SLOW_S:g} s; the other ranks wait for it", SLOW_S)
-    with slow, waiting_for_rank_0():
+    with waiting_for_rank_0():
         value, states = group.once(call)
     if states is not None:
         _set_states(states)

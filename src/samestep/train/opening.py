@@ -1,33 +1,37 @@
-"""Opens a loop: everything between the check of its arguments and its first step."""
+"""Opens a loop: everything between the check of its arguments and its first step.
 
+`begin_healing` says what happens to it if a rank dies (docs/dev/healing.md).
+"""
+
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from torch.optim.lr_scheduler import LRScheduler
-
+from samestep.console import describe_ranks
 from samestep.data.order_files import keep_shards
 from samestep.errors import InvalidValue
 from samestep.plan.sizes import describe_division
+from samestep.snapshot.kept_logs import Heal
 from samestep.train.context import RunContext
 from samestep.train.description import describe_run, describe_script, read_commit
 from samestep.train.determinism import describe_machine, fix_compiler
 from samestep.train.guards import calls
-from samestep.train.guards.misuse import ScheduleChecks
 from samestep.train.inputs.loop_data import LoopData
 from samestep.train.inputs.samples import add_samples
+from samestep.train.loops.boundary import Services
 from samestep.train.loops.feed import Feed
-from samestep.train.loops.healing import begin_healing
 from samestep.train.loops.loop import Loop
-from samestep.train.loops.services import Services
-from samestep.train.prepared import Prepared
-from samestep.train.state.param_sizes import measure_sizes
+from samestep.train.prepared import Prepared, measure_sizes
 from samestep.train.state.run_state import LoopKind, RunState
 from samestep.train.step.interception import Interceptor, LoopParts
-from samestep.train.step.steps import Observers, StepObserver, list_borrowed
+from samestep.train.step.steps import Observers, list_borrowed
 from samestep.units import format_ranks
 from samestep.watch.trackers.protocol import TrackerInfo
 from samestep.world.environment import advise
+from samestep.world.membership import Change
+
+TRACKED_STEPS = 1000  # whose rows may not have reached the trackers when rank 0 dies
 
 
 def open_loop(
@@ -55,7 +59,7 @@ def open_loop(
     keep_list(data, context)
     resume_state(data, context, state, prepared, services)
     services.stopping.begin_loop()
-    services.metrics.begin_loop(data.plan, prepared.objects, prepared.gradients)
+    services.metrics.begin_loop(data.plan, prepared)
     observers = build_observers(data, context, state, prepared, services, interceptors)
     has_steps = not state.place.is_past and not services.stopping.is_ending
     borrow = partial(list_borrowed, interceptors) if interceptors else None
@@ -132,11 +136,6 @@ def build_observers(
     interceptors: Sequence[Interceptor],
 ) -> Observers:
     """Return what listens to the loop's steps, in the order of notification, and what intercepts them."""
-    observers: list[StepObserver] = [prepared.parameters, services.watchdog, services.metrics, services.stopping]
-    if schedules := {name: thing for name, thing in prepared.objects.items() if isinstance(thing, LRScheduler)}:
-        observers.append(ScheduleChecks(schedules))
-    if context.world_size > 1:
-        observers.append(prepared.misuse)
     parts = LoopParts(
         data,
         prepared.gradients,
@@ -147,6 +146,7 @@ def build_observers(
     )
     for interceptor in interceptors:
         interceptor.begin_loop(parts)
+    observers = (prepared.parameters, services.watchdog, services.metrics, services.stopping, prepared.misuse)
     return Observers([*observers, *interceptors], interceptors)
 
 
@@ -169,3 +169,59 @@ def announce_loop(loop: Loop, context: RunContext, state: RunState, prepared: Pr
             f"nothing left to do in this loop: {why}, and the script continues after it; to train it longer, "
             f"{longer}, or begin anew with {advise(fresh=True)}"
         )
+
+
+def begin_healing(
+    context: RunContext,
+    state: RunState,
+    feed: Feed,
+    services: Services,
+    interceptors: Sequence[Interceptor],
+) -> None:
+    """If the launcher was started with --heal, let the other ranks continue after the death of one, if they can."""
+    environment = context.environment
+    if not environment.heals or environment.world_size == 1:
+        return
+    group = context.group
+    if problem := _find_problem(context, interceptors):
+        reason = f"--heal does not support {problem}"
+        group.refuse_healing(environment, reason)
+        then = "all start again from the newest snapshot, as often as --max-restarts permits"
+        context.say(f"{reason}: if a rank dies, {then}")
+        return
+    group.begin_healing(environment, partial(continue_without, context, state, feed, services))
+
+
+def continue_without(context: RunContext, state: RunState, feed: Feed, services: Services, change: Change) -> None:
+    """Continue without ranks that have died, in the new group."""
+    feed.divide_again()
+    if context.rank == 0 and change.has_lost_first:
+        kept = context.location.kept
+        rows = [] if kept is None else kept.get_rows(state.steps_done - TRACKED_STEPS)
+        context.location.take_over(state.steps_done, is_in_loop=state.is_in_loop)
+        services.snapshotter.take_over()
+        services.metrics.take_over(rows)
+    services.watchdog.change_group()
+    seconds = time.monotonic() - change.began_s
+    context.location.write_heal(Heal(state.steps_done, change.lost, len(change.left), seconds))
+    context.say(_describe_change(change, state.steps_done, seconds))
+
+
+def _find_problem(context: RunContext, interceptors: Sequence[Interceptor]) -> str:
+    """Return what prevents that the other ranks continue after the death of one; "" if nothing does."""
+    config = context.config
+    if config.shard is not None:
+        return f'shard="{config.shard}" (a rank\'s part of the state dies with it)'
+    if context.location.is_replicated:
+        return "a run directory that the nodes do not share"
+    return next((each.called for each in interceptors if not each.permits_healing), "")
+
+
+def _describe_change(change: Change, step: int, seconds: float) -> str:
+    be = "is" if len(change.lost) == 1 else "are"
+    left = describe_ranks(change.left)
+    others = f"{left} continues alone"
+    if len(change.left) > 1:
+        numbers = range(len(change.left))
+        others = f"{left} continue" + (f" as {describe_ranks(numbers)}" if [*change.left] != [*numbers] else "")
+    return f"{describe_ranks(change.lost)} {be} gone in step {step}: {others}, after {seconds:.2f} s"

@@ -3,31 +3,80 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from samestep.engine.passes import Gradients
+from samestep.plan.memory import OUTSIDE, ParamSize
 from samestep.snapshot.resume_point import ResumePoint
 from samestep.snapshot.serialization import SavedState, encode
 from samestep.snapshot.snapshotter import Snapshotter
-from samestep.torch_internals import is_sharded
 from samestep.train.context import RunContext
 from samestep.train.guards import calls
 from samestep.train.guards.misuse import MisuseChecks
 from samestep.train.guards.replicas import ReplicaChecks
-from samestep.train.guards.trained_parameters import TrainedParameters
-from samestep.train.state.divided_optimizers import DividedOptimizers
-from samestep.train.state.names import name_params
+from samestep.train.state.divided_state import DividedOptimizers
+from samestep.train.state.object_checks import describe_models, find_held_optimizers, outline, refuse_overlaps
+from samestep.train.state.objects import Objects, list_named, list_params, name_optimizers, name_params, save
 from samestep.train.state.restoring import SnapshotContents
 from samestep.train.state.run_state import RunState
 from samestep.train.state.sharded_init import ShardedInit, check_states, is_partial
-from samestep.train.state.sharded_state import Blocks, ShardedState, check_options, has_parts, refuse_sharded
-from samestep.train.state.stateful import describe_models, find_held_optimizers, outline, refuse_overlaps, states
+from samestep.train.state.sharded_state import (
+    Blocks,
+    ShardedState,
+    check_options,
+    find_blocks,
+    refuse_sharded,
+)
 from samestep.train.step.interception import Interceptor
+from samestep.train.step.steps import Step, StepObserver
 
+read_groups = attrgetter("param_groups")
+read_params = itemgetter("params")
 Divided = DividedOptimizers | ShardedState  # state of which each rank holds a part
+
+
+class TrainedParameters(StepObserver):
+    """Passes the trained parameters to `Gradients`, again after each change by the script (add_param_group).
+
+    Args:
+        held: the optimizers that prepared objects hold.
+    """
+
+    def __init__(
+        self, objects: Objects, modules: Mapping[str, nn.Module], gradients: Gradients, held: Iterable[Optimizer]
+    ) -> None:
+        self._modules = modules
+        self._gradients = gradients
+        self._optimizers = [*name_optimizers(objects).values()]
+        if self._optimizers:  # with wrappers alone, all parameters are trained
+            self._optimizers += held
+        self._held: list[int] | None = None
+        self.begin_pass()
+
+    def begin_pass(self, step: Step | None = None) -> None:
+        groups = chain.from_iterable(map(read_groups, self._optimizers))
+        held = [*map(id, chain.from_iterable(map(read_params, groups)))]
+        if held == self._held:
+            return
+        self._held = held
+        wanted = {*held}
+        trained: dict[int, tuple[str, nn.Parameter]] = {}
+        others: list[nn.Parameter] = []
+        for name, module in self._modules.items():
+            for path, param in list_named(module):
+                # Without an optimizer, all parameters are trained except those of averaged models.
+                if id(param) in wanted if wanted else not isinstance(module, AveragedModel):
+                    trained.setdefault(id(param), (f"{name}.{path}", param))
+                else:
+                    others.append(param)
+        self._gradients.set_parameters([*trained.values()], [param for param in others if id(param) not in trained])
 
 
 @dataclass(frozen=True)
@@ -73,7 +122,7 @@ class Prepared:
 
     def collect_states(self) -> Callable[[], dict[str, Any]]:
         """Call on all ranks before a snapshot. Returns a function that returns the objects' states, whole on rank 0."""
-        return partial(states, self.objects) if self.divided is None else self.divided.collect()
+        return partial(save, self.objects) if self.divided is None else self.divided.collect()
 
     def restore_again(self, context: RunContext) -> dict[str, Any]:
         """Restore the state in which the run resumed, see `SnapshotContents.restore_again`."""
@@ -113,9 +162,9 @@ def prepare_objects(
     for interceptor in interceptors:
         interceptor.prepare(objects, modules)
     tensors = [tensor for module in modules.values() for tensor in (*module.parameters(), *module.buffers())]
-    context.group.broadcast_tensors([each for each in tensors if not (is_partial(each) or is_sharded(each))])
+    context.group.broadcast_tensors([each for each in tensors if not is_partial(each)])
     if context.location.path is not None:  # an Error for what cannot be saved comes now, not after the first epoch
-        encode(states({name: thing for name, thing in objects.items() if not has_parts(thing)}))
+        encode(save({name: thing for name, thing in objects.items() if not is_partial(thing)}))
     point = context.location.find_resume_point(config.resume, numbers)
     saved = None if point.is_beginning else context.location.open(point)
     if saved is not None:
@@ -165,7 +214,7 @@ def prepare_objects(
         contents=contents,
         gradients=gradients,
         divided=divided,
-        misuse=MisuseChecks(objects, modules, held),
+        misuse=MisuseChecks(objects, modules, held, divides=context.world_size > 1),
         parameters=parameters,
         replicas=ReplicaChecks(objects, context.group, config.compare_every, has_divided_state=shard is not None),
         point=point,
@@ -190,3 +239,51 @@ def _read(saved: SavedState, divided: Divided | None) -> dict[str, Any]:
     """Return the content of a snapshot, with the tensors that this rank needs."""
     contents: dict[str, Any] = saved.fill(saved.contents) if divided is None else divided.read(saved)
     return contents
+
+
+def measure_sizes(objects: Objects, modules: Mapping[str, nn.Module], blocks: Blocks | None) -> list[ParamSize]:
+    """Return the sizes of the models' parameters, undivided.
+
+    Call it after an update, which allocates the optimizers' state.
+
+    Args:
+        blocks: as `shard_blocks` of `Run.prepare`.
+    """
+    states = {
+        id(param): _measure_state(param, optimizer)
+        for optimizer in name_optimizers(objects).values()
+        for param in list_params(optimizer)
+    }
+    homes: dict[int, int] = {}
+    params: dict[int, nn.Parameter] = {}
+    num_blocks = OUTSIDE
+    for module in modules.values():
+        for block in find_blocks(module, blocks):
+            num_blocks += 1
+            for param in block.parameters():
+                homes.setdefault(id(param), num_blocks)
+        params |= {id(param): param for param in module.parameters()}
+    return [
+        ParamSize(
+            num_bytes=_count_bytes(param),
+            num_rows=param.shape[0] if param.dim() else 1,
+            gradient_bytes=_count_bytes(param) if param.requires_grad else 0,
+            state_bytes=states.get(key, (0, 0))[0],
+            small_bytes=states.get(key, (0, 0))[1],
+            block=homes.get(key, OUTSIDE),
+        )
+        for key, param in params.items()
+    ]
+
+
+def _measure_state(param: Tensor, optimizer: Optimizer) -> tuple[int, int]:
+    """Return the bytes of the tensors of the parameter's shape in its state, and of other tensors."""
+    state = optimizer.state.get(param, {})
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    of_shape = sum(_count_bytes(each) for each in tensors if each.shape == param.shape)
+    return of_shape, sum(map(_count_bytes, tensors)) - of_shape
+
+
+def _count_bytes(tensor: Tensor) -> int:
+    """Return the bytes of the whole tensor, also of one that is sharded."""
+    return tensor.numel() * tensor.element_size()

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from samestep.config import OPTIONS, CheckCompute, ExchangeDtype, Precision, Reduction, Shard
+from samestep.config import OPTIONS, CheckCompute, ExchangeDtype, Precision, Reduction, Shard, whole
 from samestep.data.loader import seed_all
 from samestep.engine.gradient_norm import clip_with_norm, compute_total_norm
 from samestep.engine.precision import build_precision
@@ -18,27 +18,25 @@ from samestep.plan.seeds import derive
 from samestep.redaction import hide_secrets
 from samestep.snapshot.location import open_location
 from samestep.snapshot.snapshotter import Snapshotter
-from samestep.train.arguments import build_config, check_count, check_names, check_script_config
+from samestep.train.arguments import build_config, check_script_config
 from samestep.train.context import RunContext
 from samestep.train.determinism import fix_kernels, use_tf32
 from samestep.train.ending.shutdown import Resources, report_errors
-from samestep.train.ending.stop_signals import StopSignals
-from samestep.train.ending.stopping import Stopping
+from samestep.train.ending.stopping import Stopping, StopSignals
 from samestep.train.generators import call_on_rank_0
 from samestep.train.guards import calls
 from samestep.train.guards.watchdog import Watchdog
-from samestep.train.inputs.loop_data import open_loop_data
-from samestep.train.inputs.sampler_orders import Sampler
+from samestep.train.inputs.loop_data import Sampler, open_loop_data
+from samestep.train.loops.boundary import Services
 from samestep.train.loops.evaluate import Evaluator
 from samestep.train.loops.loop import Epoch, Loop
 from samestep.train.loops.run_metrics import RunMetrics
-from samestep.train.loops.services import Services
 from samestep.train.opening import open_loop
 from samestep.train.prepared import Prepared, prepare_objects
+from samestep.train.state.object_checks import check_objects, find_params
 from samestep.train.state.restoring import restore_models
 from samestep.train.state.run_state import RunState
 from samestep.train.state.sharded_init import ShardedInit
-from samestep.train.state.stateful import check_objects, find_params
 from samestep.train.step.interception import find_requests, install, read_request
 from samestep.train.step.step_log import collect_values
 from samestep.train.step.steps import Step
@@ -123,7 +121,6 @@ class Run:
         8
     """
 
-    @check_names
     def __init__(
         self,
         run_dir: str | Path | None,
@@ -220,9 +217,7 @@ class Run:
     def _build_services(self, trackers: Sequence[Tracker | str]) -> Services:
         context = self._context
         state = self._state
-        built = Trackers(trackers, self._say)
         group = context.group
-
         snapshotter = Snapshotter(
             context.config,
             context.location,
@@ -236,7 +231,7 @@ class Run:
             snapshotter,
             watchdog,
             Stopping(context, state, snapshotter, watchdog, signals),
-            RunMetrics(context, state, self._progress, built),
+            RunMetrics(context, state, self._progress, Trackers(trackers, self._say)),
             Resources(context, snapshotter, watchdog, signals, self._progress),
         )
 
@@ -269,10 +264,6 @@ class Run:
             >>> run.summary["accuracy"] = "93 %"
         """
         return self._state.summary
-
-    @summary.setter
-    def summary(self, rows: dict[str, Any]) -> None:
-        self._state.set_summary(rows)
 
     @property
     def steps_done(self) -> int:
@@ -436,7 +427,7 @@ class Run:
             >>> run.steps_done
             3
         """
-        check_count("epochs", num_epochs)
+        whole(1)("num_epochs", num_epochs)
         loop = self._open_loop(
             data,
             num_epochs,
@@ -487,7 +478,7 @@ class Run:
             >>> run.steps_done
             7
         """
-        check_count("steps", num_steps)
+        whole(1)("num_steps", num_steps)
         loop = self._open_loop(
             data,
             num_steps,
@@ -721,7 +712,7 @@ class Run:
             1
         """
         self._check_left()
-        self._services.stopping.ask(reason or "run.stop()")
+        self._state.stop(reason or "run.stop()")
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Context manager for the forward pass and the loss, in the precision of the run. See `torch.autocast`.

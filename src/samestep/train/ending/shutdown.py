@@ -23,7 +23,7 @@ from samestep.launch.rank_process import leave
 from samestep.lifetime import Held, hold
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
-from samestep.train.ending.stop_signals import StopSignals
+from samestep.train.ending.stopping import StopSignals
 from samestep.train.guards.watchdog import Watchdog
 from samestep.watch.progress import Progress
 from samestep.world.environment import OUTCOME, Outcome, find_exit_code, read_torchrun_file, ready_standard_files
@@ -224,23 +224,19 @@ def _say_once(error: Error, rank: int) -> None:
 
 def find_failure(error_dir: str | None, rank: int) -> str:
     """Describe the exception that ends this process; "" if there is none."""
-    if error_dir is not None:
-        failure = read_failure(rank, error_dir)
-        if failure is not None:
-            return _shorten(f"rank {rank}", failure.message, failure.secondary)
+    if error_dir is not None and (failure := read_failure(rank, error_dir)) is not None:
+        return _shorten(rank, failure.message, failure.secondary)
     error = getattr(sys, "last_value", None)
-    if error is None:
-        return ""
-    return describe_failure(error, rank)
+    return "" if error is None else describe_failure(error, rank)
 
 
 def describe_failure(error: BaseException, rank: int) -> str:
     """Describe an exception of a rank, for `status.json`."""
-    return _shorten(f"rank {rank}", f"{type(error).__name__}: {error}", is_secondary(error))
+    return _shorten(rank, f"{type(error).__name__}: {error}", is_secondary(error))
 
 
-def _shorten(who: str, message: str, is_secondary: bool) -> str:
-    return f"{who} lost another rank" if is_secondary else f"{who}: {' '.join(message.split())[:200]}"
+def _shorten(rank: int, message: str, is_secondary: bool) -> str:
+    return f"rank {rank} lost another rank" if is_secondary else f"rank {rank}: {' '.join(message.split())[:200]}"
 
 
 def end_with(error: Error, error_dir: str | None, rank: int) -> NoReturn:

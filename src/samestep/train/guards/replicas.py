@@ -7,15 +7,23 @@ from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
 from samestep.config import Interval
 from samestep.errors import Error
 from samestep.snapshot.async_copy import is_finite
 from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.snapshotter import Snapshotter
-from samestep.torch_internals import is_sharded
-from samestep.train.state.names import list_named, list_params
-from samestep.train.state.stateful import list_checked, list_stable, name_optimizers, unwrap
+from samestep.torch_internals import get_local, is_sharded
+from samestep.train.state.objects import (
+    Objects,
+    list_named,
+    list_params,
+    name_optimizers,
+    strip_compiled,
+    unwrap,
+)
 from samestep.watch.replica_checksums import checksum, combine, explain_drift, find_drift, read_back
 from samestep.world.environment import read_host
 from samestep.world.group import Group
@@ -51,6 +59,39 @@ def name_replicated(objects: Mapping[str, Any], *, has_divided_state: bool = Fal
             for key, value in state.items() if isinstance(state, Mapping) else ():
                 if isinstance(value, Tensor):
                     yield f"{key} of {names.get(id(owner), f'parameter {number}')} in {name}", value
+
+
+def list_checked(objects: Objects) -> list[tuple[str, Tensor]]:
+    """Return the tensors that training must not make infinite or nan, with names for messages.
+
+    These are parameters (of a sharded one, this rank's shard) and BatchNorm's statistics. Other buffers, such as masks,
+    may be infinite. An optimizer's state may be, too, or hold memory that is never read; what it spoils shows in the
+    parameters after the next update.
+    """
+    found: list[tuple[str, Tensor]] = []
+    for name, thing in objects.items():
+        if isinstance(thing, nn.Module):
+            found += [(f"{name}.{path}", get_local(param)) for path, param in list_named(thing)]
+            found += [
+                (f"{name}.{strip_compiled(path)}.{key}", buffer)
+                for path, part in unwrap(thing).named_modules()
+                if isinstance(part, _BatchNorm)
+                for key, buffer in part.named_buffers(recurse=False)
+            ]
+    return found
+
+
+def list_stable(objects: Objects) -> list[Tensor]:
+    """Return the tensors that change only in or after an update: parameters and the optimizers' state."""
+    modules = [unwrap(thing) for thing in objects.values() if isinstance(thing, nn.Module)]
+    tensors = [param for module in modules for param in module.parameters()]
+    tensors += [value for optimizer in name_optimizers(objects).values() for value in _state_tensors(optimizer)]
+    return [get_local(tensor) for tensor in tensors]
+
+
+def _state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+    return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 
 class ReplicaChecks:

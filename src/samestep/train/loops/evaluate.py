@@ -20,7 +20,7 @@ from samestep.engine.passes import Gradients
 from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.plan.loop_plan import Task
 from samestep.plan.seeds import derive
-from samestep.plan.sizes import Span
+from samestep.plan.sizes import Span, check_positive
 from samestep.plan.tree import Layout
 from samestep.train.context import RunContext
 from samestep.train.ending.stopping import Stopping
@@ -74,11 +74,8 @@ class Evaluator:
                 code="SS102",
             )
         self._state.count_evaluation()
-        size = 1 if micro_batch_size is None else micro_batch_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise InvalidValue(
-                f"micro_batch_size must be a whole number above 0, not {micro_batch_size!r}", code="SS101"
-            )
+        if micro_batch_size is not None:
+            check_positive("micro_batch_size", micro_batch_size)
         spec = read_data_arguments(data, **arguments)
         spec = replace(spec, shuffle=False, micro_batch_size=micro_batch_size or spec.micro_batch_size)
         try:

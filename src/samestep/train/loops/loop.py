@@ -9,12 +9,10 @@ from samestep.errors import Error, UsageError, find_raised
 from samestep.plan.seeds import derive
 from samestep.train.context import RunContext
 from samestep.train.ending.shutdown import describe_failure
-from samestep.train.loops.boundary import Boundary
+from samestep.train.loops.boundary import Boundary, Services
 from samestep.train.loops.feed import Feed
-from samestep.train.loops.services import Services
 from samestep.train.prepared import Prepared
-from samestep.train.state.run_state import RunState
-from samestep.train.state.tally import MetricsTally
+from samestep.train.state.run_state import MetricsTally, RunState
 from samestep.train.step.steps import Observers, Step, StepParts
 from samestep.world.environment import advise
 
@@ -110,7 +108,6 @@ class Loop:
         self._plan = feed.plan
         self._on = observers
         self._replicas = prepared.replicas
-        self._misuse = prepared.misuse
         self._boundary = Boundary(context, state, prepared, services, feed, observers)
         cast_vote = self._boundary.cast_vote
         derive_seed = partial(derive, context.config.seed)
@@ -190,7 +187,6 @@ class Loop:
             self._replicas.watch(self._services.snapshotter)
         step = Step(number, self._plan.epoch_of(number), self._plan.micro_batches(number), self._parts)
         self.step = step
-        self._misuse.begin_step(step)
         self._on.begin_step(step)
         try:
             yield step
@@ -239,7 +235,7 @@ class Loop:
         """At the end of the process: return why the run has not ended correctly."""
         if self._state.is_in_loop and self.step is not None:  # the script has kept the iterator, which is still open
             self._leave("steps", f"step {self._state.steps_done}")
-        return self._left_error or self._boundary.end.failure
+        return self._left_error or self._boundary.failure
 
     @contextmanager
     def _noting_errors(self) -> Iterator[None]:
@@ -250,16 +246,13 @@ class Loop:
             self._leave("steps", f"step {self._state.steps_done}", error)
             raise
 
-    def _release_signals(self) -> None:
-        if self._context.environment.launcher == "python":  # a rank of a launcher may still get its signals
-            self._services.stopping.signals.restore()
-
     def _leave(self, loop: str, where: str, error: BaseException | None = None) -> None:
         """The script has left a loop. `error`: the loop itself has raised it."""
         self._on.leave(self._state.steps_done)
         self._feed.close()
         self._services.snapshotter.leave()
-        self._release_signals()
+        if self._context.environment.launcher == "python":  # a rank of a launcher may still get its signals
+            self._services.stopping.signals.restore()
         if self._state.is_in_loop and self._left_error is None:
             # Python closes the generators of a loop while the error that has left its body is on its way.
             cause = error if isinstance(error, Error) else find_raised()
@@ -272,7 +265,6 @@ class Loop:
             else:
                 self._left_error = copy.copy(cause)  # without the traceback, which holds the script's variables
             if (directory := self._context.location.directory) is not None:
-                rank = self._context.rank
-                reason = str(self._left_error) if error is None else describe_failure(error, rank)
+                reason = str(self._left_error) if error is None else describe_failure(error, self._context.rank)
                 directory.write_status("failed", reason)
             self._services.resources.note(self._left_error)

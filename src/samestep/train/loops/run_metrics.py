@@ -3,40 +3,28 @@
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from samestep.console import describe_ranks, warn
 from samestep.engine.gradient_checksum import GradientChecksum, PartialChecksums
 from samestep.engine.leaf import read_grad
-from samestep.engine.passes import Gradients, Reduced
+from samestep.engine.passes import Reduced
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.plan.ledger import Entry, to_bits
 from samestep.plan.loop_plan import LoopPlan
 from samestep.snapshot.kept_logs import KeptLogs
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.train.context import RunContext
+from samestep.train.prepared import Prepared
+from samestep.train.state.objects import Objects, name_optimizers
 from samestep.train.state.run_state import RunState
-from samestep.train.state.stateful import Objects, learning_rates
 from samestep.train.step.steps import Step, StepObserver
 from samestep.watch.progress import Progress
 from samestep.watch.stall_diagnosis import describe_spent, share_spent
 from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import TrackerInfo
 from samestep.world.membership import list_gone
-
-
-@dataclass(frozen=True)
-class _Subject:
-    """What is recorded in a loop.
-
-    Attributes:
-        objects: what was passed to `run.prepare`, for the learning rates.
-    """
-
-    plan: LoopPlan
-    gradients: Gradients
-    objects: Objects
 
 
 class RunMetrics(StepObserver):
@@ -52,7 +40,8 @@ class RunMetrics(StepObserver):
         self._progress = progress
         self._trackers = trackers
         self._info: TrackerInfo | None = None
-        self._subject: _Subject
+        self._plan: LoopPlan
+        self._prepared: Prepared
         self._num_samples = 0
         self._rates: dict[str, float] = {}
         self._checksum = GradientChecksum(())
@@ -66,10 +55,11 @@ class RunMetrics(StepObserver):
         """Set the description of this start, for the trackers."""
         self._info = info
 
-    def begin_loop(self, plan: LoopPlan, objects: Objects, gradients: Gradients) -> None:
-        """A loop begins. Arguments as for `_Subject`."""
+    def begin_loop(self, plan: LoopPlan, prepared: Prepared) -> None:
+        """A loop begins."""
         self._num_samples = 0
-        self._subject = _Subject(plan, gradients, objects)
+        self._plan = plan
+        self._prepared = prepared
 
     def start_trackers(self, resumed_step: int | None = None) -> None:
         """Start the trackers of a loop that has steps left. On rank 0.
@@ -106,7 +96,7 @@ class RunMetrics(StepObserver):
 
     def reduced(self, step: Step) -> None:
         """Read the gradient and the learning rates of the update, which the script's body may change afterwards."""
-        plan = self._subject.gradients.plan
+        plan = self._prepared.gradients.plan
         location = self._context.location
         is_divided = plan.is_divided and location.path is not None
         if is_divided or location.directory or location.kept:
@@ -118,12 +108,12 @@ class RunMetrics(StepObserver):
             step.result.checksums.append(add(self._checksum, own, step.number) if is_divided else own)
         every = self._context.config.log_every
         steps_done = step.number + 1
-        epochs_done = self._subject.plan.epochs_done(steps_done) if every.epochs else None
+        epochs_done = self._plan.epochs_done(steps_done) if every.epochs else None
         now_s = time.monotonic()
         self._is_logged = every.is_due(steps_done, epochs_done) or every.has_passed(now_s - self._logged_s)
         if self._is_logged:
             self._logged_s = now_s
-            self._rates = learning_rates(self._subject.objects)
+            self._rates = learning_rates(self._prepared.objects)
 
     def end_step(self, step: Step) -> None:
         """Record a finished step."""
@@ -135,8 +125,8 @@ class RunMetrics(StepObserver):
         self._progress.step(steps_done, step.num_samples, step.epoch)
         if step.result.is_skipped:
             self._count_skipped(step)
-        if not self._subject.plan.is_endless:
-            self._state.add_averages(step.epoch, step.result.averages)
+        if not self._plan.is_endless:
+            self._state.tally.add(step.epoch, step.result.averages)
         if self._is_logged:
             row = {f"train/{name}": float(value) for name, (value, _) in step.result.averages.items()}
             loss = {"train/loss": row.pop("train/loss")} if "train/loss" in row else {}
@@ -145,7 +135,8 @@ class RunMetrics(StepObserver):
             self.write_row(loss | self._rates | row | skipped, steps_done, epoch=step.epoch)
 
     def _count_skipped(self, step: Step) -> None:
-        if self._state.count_skipped() > 1:
+        self._state.tally.add_skipped()
+        if self._state.tally.num_skipped > 1:
             return
         why = "its gradient is not finite in fp16, so the loss scale was halved"
         if step.result.loss is None:
@@ -154,12 +145,12 @@ class RunMetrics(StepObserver):
         warn(self._context.say, sentence, start="step")
 
     def exchanged(self, step: Step, reduced: Reduced) -> None:
-        if self._subject.gradients.plan.is_divided:
+        if self._prepared.gradients.plan.is_divided:
             self.partial_checksums.resolve([vote.checksum for vote in reduced.votes])
 
     def complete_checksums(self) -> None:
         """Combine the checksums of the last gradient, before the ledger is written. On all ranks."""
-        if self._subject.gradients.plan.is_divided:
+        if self._prepared.gradients.plan.is_divided:
             own = self.partial_checksums.take_own()
             self.partial_checksums.resolve(self._context.group.gather_number(own))
 
@@ -173,7 +164,7 @@ class RunMetrics(StepObserver):
                 return None
             return Entry(step.number, step.epoch, step.num_samples, step.result.fingerprint, to_bits(loss), checksum)
 
-        is_late = self._checksum.is_late or self._subject.gradients.plan.is_divided
+        is_late = self._checksum.is_late or self._prepared.gradients.plan.is_divided
         records.enter(build_entry, is_late=is_late)
 
     def write_row(self, values: Mapping[str, Any], step: int, **place: int) -> None:
@@ -217,3 +208,10 @@ class RunMetrics(StepObserver):
         if spent := describe_spent(spent_s):
             rows["time"] = spent
         return rows, {"samples_per_s": samples_per_s, "wall_s": wall_s, "time_share": share_spent(spent_s)}
+
+
+def learning_rates(objects: Objects) -> dict[str, float]:
+    """Return the learning rate of each optimizer's first parameter group, by its name in a row of metrics."""
+    groups = {name: optimizer.param_groups[0] for name, optimizer in name_optimizers(objects).items()}
+    rates = {name: float(group["lr"]) for name, group in groups.items() if "lr" in group}
+    return {"train/learning_rate" if len(rates) == 1 else f"train/learning_rate/{name}": rates[name] for name in rates}

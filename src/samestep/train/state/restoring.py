@@ -1,36 +1,29 @@
 """The state of a run in a snapshot: built from the objects of `run.prepare`, and restored to them."""
 
+import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from samestep.decoding import parse_json
 from samestep.engine.precision import Precision
-from samestep.errors import Error, InvalidType, InvalidValue, RunDirectoryError, UsageError
+from samestep.errors import InvalidValue, RunDirectoryError, UsageError
 from samestep.snapshot.location import Location
 from samestep.snapshot.run_record import OVERRIDE, StartOptions, describe_changes
 from samestep.snapshot.serialization import SavedState
 from samestep.snapshot.store import Store
-from samestep.tagged import find_dtype, name_dtype
-from samestep.train.state.names import (
-    STATE,
-    Names,
-    list_named,
-    list_params,
-    load_module,
-    load_optimizer,
-    name_params,
-    naming,
-    save_module,
-)
-from samestep.train.state.optimizer_settings import find_changed, override, read_overriding, read_settings
+from samestep.train.state.objects import GROUPS, Objects, list_named, load, name_optimizers, save_module
 from samestep.train.state.sharded_state import shard_as
-from samestep.train.state.stateful import Objects, find_held_optimizers, name_optimizers
 from samestep.world.environment import advise
 from samestep.world.group import Group
 
-MAX_SHOWN = 600
+Settings = Mapping[str, Any]  # of optimizers and schedulers: "optimizer.lr" -> 0.1; a list if parameter groups differ
 
 
 class LoopChanges:
@@ -41,23 +34,20 @@ class LoopChanges:
     def __init__(self, objects: Objects, modules: Mapping[str, nn.Module]) -> None:
         self._optimizers = name_optimizers(objects)
         self._modules = modules
-        self._frozen = self._find_frozen()
-        self._groups = self._read_groups()
+        self._at_start = self._read()
 
     def state_dict(self) -> dict[str, Any]:
         """The names of the frozen parameters, now and at the start, and the parameter groups of the optimizers that got
         more of them.
         """
-        groups = self._read_groups()
-        return {
-            "frozen": self._find_frozen(),
-            "frozen_at_start": self._frozen,
-            "groups": {name: groups[name] for name in groups if groups[name] != self._groups[name]},
-        }
+        frozen, groups = self._read()
+        frozen_at_start, before = self._at_start
+        added = {name: groups[name] for name in groups if groups[name] != before[name]}
+        return {"frozen": frozen, "frozen_at_start": frozen_at_start, "groups": added}
 
     def freeze(self, saved: Mapping[str, Any]) -> None:
         """Freeze what was frozen, unless the script's initial freezing differs: then it was changed on purpose."""
-        if saved["frozen_at_start"] == self._frozen:
+        if saved["frozen_at_start"] == self._at_start[0]:
             for name, param in self._params().items():
                 param.requires_grad_(name not in saved["frozen"])
 
@@ -65,7 +55,7 @@ class LoopChanges:
         """Add the parameter groups that only the snapshot has. `load` restores their options."""
         params = self._params()
         for name, groups in saved["groups"].items():
-            own = self._groups.get(name, [])
+            own = self._at_start[1].get(name, [])
             if own != groups[: len(own)] or not all(each in params for group in groups for each in group):
                 continue  # `load` raises
             for group in groups[len(own) :]:
@@ -74,15 +64,15 @@ class LoopChanges:
     def _params(self) -> dict[str, nn.Parameter]:
         return {f"{name}.{path}": p for name, module in self._modules.items() for path, p in list_named(module)}
 
-    def _find_frozen(self) -> list[str]:
-        return [name for name, param in self._params().items() if not param.requires_grad]
-
-    def _read_groups(self) -> dict[str, list[list[str]]]:
-        names = {id(param): name for name, param in self._params().items()}
-        return {
+    def _read(self) -> tuple[list[str], dict[str, list[list[str]]]]:
+        """Return the names of the frozen parameters, and those in the groups of each optimizer."""
+        params = self._params()
+        names = {id(param): name for name, param in params.items()}
+        groups = {
             name: [sorted(names.get(id(param), "") for param in group["params"]) for group in optimizer.param_groups]
             for name, optimizer in self._optimizers.items()
         }
+        return [name for name, param in params.items() if not param.requires_grad], groups
 
 
 class SnapshotContents:
@@ -111,10 +101,6 @@ class SnapshotContents:
             state: `run.state`.
             read_states: returns the objects' states.
         """
-        if not isinstance(state, dict):
-            raise InvalidType(
-                f"run.state has become a {type(state).__name__}: keep it a dict, run.state[name] = value", code="SS102"
-            )
         return {
             "objects": read_states(),
             "position": {**position, "precision": self._precision.state_dict(), **self._changes.state_dict()},
@@ -185,54 +171,6 @@ class SnapshotContents:
         return contents["state"]  # type: ignore[no-any-return]
 
 
-def load(objects: Objects, saved: Mapping[str, Any]) -> None:
-    """Restore every object's state. Raises Error if an object rejects it."""
-    names = name_params(objects)
-    with naming(find_held_optimizers(objects), names):
-        for name, thing in objects.items():
-            try:
-                _load(name, thing, saved[name], names)
-            except Error:
-                raise
-            except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-                why = " ".join(str(error).split())
-                why = why if len(why) <= MAX_SHOWN else f"{why[: MAX_SHOWN - 4]} ..."
-                raise RunDirectoryError(
-                    f"{name} does not take its state from the snapshot: {why}", code="SS412"
-                ) from error
-
-
-def _load(name: str, thing: Any, saved: Any, names: Names) -> None:
-    if isinstance(thing, nn.Module):
-        load_module(thing, saved)
-        return
-    if not isinstance(thing, torch.optim.Optimizer):
-        thing.load_state_dict(saved)
-        return
-    # torch adds defaults when it loads, but not to the groups.
-    settings = thing.defaults.keys() & thing.param_groups[0].keys()
-    num_groups = len(thing.param_groups)
-    num_saved = len(saved.get("param_groups", ()))
-    if num_groups < num_saved:
-        raise RunDirectoryError(
-            f"{name} has {num_groups} of the {num_saved} groups of parameters in the snapshot: give it all of them "
-            "before run.prepare, not by add_param_group in the loop; a frozen parameter (requires_grad) is not updated",
-            code="SS412",
-        )
-    state = load_optimizer(name, thing, saved, names)
-    thing.load_state_dict(state)
-    _restore_dtypes(thing, state)
-    # torch loads the state of another kind of optimizer without an error, and would fail in the next update.
-    missing = sorted(settings - thing.param_groups[0].keys())
-    if missing:
-        raise RunDirectoryError(
-            f"{name} is a {type(thing).__name__}, but its state in the snapshot has no {missing[0]}: pass the kind of "
-            f"optimizer that the run began with; if {missing[0]} is a new setting of this class, add it to the "
-            "param_groups in the class's __setstate__",
-            code="SS412",
-        )
-
-
 def restore_models(
     location: Location,
     known: Mapping[str, nn.Module],
@@ -244,7 +182,7 @@ def restore_models(
 ) -> bool:
     """Load the parameters and buffers of a snapshot into models, in place. On all ranks.
 
-    Only rank 0 reads the snapshot, because other nodes may not have it. It sends one tensor at a time; of a sharded
+    Only rank 0 reads the snapshot, because other nodes may not have it. It sends one value at a time; of a sharded
     model, each rank keeps its rows.
 
     Args:
@@ -273,54 +211,113 @@ def restore_models(
     store = Store(location.path, location.named)
     opened: list[SavedState] = []  # on rank 0
 
-    def read_others() -> dict[str, dict[str, Any]] | None:
-        """Return what is no tensor, such as extra_state. Few modules have any."""
+    def find() -> dict[str, list[str]] | None:
         if may_lack and not any(each.matches(which) for each in store.snapshots()):
             return None
         found = location.find(which)
         if found is None:
             raise RunDirectoryError(f"there is no snapshot in {location.shown} yet", code="SS411")
-        snapshot = store.open(found)
-        opened.append(snapshot)
-        objects = snapshot.contents["objects"]
-        return {
-            name: snapshot.fill({key: value for key, value in objects[name].items() if not isinstance(value, Tensor)})
-            for name in modules
-        }
+        opened.append(store.open(found))
+        return {name: [*opened[0].contents["objects"][name]] for name in modules}
 
-    others = group.once(read_others)
-    if others is None:
+    def read(name: str, key: str) -> Any:
+        return group.seal(opened[0].fill(opened[0].contents["objects"][name][key]))
+
+    keys = group.once(find)
+    if keys is None:
         return False
     for name, module in modules.items():
-        saved = opened[0].contents["objects"][name] if opened else {}
-        tensors = {key: value for key, value in saved.items() if isinstance(value, Tensor)}
-        outlines = [(key, name_dtype(value.dtype), [*value.shape]) for key, value in tensors.items()]
-        state = save_module(module)
-        received: dict[str, Any] = {**others[name]}
-        for key, dtype, shape in group.broadcast(outlines):
-            tensor = opened[0].fill(tensors[key]) if opened else torch.empty(shape, dtype=find_dtype(dtype))
-            group.broadcast_tensors([tensor])
-            received[key] = shard_as(state.get(key), tensor)
-        for key in state.keys() - received.keys():
-            del state[key]
-        state.update(received)
+        state = save_module(module)  # with the versions of its parts
+        saved = {key: shard_as(state.get(key), group.unseal(group.once(read, name, key))) for key in keys[name]}
+        state.clear()
+        state.update(saved)
         load({name: module}, {name: state})
     return True
 
 
-def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Undo torch's cast of an optimizer's state to the dtypes of its parameters (bfloat16, for example)."""
-    numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
-    for param, number in zip(list_params(optimizer), numbers, strict=False):
-        if param in optimizer.state:
-            optimizer.state[param] = _with_dtypes(optimizer.state[param], saved.get(STATE, {}).get(number))
+def read_settings(objects: Objects) -> dict[str, Any]:
+    """Return the settings of all optimizers and schedulers as JSON, by names such as "optimizer.lr".
+
+    Call it before the objects are restored. Learning rates are the initial ones, from which schedulers start. A setting
+    that JSON does not have, such as a function, is left out.
+    """
+    found: dict[str, Any] = {}
+    for name, thing in objects.items():
+        if isinstance(thing, Optimizer):
+            for key in _list_options(thing):
+                values = [group.get("initial_lr", group["lr"]) if key == "lr" else group.get(key)
+                          for group in thing.param_groups]  # fmt: skip
+                _add(found, f"{name}.{key}", values[0] if all(v == values[0] for v in values) else values)
+        elif isinstance(thing, LRScheduler):
+            _add_schedule(found, name, type(thing).__name__, thing.state_dict())
+    return found
 
 
-def _with_dtypes(now: Any, was: Any) -> Any:
-    if isinstance(now, Tensor) and isinstance(was, Tensor):
-        return now if now.dtype == was.dtype else was.to(now.device, copy=True)
-    if type(now) is dict and isinstance(was, dict):
-        return {key: _with_dtypes(value, was.get(key)) for key, value in now.items()}
-    if type(now) is list and isinstance(was, list) and len(now) == len(was):
-        return [_with_dtypes(value, other) for value, other in zip(now, was, strict=True)]
-    return now
+def find_changed(before: Settings, now: Settings) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that both have and that differ: name -> (before, now)."""
+    return {name: (before[name], value) for name, value in now.items() if name in before and before[name] != value}
+
+
+def read_overriding(objects: Objects, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the script's settings in the place of a snapshot, for `override`.
+
+    Call it before the objects are restored: it steps the script's schedulers to their positions in the snapshot.
+    `ReduceLROnPlateau`, whose position follows from values that it was given, is left out.
+
+    Returns:
+        The state of each scheduler, and the options of the groups of each optimizer, by name.
+    """
+    schedules = {
+        name: thing
+        for name, thing in objects.items()
+        if isinstance(thing, LRScheduler) and not isinstance(thing, ReduceLROnPlateau)
+    }
+    counts = {name: _read_position(saved[name]) for name in schedules}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about schedulers that are stepped before their optimizer
+        for step in range(max(counts.values(), default=0)):
+            for name, schedule in schedules.items():
+                if step < counts[name]:
+                    schedule.step()
+    found: dict[str, Any] = {name: deepcopy(schedule.state_dict()) for name, schedule in schedules.items()}
+    for name, thing in objects.items():
+        if isinstance(thing, Optimizer):
+            options = _list_options(thing) | {"initial_lr"}
+            found[name] = [
+                deepcopy({key: value for key, value in group.items() if key in options}) for group in thing.param_groups
+            ]
+    return found
+
+
+def override(objects: Objects, saved: Mapping[str, Any], overriding: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the objects' saved states with the settings of `read_overriding`."""
+    changed = {**saved, **overriding}
+    for name, thing in objects.items():
+        if isinstance(thing, Optimizer):
+            pairs = zip(saved[name][GROUPS], overriding[name], strict=False)
+            changed[name] = {**saved[name], GROUPS: [{**group, **options} for group, options in pairs]}
+    return changed
+
+
+def _list_options(optimizer: Optimizer) -> set[str]:
+    return {key for group in optimizer.param_groups for key in group} - {"params", "param_names", "initial_lr"}
+
+
+def _read_position(saved: Mapping[str, Any]) -> int:
+    """Return how often a scheduler was stepped. A chained scheduler has only the positions of its parts."""
+    return int(saved["last_epoch"] if "last_epoch" in saved else _read_position(saved["_schedulers"][0]))
+
+
+def _add_schedule(found: dict[str, Any], name: str, kind: str, state: Mapping[str, Any]) -> None:
+    found[name] = kind
+    for key, value in state.items():
+        if not key.startswith("_") and key not in ("last_epoch", "base_lrs"):
+            _add(found, f"{name}.{key}", value)
+    for number, part in enumerate(state.get("_schedulers", ())):
+        _add_schedule(found, f"{name}[{number}]", "", part)
+
+
+def _add(found: dict[str, Any], name: str, value: Any) -> None:
+    with suppress(TypeError, ValueError):
+        text = json.dumps(value.tolist() if isinstance(value, Tensor) else value, allow_nan=False)
+        found[name] = parse_json(text.encode())

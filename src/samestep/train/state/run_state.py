@@ -8,14 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from samestep.data.lanes import LanePosition, Lanes
-from samestep.errors import RunDirectoryError
+from samestep.errors import InvalidType, RunDirectoryError
 from samestep.plan.loop_plan import LoopPlan
 from samestep.snapshot.location import Location
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import find_different
 from samestep.train.inputs.loop_data import LoopData
 from samestep.train.inputs.samples import check_shards
-from samestep.train.state.tally import MetricsTally
 
 AFTER_LOOP = 2**31  # number of the first evaluation after a loop; evaluations inside it have other numbers and draws
 
@@ -53,6 +52,53 @@ class Place:
     def is_further(self) -> bool:
         """Whether an earlier loop of this process has run."""
         return self.kind is LoopKind.FURTHER
+
+
+class MetricsTally:
+    """Counts over all steps of a run, also before restarts, and averages over the steps of the current epoch.
+
+    The same on all ranks. A snapshot stores it in the manifest, not in the state: a script may log times, and the
+    digest of the state must not depend on them.
+
+    Attributes:
+        num_skipped: number of steps that made no update, see `StepResult.is_skipped`.
+        epoch: the epoch of the averages; -1 before the first step.
+    """
+
+    def __init__(self) -> None:
+        self.num_skipped = 0
+        self.epoch = -1
+        self._sums: dict[str, tuple[float | Tensor, float]] = {}  # of value times weight, and of weights
+
+    def add(self, epoch: int, averages: Mapping[str, tuple[float | Tensor, float]]) -> None:
+        """Add a step's values and their weights."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._sums = {}
+        for name, (value, weight) in averages.items():
+            if weight:
+                total, total_weight = self._sums.get(name, (0.0, 0.0))
+                self._sums[name] = (total + value * weight, total_weight + weight)
+
+    def add_skipped(self) -> None:
+        """Count a step that made no update."""
+        self.num_skipped += 1
+
+    def averages(self) -> dict[str, float]:
+        """Return the averages over the epoch's steps so far."""
+        return {name: float(total) / weight for name, (total, weight) in self._sums.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the tally as JSON, exact to the bit. Floats are hexadecimal, because JSON has no nan."""
+        sums = {name: [float(total).hex(), weight.hex()] for name, (total, weight) in self._sums.items()}
+        return {"num_skipped": self.num_skipped, "epoch": self.epoch, "sums": sums}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`. An empty state is from a snapshot without a tally."""
+        self.num_skipped = state.get("num_skipped", 0)
+        self.epoch = state.get("epoch", -1)
+        sums = state.get("sums", {})
+        self._sums = {name: (float.fromhex(total), float.fromhex(weight)) for name, (total, weight) in sums.items()}
 
 
 class RunState:
@@ -142,12 +188,12 @@ class RunState:
         self.script = script
 
     def set_script(self, script: dict[str, Any]) -> None:
-        """Set `Run.state`."""
+        """Set `Run.state`. Raises InvalidType if the script has given something else."""
+        if not isinstance(script, dict):
+            raise InvalidType(
+                f"run.state must be a dict, not a {type(script).__name__}: use run.state[name] = value", code="SS102"
+            )
         self.script = script
-
-    def set_summary(self, summary: dict[str, Any]) -> None:
-        """Set `Run.summary`."""
-        self.summary = summary
 
     def resume_lanes(self, lanes: Lanes, plan: LoopPlan) -> None:
         """Continue to read a stream where the snapshot was taken."""
@@ -179,15 +225,6 @@ class RunState:
     def end_step(self) -> None:
         """A step is done."""
         self.steps_done += 1
-
-    def count_skipped(self) -> int:
-        """Count a step that makes no update. Return the number of such steps."""
-        self.tally.add_skipped()
-        return self.tally.num_skipped
-
-    def add_averages(self, epoch: int, averages: Mapping[str, tuple[float | Tensor, float]]) -> None:
-        """Add the logged values of a step to those of its epoch. Arguments as for `MetricsTally.add`."""
-        self.tally.add(epoch, averages)
 
     def stop(self, reason: str) -> None:
         """The script has called run.stop()."""

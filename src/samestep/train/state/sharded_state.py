@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
-from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_map
 from samestep.config import RunConfig
 from samestep.engine.sharded_unit import ShardedUnit
 from samestep.engine.shards import ShardedModels
-from samestep.errors import InvalidType, InvalidValue, UsageError
+from samestep.errors import InvalidType, InvalidValue
 from samestep.snapshot.serialization import SavedState
 from samestep.torch_internals import (
     find_first_row,
@@ -26,12 +25,10 @@ from samestep.torch_internals import (
     get_local,
     is_sharded,
     shard_like,
-    watch_norms,
 )
-from samestep.train.state.alike_updates import AlikeUpdates
-from samestep.train.state.names import STATE, list_by_name, name_params, save_module
-from samestep.train.state.sharded_init import ShardedInit, is_partial
-from samestep.train.state.stateful import Objects, name_optimizers, refuse_held, states
+from samestep.train.state.divided_state import DividedState
+from samestep.train.state.objects import STATE, Objects, list_by_name, name_params, save, save_module
+from samestep.train.state.sharded_init import ShardedInit
 from samestep.world.group import Group
 
 # They compute each element of a parameter from the same elements of its gradient and state.
@@ -48,12 +45,6 @@ ELEMENTWISE = (
     torch.optim.ASGD,
 )
 Blocks = Sequence[type[nn.Module] | str]
-
-
-def has_parts(thing: Any) -> bool:
-    """Return whether an object is a model of which each rank has a part, before or after it was sharded."""
-    params = thing.parameters() if isinstance(thing, nn.Module) else ()
-    return any(is_partial(param) or is_sharded(param) for param in params)
 
 
 def shard_as(param: Any, value: Any) -> Any:
@@ -88,13 +79,13 @@ def check_options(config: RunConfig, device_map: str | None, group: Group, refus
             raise InvalidValue(f'{option} is not available with shard="fsdp2": leave one of them out', code="SS608")
 
 
-class ShardedState:
+class ShardedState(DividedState):
     """The prepared objects of a run whose models are sharded.
 
     Shards the models, and with them the state of their optimizers.
 
     Args:
-        held: the optimizers that prepared objects hold.
+        held: as for `DividedState`.
         blocks: classes of modules, or their names, that are gathered one at a time. None: see `find_blocks`.
         init: has built models, or parts of them.
 
@@ -115,10 +106,8 @@ class ShardedState:
         group: Group,
         init: ShardedInit,
     ) -> None:
-        self._objects = objects
+        super().__init__(objects, held, group.gather, "fsdp2", _has_sharded)
         self._rank = group.rank
-        optimizers = name_optimizers(objects)
-        refuse_held(objects, held, 'shard="fsdp2" cannot shard')
         self.check_optimizers()
         places = [
             (part, key, param)
@@ -128,11 +117,9 @@ class ShardedState:
         ]
         self.models = _shard(modules, blocks, group, init)
         sharded = {id(param): getattr(part, key) for part, key, param in places}
-        for optimizer in optimizers.values():
+        for optimizer in self._optimizers.values():
             _replace_params(optimizer, sharded)
             optimizer.register_step_post_hook(lambda *_: self.models.free_gathered())
-        self._updates = AlikeUpdates(optimizers, group.gather, "fsdp2")
-        finalize(self, watch_norms(_refuse_norm))
 
     def collect(self) -> Callable[[], dict[str, Any]]:
         """Gather the objects' states. On all ranks.
@@ -141,12 +128,12 @@ class ShardedState:
             A function that returns them. Ranks other than 0, which have one whole tensor at a time, get empty ones.
         """
         self._prepare()
-        whole = tree_map(partial(_gather, is_kept=self._rank == 0), states(self._objects))
+        whole = tree_map(partial(_gather, is_kept=self._rank == 0), save(self._objects))
         return lambda: whole
 
     def check_optimizers(self) -> None:
         """Raise InvalidValue if an optimizer, with the settings that it has now, cannot be sharded."""
-        for name, optimizer in name_optimizers(self._objects).items():
+        for name, optimizer in self._optimizers.items():
             _check_optimizer(name, optimizer)
 
     def outline(self) -> Callable[[], dict[str, Any]]:
@@ -156,11 +143,11 @@ class ShardedState:
             InvalidValue: an optimizer was not called alike on all ranks.
         """
         self._prepare()
-        return partial(states, self._objects)
+        return partial(save, self._objects)
 
     def _prepare(self) -> None:
         """Check that the ranks' states belong together, and leave each rank its own shards only."""
-        self._updates.check()
+        self._check_alike()
         self.models.free_gathered()  # of a forward pass between two steps
 
     def is_mine(self, tensor: Tensor) -> bool:
@@ -309,12 +296,5 @@ def _gather(value: Any, *, is_kept: bool) -> Any:
     return whole.cpu() if is_kept else whole.new_empty(0)
 
 
-def _refuse_norm(grads: Sequence[Tensor]) -> None:
-    """Refuse to clip sharded gradients by torch's norm, whose bits depend on the number of ranks."""
-    if any(is_sharded(grad) for grad in grads):
-        raise UsageError(
-            'torch.nn.utils.clip_grad_norm_ (or get_total_norm) with shard="fsdp2" adds norms of shards, so its bits '
-            "depend on the number of ranks: call run.clip_grad_norm_, with the same arguments (max_norm=math.inf gives "
-            "the norm alone)",
-            code="SS610",
-        )
+def _has_sharded(grads: Sequence[Tensor]) -> bool:
+    return any(map(is_sharded, grads))

@@ -1,10 +1,10 @@
-"""Optimizers whose state is divided among the ranks: `Run(shard="optimizer")`.
+"""State of which each rank has a part, so that there are no replicas, and the one of `Run(shard="optimizer")`.
 
-Each rank gets the gradients of the parameters that it owns. torch's optimizers skip parameters without a gradient, so
-each rank updates its own, and allocates state for these only. After the update, the owners send the parameters to the
-other ranks. Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models", stages 1
-and 2. Unlike there, a rank owns whole tensors, so the division changes no bit, and optimizers that need whole tensors
-(Muon, Shampoo, LARS, Adafactor) work.
+With it, each rank gets the gradients of the parameters that it owns. torch's optimizers skip parameters without a
+gradient, so each rank updates its own, and allocates state for these only. After the update, the owners send the
+parameters to the other ranks. Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter
+models", stages 1 and 2. Unlike there, a rank owns whole tensors, so the division changes no bit, and optimizers that
+need whole tensors (Muon, Shampoo, LARS, Adafactor) work.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,21 +21,85 @@ from samestep.engine.owned_tensors import send_owned
 from samestep.engine.ownership import Ownership
 from samestep.errors import InvalidValue, UsageError
 from samestep.snapshot.async_copy import locate
-from samestep.snapshot.serialization import SavedState
+from samestep.snapshot.serialization import SavedState, digest
 from samestep.torch_internals import watch_norms
-from samestep.train.state.alike_updates import AlikeUpdates
-from samestep.train.state.names import STATE, list_by_name, list_params, name_params
-from samestep.train.state.stateful import Objects, name_optimizers, refuse_held, states
+from samestep.train.state.objects import STATE, Objects, list_by_name, list_params, name_optimizers, name_params, save
 from samestep.world.group import Group
 
 
-class DividedOptimizers:
+class DividedState:
+    """The prepared objects of a run, of whose state each rank has a part.
+
+    Compares how often the ranks have called each optimizer, and with which settings.
+
+    Args:
+        held: optimizers that other objects hold, which cannot be divided.
+        gather: gathers a value of each rank between two steps.
+        shard: the mode.
+        has_parts: returns whether this rank has a part only of one of these gradients.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        held: Sequence[Optimizer],
+        gather: Callable[[Any], list[Any]],
+        shard: str,
+        has_parts: Callable[[Sequence[Tensor]], bool],
+    ) -> None:
+        self._objects = objects
+        self._optimizers = name_optimizers(objects)
+        self._gather = gather
+        self._shard = shard
+        self._num_updates = dict.fromkeys(self._optimizers, 0)
+        if held:
+            raise InvalidValue(
+                f'shard="{shard}" cannot divide an optimizer inside another object of run.prepare: pass the optimizer '
+                "itself, or leave shard out",
+                code="SS606",
+            )
+        for name, optimizer in self._optimizers.items():
+            optimizer.register_step_post_hook(lambda *_, name=name: self._count(name))
+        finalize(self, watch_norms(partial(_refuse_norm, shard, has_parts)))
+
+    def _count(self, name: str) -> None:
+        self._num_updates[name] += 1
+
+    def _check_alike(self) -> None:
+        """Raise InvalidValue if an optimizer has had other updates, or has other settings, on another rank.
+
+        On all ranks.
+        """
+        first, *others = self._gather(
+            {
+                name: [self._num_updates[name], digest([_drop_params(group) for group in each.param_groups])]
+                for name, each in self._optimizers.items()
+            }
+        )
+        for rank, other in enumerate(others, start=1):
+            for name, (num_updates, settings) in first.items():
+                if other[name][0] != num_updates:
+                    raise InvalidValue(
+                        f"{name}.step() was called {other[name][0]} times on rank {rank} and {num_updates} times on "
+                        f'rank 0, and with shard="{self._shard}" each rank updates a part: base the decision to update '
+                        "on values that are the same on all ranks, such as step.loss",
+                        code="SS606",
+                    )
+                if other[name][1] != settings:
+                    raise InvalidValue(
+                        f"{name} has other settings (param_groups) on rank {rank} than on rank 0, and with "
+                        f'shard="{self._shard}" each rank updates a part: set them alike on all ranks; if the '
+                        "optimizer computes them from all gradients, as Prodigy does, leave out shard",
+                        code="SS606",
+                    )
+
+
+class DividedOptimizers(DividedState):
     """The prepared optimizers of a run whose state is divided among the ranks.
 
     Args:
-        held: the optimizers that prepared objects hold.
+        held, gather: as for `DividedState`.
         wait: returns when all ranks have called the step of an optimizer.
-        gather: gathers a value of each rank between two steps.
         say: prints a message on rank 0.
 
     Attributes:
@@ -55,12 +119,10 @@ class DividedOptimizers:
         say: Callable[[str], None],
     ) -> None:
         self.ownership = Ownership(group.rank, group.world_size)
-        self._objects = objects
-        self._optimizers = name_optimizers(objects)
+        super().__init__(objects, held, gather, "optimizer", partial(_has_own, self.ownership))
         self._group = group
         self._wait = wait
         self._stored: dict[tuple[int, torch.Size], int] = {}  # tensor -> the rank that stores it
-        refuse_held(objects, held, 'shard="optimizer" cannot divide')
         for name, optimizer in self._optimizers.items():
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise InvalidValue(
@@ -75,8 +137,6 @@ class DividedOptimizers:
                     "--shard none,optimizer compares)"
                 )
             optimizer.register_step_post_hook(self._send_updated)
-        self._updates = AlikeUpdates(self._optimizers, gather, "optimizer")
-        finalize(self, watch_norms(partial(_refuse_norm, self.ownership)))
 
     def _send_updated(self, optimizer: Optimizer, *_: Any) -> None:
         """After an update on all ranks, copy each parameter from its owner to the other ranks."""
@@ -161,7 +221,7 @@ class DividedOptimizers:
 
         Tensors of other ranks are on the meta device, unless they are empty.
         """
-        self._updates.check()
+        self._check_alike()
         names = name_params(self._objects)
         own = {
             name: {
@@ -178,7 +238,7 @@ class DividedOptimizers:
 
     def _merge(self, of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
         """Return the objects' states with those of all ranks' parameters, in the order of the parameters."""
-        saved = states(self._objects)
+        saved = save(self._objects)
         names = name_params(self._objects)
         for name, optimizer in self._optimizers.items():
             params = list_by_name(optimizer, names)
@@ -193,12 +253,20 @@ def _list_tensors(value: Any) -> list[Tensor]:
     return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
-def _refuse_norm(ownership: Ownership, grads: Sequence[Tensor]) -> None:
-    """Refuse to clip the gradients of this rank's parameters by their own norm."""
-    mine = {id(grad) for grad in ownership.list_grads()}
-    if any(id(grad) in mine for grad in grads):
+def _has_own(ownership: Ownership, grads: Sequence[Tensor]) -> bool:
+    """Return whether one of the gradients is of a parameter that this rank owns."""
+    return not {id(grad) for grad in ownership.list_grads()}.isdisjoint(map(id, grads))
+
+
+def _drop_params(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _refuse_norm(shard: str, has_parts: Callable[[Sequence[Tensor]], bool], grads: Sequence[Tensor]) -> None:
+    """Refuse to clip this rank's part of the gradients by its own norm."""
+    if has_parts(grads):
         raise UsageError(
-            'torch.nn.utils.clip_grad_norm_ (or get_total_norm) with shard="optimizer" sees the gradients of one rank '
-            "only: call run.clip_grad_norm_, with the same arguments (max_norm=math.inf gives the norm alone)",
+            f'torch.nn.utils.clip_grad_norm_ (or get_total_norm) with shard="{shard}" sees a part of the gradients: '
+            "call run.clip_grad_norm_, with the same arguments (max_norm=math.inf gives the norm alone)",
             code="SS610",
         )

@@ -1,25 +1,26 @@
-"""States of modules and optimizers under the names of parameters.
+"""The states of the objects that `run.prepare` got, under the names of parameters: `save` and `load`.
 
 A name is the object's, and the path in the module without the wrappers of `torch.compile`: "model.layers.0.weight".
 torch identifies the parameters in an optimizer's state by their order, which may differ between two starts or ranks.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.errors import RunDirectoryError
+from samestep.errors import Error, RunDirectoryError
 from samestep.torch_internals import rename_state
 
+MAX_SHOWN = 600
 STATE = "state"  # the key of the parameters' states in an optimizer's state_dict
 GROUPS = "param_groups"
 _COMPILED = "_orig_mod"  # the attribute in which a wrapper of torch.compile holds the module
 
 Names = dict[int, str]  # id of a parameter -> its name
+Objects = Mapping[str, Any]
 
 
 def strip_compiled(path: str) -> str:
@@ -33,12 +34,17 @@ def strip_compiled(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != _COMPILED) if _COMPILED in path else path
 
 
+def unwrap(thing: Any) -> Any:
+    """Return the module inside a torch.compile wrapper; its keys have no prefix."""
+    return getattr(thing, "_orig_mod", thing) if isinstance(thing, nn.Module) else thing
+
+
 def list_named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of a module, each once, with their paths."""
     return [(strip_compiled(path), param) for path, param in module.named_parameters()]
 
 
-def name_params(objects: Mapping[str, Any]) -> Names:
+def name_params(objects: Objects) -> Names:
     """Return the names of the parameters of all modules among the objects, in the order of the modules."""
     names: Names = {}
     for name, thing in objects.items():
@@ -47,12 +53,17 @@ def name_params(objects: Mapping[str, Any]) -> Names:
     return names
 
 
-def list_params(optimizer: Optimizer) -> list[torch.Tensor]:
+def name_optimizers(objects: Objects) -> dict[str, Optimizer]:
+    """Return the optimizers among the objects, by name."""
+    return {name: thing for name, thing in objects.items() if isinstance(thing, Optimizer)}
+
+
+def list_params(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of an optimizer, group by group."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def list_by_name(optimizer: Optimizer, names: Names) -> dict[str, torch.Tensor]:
+def list_by_name(optimizer: Optimizer, names: Names) -> dict[str, Tensor]:
     """Return the named parameters of an optimizer, in the order of the names and not in its own."""
     params = {id(param): param for param in list_params(optimizer)}
     return {name: params[number] for number, name in names.items() if number in params}
@@ -134,17 +145,77 @@ def _mixes(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.LBFGS)
 
 
-@contextmanager
-def naming(held: Iterable[Optimizer], names: Names) -> Iterator[None]:
-    """Inside the block, let optimizers that other objects hold save and load their states by name."""
-    with ExitStack() as stack:
-        for each in held:
-            hooks = (
-                each.register_state_dict_post_hook(lambda own, state: save_optimizer(own, state, names)),
-                each.register_load_state_dict_pre_hook(
-                    lambda own, state: load_optimizer(type(own).__name__, own, state, names), prepend=True
-                ),
-            )
-            for hook in hooks:
-                stack.callback(hook.remove)
-        yield
+def save(objects: Objects) -> dict[str, Any]:
+    """Return every object's state_dict, with the names of parameters."""
+    names = name_params(objects)
+    return {name: _save(thing, names) for name, thing in objects.items()}
+
+
+def _save(thing: Any, names: Names) -> Any:
+    if isinstance(thing, nn.Module):
+        return save_module(thing)
+    state = thing.state_dict()
+    return save_optimizer(thing, state, names) if isinstance(thing, Optimizer) else state
+
+
+def load(objects: Objects, saved: Mapping[str, Any]) -> None:
+    """Restore every object's state. Raises Error if an object rejects it."""
+    names = name_params(objects)
+    for name, thing in objects.items():
+        try:
+            _load(name, thing, saved[name], names)
+        except Error:
+            raise
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            why = " ".join(str(error).split())
+            why = why if len(why) <= MAX_SHOWN else f"{why[: MAX_SHOWN - 4]} ..."
+            raise RunDirectoryError(f"{name} does not take its state from the snapshot: {why}", code="SS412") from error
+
+
+def _load(name: str, thing: Any, saved: Any, names: Names) -> None:
+    if isinstance(thing, nn.Module):
+        load_module(thing, saved)
+        return
+    if not isinstance(thing, Optimizer):
+        thing.load_state_dict(saved)
+        return
+    # torch adds defaults when it loads, but not to the groups.
+    settings = thing.defaults.keys() & thing.param_groups[0].keys()
+    num_groups = len(thing.param_groups)
+    num_saved = len(saved.get("param_groups", ()))
+    if num_groups < num_saved:
+        raise RunDirectoryError(
+            f"{name} has {num_groups} of the {num_saved} groups of parameters in the snapshot: give it all of them "
+            "before run.prepare, not by add_param_group in the loop; a frozen parameter (requires_grad) is not updated",
+            code="SS412",
+        )
+    state = load_optimizer(name, thing, saved, names)
+    thing.load_state_dict(state)
+    _restore_dtypes(thing, state)
+    # torch loads the state of another kind of optimizer without an error, and would fail in the next update.
+    missing = sorted(settings - thing.param_groups[0].keys())
+    if missing:
+        raise RunDirectoryError(
+            f"{name} is a {type(thing).__name__}, but its state in the snapshot has no {missing[0]}: pass the kind of "
+            f"optimizer that the run began with; if {missing[0]} is a new setting of this class, add it to the "
+            "param_groups in the class's __setstate__",
+            code="SS412",
+        )
+
+
+def _restore_dtypes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Undo torch's cast of an optimizer's state to the dtypes of its parameters (bfloat16, for example)."""
+    numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
+    for param, number in zip(list_params(optimizer), numbers, strict=False):
+        if param in optimizer.state:
+            optimizer.state[param] = _with_dtypes(optimizer.state[param], saved.get(STATE, {}).get(number))
+
+
+def _with_dtypes(now: Any, was: Any) -> Any:
+    if isinstance(now, Tensor) and isinstance(was, Tensor):
+        return now if now.dtype == was.dtype else was.to(now.device, copy=True)
+    if type(now) is dict and isinstance(was, dict):
+        return {key: _with_dtypes(value, was.get(key)) for key, value in now.items()}
+    if type(now) is list and isinstance(was, list) and len(now) == len(was):
+        return [_with_dtypes(value, other) for value, other in zip(now, was, strict=True)]
+    return now
