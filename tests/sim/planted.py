@@ -251,7 +251,7 @@ PLANTED = (
         "steps.index(max(steps))", "steps.index(min(steps))", test="snapshot/test_resume_point.py",
     ),
     Planted(
-        "the state of an optimizer has the dtype of its weights after a resume", RESUME, "train/state/restoring.py",
+        "the state of an optimizer has the dtype of its weights after a resume", RESUME, "train/state/objects.py",
         "    _restore_dtypes(thing, state)\n", "", test="promises/test_resume.py",
     ),
     Planted(
