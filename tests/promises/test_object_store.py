@@ -65,7 +65,7 @@ class Planted(LocalFileSystem):
                 raise OSError(5, "Input/output error")
             if how == "taken":
                 del self.plan[place]
-                Mirror(f"planted://{path.partition('/snapshots/')[0]}").take("another")
+                Mirror(f"planted://{path.partition('/snapshots/')[0]}").take()
             else:
                 raise OSError(28, "No space left on device")
 
@@ -311,7 +311,7 @@ def make_remote(url: str, tmp_path: Path, steps: Sequence[int]) -> None:
     store = Store(tmp_path / "made")
     store.path.parent.mkdir()
     remote = Mirror(url)
-    remote.take("a")
+    remote.take()
     remote.write("run.json", json.dumps({"format": 1, "numbers": {"seed": 3}}).encode())
     for step in steps:
         write_snapshot(
@@ -358,7 +358,7 @@ def test_invalid_urls(run_dir: Any, sentence: str) -> None:
 def test_no_bucket_is_made() -> None:
     """Some stores create the bucket when a directory in it is created."""
     with pytest.raises(Unreachable, match="FileNotFoundError"):
-        Mirror("file:///samestep-has-no-such-bucket/run").take("a run")
+        Mirror("file:///samestep-has-no-such-bucket/run").take()
     assert not Path("/samestep-has-no-such-bucket").exists()
 
 

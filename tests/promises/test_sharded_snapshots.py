@@ -15,7 +15,7 @@ from support.runs import ask
 from support.tiny import Tiny, tiny_run
 
 import samestep
-from samestep.snapshot.parts import name_part
+from samestep.snapshot.manifest import name_part
 from samestep.snapshot.store import Store
 
 DIVIDED = {"SAMESTEP_SHARD": "optimizer"}

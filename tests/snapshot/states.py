@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.snapshot.parts import name_part
+from samestep.snapshot.manifest import name_part
 from samestep.snapshot.serialization import SavedState, encode, write_tensors
 from samestep.snapshot.store import Store
 

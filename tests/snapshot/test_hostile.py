@@ -411,7 +411,8 @@ def use(run: Path) -> None:
         meta = directory.mark(epoch=0, world_size=1, notes={})
         place = directory.store.begin(4, None)
         own = directory.store.prepare(place, {})
-        directory.commit(place, own, {}, step=4, name=None, meta=meta, num_parts=1)
+        directory.sync()
+        directory.store.commit(place, own, {}, step=4, name=None, meta=meta)
         directory.prune(1)
         directory.write_status("done", "", {"steps": 1})
     finally:

@@ -114,8 +114,7 @@ def test_each_death_is_recorded_once(tmp_path: Path, num_recorded: int) -> None:
     for heal in heals:
         earlier.write_heal(heal)  # of an earlier start, with the same ranks
     kept = keep()
-    for heal in heals:
-        kept.keep_heal(heal)
+    kept.heals += heals
     dying = RunDirectory(tmp_path / "run", warn=pytest.fail)
     dying.continue_start(1, KeptLogs(), 0, is_in_loop=False)
     for heal in heals[:num_recorded]:

@@ -10,7 +10,7 @@ from support.waiting import DEADLINE_S
 from torch import Tensor
 
 from samestep.snapshot.async_copy import LARGE_BYTES, Copy, Staging, locate
-from samestep.snapshot.inspection import SnapshotOrder
+from samestep.snapshot.inspection import Inspection, SnapshotOrder, TrainingState
 from samestep.snapshot.location import Location
 from samestep.snapshot.manifest import Pieces
 from samestep.snapshot.writer import Event, Stage, Writer, advance
@@ -42,7 +42,8 @@ class Place(Location):
 
 
 def begin(place: Place, copy: Copy | None = None) -> Writer:
-    return Writer(copy or make_copy(torch.randn(NUM_LARGE)), place, SnapshotOrder(1), {})
+    inspection = Inspection(TrainingState(dict, {}, [], [], [], None), step=1)
+    return Writer(copy or make_copy(torch.randn(NUM_LARGE)), place, SnapshotOrder(1), {}, inspection)
 
 
 def make_copy(tensor: Tensor) -> Copy:
@@ -84,8 +85,8 @@ def test_a_divided_one_needs_the_parts_of_all_ranks() -> None:
     place = Place(is_divided=True)
     writer = begin(place)
     writer.handle(Event.SOUND)
-    writer.wait_until_prepared()
-    assert writer.has_prepared
+    writer.prepared.wait()
+    assert writer.prepared.is_set()
     assert place.calls == ["prepare"]
     writer.handle(Event.WRITTEN)
     writer.wait_until_written()

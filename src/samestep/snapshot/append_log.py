@@ -99,38 +99,35 @@ class AppendLog:
             self._file = -1
 
 
-class LastEntry:
-    """Passes on the records of finished steps. That of the last one can wait until its gradient is computed.
+class StepRecords:
+    """Records finished steps. The record of the last one can wait until its gradient is computed."""
 
-    Args:
-        add: called with each record.
-    """
+    _get_entry: Callable[[], Entry | None] | None = None
 
-    def __init__(self, add: Callable[[Entry], None]) -> None:
-        self._add = add
-        self._get_entry: Callable[[], Entry | None] | None = None
-
-    def enter(self, get_entry: Callable[[], Entry | None], *, is_late: bool) -> None:
-        """Pass on the record of a finished step.
+    def enter(self, get_entry: Callable[[], Entry | None], *, is_late: bool = False) -> None:
+        """Record a finished step.
 
         Args:
             get_entry: returns the record; None if the run has ended before it was known.
-            is_late: call `get_entry` at the next call or `flush`, so that it does not wait.
+            is_late: call `get_entry` at the next call or `record_last`, so that it does not wait.
         """
         if self._get_entry is not None:
-            self.flush()
+            self.record_last()
         if is_late:
             self._get_entry = get_entry
         elif (entry := get_entry()) is not None:
-            self._add(entry)
+            self._record(entry)
 
-    def flush(self) -> None:
-        """Pass on a record that waits."""
+    def record_last(self) -> None:
+        """Record a step that waits."""
         get_entry = self._get_entry
         self._get_entry = None
         entry = None if get_entry is None else get_entry()
         if entry is not None:
-            self._add(entry)
+            self._record(entry)
+
+    def _record(self, entry: Entry) -> None:
+        raise NotImplementedError
 
 
 def format_row(row: Mapping[str, Any]) -> bytes:

@@ -8,13 +8,14 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from samestep.snapshot.serialization import is_dense
+from samestep.torch_internals import read_version
 from samestep.world.forking import at_rest
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LARGE_BYTES = 1 << 18  # smaller tensors are copied at once, which takes no longer than watching them
 _CHUNK = 1 << 17  # elements, so that `look` finds them in the cache: 0.11 s for 500 MB instead of 0.18 s
@@ -29,16 +30,11 @@ class Watch:
     change. A sample stays on its tensor's device, so only `find_changed` waits for a GPU.
     """
 
-    def __init__(self, tensors: Iterable["Tensor"]) -> None:
-        from samestep.torch_internals import read_version  # imports torch
-
-        self._read_version = read_version
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._seen = [(tensor, read_version(tensor), _sample(tensor).clone()) for tensor in tensors]
 
-    def find_changed(self) -> list["Tensor"]:
+    def find_changed(self) -> list[Tensor]:
         """Return the tensors that have changed."""
-        import torch
-
         differences = [(_sample(tensor) != sampled).any() for tensor, _, sampled in self._seen]
         devices = {each.device for each in differences}
         differs: dict[int, bool] = {}
@@ -46,9 +42,7 @@ class Watch:
             places = [i for i, each in enumerate(differences) if each.device == device]
             differs |= zip(places, torch.stack([differences[i] for i in places]).tolist(), strict=True)
         return [
-            tensor
-            for i, (tensor, version, _) in enumerate(self._seen)
-            if differs[i] or self._read_version(tensor) != version
+            tensor for i, (tensor, version, _) in enumerate(self._seen) if differs[i] or read_version(tensor) != version
         ]
 
 
@@ -58,10 +52,8 @@ class Staging:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def take(self, tensors: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a tensor in host memory for each of `tensors`, with the same dtype, shape and (if dense) strides."""
-        import torch
-
         kept = self._buffers
         self._buffers = {}
         for name, tensor in tensors.items():
@@ -85,8 +77,8 @@ class _Piece:
     """
 
     place: int
-    source: "Tensor"
-    target: "Tensor | None"
+    source: Tensor
+    target: Tensor | None
 
 
 class Copy:
@@ -105,11 +97,11 @@ class Copy:
 
     def __init__(
         self,
-        tensors: Mapping[str, "Tensor"],
-        targets: Mapping[str, "Tensor"],
+        tensors: Mapping[str, Tensor],
+        targets: Mapping[str, Tensor],
         *,
         stable: Collection[int],
-        look: Callable[[int, "Tensor"], None],
+        look: Callable[[int, Tensor], None],
     ) -> None:
         self.torn: list[int] = []
         self.has_failed = self._is_joined = False
@@ -147,7 +139,7 @@ class Copy:
             self.torn = [locate(tensor) for tensor in self._watch.find_changed()]
             self._is_joined = True
 
-    def _take(self, pieces: "Sequence[_Piece]") -> None:
+    def _take(self, pieces: Sequence[_Piece]) -> None:
         """Copy pieces of one device, and look at the copies, since these are what is written."""
         stream = self._streams.get(pieces[0].source.device)
         with _use(stream):
@@ -162,8 +154,6 @@ class Copy:
 
 def _open_stream(device: Any) -> Any:
     """Return a stream in which copies run beside the computation on a GPU, after what this thread has queued there."""
-    import torch
-
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream
@@ -172,8 +162,6 @@ def _open_stream(device: Any) -> Any:
 @contextmanager
 def _use(stream: Any) -> Iterator[None]:
     """Use a stream and its device, in any thread; None: the CPU. A new thread begins on the first GPU."""
-    import torch
-
     if stream is None:
         yield
     else:
@@ -194,22 +182,20 @@ def _split(whole: _Piece) -> Iterator[_Piece]:
         yield _Piece(whole.place, source[part], None if target is None else target[part])
 
 
-def locate(tensor: "Tensor") -> int:
+def locate(tensor: Tensor) -> int:
     """Return the address of a tensor."""
     return tensor.data_ptr()
 
 
-def is_finite(tensor: "Tensor") -> bool:
+def is_finite(tensor: Tensor) -> bool:
     """Return whether all elements are finite; True for types other than floating-point and complex."""
-    import torch
-
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     # A sum takes one pass. It is not finite if an element is not finite; otherwise it rarely overflows.
     return bool(torch.isfinite(tensor.detach().sum()) or torch.isfinite(tensor).all())
 
 
-def is_watchable(tensor: "Tensor") -> bool:
+def is_watchable(tensor: Tensor) -> bool:
     """Return whether a tensor is large and dense, so that `Watch` can watch it."""
     size_bytes = tensor.numel() * tensor.element_size()
     if size_bytes < LARGE_BYTES or tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
@@ -217,15 +203,13 @@ def is_watchable(tensor: "Tensor") -> bool:
     return is_dense(tensor)
 
 
-def _flatten(tensor: "Tensor") -> "Tensor":
+def _flatten(tensor: Tensor) -> Tensor:
     """Return the elements of a dense tensor in memory order."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-def _sample(tensor: "Tensor") -> "Tensor":
+def _sample(tensor: Tensor) -> Tensor:
     """Return a view of some bytes of a large tensor, on its device."""
-    import torch
-
     size_bytes = tensor.numel() * tensor.element_size()
     start = tensor.storage_offset() * tensor.element_size()
     step = size_bytes // _NUM_SAMPLED | 1

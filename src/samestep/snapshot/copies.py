@@ -86,41 +86,34 @@ class Copies:
         """
         self._print_notes()
         self._num_sent = point.metrics_bytes
-        sizes = self._each(lambda own: _measure_files(own, point))
-        nodes = range(len(held))
-        files = {}
-        for name in sorted({*chain.from_iterable(sizes)}):
-            # The source may have lost a file that another node has.
-            sender = max(nodes, key=lambda node: (name in sizes[node], node == source))
-            files[name] = sender, sizes[sender][name]
-        self._send(directory, files, nodes, lambda own: _put_files(own, files))
+        sizes = self._each(lambda own: _measure_files(own, point))[source]
+        self._send(directory, source, sizes, range(len(held)), lambda own: _put_files(own, sizes))
         for sender, snapshot, targets in _list_missing(held, source, point):
-            parts = {
-                f"{SNAPSHOTS}/{snapshot.path.name}/{file}": (sender, measure(pieces))
-                for file, pieces in snapshot.manifest["files"].items()
-            }
-            self._send(directory, parts, targets, lambda own: self._adopt(own, snapshot, point))  # noqa: B023
+            place = f"{SNAPSHOTS}/{snapshot.path.name}"
+            sizes = {f"{place}/{file}": measure(pieces) for file, pieces in snapshot.manifest["files"].items()}
+            self._send(directory, sender, sizes, targets, lambda own: self._adopt(own, snapshot, point))  # noqa: B023
 
     def _send(
         self,
         directory: RunDirectory | None,
-        files: Mapping[str, tuple[int, int]],
+        sender: int,
+        sizes: Mapping[str, int],
         targets: Collection[int],
         finish: Callable[[RunDirectory], None],
     ) -> None:
-        """Broadcast files to the inboxes of some nodes, and call `finish` there.
+        """Broadcast files of the node `sender` to the inboxes of some nodes, and call `finish` there.
 
         If a disk fails, the broadcast continues, so that no rank waits; the error is raised at the end.
 
         Args:
-            files: by path in the run directory, the node that sends it and its size.
+            sizes: of the files, by path in the run directory.
         """
         node = self._writers.index(self._group.rank) if directory is not None else None
         inbox = None if directory is None or node not in targets else directory.store.inbox
         disk = _Disk()
         if directory is not None and inbox is not None:
             disk.attempt(directory.store.make_inbox)
-        for name, (sender, size) in files.items():
+        for name, size in sizes.items():
             for start in range(0, size, PIECE_BYTES):
                 piece = None
                 if directory is not None and node == sender:

@@ -91,10 +91,6 @@ class Inspection:
         for place, tensor in self.tensors.items():
             self.look(place, tensor)
 
-    def is_sound(self) -> bool:
-        """Return whether all tensors of this rank are finite. Call it after looking at all of them."""
-        return not self._not_finite
-
     def find_infinite(self) -> str:
         """Return the label of a tensor of this rank that is not finite; "" if all are finite."""
         return next((label for label in self._labels.values() if label in self._not_finite), "")

@@ -1,7 +1,7 @@
 """Rows and records that a rank keeps in memory, so that it can take the place of the rank that writes the run."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from samestep.decoding import parse_json
 from samestep.errors import NotHealed
 from samestep.files import read_last_bytes
 from samestep.plan.ledger import RECORD, Entry
-from samestep.snapshot.append_log import AppendLog, LastEntry, format_row
+from samestep.snapshot.append_log import AppendLog, StepRecords, format_row
 
 MAX_KEPT = 10_000  # rows, and records: the writer's files are at most a second old
 TAIL_BYTES = 1 << 16
@@ -32,17 +32,16 @@ class Heal:
     seconds: float
 
 
-class KeptLogs:
+class KeptLogs(StepRecords):
     """The last rows of metrics and records of the ledger, as the writer of the run appends them.
 
     Every rank computes the same rows and records, so whoever lives can complete the files of a writer that has died.
     """
 
     def __init__(self) -> None:
-        self.heals: list[Heal] = []  # of this start
+        self.heals: list[Heal] = []  # of this start: the writer may not record the last ones before it dies
         self._rows: deque[tuple[int, bytes]] = deque(maxlen=MAX_KEPT)  # step, line
         self._records: deque[tuple[int, bytes]] = deque(maxlen=MAX_KEPT)
-        self._last_entry = LastEntry(lambda entry: self._records.append((entry.step, entry.pack())))
         self._has_dropped = False
         self._num_earlier_bytes = 0
 
@@ -51,13 +50,8 @@ class KeptLogs:
         self._has_dropped = self._has_dropped or len(self._rows) == MAX_KEPT
         self._rows.append((row["step"], format_row(row)))
 
-    def keep_heal(self, heal: Heal) -> None:
-        """Keep a change of the ranks, which the writer may not record before it dies."""
-        self.heals.append(heal)
-
-    def enter(self, get_entry: Callable[[], Entry | None], *, is_late: bool = False) -> None:
-        """Keep the record of a finished step. Arguments as for `RunDirectory.enter`."""
-        self._last_entry.enter(get_entry, is_late=is_late)
+    def _record(self, entry: Entry) -> None:
+        self._records.append((entry.step, entry.pack()))
 
     def resume(self, num_bytes: int) -> None:
         """Forget the rows so far, because an earlier start has written them.
@@ -86,7 +80,7 @@ class KeptLogs:
             NotHealed: a file ends before what is kept begins.
             OSError: they cannot be written.
         """
-        self._last_entry.flush()
+        self.record_last()
         num_recorded = min(ledger.flush() // RECORD.size, steps_done)
         missing = [record for step, record in self._records if num_recorded <= step < steps_done]
         if len(missing) != steps_done - num_recorded:

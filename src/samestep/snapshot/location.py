@@ -117,6 +117,7 @@ class Location:
         kept: what this rank keeps to take the place of rank 0; None on ranks that write, and if none takes its place.
         is_replicated: whether several ranks write a copy of the run each.
         is_divided: whether each rank writes the part of the state that it holds. If not, a writer needs all of it.
+        warn: prints a message about this rank's files, on this rank and in any thread.
         logs: the directory for the logs of this start's ranks, `<rank>.log`; None before `begin`.
 
     Raises:
@@ -144,7 +145,7 @@ class Location:
         self.is_divided = named is not None and config.shard is not None and group.world_size > 1 and len(writers) == 1
         self.kept = KeptLogs() if keeps and named is not None and group.rank and len(writers) == 1 else None
         self._group = group
-        self._say = say
+        self._say = self.warn = say
         self._config = config
         self._writers = writers
         self._mirror = mirror
@@ -154,6 +155,7 @@ class Location:
             from samestep.snapshot import copies
 
             self._copies = copies.Copies(group, writers, say, self._each_directory)
+            self.warn = self._copies.warn
             say(f"{named} is not shared by all nodes: {len(writers)} of them keep a copy of the run each")
         if named is not None:
             try:
@@ -170,13 +172,6 @@ class Location:
         self.directory.check_numbers(self._config.identity())
         copy_continued(self.directory)
 
-    def warn(self, sentence: str) -> None:
-        """Print a message about this rank's files, on this rank and in any thread."""
-        if self._copies is None:
-            self._say(sentence)
-        else:
-            self._copies.warn(sentence)
-
     def once(self, fn: Callable[[], T]) -> T:
         """Call `fn` on each rank that writes. Return rank 0's result on every rank.
 
@@ -185,29 +180,30 @@ class Location:
         """
         return self._each(fn)[0]
 
-    def _each(self, fn: Callable[[], T]) -> list[T]:
-        """Call `fn` on the ranks that write. Return their results on every rank. Raises Error as `once`."""
-        return self._group.each(lambda: self._call(fn), on=self._writers)
-
-    def _call(self, fn: Callable[[], T]) -> T:
-        host = f" on {read_host()}" if self.is_replicated else ""
-        try:
-            return fn()
-        except OSError as error:
-            raise explain_unwritable(f"the run directory {self.named}{host}", error) from None
-        except Error as error:
-            if not host:
-                raise
-            raise KINDS[name_kind(error)](f"{host.lstrip()}: {error}", code=error.code) from None
-
     def _each_directory(self, fn: Callable[[RunDirectory], T]) -> list[T]:
-        """Like `_each`, with the writer's directory as argument."""
+        """Call `fn` with the directory of each rank that writes one. Return the results on every rank. Raises Error."""
 
         def call() -> T:
             assert self.directory is not None
             return fn(self.directory)
 
         return self._each(call)
+
+    def _each(self, fn: Callable[[], T]) -> list[T]:
+        """Call `fn` on the ranks that write, and name the host of an error if each writes a copy."""
+        host = f" on {read_host()}" if self.is_replicated else ""
+
+        def call() -> T:
+            try:
+                return fn()
+            except OSError as error:
+                raise explain_unwritable(f"the run directory {self.named}{host}", error) from None
+            except Error as error:
+                if not host:
+                    raise
+                raise KINDS[name_kind(error)](f"{host.lstrip()}: {error}", code=error.code) from None
+
+        return self._group.each(call, on=self._writers)
 
     # --- start ------------------------------------------------------------------------------------------------
 
@@ -238,7 +234,7 @@ class Location:
                 directory.drop_left(rewinds)
             pulled = NOTHING
             if self._mirror is not None:
-                pulled = self._mirror.pull(directory.store, resume, rewinds, directory.judge, with_files=True)
+                pulled = self._mirror.pull(directory.store, resume, rewinds, with_files=True)
             return directory.look(resume, pulled, checks_parts=checks_parts).to_plain()
 
         while True:
@@ -348,15 +344,11 @@ class Location:
         """
         if self.directory is None or not order.places:  # or this rank has taken the run over since
             return
-        for name, place, part in zip(order.names, order.places, parts, strict=True):
-            self.directory.commit(
-                place,
-                part,
-                order.structure,
-                step=order.step,
-                name=name,
-                meta=order.meta,
-                num_parts=self._group.world_size if self.is_divided else 1,
+        self.directory.sync()  # first: a power cut must not leave a snapshot of steps that the ledger lacks
+        num_parts = self._group.world_size if self.is_divided else 1
+        for name, place, own in zip(order.names, order.places, parts, strict=True):
+            self.directory.store.commit(
+                place, own, order.structure, step=order.step, name=name, meta=order.meta, num_parts=num_parts
             )
         try:
             self.directory.prune(self._config.keep_last)
@@ -392,7 +384,7 @@ class Location:
         if self.directory is not None:
             self.directory.write_heal(heal)
         elif self.kept is not None:
-            self.kept.keep_heal(heal)
+            self.kept.heals.append(heal)
 
     def take_over(self, steps_done: int, *, is_in_loop: bool) -> None:
         """Write the run from now on, on a rank that has become rank 0 because others have died.

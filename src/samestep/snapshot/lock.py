@@ -57,8 +57,9 @@ class Lock(Held):
                         f"{advise(fresh=True)}",
                         code="SS402",
                     ) from None
-            if self._is_current():
-                break
+            with suppress(FileNotFoundError):
+                if os.fstat(self._descriptor).st_ino == path.stat().st_ino:
+                    break
             os.close(self._descriptor)  # the holder removed the file at this moment
         hold(self)
         before = os.read(self._descriptor, TEXT_BYTES)
@@ -86,12 +87,6 @@ class Lock(Held):
         except OSError:
             return b""  # the directory was removed: there is nothing to protect
         return text if self._text is not None and text != self._text else b""
-
-    def _is_current(self) -> bool:
-        try:
-            return os.fstat(self._descriptor).st_ino == self.path.stat().st_ino
-        except FileNotFoundError:
-            return False
 
     def release(self, *, remove: bool = False) -> None:
         """Release the lock. `remove`: also removes the file, unless another process has taken the run over."""

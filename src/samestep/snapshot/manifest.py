@@ -72,6 +72,11 @@ def build_manifest(
     return seal(manifest)
 
 
+def name_part(rank: int) -> str:
+    """Return the name of a rank's file. Sorted by name, the files are in the order of the ranks."""
+    return f"tensors-{rank:05d}.safetensors"
+
+
 def list_tensor_files(files: Iterable[str]) -> list[str]:
     """Return the names of the files with tensors, in the order of the ranks that wrote them."""
     return sorted(file for file in files if file.endswith(".safetensors"))

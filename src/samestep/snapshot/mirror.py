@@ -25,7 +25,7 @@ from samestep.snapshot.lock import build_token, explain_takeover
 from samestep.snapshot.manifest import DIRECTORY, FILE, MANIFEST, find_wrong_size, parse_manifest
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import parse_run_record
-from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Pulled, Snapshot, Store, accept, list_outdated
+from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Pulled, Snapshot, Store, list_outdated
 from samestep.watch.records import LOCK, RECORD, SHARED
 from samestep.world.environment import advise, read_cache_dir, read_host
 from samestep.world.forking import at_rest
@@ -55,18 +55,6 @@ def open_mirror(url: str, *, fresh: bool, warn: Callable[[str], None]) -> "Mirro
             break
         mirror = Mirror(f"{url.rstrip('/')}-{number}", warn)
     return mirror
-
-
-def find_copy(url: str, run: str, local_dir: str | None) -> Path:
-    """Return the directory of a run's working copy on rank 0's machine. It differs between runs, even at the same URL.
-
-    Args:
-        run: the run's id, see `Mirror.read_lock`.
-        local_dir: the directory of all working copies. Default: in the user's cache directory.
-    """
-    copies = Path(local_dir).expanduser() if local_dir else read_cache_dir() / "runs"
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", url.rpartition("::")[2]).strip("-")[-80:]
-    return copies / f"{name}-{run[:12]}"
 
 
 def _requests(method: "Callable[Concatenate[Mirror, P], T]") -> "Callable[Concatenate[Mirror, P], T]":
@@ -262,14 +250,13 @@ class Mirror:
         store: Store,
         which: int | str | None,
         rewinds: Sequence[int] = (),
-        judge: Callable[[Snapshot], str] = accept,
         *,
         with_files: bool = False,
     ) -> Pulled:
         """Copy the newest undamaged snapshot at the URL that matches to a store, unless that has it or a newer one.
 
         Args:
-            which, judge: as for `Store.find`; None: copy none.
+            which: as for `Store.find`; None: copy none.
             rewinds: as in `run.json`; snapshots that the run has left are ignored.
             with_files: whether to download the other files of the run with a snapshot.
 
@@ -283,7 +270,7 @@ class Mirror:
                 self._warn(f"skipping a snapshot that cannot be used: {problem}")
             if store.holds(snapshot):
                 return Pulled(self.url, there)
-            problem = snapshot.problem or judge(snapshot)
+            problem = snapshot.problem or store.judge(snapshot)
             if not problem:
                 if with_files:  # first: a snapshot without the rows before it must not be found
                     self.download(store.path.parent)
@@ -398,18 +385,22 @@ class Mirror:
         return holder, run if _RUN.fullmatch(run) else ""
 
     def join(self, local_dir: str | None) -> Path:
-        """Join the run at the URL, or begin a new one. Return the directory of its working copy, see `find_copy`."""
-        self._holder, run = self.read_lock()
-        self._run = run or uuid.uuid4().hex
-        return find_copy(self.url, self._run, local_dir)
+        """Join the run at the URL, or begin a new one. Return the directory of its working copy on this machine.
 
-    def take(self, run: str = "") -> None:
-        """Make this process the writer: the earlier one ends at its next check. Remove what that has left incomplete.
+        It differs between runs, even at the same URL.
 
         Args:
-            run: the run's unique id, of a mirror without `join`.
+            local_dir: the directory of all working copies. Default: in the user's cache directory.
         """
-        self._token = f"{build_token()}{run or self._run}\n".encode()
+        self._holder, run = self.read_lock()
+        self._run = run or uuid.uuid4().hex
+        copies = Path(local_dir).expanduser() if local_dir else read_cache_dir() / "runs"
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", self.url.rpartition("::")[2]).strip("-")[-80:]
+        return copies / f"{name}-{self._run[:12]}"
+
+    def take(self) -> None:
+        """Make this process the writer: the earlier one ends at its next check. Remove what it has left incomplete."""
+        self._token = f"{build_token()}{self._run}\n".encode()
         self.write(LOCK, self._token)
         for place, sizes in self._list().items():
             if MANIFEST not in sizes:

@@ -9,8 +9,7 @@ from samestep.config import is_url
 from samestep.console import say
 from samestep.errors import Error, explain
 from samestep.snapshot.run_record import read_record
-from samestep.snapshot.serialization import SavedState
-from samestep.snapshot.store import SNAPSHOTS, SavedObjects, Snapshot, Store
+from samestep.snapshot.store import SNAPSHOTS, Snapshot, Store
 from samestep.watch.records import RECORD
 from samestep.world.workdir import open_workdir
 
@@ -65,10 +64,3 @@ def find_snapshot(store: Store, called: str, which: int | str) -> Snapshot:
     if snapshot is None:
         raise Error(f"{called} has no snapshot yet", code="SS411")
     return snapshot
-
-
-def open_snapshot(run: Path, called: str, which: int | str) -> tuple[Snapshot, SavedState]:
-    """Find a snapshot of a run for a tool that reads some of its tensors. Arguments as for `find_snapshot`."""
-    store = Store(run)
-    snapshot = find_snapshot(store, called, which)
-    return snapshot, store.open(snapshot, SavedObjects)

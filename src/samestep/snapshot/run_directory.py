@@ -18,11 +18,10 @@ from samestep.errors import Error, RunDirectoryError, UsageError
 from samestep.files import overwrite, replace_file
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.plan.ledger import Entry
-from samestep.snapshot.append_log import AppendLog, LastEntry, format_row
+from samestep.snapshot.append_log import AppendLog, StepRecords, format_row
 from samestep.snapshot.kept_logs import Heal, KeptLogs
 from samestep.snapshot.ledger_file import count_records
 from samestep.snapshot.lock import Lock, detach, refuse_links
-from samestep.snapshot.manifest import Pieces
 from samestep.snapshot.resume_point import Holding, ResumePoint
 from samestep.snapshot.run_record import StartOptions, build_record, find_different, read_record
 from samestep.snapshot.store import ABANDONED, NOTHING, SNAPSHOTS, Pulled, Snapshot, Store
@@ -51,7 +50,7 @@ LEDGER_FLUSH_S = 0.1
 _open: WeakValueDictionary[Path, "RunDirectory"] = WeakValueDictionary()  # of this process
 
 
-class RunDirectory:
+class RunDirectory(StepRecords):
     """One run on disk, locked by this process until it is closed or the process ends.
 
     Only the lock is written before `begin`. A later run of the same process in the same directory closes this one, for
@@ -79,7 +78,6 @@ class RunDirectory:
         self._lock: Lock | None = None
         self._logs: tuple[AppendLog, AppendLog] | None = None  # metrics and ledger
         self._early_rows: list[Mapping[str, Any]] = []
-        self._last_entry = LastEntry(self._add_entry)
         self._is_begun = False
         self._lost_steps = 0
         self._start: int | None = None  # number of this start, once its logs have begun
@@ -93,7 +91,7 @@ class RunDirectory:
             self._key = Path(os.path.realpath(self.path))  # resolve() raises RuntimeError for a circle of links
             if before := _open.get(self._key):
                 before.close()
-            self.store = Store(self.path, named)
+            self.store = Store(self.path, named, self._judge)
             self._lock = self._take_lock()
             refuse_links(named, (SNAPSHOTS, ABANDONED, ORDERS, LOGS))
             if (self.path / RECORD).exists():
@@ -205,9 +203,7 @@ class RunDirectory:
         problem = code = ""
         if resume is not None:
             try:
-                found = self.store.find(
-                    resume, warn=self._warn, judge=self.judge, pulled=pulled, checks_parts=checks_parts
-                )
+                found = self.store.find(resume, warn=self._warn, pulled=pulled, checks_parts=checks_parts)
             except Error as error:
                 problem, code = str(error), error.code
         here = self.store.snapshots()
@@ -225,7 +221,7 @@ class RunDirectory:
             code=code,
         )
 
-    def judge(self, snapshot: Snapshot) -> str:
+    def _judge(self, snapshot: Snapshot) -> str:
         """Return why a snapshot belongs to another run, such as one from a restored backup; "" if it does not."""
         meta = snapshot.manifest["meta"]
         if not {"metrics_bytes", "numbers", "world_size"} <= {*meta}:
@@ -404,15 +400,7 @@ class RunDirectory:
             metrics.append(rows)
             metrics.flush()
 
-    def enter(self, get_entry: Callable[[], Entry | None], *, is_late: bool = False) -> None:
-        """Add a finished step to the ledger.
-
-        Args:
-            is_late: call `get_entry` when the next step is added, or at the next snapshot, so that it does not wait.
-        """
-        self._last_entry.enter(get_entry, is_late=is_late)
-
-    def _add_entry(self, entry: Entry) -> None:
+    def _record(self, entry: Entry) -> None:
         _, ledger = self._get_logs()
         self._append(LEDGER, ledger, entry.pack())
 
@@ -429,7 +417,7 @@ class RunDirectory:
         """Return a message about rows and records that cannot be written; "" if all are in their files."""
         if self._logs is None:
             return ""
-        self._last_entry.flush()
+        self.record_last()
         metrics, ledger = self._logs
         problem = self.lost = ""
         for log in self._logs:
@@ -459,7 +447,7 @@ class RunDirectory:
         """
         metrics, ledger = self._get_logs()
         self._check_begun()
-        self._last_entry.flush()
+        self.record_last()
         ledger.flush()
         metrics_bytes = metrics.flush()
         return {
@@ -472,27 +460,16 @@ class RunDirectory:
             **notes,
         }
 
-    def commit(
-        self,
-        place: str,
-        own: Pieces,
-        structure: Any,
-        *,
-        step: int,
-        name: str | None,
-        meta: Mapping[str, Any],
-        num_parts: int,
-    ) -> None:
-        """Complete a snapshot, in any thread. Arguments as for `Store.commit`.
+    def sync(self) -> None:
+        """Wait until rows and records are on the disk, in any thread, before a snapshot of their steps is completed.
 
         Raises:
             RunDirectoryError: another process has taken the run over.
-            OSError: the disk is full or gone; older snapshots are unchanged.
+            OSError: the disk is full or gone.
         """
         for log in self._get_logs():
-            log.sync()  # first: a power cut must not leave a snapshot of steps that the ledger lacks
+            log.sync()
         self._check_begun()
-        self.store.commit(place, own, structure, step=step, name=name, meta=meta, num_parts=num_parts)
 
     def prune(self, keep: int) -> None:
         """Remove the oldest numbered snapshots above `keep`. Errors as for `save`."""

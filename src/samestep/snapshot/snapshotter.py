@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -29,19 +29,9 @@ from samestep.errors import Error, InvalidValue, NotHealed
 from samestep.snapshot.async_copy import Copy, Staging, Watch, is_watchable, locate
 from samestep.snapshot.inspection import Inspection, SnapshotOrder, TrainingState
 from samestep.snapshot.location import Location
-from samestep.snapshot.manifest import NAME
-from samestep.snapshot.parts import name_part
+from samestep.snapshot.manifest import NAME, name_part
 from samestep.snapshot.serialization import encode
 from samestep.snapshot.writer import Event, Stage, Writer
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """Snapshots that are being written."""
-
-    order: SnapshotOrder
-    inspection: Inspection
-    writer: Writer
 
 
 class Snapshotter:
@@ -80,7 +70,7 @@ class Snapshotter:
         self._unstable: set[int] = set()  # addresses of tensors that the script writes to between updates
         self._staging = Staging()
         self._saved_s = time.monotonic()
-        self._pending: _Pending | None = None
+        self._writer: Writer | None = None  # of the snapshots that are being written
         # The last two calls of `save`: before rank 0 begins to write the next ones, others may be past that.
         self._recent: deque[tuple[int, Sequence[str | None]]] = deque(maxlen=2)
         if location.directory is not None:
@@ -212,10 +202,9 @@ class Snapshotter:
         others = {f"/{place}": tensor for place, tensor in inspection.tensors.items() if place not in places}
         stable = {locate(tensor) for tensor in state.stable} - self._unstable
         copy = Copy(order.tensors | others, targets, stable=stable, look=inspection.look)
-        writer = Writer(copy, self._location, order, targets or order.tensors, inspection.is_sound)
-        self._pending = _Pending(order, inspection, writer)
+        self._writer = Writer(copy, self._location, order, targets or order.tensors, inspection)
         if order.tensors and not targets:
-            writer.wait_until_prepared()
+            self._writer.prepared.wait()
 
     def _build_order(self, state: TrainingState, step: int, names: Sequence[str | None]) -> SnapshotOrder:
         """Encode what this rank stores of a state. The order has no names if this rank fails, or rank 0 has failed."""
@@ -259,12 +248,12 @@ class Snapshotter:
     @property
     def saving(self) -> Saving:
         """Return what this rank does for a snapshot, for the other ranks."""
-        if self._pending is None:
+        if self._writer is None:
             return Saving.NOTHING if self._watch is None else Saving.WATCHING
-        writer = self._pending.writer
-        if writer.stage is Stage.COPYING:
+        if self._writer.stage is Stage.COPYING:
             return Saving.COPYING
-        return Saving.WRITTEN if writer.stage is Stage.WRITING and writer.has_prepared else Saving.NOTHING
+        is_written = self._writer.stage is Stage.WRITING and self._writer.prepared.is_set()
+        return Saving.WRITTEN if is_written else Saving.NOTHING
 
     def join_copy(self) -> None:
         """Wait until the state is copied. All ranks call this before an update.
@@ -275,22 +264,20 @@ class Snapshotter:
         if self._watch is not None:
             self._unstable |= {locate(tensor) for tensor in self._watch.find_changed()}
             self._watch = None
-        if self._pending is None or self._pending.writer.stage is not Stage.COPYING:
+        writer = self._writer
+        if writer is None or writer.stage is not Stage.COPYING:
             return
-        writer = self._pending.writer
-        copy = writer.copy
-        inspection = self._pending.inspection
-        copy.join()
+        writer.copy.join()
         try:
-            if copy.has_failed:
-                inspection.look_again()
-            reports = self._gather((bool(copy.torn), inspection.find_infinite()))
+            if writer.copy.has_failed:
+                writer.inspection.look_again()
+            reports = self._gather((bool(writer.copy.torn), writer.inspection.find_infinite()))
             if any(is_torn for is_torn, _ in reports):
                 writer.handle(Event.UNSOUND)
-                self._unstable |= {*copy.torn}
+                self._unstable |= {*writer.copy.torn}
                 self._take_again()
                 return
-            inspection.conclude(next((label for _, label in reports if label), ""))
+            writer.inspection.conclude(next((label for _, label in reports if label), ""))
         except Error:  # after another exception, the check of this rank decides
             writer.handle(Event.UNSOUND)
             raise
@@ -298,23 +285,23 @@ class Snapshotter:
 
     def join_parts(self) -> None:
         """Wait until all ranks have written their parts of a divided snapshot, or failed, and decide. All call this."""
-        if self._pending is None or self._pending.writer.stage is not Stage.WRITING:
+        writer = self._writer
+        if writer is None or writer.stage is not Stage.WRITING:
             return
-        writer = self._pending.writer
-        writer.wait_until_prepared()
+        writer.prepared.wait()
         failures = self._gather("" if writer.failure is None else str(writer.failure) or repr(writer.failure))
         failed = next((rank for rank, failure in enumerate(failures) if failure), None)
         writer.handle(Event.WRITTEN if failed is None else Event.FAILED)
         if failed is not None:
             why = f"{name_part(failed)} is missing: rank {failed} could not write it ({failures[failed]})"
-            self._report(self._pending.order, OSError(why))
+            self._report(writer.order, OSError(why))
 
     def wait_until_written(self) -> None:
         """Wait until all snapshots are written. All ranks call this. Errors as for `join_copy`."""
         self.join_copy()
         self.join_parts()
-        if self._pending is not None:
-            self._pending.writer.wait_until_written()
+        if self._writer is not None:
+            self._writer.wait_until_written()
         self._collect()
 
     def _take_again(self) -> None:
@@ -332,15 +319,14 @@ class Snapshotter:
 
     def _collect(self) -> None:
         """Report the result of a writer that has ended."""
-        if self._pending is None or not self._pending.writer.has_ended:
+        writer = self._writer
+        if writer is None or not writer.has_ended:
             return
-        pending = self._pending
-        self._pending = None
-        failure = pending.writer.failure
-        if isinstance(failure, Error):
-            raise failure
-        if failure is not None and pending.writer.stage is Stage.COMMITTED:
-            self._report(pending.order, failure)
+        self._writer = None
+        if isinstance(writer.failure, Error):
+            raise writer.failure
+        if writer.failure is not None and writer.stage is Stage.COMMITTED:
+            self._report(writer.order, writer.failure)
 
     def _report(self, order: SnapshotOrder, error: Exception) -> None:
         """Report that this rank could not write the snapshots of an order. Without names, it was reported before."""
@@ -355,8 +341,8 @@ class Snapshotter:
 
     def leave(self) -> None:
         """The script has left the loop, so that the ranks decide no more about the pending snapshots."""
-        if self._pending is not None:
-            self._pending.writer.decide_alone()
+        if self._writer is not None:
+            self._writer.decide_alone()
 
     def end(self, step: int) -> None:
         """Complete all snapshots and logs. All ranks call this at the end of the loop, after `step` steps."""
@@ -378,9 +364,9 @@ class Snapshotter:
 
     def _wait_alone(self) -> None:
         """Complete the pending snapshots without collectives, because the other ranks may be gone."""
-        if self._pending is not None:
+        if self._writer is not None:
             with suppress(Error):
-                self._pending.writer.wait_until_written()
+                self._writer.wait_until_written()
                 self._collect()
 
     def close(self) -> bool:

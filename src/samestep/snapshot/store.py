@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct
 
-from samestep.decoding import Count, Number, Object, convert
-from samestep.errors import RunDirectoryError
-from samestep.files import move_directory, open_regular, sync_directory
+from samestep.decoding import Count, Number, Object, convert, decode
+from samestep.errors import InvalidValue, RunDirectoryError
+from samestep.files import move_directory, open_regular, read_bytes, replace_file, sync_directory
 from samestep.hashing import hash_bytes
 from samestep.snapshot.manifest import (
     DIRECTORY,
@@ -29,11 +29,11 @@ from samestep.snapshot.manifest import (
     find_damage,
     list_tensor_files,
     measure,
+    name_part,
     read_manifest,
     seal,
 )
-from samestep.snapshot.parts import merge_parts, take_receipts, write_part
-from samestep.snapshot.serialization import SavedState
+from samestep.snapshot.serialization import SavedState, digest_of, list_tensors, write_tensors
 from samestep.world.environment import advise
 from samestep.world.forking import at_rest
 
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 SNAPSHOTS = "snapshots"
 ABANDONED = "abandoned"
 _WRITING = ".tmp-"  # incomplete, or about to be removed
+
+_BUFFER_BYTES = 1 << 20
+_MAX_RECEIPT_BYTES = 1 << 30
 
 
 class _SavedOrder(Struct):
@@ -191,20 +194,19 @@ def list_outdated(snapshots: Sequence[Snapshot], keep: int) -> list[Snapshot]:
     return outdated
 
 
-def accept(snapshot: Snapshot) -> str:
-    """The judge of `Store.find` that accepts every snapshot."""
-    return ""
-
-
 class Store:
     """The snapshots under `run_dir/snapshots`. Any process may read; one at a time may write, prune and clean.
 
     Args:
         run_dir: the run's directory. Nothing is created in it before the first `write`.
         named: the same as the user gave it, for messages.
+        judge: returns a further problem of a snapshot whose manifest is valid; "" for none.
     """
 
-    def __init__(self, run_dir: Path, named: Path | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, named: Path | None = None, judge: Callable[[Snapshot], str] = lambda snapshot: ""
+    ) -> None:
+        self.judge = judge
         self.path = Path(run_dir) / SNAPSHOTS
         self._named = Path(named or run_dir) / SNAPSHOTS
         self._problems: dict[Path, str] = {}  # of snapshots whose manifests and sizes show none
@@ -231,7 +233,6 @@ class Store:
         which: int | str,
         *,
         warn: Callable[[str], None] = warnings.warn,
-        judge: Callable[[Snapshot], str] = accept,
         pulled: Pulled = NOTHING,
         checks_parts: bool = True,
     ) -> Snapshot | None:
@@ -241,7 +242,6 @@ class Store:
             which: "latest", a number of completed steps, or a name.
             warn: called with a message for each damaged snapshot for which an older one is tried. The error names the
                 last one.
-            judge: returns a further problem of a snapshot whose manifest is valid; "" for none.
             pulled: what was found at the run's URL.
             checks_parts: False to leave a divided snapshot to the caller, who checks it and may `refuse` it.
 
@@ -256,7 +256,7 @@ class Store:
         for snapshot in reversed([each for each in self.snapshots() if each.matches(which)]):
             if problem:
                 warn(f"skipping a snapshot that cannot be used: {problem}")
-            problem = snapshot.problem or judge(snapshot)
+            problem = snapshot.problem or self.judge(snapshot)
             if not problem and (checks_parts or not snapshot.is_divided):
                 problem = find_damage(snapshot.path, snapshot.manifest) or ""
             if not problem:
@@ -351,7 +351,12 @@ class Store:
 
     def prepare(self, place: str, tensors: Mapping[str, "Tensor"], rank: int = 0) -> Pieces:
         """Write the part of a rank to a directory from `begin`, in any thread. Raises OSError."""
-        return write_part(self.path / place, rank, tensors)
+        directory = self.path / place
+        with open(directory / name_part(rank), "xb", _BUFFER_BYTES, opener=open_regular) as file:
+            pieces = write_tensors(file, tensors)
+        if rank:
+            replace_file(directory / _name_receipt(rank), json.dumps(pieces).encode())
+        return pieces
 
     def commit(
         self,
@@ -372,19 +377,20 @@ class Store:
 
         Raises:
             InvalidValue: the parts together are not the state.
-            OSError: the disk is full, read-only or gone. The directory is removed, older snapshots are unchanged.
+            OSError: the disk is full, read-only or gone. Older snapshots are unchanged.
         """
         directory = self.path / place
         target = self.path / name_directory(step, name)
-        try:
-            files, digest = merge_parts(structure, [own, *take_receipts(directory, num_parts)])
-            files[STATE] = _write_json(directory / STATE, structure)
-            manifest = build_manifest(step=step, name=name, digest=digest, files=files, meta=meta)
-            _write_json(directory / MANIFEST, manifest)
-            self._put(directory, target)
-        except BaseException:
-            self.abort(place)
-            raise
+        receipts = [directory / _name_receipt(rank) for rank in range(1, num_parts)]
+        parts = [own, *(decode(read_bytes(receipt, _MAX_RECEIPT_BYTES), Pieces) for receipt in receipts)]
+        for receipt in receipts:
+            receipt.unlink()
+        digest = _check_parts(structure, parts)
+        files = {STATE: _write_json(directory / STATE, structure)}
+        files |= {name_part(rank): part for rank, part in enumerate(parts)}
+        manifest = build_manifest(step=step, name=name, digest=digest, files=files, meta=meta)
+        _write_json(directory / MANIFEST, manifest)
+        self._put(directory, target)
         return target
 
     def abort(self, place: str) -> None:
@@ -459,6 +465,32 @@ class Store:
             _delete(doomed)
         move_directory(path, doomed)
         _delete(doomed)
+
+
+def _name_receipt(rank: int) -> str:
+    """Return the name of the file in which a rank describes its part to rank 0, for the manifest."""
+    return f".receipt-{rank:05d}"
+
+
+def _check_parts(structure: Any, parts: Sequence[Pieces]) -> str | None:
+    """Check that parts together are the state. Return its digest if no tensor is in several of them, else None.
+
+    Raises:
+        InvalidValue: they are not.
+    """
+    pieces = [piece for part in parts for piece in part if piece.name != METADATA]
+    sizes = dict.fromkeys([piece.name for piece in pieces], 0)
+    for piece in pieces:
+        sizes[piece.name] += piece.num_bytes
+    for name, wanted in list_tensors(structure).items():
+        if sizes.get(name) != wanted:
+            raise InvalidValue(
+                f"the ranks have not written all of the state: {name} has {sizes.get(name, 0)} of {wanted} bytes: make "
+                "the objects for run.prepare the same on all ranks",
+                code="SS504",
+            )
+    is_split = len(sizes) < len(pieces)
+    return None if is_split else digest_of(structure, {piece.name: piece.sha256 for piece in pieces})
 
 
 def _delete(path: Path) -> None:

@@ -8,18 +8,16 @@ commits.
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from samestep.snapshot.async_copy import Copy
-from samestep.snapshot.inspection import SnapshotOrder
+from samestep.snapshot.inspection import Inspection, SnapshotOrder
 from samestep.snapshot.location import Location
 from samestep.world.forking import at_rest, at_work
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _NICER = 10
 _POLL_S = 0.05
@@ -64,10 +62,11 @@ class Writer:
     Args:
         copy: created between two steps.
         tensors: the copies.
-        is_sound: checks the complete copy if the main thread ends without a decision.
+        inspection: of the copy. The main thread asks for its result, or this thread if that one ends before.
 
     Attributes:
         stage: what has been decided.
+        prepared: is set when this rank's part is written, or failed.
         failure: the exception that has ended the thread; None if there was none.
     """
 
@@ -76,25 +75,20 @@ class Writer:
         copy: Copy,
         location: Location,
         order: SnapshotOrder,
-        tensors: "Mapping[str, Tensor]",
-        is_sound: Callable[[], bool] = lambda: True,
+        tensors: Mapping[str, Tensor],
+        inspection: Inspection,
     ) -> None:
         self.copy = copy
+        self.order = order
+        self.inspection = inspection
         self.stage = Stage.COPYING
         self.failure: Exception | None = None
         self._location = location
-        self._order = order
         self._tensors = tensors
-        self._is_sound = is_sound
-        self._prepared = threading.Event()
+        self.prepared = threading.Event()
         self._decided = threading.Event()
         self._thread = threading.Thread(target=self._run, name="samestep snapshot")
         self._thread.start()
-
-    @property
-    def has_prepared(self) -> bool:
-        """Return whether this rank's part is written, or failed."""
-        return self._prepared.is_set()
 
     @property
     def has_ended(self) -> bool:
@@ -106,10 +100,6 @@ class Writer:
         self.stage = advance(self.stage, event, is_divided=self._location.is_divided)
         if self.stage in (Stage.COMMITTED, Stage.ABORTED):
             self._decided.set()
-
-    def wait_until_prepared(self) -> None:
-        """Wait until this rank's part is written, or failed."""
-        self._prepared.wait()
 
     def wait_until_written(self) -> None:
         """Wait until the snapshot is complete or has failed. Without a decision, this rank makes it alone."""
@@ -124,7 +114,7 @@ class Writer:
             self.handle(Event.FAILED)
             return
         self.copy.join()
-        self.handle(Event.UNSOUND if self.copy.torn or not self._is_sound() else Event.SOUND)
+        self.handle(Event.UNSOUND if self.copy.torn or self.inspection.find_infinite() else Event.SOUND)
 
     def _run(self) -> None:
         try:
@@ -132,23 +122,23 @@ class Writer:
                 self._write()
         except Exception as error:
             self.failure = error
-            self._location.abort(self._order)
+            self._location.abort(self.order)
         finally:
-            self._prepared.set()
+            self.prepared.set()
 
     def _write(self) -> None:
         self.copy.run()
         _lower_priority()
-        parts = self._location.prepare(self._order, self._tensors)
-        self._prepared.set()
+        parts = self._location.prepare(self.order, self._tensors)
+        self.prepared.set()
         with at_rest():
             while not self._decided.wait(_POLL_S):
                 if not threading.main_thread().is_alive():  # it makes no further update
                     self.decide_alone()
         if self.stage is Stage.COMMITTED:
-            self._location.commit(self._order, parts)
+            self._location.commit(self.order, parts)
         else:
-            self._location.abort(self._order)
+            self._location.abort(self.order)
 
 
 def _lower_priority() -> None:

@@ -11,8 +11,9 @@ from samestep.command_line import PATH, Command, json_option, print_json
 from samestep.console import escape
 from samestep.errors import Error
 from samestep.files import open_regular, replacing
-from samestep.snapshot.reading import open_run, open_snapshot, read_run
+from samestep.snapshot.reading import find_snapshot, open_run, read_run
 from samestep.snapshot.serialization import lay_out_tensors
+from samestep.snapshot.store import SavedObjects, Store
 from samestep.tagged import view_bytes
 from samestep.tools.inspect import WHICH
 
@@ -45,7 +46,9 @@ def run_export(run: str, file: Path, which: int | str, wanted: str | None, force
         raise Error(f"{file} exists already: name another file, or replace it with --force", code="SS113")
     with open_run(run) as directory:
         read_run(directory, run)
-        snapshot, saved = open_snapshot(directory, run, which)
+        store = Store(directory)
+        snapshot = find_snapshot(store, run, which)
+        saved = store.open(snapshot, SavedObjects)
         objects = saved.contents["objects"]
         name = wanted or _choose(objects)
         if name not in objects:
