@@ -92,7 +92,7 @@ def replace_file(path: Path, content: bytes | memoryview, *, sync: bool = False,
     """Replace a file atomically, or create it.
 
     Args:
-        sync: whether to wait until the content is on the disk.
+        sync: whether to wait until the content and the name are on the disk.
         by_many: as in `replacing`.
 
     Raises:
@@ -121,6 +121,8 @@ def replacing(path: Path, *, sync: bool = False, by_many: bool = False) -> Itera
             with open(partial, "rb", opener=open_regular) as file:
                 os.fsync(file.fileno())
         os.replace(partial, path)
+        if sync:
+            sync_directory(path.parent)
     except BaseException:
         with suppress(OSError):  # the file system may be read-only by now
             partial.unlink(missing_ok=True)
@@ -164,8 +166,11 @@ def overwrite(path: Path, content: bytes) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until the names in a directory are on the disk. Raises OSError."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    """Wait until the names in a directory are on the disk, if this user may read it. Raises OSError."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:  # some directories let users create files and not list them
+        return
     try:
         os.fsync(descriptor)
     finally:

@@ -15,7 +15,9 @@ from states import assert_same, make_state
 from support.snapshots import read_snapshot, write_snapshot
 
 from samestep.errors import InvalidType, RunDirectoryError
+from samestep.files import replace_file
 from samestep.snapshot.manifest import FORMAT
+from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.serialization import digest
 from samestep.snapshot.store import Store
 
@@ -229,3 +231,14 @@ def read_whatever(store: Store) -> int:
     assert found is not None
     assert_same(read_snapshot(store, found), make_state(found.step))
     return found.step
+
+
+def test_names_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a new run directory and of its new parents, and that of a file that is replaced."""
+    synced: list[Path] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+    RunDirectory(tmp_path / "runs" / "new", warn=print).close()
+    assert synced == [tmp_path / "runs", tmp_path]
+    synced.clear()
+    replace_file(tmp_path / "file", b"content", sync=True)
+    assert [path.parent for path in synced] == [tmp_path, tmp_path.parent]

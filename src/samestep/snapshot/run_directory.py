@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from samestep.data.order_files import ORDERS
 from samestep.errors import Error, RunDirectoryError, UsageError
-from samestep.files import overwrite, replace_file
+from samestep.files import overwrite, replace_file, sync_directory
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.plan.ledger import Entry
 from samestep.snapshot.append_log import AppendLog, StepRecords, format_row
@@ -119,6 +119,8 @@ class RunDirectory(StepRecords):
         while True:
             self.path.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):  # a process whose run did not begin has just removed the directory
+                for made in self._made_directories:  # a snapshot is on the disk only if the names above it are
+                    sync_directory(made.parent)
                 return Lock(self.path / LOCK, self.named)
 
     def _is_used(self, lock: Lock) -> bool:
