@@ -72,6 +72,20 @@ def test_lines_come_every_two_seconds_and_the_last_one_always(
     assert said[1] == "step 21  loss 21  320 samples/s"
 
 
+def test_a_long_run_prints_a_line_a_minute(
+    forward: Callable[[float], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = begin()
+    for number in range(1, 30_001):
+        lines.step(number, 32, 0)
+        lines.log({"train/loss": 1.0}, number)
+        forward(1.0)
+    steps = [int(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+    assert steps[:3] == [1, 3, 5]
+    assert len(steps) < 900
+    assert steps[-1] - steps[-2] == 60
+
+
 @pytest.mark.usefixtures("forward")
 def test_a_line_has_values_of_one_step(capsys: pytest.CaptureFixture[str]) -> None:
     lines = begin()

@@ -11,11 +11,13 @@ from samestep.units import format_time
 from samestep.watch.trackers.protocol import to_number
 from samestep.world.environment import drop_output, read_terminal
 
-EVERY_S = 2.0  # between two lines
+# Between two lines: a part of the loop's time so far, so that a long run does not print millions of them.
+LEAST_S, MOST_S = 2.0, 60.0
+PART = 0.01
 
 
 class Progress:
-    """The display of one rank. Validations have a line each; other numbers are shown every `EVERY_S`.
+    """The display of one rank. Validations have a line each; other numbers are shown at intervals.
 
     Each loop calls `begin`, `step` after each step, `log` for new numbers, and `end`.
 
@@ -38,6 +40,7 @@ class Progress:
         self._news = {}
         self._number = self._epoch = self._num_samples = 0
         self._stepped_s = 0.0
+        self._began_s = monotonic()
         self._mark: tuple[float, int, int] | None = None  # time, steps and samples from which the speed is measured
 
     def step(self, number: int, num_samples: int, epoch: int) -> None:
@@ -64,7 +67,9 @@ class Progress:
             self._news = {}
         validation = {name: value for name, value in values.items() if name.startswith("validation/")}
         self._news |= {name: value for name, value in values.items() if name not in validation}
-        if validation or monotonic() >= self._shown_s + EVERY_S:
+        now_s = monotonic()
+        wait_s = min(max(PART * (now_s - self._began_s), LEAST_S), MOST_S)
+        if validation or now_s >= self._shown_s + wait_s:
             self.close()
         if validation:
             self.print("  ".join([place, *_texts(validation)]))
