@@ -21,7 +21,7 @@ class Planted:
         old, new: the text, and what replaces it.
         focus: of the scenarios that are tried first, see `scenarios.plan`.
         script: of these scenarios; "" for any.
-        scenario: that is tried before; "" for none.
+        scenario: that is tried before, also with its faults a few points earlier or later; "" for none.
         test: the file of tests/ that finds it; "" for the simulation.
     """
 
@@ -310,6 +310,7 @@ PLANTED = (
     Planted(
         "healing: a collective that counts is repeated", HEAL, "world/membership.py",
         "return position < max(positions)", "return False", focus="heal",
+        scenario="seed=89 script=phases every=4 steps=10 routes=gather | 4 heal kill@1103 kill@1174 | 3",
     ),
     Planted(
         "healing: a collective that does not count is not repeated", HEAL, "world/membership.py",
@@ -328,7 +329,7 @@ PLANTED = (
     Planted(
         "healing: the new rank 0 does not complete the ledger", HEAL, "snapshot/kept_logs.py",
         '        ledger.append(b"".join(missing))\n', "", focus="heal",
-        scenario="seed=10 script=gan every=4 steps=10 | 3 heal kill@700/0 | 1",
+        scenario="seed=109 script=mlp every=2 steps=10 routes=gather copies=background | 4 heal kill@953 | 1",
     ),
     Planted(
         "healing: the new rank 0 does not complete the metrics", HEAL, "snapshot/kept_logs.py",
@@ -345,7 +346,7 @@ PLANTED = (
     Planted(
         "healing: a batch that an earlier pass has changed is taken for a new one", HEAL, "train/step/steps.py",
         "for v in before if self.num_passes else ():", "for v in ():", "heal", "passes",
-        "seed=1 script=passes every=2 steps=5 | 3 heal kill@635/1 | 1",
+        "seed=136 script=passes every=3 steps=7 routes=gather copies=background | 3 heal kill@901 | 1",
     ),
     Planted(
         "healing: the values of a dead rank are left out", HEAL, "train/step/steps.py",

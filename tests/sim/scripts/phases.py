@@ -1,4 +1,4 @@
-"""Several loops, whose samples follow from the losses, and calls before, between and after them."""
+"""Several loops, whose samples follow from losses and drawn numbers, and calls before, between and after them."""
 
 import random
 
@@ -34,8 +34,10 @@ def train(steps):
         for inputs, targets in step:
             step.backward(F.mse_loss(model(inputs), targets))
         optimizer.step()
-        run.state |= {"steps": step.number + 1, "level": int(1000 * step.metrics["loss"]) % 11}
-        run.log({"drawn by rank 0": run.once(random.random), "drawn": random.random()})
+        drawn = {"drawn by rank 0": run.once(random.random), "drawn": random.random()}
+        level = int(1000 * (step.metrics["loss"] + drawn["drawn"])) % 11
+        run.state |= {"steps": step.number + 1, "level": level}
+        run.log(drawn)
 
 
 def score(batch):
