@@ -8,16 +8,21 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from promises.faulty import train
 from promises.trial import SCRIPT, Outcome, Started, read_outcome, read_tree
 from support.ports import reserve_port
 from support.selection import one_in
+from support.snapshots import read_snapshot
+from support.tiny import Tiny, tiny_run, update
 
 import samestep
 from samestep.errors import Error
@@ -242,6 +247,96 @@ def test_a_disk_that_is_full_from_the_start(cluster: Cluster, undisturbed: Undis
     assert not list(cluster.run_dir(1).rglob(".*")), "no incomplete file"
     cluster.spawn([0, 1])
     assert_ended_as(cluster, [0, 1], undisturbed())
+
+
+# --- under way --------------------------------------------------------------------------------------------------------
+
+
+def enter_node(disks: Sequence[Path]) -> int:
+    """Makes this process the only rank of its node. Returns the rank."""
+    rank = int(os.environ["RANK"])
+    os.chdir(disks[rank])
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    return rank
+
+
+def train_unlike(disks: Sequence[Path]) -> None:
+    """As one of two ranks. Their states differ where they may."""
+    rank = enter_node(disks)
+
+    def build() -> torch.nn.Module:
+        model = torch.nn.Linear(4, 1)
+        model.register_buffer("mine", torch.zeros(3))
+        return model
+
+    def then(t: Tiny) -> None:
+        update(t)
+        t.model.mine += rank
+        t.run.log({"rank": rank})
+        if rank == 0:
+            t.run.state["only"] = {"here": torch.arange(t.step.number)}
+
+    tiny_run("run", num_steps=3, model=build, optimizer=torch.optim.AdamW, snapshot_every=1, then=then)
+
+
+def test_all_nodes_save_the_state_of_rank_0(cluster: Cluster) -> None:
+    """Its buffers, `run.state` and rows."""
+    disks = [cluster.disk(0), cluster.disk(1)]
+    samestep.spawn(train_unlike, 2, (disks,))
+    digests = [[each.manifest["digest"] for each in Store(disk / "run").snapshots()] for disk in disks]
+    assert digests[0] == digests[1]
+    assert len(set(digests[0])) == 3
+    state = read_snapshot(Store(disks[1] / "run"), Store(disks[1] / "run").snapshots()[-1])
+    assert state["state"]["only"]["here"].tolist() == [0, 1]
+    assert state["objects"]["model"]["mine"].tolist() == [0, 0, 0]
+    rows = [(disk / "run/metrics.jsonl").read_text() for disk in disks]
+    assert rows[0] == rows[1]
+    assert rows[0].count('"rank": 0') == 3
+
+
+def train_while_it_is_full(disks: Sequence[Path], node: int) -> None:
+    """As one of two ranks. The disk of one node is full from its third step to its fifth."""
+    rank = enter_node(disks)
+
+    def before(t: Tiny) -> None:
+        t.run._services.snapshotter.wait_until_written()
+        if rank == node and t.step.number == 2:
+            with suppress(OSError), open("filling", "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(512))
+        if rank == node and t.step.number == 5:
+            os.remove("filling")
+
+    tiny_run(
+        "run", num_steps=8, optimizer=torch.optim.AdamW, snapshot_every=1, keep_last=9, log_every=1, before=before,
+        then=lambda t: [update(t), t.run.log({"long": "x" * 5000})],  # more than the rest of a page
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("node", one_in(2, [1, 0]))
+def test_a_disk_is_full_for_a_while(
+    cluster: Cluster, tmp_path: Path, node: int, capfd: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    """The run continues, rows are written later, and the snapshots of the other node are complete."""
+    disks = [cluster.disk(0), cluster.disk(1)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disks[node])]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        samestep.spawn(train_while_it_is_full, 2, (disks, node))
+        out, _ = capfd.readouterr()
+        said = re.findall(r"samestep: .*the snapshot of step (\d) could not be written \(.*No space left", out)
+        assert said == ["3", "4", "5"]
+        names = [[each.path.name for each in Store(disk / "run").snapshots()] for disk in disks]
+        all_of_them = [f"step-{step:08d}" for step in range(1, 9)]
+        assert names[node] == [name for name in all_of_them if name[-1] not in "345"]
+        assert names[1 - node] == (names[0] if node == 0 else all_of_them), "what rank 0 cannot write, no node writes"
+        rows = [(disk / "run/metrics.jsonl").read_text() for disk in disks]
+        assert rows[0] == rows[1]
+        assert rows[0].count("\n") == 16
+        assert [(disk / "run/ledger.bin").stat().st_size for disk in disks] == [8 * 40] * 2
+    finally:
+        subprocess.run(["umount", str(disks[node])], check=True)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

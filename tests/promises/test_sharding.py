@@ -67,6 +67,13 @@ def test_rounding_changes_the_bits_and_little_else() -> None:
     torch.testing.assert_close(exact, rounded, rtol=2**-6, atol=2**-6)
 
 
+def test_fast_sums_in_bf16() -> None:
+    """The backend's sum goes to the owner. It is the exact one but for the order of the additions."""
+    exact = samestep.spawn(get_weights, 1, ("bf16",))
+    fast = samestep.spawn(get_weights, 3, ("bf16",), env=DIVIDED | {"SAMESTEP_REDUCTION": "fast"})
+    torch.testing.assert_close(fast, exact, rtol=1e-5, atol=1e-6)
+
+
 class Odd(nn.Module):
     """Parameters without elements and without dimensions."""
 

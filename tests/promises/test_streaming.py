@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.runs import check, find_tests, read_bits, samestep_command
-from support.shards import MAKERS, read_x
+from support.shards import MAKERS, make_tars, read_x
 from support.snapshots import read_snapshot
 from support.tiny import Tiny, update
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ import samestep
 from samestep.cli import main
 from samestep.data.content import hash_content
 from samestep.snapshot.store import Store
+from samestep.sources import WebDataset
 
 NUM_EPOCHS, NUM_STEPS, DIES_AT = 3, 30, 23
 
@@ -90,7 +91,18 @@ class Forgetful(Stateful):
         self.at = state["at"] + 1
 
 
-STREAMS: dict[str, Callable[[], Any]] = {"plain": Stream, "stateful": Stateful}
+class Given:
+    """Has a method `lane`, and cannot be copied."""
+
+    def __deepcopy__(self, memo: object) -> None:
+        raise TypeError
+
+    def lane(self, lane: int, num_lanes: int) -> Iterator[Tensor]:
+        assert get_worker_info() is None
+        return Stream().draw(lane, num_lanes, 0)
+
+
+STREAMS: dict[str, Callable[[], Any]] = {"plain": Stream, "stateful": Stateful, "given": Given}
 
 
 def train(
@@ -153,19 +165,19 @@ def test_the_same_bits_through_a_kill_at_any_number_of_ranks(kind: str, tmp_path
 
 # Three ranks, and an undisturbed run to compare with: 10 s, and 16 s on a busy machine.
 @pytest.mark.parametrize(
-    ("deaths", "dies_at", "num_steps"),
+    ("kind", "num_workers", "deaths", "dies_at", "num_steps"),
     [
-        ([(3, 2), (23, 0)], -1, NUM_STEPS),  # before the first snapshot, and after a state at step 16
-        ([], 4, 5),  # directly before the ranks gather the positions for the only snapshot
-        ([(3, 2)], 17, 18),  # and for the last one
+        ("given", 0, [(3, 2), (23, 0)], -1, NUM_STEPS),  # before the first snapshot, and after a state at step 16
+        ("plain", 2, [], 4, 5),  # directly before the ranks gather the positions for the only snapshot
+        ("plain", 2, [(3, 2)], 17, 18),  # and for the last one
     ],
 )
 def test_the_others_continue_a_stream(
-    deaths: Sequence[tuple[int, int]], dies_at: int, num_steps: int, tmp_path: Path
+    kind: str, num_workers: int, deaths: Sequence[tuple[int, int]], dies_at: int, num_steps: int, tmp_path: Path
 ) -> None:
     """They read the lanes of a rank that has died from the newest snapshot on, and have the same positions."""
-    samestep.spawn(train, 1, (tmp_path / "alone", Stream(), 0, -1, num_steps))
-    call = f"train(Path('healed'), Stream(), 2, {dies_at}, {num_steps}, {deaths}, 1)"
+    samestep.spawn(train, 1, (tmp_path / "alone", load(kind, tmp_path), 0, -1, num_steps))
+    call = f"train(Path('healed'), STREAMS[{kind!r}](), {num_workers}, {dies_at}, {num_steps}, {deaths}, 1)"
     (tmp_path / "script.py").write_text(f"from promises.test_streaming import *\n{call}\n")
     command = ["launch", "--heal", "--nproc-per-node", "3", "script.py"]
     check(samestep_command(*command, cwd=tmp_path, env={"PYTHONPATH": find_tests()}))
@@ -220,3 +232,15 @@ def test_what_a_stream_must_be(data: Any, feed: dict[str, Any], message: str) ->
 
 def train_fed(data: Any, feed: dict[str, Any]) -> None:
     train(None, data, **feed)
+
+
+def test_other_shards_than_those_of_the_run(tmp_path: Path) -> None:
+    """A tar has lost a sample. Then it is missing."""
+    samestep.spawn(train, 1, (tmp_path / "run", make_tars(tmp_path / "data"), 0, -1, 4))
+    before = (tmp_path / "run" / "run.json").read_bytes()
+    make_tars(tmp_path / "data", spare=2)
+    for what in ("has changed", "is missing"):
+        with pytest.raises(samestep.Error, match=rf"shards are not those that the run began with: 2\.tar {what}"):
+            samestep.spawn(train, 2, (tmp_path / "run", WebDataset(tmp_path / "data")))
+        (tmp_path / "data" / "2.tar").unlink(missing_ok=True)
+    assert (tmp_path / "run" / "run.json").read_bytes() == before
