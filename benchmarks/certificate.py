@@ -182,7 +182,7 @@ class Machine:
         args, config = read_arguments(self.build_words(group)[1:])
         with torch.device("meta"):
             model = GPT2(config)
-        flops = args.batch_size * config.context * model.count_flops_per_token(config.context)
+        flops: float = args.batch_size * config.context * model.count_flops_per_token(config.context)
         return flops / (step_s * ranks * self.peak_flops)
 
 

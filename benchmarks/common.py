@@ -70,13 +70,6 @@ def measure(
     return times
 
 
-def set_existing(owner: Any, **values: Any) -> None:
-    """Set attributes. Raises AttributeError if one does not exist, so that a new name in the source is noticed."""
-    for name, value in values.items():
-        getattr(owner, name)
-        setattr(owner, name, value)
-
-
 def compute_ratio(times: Times, name: str, other: str) -> float:
     """The median over the rounds of one contestant's time by another's in the same round."""
     return statistics.median(a / b for a, b in zip(times[name], times[other], strict=True))

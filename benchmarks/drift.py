@@ -43,6 +43,7 @@ def run_rank(num_rounds: int, steps_per_block: int) -> Times:
                 yield
 
     def compare() -> Iterator[None]:
+        assert run._prepared is not None
         for number in itertools.count():
             run._prepared.replicas.compare(-number - 1)
             yield

@@ -101,7 +101,7 @@ def build_tokens(sizes: Sizes) -> Tensor:
     return torch.randint(sizes.config.vocabulary_size, (64 * sizes.samples, sizes.config.context + 1))
 
 
-def compute_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+def compute_loss(model: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 

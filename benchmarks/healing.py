@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
 from common import (
     Contestant,
@@ -27,7 +26,6 @@ from common import (
     print_json,
     print_machine,
     print_table,
-    set_existing,
 )
 from paced_run import build_paced_run
 
@@ -40,15 +38,14 @@ WAYS = {OFF: (), ON: PARTS} | {part: (part,) for part in PARTS}  # -> the parts 
 def time_steps(run_dir: str, num_rounds: int, steps_per_block: int) -> Times:
     """On each rank: times blocks of steps."""
     run, steps = build_paced_run(run_dir, log_every=1)
-    group: Any = run._context.group
-    location: Any = run._context.location
-    kept = location.kept
-    waiter = group._waiter
+    group, location = run._context.group, run._context.location
+    kept, waiter = location.kept, group.waiter
 
     def switch(parts: Sequence[str], block: Callable[[int], None]) -> Callable[[int], None]:
         def timed(num_steps: int) -> None:
-            set_existing(location, _kept=kept if ROWS in parts else None)
-            set_existing(group, _waiter=waiter if THREAD in parts else None, _refuses=CONFIRMATION not in parts)
+            location.kept = kept if ROWS in parts else None
+            group.waiter = waiter if THREAD in parts else None
+            group._refuses = CONFIRMATION not in parts
             block(num_steps)
 
         return timed

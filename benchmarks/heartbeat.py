@@ -20,7 +20,6 @@ from common import (
     print_json,
     print_machine,
     print_table,
-    set_existing,
 )
 from msgspec.structs import asdict
 from paced_run import NUM_MICRO_BATCHES, STEP_S, build_paced_run
@@ -48,7 +47,7 @@ def run_rank(num_rounds: int, steps_per_block: int) -> dict[str, Any]:
                 vars(pulse).pop("enter", None)
                 pulse.begin()
             else:
-                set_existing(pulse, enter=stay_silent)
+                pulse.enter = stay_silent  # type: ignore[method-assign]
             block(num_steps)
             if is_on:
                 pulse.close()
@@ -70,16 +69,17 @@ def time_parts(run: samestep.Run) -> dict[str, float]:
     for _ in range(num):
         pulse.enter("forward", 1)
     enter_s = (time.perf_counter() - began_s) / num
-    run._services.watchdog.begin()
+    watchdog = run._services.watchdog
+    watchdog.begin()
     time.sleep(10)
     cpu_s = 0.0
     for thread in threading.enumerate():
         if thread.name.startswith("samestep _"):
             fields = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()
             cpu_s += int(fields[0]) / 1e9
-    heartbeat: Any = run._services.watchdog._heartbeat
-    size = len(json.dumps(asdict(heartbeat._builder.build(0))))
-    run._services.watchdog.close()
+    assert watchdog._heartbeat is not None
+    size = len(json.dumps(asdict(watchdog._heartbeat._builder.build())))
+    watchdog.close()
     return {"enter_s": enter_s, "cpu_share": cpu_s / 10, "beat_bytes": size}
 
 

@@ -25,11 +25,9 @@ from torch.utils.data import DataLoader
 
 import samestep
 from samestep.data.loader import Loader
-from samestep.data.order_files import keep_shards
 from samestep.plan.tree import Layout, build_layout
 from samestep.sources import WebDataset, open_tokens
 from samestep.train.inputs.loop_data import LoopData, open_loop_data
-from samestep.train.inputs.samples import check_marks
 
 SHAPE, CONTEXT, MICRO_BATCH_SIZE = (3, 64, 64), 256, 64
 OURS, PLAIN = "samestep", "DataLoader"
@@ -109,23 +107,6 @@ def measure_resume(num_samples: int, num_shards: int, repeats: int) -> float:
     return statistics.median(found)
 
 
-def measure_marks(root: Path, num_shards: int) -> dict[str, float]:
-    """The seconds to mark files of 1 MB in the page cache, and to keep the marks, at a first and at a later start."""
-    files = [root / f"{k:06d}.bin" for k in range(num_shards)]
-    for file in files:
-        with open(file, "wb") as opened:
-            opened.truncate(1 << 20)
-    source: Any = Virtual(num_shards, num_shards)
-    source.shard_files = files
-    data = plan_loop(source, 1, endless=False)
-    found = {}
-    for start in ("first", "later"):
-        began = time.process_time()
-        keep_shards(root, data.shards_hash, data.shards, check_marks(data, root, overrides=False))
-        found[f"marks of {num_shards:,} shards, {start} start"] = time.process_time() - began
-    return found
-
-
 def main() -> None:
     parser = build_parser(__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=11, help="blocks of each contestant, after one to warm up")
@@ -156,9 +137,7 @@ def main() -> None:
             rate = MICRO_BATCH_SIZE / statistics.median(times[OURS]) * (CONTEXT if name == "tokens" else 1)
             unit = "tokens" if name == "tokens" else "samples"
             rows[f"{name}, {num_workers} workers"] = {f"{unit}_per_s": rate, "ratio": compute_ratio(times, PLAIN, OURS)}
-        (root / "marks").mkdir()
-        marks = measure_marks(root / "marks", 100 if args.quick else 10_000)
-    resumes = marks | {
+    resumes = {
         f"resume at 10^8 samples, {num_shards or 'no'} shards": measure_resume(10**8, num_shards, 11)
         for num_shards in (0, 1000, 10_000)
     }

@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):
     """Takes the place of torch.distributed for one rank, and counts what it would send, and what the rank adds."""
 
     def __init__(self, world_size: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
         self._world_size = world_size
         self.messages = self.num_bytes = self.added = 0
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -101,7 +101,9 @@ def compute_loss(model: nn.Module, rows: Tensor) -> Tensor:
     return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
-def run_samestep(shape: Shape, num_micro_batches: int, reduction: str, **options: Any) -> Iterator[None]:
+def run_samestep(
+    shape: Shape, num_micro_batches: int, reduction: Literal["exact", "fast"], **options: Any
+) -> Iterator[None]:
     run = samestep.Run(
         None,
         batch_size=shape.batch_size,

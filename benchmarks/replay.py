@@ -73,7 +73,7 @@ def measure_checksum(name: str, num_rounds: int, steps_per_block: int) -> tuple[
                 yield
 
     def compute() -> Iterator[None]:
-        checksum = GradientChecksum()
+        checksum = GradientChecksum([*model.parameters()])
         for number in itertools.count():
             checksum.compute([param.grad for param in model.parameters()], number)
             yield

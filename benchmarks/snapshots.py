@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import io
 import itertools
 import os
 import statistics
+import sys
 import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,24 +85,24 @@ class Loop:
         self._watch_snapshotter()
 
     def _watch_snapshotter(self) -> None:
-        snapshotter: Any = self._run._services.snapshotter
-        join, directory = snapshotter.join_copy, self._run._context.location.directory
+        snapshotter, directory = self._run._services.snapshotter, self._run._context.location.directory
+        join = snapshotter.join_copy
 
         def join_copy() -> None:
             began = time.perf_counter()
             join()
             self.steps[max(self.steps)].waited += time.perf_counter() - began
 
-        snapshotter.join_copy = join_copy
+        snapshotter.join_copy = join_copy  # type: ignore[method-assign]
         if directory is not None:
-            save = directory.save
+            commit = directory.store.commit
 
-            def save_and_look(*args: Any, **kwargs: Any) -> float:
-                took_s = save(*args, **kwargs)
+            def commit_and_look(*args: Any, **kwargs: Any) -> Path:
+                path = commit(*args, **kwargs)
                 self.written = time.perf_counter() - self.steps[kwargs["step"] - 1].updated
-                return took_s
+                return path
 
-            directory.save = save_and_look
+            directory.store.commit = commit_and_look  # type: ignore[method-assign]
 
     def _run_steps(self, samples: Tensor) -> Iterator[int]:
         for step in self._run.steps(samples, 10**6):
@@ -118,7 +121,7 @@ class Loop:
         if way == OURS:
             self._run._services.snapshotter.want()
         elif way == DCP:
-            future = dcp.async_save(state, checkpoint_id=self._directory / "dcp")
+            future: Any = dcp.async_save(state, checkpoint_id=self._directory / "dcp")
 
             def note(_: Any) -> None:
                 self.written = time.perf_counter() - began
@@ -155,6 +158,11 @@ class Loop:
             "written": self.written,
         }
 
+    def end(self) -> None:
+        self._run.stop()
+        for _ in self._loop:
+            pass
+
 
 def save_by_torch(state: Any, path: Path, *, sync: bool) -> None:
     with open(path, "wb") as file:
@@ -176,6 +184,7 @@ def run_rank(
 ) -> dict[str, list[Seconds]]:
     """On each rank; rank 0 returns what it measured, by the way and the round. The first round warms up."""
     torch.set_num_threads(1)
+    sys.stdout = io.StringIO()  # samestep's own lines, up to the end of the process
     dist.init_process_group("gloo")
     loop = Loop(Path(directory), num_mb, num_samples)
     ways = [OURS, SAVE, SAVE_SYNC, DCP]
@@ -189,6 +198,7 @@ def run_rank(
             seconds = loop.measure(way, num_steps)
             if number:
                 found[way].append(seconds)
+    loop.end()
     return found
 
 
@@ -257,11 +267,12 @@ def measure_hashes(num_mb: int, num_rounds: int) -> dict[str, list[float]]:
         import blake3
 
         hashes["blake3"] = lambda piece: blake3.blake3(piece).digest()
-    works = {
-        name: lambda hash_=hash_: [hash_(data) for _ in range(count)]  # type: ignore[misc]
-        for name, hash_ in hashes.items()
-    }
-    return time_all(works, num_rounds)
+
+    def hash_all(name: str) -> None:
+        for _ in range(count):
+            hashes[name](data)
+
+    return time_all({name: partial(hash_all, name) for name in hashes}, num_rounds)
 
 
 def time_all(

@@ -15,8 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from samestep.watch.trackers.registry import build_trackers
-
+from samestep.config import find_trackers
 from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import Tracker, TrackerInfo
 
@@ -60,7 +59,7 @@ def main() -> None:
         }  # fmt: skip
         for name in NAMES:
             if find_spec(name) is not None:
-                tracker = build_trackers([name])[0]
+                tracker = find_trackers()[name].load()()
                 found[name] = measure(tracker, Path(directory) / name, 5 if args.quick else 200)
     if args.json:
         print(json.dumps(found))

@@ -129,5 +129,5 @@ def _build_route(bucket: Bucket, plan: ReductionPlan, layout: Layout, group: Gro
     if is_staged:
         return Staged(route, allocate)
     if bucket.device.type == "cuda":
-        return Aside(route, torch.cuda.Stream(bucket.device))  # type: ignore[no-untyped-call]
+        return Aside(route, torch.cuda.Stream(bucket.device))
     return route

@@ -17,7 +17,7 @@ def copy_to_host(tensors: Iterable[Tensor]) -> Callable[[], list[Tensor]]:
     for tensor in tensors:
         copies.append(tensor.to("cpu", non_blocking=True))
         if tensor.is_cuda:
-            events.append(event := torch.cuda.Event())  # type: ignore[no-untyped-call]
+            events.append(event := torch.cuda.Event())
             event.record(torch.cuda.current_stream(tensor.device))
 
     def wait() -> list[Tensor]:

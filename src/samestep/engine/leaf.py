@@ -42,7 +42,7 @@ class GradientHooks:
         """Add the hooks that are missing: a script may unfreeze a parameter at any step."""
         for i, param in enumerate(self._params):
             if param.requires_grad and i not in self._handles:
-                handle = param.register_post_accumulate_grad_hook(self._build_hook(i))  # type: ignore[no-untyped-call]
+                handle = param.register_post_accumulate_grad_hook(self._build_hook(i))
                 self._handles[i] = handle
 
     def remove(self) -> None:

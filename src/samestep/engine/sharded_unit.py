@@ -138,7 +138,7 @@ class ShardedUnit:
         if is_recomputed or not torch.is_grad_enabled():
             return
         for tensor in _find_differentiable(output):
-            tensor.register_hook(self._refuse_outside)  # type: ignore[no-untyped-call]
+            tensor.register_hook(self._refuse_outside)
         # Without differentiable inputs, its backward pass is complete at the end of that of the model.
         new = [node.register_hook(self._count) for node in self._find_last_nodes(output)] if self._edges else []
         self._handles += new

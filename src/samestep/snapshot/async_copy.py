@@ -154,7 +154,7 @@ class Copy:
 
 def _open_stream(device: Any) -> Any:
     """Return a stream in which copies run beside the computation on a GPU, after what this thread has queued there."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream
 

@@ -66,7 +66,7 @@ def _set_states(states: tuple[Any, ...]) -> None:
 
 def _list_gpu_generators() -> list[torch.Generator]:
     """Return the generators of all visible GPUs, this rank's own one first; [] before the first use of a GPU."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized():
         return []
     own = torch.cuda.current_device()
     generators = torch.cuda.default_generators

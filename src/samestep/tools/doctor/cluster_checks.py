@@ -34,7 +34,7 @@ GROUP_ADVICE = (
 def look_at_versions(context: Context) -> dict[str, str]:
     """Return name -> version; "" if it is not installed."""
     has_gpu = torch.cuda.is_available()
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_gpu else ""  # type: ignore[no-untyped-call]
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_gpu else ""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -164,7 +164,7 @@ class _NonFinite:
             self.found.append(f"the output of {label} is the first that is not finite; its inputs are {given}")
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._look_back, label))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(self._look_back, label))
 
     def _look_back(self, label: str, grad: Tensor) -> None:
         if not self._has_backward and not is_finite(grad):

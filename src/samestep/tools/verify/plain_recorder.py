@@ -110,7 +110,7 @@ class OptimizerTracker:
             if param.requires_grad and place not in self._hooked:
                 self._hooked.add(place)
                 # It gets the gradient of this rank, before DDP averages it.
-                param.register_hook(partial(self._add_gradient, place))  # type: ignore[no-untyped-call]
+                param.register_hook(partial(self._add_gradient, place))
         left = self._project_grads()
         if self._is_fresh or not left.any():
             self._computed = left

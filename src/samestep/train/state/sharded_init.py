@@ -112,7 +112,7 @@ class ShardedInit:
         own = [param for name, param in params.items() if name in origin.created]
         for param in own:
             whole = nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad)
-            torch.utils.swap_tensors(param, whole)  # type: ignore[no-untyped-call]  # optimizers refer to `param`
+            torch.utils.swap_tensors(param, whole)  # optimizers refer to `param`
         shared = [param for name, param in params.items() if name not in origin.created and not param.is_meta]
         kept = [param.detach().clone() for param in shared]
         torch.default_generator.manual_seed(derive(self._seed, "init", step=origin.number))

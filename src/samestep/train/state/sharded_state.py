@@ -249,7 +249,7 @@ def _shard(modules: Mapping[str, nn.Module], blocks: Blocks | None, group: Group
                 ) from None
             for param in filled:  # free the whole one, which the optimizers refer to
                 param.data = param.data.new_empty(0)
-    stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
     return ShardedModels(units, mesh.get_group(), stream)
 
 
