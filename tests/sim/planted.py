@@ -329,7 +329,7 @@ PLANTED = (
     Planted(
         "healing: the new rank 0 does not complete the ledger", HEAL, "snapshot/kept_logs.py",
         '        ledger.append(b"".join(missing))\n', "", focus="heal",
-        scenario="seed=109 script=mlp every=2 steps=10 routes=gather copies=background | 4 heal kill@953 | 1",
+        scenario="seed=1 script=mlp every=10 steps=10 | 3 heal kill@730/0 | 1",
     ),
     Planted(
         "healing: the new rank 0 does not complete the metrics", HEAL, "snapshot/kept_logs.py",
@@ -346,7 +346,7 @@ PLANTED = (
     Planted(
         "healing: a batch that an earlier pass has changed is taken for a new one", HEAL, "train/step/steps.py",
         "for v in before if self.num_passes else ():", "for v in ():", "heal", "passes",
-        "seed=136 script=passes every=3 steps=7 routes=gather copies=background | 3 heal kill@901 | 1",
+        "seed=136 script=passes every=3 steps=7 routes=gather | 3 heal kill@1120/1 | 1",
     ),
     Planted(
         "healing: the values of a dead rank are left out", HEAL, "train/step/steps.py",
