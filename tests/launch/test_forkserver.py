@@ -36,6 +36,22 @@ print(server.receive(60)["code"])
 server.close()
 """
 
+SPARED = """
+import os, signal, sys
+from samestep.launch import forkserver
+
+forkserver.PRELOAD = ()
+server = forkserver.ForkServer(fork=True)
+target = {"kind": "script", "name": sys.argv[1], "arguments": []}
+ranks = [{"rank": rank, "variables": dict(os.environ), "is_shown": True} for rank in range(2)]
+server.start(ranks, target=target, cwd=os.getcwd(), directory=os.getcwd())
+server.receive(60)
+for spared in ([0], []):
+    server.signal(signal.SIGKILL, spared)
+    print(server.receive(60)["rank"])
+server.close()
+"""
+
 
 def test_no_further_process_can_be_started(tmp_path: Path) -> None:
     """The limit on processes is reached."""
@@ -84,3 +100,11 @@ def test_a_signal_reaches_a_rank_that_was_just_forked(tmp_path: Path, signum: in
     command = [sys.executable, "-c", SIGNALED_EARLY, str(int(signum)), str(script)]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (ended.stdout, ended.stderr) == (f"{-signum}\n", "")
+
+
+def test_a_rank_can_be_spared(tmp_path: Path) -> None:
+    """It completes a snapshot."""
+    script = tmp_path / "waits.py"
+    script.write_text("import signal; signal.pause()")
+    ended = subprocess.run([sys.executable, "-c", SPARED, str(script)], capture_output=True, text=True, cwd=tmp_path)
+    assert (ended.stdout, ended.stderr) == ("1\n0\n", "")

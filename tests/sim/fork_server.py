@@ -1,6 +1,7 @@
 """The fork server of a simulated launcher: starts simulated ranks, signals them, and reports their ends."""
 
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sim.standard_library import EPOCH_S
@@ -26,9 +27,11 @@ def build_fork_server(own: "Instance") -> type:
                 self._signals[rank] = []
             self._events.append({"started": {rank: process.pid for rank, process in self._ranks.items()}})
 
-        def signal(self, signum: int) -> None:
+        def signal(self, signum: int, spared: Sequence[int] = ()) -> None:
             own.process.check()
             for rank, process in self._ranks.items():
+                if rank in spared:
+                    continue
                 self._signals[rank].append(signum)
                 process.receive(signum)
 

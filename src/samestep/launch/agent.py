@@ -124,7 +124,7 @@ class Agent:
             case Start():
                 self._start(command)
             case Signal():
-                ranks.signal(command.signum)
+                ranks.signal(command.signum, spares=command.spares)
             case EndStuck():
                 ranks.end_stuck(command.ranks, command.reason)
             case Print() if self.launch.prints:

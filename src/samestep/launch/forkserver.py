@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing import Pipe
@@ -86,10 +86,10 @@ class ForkServer(Held):
             for file in (1, 2):
                 send_handle(self._connection, file, self._pid)
 
-    def signal(self, signum: int) -> None:
-        """Send a signal to every running rank; SIGKILL also goes to their children."""
+    def signal(self, signum: int, spared: Sequence[int] = ()) -> None:
+        """Send a signal to every running rank but those in `spared`; SIGKILL also goes to their children."""
         with suppress(OSError):  # the server has ended, and its ranks with it
-            self._connection.send({"signal": int(signum)})
+            self._connection.send({"signal": int(signum), "spared": [*spared]})
 
     def receive(self, timeout_s: float) -> dict[str, Any] | None:
         """Return the next event, waiting up to `timeout_s` for it; None if there is none.
@@ -242,7 +242,7 @@ class _Server:
         if files:
             self.start(request["start"], request["common"], *files)
         else:
-            self.send_signal(request["signal"])
+            self.send_signal(request["signal"], request["spared"])
         return True
 
     def send(self, event: dict[str, Any]) -> None:
@@ -327,10 +327,12 @@ class _Server:
             code = os.waitstatus_to_exitcode(status)
             self.send({"rank": rank, "code": code, "time_s": time.time(), "signals": [*self.signals]})
 
-    def send_signal(self, signum: int) -> None:
+    def send_signal(self, signum: int, spared: Sequence[int] = ()) -> None:
         self.reap()  # a rank that has ended before has not ended by this signal
         self.signals.append(signum)
-        for pid in self.ranks:
+        for pid, (rank, _) in self.ranks.items():
+            if rank in spared:
+                continue
             if signum == signal.SIGKILL:
                 kill_group(pid)
             else:

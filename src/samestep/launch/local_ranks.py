@@ -166,13 +166,18 @@ class Ranks:
             return [Started()]
         return [self._end(event["rank"], event["code"], event["time_s"], event["signals"])]
 
-    def signal(self, signum: int) -> None:
+    def signal(self, signum: int, *, spares: bool = False) -> None:
         """Send a signal to the ranks; SIGKILL goes to their children, too.
 
         A run completes its step, saves and ends after SIGTERM; other programs are killed by it.
+
+        Args:
+            spares: leave out ranks that have reported an error. They complete a snapshot that they are writing, and end
+                within `rank_process.LEAVE_S`.
         """
         self._signalled_s = time.time()
-        self._server.signal(signum)
+        spared = [rank for rank in self.pids if spares and read_failure(rank, self.directory) is not None]
+        self._server.signal(signum, spared)
 
     def end_stuck(self, ranks: Sequence[int], reason: str) -> None:
         """Kill ranks that do not respond. `reason`: a sentence, for the failure."""

@@ -113,9 +113,10 @@ class Start(Struct, tag=True, frozen=True):
 
 
 class Signal(Struct, tag=True, frozen=True):
-    """Send a signal to the ranks."""
+    """Send a signal to the ranks. `spares`: not to those that have reported an error, and complete a snapshot."""
 
     signum: int
+    spares: bool = False
 
 
 class EndStuck(Struct, tag=True, frozen=True):

@@ -36,7 +36,7 @@ from samestep.world.membership import GENERATION_S
 SAY_S = 5.0  # after which the nodes print for whom they wait
 SAY_AGAIN_S = 60.0
 FOLLOW_S = 0.5  # after the first failure: time for other ranks to fail, with the same error or because they lost it
-KILL_S = 30.0  # for killed ranks to end; a rank inside a driver call can take long
+KILL_S = 60.0  # for killed ranks to end, and for spared ones, which have 30 s; one in a driver call can take long
 
 
 class State(Enum):
@@ -257,7 +257,7 @@ class Supervisor:
             case State.FAILING | State.KILLING if not self._running():
                 self._conclude()
             case State.FAILING if is_due:
-                self._kill()
+                self._kill(spares=True)
             case State.KILLING if is_due:
                 for rank in self._running():
                     self._can_restart = False
@@ -335,10 +335,10 @@ class Supervisor:
         self._enter(State.SAVING)
         self._tell_all(Signal(signal.SIGTERM if signum == signal.SIGHUP else signum))
 
-    def _kill(self) -> None:
+    def _kill(self, *, spares: bool = False) -> None:
         self._enter(State.KILLING, KILL_S)
         self._refuse()
-        self._tell_all(Signal(signal.SIGKILL))
+        self._tell_all(Signal(signal.SIGKILL, spares))
 
     # --- healing ----------------------------------------------------------------------------------------------
 
