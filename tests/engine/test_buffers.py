@@ -47,7 +47,7 @@ class Counter(nn.Module):
         if v == 2:  # only this micro-batch changes these
             torch.minimum(self.lowest, x.min(), out=self.lowest)
             self.is_begun.fill_(True)
-        self.calls.data.add_(v + 1)  # torch does not count this
+        self.calls.data.add_(v + 2)  # torch does not count this
         self.cache = torch.zeros(len(self.cache) + 1)
         return x
 
@@ -82,7 +82,7 @@ def test_values_after_a_step() -> None:
         assert model.total.item() == start + 3 * (1 + 2 + 3 + 4) / 4
         assert model.last.tolist() == [2.5, 2.5]
         assert model.lowest.item() == 3.0, "micro-batches that do not change it do not count"
-        assert (model.calls.item(), model.is_begun.item()) == (2 * (step + 1), True), "the rounded mean"
+        assert (model.calls.item(), model.is_begun.item()) == (4 * (step + 1), True), "the rounded mean"
         assert model.mask.tolist() == [-torch.inf] * 2
         assert len(model.cache) == 1 + 4 * (step + 1), "it is no state"
     assert model.total is model.same.total

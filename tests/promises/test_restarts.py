@@ -17,6 +17,7 @@ import samestep
 from samestep.errors import PeerFailed
 from samestep.launch.failure import is_secondary
 from samestep.snapshot.lock import Lock
+from samestep.snapshot.run_directory import _describe_end
 from samestep.watch.records import read_status
 
 Undisturbed = Callable[..., Outcome]
@@ -138,3 +139,13 @@ def test_the_death_of_a_loader_worker_is_a_failure_of_this_rank() -> None:
     worker = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
     worker.__cause__ = raise_in("multiprocessing.connection", ConnectionResetError("Connection reset by peer"))
     assert not is_secondary(worker)
+
+
+@pytest.mark.parametrize(("status", "reason"), [
+    ({"status": "stopped", "reason": "stopped by SIGUSR1"}, "stopped by SIGUSR1"),
+    ({"status": "done", "reason": ""}, "the run was done"),
+    ({"status": "running", "reason": ""}, "unknown"),
+])  # fmt: skip
+def test_how_the_last_start_of_the_user_ended(status: dict[str, str], reason: str) -> None:
+    """A killed one could not record it."""
+    assert _describe_end(status) == reason

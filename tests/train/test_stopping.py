@@ -1,13 +1,17 @@
-"""What all ranks do after a step, by their votes."""
+"""What signals do, and what all ranks do after a step, by their votes."""
 
+import dataclasses
+import os
 import signal
+from collections.abc import Iterator
 from itertools import permutations, product
 
 import pytest
 
 from samestep.engine.control import Saving, Vote
 from samestep.errors import UsageError
-from samestep.train.ending.stopping import decide
+from samestep.train.ending.stopping import STOP_SIGNALS, StopSignals, decide
+from samestep.world.environment import read_environment
 
 VOTES = [
     Vote(stop, snapshot, saving, comparison)
@@ -37,3 +41,28 @@ def test_two_signals_are_decided_alike_in_any_order() -> None:
     for stops in product((0, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM), repeat=3):
         [decision] = {decide([Vote(stop) for stop in order]) for order in permutations(stops)}
         assert decision.signal in stops
+
+
+@pytest.fixture
+def default_handlers() -> Iterator[None]:
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("launcher", "ends"), [("python", True), ("samestep", False)])
+@pytest.mark.usefixtures("default_handlers")
+def test_a_second_signal(monkeypatch: pytest.MonkeyPatch, launcher: str, ends: bool) -> None:
+    """It ends plain python at once. A launcher kills its ranks, and may send them a signal twice, also later."""
+    killed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(number))
+    environment = dataclasses.replace(read_environment({}), launcher=launcher)
+    signals = StopSignals(environment, lambda sentence: None, is_on=True)
+    for count in range(2):
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.heard == signal.SIGTERM
+        assert killed == [signal.SIGTERM] * (ends and count)
+    signals.ignore_further()
+    ignored = [signal.getsignal(number) is signal.SIG_IGN for number in STOP_SIGNALS]
+    assert ignored == [not ends] * len(STOP_SIGNALS)
