@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from torch.optim.lr_scheduler import LRScheduler
+
 from samestep.console import describe_ranks
 from samestep.data.order_files import keep_shards
 from samestep.errors import InvalidValue
@@ -17,6 +19,7 @@ from samestep.train.context import RunContext
 from samestep.train.description import describe_run, describe_script, read_commit
 from samestep.train.determinism import describe_machine, fix_compiler
 from samestep.train.guards import calls
+from samestep.train.guards.misuse import ScheduleChecks
 from samestep.train.inputs.loop_data import LoopData
 from samestep.train.inputs.samples import add_samples
 from samestep.train.loops.boundary import Services
@@ -25,7 +28,7 @@ from samestep.train.loops.loop import Loop
 from samestep.train.prepared import Prepared, measure_sizes
 from samestep.train.state.run_state import LoopKind, RunState
 from samestep.train.step.interception import Interceptor, LoopParts
-from samestep.train.step.steps import Observers, list_borrowed
+from samestep.train.step.steps import Observers, StepObserver, list_borrowed
 from samestep.units import format_ranks
 from samestep.watch.trackers.protocol import TrackerInfo
 from samestep.world.environment import advise
@@ -146,7 +149,15 @@ def build_observers(
     )
     for interceptor in interceptors:
         interceptor.begin_loop(parts)
-    observers = (prepared.parameters, services.watchdog, services.metrics, services.stopping, prepared.misuse)
+    observers: list[StepObserver] = [
+        prepared.parameters,
+        services.watchdog,
+        services.metrics,
+        services.stopping,
+        prepared.misuse,
+    ]
+    if schedules := {name: thing for name, thing in prepared.objects.items() if isinstance(thing, LRScheduler)}:
+        observers.append(ScheduleChecks(schedules))
     return Observers([*observers, *interceptors], interceptors)
 
 

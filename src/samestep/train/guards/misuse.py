@@ -41,8 +41,6 @@ class MisuseChecks(StepObserver):
     ) -> None:
         self._modules = modules
         self._divides = divides
-        self._schedules = {name: thing for name, thing in objects.items() if isinstance(thing, LRScheduler)}
-        self._positions: dict[str, int] = {}  # of the schedules, when the pass began
         self._optimizers: WeakSet[Optimizer] = WeakSet([*name_optimizers(objects).values(), *held])
         self._signature = self._sign()
         self._names = {number: path for path, number, _ in self._signature}
@@ -78,21 +76,6 @@ class MisuseChecks(StepObserver):
     def begin_step(self, step: Step) -> None:
         self._step = step
 
-    def begin_pass(self, step: Step) -> None:
-        self._positions = self._read_positions()
-
-    def exchange(self, step: Step) -> None:
-        for name, now in self._read_positions().items():
-            if now != self._positions[name]:
-                raise UsageError(
-                    f"{name}.step() inside the micro-batch loop of step {step.number}: each rank calls it as often as "
-                    "it has micro-batches; dedent it by one level",
-                    code="SS211",
-                )
-
-    def _read_positions(self) -> dict[str, int]:
-        return {name: getattr(schedule, "last_epoch", 0) for name, schedule in self._schedules.items()}
-
     def close(self) -> None:
         """End the checks, with the loop."""
         self._phase = Phase.AFTER_LOOP
@@ -107,6 +90,8 @@ class MisuseChecks(StepObserver):
                 self._unreduced[id(leaf)] = ref(leaf)
 
     def reduced(self, step: Step) -> None:
+        if not self._unreduced:
+            return
         leaves = [leaf() for leaf in self._unreduced.values()]
         self._partial = [ref(leaf.grad) for leaf in leaves if leaf is not None and leaf.grad is not None]
 
@@ -147,6 +132,29 @@ class MisuseChecks(StepObserver):
             for name, module in self._modules.items()
             for path, param in list_named(module)
         ]
+
+
+class ScheduleChecks(StepObserver):
+    """Observes the schedules of a run that has some."""
+
+    def __init__(self, schedules: Mapping[str, LRScheduler]) -> None:
+        self._schedules = schedules
+        self._positions: dict[str, int] = {}  # when the pass began
+
+    def begin_pass(self, step: Step) -> None:
+        self._positions = self._read_positions()
+
+    def exchange(self, step: Step) -> None:
+        for name, now in self._read_positions().items():
+            if now != self._positions[name]:
+                raise UsageError(
+                    f"{name}.step() inside the micro-batch loop of step {step.number}: each rank calls it as often as "
+                    "it has micro-batches; dedent it by one level",
+                    code="SS211",
+                )
+
+    def _read_positions(self) -> dict[str, int]:
+        return {name: getattr(schedule, "last_epoch", 0) for name, schedule in self._schedules.items()}
 
 
 def _find_leaves(loss: Tensor) -> Iterator[Tensor]:
