@@ -13,6 +13,7 @@ from promises.loops import (
     build_run,
     case,
     learn_classes,
+    list_norms,
     read_grads,
     sgd_momentum,
     trace_run,
@@ -238,3 +239,53 @@ def sparse_gradients() -> Result:
         assert grad.layout is torch.strided
 
     return train_classes(Words, optimizer=lambda params: torch.optim.Adagrad(params, 0.1), after=check)
+
+
+@case
+def gradients_that_a_function_withholds() -> Result:
+    """In some micro-batches its backward returns None, as if they did not use the weight."""
+
+    class Shift(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, shift: Tensor) -> Tensor:
+            ctx.gives = bool((x[:, 0] > 0).all())
+            return x + shift
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+            return grad, grad.sum(0) if ctx.gives else None
+
+    def check(t: Any) -> None:
+        assert t.model["shift"].any()
+
+    return trace_run(
+        lambda: nn.ParameterDict({"shift": nn.Parameter(torch.zeros(6)), "head": nn.Parameter(torch.randn(6, 4))}),
+        optimizer=sgd_momentum, at_end=check,
+        body=lambda t, x, y: t.step.backward(F.cross_entropy(Shift.apply(x, t.model["shift"]) @ t.model["head"], y)),
+        then=lambda t: [t.trace.add("has a gradient", read_grads(t.run, [t.model["shift"]])[0] is not None), update(t)],
+    )  # fmt: skip
+
+
+@case
+def unfrozen_in_a_steps_body() -> Result:
+    """As in GANs before each pass, and for gradual unfreezing between two steps."""
+    run = build_run()
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    other = nn.Linear(6, 4).requires_grad_(False)
+    optimizer = torch.optim.Adam([*model.parameters(), *other.parameters()], 0.1)
+    run.prepare(model=model, other=other, optimizer=optimizer)
+    trace = Trace(run)
+    for epoch in run.epochs(build_pairs(), 2):
+        for step in epoch:
+            other.requires_grad_(step.number % 3 == 1)
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x) + other(x), y))
+            other.requires_grad_(True)
+            model.requires_grad_(False)
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x) - other(x), y))
+            model.requires_grad_(True)
+            trace.add("gradients", list_norms(run, other.parameters()))
+            optimizer.step()
+            trace.end_step(step)
+    return trace.finish()

@@ -24,6 +24,7 @@ HEAVY = ("two_threads", "compiled_by_aot_eager")
 # Models that FSDP2 cannot have, and what the error says.
 NOT_SHARDED = {
     "gradients_of_minus_zero": "has no forward",
+    "gradients_that_a_function_withholds": "has no forward",
     "gradients_kept_for_the_next_step": "DTensor|unevenly sharded",  # computes with a whole one and a shard
     "micro_batches_without_backward": "step.backward was not called in micro-batch",
     "gan": "a backward pass ran outside of step.backward",  # has a gradient penalty

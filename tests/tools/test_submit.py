@@ -165,6 +165,15 @@ def test_no_cluster(script: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     assert "sbatch cannot be started (No such file or directory): submit from a machine" in refuse(capsys, "train.py")
 
 
+def test_a_job_that_slurm_refuses(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: no partition x\nsbatch: error: No' >&2\nexit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert "sbatch refused the job: no partition x; No" in refuse(capsys, "train.py")
+
+
 def test_slurm_writes_no_output_through_a_link(
     script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
