@@ -18,7 +18,7 @@ from common import build_parser, print_json
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.engine import routes
-from samestep.engine.chunk_sums import ChunkSum, exchange_chunks
+from samestep.engine.chunk_sums import ChunkExchange, ChunkSum
 from samestep.engine.exchange_memory import ExchangeMemory
 from samestep.engine.reduction_plan import build_reduction_plan
 from samestep.plan.tree import build_layout
@@ -158,9 +158,10 @@ def count_sharded(world_size: int, rank: int, num_micro_batches: int) -> Count:
     """Count what shard="fsdp2" exchanges of gradients, in all rounds of micro-batches."""
     total = Count()
     sums = ChunkSum(num_micro_batches)
+    exchange = ChunkExchange(num_micro_batches, rank, world_size, 1)
     chunks = NEW(world_size, ceil(NUM_ELEMENTS / world_size))
     for first in range(0, num_micro_batches, world_size):
-        total += count(world_size, partial(exchange_chunks, chunks, first, sums, None))
+        total += count(world_size, partial(exchange.run, chunks, first, sums, None))
     return total
 
 

@@ -7,9 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import samestep
-from samestep.engine.chunk_sums import ChunkSum, exchange_chunks
-from samestep.engine.routes import PendingOp, wait_all
-from samestep.plan.tree import split
+from samestep.engine import chunk_sums
+from samestep.engine.chunk_sums import ChunkExchange, ChunkSum
+from samestep.engine.routes import Counts, PendingOp, start_all_to_all, wait_all
+from samestep.plan.tree import Node, cover, split
+
+
+def list_leaves(first: int, stop: int) -> list[Node]:
+    return [(v, v + 1) for v in range(first, stop)]
 
 
 def draw_leaves(n: int, size: int) -> torch.Tensor:
@@ -33,7 +38,7 @@ def test_any_number_of_ranks_gives_the_canonical_sum(n: int, world_size: int) ->
         rows = torch.full((world_size, 33), torch.nan)  # of ranks without a micro-batch in the last round
         held = leaves[first : first + world_size]
         rows[: len(held)] = held
-        total.add(first, rows)
+        total.add(list_leaves(first, first + len(held)), rows)
     assert total.total is not None
     assert torch.equal(total.total, add_up(leaves, 0, n))
 
@@ -49,7 +54,7 @@ def test_rounded_sums_do_not_depend_on_the_chunks(n: int, world_size: int, size:
         total = ChunkSum(n)
         for first in range(0, n, world_size):
             rows = leaves[first : first + world_size, start : start + size].clone()
-            total.add(first, rows)
+            total.add(list_leaves(first, min(first + world_size, n)), rows)
         assert total.total is not None
         assert torch.equal(total.total, whole[start : start + size])
 
@@ -58,18 +63,45 @@ def test_rounded_sums_do_not_depend_on_the_chunks(n: int, world_size: int, size:
 def test_it_keeps_few_sums_and_none_of_the_rows(world_size: int) -> None:
     total = ChunkSum(64)
     for first in range(0, 64, world_size):
-        total.add(first, torch.ones(world_size, 5))
+        total.add(list_leaves(first, min(first + world_size, 64)), torch.ones(world_size, 5))
         assert len(total.parts) <= 7
         assert all(part.untyped_storage().nbytes() == 20 for part in total.parts)
     assert total.total is not None
     assert total.total.tolist() == [64.0] * 5
 
 
-def sum_units(sizes: list[int]) -> None:
-    """Sum two units at the same time, in steps of these numbers of micro-batches, and check the sums."""
+@given(st.integers(1, 40), st.integers(1, 6))
+def test_sums_of_nodes_are_added_to_the_same_sum(n: int, block_size: int) -> None:
+    leaves = draw_leaves(n, 9)
+    total = ChunkSum(n)
+    for start in range(0, n, block_size):
+        nodes = cover(n, start, min(start + block_size, n))
+        assert [v for lo, hi in nodes for v in range(lo, hi)] == [*range(start, min(start + block_size, n))]
+        total.add(nodes, torch.stack([add_up(leaves, lo, hi) for lo, hi in nodes]))
+    assert total.total is not None
+    assert torch.equal(total.total, add_up(leaves, 0, n))
+
+
+def sum_in_blocks(block_size: int, sizes: list[int]) -> dict[int, int]:
+    """Sum two units at the same time, in steps of these numbers of micro-batches. Check this rank's chunks of the sums.
+
+    Returns:
+        For each number of micro-batches, how many chunks the ranks have sent to other blocks.
+    """
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    is_outside = [other // block_size != rank // block_size for other in range(world_size)]
+    num_sent: dict[int, int] = {}
+
+    def start(rows: torch.Tensor, chunks: torch.Tensor, process_group: object, counts: Counts | None = None) -> object:
+        sent = [1] * world_size if counts is None else counts[1]
+        num_sent[n] += sum(count for count, outside in zip(sent, is_outside, strict=True) if outside)
+        return start_all_to_all(rows, chunks, process_group, counts)
+
+    chunk_sums.start_all_to_all = start  # type: ignore[assignment]
     for n in sizes:
+        num_sent[n] = 0
+        exchange = ChunkExchange(n, rank, world_size, block_size)
         units = [draw_leaves(n, 5 * world_size), draw_leaves(n, 2 * world_size) * 3]
         totals = [ChunkSum(n), ChunkSum(n)]
         ops: list[PendingOp] = []
@@ -77,13 +109,24 @@ def sum_units(sizes: list[int]) -> None:
             for unit, total in zip(units, totals, strict=True):
                 own = unit[min(first + rank, n - 1)].view(world_size, -1).clone()
                 ops = [op for op in ops if op.advance()]
-                ops.append(PendingOp(exchange_chunks(own, first, total, dist.group.WORLD)))
+                ops.append(PendingOp(exchange.run(own, first, total, dist.group.WORLD)))
         wait_all(ops)
         for unit, total in zip(units, totals, strict=True):
             assert total.total is not None
             assert torch.equal(total.total, add_up(unit, 0, n).view(world_size, -1)[rank]), n
+    counts = torch.tensor([*num_sent.values()])
+    dist.all_reduce(counts)
     dist.destroy_process_group()
+    return dict(zip(num_sent, counts.tolist(), strict=True))
 
 
-def test_ranks_exchange_their_chunks() -> None:
-    samestep.spawn(sum_units, 4, ([1, 2, 3, 6, 8],))
+@pytest.mark.parametrize(("world_size", "block_size", "num_chunks"), [
+    (4, 1, {8: 24}),
+    (4, 2, {1: 8, 2: 2, 3: 4, 6: 6 + 8, 8: 8, 64: 64}),  # 8 in each round without blocks
+    (6, 2, {8: 12 + 4, 12: 20 + 20}),  # 24
+    (6, 3, {1: 18, 8: 12 + 3, 12: 12}),  # 18
+])  # fmt: skip
+def test_blocks_of_ranks_send_their_sums(world_size: int, block_size: int, num_chunks: dict[int, int]) -> None:
+    """The number of chunks that leave the blocks, for some numbers of micro-batches."""
+    sent = samestep.spawn(sum_in_blocks, world_size, (block_size, [*num_chunks]))
+    assert sent == {n: 2 * count for n, count in num_chunks.items()}

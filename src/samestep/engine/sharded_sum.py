@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from samestep.engine.chunk_sums import ChunkSum, exchange_chunks
+from samestep.engine.chunk_sums import ChunkExchange, ChunkSum
 from samestep.engine.control import Control
 from samestep.engine.exchange import Exchange, Sums
 from samestep.engine.exchange_memory import ExchangeMemory
@@ -49,6 +49,7 @@ class ShardedSum:
         self._parts = RankParts(plan, memory.layout, group.rank)
         self._exchange = Exchange(plan, memory, group, self._parts)
         num_micro_batches = memory.layout.num_micro_batches
+        self._chunks = ChunkExchange(num_micro_batches, group.rank, group.world_size, self._models.block_size)
         self._sums = [ChunkSum(num_micro_batches) for _ in self._models.units]
         self._order: list[int] = []  # of the units, in all backward passes
         self._under_way: list[PendingOp] = []  # exchanges of chunks
@@ -124,7 +125,7 @@ class ShardedSum:
         with torch.cuda.stream(stream):
             chunks = self._plan.narrow(self._models.units[k].pack(grads))
             first = self._round * self._world_size
-            op = PendingOp(exchange_chunks(chunks, first, self._sums[k], self._models.process_group))
+            op = PendingOp(self._chunks.run(chunks, first, self._sums[k], self._models.process_group))
             if stream is not None:
                 wait_all([op])  # makes the stream wait, not the host
                 return

@@ -18,11 +18,13 @@ class ShardedModels:
     Attributes:
         units: their units.
         process_group: the ranks.
+        block_size: ranks per block; the ranks of a block are on one host.
         stream: for the exchanges of gradients on a GPU; None on the CPU.
     """
 
     units: Sequence[ShardedUnit]
     process_group: Any
+    block_size: int
     stream: torch.cuda.Stream | None
 
     def free_gathered(self) -> None:

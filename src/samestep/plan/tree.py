@@ -127,7 +127,7 @@ def build_layout(n: int, world_size: int, in_rounds: bool = False) -> Layout:
     else:
         starts = [split(0, n, rank, world_size) for rank in range(world_size + 1)]
         ranges = tuple(map(range, starts, starts[1:]))
-        parts = tuple(tuple(_cover(0, n, held.start, held.stop)) for held in ranges)
+        parts = tuple(cover(n, held.start, held.stop) for held in ranges)
     fillers = tuple((n - 1,) if in_rounds and len(held) < len(ranges[0]) else () for held in ranges)
     max_parts = max(len(held) for held in parts)
     slots = {node: rank * max_parts + k for rank, held in enumerate(parts) for k, node in enumerate(held)}
@@ -135,6 +135,18 @@ def build_layout(n: int, world_size: int, in_rounds: bool = False) -> Layout:
     root = _complete(0, n, slots, additions)
     butterfly = world_size & (world_size - 1) == 0 and n >= world_size and not in_rounds
     return Layout(n, world_size, ranges, in_rounds, fillers, parts, max_parts, tuple(additions), root, butterfly)
+
+
+@lru_cache(maxsize=4096)
+def cover(n: int, start: int, stop: int) -> tuple[Node, ...]:
+    """Return the largest nodes of the tree over n micro-batches within start..stop-1, left to right.
+
+    Example::
+
+        >>> cover(8, 2, 7), cover(6, 2, 4)
+        (((2, 4), (4, 6), (6, 7)), ((2, 3), (3, 4)))
+    """
+    return tuple(_cover(0, n, start, stop))
 
 
 def _cover(lo: int, hi: int, start: int, stop: int) -> list[Node]:

@@ -28,6 +28,26 @@ def read_host_id(namespace: str) -> str | None:
         return None
 
 
+def find_block_size(hosts: Sequence[str]) -> int:
+    """Return the largest B so that each block of B ranks is on one host: 0 to B - 1, B to 2 B - 1, and so on.
+
+    Args:
+        hosts: per rank, its host.
+
+    Returns:
+        B, which divides the number of ranks. 1 if all ranks are on one host.
+
+    Example::
+
+        >>> find_block_size("aaaabbbb"), find_block_size("aaab"), find_block_size("aaaa")
+        (4, 1, 1)
+    """
+    if len({*hosts}) == 1:
+        return 1
+    sizes = [size for size in range(1, len(hosts)) if len(hosts) % size == 0]
+    return max(size for size in sizes if all(len({*hosts[i : i + size]}) == 1 for i in range(0, len(hosts), size)))
+
+
 def plain_address(address: str) -> str:
     """Remove the scope ("%eth0") and the IPv4-in-IPv6 mapping from an address."""
     parsed = ipaddress.ip_address(address.partition("%")[0])

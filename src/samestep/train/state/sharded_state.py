@@ -30,6 +30,7 @@ from samestep.train.state.divided_state import DividedState
 from samestep.train.state.objects import STATE, Objects, list_by_name, name_params, save, save_module
 from samestep.train.state.sharded_init import ShardedInit
 from samestep.world.group import Group
+from samestep.world.host import find_block_size
 
 # They compute each element of a parameter from the same elements of its gradient and state.
 ELEMENTWISE = (
@@ -250,7 +251,7 @@ def _shard(modules: Mapping[str, nn.Module], blocks: Blocks | None, group: Group
             for param in filled:  # free the whole one, which the optimizers refer to
                 param.data = param.data.new_empty(0)
     stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
-    return ShardedModels(units, mesh.get_group(), stream)
+    return ShardedModels(units, mesh.get_group(), find_block_size(group.gather_hosts()), stream)
 
 
 def _check_optimizer(name: str, optimizer: Optimizer) -> None:
