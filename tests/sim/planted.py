@@ -262,6 +262,23 @@ PLANTED = (
         "a copy for a snapshot is not joined before the update", ATOMIC, "train/ending/stopping.py",
         "        self._snapshotter.join_copy()\n", "", focus="background",
     ),
+    # --- signals
+    Planted(
+        "a second signal does not end plain python", RESUME, "train/ending/stopping.py",
+        "if self.heard and now_s - self._heard_at_s >= self._same_for_s:", "if False:", test="train/test_stopping.py",
+    ),
+    Planted(
+        "a late signal kills a rank that has saved", RESUME, "train/ending/stopping.py",
+        "        if math.isinf(self._same_for_s):\n", "        if False:\n", test="train/test_stopping.py",
+    ),
+    Planted(
+        "the other ranks are not ended after a failure", RESUME, "launch/supervisor.py",
+        "case State.FAILING if is_due:", "case State.FAILING if False:", test="launch/test_supervisor.py",
+    ),
+    Planted(
+        "the mean of whole numbers in a buffer is cut off", SAME_BITS, "engine/buffers.py",
+        "(mean.round() if is_whole else mean)", "mean", test="engine/test_buffers.py",
+    ),
     # --- several loops, and lines outside of the steps
     Planted(
         "the order of a sampler is not restored", ONCE, "train/state/run_state.py",
