@@ -16,6 +16,7 @@ from types import ModuleType
 
 import cloudpickle
 import pytest
+import torch
 from support.commands import run_line
 from support.runs import clean_variables
 from support.selection import one_in
@@ -30,6 +31,7 @@ from samestep.launch.failure import MAX_REASON, read_failure, write_failure
 from samestep.snapshot.location import Location
 from samestep.snapshot.mirror import Unreachable
 from samestep.snapshot.resume_point import Holding, choose
+from samestep.world.group import Group
 
 ROOT = Path(__file__).parents[1]
 CODE = re.compile(r"SS\d{3}")
@@ -212,8 +214,9 @@ def test_from_the_node_with_the_file_to_the_run(tmp_path: Path) -> None:
 
     location = Location.__new__(Location)
     location.is_replicated = True
+    location._group, location._writers = Group(0, 1, torch.device("cpu")), [0]
     with pytest.raises(RunDirectoryError, match=r"^on \S+: the run directory s3://x cannot be reached") as caught:
-        location._call(fail)
+        location.once(fail)
     assert caught.value.code == "SS416"
 
 
