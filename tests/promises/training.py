@@ -71,6 +71,26 @@ def scores_by_gradients() -> Result:
 
 
 @case
+def scores_in_training_mode() -> Result:
+    """As for an uncertainty from dropout: the statistics stay, and so does the mode of each layer."""
+
+    def validate(t: Any) -> None:
+        def score(batch: Any) -> dict[str, Any]:
+            t.model.train()
+            return {"mean": t.model(batch[0]).mean()}
+
+        t.trace.add("scores", t.run.evaluate(score, build_pairs(6, seed=1)))
+        assert [layer.training for layer in t.model] == [True, True, True, False, True]
+        t.trace.add("digest", t.trace.digest())
+
+    def build() -> nn.Module:
+        norms = [nn.BatchNorm1d(8), nn.BatchNorm1d(8).eval()]
+        return nn.Sequential(nn.Linear(6, 8), norms[0], nn.Dropout(0.2), norms[1], nn.Linear(8, 4))
+
+    return trace_run(build, after_epoch=validate)
+
+
+@case
 def parameters_of_integers() -> Result:
     """As the quantized weights of some models and the states of Keras: frozen, and held by the optimizer."""
 

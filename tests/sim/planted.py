@@ -279,6 +279,10 @@ PLANTED = (
         "the mean of whole numbers in a buffer is cut off", SAME_BITS, "engine/buffers.py",
         "(mean.round() if is_whole else mean)", "mean", test="engine/test_buffers.py",
     ),
+    Planted(
+        "a lane of a stream continues without its seed", RESUME, "data/lanes.py",
+        "        self._seed_for(lane, start // self._size)\n", "", script="stream",
+    ),
     # --- several loops, and lines outside of the steps
     Planted(
         "the order of a sampler is not restored", ONCE, "train/state/run_state.py",

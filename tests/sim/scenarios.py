@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-SCRIPTS = ("mlp", "batchnorm", "gan", "ema", "phases", "passes")
+SCRIPTS = ("mlp", "batchnorm", "gan", "ema", "phases", "passes", "stream")
 KINDS = ("kill", "kill_all", "power", "flip", "freeze", "stop", "full")
 PLACES = (
     "fsync", "os.rename", "open", "write", "os.mkdir", "os.rmdir", "exchange", "broadcast", "recv.wait",

@@ -55,8 +55,13 @@ class LanePosition(NamedTuple):
 
     @property
     def row(self) -> dict[str, Any]:
-        """Return the position for a snapshot."""
+        """Return the position for a snapshot, or for another rank."""
         return {"samples": self.num_samples, "mark": self.mark, "start": [*self.start]}
+
+    @classmethod
+    def from_row(cls, lane: int, row: Mapping[str, Any]) -> "LanePosition":
+        """Return the position of `row`."""
+        return cls(lane, row["samples"], row["mark"], LaneStart(*row["start"]))
 
 
 class _Lane:
@@ -193,7 +198,7 @@ class Lanes:
     def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Continue at the positions in a snapshot. `rows`: see `LanePosition.row`."""
         for lane, row in enumerate(rows):
-            self.positions[lane] = LanePosition(lane, row["samples"], row["mark"], LaneStart(*row["start"]))
+            self.positions[lane] = LanePosition.from_row(lane, row)
 
     def move(self, positions: Mapping[int, LanePosition]) -> None:
         """Note the positions that are newer than the known ones. A lane that is opened later begins at its start."""

@@ -100,9 +100,11 @@ class Feed:
         context = self._context
         steps_done = self._state.steps_done
         while True:
-            for sealed in context.group.gather(context.group.seal(self.loader.positions)):
+            own = {lane: position.row for lane, position in self.loader.positions.items()}
+            for sealed in context.group.gather(context.group.seal(own)):
                 # If the rank that reads a lane dies, another one continues from there.
-                lanes.move(context.group.unseal(sealed))
+                rows = context.group.unseal(sealed)
+                lanes.move({lane: LanePosition.from_row(lane, row) for lane, row in rows.items()})
             behind = lanes.list_behind(steps_done)
             if not behind:
                 return [lanes.positions[lane] for lane in sorted(lanes.positions)]
