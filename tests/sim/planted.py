@@ -336,6 +336,7 @@ PLANTED = (
     Planted(
         "healing: a collective that does not count is not repeated", HEAL, "world/membership.py",
         "return position < max(positions)", "return True", focus="heal",
+        scenario="seed=1 script=mlp every=3 steps=10 | 3 heal kill@1017 | 1",
     ),
     Planted(
         "healing: nobody confirms a collective", HEAL, "world/group.py",
