@@ -18,19 +18,22 @@ from samestep.plan.loop_plan import LoopPlan
 from samestep.snapshot.reading import find_snapshot, open_run, read_run
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import describe_changes, list_loops
-from samestep.snapshot.serialization import encode
+from samestep.snapshot.serialization import SavedState, encode
 from samestep.snapshot.store import SavedRun, Snapshot, Store
 from samestep.watch.records import LEDGER, METRICS
 
 PLANNED_BY = ("batch_size", "seed")  # the numbers that decide which samples a step uses
 
 
-def continue_run(directory: RunDirectory, source: str, identity: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Begin a run with the state of another one, unless it has begun before. On a rank that writes.
+def continue_run(
+    directory: RunDirectory, source: str | None, identity: Mapping[str, Any], say: Callable[[str], None]
+) -> None:
+    """Begin a run with the state of another one, or complete such a beginning. On a rank that writes.
 
     Args:
         directory: the new run's.
-        source: the other run's directory or URL; "RUN@STEP" or "RUN@NAME" for a snapshot that is not its newest.
+        source: the other run's directory or URL; "RUN@STEP" or "RUN@NAME" for a snapshot that is not its newest. None:
+            there is no other run, unless `run.json` names one.
         identity: the new run's numbers.
         say: prints a message.
 
@@ -39,50 +42,51 @@ def continue_run(directory: RunDirectory, source: str, identity: Mapping[str, An
             continued there with these numbers.
         OSError: the directory cannot be written.
     """
-    record = directory.record
-    run, which = split_source(source)
-    if not record:
-        with open_run(run) as path:
-            before = read_run(path, run)
-            snapshot = find_snapshot(Store(path), run, which)
-            record = _build_record(path, snapshot, before, identity, run)
-            directory.adopt(record)
-        changed = describe_changes(before["numbers"], record["numbers"])
-        say(f"continues {run} from step {snapshot.step}" + (f" with {changed}" if changed else ""))
-    elif record.get("continues", {}).get("run") != run:
+    continues = directory.record.get("continues")
+    run, which = ("", "latest") if source is None else split_source(source)
+    if source is not None and directory.record and (continues is None or continues["run"] != run):
         raise RunDirectoryError(
             f"{directory.named} holds a run that does not continue {source}: name a new directory by --run-dir, or "
             "leave out --continue-from",
             code="SS405",
         )
-
-
-def copy_continued(directory: RunDirectory) -> None:
-    """Copy the state that a run continues, if its first start has not done so. Errors as for `continue_run`."""
-    continues = directory.record.get("continues")
-    if continues is None or directory.store.snapshots():
+    if continues is not None:
+        run, which = continues["run"], continues["snapshot"]
+    elif source is None:
         return
-    step = continues["step"]
-    with open_run(continues["run"]) as path:
+    if directory.store.snapshots():  # an earlier start has copied the state
+        return
+    with open_run(run) as path:
         store = Store(path)
-        snapshot = find_snapshot(store, continues["run"], continues["snapshot"])
+        snapshot = find_snapshot(store, run, which)
         saved = store.open(snapshot, SavedRun)
-        contents = saved.fill(saved.contents)
-        meta = snapshot.manifest["meta"]
-        (directory.path / ORDERS).mkdir(exist_ok=True)
-        for name in list_orders(path):
-            (directory.path / name).unlink(missing_ok=True)
-            copy_file(path / name, directory.path / name)
-        for name, size in ((METRICS, meta["metrics_bytes"]), (LEDGER, step * LEDGER_RECORD.size)):
-            with open(path / name, "rb", opener=open_regular) as file:
-                replace_file(directory.path / name, file.read(size), sync=True)
-    if continues["begins"]:
-        contents["position"]["begins"] = continues["begins"]
-    meta = {**meta, "numbers": directory.record["numbers"], "rewinds": 0}
+        if continues is None:
+            before = read_run(path, run)
+            directory.adopt(_build_record(store, snapshot, saved.contents["position"], before, identity, run))
+            changed = describe_changes(before["numbers"], directory.record["numbers"])
+            say(f"continues {run} from step {snapshot.step}" + (f" with {changed}" if changed else ""))
+        _copy(path, snapshot, saved, directory)
+
+
+def _copy(path: Path, snapshot: Snapshot, saved: SavedState, directory: RunDirectory) -> None:
+    """Copy the rows, the records and the state that a run continues. The snapshot is last: then all is there."""
+    meta = snapshot.manifest["meta"]
+    (directory.path / ORDERS).mkdir(exist_ok=True)
+    for name in list_orders(path):
+        (directory.path / name).unlink(missing_ok=True)
+        copy_file(path / name, directory.path / name)
+    for name, size in ((METRICS, meta["metrics_bytes"]), (LEDGER, snapshot.step * LEDGER_RECORD.size)):
+        with open(path / name, "rb", opener=open_regular) as file:
+            replace_file(directory.path / name, file.read(size), sync=True)
+    contents = saved.fill(saved.contents)
+    if begins := directory.record["continues"]["begins"]:
+        contents["position"]["begins"] = begins
     structure, tensors = encode(contents)
-    own = directory.store
-    place = own.begin(step, None)
-    own.commit(place, own.prepare(place, tensors), structure, step=step, name=None, meta=meta)
+    store = directory.store
+    place = store.begin(snapshot.step, None)
+    own = store.prepare(place, tensors)
+    meta = {**meta, "numbers": directory.record["numbers"], "rewinds": 0}
+    store.commit(place, own, structure, step=snapshot.step, name=None, meta=meta)
 
 
 def split_source(source: str) -> tuple[str, int | str]:
@@ -102,13 +106,21 @@ def split_source(source: str) -> tuple[str, int | str]:
 
 
 def _build_record(
-    path: Path, snapshot: Snapshot, before: Mapping[str, Any], identity: Mapping[str, Any], called: str
+    store: Store,
+    snapshot: Snapshot,
+    position: Mapping[str, Any],
+    before: Mapping[str, Any],
+    identity: Mapping[str, Any],
+    called: str,
 ) -> dict[str, Any]:
-    """Return `run.json` of the new run."""
+    """Return `run.json` of the new run.
+
+    Args:
+        store, snapshot, position, before, called: of the run that it continues: its store, the snapshot and the
+            position in it, its `run.json`, and its name for messages.
+    """
     numbers = before["numbers"]
     changed = {name for name, value in identity.items() if numbers.get(name) != value}
-    contents = Store(path).open(snapshot, SavedRun).contents
-    position = contents["position"]
     if "lanes" in position and changed & {"batch_size", "micro_batch_size"}:
         raise InvalidValue(
             f"{called} reads a stream, whose position belongs to its sizes: keep its batch_size and micro_batch_size",
@@ -124,7 +136,7 @@ def _build_record(
     loops = [*before.get("loops", [])]
     if changed & {*PLANNED_BY}:
         number = len(position.get("loops", []))
-        begins = [row for row in begins if row[0] < number] + [_find_begin(position, before, number, path, called)]
+        begins = [row for row in begins if row[0] < number] + [_find_begin(store, position, before, number, called)]
         loops = loops[: max(number - 1, 0)]
     row = {"after_step": snapshot.step, "changed": describe_changes(numbers, {**numbers, **identity})}
     return {
@@ -143,7 +155,7 @@ def _build_record(
 
 
 def _find_begin(
-    position: Mapping[str, Any], before: Mapping[str, Any], number: int, path: Path, called: str
+    store: Store, position: Mapping[str, Any], before: Mapping[str, Any], number: int, called: str
 ) -> Sequence[int]:
     """Return the row of `RunState.find_begin` for the loop in which a snapshot was taken.
 
@@ -160,7 +172,7 @@ def _find_begin(
         return number, step, plan.next_epoch(step), done + step - plan.first_step
     epoch = plan.epochs_done(step)
     if epoch is None:
-        ends = [each for each in Store(path).snapshots() if each.problem is None and each.step >= plan.first_step]
+        ends = [each for each in store.snapshots() if each.problem is None and each.step >= plan.first_step]
         steps = [each.step for each in ends if plan.epochs_done(each.step) is not None]
         instead = f"--continue-from {called}@{max(steps)}" if steps else "the run's own numbers until its epoch ends"
         raise InvalidValue(

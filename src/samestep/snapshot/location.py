@@ -15,7 +15,7 @@ from torch import Tensor
 from samestep.config import RunConfig, is_url
 from samestep.errors import KINDS, Error, InvalidValue, NotHealed, RunDirectoryError, name_kind
 from samestep.launch.output import start_log
-from samestep.snapshot.continued_run import continue_run, copy_continued
+from samestep.snapshot.continued_run import continue_run
 from samestep.snapshot.inspection import SnapshotOrder, TrainingState
 from samestep.snapshot.kept_logs import Heal, KeptLogs
 from samestep.snapshot.manifest import Pieces, find_damage
@@ -167,10 +167,9 @@ class Location:
     def _open_directory(self) -> None:
         assert self.named is not None
         self.directory = RunDirectory(self.named, warn=self.warn)
-        if self._config.continue_from is not None:
-            continue_run(self.directory, self._config.continue_from, self._config.identity(), self.warn)
-        self.directory.check_numbers(self._config.identity())
-        copy_continued(self.directory)
+        identity = self._config.identity()
+        continue_run(self.directory, self._config.continue_from, identity, self.warn)
+        self.directory.check_numbers(identity)
 
     def once(self, fn: Callable[[], T]) -> T:
         """Call `fn` on each rank that writes. Return rank 0's result on every rank.
