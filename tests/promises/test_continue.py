@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.runs import ask
 from support.tiny import tiny_run
+from torch import Tensor
 
 import samestep
 from samestep.errors import Error
@@ -24,6 +26,20 @@ def train(run_dir: Path, num_epochs: int = 4, num_ranks: int = 1, **arguments: A
 
 
 SOURCE: dict[str, str] = {}
+
+
+class Stream(torch.utils.data.IterableDataset[Tensor]):
+    """A lane's own numbers."""
+
+    def lane(self, lane: int, num_lanes: int) -> Any:
+        return (torch.tensor([float(lane), float(k), 0.0, 1.0]) for k in range(100))
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def train_on_stream(run_dir: Path, num_steps: int = 3, **numbers: int) -> int:
+    return tiny_run(run_dir, data=Stream(), num_steps=num_steps, **numbers)
 
 
 @pytest.fixture
@@ -86,6 +102,17 @@ def test_a_start_that_was_interrupted_copies_again(
         tiny_run(tmp_path / "new", num_epochs=4, **EVERY)
     monkeypatch.delenv("SAMESTEP_CONTINUE_FROM")
     assert train(tmp_path / "new") == train(source)
+
+
+def test_a_stream_keeps_its_numbers(tmp_path: Path) -> None:
+    """Its position is that of its lanes, which were read with the seed."""
+    stream = samestep.spawn(train_on_stream, 1, (tmp_path / "stream",))
+    assert stream == 3
+    env = {"SAMESTEP_CONTINUE_FROM": str(tmp_path / "stream")}
+    for numbers in ({"seed": 1}, {"micro_batch_size": 4}, {"batch_size": 16}):
+        with pytest.raises(Error, match="keep its batch_size, micro_batch_size and seed"):
+            samestep.spawn(train_on_stream, 1, (tmp_path / "new",), numbers, env=env)
+    assert samestep.spawn(train_on_stream, 1, (tmp_path / "new",), {"num_steps": 5}, env=env) == 5
 
 
 def test_what_cannot_be_continued(source: Path, tmp_path: Path) -> None:

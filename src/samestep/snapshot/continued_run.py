@@ -121,9 +121,10 @@ def _build_record(
     """
     numbers = before["numbers"]
     changed = {name for name, value in identity.items() if numbers.get(name) != value}
-    if "lanes" in position and changed & {"batch_size", "micro_batch_size"}:
+    if "lanes" in position and changed & {*PLANNED_BY, "micro_batch_size"}:
         raise InvalidValue(
-            f"{called} reads a stream, whose position belongs to its sizes: keep its batch_size and micro_batch_size",
+            f"{called} reads a stream, whose position belongs to its numbers: keep its batch_size, micro_batch_size "
+            "and seed",
             code="SS104",
         )
     if "precision" in changed and identity["precision"] == "fp16":
