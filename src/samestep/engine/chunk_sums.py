@@ -33,10 +33,10 @@ class ChunkSum:
 
     def add(self, nodes: Sequence[Node], rows: Tensor) -> None:
         """Add the chunks of the next nodes, in the first rows. Overwrites them."""
+        n = self._num_micro_batches
         num_kept = len(self.parts)
         for (lo, hi), row in zip(nodes, rows[: len(nodes)], strict=True):
             part = row
-            n = self._num_micro_batches
             num_within = count_merges(n, lo, hi - 1)
             for _ in range(count_merges(n, self._first, hi - 1) - num_within):
                 part = self.parts.pop().add_(part)
