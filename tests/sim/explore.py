@@ -47,9 +47,9 @@ def main() -> int:
         count += 1
     cpu_s = time.process_time() - began_cpu_s
     print(
-        f"{count} scenarios, {num_failed} failed; {laboratory.num_points:,} switch points; ranks healed in "
-        f"{laboratory.num_healed}; {cpu_s:.1f} s of CPU: "
-        f"{60 * count / cpu_s:.0f} per minute of one core"
+        f"{count} scenarios, {num_failed} failed; {laboratory.num_points:,} switch points; "
+        f"{laboratory.simulated_s / 3600:.1f} simulated hours; ranks healed in {laboratory.num_healed}; "
+        f"{cpu_s:.1f} s of CPU: {60 * count / cpu_s:.0f} per minute of one core"
     )
     return 1 if num_failed else 0
 
