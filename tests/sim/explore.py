@@ -6,6 +6,7 @@ import secrets
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings
@@ -26,6 +27,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0, help="start no new scenario after this; default: 1")
     parser.add_argument("--cpu-seconds", type=float, default=1e9, help="start no new scenario after so much CPU time")
     parser.add_argument("--pinned", action="store_true", help="first run those of pinned.py")
+    parser.add_argument("--pace", type=int, help="seconds that each step takes; default: random, mostly 0")
     parser.add_argument("--scenario", help="run only this one, as printed for a failure")
     parser.add_argument("--twice", action="store_true", help="run each twice, and compare all points")
     parser.add_argument("--keep-going", action="store_true", help="continue after a failure, and shrink nothing")
@@ -43,7 +45,9 @@ def main() -> int:
     while options.keep_going or not num_failed:
         if time.monotonic() - began_s > 60 * options.minutes or time.process_time() > options.cpu_seconds:
             break
-        num_failed += _run_one(laboratory, plan(first + count), options)
+        scenario = plan(first + count)
+        scenario = scenario if options.pace is None else replace(scenario, pace=options.pace)
+        num_failed += _run_one(laboratory, scenario, options)
         count += 1
     cpu_s = time.process_time() - began_cpu_s
     print(

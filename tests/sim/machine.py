@@ -51,6 +51,7 @@ class Machine:
         script: the training script.
         options: of `samestep launch`.
         constants: of samestep, that the ranks have: see `Instance.set_constants`.
+        pace: seconds that each step takes.
         slow: probability that a message is late.
     """
 
@@ -62,6 +63,7 @@ class Machine:
         options: Mapping[str, str],
         constants: Mapping[str, Any],
         *,
+        pace: int = 0,
         slow: float = 0.0,
     ) -> None:
         self.scheduler = scheduler
@@ -71,6 +73,7 @@ class Machine:
         self._script = script
         self._options = options
         self._constants = constants
+        self._variables = {"PYTHONHASHSEED": "0", "PACE_S": f"{pace}"}
         self._launch: Launch | None = None
         self._num_launches = 0
         scheduler.strike = self._strike
@@ -87,7 +90,7 @@ class Machine:
         gc.freeze()  # what is there now need not be looked at again
         self._num_launches += 1
         self.scheduler.note(f"start {self._num_launches}: {round_}")
-        launcher = Process(self.scheduler, f"{self._num_launches}.launcher", -1, {"PYTHONHASHSEED": "0"})
+        launcher = Process(self.scheduler, f"{self._num_launches}.launcher", -1, self._variables)
         self._launch = Launch(round_, self.scheduler.num_points, launcher, waiting=[*round_.faults])
         options = {"run-dir": str(self.disk.run_dir), "nproc-per-node": str(round_.num_ranks), **self._options}
         if round_.restarts:

@@ -98,6 +98,7 @@ class Scenario:
         steps: `--max-steps`. An epoch has 5.
         routes: "gather" or "chunks": for gradients of every size, the route of small or that of large ones.
         copies: "at_once" or "background": when the tensors of a snapshot are copied.
+        pace: seconds that each step takes.
     """
 
     seed: int
@@ -107,6 +108,7 @@ class Scenario:
     steps: int = 10
     routes: str = "gather"
     copies: str = "at_once"
+    pace: int = 0
     rounds: tuple[Round, ...] = (Round(1),)
 
     def __str__(self) -> str:
@@ -118,7 +120,7 @@ class Scenario:
         """Return the scenario of a text. Raises ValueError."""
         head, *rounds = text.split("|")
         given = dict(word.split("=") for word in head.split())
-        numbers = {name: int(given.pop(name)) for name in ("seed", "every", "steps") if name in given}
+        numbers = {name: int(given.pop(name)) for name in ("seed", "every", "steps", "pace") if name in given}
         return cls(**numbers, **given, rounds=tuple(Round.parse(each) for each in rounds))
 
     @property
@@ -149,7 +151,8 @@ def plan(seed: int, focus: str = "") -> Scenario:
         copies="background" if focus == "background" else choose.choice(("at_once", "background")),
         rounds=(*rounds, Round(choose.choice((1, 2, 3)))),
     )
-    return replace(scenario, steps=scenario.steps - choose.choice((0, 0, 0, 1, 3)))
+    steps = scenario.steps - choose.choice((0, 0, 0, 1, 3))
+    return replace(scenario, steps=steps, pace=choose.choices((0, 1, 60), (45, 4, 1))[0])
 
 
 def _plan_round(choose: random.Random, epochs: int, focus: str) -> Round:
@@ -192,7 +195,7 @@ def simplify(scenario: Scenario) -> Iterator[Scenario]:
         for other in others:
             yield replace(scenario, rounds=(*rounds[:i], other, *rounds[i + 1 :]))
     plain = Scenario(scenario.seed)
-    for name in ("shard", "routes", "copies", "script"):
+    for name in ("shard", "routes", "copies", "script", "pace"):
         if getattr(scenario, name) != getattr(plain, name):
             yield replace(scenario, **{name: getattr(plain, name)})
     if scenario.steps > STEPS_PER_EPOCH:

@@ -19,7 +19,7 @@ FOREVER = float("inf")
 BEGIN_S = 1000.0  # of virtual time
 STALL_S = 200.0  # without a point of a rank's main thread: the ranks wait for each other
 LIMIT_S = 50_000.0
-MAX_POINTS = 100_000
+MAX_POINTS = 1_000_000
 
 
 class Killed(BaseException):

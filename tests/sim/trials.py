@@ -157,7 +157,8 @@ class Laboratory:
         }
         script = SCRIPTS / f"{scenario.script}.py"
         constants = {**CONSTANTS["routes", scenario.routes], **CONSTANTS["copies", scenario.copies]}
-        machine = Machine(scheduler, self.pool, script, options, constants, slow=choose.choice((0, 0, 0.02)))
+        slow = choose.choice((0, 0, 0.02))
+        machine = Machine(scheduler, self.pool, script, options, constants, pace=scenario.pace, slow=slow)
         progress = Progress(scenario.every)
         is_damaged = False
         try:

@@ -1,5 +1,8 @@
 """An average of the weights, a scheduler, and a loss with a total over the batch."""
 
+import os
+import time
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -19,6 +22,7 @@ run.prepare(model=model, average=average, optimizer=optimizer, scheduler=schedul
 for epoch in run.epochs(data, 3, num_workers=0):
     for step in epoch:
         print("step", step.number)
+        time.sleep(float(os.environ["PACE_S"]))
         positive = step.total(lambda batch: (batch[1] > 0).sum()) / step.num_samples
         for inputs, targets in step:
             step.backward(F.mse_loss(model(inputs), targets) / positive)
