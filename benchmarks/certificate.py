@@ -31,7 +31,7 @@ from ddp_and_fsdp2 import read_arguments
 
 import samestep
 from samestep.recipes.models.gpt2 import GPT2
-from samestep.snapshot.ledger_file import count_records
+from samestep.snapshot.logs import count_records
 from samestep.tools.traced_script import exiting_on_sigterm, find_errors, start
 from samestep.units import format_count, format_ranks
 from samestep.watch.records import LEDGER, read_status

@@ -129,27 +129,6 @@ def replacing(path: Path, *, sync: bool = False, by_many: bool = False) -> Itera
         raise
 
 
-@contextmanager
-def creating_directory(path: Path) -> Iterator[Path]:
-    """Yield a new hidden directory beside `path`, which becomes `path` if the block succeeds, and else is removed.
-
-    Raises:
-        OSError: `path` exists and is not an empty directory, or it cannot be created.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        hidden.mkdir()
-        yield hidden
-        try:
-            move_directory(hidden, path)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
-    except BaseException:
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise
-
-
 def move_directory(source: Path, target: Path) -> None:
     """Rename a directory, or a link to one, atomically. Raises OSError if `target` exists and is not empty."""
     os.rename(source, target)

@@ -124,7 +124,7 @@ def test_a_process_group_of_the_script(how: str, plain: str, tmp_path: Path) -> 
 )  # fmt: skip
 def test_a_process_group_that_cannot_be_used(how: str, sentence: str, tmp_path: Path) -> None:
     assert sentence in launch_group(how, tmp_path)
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 def test_the_table_names_what_is_tested() -> None:

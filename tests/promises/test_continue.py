@@ -125,7 +125,7 @@ def test_what_cannot_be_continued(source: Path, tmp_path: Path) -> None:
         SOURCE["SAMESTEP_CONTINUE_FROM"] = f"{source}{which}"
         with pytest.raises(Error, match=wrong):
             train(tmp_path / "new", **sizes)
-        assert not (tmp_path / "new").exists()
+        assert not (tmp_path / "new" / "run.json").exists()
     SOURCE["SAMESTEP_CONTINUE_FROM"] = str(tmp_path / "other")
     with pytest.raises(Error, match="holds a run that does not continue"):
         train(source)

@@ -9,8 +9,7 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from typing import Any
 import pytest
 import torch
 from promises.faulty import train
-from promises.trial import SCRIPT, Outcome, Started, read_outcome, read_tree
-from support.ports import reserve_port
+from promises.trial import Outcome, read_outcome, read_tree
 from support.selection import one_in
 from support.snapshots import read_snapshot
 from support.tiny import Tiny, tiny_run, update
@@ -54,7 +52,6 @@ class Cluster:
 
     def __init__(self, place: Path) -> None:
         self._place = place
-        self._started: list[Started] = []
         (place / "faults").mkdir()
 
     def disk(self, node: int) -> Path:
@@ -79,32 +76,13 @@ class Cluster:
             self.spawn(nodes, num_ranks, *fault, **arguments)
         return caught.value
 
-    def launch(self, nodes: Sequence[int], port: int, *flags: str) -> list[Started]:
-        """Starts the command on each of these nodes."""
-        started = []
-        for rank, node in enumerate(nodes):
-            words = ["-m", "samestep", "launch", "--nproc-per-node", "1", "--nnodes", str(len(nodes))]
-            words += ["--node-rank", str(rank), "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-timeout", "120"]
-            command = [sys.executable, *words, SCRIPT, "run", *flags]
-            output = self._place / f"output-{len(self._started)}"
-            env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "SAMESTEP_RDZV_SECRET": "known-to-both-nodes"}
-            started.append(Started(command, output, env, cwd=self.disk(node)))
-            self._started.append(started[-1])
-        return started
-
     def snapshots(self, node: int) -> list[str]:
         return [each.path.name for each in Store(self.run_dir(node)).snapshots() if each.problem is None]
 
-    def close(self) -> None:
-        for started in self._started:
-            started.close()
-
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
 
 
 def test_ranks_cannot_continue_without_the_one_that_writes_a_copy(
@@ -220,7 +198,7 @@ def test_another_run_on_one_node(cluster: Cluster) -> None:
     error = cluster.spawn_to_fail([0, 1])
     assert isinstance(error, Error)
     assert "run holds another run (seed 6 there, 5 here)" in str(error)
-    assert not cluster.run_dir(0).exists()
+    assert not read_tree(cluster.run_dir(0))
     assert read_tree(cluster.run_dir(1)) == before
 
 
@@ -231,7 +209,7 @@ def test_fresh_is_beside_all_of_them(cluster: Cluster, undisturbed: Undisturbed)
     cluster.spawn([0, 1], 1, SAMESTEP_FRESH=1)
     for node in (0, 1):
         assert read_outcome(cluster.disk(node) / "run-3") == undisturbed()
-    assert not cluster.run_dir(0).exists()
+    assert not read_tree(cluster.run_dir(0))
 
 
 def test_a_disk_that_is_full_from_the_start(cluster: Cluster, undisturbed: Undisturbed) -> None:
@@ -324,7 +302,7 @@ def test_a_disk_is_full_for_a_while(
         pytest.skip("needs the right to mount a tmpfs")
     try:
         samestep.spawn(train_while_it_is_full, 2, (disks, node))
-        out, _ = capfd.readouterr()
+        out = "".join(capfd.readouterr())
         said = re.findall(r"samestep: .*the snapshot of step (\d) could not be written \(.*No space left", out)
         assert said == ["3", "4", "5"]
         names = [[each.path.name for each in Store(disk / "run").snapshots()] for disk in disks]
@@ -337,23 +315,6 @@ def test_a_disk_is_full_for_a_while(
         assert [(disk / "run/ledger.bin").stat().st_size for disk in disks] == [8 * 40] * 2
     finally:
         subprocess.run(["umount", str(disks[node])], check=True)
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
-def test_two_launchers(cluster: Cluster, undisturbed: Undisturbed) -> None:
-    """All ranks are killed, one disk is lost, and the commands are started again, in the other order."""
-    with reserve_port() as port:
-        nodes = cluster.launch([0, 1], port, "--fault", KILLED, "--settled")
-        assert all(node.wait() for node in nodes)
-    shutil.rmtree(cluster.run_dir(0))
-    with reserve_port() as port:
-        nodes = cluster.launch([1, 0], port)
-        assert [node.wait() for node in nodes] == [0, 0], "\n".join(node.output for node in nodes)
-    assert "run is not shared by all nodes: 2 of them keep a copy of the run each" in nodes[0].output
-    assert "; resumed at step 5" in nodes[0].output
-    assert_ended_as(cluster, [0, 1], undisturbed())
 
 
 # --- sharded state ----------------------------------------------------------------------------------------------------

@@ -103,8 +103,8 @@ def test_file_systems_without_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     second.check()
     with pytest.raises(samestep.Error, match=f"was taken over by process {os.getpid()} on "):
         first.check()
-    first.release()
-    second.release()
+    first.forget()
+    second.forget()
 
 
 # --- the cause of a failure -------------------------------------------------------------------------------------------

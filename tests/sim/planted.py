@@ -178,7 +178,7 @@ PLANTED = (
         focus="power",
     ),
     Planted(
-        "the ledger is not synced before a snapshot", ONCE, "snapshot/append_log.py",
+        "the ledger is not synced before a snapshot", ONCE, "snapshot/logs.py",
         "        os.fsync(self._file)\n\n    def cut", "        pass\n\n    def cut", focus="power",
     ),
     Planted(
@@ -207,10 +207,10 @@ PLANTED = (
     ),
     Planted(
         "the checksums of a snapshot's bytes are not compared", ATOMIC, "snapshot/manifest.py",
-        'if checksum != wanted:', "if not checksum:", focus="flip",
+        "None if checksum == sha256", "None if checksum", focus="flip",
     ),
     Planted(
-        "a short write of a log is taken for a whole one", ONCE, "snapshot/append_log.py",
+        "a short write of a log is taken for a whole one", ONCE, "snapshot/logs.py",
         "del self._pending[:num_written]", "self._pending.clear()",
     ),
     # --- resuming
@@ -349,13 +349,13 @@ PLANTED = (
         "self.members = self._named = members", "self._named = members", focus="heal",
     ),
     Planted(
-        "healing: the new rank 0 does not complete the ledger", HEAL, "snapshot/kept_logs.py",
+        "healing: the new rank 0 does not complete the ledger", HEAL, "snapshot/logs.py",
         '        ledger.append(b"".join(missing))\n', "", focus="heal",
         scenario="seed=1 script=mlp every=10 steps=10 | 3 heal kill@730/0 | 1",
     ),
     Planted(
-        "healing: the new rank 0 does not complete the metrics", HEAL, "snapshot/kept_logs.py",
-        "metrics.append(b\"\".join([*rows, ", "metrics.append(b\"\".join([] and [*rows, ", focus="heal",
+        "healing: the new rank 0 does not complete the metrics", HEAL, "snapshot/logs.py",
+        "for step, line in self._rows if step >= at", "for step, line in self._rows if step > at + 99", focus="heal",
     ),
     Planted(
         "healing: a further pass has the numbers of an earlier one by position", HEAL, "train/step/steps.py",

@@ -30,7 +30,7 @@ from sim.scheduler import Exited, Killed, Process, Task
 
 EPOCH_S = 1_700_000_000.0
 LAUNCHER_PID = 99_999
-HOLDERS = ("samestep.snapshot.lock", "samestep.snapshot.append_log")  # hold descriptors that no file object closes
+HOLDERS = ("Lock.__init__", "AppendLog.__init__")  # hold descriptors that no file object closes
 
 
 class Facade(ModuleType):
@@ -139,7 +139,7 @@ def _build_os(own: Owner) -> Facade:
 
     def open_descriptor(path: Any, *args: Any, **options: Any) -> int:
         descriptor = os.open(path, *args, **options)
-        if sys._getframe(2).f_globals.get("__name__") in HOLDERS:
+        if sys._getframe(2).f_code.co_qualname in HOLDERS:
             own.process.descriptors.add(descriptor)
         return descriptor
 

@@ -25,7 +25,7 @@ from support.tiny import tiny_run
 import samestep
 from samestep.errors import Error, RunDirectoryError
 from samestep.plan.ledger import Entry
-from samestep.snapshot.kept_logs import Heal
+from samestep.snapshot.logs import Heal
 from samestep.snapshot.manifest import parse_manifest, seal
 from samestep.snapshot.mirror import Mirror, Unreachable
 from samestep.snapshot.resume_point import ResumePoint
@@ -35,7 +35,6 @@ from samestep.snapshot.store import SavedRun, Store
 from samestep.tools.inspect import run_inspect
 from samestep.tools.live_view import run_watch
 from samestep.tools.report.run_report import run_report
-from samestep.watch.records import SHARED
 
 POSITION: dict[str, Any] = {"step": 3, "epoch": 1, "precision": {}}
 STATE = {"objects": {"net": {"w": torch.arange(10.0)}}, "position": POSITION, "state": {}}
@@ -179,7 +178,7 @@ def test_a_bucket_names_no_other_directory(place: Path, monkeypatch: pytest.Monk
     found |= {f"{place}/run/orders/{name}": {"size": 2} for name in ("..", "epoch-00000001.npy", "x.npy")}
     monkeypatch.setattr(remote, "_find", lambda name: {path: i for path, i in found.items() if f"/{name}/" in path})
     assert remote.snapshots() == []
-    assert remote.list_files()[len(SHARED) :] == ["orders/epoch-00000001.npy"]
+    assert remote._list_orders() == ["orders/epoch-00000001.npy"]
 
 
 # --- tensors and structures -------------------------------------------------------------------------------------------
@@ -202,7 +201,7 @@ def replace_in(place: Path, file: str, change: Callable[[bytes], bytes]) -> None
     [
         {"$": "array", "name": "objects/net/w", "dtype": "|O", "shape": [5]},
         {"$": "scalar", "hex": "00" * 8, "dtype": "|O", "shape": []},
-        {"$": "dtype", "name": "load"},
+        {"$": "tensor", "name": "objects/net/w", "dtype": "load", "shape": [10]},
         {"$": "tensor", "name": "other", "dtype": "float32", "shape": []},
         {"$": "tensor", "name": "objects/net/w", "dtype": "float32", "shape": [1 << 50], "strides": [1]},
         {"$": []},

@@ -17,7 +17,7 @@ def snapshot(step: int, rewinds: int = 0) -> Snapshot:
 
 def hold(step: int | None, newest_step: int | None = None, problem: str = "", num_recorded: int = 0) -> Holding:
     found = None if step is None else snapshot(step)
-    return Holding(found, problem, (step or 0) if newest_step is None else newest_step, [], num_recorded)
+    return Holding(found, problem, (step or 0) if newest_step is None else newest_step, num_recorded)
 
 
 @pytest.mark.parametrize(
@@ -54,5 +54,5 @@ def test_a_run_does_not_begin_again_if_its_snapshots_are_damaged() -> None:
 
 
 def test_a_holding_is_sent_to_other_ranks() -> None:
-    holding = Holding(snapshot(3), "", 7, [snapshot(2)], 5)
+    holding = Holding(snapshot(3), "", 7, 5)
     assert Holding.from_plain(holding.to_plain()) == holding

@@ -65,10 +65,9 @@ def make_tensors(draw: st.DrawFn) -> torch.Tensor:
     return tensor
 
 
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(max_size=9)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 KEYS = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=9)
-    | st.just("$"),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.just("$"),
     lambda keys: st.tuples(keys, keys), max_leaves=4,
 )  # fmt: skip
 ARRAYS = st_numpy.arrays(
@@ -84,7 +83,6 @@ STATES = st.recursive(
         | st.dictionaries(KEYS, states, max_size=4)
         | st.dictionaries(st.text(), states, max_size=4)
         | st.dictionaries(KEYS, st.integers(), max_size=3).map(Counter)
-        | st.sets(KEYS, max_size=3)
     ),
     max_leaves=12,
 )
@@ -124,7 +122,6 @@ def test_kinds_of_dicts_and_tuples(tmp_path: Path) -> None:
         "ordered": OrderedDict(b=1, a=2),
         "default": defaultdict(list, {3: [1]}),
         "size": torch.Size([2, 3]),
-        "dtype": torch.bfloat16,
         "parameter": torch.nn.Parameter(torch.ones(2)),
     }
     restored = restore(state, tmp_path)
@@ -134,7 +131,6 @@ def test_kinds_of_dicts_and_tuples(tmp_path: Path) -> None:
     assert restored["default"] == {3: [1]}
     assert restored["size"] == (2, 3)
     assert type(restored["size"]) is tuple
-    assert restored["dtype"] is torch.bfloat16
     assert type(restored["parameter"]) is torch.Tensor
     assert not restored["parameter"].requires_grad
 
@@ -201,13 +197,14 @@ class Pair(NamedTuple):
         (object(), "a object"),
         (Colour.RED, "a Colour"),
         (Pair(1), "a Pair"),
-        (frozenset({1}), "a frozenset"),
+        ({1}, "a set"),
+        (b"x", "a bytes"),
         (np.array([object()]), "a numpy value of dtype object"),
         (np.zeros(1, dtype=[("a", "i4")]), "a numpy value of dtype"),
         (torch.eye(2).to_sparse(), "a tensor of torch.sparse_coo layout"),
         (torch.empty(2, device="meta"), "on meta"),
-        ({Colour.RED: 1}, "a dict or set with a Colour as key"),
-        ({frozenset(): 1}, "a dict or set with a frozenset as key"),
+        ({Colour.RED: 1}, "a dict with a Colour as key"),
+        ({frozenset(): 1}, "a dict with a frozenset as key"),
     ],
 )
 def test_what_cannot_be_held_is_named(value: Any, what: str) -> None:
@@ -238,7 +235,7 @@ def test_what_is_written_is_not_nested_too_deeply_to_be_read(wrap: Callable[[Any
             encode({"state": value})
 
 
-BASE = {"a": torch.tensor([1.0, -0.0]), "b": [1, 2.0, None, True], 3: (1,), "s": {1, 2}, "n": np.zeros(2)}
+BASE = {"a": torch.tensor([1.0, -0.0]), "b": [1, 2.0, None, True], 3: (1,), "n": np.zeros(2)}
 
 
 def test_the_digest_ignores_what_is_not_content() -> None:
@@ -269,7 +266,6 @@ def test_the_digest_depends_on_all_content() -> None:
         {**BASE, "b": [2.0, 1, None, True]},
         {**BASE, 3: [1]},
         {**{key: value for key, value in BASE.items() if key != 3}, "3": (1,)},
-        {**BASE, "s": [1, 2]},
         {**BASE, "n": np.zeros(2, dtype=np.float32)},
         {**BASE, "n": torch.zeros(2, dtype=torch.float64)},
         {**BASE, "x": {}},

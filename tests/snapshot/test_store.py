@@ -178,7 +178,7 @@ def test_other_directories_are_skipped(store: Store) -> None:
     found = store.find("latest", warn=warnings.append)
     assert found is not None
     assert (found.step, found.name) == (1, None)
-    said = ["manifest.json is of step 1", "manifest.json is missing", f"manifest.json has format {FORMAT + 1} of a"]
+    said = ["manifest.json is of step 1", "manifest.json cannot be read", f"manifest.json has format {FORMAT + 1} of a"]
     assert all(problem in warning for problem, warning in zip(said, warnings, strict=True))
     assert read(store, "kept")["state"]["best"] == 1
 

@@ -13,7 +13,7 @@ from samestep.snapshot.async_copy import LARGE_BYTES, Copy, Staging, locate
 from samestep.snapshot.inspection import Inspection, SnapshotOrder, TrainingState
 from samestep.snapshot.location import Location
 from samestep.snapshot.manifest import Pieces
-from samestep.snapshot.writer import Event, Stage, Writer, advance
+from samestep.snapshot.snapshotter import Event, Stage, Writer, advance
 
 NUM_LARGE = LARGE_BYTES // 4
 

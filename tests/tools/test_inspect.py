@@ -19,7 +19,7 @@ from support.snapshots import write_snapshot
 from samestep.errors import Error
 from samestep.plan.ledger import RECORD, Entry, combine, fingerprint, to_bits
 from samestep.plan.order import build_order
-from samestep.snapshot.ledger_file import read_records
+from samestep.snapshot.logs import read_records
 from samestep.snapshot.serialization import digest
 from samestep.snapshot.store import Store
 from samestep.tools.inspect import run_diff, run_inspect, run_runs

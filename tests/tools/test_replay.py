@@ -14,7 +14,7 @@ import torch
 from support.runs import check, clean_variables, read_facts, samestep_command
 
 from samestep.plan.ledger import RECORD, Entry, to_float
-from samestep.snapshot.ledger_file import read_records
+from samestep.snapshot.logs import read_records
 from samestep.tools.replay.run_replay import compare_bits
 
 SCRIPT = """

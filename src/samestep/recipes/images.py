@@ -6,6 +6,7 @@ samestep train images --data photos --model resnet18 --image-size 224 --num-work
 
 import io
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils.data import Dataset
 import samestep
 from samestep.command_line import PATH
 from samestep.errors import needing
-from samestep.files import creating_directory
+from samestep.files import move_directory
 from samestep.recipes import AMOUNT, COUNT, SHARE, Recipe, build_schedule, keep_best, quarter
 from samestep.recipes.models.resnet import ARCHITECTURES, ResidualBlock, build_resnet
 from samestep.units import format_count
@@ -75,11 +76,12 @@ def write_digits(folder: Path) -> None:
     with needing("the digits need scikit-learn", "'samestep[recipes]'"):
         from sklearn.datasets import load_digits
     data = load_digits()
-    with creating_directory(folder) as hidden:
-        for number, (pixels, digit) in enumerate(zip(data.images, data.target, strict=True)):
-            path = hidden / ("train" if number % 5 else "val") / str(digit) / f"{number:04d}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(np.minimum(pixels * 16, 255).astype(np.uint8)).save(path)
+    hidden = folder.with_name(f".{folder.name}.{os.getpid()}")
+    for number, (pixels, digit) in enumerate(zip(data.images, data.target, strict=True)):
+        path = hidden / ("train" if number % 5 else "val") / str(digit) / f"{number:04d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.minimum(pixels * 16, 255).astype(np.uint8)).save(path)
+    move_directory(hidden, folder)
 
 
 def decode(path: Path) -> Image.Image:

@@ -32,7 +32,7 @@ def continue_run(
 
     Args:
         directory: the new run's.
-        source: the other run's directory or URL; "RUN@STEP" or "RUN@NAME" for a snapshot that is not its newest. None:
+        source: the other run's directory; "RUN@STEP" or "RUN@NAME" for a snapshot that is not its newest. None:
             there is no other run, unless `run.json` names one.
         identity: the new run's numbers.
         say: prints a message.

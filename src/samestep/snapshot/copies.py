@@ -3,21 +3,21 @@
 Every rank holds the whole training state, so the first rank of each node (a *writer*) writes the same snapshots. Only
 values that may differ between ranks come from rank 0, with each snapshot: buffers, `run.state`, the structure of the
 state, and the rows of `metrics.jsonl`. Nothing is exchanged in a step. At the start, the writers agree on the newest
-sound snapshot that any of them holds, and files that a node lacks are broadcast.
+sound snapshot that any of them holds, and a node that lacks it gets the files that belong to it.
 """
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from samestep.console import say
+from samestep.console import escape
 from samestep.data.order_files import list_orders
 from samestep.errors import InvalidValue, RunDirectoryError
 from samestep.files import open_regular, replacing
@@ -29,14 +29,24 @@ from samestep.snapshot.resume_point import Holding, ResumePoint
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.store import SNAPSHOTS, Snapshot
 from samestep.watch.records import LEDGER, METRICS, RECORD, RESTARTS, STATUS, TRACKERS
-from samestep.world.environment import read_host
+from samestep.world.environment import read_host, read_terminal
 from samestep.world.group import Group
 
 T = TypeVar("T")
 
 PIECE_BYTES = 16 << 20
 
-Each = Callable[[Callable[[RunDirectory], Any]], list[Any]]
+
+class Each(Protocol):
+    """Calls a function on writers with their directory. Returns the results on every rank. Raises Error."""
+
+    def __call__(self, fn: Callable[[RunDirectory], T], on: Sequence[int], /) -> list[T]: ...
+
+
+def warn(sentence: str) -> None:
+    """Print a message about this node's files, where its launcher prints: rank 0 may be on another node."""
+    with suppress(OSError), os.fdopen(read_terminal(), "w", closefd=False) as terminal:
+        terminal.write(f"samestep: {escape(f'{read_host()}: {sentence}')}\n")
 
 
 class Copies:
@@ -44,37 +54,18 @@ class Copies:
 
     Args:
         writers: these ranks.
-        say: prints a message, on rank 0.
-        each: calls a function on the writers with their directory, and returns the results on every rank.
     """
 
-    def __init__(self, group: Group, writers: Sequence[int], say: Callable[[str], None], each: Each) -> None:
+    def __init__(self, group: Group, writers: Sequence[int], each: Each) -> None:
         self._group = group
         self._writers = writers
-        self._say = say
         self._each = each
-        self._notes: list[str] = []  # of this node, to be printed on rank 0: a launcher may show no other rank's output
         self._num_sent = 0  # bytes of rank 0's rows that all writers have
-
-    def warn(self, sentence: str) -> None:
-        """Print a message about this node's files: on a node without rank 0, here and later on rank 0."""
-        if self._group.rank == 0:
-            self._say(sentence)
-        else:
-            say(f"{read_host()}: {sentence}")
-            self._notes.append(f"{read_host()}: {sentence}")
-
-    def _print_notes(self) -> None:
-        for note in chain.from_iterable(self._group.gather(self._notes)):
-            self._say(note)
-        self._notes = []
-
-    # --- start ------------------------------------------------------------------------------------------------
 
     def complete(
         self, directory: RunDirectory | None, held: Sequence[Holding], source: int, point: ResumePoint
     ) -> None:
-        """Send every node the files of a point that it lacks.
+        """Send the nodes that lack the snapshot of a point the files that belong to it.
 
         Args:
             directory: of this rank, if it writes one.
@@ -84,64 +75,23 @@ class Copies:
         Raises:
             Error: a disk failed, or a file was damaged.
         """
-        self._print_notes()
         self._num_sent = point.metrics_bytes
-        sizes = self._each(lambda own: _measure_files(own, point))[source]
-        self._send(directory, source, sizes, range(len(held)), lambda own: _put_files(own, sizes))
-        for sender, snapshot, targets in _list_missing(held, source, point):
-            place = f"{SNAPSHOTS}/{snapshot.path.name}"
-            sizes = {f"{place}/{file}": measure(pieces) for file, pieces in snapshot.manifest["files"].items()}
-            self._send(directory, sender, sizes, targets, lambda own: self._adopt(own, snapshot, point))  # noqa: B023
-
-    def _send(
-        self,
-        directory: RunDirectory | None,
-        sender: int,
-        sizes: Mapping[str, int],
-        targets: Collection[int],
-        finish: Callable[[RunDirectory], None],
-    ) -> None:
-        """Broadcast files of the node `sender` to the inboxes of some nodes, and call `finish` there.
-
-        If a disk fails, the broadcast continues, so that no rank waits; the error is raised at the end.
-
-        Args:
-            sizes: of the files, by path in the run directory.
-        """
-        node = self._writers.index(self._group.rank) if directory is not None else None
-        inbox = None if directory is None or node not in targets else directory.store.inbox
-        disk = _Disk()
-        if directory is not None and inbox is not None:
-            disk.attempt(directory.store.make_inbox)
-        for name, size in sizes.items():
-            for start in range(0, size, PIECE_BYTES):
-                piece = None
-                if directory is not None and node == sender:
-                    piece = disk.attempt(_read_piece, directory.path / name, start, min(PIECE_BYTES, size - start))
-                piece = self._group.broadcast(piece or b"", self._writers[sender])
-                if inbox is not None and node != sender:
-                    disk.attempt(_append_piece, inbox / Path(name).name, piece)
-
-        def finish_one(own: RunDirectory) -> None:
-            try:
-                if disk.error is not None:
-                    raise disk.error
-                if inbox is not None:
-                    own.check_still_ours()
-                    finish(own)
-            finally:
-                shutil.rmtree(own.store.inbox, ignore_errors=True)
-
-        self._each(finish_one)
-
-    def _adopt(self, directory: RunDirectory, snapshot: Snapshot, point: ResumePoint) -> None:
-        if problem := directory.store.adopt(snapshot):
-            where = f"the copy of {directory.store.path / snapshot.label} from another node"
-            if point.snapshot is not None and snapshot.is_same(point.snapshot):
-                raise RunDirectoryError(f"{where} is damaged ({problem}): start again", code="SS410")
-            self.warn(f"{where} is not used, because it is damaged: {problem}")
-
-    # --- under way --------------------------------------------------------------------------------------------
+        if point.snapshot is None:
+            return
+        lacking = [each.found is None or not each.found.is_same(point.snapshot) for each in held]
+        targets = [rank for rank, lacks in zip(self._writers, lacking, strict=True) if lacks]
+        sender = [self._writers[source]]
+        [sizes] = self._each(partial(_measure_files, point, point.snapshot), sender)
+        try:
+            self._each(lambda own: own.store.make_inbox(), targets)
+            for name, size in sizes.items() if targets else ():
+                for start in range(0, size, PIECE_BYTES):
+                    [piece] = self._each(partial(_read_piece, name, start, min(PIECE_BYTES, size - start)), sender)
+                    self._each(partial(_append_piece, name, piece), targets)
+            self._each(partial(_adopt, [*sizes], point.snapshot), targets)
+        finally:
+            if directory is not None:
+                shutil.rmtree(directory.store.inbox, ignore_errors=True)
 
     def align(self, directory: RunDirectory | None, order: SnapshotOrder, state: TrainingState) -> SnapshotOrder:
         """Return the order that this rank executes, see `Location.align`."""
@@ -152,16 +102,15 @@ class Copies:
             # An empty tensor has no address.
             own = {name: each for name, each in order.tensors.items() if not each.numel() or locate(each) not in same}
             message = list(order.names), order.structure, list(order.tensors), list(own), order.meta
-        names, structure, tensors, sent, meta = self._share(directory, message)
-        is_writer = directory is not None and bool(names and order.names)
+        names, structure, tensors, sent, meta = self.share(directory, message)
         aligned = {name: order.tensors[name] for name in tensors if name in order.tensors}
         for name in sent:
             value: Any = self._group.broadcast(own[name].detach().cpu() if name in own else None)
-            if is_writer:
+            if directory is not None:
                 aligned[name] = value
         if self._group.rank == 0:
             return order
-        if not is_writer:
+        if directory is None or not names or not order.names:
             return SnapshotOrder(order.step, is_last=order.is_last)
         if missing := next((name for name in tensors if name not in aligned), None):
             raise InvalidValue(
@@ -172,109 +121,62 @@ class Copies:
         aligned = {name: aligned[name] for name in tensors}
         return replace(order, names=names, structure=structure, tensors=aligned, meta=meta)
 
-    def _share(self, directory: RunDirectory | None, value: Any = None) -> Any:
+    def share(self, directory: RunDirectory | None, value: Any = None) -> Any:
         """Send the rows that rank 0 has written to the other writers. Return rank 0's `value` on every rank.
 
         Raises:
             OSError: this rank could not write the rows; they are kept, and written with the next ones.
         """
-        self._print_notes()
-        rows = _read_rows(directory, self._num_sent) if directory is not None and self._group.rank == 0 else b""
+        rows = b""
+        if directory is not None and self._group.rank == 0:
+            with suppress(OSError):  # they are sent as far as they can be written and read
+                directory.write_rows()
+            with suppress(OSError):
+                rows = _read_piece(METRICS, self._num_sent, -1, directory)
         rows, value = self._group.broadcast((rows, value))
         self._num_sent += len(rows)
         if directory is not None and self._group.rank != 0:
             directory.write_rows(rows)
         return value
 
-    def end(self, directory: RunDirectory | None) -> None:
-        """Send the last rows, at the end of a loop."""
-        with suppress(OSError):  # `RunDirectory.find_lost` reports it
-            self._share(directory)
 
-
-class _Disk:
-    """The disk of this rank. `error`: the first failure of an attempt; nothing is attempted after one."""
-
-    def __init__(self) -> None:
-        self.error: OSError | None = None
-
-    def attempt(self, fn: Callable[..., T], *args: Any) -> T | None:
-        """Call a function, and return its result; None if it failed."""
-        if self.error is None:
-            try:
-                return fn(*args)
-            except OSError as error:
-                self.error = error
-        return None
-
-
-def _measure_files(directory: RunDirectory, point: ResumePoint) -> dict[str, int]:
+def _measure_files(point: ResumePoint, snapshot: Snapshot, directory: RunDirectory) -> dict[str, int]:
     """Return the files of this node that belong to a point, and how many of their first bytes do."""
-    names = [RESTARTS, STATUS, TRACKERS]
-    wanted: dict[str, int] = {}
-    if not point.is_beginning:
-        names += [RECORD, *list_orders(directory.path)]
-        wanted = {METRICS: point.metrics_bytes, LEDGER: point.step * LEDGER_RECORD.size}
-    there = {name: (directory.path / name) for name in [*names, *wanted] if (directory.path / name).exists()}
-    sizes = {name: path.stat().st_size for name, path in there.items()}
-    return {name: wanted.get(name, size) for name, size in sizes.items() if 0 < wanted.get(name, size) <= size}
-
-
-def _list_missing(
-    held: Sequence[Holding], source: int, point: ResumePoint
-) -> list[tuple[int, Snapshot, Collection[int]]]:
-    """Return the snapshots that nodes lack: the node that sends it, the snapshot, and the nodes that lack it.
-
-    That of the point is last, because it makes a copy complete. The others are the named ones before it.
-    """
-    chosen = point.snapshot
-    if chosen is None:
-        return []
-    own: list[dict[str, Snapshot]] = []
-    for node in held:
-        there = {each.label: each for each in node.named if each.step <= chosen.step and each.label != chosen.label}
-        own.append(there)
-        if node.found is not None and node.found.is_same(chosen):
-            there[chosen.label] = node.found
-    missing: list[tuple[int, Snapshot, Collection[int]]] = []
-    for label in sorted({*chain.from_iterable(own)}, key=lambda label: label == chosen.label):
-        holders = [node for node, there in enumerate(own) if label in there]
-        sender = source if source in holders else holders[0]
-        if targets := {*range(len(held))} - {*holders}:
-            missing.append((sender, own[sender][label], targets))
-    return missing
-
-
-def _put_files(directory: RunDirectory, names: Collection[str]) -> None:
-    """Move the files in the inbox to their places."""
-    for name in names:
+    wanted = {METRICS: point.metrics_bytes, LEDGER: point.step * LEDGER_RECORD.size}
+    sizes: dict[str, int] = {}
+    for name in (RESTARTS, STATUS, TRACKERS, RECORD, *list_orders(directory.path), *wanted):
         path = directory.path / name
-        received = directory.store.inbox / path.name
-        if received.exists():
-            path.parent.mkdir(exist_ok=True)
-            with replacing(path) as partial:
-                os.rename(received, partial)  # noqa: TID251 whole, from the same file system
-    if RECORD in names:
-        directory.read_record()
+        size = path.stat().st_size if path.exists() else 0
+        if 0 < wanted.get(name, size) <= size:
+            sizes[name] = wanted.get(name, size)
+    files = snapshot.manifest["files"].items()
+    return sizes | {f"{SNAPSHOTS}/{snapshot.label}/{file}": measure(pieces) for file, pieces in files}
 
 
-def _read_piece(path: Path, start: int, size: int) -> bytes:
-    with open(path, "rb", opener=open_regular) as file:
+def _read_piece(name: str, start: int, size: int, directory: RunDirectory) -> bytes:
+    with open(directory.path / name, "rb", opener=open_regular) as file:
         file.seek(start)
         return file.read(size)
 
 
-def _append_piece(path: Path, data: bytes) -> None:
-    with open(path, "ab", opener=open_regular) as file:
+def _append_piece(name: str, data: bytes, directory: RunDirectory) -> None:
+    """Append to a file in the inbox."""
+    with open(directory.store.inbox / Path(name).name, "ab", opener=open_regular) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _read_rows(directory: RunDirectory, start: int) -> bytes:
-    """Return the rows from byte `start` of their file, as far as they can be written and read."""
-    with suppress(OSError):
-        directory.write_rows()
-    with suppress(OSError):
-        return _read_piece(directory.path / METRICS, start, -1)
-    return b""
+def _adopt(names: Sequence[str], snapshot: Snapshot, directory: RunDirectory) -> None:
+    """Move the files in the inbox to their places, the snapshot last, because it makes the copy complete."""
+    directory.check_still_ours()
+    for name in names:
+        if not name.startswith(SNAPSHOTS):
+            path = directory.path / name
+            path.parent.mkdir(exist_ok=True)
+            with replacing(path) as partial_path:
+                os.rename(directory.store.inbox / path.name, partial_path)  # noqa: TID251 whole, on one file system
+    directory.read_record()
+    if problem := directory.store.adopt(snapshot):
+        where = f"the copy of {directory.store.path / snapshot.label} from another node"
+        raise RunDirectoryError(f"{where} is damaged ({problem}): start again", code="SS410")

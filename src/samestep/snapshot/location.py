@@ -6,7 +6,9 @@ All of samestep above this package uses a `Location`; docs/dev/run_location.md d
 import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,13 +19,13 @@ from samestep.errors import KINDS, Error, InvalidValue, NotHealed, RunDirectoryE
 from samestep.launch.output import start_log
 from samestep.snapshot.continued_run import continue_run
 from samestep.snapshot.inspection import SnapshotOrder, TrainingState
-from samestep.snapshot.kept_logs import Heal, KeptLogs
+from samestep.snapshot.logs import Heal, KeptLogs
 from samestep.snapshot.manifest import Pieces, find_damage
 from samestep.snapshot.resume_point import Holding, ResumePoint, choose
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import StartOptions
 from samestep.snapshot.serialization import SavedState
-from samestep.snapshot.shared_directory import choose_fresh, find_writers
+from samestep.snapshot.shared_directory import find_unused, find_writers, holds_files
 from samestep.snapshot.store import NOTHING, SavedRun, Snapshot, Store
 from samestep.watch.records import LOGS
 from samestep.world.environment import read_host
@@ -60,7 +62,12 @@ def open_location(config: RunConfig, group: Group, say: Callable[[str], None], *
     named, writer_of = find_writers(group, named)
     writers = sorted({*writer_of.values()})
     if config.fresh and not url:
-        named = choose_fresh(group, named, writers)
+        beside = named if named.name else named.absolute()  # "." has no name
+
+        def is_used(place: str) -> bool:
+            return any(group.each(partial(holds_files, Path(place)), on=writers))
+
+        named = Path(find_unused(str(beside), is_used))
     return Location(group, config, say, named=named, writers=writers, mirror=mirror, url=url, keeps=keeps)
 
 
@@ -68,12 +75,15 @@ def _join_mirror(
     wanted: str, config: RunConfig, group: Group, say: Callable[[str], None]
 ) -> "tuple[Mirror | None, str, Path]":
     """Return the mirror of a run at a URL (on rank 0), its URL, and the working copy's directory on rank 0's node."""
-    from samestep.snapshot.mirror import Mirror, open_mirror
+    from samestep.snapshot.mirror import Mirror
 
     opened: list[Mirror] = []
 
     def join() -> tuple[str, str]:
-        opened.append(open_mirror(wanted, fresh=config.fresh, warn=say))
+        url = wanted
+        if config.fresh:
+            url = find_unused(wanted.rstrip("/"), lambda each: not Mirror(each).is_empty())
+        opened.append(Mirror(url, say))
         path = opened[0].join(config.local_dir)
         say(f"the working copy of {opened[0].url} is {path}")
         return opened[0].url, str(path)
@@ -154,8 +164,8 @@ class Location:
         if self.is_replicated:
             from samestep.snapshot import copies
 
-            self._copies = copies.Copies(group, writers, say, self._each_directory)
-            self.warn = self._copies.warn
+            self._copies = copies.Copies(group, writers, self._each_directory)
+            self.warn = say if group.rank == 0 else copies.warn
             say(f"{named} is not shared by all nodes: {len(writers)} of them keep a copy of the run each")
         if named is not None:
             try:
@@ -179,16 +189,19 @@ class Location:
         """
         return self._each(fn)[0]
 
-    def _each_directory(self, fn: Callable[[RunDirectory], T]) -> list[T]:
-        """Call `fn` with the directory of each rank that writes one. Return the results on every rank. Raises Error."""
+    def _each_directory(self, fn: Callable[[RunDirectory], T], on: Sequence[int] | None = None) -> list[T]:
+        """Call `fn` with the directory of each rank that writes one, or of some of them.
+
+        Return the results on every rank. Raises Error.
+        """
 
         def call() -> T:
             assert self.directory is not None
             return fn(self.directory)
 
-        return self._each(call)
+        return self._each(call, on)
 
-    def _each(self, fn: Callable[[], T]) -> list[T]:
+    def _each(self, fn: Callable[[], T], on: Sequence[int] | None = None) -> list[T]:
         """Call `fn` on the ranks that write, and name the host of an error if each writes a copy."""
         host = f" on {read_host()}" if self.is_replicated else ""
 
@@ -202,7 +215,7 @@ class Location:
                     raise
                 raise KINDS[name_kind(error)](f"{host.lstrip()}: {error}", code=error.code) from None
 
-        return self._group.each(call, on=self._writers)
+        return self._group.each(call, on=self._writers if on is None else on)
 
     # --- start ------------------------------------------------------------------------------------------------
 
@@ -403,9 +416,9 @@ class Location:
             self.directory = RunDirectory(self.path, warn=self.warn)  # the script may have changed the directory
             self.directory.continue_start(int(self.logs.name), self.kept, steps_done, is_in_loop=is_in_loop)
             if is_url(self.shown):
-                from samestep.snapshot.mirror import open_mirror
+                from samestep.snapshot.mirror import Mirror
 
-                self._mirror = open_mirror(self.shown, fresh=False, warn=self.warn)
+                self._mirror = Mirror(self.shown, self.warn)
                 self._mirror.join(self._config.local_dir)
                 self._mirror.take()
         except (Error, OSError) as error:
@@ -424,7 +437,8 @@ class Location:
             The end of a message about the newest snapshot if it is not everywhere; "" otherwise.
         """
         if self._copies is not None:
-            self._copies.end(self.directory)
+            with suppress(OSError):  # `RunDirectory.find_lost` reports it
+                self._copies.share(self.directory)  # the last rows
         return self._push()
 
     def close(self) -> bool:

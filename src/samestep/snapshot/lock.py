@@ -20,7 +20,7 @@ TEXT_BYTES = 400
 
 
 class Lock(Held):
-    """The lock of a run's directory, held by this process until `release`. The file names the process.
+    """The lock of a run's directory, held by this process until `forget`. The file names the process.
 
     flock excludes a second process on one machine, and on most network file systems. (A POSIX lock would be lost as
     soon as anything in this process reads and closes the file.) Some file systems have no such locks, or drop the locks
@@ -32,7 +32,6 @@ class Lock(Held):
         named: the run's directory as the user gave it, for messages.
 
     Attributes:
-        is_new: whether the file did not exist before.
         was_elsewhere: whether the previous holder was on another machine, and may still be running.
 
     Raises:
@@ -43,24 +42,18 @@ class Lock(Held):
     def __init__(self, path: Path, named: Path) -> None:
         self.path = path
         self._named = named
-        while True:
-            self.is_new = not path.exists()
-            self._descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in NO_FLOCK:
-                    text = os.read(self._descriptor, TEXT_BYTES)
-                    os.close(self._descriptor)
-                    raise RunDirectoryError(
-                        f"the run in {self._named} is locked by {_name_holder(text)}: stop it, or start beside it with "
-                        f"{advise(fresh=True)}",
-                        code="SS402",
-                    ) from None
-            with suppress(FileNotFoundError):
-                if os.fstat(self._descriptor).st_ino == path.stat().st_ino:
-                    break
-            os.close(self._descriptor)  # the holder removed the file at this moment
+        self._descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in NO_FLOCK:
+                text = os.read(self._descriptor, TEXT_BYTES)
+                os.close(self._descriptor)
+                raise RunDirectoryError(
+                    f"the run in {self._named} is locked by {_name_holder(text)}: stop it, or start beside it with "
+                    f"{advise(fresh=True)}",
+                    code="SS402",
+                ) from None
         hold(self)
         before = os.read(self._descriptor, TEXT_BYTES)
         self.was_elsewhere = bool(before) and f" on {read_host()} since ".encode() not in before
@@ -77,26 +70,17 @@ class Lock(Held):
         Raises:
             RunDirectoryError: another process has taken the run over.
         """
-        if text := self._read_successor():
-            raise explain_takeover(self._named, text)
-
-    def _read_successor(self) -> bytes:
-        """Return the token of the process that has taken the run over; empty if none has."""
         try:
             text = read_bytes(self.path)  # opened anew, because network file systems cache what is open
         except OSError:
-            return b""  # the directory was removed: there is nothing to protect
-        return text if self._text is not None and text != self._text else b""
-
-    def release(self, *, remove: bool = False) -> None:
-        """Release the lock. `remove`: also removes the file, unless another process has taken the run over."""
-        if remove and not self._read_successor():
-            self.path.unlink(missing_ok=True)  # before another process can lock it
-        self.forget()
+            return  # the directory was removed: there is nothing to protect
+        if self._text is not None and text != self._text:
+            raise explain_takeover(self._named, text)
 
     def forget(self) -> None:
+        """Release the lock; in a forked child, which would hold it until it ends, only its copy."""
         if self._descriptor >= 0:
-            os.close(self._descriptor)  # else a DataLoader worker would hold the lock until it ends
+            os.close(self._descriptor)
         self._descriptor = -1
 
 

@@ -5,11 +5,11 @@ import os
 import platform
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -91,21 +91,14 @@ def read_manifest(directory: Path) -> tuple[dict[str, Any], str | None]:
     """Return the manifest of a directory ({} if it cannot be read), and a problem with it or with file sizes."""
     try:
         manifest, problem = parse_manifest(read_bytes(directory / MANIFEST))
-    except FileNotFoundError:
-        return {}, f"{MANIFEST} is missing"
     except OSError as error:
         return {}, f"{MANIFEST} cannot be read ({error.strerror})"
     sizes = {}
     for file in manifest.get("files", {}):
-        try:
+        with suppress(OSError):  # then it is missing
             status = os.lstat(directory / file)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            return manifest, f"{file} cannot be read ({error.strerror})"
-        if not stat.S_ISREG(status.st_mode):
-            return manifest, f"{file} is not a regular file"
-        sizes[file] = status.st_size
+            if stat.S_ISREG(status.st_mode):
+                sizes[file] = status.st_size
     return manifest, problem or find_wrong_size(manifest["files"], sizes)
 
 
@@ -170,37 +163,30 @@ def find_damage(directory: Path, manifest: Mapping[str, Any], rank: int = 0, num
     """
     total = sum(measure(pieces) for pieces in manifest["files"].values())
     before = 0
+    own: list[tuple[str, int, Piece]] = []
+    for file, pieces in manifest["files"].items():
+        start = 0
+        for name, num_bytes, sha256 in pieces:
+            if before * num_ranks // max(total, 1) == rank:
+                own.append((file, start, Piece(name, num_bytes, sha256)))
+            start += num_bytes
+            before += num_bytes
     with ThreadPoolExecutor(_NUM_READERS) as pool:  # hashing takes the time, and releases the GIL
-        for file, pieces in manifest["files"].items():
-            starts = accumulate([num_bytes for _, num_bytes, _ in pieces], initial=0)
-            placed = [(start, num_bytes, sha256) for start, (_, num_bytes, sha256) in zip(starts, pieces, strict=False)]
-            own = [each for each in placed if (before + each[0]) * num_ranks // max(total, 1) == rank]
-            before += measure(pieces)
-            if not own:
-                continue
-            try:
-                with open(directory / file, "rb", buffering=0, opener=open_regular) as opened:
-                    found = [*pool.map(partial(_hash_range, opened.fileno()), own)]
-            except OSError as error:
-                return f"{file} cannot be read ({error.strerror})"
-            for (start, num_bytes, wanted), checksum in zip(own, found, strict=True):
-                if checksum != wanted:
-                    return f"{file} is damaged (somewhere in bytes {start} to {start + num_bytes})"
-    return None
+        return next(filter(None, pool.map(partial(_check_piece, directory), own)), None)
 
 
-def _hash_range(file: int, piece: tuple[int, int, str]) -> str:
-    """Return the sha256 of a piece, given by its start and its size. The file may end within it."""
-    at, num_bytes, _ = piece
-    end = at + num_bytes
-
-    def read() -> Iterator[bytes]:
-        nonlocal at
-        while data := os.pread(file, min(end - at, _BUFFER_BYTES), at):
-            yield data
-            at += len(data)
-
-    return hash_pieces(read())
+def _check_piece(directory: Path, placed: tuple[str, int, Piece]) -> str | None:
+    """Return a description of damage to a piece of a file that begins at a byte, or None."""
+    file, start, (_, num_bytes, sha256) = placed
+    end = start + num_bytes
+    try:
+        with open(directory / file, "rb", opener=open_regular) as opened:
+            opened.seek(start)
+            parts = (opened.read(min(_BUFFER_BYTES, end - at)) for at in range(start, end, _BUFFER_BYTES))
+            checksum = hash_pieces(parts)
+    except OSError as error:
+        return f"{file} cannot be read ({error.strerror})"
+    return None if checksum == sha256 else f"{file} is damaged (somewhere in bytes {start} to {end})"
 
 
 def measure(pieces: Iterable[Sequence[Any]]) -> int:

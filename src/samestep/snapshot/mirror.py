@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
-from itertools import count
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -22,7 +21,7 @@ from samestep.errors import Error, RunDirectoryError, needing
 from samestep.files import MAX_BYTES, open_regular, read_bytes, replace_file
 from samestep.hashing import hash_bytes
 from samestep.snapshot.lock import build_token, explain_takeover
-from samestep.snapshot.manifest import DIRECTORY, FILE, MANIFEST, find_wrong_size, parse_manifest
+from samestep.snapshot.manifest import DIRECTORY, MANIFEST, find_wrong_size, parse_manifest
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import parse_run_record
 from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Pulled, Snapshot, Store, list_outdated
@@ -45,16 +44,6 @@ class Unreachable(RunDirectoryError):
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(f"the run directory {url} cannot be reached ({reason}): fix that, or name another one")
         self.reason = reason
-
-
-def open_mirror(url: str, *, fresh: bool, warn: Callable[[str], None]) -> "Mirror":
-    """Return the mirror at a URL; with `fresh`, the first of x, x-2, x-3 ... that is empty. Errors as for `Mirror`."""
-    mirror = Mirror(url, warn)
-    for number in count(2) if fresh else ():
-        if mirror.is_empty():
-            break
-        mirror = Mirror(f"{url.rstrip('/')}-{number}", warn)
-    return mirror
 
 
 def _requests(method: "Callable[Concatenate[Mirror, P], T]") -> "Callable[Concatenate[Mirror, P], T]":
@@ -128,23 +117,22 @@ class Mirror:
         self._put(partial, lambda path: self._fs.pipe_file(path, content))
         self._fs.mv(self._at(partial), self._at(name))
 
-    @_requests
-    def list_files(self) -> list[str]:
-        """Return the names of the files of a run besides its snapshots. Some of them may not exist."""
-        names = [path.rpartition("/")[2] for path in self._find(ORDERS)]
-        return [*SHARED, *(f"{ORDERS}/{name}" for name in names if _ORDER.fullmatch(name))]
-
     def download(self, directory: Path) -> None:
-        """Download these files to the same places in a directory, without one that exists there. Raises OSError, too.
+        """Download the files of a run besides its snapshots, without one that does not exist. Raises OSError, too.
 
         `run.json` stays as it is if the directory has one.
         """
-        for name in self.list_files():
+        for name in (*SHARED, *self._list_orders()):
             if name == RECORD and (directory / name).exists():
                 continue
             if (content := self.read(name)) is not None:
                 (directory / name).parent.mkdir(exist_ok=True)
                 replace_file(directory / name, content)
+
+    @_requests
+    def _list_orders(self) -> list[str]:
+        names = [path.rpartition("/")[2] for path in self._find(ORDERS)]
+        return [f"{ORDERS}/{name}" for name in names if _ORDER.fullmatch(name)]
 
     def _find(self, name: str) -> dict[str, Any]:
         try:
@@ -206,15 +194,6 @@ class Mirror:
             self._fs.get_file(self._at_place(place, file), str(directory / file))
 
     @_requests
-    def copy_snapshots(self, directory: Path) -> None:
-        """Download all snapshots to a directory, damaged or not."""
-        for place, sizes in self._list().items():
-            if MANIFEST not in sizes:
-                continue
-            (directory / place).mkdir(parents=True, exist_ok=True)
-            self._fetch(place, [file for file in sizes if FILE.fullmatch(file)], directory / place)
-
-    @_requests
     def _remove(self, place: str) -> None:
         """Remove a snapshot, or what is left of one."""
         if self._fs.exists(self._at_place(place, MANIFEST)):
@@ -274,7 +253,8 @@ class Mirror:
             if not problem:
                 if with_files:  # first: a snapshot without the rows before it must not be found
                     self.download(store.path.parent)
-                self._fetch(snapshot.path.name, snapshot.manifest["files"], store.make_inbox())
+                store.make_inbox()
+                self._fetch(snapshot.path.name, snapshot.manifest["files"], store.inbox)
                 problem = store.adopt(snapshot)
             if not problem:
                 return Pulled(self.url, there)
@@ -292,7 +272,7 @@ class Mirror:
         if self._holder and f" on {read_host()} since " not in self._holder:
             self._warn(f"{self.url} was written by {self._holder}: if it still runs, it ends at its next snapshot")
         self.take()
-        self._push_file(directory, RECORD)  # first: it lists the steps that the run went back to
+        self._push_files(directory)  # first: `run.json` lists the steps that the run went back to
         for each in reversed(self.snapshots()):
             if each.step > step:
                 self._abandon(each)
@@ -360,19 +340,16 @@ class Mirror:
         self.write(f"{place}/{MANIFEST}", read_bytes(snapshot.path / MANIFEST))
 
     def _push_files(self, directory: RunDirectory) -> None:
+        """Upload the files that exist and have changed, `run.json` first. Raises OSError, too."""
         for name in (*SHARED, *list_orders(directory.path)):
-            self._push_file(directory, name)
-
-    def _push_file(self, directory: RunDirectory, name: str) -> None:
-        """Upload a file that exists and has changed. Raises OSError, too."""
-        path = directory.path / name
-        if not path.exists():
-            return
-        with open(path, "rb", opener=open_regular) as file:
-            content = file.read()
-        if self._pushed.get(name) != (now := hash_bytes(content)):
-            self.write(name, content)
-            self._pushed[name] = now
+            path = directory.path / name
+            if not path.exists():
+                continue
+            with open(path, "rb", opener=open_regular) as file:
+                content = file.read()
+            if self._pushed.get(name) != (now := hash_bytes(content)):
+                self.write(name, content)
+                self._pushed[name] = now
 
     # --- lock -------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Reads a run in a directory or at a URL, for tools."""
+"""Reads a run's directory, for tools."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,35 +11,23 @@ from samestep.errors import Error, explain
 from samestep.snapshot.run_record import read_record
 from samestep.snapshot.store import SNAPSHOTS, Snapshot, Store
 from samestep.watch.records import RECORD
-from samestep.world.workdir import open_workdir
 
 
 @contextmanager
 def open_run(run: str) -> Iterator[Path]:
-    """Yield a run's directory for a tool to read; for a URL, a copy that is removed at the end of the block.
-
-    Raises:
-        Error: the directory or the URL cannot be read.
-    """
-    if not is_url(run):
-        try:
-            yield Path(run)
-        except BrokenPipeError:  # the reader of the output has closed it
+    """Yield a run's directory for a tool to read. Raises Error if it cannot be read."""
+    if is_url(run):
+        raise Error(f"{run} is a URL: copy the run to a directory, and name that", code="SS416")
+    try:
+        yield Path(run)
+    except BrokenPipeError:  # the reader of the output has closed it
+        raise
+    except OSError as error:
+        known = explain(error)
+        if known is not None and known.code == "SS113":  # from writing the output, or temporary files
             raise
-        except OSError as error:
-            known = explain(error)
-            if known is not None and known.code == "SS113":  # from writing the output, or temporary files
-                raise
-            where = f"{error.filename or run} cannot be read ({error.strerror})"
-            raise Error(f"{where}: fix that, or name another one", code="SS416") from None
-        return
-    from samestep.snapshot.mirror import Mirror
-
-    mirror = Mirror(run)
-    with open_workdir() as home:
-        mirror.download(home)
-        mirror.copy_snapshots(home / SNAPSHOTS)
-        yield home
+        where = f"{error.filename or run} cannot be read ({error.strerror})"
+        raise Error(f"{where}: fix that, or name another one", code="SS416") from None
 
 
 def read_run(run: Path, called: str) -> dict[str, Any]:

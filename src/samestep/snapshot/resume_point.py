@@ -49,7 +49,6 @@ class Holding:
         found: the snapshot from which the run would resume, of which every byte was checked; None if there is none.
         problem: why there is none, although there are snapshots or one was requested; "" if the run may begin.
         newest_step: the step of the newest snapshot, damaged or not; 0 if there is none.
-        named: the named snapshots, judged by sizes.
         num_recorded: number of steps in the ledger.
         code: of the error of which `problem` is the sentence.
     """
@@ -57,7 +56,6 @@ class Holding:
     found: Snapshot | None
     problem: str
     newest_step: int
-    named: Sequence[Snapshot]
     num_recorded: int
     code: str = ""
 
@@ -87,7 +85,7 @@ def choose(held: Sequence[Holding], rewinds: Sequence[int]) -> tuple[int, Resume
 
     Example::
 
-        >>> choose([Holding(None, "", 0, [], 0)], [])
+        >>> choose([Holding(None, "", 0, 0)], [])
         (0, ResumePoint(step=0, meta=None, snapshot=None, rewinds=[], num_recorded=0))
     """
     steps = [-1 if each.found is None else each.found.step for each in held]

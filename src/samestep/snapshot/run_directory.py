@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -18,10 +19,8 @@ from samestep.errors import Error, RunDirectoryError, UsageError
 from samestep.files import overwrite, replace_file, sync_directory
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.plan.ledger import Entry
-from samestep.snapshot.append_log import AppendLog, StepRecords, format_row
-from samestep.snapshot.kept_logs import Heal, KeptLogs
-from samestep.snapshot.ledger_file import count_records
 from samestep.snapshot.lock import Lock, detach, refuse_links
+from samestep.snapshot.logs import AppendLog, Heal, KeptLogs, StepRecords, count_records, format_row
 from samestep.snapshot.resume_point import Holding, ResumePoint
 from samestep.snapshot.run_record import StartOptions, build_record, find_different, read_record
 from samestep.snapshot.store import ABANDONED, NOTHING, SNAPSHOTS, Pulled, Snapshot, Store
@@ -67,7 +66,8 @@ class RunDirectory(StepRecords):
         lost: see `find_lost`.
 
     Raises:
-        RunDirectoryError: the directory cannot be written, another process has locked it, or it contains other files.
+        RunDirectoryError: another process has locked the directory, or it contains other files.
+        OSError: it cannot be written.
     """
 
     def __init__(self, named: Path, *, warn: Callable[[str], None]) -> None:
@@ -81,10 +81,7 @@ class RunDirectory(StepRecords):
         self._is_begun = False
         self._lost_steps = 0
         self._start: int | None = None  # number of this start, once its logs have begun
-        self._measured: Mapping[str, Any] = {}  # by the last start that made a step
         self._warned: set[str] = set()  # logs that could not be written
-        self._made_directories: list[Path] = []
-        self._made_files: list[Path] = []
         self.record: dict[str, Any] = {}
         try:
             self.path = named.absolute()  # the script may change the working directory
@@ -92,41 +89,29 @@ class RunDirectory(StepRecords):
             if before := _open.get(self._key):
                 before.close()
             self.store = Store(self.path, named, self._judge)
-            self._lock = self._take_lock()
+            self._create()
+            self._lock = Lock(self.path / LOCK, named)
             refuse_links(named, (SNAPSHOTS, ABANDONED, ORDERS, LOGS))
+            rows = self.path / METRICS
             if (self.path / RECORD).exists():
                 self.read_record()
-            elif self._is_used(self._lock):
+            elif self.store.snapshots() or (rows.exists() and rows.stat().st_size > 0):
                 raise RunDirectoryError(
                     f"{named} holds files of a run but no {RECORD}: name another run directory", code="SS407"
                 )
-        except (Error, OSError) as error:
+        except (Error, OSError):
             self.close()
-            if isinstance(error, Error):
-                raise
-            raise RunDirectoryError(
-                f"the run directory {named} cannot be written ({_reason(error)}): name another one", code="SS401"
-            ) from None
+            raise
         _open[self._key] = self
 
     # --- identity ---------------------------------------------------------------------------------------------
 
-    def _take_lock(self) -> Lock:
-        for parent in (self.path, *self.path.parents):
-            if parent.exists():
-                break
-            self._made_directories.append(parent)
-        while True:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # a process whose run did not begin has just removed the directory
-                for made in self._made_directories:  # a snapshot is on the disk only if the names above it are
-                    sync_directory(made.parent)
-                return Lock(self.path / LOCK, self.named)
-
-    def _is_used(self, lock: Lock) -> bool:
-        """Return whether there are files of a run. With an older lock, rows may be from a run that did not begin."""
-        rows = self.path / METRICS
-        return (lock.is_new and rows.exists() and rows.stat().st_size > 0) or bool(self.store.snapshots())
+    def _create(self) -> None:
+        """Create the directory. A snapshot is on the disk only if the names above it are."""
+        missing = [*takewhile(lambda parent: not parent.exists(), (self.path, *self.path.parents))]
+        self.path.mkdir(parents=True, exist_ok=True)
+        for created in missing:
+            sync_directory(created.parent)
 
     def read_record(self) -> None:
         """Read `run.json`. Raises Error."""
@@ -218,7 +203,6 @@ class RunDirectory(StepRecords):
             found=found,
             problem=problem,
             newest_step=max((each.step for each in (*here, *pulled.snapshots)), default=0),
-            named=[each for each in here if each.problem is None and each.name is not None],
             num_recorded=count_records(self.path / LEDGER),
             code=code,
         )
@@ -239,11 +223,11 @@ class RunDirectory(StepRecords):
         Returns:
             The size of the rows that earlier starts have written.
         """
-        num_bytes = self._take_back(point)
         record, warnings = build_record(self.record, options, step=point.step, rewinds=point.rewinds)
+        self._replace_record(record)
+        num_bytes = self._take_back(point)
         for warning in warnings:
             self._warn(warning)
-        self._replace_record(record)
         self._is_begun = True
         return num_bytes
 
@@ -262,7 +246,6 @@ class RunDirectory(StepRecords):
             self._warn(f"{len(later)} snapshot{plural} after step {step} went to {self.named / ABANDONED}")
         rows = self.path / METRICS
         records = self.path / LEDGER
-        self._made_files += [path for path in (rows, records) if not path.exists()]
         if lock.was_elsewhere:
             for path in (rows, records):
                 detach(path)
@@ -365,18 +348,13 @@ class RunDirectory(StepRecords):
         """
         if self._lock is None or not self._is_begun:
             return
-        if end is None:
-            self._measured = read_or_empty(self.path / STATUS).get("measured") or self._measured
-        elif not end.get("measured"):
-            end = {**end, "measured": self._measured}
-        record = {"status": status, "reason": reason, "time": _now(), "host": read_host(), "process": os.getpid()}
-        record |= {} if self._start is None else {"start": self._start}
-        if end is not None:
-            record |= end
-            record |= {"lost": self.lost} if self.lost else {}
+        now: dict[str, Any]
+        now = {"status": status, "reason": reason, "time": _now(), "host": read_host(), "process": os.getpid()}
+        now |= {"start": self._start or 0, "lost": self.lost}
+        now |= {name: value for name, value in (end or {}).items() if value}
         with suppress(OSError, Error):  # the disk may be read-only, or another process may have taken the run over
             self._check_begun()
-            self._overwrite_status(record)
+            self._overwrite_status(read_or_empty(self.path / STATUS) | now)
 
     def _overwrite_status(self, record: Mapping[str, Any]) -> None:
         overwrite(self.path / STATUS, json.dumps(record).encode() + b"\n")
@@ -420,7 +398,6 @@ class RunDirectory(StepRecords):
         if self._logs is None:
             return ""
         self.record_last()
-        metrics, ledger = self._logs
         problem = self.lost = ""
         for log in self._logs:
             try:
@@ -428,8 +405,7 @@ class RunDirectory(StepRecords):
             except OSError as error:
                 problem = _reason(error)
         if problem:
-            lacks = f"its last {metrics.num_pending} rows and {LEDGER} its last {ledger.num_pending} steps"
-            self.lost = f"{self.named} could not be written ({problem}): {METRICS} lacks {lacks}"
+            self.lost = f"{self.named} could not be written ({problem}): the end of {METRICS} or {LEDGER} is lost"
         elif not (self.path / LEDGER).exists():
             self.lost = f"{self.named} was removed during the run: nothing of what the run wrote there is left"
         return self.lost
@@ -483,11 +459,7 @@ class RunDirectory(StepRecords):
         why = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         if not (self.path / RECORD).exists():
             why = f"{self.named} was removed during the run"
-        others = "older ones cannot be read"
-        with suppress(OSError):
-            sound = [other.step for other in self.store.snapshots() if other.problem is None]
-            others = f"the newest is that of step {max(sound)}" if sound else "there is none"
-        return f"the snapshot of step {step} could not be written ({why}): {others}"
+        return f"the snapshot of step {step} could not be written ({why})"
 
     # --- end --------------------------------------------------------------------------------------------------
 
@@ -501,7 +473,7 @@ class RunDirectory(StepRecords):
         return self._lock is not None
 
     def close(self) -> None:
-        """Release the directory. If no run began in it, restore it as it was. A second call does nothing."""
+        """Release the directory. A second call does nothing."""
         self._before_close()
         if self._is_begun and not self.lost and self.find_lost():
             self._warn(self.lost)
@@ -510,17 +482,10 @@ class RunDirectory(StepRecords):
         for log in logs or ():
             with suppress(OSError):  # already warned about
                 log.close()
-        if not self._is_begun:
-            for path in self._made_files:
-                path.unlink(missing_ok=True)
         if self._lock is not None:
-            self._lock.release(remove=self._lock.is_new and not self._is_begun)
+            self._lock.forget()
             self._lock = None
             _open.pop(self._key, None)
-        if not self._is_begun:
-            for path in self._made_directories:
-                with suppress(OSError):  # another process uses it by now
-                    path.rmdir()
 
 
 def _describe_end(status: Mapping[str, Any]) -> str:

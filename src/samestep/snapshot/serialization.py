@@ -6,7 +6,6 @@ manifest. It writes the format itself: that library needs all tensors in host me
 same memory, and reports a full disk with an exception that is not an `OSError`.
 """
 
-import base64
 import json
 import math
 import os
@@ -67,8 +66,8 @@ def encode(state: Any, is_mine: "Callable[[Tensor], bool] | None" = None) -> tup
             meta device here.
 
     Raises:
-        InvalidType: the state contains anything other than tensors, NumPy arrays, numbers, strings, bytes, lists,
-            tuples, dicts and sets, or is nested deeper than `MAX_LEVELS`.
+        InvalidType: the state contains anything other than tensors, NumPy arrays, numbers, strings, lists, tuples
+            and dicts, or is nested deeper than `MAX_LEVELS`.
     """
     encoder = _Encoder(is_mine)
     return encoder.encode(state), encoder.tensors
@@ -278,8 +277,6 @@ class SavedState(Decoder):
 
     def decode_other(self, kind: Any, value: Mapping[str, Any]) -> Any:
         match kind:
-            case "set":
-                return set(self.decode(value["items"]))
             case "counter":
                 return Counter(self.decode_items(value["items"]))
             case "state_dict":
@@ -296,10 +293,6 @@ class SavedState(Decoder):
                 return self._arrays[value["name"]]
             case "scalar":
                 return decode_array(bytes.fromhex(value["hex"]), value)[()]
-            case "bytes":
-                return base64.b64decode(value["base64"])
-            case "dtype":
-                return find_dtype(value["name"])
         raise ValueError(f"samestep does not write {value}")
 
 
@@ -346,21 +339,15 @@ class _Encoder(Encoder):
             if isinstance(value, Counter):
                 return {KIND: "counter", "items": self.encode_items(value, path)}
             return self.encode_dict(value, path)
-        if kind is set:
-            return {KIND: "set", "items": sorted((self.encode_key(item, path) for item in value), key=json.dumps)}
         if kind is np.ndarray or isinstance(value, np.generic):
             return self._encode_array(value, path)
-        if kind is bytes:
-            return {KIND: "bytes", "base64": base64.b64encode(value).decode()}
-        if kind is torch.dtype:
-            return {KIND: "dtype", "name": name_dtype(value)}
         raise _refusal(path, f"a {kind.__qualname__}")
 
     def encode_key(self, key: Any, path: Place) -> Any:
         if type(key) is tuple:
             return {KIND: "tuple", "items": [self.encode_key(item, path) for item in key]}
-        if key is not None and type(key) not in (bool, int, float, str, bytes):
-            raise _refusal(path, f"a dict or set with a {type(key).__qualname__} as key")
+        if key is not None and type(key) not in (bool, int, float, str):
+            raise _refusal(path, f"a dict with a {type(key).__qualname__} as key")
         return self.encode(key, path)
 
     def _encode_tensor(self, tensor: "Tensor", path: Place) -> Any:
@@ -457,6 +444,6 @@ def _refusal(path: Place, what: str) -> InvalidType:
     where = "".join(f".{part}" if isinstance(part, str) else f"[{part!r}]" for part in path).lstrip(".")
     return InvalidType(
         f"{where or 'the state'} is {what}, which a snapshot cannot hold: leave it out of the state_dict, or make it "
-        "of tensors, numpy arrays, numbers, strings, bytes, lists, tuples, dicts and sets",
+        "of tensors, numpy arrays, numbers, strings, lists, tuples and dicts",
         code="SS414",
     )

@@ -1,14 +1,14 @@
-"""Finds out which nodes share the directory of a run, and so which ranks write it."""
+"""Finds out which nodes share the directory of a run, and so which ranks write it, and which directory is unused."""
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 from samestep.errors import RunDirectoryError
-from samestep.world.group import Group
+from samestep.watch.records import LOCK
 from samestep.world.local_sockets import Gatherer
 
 _TOKEN = ".samestep-node-"
@@ -55,24 +55,17 @@ def _create_token(path: Path) -> Path | None:
     return None
 
 
-def choose_fresh(group: Group, path: Path, writers: Sequence[int]) -> Path:
-    """Return the first of x, x-2, x-3 ... that is empty, or does not exist, on all nodes.
+def find_unused(place: str, is_used: Callable[[str], bool]) -> str:
+    """Return the first of x, x-2, x-3 ... that is not used."""
+    places = chain([place], (f"{place}-{number}" for number in count(2)))
+    return next(each for each in places if not is_used(each))
 
-    Raises:
-        RunDirectoryError: one of them cannot be read.
-    """
 
-    def is_used() -> bool:
-        try:
-            return chosen.exists() and any(chosen.iterdir())
-        except OSError as error:
-            raise RunDirectoryError(
-                f"{chosen} cannot be read ({error.strerror}): name another directory", code="SS401"
-            ) from None
-
-    beside = path if path.name else path.absolute()  # "." has no name
-    for number in count(1):
-        chosen = path if number == 1 else beside.with_name(f"{beside.name}-{number}")
-        if not any(group.each(is_used, on=writers)):
-            return chosen
-    raise AssertionError
+def holds_files(directory: Path) -> bool:
+    """Return whether a directory exists, and holds more than a lock. Raises RunDirectoryError."""
+    try:
+        return directory.exists() and any(each.name != LOCK for each in directory.iterdir())
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{directory} cannot be read ({error.strerror}): name another directory", code="SS401"
+        ) from None

@@ -402,10 +402,9 @@ class Store:
         """Return the directory for a snapshot's files from another store, see `make_inbox` and `adopt`."""
         return self.path / f"{_WRITING}inbox"
 
-    def make_inbox(self) -> Path:
+    def make_inbox(self) -> None:
         """Create the inbox, empty. Raises OSError."""
         self._create(self.inbox)
-        return self.inbox
 
     def adopt(self, snapshot: Snapshot) -> str:
         """Make the files in the inbox this snapshot of another store.

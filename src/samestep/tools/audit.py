@@ -17,7 +17,7 @@ from samestep.errors import Error
 from samestep.plan.ledger import Entry
 from samestep.plan.loop_plan import LoopPlan, StepSamples
 from samestep.plan.order import Indices
-from samestep.snapshot.ledger_file import count_records, read_records
+from samestep.snapshot.logs import count_records, read_records
 from samestep.snapshot.run_record import list_loops
 from samestep.units import format_count
 from samestep.watch.records import LEDGER, RECORD, STATUS, read_or_empty
@@ -161,7 +161,7 @@ def audit_samples(
         if see is not None:
             see(step, used)
     if num_steps < (num_done := status.get("steps", 0)):
-        why = status.get("lost", "ledger.bin was truncated")
+        why = status.get("lost") or "ledger.bin was truncated"
         audits[-1].problems.append(f"steps {num_steps} to {num_done - 1}: the ledger has no record of them, {why}")
     return (
         [problem for audit in audits for problem in audit.problems],

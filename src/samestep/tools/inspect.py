@@ -13,7 +13,7 @@ from samestep.decoding import parse_json
 from samestep.errors import Error, explain
 from samestep.files import read_bytes
 from samestep.plan.ledger import Entry, to_float
-from samestep.snapshot.ledger_file import count_records, read_records
+from samestep.snapshot.logs import count_records, read_records
 from samestep.snapshot.manifest import STATE, find_damage
 from samestep.snapshot.reading import find_snapshot, open_run, read_run
 from samestep.snapshot.store import Snapshot, Store

@@ -14,7 +14,7 @@ from samestep.console import describe_ranks
 from samestep.data.order_files import keep_shards
 from samestep.errors import InvalidValue
 from samestep.plan.sizes import describe_division
-from samestep.snapshot.kept_logs import Heal
+from samestep.snapshot.logs import Heal
 from samestep.train.context import RunContext
 from samestep.train.description import describe_run, describe_script, read_commit
 from samestep.train.determinism import describe_machine, fix_compiler

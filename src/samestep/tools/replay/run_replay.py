@@ -20,7 +20,7 @@ from samestep.launch.launcher import check_target
 from samestep.launch.script_command import ScriptCommand
 from samestep.launch.target import Target
 from samestep.plan.ledger import Entry, to_float
-from samestep.snapshot.ledger_file import count_records, read_records
+from samestep.snapshot.logs import count_records, read_records
 from samestep.snapshot.manifest import MANIFEST, find_damage
 from samestep.snapshot.reading import open_run, read_run
 from samestep.snapshot.run_record import describe_changes

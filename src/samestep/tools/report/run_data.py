@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from samestep.errors import Error
 from samestep.files import open_regular
-from samestep.snapshot.ledger_file import count_records
+from samestep.snapshot.logs import count_records
 from samestep.tools.audit import audit_samples, summarize
 from samestep.tools.inspect import PLACE, find_sound
 from samestep.watch.records import (

@@ -10,7 +10,7 @@ from samestep.config import Overrides
 from samestep.files import open_regular, read_tail
 from samestep.launch.target import Target
 from samestep.plan.ledger import Entry
-from samestep.snapshot.ledger_file import read_records
+from samestep.snapshot.logs import read_records
 from samestep.snapshot.store import Store
 from samestep.tools.traced_script import find_errors, run_traced
 from samestep.tools.verify.traces import Traced, read_traces

@@ -13,7 +13,7 @@ from samestep.engine.passes import Reduced
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.plan.ledger import Entry, to_bits
 from samestep.plan.loop_plan import LoopPlan
-from samestep.snapshot.kept_logs import KeptLogs
+from samestep.snapshot.logs import KeptLogs
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.train.context import RunContext
 from samestep.train.prepared import Prepared

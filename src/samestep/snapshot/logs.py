@@ -1,15 +1,27 @@
-"""Append-only files of a run: `metrics.jsonl` and `ledger.bin`."""
+"""The logs of a run: `metrics.jsonl`, a row per line, and `ledger.bin`, a record per step.
+
+The rank that writes the run appends to them. Other ranks keep the last rows and records in memory, so that one of them
+can take its place.
+"""
 
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from samestep.files import open_regular, sync_directory
-from samestep.plan.ledger import Entry
+from samestep.decoding import parse_json
+from samestep.errors import NotHealed
+from samestep.files import open_regular, read_last_bytes, sync_directory
+from samestep.plan.ledger import RECORD, Entry
+
+MAX_KEPT = 10_000  # rows, and records: the writer's files are at most a second old
+NUM_READ = 1 << 16  # records at a time
 
 
 class AppendLog:
@@ -41,11 +53,6 @@ class AppendLog:
         self._size = os.fstat(self._file).st_size
         if is_new:
             sync_directory(path.parent)
-
-    @property
-    def num_pending(self) -> int:
-        """The number of records that are not completely in the file."""
-        return -(-len(self._pending) // self._record_bytes) if self._record_bytes else self._pending.count(b"\n")
 
     def append(self, records: bytes) -> None:
         """Add records, and write all pending ones if the last write is `flush_s` ago. Does not raise OSError."""
@@ -150,3 +157,105 @@ def _to_scalar(value: Any) -> str | int | float | bool | None:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else repr(float(value))
     return value if isinstance(value, (str, int, type(None))) else str(value)
+
+
+@dataclass(frozen=True)
+class Heal:
+    """A death of ranks after which the others have continued without a new start.
+
+    Attributes:
+        step: in which ranks were lost.
+        lost: these ranks, as numbered at the start.
+        world_size: number of ranks that continue.
+        seconds: the time until they were a group.
+    """
+
+    step: int
+    lost: Sequence[int]
+    world_size: int
+    seconds: float
+
+
+class KeptLogs(StepRecords):
+    """The last rows of metrics and records of the ledger, as the writer of the run appends them.
+
+    Every rank computes the same rows and records, so whoever lives can complete the files of a writer that has died.
+    """
+
+    def __init__(self) -> None:
+        self.heals: list[Heal] = []  # of this start: the writer may not record the last ones before it dies
+        self._rows: deque[tuple[int, bytes]] = deque(maxlen=MAX_KEPT)  # step, line
+        self._records: deque[tuple[int, bytes]] = deque(maxlen=MAX_KEPT)
+        self._num_earlier_bytes = 0
+
+    def write_row(self, row: Mapping[str, Any]) -> None:
+        """Keep a row. It has a "step"."""
+        self._rows.append((row["step"], format_row(row)))
+
+    def _record(self, entry: Entry) -> None:
+        self._records.append((entry.step, entry.pack()))
+
+    def resume(self, num_bytes: int) -> None:
+        """Forget the rows so far, because an earlier start has written them.
+
+        Args:
+            num_bytes: size of the rows that earlier starts have written.
+        """
+        self._rows.clear()
+        self._num_earlier_bytes = num_bytes
+
+    def get_rows(self, after_step: int) -> list[dict[str, Any]]:
+        """Return the rows after a step."""
+        return [parse_json(line) for step, line in self._rows if step > after_step]
+
+    def complete(self, metrics: AppendLog, ledger: AppendLog, steps_done: int) -> None:
+        """Make the writer's files what this rank would have written.
+
+        They may lack what the writer had not written yet, end with a part of it, or be ahead by a step.
+
+        Args:
+            metrics, ledger: the files.
+            steps_done: the number of steps that this rank has finished.
+
+        Raises:
+            NotHealed: a file ends before what is kept begins.
+            OSError: they cannot be written.
+        """
+        self.record_last()
+        num_recorded = min(ledger.flush() // RECORD.size, steps_done)
+        missing = [record for step, record in self._records if num_recorded <= step < steps_done]
+        if len(missing) != steps_done - num_recorded:
+            raise NotHealed("the ledger lacks steps that no other rank has kept")
+        ledger.cut(num_recorded * RECORD.size)
+        ledger.append(b"".join(missing))
+        ledger.flush()
+        size = metrics.flush()
+        data = read_last_bytes(metrics.path, max(size - self._num_earlier_bytes, 0))
+        rows = data[: data.rfind(b"\n") + 1]  # the last one may be torn
+        lines = rows.splitlines(keepends=True)[-MAX_KEPT:]
+        steps = [parse_json(line)["step"] for line in lines]
+        # From the last step of which both have rows on, those of this rank replace those in the file.
+        at = min(max([steps_done, *(step for step, _ in self._rows)]), max(steps, default=-1))
+        if len(self._rows) == MAX_KEPT and at <= self._rows[0][0]:
+            raise NotHealed("the metrics lack rows that no other rank has kept")
+        is_kept = any(step == at for step, _ in self._rows)
+        replaced = [line for step, line in zip(steps, lines, strict=True) if step > at or (step == at and is_kept)]
+        metrics.cut(size - len(data) + len(rows) - sum(map(len, replaced)))
+        metrics.append(b"".join(line for step, line in self._rows if step >= at))
+        metrics.flush()
+
+
+def count_records(ledger: Path) -> int:
+    """Return the number of complete records in a file; 0 if it does not exist."""
+    return ledger.stat().st_size // RECORD.size if ledger.exists() else 0
+
+
+def read_records(ledger: Path, *, first: int = 0) -> Iterator[Entry]:
+    """Yield the complete records of a file from one on; none if the file does not exist. Raises OSError."""
+    if not ledger.exists():
+        return
+    with open(ledger, "rb", opener=open_regular) as file:
+        file.seek(first * RECORD.size)
+        while len(data := file.read(NUM_READ * RECORD.size)) >= RECORD.size:
+            whole = data[: len(data) // RECORD.size * RECORD.size]
+            yield from starmap(Entry, RECORD.iter_unpack(whole))

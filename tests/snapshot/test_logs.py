@@ -1,0 +1,239 @@
+"""The logs are read as they were written, and completed by a rank that takes the writer's place."""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samestep.errors import NotHealed
+from samestep.plan.ledger import RECORD, Entry, to_bits
+from samestep.snapshot.logs import (
+    MAX_KEPT,
+    NUM_READ,
+    AppendLog,
+    Heal,
+    KeptLogs,
+    count_records,
+    format_row,
+    read_records,
+)
+from samestep.snapshot.run_directory import RunDirectory
+from samestep.watch.records import HEALS, read_rows
+
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+ROW = st.dictionaries(st.text(), VALUES, max_size=4)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[AppendLog]:
+    metrics = AppendLog(path, flush_s=1.0)
+    try:
+        yield metrics
+    finally:
+        metrics.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def expected(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=st.lists(ROW, max_size=8))
+def test_rows_are_read_back_as_they_were(rows: list[dict[str, Any]]) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.jsonl"
+        with opened(path) as metrics:
+            for row in rows:
+                metrics.append(format_row(row))
+        back = read(path)
+        assert [list(row) for row in back] == [list(row) for row in rows]
+        # repr distinguishes 0.0 from -0.0, and 1 from True and 1.0
+        assert repr(back) == repr([{key: expected(value) for key, value in row.items()} for row in rows])
+
+
+def test_a_file_that_is_shorter_than_the_offset_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with opened(path) as metrics:
+        metrics.append(format_row({"step": 1}))
+        assert not metrics.cut(10_000)
+        assert metrics.cut(metrics.flush())
+    assert read(path) == [{"step": 1}]
+
+
+def test_tensors_and_numpy_become_numbers_and_the_rest_text(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    row = {
+        "tensor": torch.tensor([0.1], requires_grad=True),
+        "half": torch.tensor(0.5, dtype=torch.bfloat16),
+        "nan": torch.tensor(float("nan")),
+        "float32": np.float32(0.1),
+        "float64": np.float64(0.1),
+        "int64": np.int64(7),
+        "bool": np.bool_(True),
+        "minus": -math.inf,
+        "complex": np.complex64(1j),
+        "many": torch.tensor([1, 2]),
+        "fraction": Fraction(1, 3),
+        3: "key",
+    }
+    with opened(path) as metrics:
+        metrics.append(format_row(row))  # type: ignore[arg-type]
+    assert read(path) == [
+        {
+            "tensor": float(np.float32(0.1)),
+            "half": 0.5,
+            "nan": "nan",
+            "float32": float(np.float32(0.1)),
+            "float64": 0.1,
+            "int64": 7,
+            "bool": True,
+            "minus": "-inf",
+            "complex": "1j",
+            "many": "tensor([1, 2])",
+            "fraction": "1/3",
+            "3": "key",
+        }
+    ]
+
+
+# --- the ledger ----------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, num_steps: int) -> list[Entry]:
+    entries = [Entry(step, step // 3, 8, 11 * step + 2, to_bits(0.5), 7) for step in range(num_steps)]
+    path.write_bytes(b"".join(entry.pack() for entry in entries))
+    return entries
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 5, NUM_READ + 1])
+def test_records_are_read_from_any_on(tmp_path: Path, num_steps: int) -> None:
+    path = tmp_path / "ledger.bin"
+    entries = write(path, num_steps)
+    with open(path, "ab") as file:
+        file.write(bytes(RECORD.size - 1))
+    assert count_records(path) == num_steps
+    assert [*read_records(path)] == entries
+    assert [*read_records(path, first=num_steps // 2)] == entries[num_steps // 2 :]
+    assert [*read_records(path, first=num_steps + 1)] == []
+
+
+def test_a_run_without_a_ledger(tmp_path: Path) -> None:
+    assert count_records(tmp_path / "ledger.bin") == 0
+    assert [*read_records(tmp_path / "ledger.bin")] == []
+
+
+# --- a rank that takes the writer's place ---------------------------------------------------------------------------
+
+
+ROWS = [
+    {"step": step, name: step / 3}
+    for step in (1, 2, 3, 4)
+    for name in (["train/loss"] if step % 2 else ["train/loss", "validation/loss", "validation/accuracy"])
+]
+LINES = [format_row(row) for row in ROWS]
+RECORDS = [Entry(step, 0, 8, step, 2 * step, 3 * step).pack() for step in range(4)]
+
+
+def keep(num_rows: int = len(ROWS), num_steps: int = 4, first_step: int = 0) -> KeptLogs:
+    kept = KeptLogs()
+    for row in ROWS[:num_rows]:
+        kept.write_row(row)
+    for step in range(first_step, num_steps):
+        kept.enter(lambda step=step: Entry(step, 0, 8, step, 2 * step, 3 * step), is_late=True)
+    return kept
+
+
+def complete(kept: KeptLogs, directory: Path, metrics: bytes, ledger: bytes, steps_done: int) -> tuple[bytes, bytes]:
+    rows_path, ledger_path = directory / "metrics.jsonl", directory / "ledger.bin"
+    rows_path.write_bytes(metrics)
+    ledger_path.write_bytes(ledger)
+    logs = AppendLog(rows_path, flush_s=1), AppendLog(ledger_path, flush_s=1, record_bytes=RECORD.size)
+    kept.complete(*logs, steps_done)
+    for log in logs:
+        log.append(b"more\n")
+        log.close()
+    return rows_path.read_bytes().removesuffix(b"more\n"), ledger_path.read_bytes().removesuffix(b"more\n")
+
+
+@pytest.mark.parametrize("num_written", range(len(ROWS) + 1))
+@pytest.mark.parametrize("part", [0, 7])
+def test_rows_are_completed(tmp_path: Path, num_written: int, part: int) -> None:
+    """Whatever number of them the file has, and with a part of the next one."""
+    written = b"".join(LINES[:num_written]) + b"".join(LINES[num_written:])[:part]
+    assert complete(keep(), tmp_path, written, b"".join(RECORDS), 4)[0] == b"".join(LINES)
+
+
+@pytest.mark.parametrize("num_kept", range(4, len(ROWS) + 1))
+def test_rows_that_this_rank_has_not_reached_are_cut(tmp_path: Path, num_kept: int) -> None:
+    """It writes them later, once."""
+    steps_done = ROWS[num_kept - 1]["step"]
+    found, _ = complete(keep(num_kept), tmp_path, b"".join(LINES), b"".join(RECORDS), int(steps_done))
+    assert found == b"".join(LINES[:num_kept])
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, RECORD.size, 3 * RECORD.size, 4 * RECORD.size])
+@pytest.mark.parametrize("steps_done", [3, 4])
+def test_the_ledger_is_completed_or_cut(tmp_path: Path, num_bytes: int, steps_done: int) -> None:
+    written = b"".join(RECORDS)[:num_bytes]
+    _, found = complete(keep(num_steps=steps_done), tmp_path, b"".join(LINES), written, steps_done)
+    assert found == b"".join(RECORDS[:steps_done])
+
+
+def test_rows_of_an_earlier_start_stay(tmp_path: Path) -> None:
+    """It may have ended with rows of the step that this rank has reached."""
+    before = b"".join(format_row({"step": step, "train/loss": 0.5}) for step in range(-9, 1)) + LINES[0]
+    for steps_done in (0, 4):
+        kept = keep(0)
+        kept.resume(len(before))
+        kept.write_row(ROWS[1])
+        assert kept.get_rows(1) == [ROWS[1]]
+        assert complete(kept, tmp_path, before, b"".join(RECORDS), steps_done)[0] == before + LINES[1]
+
+
+def test_a_gap_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotHealed, match="the ledger lacks steps"):
+        complete(keep(first_step=2), tmp_path, b"", RECORDS[0], 4)
+    kept = KeptLogs()
+    for k in range(MAX_KEPT + 10):
+        kept.write_row({"step": 0, "k": k})
+    with pytest.raises(NotHealed, match="the metrics lack rows"):
+        complete(kept, tmp_path, format_row({"step": 0, "k": 0}), b"", 0)
+
+
+@pytest.mark.parametrize("num_recorded", [0, 1, 2])
+def test_each_death_is_recorded_once(tmp_path: Path, num_recorded: int) -> None:
+    """Ranks 0 and 1 have died in turn. Rank 1 may have recorded one death, or both, before its own."""
+    heals = [Heal(4, [0], 3, 0.1), Heal(5, [2], 2, 0.1)]
+    (tmp_path / "run").mkdir()
+    earlier = RunDirectory(tmp_path / "run", warn=pytest.fail)
+    for heal in heals:
+        earlier.write_heal(heal)  # of an earlier start, with the same ranks
+    kept = keep()
+    kept.heals += heals
+    dying = RunDirectory(tmp_path / "run", warn=pytest.fail)
+    dying.continue_start(1, KeptLogs(), 0, is_in_loop=False)
+    for heal in heals[:num_recorded]:
+        dying.write_heal(heal)
+    for directory in (earlier, dying):
+        directory.close()
+    directory = RunDirectory(tmp_path / "run", warn=pytest.fail)
+    directory.continue_start(1, kept, 4, is_in_loop=False)
+    directory.write_heal(Heal(6, [0, 1], 1, 0.1))  # it saw both deaths together
+    directory.close()
+    rows = [(row["start"], row["step"], row["lost"]) for row in read_rows(tmp_path / "run" / HEALS)]
+    assert rows[:2] == [(0, 4, [0]), (0, 5, [2])]
+    assert rows[2:] == [(1, 4, [0]), (1, 5, [2]), (1, 6, [1])]
