@@ -1,10 +1,10 @@
 """What a slow link costs, and how much of it the backward hides: a rank on each of two hosts, the link shaped by tc.
 
-The transformer of reduction.py, one micro-batch per rank. Per link: a step of samestep, exact and fast, and of DDP by
-hand; beside them the computation alone and the exchange of the same bytes alone (exact: by halves; the others: the
-backend's all-reduce). No step is shorter than its floor, the longer one of the computation and of bytes / rate. Hidden
-is what the step does not show of the exchange: 1 - (step - computation) / exchange alone. Then exact with
-several sizes of buckets. All in the same two processes, in turns. Needs root, for the hosts.
+The transformer of reduction.py, one micro-batch per rank. Per link: a step of samestep and of DDP by hand; beside
+them the computation alone and the exchange of the same bytes alone (samestep: by halves; DDP: the backend's
+all-reduce). No step is shorter than its floor, the longer one of the computation and of bytes / rate. Hidden is what
+the step does not show of the exchange: 1 - (step - computation) / exchange alone. Then samestep with several sizes of
+buckets. All in the same two processes, in turns. Needs root, for the hosts.
 """
 
 import argparse
@@ -32,20 +32,19 @@ from common import (
     print_machine,
     print_table,
 )
-from reduction import DDP, EXACT, FAST, Sequences, Shape, Transformer, compute_loss, run_ddp, run_samestep
+from reduction import DDP, SAMESTEP, Sequences, Shape, Transformer, compute_loss, run_ddp, run_samestep
 from two_hosts import measure_on, open_two_hosts, shape_link
 
 from samestep.engine import routes
 from samestep.plan.tree import build_layout
 
 COMPUTATION, ALL_REDUCE, HALVES = "the computation alone", "all-reduce alone", "exchange by halves alone"
-ALONE = {EXACT: HALVES, FAST: ALL_REDUCE, DDP: ALL_REDUCE}
 PORT = 29500
 QUICK_SHAPE = Shape(num_layers=1, width=64, num_heads=2, sequence=16)
 
 
 def name_size(mb: float) -> str:
-    return f"exact, buckets of {mb:g} MiB"
+    return f"{SAMESTEP}, buckets of {mb:g} MiB"
 
 
 def count_bytes(shape: Shape) -> int:
@@ -66,11 +65,18 @@ def run_computation(shape: Shape) -> Iterator[None]:
         yield
 
 
-def run_exchange(shape: Shape, route: str) -> Iterator[None]:
+def run_halves(shape: Shape) -> Iterator[None]:
     space = routes.Space(torch.zeros, count_bytes(shape) // 4, torch.float32, build_layout(2, 2), dist.get_rank())
-    exchange = routes.Butterfly(space) if route == HALVES else routes.Backend(space)
+    exchange = routes.Butterfly(space)
     while True:
         routes.wait_all([routes.PendingOp(exchange.run(tag=0))])
+        yield
+
+
+def run_all_reduce(shape: Shape) -> Iterator[None]:
+    data = torch.zeros(count_bytes(shape) // 4)
+    while True:
+        dist.all_reduce(data)
         yield
 
 
@@ -84,14 +90,13 @@ def run_rank(rank: int, address: str, sizes: list[float], num_rounds: int, shape
     dist.init_process_group("gloo")
     contestants: list[Contestant] = [
         build_contestant(COMPUTATION, run_computation(shape)),
-        build_contestant(ALL_REDUCE, run_exchange(shape, ALL_REDUCE)),
-        build_contestant(HALVES, run_exchange(shape, HALVES)),
-        build_contestant(EXACT, run_samestep(shape, 2, "exact"), deterministic=True),
-        build_contestant(FAST, run_samestep(shape, 2, "fast"), deterministic=True),
+        build_contestant(ALL_REDUCE, run_all_reduce(shape)),
+        build_contestant(HALVES, run_halves(shape)),
+        build_contestant(SAMESTEP, run_samestep(shape, 2), deterministic=True),
         build_contestant(DDP, run_ddp(shape, 2)),
     ]
     for mb in sizes:
-        steps = run_samestep(shape, 2, "exact", bucket_cap_mb=mb)
+        steps = run_samestep(shape, 2, bucket_cap_mb=mb)
         contestants.append(build_contestant(name_size(mb), steps, deterministic=True))
     return measure(contestants, num_rounds=num_rounds, steps_per_block=1)
 
@@ -114,7 +119,7 @@ def summarize(times: Times, mbit: int | None, num_bytes: int) -> dict[str, dict[
     seconds = {name: statistics.median(values) for name, values in times.items()}
     rows = {name: {"ms": value * 1e3} for name, value in seconds.items()}
     for name in times.keys() - {COMPUTATION, ALL_REDUCE, HALVES}:
-        alone = ALONE.get(name, HALVES)
+        alone = ALL_REDUCE if name == DDP else HALVES
         wire_s = seconds[alone] if mbit is None else num_bytes * 8 / (mbit * 1e6)
         floor_s = max(seconds[COMPUTATION], wire_s)
         hidden = [
@@ -147,7 +152,7 @@ def print_results(mbit: int | None, times: Times, num_bytes: int) -> None:
             ]
         rows.append([name, *cells, *[""] * (5 - len(cells))])
     print_table([name_link(mbit), "ms", "floor", "by floor", "hidden", f"by {DDP}"], rows)
-    best = min((statistics.median(values), name) for name, values in times.items() if name.startswith("exact, "))
+    best = min((statistics.median(values), name) for name, values in times.items() if name.startswith(f"{SAMESTEP}, "))
     print(f"the fastest: {best[1]}\n", flush=True)
 
 

@@ -23,8 +23,21 @@ GRADIENT_BYTES = [5 * 10**6, 100 * 10**6]
 SWEEP_BYTES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 26 << 20]
 BLOCK_S = 0.1  # about as long as one block of exchanges takes
 GATHER, BUTTERFLY, CHUNKS, ALL_REDUCE = "gather", "butterfly", "chunks", "all-reduce"
+
+
+class AllReduce(routes.Route):
+    """The backend's own."""
+
+    def __init__(self, space: routes.Space) -> None:
+        root = space.new(space.num_elements)
+        super().__init__(space, [root], root)
+
+    def run(self, tag: int) -> routes.Messages:
+        yield [dist.all_reduce(self.root, async_op=True)]
+
+
 ROUTES: dict[str, Callable[[routes.Space], routes.Route]] = {
-    GATHER: routes.AllGather, BUTTERFLY: routes.Butterfly, CHUNKS: routes.Chunks, ALL_REDUCE: routes.Backend,
+    GATHER: routes.AllGather, BUTTERFLY: routes.Butterfly, CHUNKS: routes.Chunks, ALL_REDUCE: AllReduce,
 }  # fmt: skip
 
 
@@ -88,7 +101,7 @@ def format_size(num_bytes: int) -> str:
 
 
 def summarize(world_size: int, results: dict[int, Times]) -> list[dict[str, Any]]:
-    """Per size: the medians, the best of the exact routes, and what the engine would take."""
+    """Per size: the medians, the best of the engine's routes, and what the engine would take."""
     rows = []
     for num_bytes, times in results.items():
         medians = {name: statistics.median(values) * 1e3 for name, values in times.items()}
@@ -108,7 +121,7 @@ def print_results(title: str, world_size: int, results: dict[int, Times]) -> Non
         for row in summarize(world_size, results)
     ]
     print(f"{title}, {world_size} ranks: ms")
-    print_table(["", *names, "best exact", "engine takes", "by best"], rows)
+    print_table(["", *names, "best route", "engine takes", "by best"], rows)
 
 
 def main() -> None:

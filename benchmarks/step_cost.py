@@ -224,9 +224,16 @@ def run_exchange(route: str) -> Iterator[None]:
         sockets = open_group(read_environment(), torch.device("cpu")).local_sockets
         exchange: routes.Route = routes.AllGather(space, 64, sockets)
     else:
-        exchange = routes.AllGather(space) if route == "gather" else routes.Backend(space)
+        exchange = routes.AllGather(space)
     while True:
         routes.wait_all([routes.PendingOp(exchange.run(tag=0))])
+        yield
+
+
+def run_all_reduce() -> Iterator[None]:
+    data = torch.zeros(sum(param.numel() for param in build_model().parameters()))
+    while True:
+        dist.all_reduce(data)
         yield
 
 
@@ -250,7 +257,7 @@ def run_rank(world_size: int, frameworks: tuple[str, ...], num_rounds: int, step
     contestants.append(build_contestant(BARE, run_floor(loads=True)))
     contestants.append(build_contestant(FLOOR, run_floor(loads=False)))
     if world_size > 1:
-        contestants.append(build_contestant(ALL_REDUCE, run_exchange("all-reduce")))
+        contestants.append(build_contestant(ALL_REDUCE, run_all_reduce()))
         contestants.append(build_contestant(GATHER, run_exchange("gather")))
         contestants.append(build_contestant(SOCKETS, run_exchange("sockets")))
     times = measure(contestants, num_rounds=num_rounds, steps_per_block=steps_per_block)

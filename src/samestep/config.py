@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-Reduction = Literal["exact", "fast"]
 CheckCompute = Literal["stop", "warn"]
 Shard = Literal["optimizer", "fsdp2"]
 ExchangeDtype = Literal["bf16"]
@@ -307,15 +306,6 @@ class RunConfig:
             "fp32, bf16 or fp16: the type that run.autocast() uses; tf32: fp32 with TF32 kernels on a GPU",
             choice(*get_args(Precision)),
             is_identity=True,
-        ),
-    ]
-    reduction: Annotated[
-        Reduction,
-        Option(
-            str,
-            "R",
-            "exact: the same bits at any world size; fast: the backend's all-reduce",
-            choice(*get_args(Reduction)),
         ),
     ]
     shard: Annotated[

@@ -54,11 +54,11 @@ def sum_tree(leaves: list[Tensor | None], lo: int, hi: int) -> Tensor | None:
 
 
 def build_gradients(
-    params: list[nn.Parameter], *, exact: bool = True, cap_bytes: int | None = None, is_divided: bool = False
+    params: list[nn.Parameter], *, cap_bytes: int | None = None, is_divided: bool = False
 ) -> Gradients:
     group = open_group(read_environment(), torch.device("cpu"))
     gradients = Gradients(
-        {}, group, build_precision("fp32", group.device), exact=exact, bucket_cap_bytes=cap_bytes, micro_batch_size=1,
+        {}, group, build_precision("fp32", group.device), bucket_cap_bytes=cap_bytes, micro_batch_size=1,
         ownership=Ownership(group.rank, group.world_size) if is_divided else None,
     )  # fmt: skip
     gradients.set_parameters([(f"p{i}", param) for i, param in enumerate(params)], [])
@@ -68,9 +68,9 @@ def build_gradients(
 class Ranks:
     """Passes over parameters on this rank."""
 
-    def __init__(self, *, exact: bool = True, cap_bytes: int = 200, is_divided: bool = False) -> None:
+    def __init__(self, *, cap_bytes: int = 200, is_divided: bool = False) -> None:
         self.params = build_params()
-        self.gradients = build_gradients(self.params, exact=exact, cap_bytes=cap_bytes, is_divided=is_divided)
+        self.gradients = build_gradients(self.params, cap_bytes=cap_bytes, is_divided=is_divided)
         self.group = self.gradients.group
         self.owners = self.gradients.plan.owners
 
@@ -217,26 +217,6 @@ def release_after_a_failure() -> tuple[bool, int]:
 def test_a_pass_that_has_failed_keeps_no_connection_open() -> None:
     """Other ranks may wait for this one until its connections close."""
     assert samestep.spawn(release_after_a_failure, 3) == (True, 0)
-
-
-def reduce_fast(n: int, is_divided: bool) -> list[list[float] | None]:
-    ranks = Ranks(exact=False, is_divided=is_divided)
-    ranks.run(n, use_some)
-    return gather(ranks, [None if p.grad is None else p.grad.double().flatten().tolist() for p in ranks.params])  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(("num_ranks", "is_divided"), [(1, False), (2, False), (3, False), (3, True)])
-def test_fast_gives_the_same_sums_but_for_rounding(num_ranks: int, is_divided: bool) -> None:
-    found = samestep.spawn(partial(reduce_fast, 5, is_divided), num_ranks)
-    for i in ALL:
-        total = sum_tree([draw(i, v).double() if i in use_some(v) else None for v in range(5)], 0, 5)
-        assert (found[i] is None) == (total is None)
-        if total is not None:
-            total = average(total, 5, 4)
-            largest = sum(draw(i, v).double().abs() for v in range(5))
-            assert isinstance(largest, Tensor)
-            got = torch.tensor(found[i], dtype=torch.float64).view(SHAPES[i])
-            assert ((got - total).abs() <= 1e-6 * largest).all()
 
 
 # --- buckets ----------------------------------------------------------------------------------------------------------

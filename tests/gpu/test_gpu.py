@@ -65,7 +65,7 @@ def strike(fault: str, marker: Path) -> None:
 
 
 def train(
-    run_dir: str, *, precision: Any = "fp32", reduction: Any = "exact", width: int = 32, is_compiled: bool = False,
+    run_dir: str, *, precision: Any = "fp32", width: int = 32, is_compiled: bool = False,
     is_staged: bool = False, shard: Any = None, fault: str | None = None, **loading: Any,
 ) -> str:  # fmt: skip
     """Train two epochs of four steps. Returns the type of the device.
@@ -80,7 +80,6 @@ def train(
         batch_size=16,
         micro_batch_size=4,
         precision=precision,
-        reduction=reduction,
         snapshot_every=3,
         log_every=1,
         shard=shard,
@@ -140,14 +139,6 @@ def test_ranks_share_a_gpu(device: str, world_size: int, width: int, tmp_path: P
     is_staged = device == "cpu"
     found = spawn(tmp_path / "many", device, world_size, width=width, is_staged=is_staged)
     assert found == spawn(tmp_path / "one", device, width=width)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_fast_reduction_is_near(device: str, tmp_path: Path) -> None:
-    spawn(tmp_path / "exact", device)
-    spawn(tmp_path / "fast", device, 2, reduction="fast", is_staged=device == "cpu")
-    exact, fast = ([row.get("train/loss", 0.0) for row in read_rows(tmp_path / name)] for name in ("exact", "fast"))
-    assert fast == pytest.approx(exact, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -401,15 +392,6 @@ def test_nccl(world_size: int, arguments: dict[str, Any], tmp_path: Path) -> Non
 
 
 @pytest.mark.gpu
-def test_the_fast_reduction_over_nccl(tmp_path: Path) -> None:
-    codes, output = launch_nodes(tmp_path, 2, reduction="fast")
-    assert codes == [0, 0], output
-    spawn(tmp_path / "one", "cuda")
-    exact, fast = ([row.get("train/loss", 0.0) for row in read_rows(tmp_path / name)] for name in ("one", "runs/nccl"))
-    assert fast == pytest.approx(exact, rel=1e-3)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("shard", [None, "fsdp2"])
 def test_a_rank_is_lost_over_nccl(fault: str, shard: str | None, tmp_path: Path) -> None:
@@ -425,15 +407,14 @@ def test_a_rank_is_lost_over_nccl(fault: str, shard: str | None, tmp_path: Path)
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize(
     ("world_size", "arguments"),
-    [(2, {}), (3, {}), (3, {"width": 30_000}), (3, {"precision": "bf16"}), (3, {"reduction": "fast"})],
+    [(2, {}), (3, {}), (3, {"width": 30_000}), (3, {"precision": "bf16"})],
     ids=str,
 )
 def test_the_others_continue_over_nccl(world_size: int, arguments: dict[str, Any], fault: str, tmp_path: Path) -> None:
     codes, output = launch_nodes(tmp_path, world_size, "--heal", "--stuck-after-s", "8", fault=fault, **arguments)
     assert codes == [0] * world_size, output
     assert len((tmp_path / "runs/nccl/heals.jsonl").read_text().splitlines()) == 1
-    if "reduction" not in arguments:  # the sum of the backend depends on the number of ranks
-        assert digest(tmp_path / "runs/nccl") == spawn(tmp_path / "one", "cuda", **arguments)
+    assert digest(tmp_path / "runs/nccl") == spawn(tmp_path / "one", "cuda", **arguments)
 
 
 @pytest.mark.parametrize("device", [CUDA, "cpu"])

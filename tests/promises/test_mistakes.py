@@ -194,7 +194,6 @@ ARGUMENTS: list[tuple[str, list[Any], str]] = [
     ("check_compute", ["ignore", None, True], "check_compute must be stop or warn, not"),
     ("max_steps", [0, -1, "3", 1.5, True], WHOLE + "of at least 1, not"),
     ("precision", ["fp8", "", "FP16", None, 32, ["fp32"], torch.float16], "precision must be fp32, tf32, bf16 or fp16"),
-    ("reduction", ["slow", None, 1, ["exact"]], "reduction must be exact or fast, not"),
     ("exchange_dtype", ["fp16", "", 16, torch.bfloat16], "exchange_dtype must be bf16 or none, not"),
     ("device", ["tpu", "cuda:", 0, ""], "device must be cpu, cuda or one GPU such as cuda:1, not"),
     ("snapshot_every", ["2weeks", 0, -1, True, 1.5, "0epochs", "", "epochs"], "snapshot_every is .*: give a number of"),

@@ -35,7 +35,6 @@ def train(run_dir: str, epochs: int = 2) -> float:
         batch_size=8,
         micro_batch_size=2,
         precision="bf16",
-        reduction="exact",
         device=torch.device("cpu"),
         snapshot_every="2epochs",
         log_every="1epochs",

@@ -136,7 +136,6 @@ UNPOOL = (
         # A mean over the ranks of what samestep averages already.
         ({"swap": "step.backward(loss -> step.backward(loss / run.world_size"},
          ["the same inputs of micro-batch 0 give a different loss", "or it reads its rank or the number of ranks"]),
-        ({"arguments": ", reduction='fast', bucket_cap_mb=1e-6"}, ["reduction='fast' adds in a different order"]),
     ]),
 )  # fmt: skip
 def test_a_planted_fault_is_found_and_named(verify: Any, faults: dict[str, str], words: list[str]) -> None:

@@ -166,10 +166,9 @@ class Buffers:
 
     Args:
         modules: by name.
-        exact: whether to sum along the canonical tree.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], group: Group, *, exact: bool) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], group: Group) -> None:
         self._modules = {
             part: f"{name}.{path}" if path else name
             for name, module in modules.items()
@@ -177,7 +176,6 @@ class Buffers:
         }
         self._held_by = [*map(get_buffers, self._modules)]  # the modules' own dicts, which change with them
         self._group = group
-        self._exact = exact
         self._num_passes = 0
         self._find_all()
 
@@ -225,7 +223,6 @@ class Buffers:
         self._plan = build_reduction_plan(
             [(buffer.path, torch.empty_like(buffer.tensor, dtype=_widen(buffer.tensor))) for buffer in buffers],
             self._group,
-            exact=self._exact,
             bucket_cap_bytes=None,
         )
         self._memory = LastMemory(self._plan, self._group)

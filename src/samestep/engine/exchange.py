@@ -121,8 +121,6 @@ class Exchange:
                 for i in self._plan.buckets[place].indices:
                     if not self._packed[i]:
                         self.pack(i, None if grads is None else grads[i])
-            elif not self._plan.exact:
-                route.root.zero_()
         self._pending.append(routes.PendingOp(route.run(tag=place), self._wait))
         # At this fixed point, so that all ranks issue their messages in the same order.
         if place and self._memory.routes[place - 1].has_rounds:

@@ -119,7 +119,7 @@ def _build_route(bucket: Bucket, plan: ReductionPlan, layout: Layout, group: Gro
 
     is_staged = group.needs_staging(bucket.device)
     new = allocate_on_host if is_staged else allocate
-    space = Space(new, bucket.num_elements, bucket.dtype, layout, group.rank, plan.exact, bucket.owner)
+    space = Space(new, bucket.num_elements, bucket.dtype, layout, group.rank, bucket.owner)
     kind = choose_route(space)
     if kind is AllGather:
         is_on_host = is_staged or bucket.device.type == "cpu"

@@ -30,7 +30,6 @@ class RankParts:
     def __init__(self, plan: ReductionPlan, layout: Layout, rank: int) -> None:
         self.held = layout.ranges[rank]
         self.fired: list[bytes] = []
-        self._exact = plan.exact
         self._narrow = plan.narrow if plan.exchange_dtype is not None else None
         self._layout = layout
         self._rank = rank
@@ -59,11 +58,8 @@ class RankParts:
 
     @cached_property
     def _split(self) -> tuple[list[Grads], list[Grads]]:
-        """The parts that the last micro-batch leaves as they are, and those that become one with it, in order.
-
-        If the order does not matter, all become one.
-        """
-        num_merged = self._layout.count_merges(self._rank, self.held[-1]) if self._exact else len(self._parts)
+        """The parts that the last micro-batch leaves as they are, and those that become one with it, in order."""
+        num_merged = self._layout.count_merges(self._rank, self.held[-1])
         num_stay = len(self._parts) - num_merged
         return self._parts[:num_stay], self._parts[num_stay:][::-1]
 

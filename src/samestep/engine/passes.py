@@ -40,7 +40,6 @@ class Gradients:
         modules: the prepared models by name.
         group: the ranks.
         precision: scales losses, and accepts gradients.
-        exact: whether to sum along the canonical tree; otherwise use the backend's all-reduce.
         bucket_cap_bytes: the largest size of a bucket of gradients; None: see `choose_cap_bytes`.
         micro_batch_size: samples of a whole micro-batch.
         models: the models, if their parameters are sharded.
@@ -61,7 +60,6 @@ class Gradients:
         group: Group,
         precision: Precision,
         *,
-        exact: bool,
         bucket_cap_bytes: int | None,
         micro_batch_size: int,
         ownership: Ownership | None = None,
@@ -73,9 +71,8 @@ class Gradients:
         self.precision = precision
         self.micro_batch_size = micro_batch_size
         self.ownership = ownership
-        self.buffers = Buffers(modules, group, exact=exact)
+        self.buffers = Buffers(modules, group)
         self.logged = LoggedNames()
-        self._exact = exact
         self._bucket_cap_bytes = bucket_cap_bytes
         self._models = models
         self._exchange_dtype = exchange_dtype
@@ -88,7 +85,6 @@ class Gradients:
         self.plan = plan = build_reduction_plan(
             trained,
             self.group,
-            exact=self._exact,
             bucket_cap_bytes=self._bucket_cap_bytes,
             untrained=untrained,
             owners=None if self.ownership is None else self.ownership.assign([param for _, param in trained]),

@@ -24,7 +24,6 @@ class ReductionPlan:
         bucket_of: per parameter, the number of its bucket.
         owners: per parameter, the rank that gets its sum; None: all ranks get all sums.
         shards: the units of the parameters, if these are sharded.
-        exact: whether to sum along the canonical tree; otherwise use the backend's all-reduce.
         exchange_dtype: the dtype to which gradients of float32 and their partial sums are rounded, so that they are
             exchanged in it; None: they are not.
     """
@@ -37,7 +36,6 @@ class ReductionPlan:
     bucket_of: Sequence[int]
     owners: Sequence[int] | None
     shards: Shards | None
-    exact: bool
     exchange_dtype: torch.dtype | None
 
     @cached_property
@@ -59,7 +57,6 @@ def build_reduction_plan(
     trained: Sequence[tuple[str, Tensor]],
     group: Group,
     *,
-    exact: bool,
     bucket_cap_bytes: int | None,
     untrained: Sequence[Tensor] = (),
     owners: Sequence[int] | None = None,
@@ -89,7 +86,6 @@ def build_reduction_plan(
         bucket_of=[numbers[i] for i in range(len(params))] if models is None else [],
         owners=owners,
         shards=None if models is None else find_shards(models, params),
-        exact=exact,
         exchange_dtype=exchange_dtype,
     )
 

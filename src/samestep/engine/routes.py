@@ -36,7 +36,6 @@ class Space:
         new: allocates zeros of a shape, on the device.
         num_elements, dtype: of the bucket.
         layout, rank: which parts the ranks have.
-        exact: whether to sum along the canonical tree, or with the backend.
         owner: the one rank that gets the sum; None: all ranks get it.
     """
 
@@ -45,7 +44,6 @@ class Space:
     dtype: torch.dtype
     layout: Layout
     rank: int
-    exact: bool = True
     owner: int | None = None
 
 
@@ -217,20 +215,6 @@ class ToOwner(Route):
         add_parts(self._theirs, layout)
 
 
-class Backend(Route):
-    """The backend sums one part of each rank, for all ranks or for the owner. The bits depend on the ranks."""
-
-    def __init__(self, space: Space) -> None:
-        root = space.new(space.num_elements)
-        super().__init__(space, [root], root)
-
-    def run(self, tag: int) -> Messages:
-        owner = self.space.owner
-        yield [
-            dist.all_reduce(self.root, async_op=True) if owner is None else dist.reduce(self.root, owner, async_op=True)
-        ]
-
-
 class Staged(Route):
     """Copies of the parts in host memory are exchanged.
 
@@ -283,8 +267,6 @@ class Aside(Route):
 def choose_route(space: Space) -> Callable[[Space], Route]:
     """Return how to exchange a bucket, the same on every rank."""
     layout = space.layout
-    if not space.exact:
-        return Backend
     if space.owner is not None:
         return ToOwner
     num_bytes = space.num_elements * space.dtype.itemsize

@@ -72,7 +72,7 @@ def describe_run(context: RunContext, machine: Mapping[str, Any], options: Start
         directory,
         context.script_config,
         0,
-        options=context.config.identity() | {"reduction": context.config.reduction},
+        options=context.config.identity(),
         environment=environment,
         git_commit=options.git.get("commit", ""),
         git_is_dirty=options.git.get("is_dirty", False),

@@ -28,7 +28,6 @@ def describe_machine(config: RunConfig, device: torch.device) -> dict[str, Any]:
         "numpy": np.__version__,
         "torch": torch.__version__,
         "device": f"{device.type} {kernels}",
-        "reduction": config.reduction,
         "deterministic": config.deterministic,
         **read_float32_settings(device.type),
     }

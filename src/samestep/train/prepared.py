@@ -179,9 +179,7 @@ def prepare_objects(
         gather = partial(calls.gather_after_step, context.group)
         optimizers = DividedOptimizers(objects, held, context.group, wait, gather, context.say)
     elif shard == "fsdp2":
-        check_options(
-            config, device_map, context.group, [each.called for each in interceptors if not each.permits_fsdp2]
-        )
+        check_options(device_map, context.group, [each.called for each in interceptors if not each.permits_fsdp2])
         sharded = ShardedState(objects, modules, held, shard_blocks, context.group, sharded_init)
     divided = optimizers or sharded
     if saved is not None:
@@ -196,7 +194,6 @@ def prepare_objects(
         modules,
         context.group,
         context.precision,
-        exact=config.reduction == "exact",
         bucket_cap_bytes=config.bucket_cap_bytes,
         micro_batch_size=config.micro_batch_size,
         exchange_dtype=torch.bfloat16 if config.exchange_dtype == "bf16" else None,

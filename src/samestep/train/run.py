@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from samestep.config import OPTIONS, CheckCompute, ExchangeDtype, Precision, Reduction, Shard, whole
+from samestep.config import OPTIONS, CheckCompute, ExchangeDtype, Precision, Shard, whole
 from samestep.data.loader import seed_all
 from samestep.engine.gradient_norm import clip_with_norm, compute_total_norm
 from samestep.engine.precision import build_precision
@@ -65,7 +65,6 @@ class Run:
         seed: seed of everything random.
         precision: "fp32", "bf16" or "fp16", used by `autocast`; "tf32" is float32 with matrix products and
             convolutions in TF32 on a GPU, and fp32 on the CPU.
-        reduction: "exact" (the same bits at any number of ranks) or "fast" (the backend's all-reduce).
         shard: what the ranks divide among themselves: "optimizer" (the optimizers' state) or "fsdp2" (parameters,
             gradients and state); see docs/parallelism.md. None: every rank holds all of it.
         exchange_dtype: "bf16" rounds float32 gradients and their partial sums to bfloat16, at any number of ranks. This
@@ -129,7 +128,6 @@ class Run:
         micro_batch_size: int | None = None,
         seed: int = 0,
         precision: Precision = "fp32",
-        reduction: Reduction = "exact",
         shard: Shard | None = None,
         exchange_dtype: ExchangeDtype | None = None,
         num_threads: int = 1,

@@ -24,7 +24,7 @@ from samestep.tools.traced_script import exiting_on_sigterm
 from samestep.units import format_bytes, format_ranks, format_time
 from samestep.world.workdir import open_workdir
 
-_OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device", "backend")
+_OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "device", "backend")
 FLAGS: dict[str, Option] = {
     "world_sizes": Option(str, "N,N", "numbers of ranks to measure, 1 among them; default: 1,2,4"),
     "steps": Option(int, "N", "measured steps of each start; default: 30", whole(2)),

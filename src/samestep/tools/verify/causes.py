@@ -69,10 +69,7 @@ def explain(one: Traced, other: Traced, difference: Difference, *, is_resumed: b
             "the script keeps from step to step, such as a generator of its own, is in no snapshot; pass it to "
             "run.prepare, or use run.state"
         )
-    same_size, same_shard = (one.settings[name] == other.settings[name] for name in ("world_size", "shard"))
-    if one.settings["reduction"] == "fast" and not same_size:
-        return "reduction='fast' adds in a different order at each number of ranks: remove it"
-    if same_size and same_shard:
+    if all(one.settings[name] == other.settings[name] for name in ("world_size", "shard")):
         sentence = OF_REPETITION.get(difference.what, UNREPEATABLE)
     else:
         sentence = (OF_SHARD if other.settings["shard"] else OF_RANKS)[difference.what]

@@ -25,7 +25,7 @@ from samestep.tools.verify.trials import LEAST_DEADLINE_S, TrialOutcome, Trials
 from samestep.units import format_count, format_ranks
 from samestep.world.workdir import open_workdir
 
-OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device", "backend")
+OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "device", "backend")
 NOT_OF_PLAIN = ("shard", "kills", "kill_seed", "heal", *OF_RUN)
 FLAGS: dict[str, Option] = {
     "steps": Option(int, "N", "steps of each run; default: 20", whole(1)),

@@ -90,7 +90,6 @@ class Trace(Tracer):
                 "begin": first_step,
                 "num_micro_batches": settings.batch_size // settings.micro_batch_size,
                 "micro_batch_size": settings.micro_batch_size,
-                "reduction": settings.reduction,
                 "shard": settings.shard if self.context.world_size > 1 else None,
                 "tensors": shorten(hash_tensors(encode(state)[1])) if self.context.rank == 0 else {},
             }

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from samestep.config import RunConfig
 from samestep.engine.sharded_unit import ShardedUnit
 from samestep.engine.shards import ShardedModels
 from samestep.errors import InvalidType, InvalidValue
@@ -68,10 +67,9 @@ def refuse_sharded(modules: Mapping[str, nn.Module]) -> None:
             )
 
 
-def check_options(config: RunConfig, device_map: str | None, group: Group, refused: Iterable[str]) -> None:
+def check_options(device_map: str | None, group: Group, refused: Iterable[str]) -> None:
     """Refuse options that sharded models do not have, and `refused`. Raises InvalidValue."""
     given = dict.fromkeys(refused, True) | {
-        'reduction="fast"': config.reduction == "fast",
         'device_map="keep"': device_map is not None,
         'backend="gloo" on a GPU': group.needs_staging(group.device),  # FSDP2 passes it tensors on the GPU
     }
