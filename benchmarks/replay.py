@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import samestep
-from samestep.engine.gradient_checksum import GradientChecksum
+from samestep.engine.gradient_checksum import compute_checksum
 from samestep.recipes.digits import load_data
 from samestep.recipes.models.cnn import CNN
 
@@ -73,9 +73,8 @@ def measure_checksum(name: str, num_rounds: int, steps_per_block: int) -> tuple[
                 yield
 
     def compute() -> Iterator[None]:
-        checksum = GradientChecksum([*model.parameters()])
         for number in itertools.count():
-            checksum.compute([param.grad for param in model.parameters()], number)
+            compute_checksum([param.grad for param in model.parameters()], number)()
             yield
 
     steps = train()

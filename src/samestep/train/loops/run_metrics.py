@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from samestep.console import describe_ranks, warn
-from samestep.engine.gradient_checksum import GradientChecksum, PartialChecksums
+from samestep.engine.gradient_checksum import PartialChecksums, compute_checksum
 from samestep.engine.leaf import read_grad
 from samestep.engine.passes import Reduced
-from samestep.engine.reduction_plan import ReductionPlan
 from samestep.plan.ledger import Entry, to_bits
 from samestep.plan.loop_plan import LoopPlan
 from samestep.snapshot.logs import KeptLogs
@@ -44,9 +43,7 @@ class RunMetrics(StepObserver):
         self._prepared: Prepared
         self._num_samples = 0
         self._rates: dict[str, float] = {}
-        self._checksum = GradientChecksum(())
         self.partial_checksums = PartialChecksums()
-        self._checksummed: ReductionPlan | None = None
         self._is_logged = False  # the present step gets a row in metrics.jsonl
         self._began_s = time.perf_counter()
         self._logged_s = -math.inf  # when the last row was written; rank 0's clock counts, which alone writes rows
@@ -100,12 +97,8 @@ class RunMetrics(StepObserver):
         location = self._context.location
         is_divided = plan.is_divided and location.path is not None
         if is_divided or location.directory or location.kept:
-            if plan is not self._checksummed:  # other parameters
-                self._checksummed = plan
-                self._checksum = GradientChecksum(plan.params)
-            own = self._checksum.compute([*map(read_grad, plan.params)], step.number)
-            add = self.partial_checksums.add
-            step.result.checksums.append(add(self._checksum, own, step.number) if is_divided else own)
+            own = compute_checksum([*map(read_grad, plan.params)], step.number)
+            step.result.checksums.append(self.partial_checksums.add(own) if is_divided else own)
         every = self._context.config.log_every
         steps_done = step.number + 1
         epochs_done = self._plan.epochs_done(steps_done) if every.epochs else None
@@ -164,7 +157,7 @@ class RunMetrics(StepObserver):
                 return None
             return Entry(step.number, step.epoch, step.num_samples, step.result.fingerprint, to_bits(loss), checksum)
 
-        is_late = self._checksum.is_late or self._prepared.gradients.plan.is_divided
+        is_late = self._context.device.type == "cuda" or self._prepared.gradients.plan.is_divided
         records.enter(build_entry, is_late=is_late)
 
     def write_row(self, values: Mapping[str, Any], step: int, **place: int) -> None:
