@@ -207,17 +207,6 @@ train("runs/verified")
 """
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("device", DEVICES)
-def test_verify(device: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(VERIFIED)
-    done = samestep_command(
-        "verify", "--steps", "4", "--world-sizes", "1,2,3", "--kills", "1", "--device", device, "--backend", "gloo",
-        "script.py", cwd=tmp_path, env={"PYTHONPATH": str(Path(__file__).parents[1])}, timeout=500,
-    )  # fmt: skip
-    check(done)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_replay(device: str, tmp_path: Path) -> None:
     """The checksums of the gradients in the ledger are computed on the GPU."""
@@ -250,20 +239,6 @@ def train_queued(run_dir: str) -> None:
 @pytest.mark.gpu
 def test_a_step_is_queued_without_waiting(tmp_path: Path) -> None:
     samestep.spawn(train_queued, 1, (str(tmp_path),), device="cuda")
-
-
-@pytest.mark.gpu
-def test_a_recipe_on_several_ranks(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
-    flags = ["--precision", "bf16", "--epochs", "6", "--num-workers", "1", "--backend", "gloo", "--device", "cuda"]
-    for world_size in (1, 2):
-        done = samestep_command(
-            "train", "images", "--nproc-per-node", str(world_size), "--run-dir", tmp_path / str(world_size), *flags,
-            cwd=tmp_path, timeout=280,
-        )  # fmt: skip
-        check(done)
-    assert digest(tmp_path / "1") == digest(tmp_path / "2")
-    assert max(row.get("validation/top1", 0.0) for row in read_rows(tmp_path / "1")) > 0.9
 
 
 def train_on_two_devices(run_dir: str, kinds: tuple[str, str]) -> list[str]:
@@ -309,15 +284,6 @@ def test_fsdp2_needs_nccl(device: str, tmp_path: Path) -> None:
     """Gloo would end the process with a segmentation fault."""
     with pytest.raises(samestep.InvalidValue, match='backend="gloo" on a GPU is not available with shard="fsdp2"'):
         spawn(tmp_path, device, 2, shard="fsdp2", is_staged=device == "cpu")
-
-
-@pytest.mark.gpu
-def test_nccl_with_a_gpu_for_each_rank(tmp_path: Path) -> None:
-    world_size = samestep.spawn(torch.cuda.device_count, device="cuda")  # in this process, it would break later forks
-    if world_size < 2:
-        pytest.skip("it needs two GPUs")
-    samestep.spawn(train, world_size, (str(tmp_path / "nccl"),), {"width": 32}, device="cuda")
-    assert digest(tmp_path / "nccl") == spawn(tmp_path / "one", "cuda", width=32)
 
 
 NODE = """
