@@ -96,7 +96,8 @@ def run_rank(rank: int, address: str, sizes: list[float], num_rounds: int, shape
         build_contestant(DDP, run_ddp(shape, 2)),
     ]
     for mb in sizes:
-        steps = run_samestep(shape, 2, bucket_cap_mb=mb)
+        num_bytes = int(mb * 2**20)
+        steps = run_samestep(shape, 2, (num_bytes, num_bytes))
         contestants.append(build_contestant(name_size(mb), steps, deterministic=True))
     return measure(contestants, num_rounds=num_rounds, steps_per_block=1)
 

@@ -196,7 +196,7 @@ def count_step(world_size: int, num_params: int, num_tensors: int, num_micro_bat
     params = [(str(i), NEW(size)) for i, size in enumerate(sizes)]
     group = Group(0, world_size, torch.device("cpu"))
     group.is_on_one_host = False
-    plan = build_reduction_plan(params, group, bucket_cap_bytes=None)
+    plan = build_reduction_plan(params, group)
     memory = ExchangeMemory(plan, build_layout(num_micro_batches, world_size), group, 0, 0)
     *gradients, control = map(count_route, memory.routes)
     num_bytes = 4 * sum(sizes)

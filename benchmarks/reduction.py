@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,10 +33,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import samestep
+from samestep.engine import buckets
 
 SAMESTEP, DDP = "samestep", "DDP by hand"
 TARGET = 1.02  # of the ratio of their times
 NUM_SEQUENCES = 256
+BUCKET_BYTES = buckets.LEAST_BYTES, buckets.MAX_BYTES
 
 
 @dataclass(frozen=True)
@@ -101,17 +104,18 @@ def compute_loss(model: nn.Module, rows: Tensor) -> Tensor:
     return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
-def run_samestep(shape: Shape, num_micro_batches: int, **options: Any) -> Iterator[None]:
+def run_samestep(shape: Shape, num_micro_batches: int, bucket_bytes: tuple[int, int] = BUCKET_BYTES) -> Iterator[None]:
+    """`bucket_bytes`: the least and the largest maximum size of a bucket."""
     run = samestep.Run(
         None,
         batch_size=shape.batch_size,
         micro_batch_size=shape.batch_size // num_micro_batches,
         device="cpu",
-        **options,
     )
     model = Transformer(shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    run.prepare(model=model, optimizer=optimizer)
+    with mock.patch.multiple(buckets, LEAST_BYTES=bucket_bytes[0], MAX_BYTES=bucket_bytes[1]):
+        run.prepare(model=model, optimizer=optimizer)
     for step in run.steps(Sequences(shape), 10**9):
         for rows in step:
             step.backward(compute_loss(model, rows))

@@ -107,7 +107,7 @@ def summarize(world_size: int, results: dict[int, Times]) -> list[dict[str, Any]
         medians = {name: statistics.median(values) * 1e3 for name, values in times.items()}
         best = min((name for name in medians if name != ALL_REDUCE), key=lambda name: medians[name])
         space = routes.Space(torch.zeros, num_bytes // 4, torch.float32, build_layout(world_size, world_size), 0)
-        chosen = next(name for name, kind in ROUTES.items() if kind is routes.choose_route(space))
+        chosen = next(name for name, kind in ROUTES.items() if kind is type(routes.build_route(space)))
         rows.append({"bytes": num_bytes, "ms": medians, "best": best, "chosen": chosen})
     return rows
 

@@ -74,7 +74,7 @@ def test_no_interceptor_of_an_option_is_installed_beside_a_tool() -> None:
 
 
 def test_options_travel_as_variables() -> None:
-    samples: dict[type, Any] = {str: "x", int: 7, bool: True, float: 0.5}
+    samples: dict[type, Any] = {str: "x", int: 7, bool: True}
     given = {name: samples[option.type] for name, option in OPTIONS.items()}
     variables = to_variables(given)
     assert set(variables) == {f"SAMESTEP_{name.upper()}" for name in OPTIONS}

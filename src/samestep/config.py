@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-CheckCompute = Literal["stop", "warn"]
 Shard = Literal["optimizer", "fsdp2"]
 ExchangeDtype = Literal["bf16"]
 
@@ -42,14 +41,13 @@ class Option:
     """A command-line option.
 
     Attributes:
-        type: type of the value: str, int, float, bool (the option takes no value) or list (it may be repeated).
+        type: type of the value: str, int, bool (the option takes no value) or list (it may be repeated).
         metavar: name of the value in `--help`.
         help: what the option sets.
         check: maps the option's name and a value to the value to use. Raises Error.
         is_identity: each run directory has one value of the option; a start with a different value is an error.
         is_shared: the value must be the same on all ranks.
         interceptor: "module:class" of the interceptor that a run installs if the option is set; "" for none.
-        off: the value of such an option that does not set it.
     """
 
     type: type
@@ -59,7 +57,6 @@ class Option:
     is_identity: bool = False
     is_shared: bool = True
     interceptor: str = ""
-    off: Any = "never"
 
     def parse(self, name: str, text: str) -> Any:
         """Convert the text of a command line or an environment variable to the option's type.
@@ -74,12 +71,11 @@ class Option:
             if text.lower() not in (*_TRUE, *_FALSE):
                 raise InvalidValue(f"{name} must be 1 or 0, not {text!r}", code="SS101")
             return text.lower() in _TRUE
-        if self.type in (int, float):
+        if self.type is int:
             try:
-                return self.type(text)
+                return int(text)
             except ValueError:
-                kind = "whole number" if self.type is int else "number"
-                raise InvalidValue(f"{name} must be a {kind}, not {text!r}", code="SS101") from None
+                raise InvalidValue(f"{name} must be a whole number, not {text!r}", code="SS101") from None
         return text
 
 
@@ -179,13 +175,6 @@ def _check_device(name: str, value: Any) -> Any:
     if value is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", str(value)):
         raise InvalidValue(f"{name} must be cpu, cuda or one GPU such as cuda:1, not {str(value)!r}", code="SS101")
     return None if value is None else str(value)
-
-
-def _check_bucket_cap(name: str, value: Any) -> Any:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (is_number and 0 < value < math.inf):
-        raise InvalidValue(f"{name} must be a number above 0, not {value!r}", code="SS101")
-    return value
 
 
 def _check_run_dir(name: str, value: Any) -> Any:
@@ -351,15 +340,6 @@ class RunConfig:
     deterministic: Annotated[
         bool, Option(bool, "", "use deterministic kernels only, even if the script says otherwise", choice(True, False))
     ]
-    bucket_cap_mb: Annotated[
-        float | None,
-        Option(
-            float,
-            "MB",
-            "MiB of gradients per message; default: 25 on one host, else 1/16 of the total, 1 to 25",
-            _check_bucket_cap,
-        ),
-    ]
     snapshot_every: Annotated[
         Interval | None,
         Option(str, "E", "interval of snapshots: 10 (steps), 2epochs, 30min, or never", parse_interval),
@@ -434,15 +414,6 @@ class RunConfig:
             interceptor="samestep.checks.second_opinion:SecondOpinion",
         ),
     ]
-    check_compute: Annotated[
-        CheckCompute,
-        Option(
-            str,
-            "C",
-            "if --check-compute-every finds a difference: stop before the step is applied, or warn",
-            choice(*get_args(CheckCompute)),
-        ),
-    ]
     trackers: Annotated[
         tuple[Any, ...],
         Option(
@@ -473,11 +444,6 @@ class RunConfig:
         values = {name: getattr(self, name) for name, option in OPTIONS.items() if option.is_shared}
         return {name: str(value) if isinstance(value, Interval) else value for name, value in values.items()}
 
-    @property
-    def bucket_cap_bytes(self) -> int | None:
-        """`bucket_cap_mb` in bytes."""
-        return None if self.bucket_cap_mb is None else int(self.bucket_cap_mb * 2**20)
-
 
 # The options of RunConfig by name. Launchers make their command-line options from this table.
 OPTIONS: dict[str, Option] = {
@@ -485,7 +451,7 @@ OPTIONS: dict[str, Option] = {
 }
 
 # Options of a run that has only the interceptors of a tool.
-NO_INTERCEPTORS = {name: option.off for name, option in OPTIONS.items() if option.interceptor}
+NO_INTERCEPTORS = {name: "never" for name, option in OPTIONS.items() if option.interceptor}
 
 
 def name_flag(name: str) -> str:

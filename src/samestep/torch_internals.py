@@ -41,9 +41,8 @@ run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run
 compute_norms: Callable[[list[Tensor], float], Sequence[Tensor]] = torch._foreach_norm
 
 
-# Compute with each tensor of a list and a number, in place.
+# Multiplies each tensor of a list by a number, in place.
 multiply_all: Callable[[list[Tensor], float], None] = torch._foreach_mul_
-add_to_all: Callable[[list[Tensor], float], None] = torch._foreach_add_
 
 # Adds lists of tensors, pair by pair, in place. A call per tensor takes longer than the sum of a small gradient.
 add_all: Callable[[list[Any], list[Any]], None] = torch._foreach_add_

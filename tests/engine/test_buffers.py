@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import samestep
-from samestep.engine.buffers import Buffers, refuse_lone_sample
+from samestep.engine.buffers import Buffers
 from samestep.plan.tree import build_layout
 from samestep.world.environment import read_environment
 from samestep.world.group_opening import open_group
@@ -56,7 +56,7 @@ def run_pass(buffers: Buffers, n: int, forward: Callable[[int], object]) -> None
     buffers.begin(build_layout(n, 1))
     for v in range(n):
         forward(v)
-        buffers.fold(v)
+        buffers.take()
     buffers.finish(buffers.exchange([buffers.pack()]))
 
 
@@ -150,30 +150,7 @@ def test_buffers_that_cannot_be_followed() -> None:
     buffers.begin(build_layout(2, 1))
     model.last = torch.zeros(3)
     with pytest.raises(samestep.Error, match=r"buffer model\.last changed its shape .* \(2,\) to \(3,\): keep"):
-        buffers.fold(0)
+        buffers.take()
     model._buffers["last"] = None
     with pytest.raises(samestep.Error, match=r"buffer model\.last was added or removed inside the micro-batch loop"):
-        buffers.fold(0)
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
-def test_lone_samples() -> None:
-    """A single value per channel is refused; a sequence, eval mode, and calls after the micro-batch are not."""
-    flat, sequence = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-    modules = {"model": nn.ModuleDict({"flat": flat, "sequence": sequence})}
-    guards = refuse_lone_sample(modules, 7, 2, 1)
-    sequence(torch.ones(1, 3, 4))
-    with pytest.raises(
-        samestep.Error, match=r"micro-batch 2 of step 7 \(rank 1\) .* model\.flat cannot .*\(1, 3\)"
-    ) as caught:
-        flat(torch.ones(1, 3))
-    assert caught.value.rank == 1
-    flat.eval()
-    flat(torch.ones(1, 3))
-    flat.train()
-    for guard in guards:
-        guard.remove()
-    with pytest.raises(ValueError, match="more than 1 value per channel"):
-        flat(torch.ones(1, 3))
+        buffers.take()

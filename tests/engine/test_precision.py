@@ -10,14 +10,14 @@ import torch
 from support.tiny import tiny_run
 
 import samestep
-from samestep.engine.precision import build_precision
+from samestep.engine.precision import MixedPrecision
 from samestep.train.determinism import read_float32_settings, use_tf32
 
 CPU = torch.device("cpu")
 
 
 def test_overflow_halves_the_scale_and_refuses_the_gradient() -> None:
-    precision = build_precision("fp16", CPU)
+    precision = MixedPrecision("fp16", CPU)
     before = precision.scale
     assert precision.accepts([torch.ones(3)])
     assert not precision.accepts([torch.ones(3), torch.tensor([1.0, math.inf])])
@@ -27,13 +27,13 @@ def test_overflow_halves_the_scale_and_refuses_the_gradient() -> None:
 
 
 def test_scale_grows_after_many_good_steps_and_is_restored() -> None:
-    precision = build_precision("fp16", CPU)
+    precision = MixedPrecision("fp16", CPU)
     before = precision.scale
     for _ in range(2000):
         assert precision.accepts([torch.ones(1)])
     assert precision.scale == 2 * before
     precision.accepts([torch.ones(1)])
-    other = build_precision("fp16", CPU)
+    other = MixedPrecision("fp16", CPU)
     other.load_state_dict(precision.state_dict())
     assert other.state_dict() == precision.state_dict()
 
@@ -42,7 +42,7 @@ def test_scale_grows_after_many_good_steps_and_is_restored() -> None:
     ("name", "dtype"), [("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16)]
 )
 def test_autocast(name: str, dtype: torch.dtype) -> None:
-    precision = build_precision(name, CPU)
+    precision = MixedPrecision(name, CPU)
     with precision.autocast():
         assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == dtype
     assert precision.scale == 1.0

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import samestep
-from samestep.engine import routes
-from samestep.engine.buckets import ALIGN_BYTES, build_buckets, choose_cap_bytes
+from samestep.engine import buckets, routes
+from samestep.engine.buckets import ALIGN_BYTES, Bucket, build_buckets, choose_cap_bytes
 from samestep.engine.control import Vote
 from samestep.engine.exchange_memory import ExchangeMemory
 from samestep.engine.ownership import Ownership
 from samestep.engine.passes import Gradients, PassAttempt
-from samestep.engine.precision import build_precision
+from samestep.engine.precision import MixedPrecision
 from samestep.plan.tree import split
 from samestep.torch_internals import break_gloo_connections, list_gloo_sockets
 from samestep.world.environment import read_environment
@@ -53,25 +53,18 @@ def sum_tree(leaves: list[Tensor | None], lo: int, hi: int) -> Tensor | None:
     return right if left is None else left if right is None else left + right
 
 
-def build_gradients(
-    params: list[nn.Parameter], *, cap_bytes: int | None = None, is_divided: bool = False
-) -> Gradients:
-    group = open_group(read_environment(), torch.device("cpu"))
-    gradients = Gradients(
-        {}, group, build_precision("fp32", group.device), bucket_cap_bytes=cap_bytes, micro_batch_size=1,
-        ownership=Ownership(group.rank, group.world_size) if is_divided else None,
-    )  # fmt: skip
-    gradients.set_parameters([(f"p{i}", param) for i, param in enumerate(params)], [])
-    return gradients
-
-
 class Ranks:
     """Passes over parameters on this rank."""
 
     def __init__(self, *, cap_bytes: int = 200, is_divided: bool = False) -> None:
+        buckets.MAX_BYTES = cap_bytes
         self.params = build_params()
-        self.gradients = build_gradients(self.params, cap_bytes=cap_bytes, is_divided=is_divided)
-        self.group = self.gradients.group
+        self.group = group = open_group(read_environment(), torch.device("cpu"))
+        self.gradients = Gradients(
+            {}, group, MixedPrecision("fp32", group.device), micro_batch_size=1,
+            ownership=Ownership(group.rank, group.world_size) if is_divided else None,
+        )  # fmt: skip
+        self.gradients.set_parameters([(f"p{i}", param) for i, param in enumerate(self.params)], [])
         self.owners = self.gradients.plan.owners
 
     def compute(self, attempt: PassAttempt, uses: Callable[[int], tuple[int, ...]] = lambda v: ALL) -> None:
@@ -94,7 +87,7 @@ class Ranks:
 def average(total: Tensor, n: int, num_counted: int) -> Tensor:
     """Compute the mean of a sum over `num_counted` of n micro-batches, as a pass does: powers of two change no bit."""
     scale = 2.0 ** -(n - 1).bit_length()
-    return total * scale * (1 / scale / num_counted) + 0.0
+    return total * scale * (1 / scale / num_counted)
 
 
 def gather(ranks: Ranks, grads: Any) -> Any:
@@ -222,14 +215,18 @@ def test_a_pass_that_has_failed_keeps_no_connection_open() -> None:
 # --- buckets ----------------------------------------------------------------------------------------------------------
 
 
+def fill(params: list[nn.Parameter], cap_bytes: int) -> list[Bucket]:
+    return build_buckets(params, [param.dtype for param in params], [None] * len(params), cap_bytes)
+
+
 @pytest.mark.parametrize("cap_bytes", [1, 200, 1 << 20])
 def test_buckets(cap_bytes: int) -> None:
     """Buckets hold every parameter once, from the last to the first, of one dtype each, with aligned gradients."""
     params = build_params()
-    buckets = build_buckets(params, cap_bytes)
-    assert sorted(i for bucket in buckets for i in bucket.indices) == [0, 1, 2, 3, 4]
-    assert [bucket.indices[0] for bucket in buckets][:2] == [4, 3], "in the order of a backward"
-    for bucket in buckets:
+    filled = fill(params, cap_bytes)
+    assert sorted(i for bucket in filled for i in bucket.indices) == [0, 1, 2, 3, 4]
+    assert [bucket.indices[0] for bucket in filled][:2] == [4, 3], "in the order of a backward"
+    for bucket in filled:
         assert bucket.indices == sorted(bucket.indices, reverse=True)
         size = bucket.params[0].element_size()
         assert {param.dtype for param in bucket.params} == {bucket.dtype}
@@ -240,17 +237,17 @@ def test_buckets(cap_bytes: int) -> None:
             assert (view.shape, view.stride()) == (param.shape, param.stride())
             view.add_(1)
         assert flat.max() == 1, "no two overlap"
-    assert (len(buckets) == 5) == (cap_bytes == 1)
+    assert (len(filled) == 5) == (cap_bytes == 1)
 
 
 def test_buckets_of_two_devices() -> None:
     """Layers that alternate between devices get a bucket each, with views on their device."""
     devices = ("cpu", "meta")
     params = [nn.Parameter(torch.empty(10, device=devices[i % 2])) for i in range(6)]
-    buckets = build_buckets(params, 1 << 20)
-    assert [bucket.indices for bucket in buckets] == [[5, 3, 1], [4, 2, 0]]
-    assert [bucket.device.type for bucket in buckets] == ["meta", "cpu"]
-    assert [bucket.indices for bucket in build_buckets(params, 80)] == [[5, 3], [4, 2], [1], [0]]
+    filled = fill(params, 1 << 20)
+    assert [bucket.indices for bucket in filled] == [[5, 3, 1], [4, 2, 0]]
+    assert [bucket.device.type for bucket in filled] == ["meta", "cpu"]
+    assert [bucket.indices for bucket in fill(params, 80)] == [[5, 3], [4, 2], [1], [0]]
 
 
 @pytest.mark.parametrize(("num_mb", "between_hosts"), [(0.01, 1.0), (8, 1.0), (48, 3.0), (40_000, 25.0)])

@@ -26,6 +26,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import get_worker_info
 
 import samestep
+from samestep.engine import buckets
 from samestep.plan.tree import build_layout
 from samestep.train.guards.watchdog import Watchdog
 
@@ -218,8 +219,8 @@ def train(
     names = ("RANK", "SLURM_PROCID")
     faults.join(int(next((os.environ[name] for name in names if name in os.environ), "0")))
     defaults = {"batch_size": BATCH_SIZE, "micro_batch_size": MICRO_BATCH_SIZE, "log_every": 2, "seed": 5}
-    # Tiny buckets, so that some gradients are sent while others are still computed.
-    run = faults.run = samestep.Run(run_dir, **defaults | arguments, device="cpu", bucket_cap_mb=0.0005)  # type: ignore[arg-type]
+    buckets.MAX_BYTES = 512  # so that some gradients are sent while others are still computed
+    run = faults.run = samestep.Run(run_dir, **defaults | arguments, device="cpu")  # type: ignore[arg-type]
     faults.watch_regrouping()
     if run.rank == 0 or "SAMESTEP_SHARD" in os.environ:
         faults.watch_saving()

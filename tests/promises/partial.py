@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import samestep
+from samestep.engine import buckets
 from samestep.torch_internals import list_gloo_sockets
 from samestep.waiting import wait_until
 
@@ -67,7 +68,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def main() -> None:
     moment = sys.argv[2]
-    run = samestep.Run(sys.argv[1], batch_size=4, micro_batch_size=1, bucket_cap_mb=1)
+    buckets.MAX_BYTES = 1 << 20
+    run = samestep.Run(sys.argv[1], batch_size=4, micro_batch_size=1)
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(3)))  # with a bucket each
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     run.prepare(model=model, optimizer=optimizer)

@@ -68,7 +68,7 @@ def train(
         (3, 1, "forward", rf"^rank 1 \({HOST}, cpu\) computed different results for micro-batch \d of step 8 than rank "
          r"\d .* and rank \d .*, from the same weights and samples: .* more differ; suspect the processor .*; "
          r"nothing of this step is saved, but all ranks last agreed in step 5, so later"),
-        (2, 1, "backward", rf"^rank \d \({HOST}, cpu\) and rank \d .*step 8 .* no third rank says which is right"),
+        (2, 1, "backward", rf"^rank \d \({HOST}, cpu\) and rank \d .*step 8, and no majority says which is right"),
     ],
 )  # fmt: skip
 def test_a_wrong_rank_is_named_before_the_step_is_applied(
@@ -77,14 +77,6 @@ def test_a_wrong_rank_is_named_before_the_step_is_applied(
     with pytest.raises(samestep.Error, match=words):
         samestep.spawn(train, num_ranks, (tmp_path, rank, what, 7), {"check_compute_every": 3, "snapshot_every": 6})
     assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == [6]
-
-
-def test_a_warning_lets_the_run_continue(capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = {"check_compute_every": 4, "check_compute": "warn"}
-    losses = samestep.spawn(train, 3, (None, 2, "forward", 5), {**arguments, "num_workers": 1})
-    found = re.findall(r"samestep: rank 2 .* of step (\d+) than .*; the run continues with it", capfd.readouterr().out)
-    assert found == ["7", "11"]
-    assert losses == samestep.spawn(train, 3, (None, 2, "forward", 5), {})
 
 
 def test_the_check_changes_no_bits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +88,6 @@ def test_the_check_changes_no_bits(tmp_path: Path, capfd: pytest.CaptureFixture[
         found += samestep.spawn(train, num_ranks, (run_dir,), {"check_compute_every": 1, "max_steps": last})
     said = capfd.readouterr().out
     assert "computed different" not in said
-    assert "check_compute_every does nothing with one rank" in said
     assert found == expected
     assert digest(run_dir) == digest(without)
     assert (run_dir / "ledger.bin").read_bytes() == (without / "ledger.bin").read_bytes()

@@ -109,7 +109,7 @@ PLANTED = (
     ),
     Planted(
         "the total weight is that of one rank", SAME_BITS, "engine/losses.py",
-        "        for control in controls:\n", "        for control in controls[:1]:\n",
+        "enumerate(zip(controls, layout.ranges, strict=True))", "enumerate(zip(controls[:1], layout.ranges[:1]))",
     ),
     Planted(
         "a total over the batch is that of one rank", SAME_BITS, "train/step/steps.py",

@@ -62,7 +62,7 @@ def train(left_at: int = -1) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(OPTIONS, "check_compute_every", recorder)
         patch.setattr(Recorder, "events", [])
-        tiny = Tiny(batch_size=4, check_compute_every=1, check_compute="warn")
+        tiny = Tiny(batch_size=4, check_compute_every=1)
 
         with suppress(samestep.UsageError, RuntimeError):
             for epoch in tiny.run.epochs(Pairs(12), 1):
@@ -91,7 +91,7 @@ def test_the_description_has_every_event() -> None:
     assert {*re.findall(r"\[(\w+)\]", text)} - {"name"} == QUESTIONS
 
 
-COMPUTE = ["inspect", "forward", "backward", "end_backward", "log", "end_micro_batch"]
+COMPUTE = ["forward", "backward", "end_backward", "log", "end_micro_batch"]
 APPLY = ["exchange", "results", "after_exchange", "exchanged", "reduced"]
 PROBED = ["begin_pass", "probe", "backward", "log", *COMPUTE, *APPLY]
 PLAIN = ["begin_pass", "probe", *COMPUTE, *APPLY]

@@ -6,16 +6,16 @@ corruptions at scale") describe such processors. docs/dev/second_opinion.md expl
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from samestep.console import warn
 from samestep.data.content import hash_content
 from samestep.data.loader import Loader, to_device
-from samestep.engine.leaf import Inspect
+from samestep.engine.leaf import passing_gradients
 from samestep.engine.passes import Reduced
 from samestep.errors import Error, InvalidValue
 from samestep.plan.tree import build_layout
@@ -109,11 +109,9 @@ class SecondOpinion(Interceptor):
         assert every is not None
         assert every.steps is not None
         self._every = every.steps
-        self._has_warned = False
         self._checks: Sequence[ComputeCheck] = ()
         self._results: dict[int, _Results] = {}  # by micro-batch, of those that two ranks compute
-        self._open: _Results | None = None
-        self._term: tuple[Tensor, float | Tensor | None] | None = None  # loss and weight of the current backward
+        self._hooks = ExitStack()  # of the open micro-batch
         self._agreed_step: int | None = None
 
     def begin_loop(self, loop: LoopParts) -> None:
@@ -125,32 +123,21 @@ class SecondOpinion(Interceptor):
         self._data = loop.data
         self._gradients = loop.gradients
         context = self.context
-        name = "check_compute_every"
         if context.world_size == 1:
-            self._warn_once(f"{name} does nothing with one rank: no other rank can compute a micro-batch again")
             return
-        if loop.data.lanes is not None:
-            raise InvalidValue(
-                f"{name} lets ranks compute micro-batches of one another, but only one rank reads a lane of an "
-                "IterableDataset: leave it out, or use a data set with indices",
-                code="SS612",
-            )
-        if not context.config.deterministic:
-            raise InvalidValue(
-                f"{name} compares bits, which deterministic=False does not keep: leave one of them out", code="SS612"
-            )
         machines = context.group.gather(describe_machine(context.config, context.device))
-        if (other := next((rank for rank, machine in enumerate(machines) if machine != machines[0]), None)) is not None:
-            raise InvalidValue(
-                f"{name} compares bits, but rank {other} computes on {machines[other]['device']} and rank 0 on "
-                f"{machines[0]['device']}: leave it out, or use machines of one kind",
-                code="SS612",
-            )
-
-    def _warn_once(self, sentence: str) -> None:
-        if not self._has_warned:
-            warn(self.context.say, sentence, start="check_compute_every")
-        self._has_warned = True
+        devices = [machine["device"] for machine in machines]
+        if loop.data.lanes is not None:
+            why = "only one rank reads a lane of an IterableDataset"
+        elif not context.config.deterministic:
+            why = "deterministic=False does not keep them"
+        elif any(machine != machines[0] for machine in machines):
+            why = f"the ranks compute on machines of different kinds ({', '.join(devices)})"
+        else:
+            return
+        raise InvalidValue(
+            f"check_compute_every compares the bits that two ranks compute, but {why}: leave it out", code="SS612"
+        )
 
     def borrow(self, step: int, num_micro_batches: int) -> Sequence[int]:
         return [check.v for check in self._find_checks(step, num_micro_batches) if check.checker == self.context.rank]
@@ -174,44 +161,31 @@ class SecondOpinion(Interceptor):
             check.v: _Results(None) for check in self._checks if self.context.rank in (check.owner, check.checker)
         }
 
-    def inspect(self, step: Step) -> Inspect | None:
+    def forward(self, step: Step, batch: Any) -> None:
         if (results := self._results.get(step.micro_batch)) is None:
-            return None
-        names = self._gradients.plan.names
+            return
+        plan = self._gradients.plan
+        results.batch = batch
 
         def add(i: int, grad: Tensor) -> None:
-            results.sums[f"the gradient of {names[i]}"] = checksum(grad)
+            dense = grad if grad.layout is torch.strided else grad.to_dense()
+            results.sums[f"the gradient of {plan.names[i]}"] = checksum(dense)
 
-        return add
-
-    def forward(self, step: Step, batch: Any) -> None:
-        if (results := self._results.get(step.micro_batch)) is not None:
-            results.batch = batch
-            self._open = results
-
-    def backward(self, step: Step, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
-        self._term = loss, weight
-
-    def end_backward(self, step: Step) -> None:
-        # It is checked by now.
-        term = self._term
-        self._term = None
-        if (results := self._open) is None or term is None:
-            return
-        loss, own = term
-        results.sums["loss"] = checksum(loss)
-        if own is not None:
-            results.sums["the weight of the loss"] = checksum(torch.as_tensor(own, dtype=torch.float64))
+        self._hooks.enter_context(passing_gradients(plan.params, add))
 
     def end_micro_batch(self, step: Step) -> None:
-        self._open = None
+        self._hooks.close()
+
+    def backward(self, step: Step, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
+        results = self._results.get(step.micro_batch)
+        if results is not None and isinstance(loss, Tensor):  # else step.backward refuses it
+            results.sums["loss"] = checksum(loss)
 
     def after_exchange(self, step: Step, reduced: Reduced) -> Iterator[Any]:
         """If two ranks disagree, let a third rank compute the micro-batch, and name the rank that is wrong.
 
         Raises:
-            Error: ranks disagree, and `check_compute` is "stop". Raised on all ranks, before anything of the step is
-                applied.
+            Error: ranks disagree. Raised on all ranks, before anything of the step is applied.
         """
         votes = reduced.votes
         rank = self.context.rank
@@ -234,14 +208,11 @@ class SecondOpinion(Interceptor):
         )
         last = self._agreed_step
         agreed = "the ranks agreed in no earlier check" if last is None else f"all ranks last agreed in step {last}"
-        advice = f"{agreed}, so later snapshots may contain wrong results"
-        if self.context.config.check_compute == "stop":
-            raise Error(
-                f"{sentence}; nothing of this step is saved, but {advice}: resume from an earlier one (--resume)",
-                code="SS503",
-            )
-        self.context.say(f"{sentence}; the run continues with it; {advice}")
-        self._results = {}
+        raise Error(
+            f"{sentence}; nothing of this step is saved, but {agreed}, so later snapshots may contain wrong results: "
+            "resume from an earlier one (--resume)",
+            code="SS503",
+        )
 
     def _load(self, step: int, v: int) -> Any:
         """Load a micro-batch in addition to those of the loop."""
@@ -263,20 +234,14 @@ def explain_dispute(opinions: Sequence[Opinion], v: int, step: int) -> str:
             "data set depend on the index and torch's generators only (samestep verify finds why it does not), or "
             "suspect the memory of these machines"
         )
+    wrong = [named[place] for place in drift.differing]
+    others = [name for name in named if name not in wrong]
+    than = f" than {_join(others)}" if others else ", and no majority says which is right"
     more = f" and {drift.num_tensors - 1} more differ" if drift.num_tensors > 1 else " differs"
-    cause = "code whose results depend on earlier calls (a module that keeps a count; samestep verify finds it)"
-    if not drift.has_majority:
-        why = "no third rank says which is right" if len(opinions) == 2 else "no two of them agree"
-        return (
-            f"{_join(named)} computed different results for {what} from the same weights and samples, and {why}: "
-            f"{drift.tensor}{more}; suspect the processors and the memory of these machines, or {cause}"
-        )
-    differing = [named[place] for place in drift.differing]
-    others = [name for name in named if name not in differing]
     return (
-        f"{_join(differing)} computed different results for {what} than {_join(others)}, from the same weights and "
-        f"samples: {drift.tensor}{more}; suspect the processor and the memory of that machine, and leave it out; or "
-        f"{cause}"
+        f"{_join(wrong)} computed different results for {what}{than}, from the same weights and samples: "
+        f"{drift.tensor}{more}; suspect the processor and the memory of that machine, and leave it out; or code whose "
+        "results depend on earlier calls (a module that keeps a count; samestep verify finds it)"
     )
 
 

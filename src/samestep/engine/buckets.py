@@ -22,6 +22,7 @@ class Bucket:
     Attributes:
         indices: numbers of the parameters.
         offsets: where each one's gradient begins in the bucket, in elements.
+        strides: of each one's gradient, see `dense_strides`.
         num_elements: size of the bucket.
         owner: the rank that gets the sum; None: all ranks.
         dtype: of the parts that are exchanged.
@@ -30,6 +31,7 @@ class Bucket:
     indices: Sequence[int]
     params: Sequence[Tensor]
     offsets: Sequence[int]
+    strides: Sequence[tuple[int, ...]]
     num_elements: int
     owner: int | None
     dtype: torch.dtype
@@ -41,8 +43,8 @@ class Bucket:
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return each parameter's part of `flat`, with the shape and strides of the parameter."""
         return [
-            flat.as_strided(param.shape, dense_strides(param), flat.storage_offset() + offset)
-            for param, offset in zip(self.params, self.offsets, strict=True)
+            flat.as_strided(param.shape, strides, flat.storage_offset() + offset)
+            for param, strides, offset in zip(self.params, self.strides, self.offsets, strict=True)
         ]
 
 
@@ -62,47 +64,38 @@ def choose_cap_bytes(params: Sequence[Tensor], *, one_host: bool) -> int:
 
 
 def build_buckets(
-    params: Sequence[Tensor],
-    cap_bytes: int,
-    owners: Sequence[int] | None = None,
-    dtypes: Sequence[torch.dtype] | None = None,
+    params: Sequence[Tensor], dtypes: Sequence[torch.dtype], owners: Sequence[int | None], cap_bytes: int
 ) -> list[Bucket]:
     """Fill buckets in reverse order of the models' parameters, which is roughly the order of a backward pass.
 
     The parameters of a bucket have one dtype, device and owner.
 
     Args:
-        owners: per parameter, the rank that gets its sum; None: all ranks get all sums.
-        dtypes: per parameter, the dtype in which its gradient is exchanged; None: its own.
+        dtypes: per parameter, the dtype in which its gradient is exchanged.
+        owners: per parameter, the rank that gets its sum; None: all ranks.
     """
-    owner_of = [None] * len(params) if owners is None else owners
     groups: list[list[int]] = []
     open_groups: dict[tuple[Any, ...], list[int]] = {}
     sizes: dict[tuple[Any, ...], int] = {}
     for i in reversed(range(len(params))):
-        kind = params[i].dtype, params[i].device, owner_of[i]
-        num_bytes = params[i].numel() * params[i].element_size()
+        kind = params[i].dtype, params[i].device, owners[i]
+        num_bytes = params[i].nbytes
         if kind not in sizes or sizes[kind] + num_bytes > cap_bytes:
             open_groups[kind] = []
             groups.append(open_groups[kind])
             sizes[kind] = 0
         open_groups[kind].append(i)
         sizes[kind] += num_bytes
-    return [
-        _build_bucket(
-            indices,
-            [params[i] for i in indices],
-            owner_of[indices[0]],
-            params[indices[0]].dtype if dtypes is None else dtypes[indices[0]],
-        )
-        for indices in groups
-    ]
+    return [_build_bucket(indices, params, dtypes[indices[0]], owners[indices[0]]) for indices in groups]
 
 
-def _build_bucket(indices: Sequence[int], params: Sequence[Tensor], owner: int | None, dtype: torch.dtype) -> Bucket:
+def _build_bucket(
+    indices: Sequence[int], all_params: Sequence[Tensor], dtype: torch.dtype, owner: int | None
+) -> Bucket:
+    params = [all_params[i] for i in indices]
     align = ALIGN_BYTES // params[0].element_size()
     *offsets, num_elements = accumulate((-(-param.numel() // align) * align for param in params), initial=0)
-    return Bucket(indices, params, offsets, num_elements, owner, dtype)
+    return Bucket(indices, params, offsets, [*map(dense_strides, params)], num_elements, owner, dtype)
 
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:

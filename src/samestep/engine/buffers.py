@@ -1,18 +1,15 @@
 """The buffers of modules, which change in forward passes: after a step they are the same at any number of ranks."""
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from operator import is_
 from typing import NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.hooks import RemovableHandle
 
-from samestep.engine.control import Control, Vote
+from samestep.engine.control import BUFFER_BYTES, Control, Vote
 from samestep.engine.exchange import Exchange, sum_alone
 from samestep.engine.exchange_memory import LastMemory
 from samestep.engine.folding import Grads, RankParts
@@ -21,6 +18,8 @@ from samestep.errors import InvalidValue, UsageError
 from samestep.plan.tree import Layout
 from samestep.torch_internals import get_buffers, get_non_persistent, read_version
 from samestep.world.group import Group
+
+Place = tuple[str, str]  # the path of a module, and the name of its buffer
 
 PASSES_COMPARED = 4  # first passes of a start, which find the buffers that are written through `.data`
 
@@ -48,39 +47,6 @@ def spread_buffers(module: nn.Module) -> None:
                 get_buffers(part)[name] = buffer.contiguous()
 
 
-def refuse_lone_sample(modules: Mapping[str, nn.Module], step: int, v: int, rank: int) -> list[RemovableHandle]:
-    """Add hooks that raise an error with the name of a BatchNorm layer that cannot normalize the one sample of v.
-
-    Returns:
-        The hooks, to be removed after the micro-batch.
-
-    Raises:
-        InvalidValue: (from a layer's forward) a layer in training would normalize a single value per channel.
-    """
-
-    def build_check(path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def check(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            shape = inputs[0].shape
-            if layer.training and inputs[0].numel() == shape[1]:
-                raise InvalidValue(
-                    f"micro-batch {v} of step {step} (rank {rank}) has one sample, and {path} cannot normalize one "
-                    f"value per channel (shape {tuple(shape)}): choose a larger micro_batch_size that leaves no "
-                    "remainder of 1, or drop_last=True",
-                    rank=rank,
-                    code="SS210",
-                )
-
-        return check
-
-    layers = {
-        id(part): (f"{name}.{path}", part)
-        for name, module in modules.items()
-        for path, part in module.named_modules()
-        if isinstance(part, _BatchNorm)
-    }
-    return [part.register_forward_pre_hook(build_check(path)) for path, part in layers.values()]
-
-
 class _Buffer:
     """A buffer, at the first place where a module holds it, in a pass over a step's micro-batches.
 
@@ -91,7 +57,6 @@ class _Buffer:
         path: for messages.
         tensor, start: the buffer, and its values at the beginning of each micro-batch.
         leader: the buffer whose version counts the changes of this one, too.
-        is_changing: whether it has changed on this rank, in any pass.
     """
 
     def __init__(self, path: str, held_by: dict[str, Tensor | None], name: str) -> None:
@@ -99,7 +64,6 @@ class _Buffer:
         self._held_by = held_by
         self._name = name
         self.leader = self
-        self.is_changing = False
         self._is_uncounted = False  # its version does not count all changes
         self.hold()
 
@@ -169,52 +133,46 @@ class Buffers:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], group: Group) -> None:
-        self._modules = {
+        paths = {
             part: f"{name}.{path}" if path else name
             for name, module in modules.items()
             for path, part in module.named_modules()
         }
-        self._held_by = [*map(get_buffers, self._modules)]  # the modules' own dicts, which change with them
+        # The modules' own dicts and sets, which change with them.
+        self._modules = [(path, get_buffers(part), get_non_persistent(part)) for part, path in paths.items()]
         self._group = group
         self._num_passes = 0
-        self._find_all()
+        self._places = set[Place]()
+        self._follow(self._list())
 
     @property
     def num_buffers(self) -> int:
         """Number of the buffers, which have an entry each in the control block."""
         return len(self._buffers)
 
-    def _list(self) -> list[tuple[nn.Module, str]]:
-        return [
-            (module, name)
-            for module in self._modules
-            if (buffers := get_buffers(module))
-            for name, buffer in buffers.items()
-            if buffer is not None and buffer.layout is torch.strided and name not in get_non_persistent(module)
-        ]
+    def _list(self) -> dict[Place, Tensor]:
+        places: dict[Place, Tensor] = {}
+        for path, held_by, non_persistent in self._modules:
+            for name, buffer in held_by.items():
+                if buffer is not None and buffer.layout is torch.strided and name not in non_persistent:
+                    places[path, name] = buffer
+        return places
 
-    def _find_all(self) -> None:
-        self._listed = self._list()
-        self._tensors = [*chain.from_iterable(map(dict.values, self._held_by))]
-        places = {id(get_buffers(module)[name]): (module, name) for module, name in reversed(self._listed)}
-        buffers = {
-            (module, name): _Buffer(f"{self._modules[module]}.{name}", get_buffers(module), name)
-            for module, name in reversed(places.values())
-        }
-        for (module, name), buffer in buffers.items():
+    def _follow(self, places: Mapping[Place, Tensor]) -> None:
+        """Follow the buffers at these places from now on."""
+        self._places = {*places}
+        held_by = {path: buffers for path, buffers, _ in self._modules}
+        found: dict[int, _Buffer] = {}
+        for (path, name), tensor in places.items():
+            if id(tensor) not in found:  # else it has several places
+                found[id(tensor)] = _Buffer(f"{path}.{name}", held_by[path], name)
+        for (path, name), tensor in places.items():
             # torch does not count its own writes to the statistics of BatchNorm, which change with their counter.
-            if name in ("running_mean", "running_var"):
-                buffer.leader = buffers.get((module, "num_batches_tracked"), buffer)
-        self._buffers = [*buffers.values()]
+            counter = places.get((path, "num_batches_tracked"))
+            if counter is not None and name in ("running_mean", "running_var"):
+                found[id(tensor)].leader = found[id(counter)]
+        self._buffers = [*found.values()]
         self._use([])
-
-    def _has_other_places(self) -> bool:
-        """Return whether a buffer was added or removed."""
-        tensors = [*chain.from_iterable(map(dict.values, self._held_by))]
-        if len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors)):
-            return False
-        self._tensors = tensors
-        return self._list() != self._listed
 
     def _use(self, active: Sequence[int]) -> None:
         """Exchange these buffers: those that have changed in any pass, on any rank."""
@@ -223,32 +181,25 @@ class Buffers:
         self._plan = build_reduction_plan(
             [(buffer.path, torch.empty_like(buffer.tensor, dtype=_widen(buffer.tensor))) for buffer in buffers],
             self._group,
-            bucket_cap_bytes=None,
         )
         self._memory = LastMemory(self._plan, self._group)
 
     def begin(self, layout: Layout) -> None:
         """Begin a pass: each of its micro-batches starts from the present values."""
         self.hold()
-        if not self._buffers:
-            return
         self._num_passes += 1
         self._layout = layout
-        self._parts = RankParts(self._plan, layout, self._group.rank)
-        self._last: Grads = [None] * len(self._buffers)  # the values of the last micro-batch
-        self._counts = [0] * len(self._buffers)
+        self._values: list[dict[int, Tensor]] = []  # per micro-batch of this rank, those that it gave to buffers
 
     def hold(self) -> None:
         """Remember the present values, which the script may have changed."""
-        if self._has_other_places():
-            self._find_all()
+        places = self._list()
+        if places.keys() != self._places:
+            self._follow(places)
         if not self._buffers:
             return
-        for k in self._find_changes():
-            self._buffers[k].is_changing = True
-        for buffer in self._buffers:
-            if buffer.is_changing:
-                buffer.hold()
+        for k in {*self._find_changes(), *self._active}:
+            self._buffers[k].hold()
 
     def undo(self) -> None:
         """Restore the values that `hold` has remembered."""
@@ -261,22 +212,14 @@ class Buffers:
         changed = {buffer for buffer in self._buffers if buffer.is_changed(compares=compares)}
         return [k for k, buffer in enumerate(self._buffers) if buffer in changed or buffer.leader in changed]
 
-    def fold(self, v: int) -> None:
-        """End micro-batch v of this rank: note the values that it gave to buffers, and restore those before it.
+    def take(self) -> None:
+        """End the next micro-batch of this rank: note the values that it gave to buffers, and restore those before it.
 
         Raises:
             UsageError: it has removed a buffer, or changed a shape.
         """
-        if not self._buffers:
-            return
-        values: Grads = [None] * len(self._buffers)
-        for k in self._find_changes():
-            values[k] = self._buffers[k].take()
-            self._counts[k] += 1
-        if v == self._layout.ranges[self._group.rank][-1]:
-            self._last = values
-        else:
-            self._parts.fold(v, values)
+        if self._buffers:
+            self._values.append({k: self._buffers[k].take() for k in self._find_changes()})
 
     def pack(self) -> bytes:
         """Return this rank's entries: how many micro-batches have changed each buffer.
@@ -284,10 +227,12 @@ class Buffers:
         Raises:
             UsageError: a micro-batch has added or removed a buffer.
         """
-        if self._has_other_places():
-            module, name = min({*self._list()} ^ {*self._listed}, key=lambda place: place[1])
-            _refuse_places(f"{self._modules[module]}.{name}")
-        return array("I", self._counts).tobytes() if self._buffers else b""
+        for path, name in sorted(self._list().keys() ^ self._places):
+            _refuse_places(f"{path}.{name}")
+        counts = array("I", bytes(BUFFER_BYTES * len(self._buffers)))
+        for k in chain.from_iterable(self._values):
+            counts[k] += 1
+        return counts.tobytes()
 
     def exchange(self, packed: Sequence[bytes]) -> list[tuple[int, Tensor]]:
         """Return the new values of the buffers that any micro-batch has changed, by number.
@@ -304,19 +249,18 @@ class Buffers:
             return []
         if active := {*changed} - {*self._active}:
             self._use(sorted(active.union(self._active)))
-        last = [self._last[k] for k in self._active]
-        self._parts.select(self._active)
+        rows: list[Grads] = [[values.get(k) for k in self._active] for values in self._values]
+        last = rows.pop() if rows else []
+        parts = RankParts(self._plan, self._layout, self._group.rank)
+        for v, row in zip(parts.held, rows, strict=False):
+            parts.fold(v, row)
         control = Control(Vote())
         if self._layout.world_size == 1:
-            sums = sum_alone(self._plan, self._parts, last, control)
+            sums = sum_alone(self._plan, parts, last, control)
         else:
             memory = self._memory.find(self._layout)
-            sums = Exchange(self._plan, memory, self._group, self._parts).finish(last, control)
-        totals = {
-            self._active[i]: total
-            for indices, of_bucket in sums.pieces
-            for i, total in zip(indices, of_bucket, strict=True)
-        }
+            sums = Exchange(self._plan, memory, self._group, parts).finish(last, control)
+        totals = dict(zip(self._active, sums.grads, strict=True))
         return [(k, _finish(totals[k], counts[k], self._buffers[k].start)) for k in changed]
 
     def finish(self, values: Sequence[tuple[int, Tensor]]) -> None:

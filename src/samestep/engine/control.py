@@ -50,7 +50,7 @@ class Control:
     Attributes:
         losses, weights, fingerprints: per micro-batch; the last are those of the samples.
         buffers: see `Buffers.pack`.
-        used: a byte per parameter: whether some micro-batches used it, and whether some did not.
+        used: a byte per parameter: whether a micro-batch used it.
         has_new_names: whether this rank logged values under names that are not in the block's format yet.
         values, counts: per micro-batch and name, the mean value and the number of calls of step.log.
         order: a hash of the order in which this rank used the units of sharded models; 0 if none are sharded.

@@ -1,18 +1,17 @@
 """One exchange of a gradient: from all ranks' parts to the sums of the whole batch."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from samestep.engine import routes
-from samestep.engine.buckets import Bucket
 from samestep.engine.control import Control
-from samestep.engine.exchange_memory import BucketMemory, ExchangeMemory
-from samestep.engine.folding import MISSED, USED, Grads, RankParts, lay_out, list_present
+from samestep.engine.exchange_memory import ExchangeMemory
+from samestep.engine.folding import Grads, RankParts, lay_out, list_present
 from samestep.engine.reduction_plan import ReductionPlan
-from samestep.torch_internals import add_to_all, multiply_all
+from samestep.torch_internals import multiply_all
 from samestep.world.group import Group
 
 
@@ -22,29 +21,20 @@ class Sums:
 
     Attributes:
         controls: every rank's control block.
-        pieces: per bucket, its parameters and their sums. On ranks that do not get a bucket's sums, they are None.
-        used: a byte per parameter, see `USED`.
+        grads: per parameter, its sum; None on ranks that do not get it.
+        used: per parameter, whether a micro-batch of the step used it.
     """
 
     controls: list[Control]
-    pieces: Sequence[tuple[Sequence[int], Sequence[Tensor | None]]]
+    grads: Grads
     used: bytes
 
     def average(self, inverse: float) -> Grads:
         """Return `sum * inverse`, computed in the sum; None if no micro-batch of the step used the parameter."""
-        averages: Grads = [None] * len(self.used)
-        for indices, grads in self.pieces:
-            for i, grad in zip(indices, grads, strict=True):
-                if self.used[i] & USED:
-                    averages[i] = grad
+        averages = [grad if is_used else None for grad, is_used in zip(self.grads, self.used, strict=True)]
         present = list_present(averages)
         if present and inverse != 1.0:
             multiply_all(present, inverse)
-        if USED | MISSED in self.used:
-            # The sign of a sum of -0.0 would otherwise depend on whether an absent gradient was sent as +0.0.
-            marked = zip(averages, self.used, strict=True)
-            if in_part := [grad for grad, marks in marked if grad is not None and marks & MISSED]:
-                add_to_all(in_part, 0.0)
         return averages
 
 
@@ -54,7 +44,7 @@ class Exchange:
     If another rank is gone, `finish` raises the error, so that the script's micro-batches complete.
 
     Attributes:
-        waited_s: seconds that `send_complete` has waited for other ranks.
+        waited_s: seconds that `send` has waited for other ranks.
     """
 
     def __init__(self, plan: ReductionPlan, memory: ExchangeMemory, group: Group, parts: RankParts) -> None:
@@ -64,6 +54,7 @@ class Exchange:
         self._group = group
         self._parts = parts
         self._packed = bytearray(len(plan.params))
+        self._left: Grads = [None] * len(plan.params)  # what the last micro-batch has left for `finish`
         # Per bucket, how many of its gradients the last micro-batch has not computed yet.
         self._missing = [sum(param.requires_grad for param in bucket.params) for bucket in plan.buckets]
         self._pending: list[routes.PendingOp] = []
@@ -75,25 +66,30 @@ class Exchange:
         for tag, route in enumerate(self._memory.routes):
             route.expect(tag)
 
-    def pack(self, i: int, grad: Tensor | None) -> Tensor:
-        """Copy this rank's parts of parameter i into its bucket. Returns the view that holds the last part.
-
-        Args:
-            grad: the gradient in the last micro-batch.
-        """
+    def _pack(self, i: int, grad: Tensor | None) -> Tensor:
+        """Copy this rank's parts of parameter i into its bucket. Returns the view that holds the last part."""
         self._packed[i] = 1
         return self._parts.pack(i, grad, self._memory.views[i])
 
-    def send_complete(self, i: int) -> None:
-        """Send the buckets that are complete with parameter i, which was packed."""
+    def send(self, i: int, grad: Tensor) -> Tensor:
+        """Copy this rank's parts of parameter i into its bucket, and send the buckets that are complete with it.
+
+        Args:
+            grad: the gradient in the last micro-batch.
+
+        Returns:
+            The view that holds the last part.
+        """
+        packed = self._pack(i, grad)
         missing = self._missing
         pending = self._pending
         missing[self._plan.bucket_of[i]] -= 1
         # The last bucket waits for the control block, in `finish`.
         while self._failure is None and len(pending) < len(missing) - 1 and not missing[len(pending)]:
             began_s = time.monotonic()
-            self._attempt(lambda: self._send_next(None))
+            self._attempt(self._send_next)
             self.waited_s += time.monotonic() - began_s
+        return packed
 
     def _attempt(self, communicate: Callable[[], None]) -> None:
         """Begin a part of the exchange. `finish` raises its error."""
@@ -108,19 +104,14 @@ class Exchange:
         assert failure is not None
         return failure
 
-    def _send_next(self, grads: Grads | None) -> None:
-        """Start the exchange of the next bucket, and advance that of the bucket before it.
-
-        Args:
-            grads: gradients of the last micro-batch that are not packed yet. None: there are none.
-        """
+    def _send_next(self) -> None:
+        """Start the exchange of the next bucket, and advance that of the bucket before it."""
         place = len(self._pending)
         route = self._memory.routes[place]
-        if place < len(self._plan.buckets):
-            if self._parts.held:
-                for i in self._plan.buckets[place].indices:
-                    if not self._packed[i]:
-                        self.pack(i, None if grads is None else grads[i])
+        if self._parts.held and place < len(self._plan.buckets):
+            for i in self._plan.buckets[place].indices:
+                if not self._packed[i]:
+                    self._pack(i, self._left[i])
         self._pending.append(routes.PendingOp(route.run(tag=place), self._wait))
         # At this fixed point, so that all ranks issue their messages in the same order.
         if place and self._memory.routes[place - 1].has_rounds:
@@ -138,13 +129,14 @@ class Exchange:
         """
         if self._failure is not None:
             raise self._pop_failure()
+        self._left = grads
         rank = self._group.rank
         memory = self._memory
-        used = self._parts.count_used()
+        used = self._parts.used
         control.used = used.to_bytes(len(self._plan.params))
         memory.form.pack_into(memory.blocks[rank], control)
         while len(self._pending) < len(memory.routes):
-            self._send_next(grads)
+            self._send_next()
         routes.wait_all(self._pending)
         controls = [
             control if each == rank else memory.form.unpack_from(block, len(held))
@@ -152,19 +144,7 @@ class Exchange:
         ]
         for each in controls:
             used |= int.from_bytes(each.used)
-        pieces = [
-            (bucket.indices, _read_sum(bucket, of_bucket))
-            for bucket, of_bucket in zip(self._plan.buckets, memory.buckets, strict=True)
-        ]
-        return Sums(controls, pieces, used.to_bytes(len(self._plan.params)))
-
-
-def _read_sum(bucket: Bucket, memory: BucketMemory) -> Sequence[Tensor | None]:
-    """Return the sums of a bucket in the dtype of its parameters; None on a rank that does not get them."""
-    if not memory.has_sum:
-        return [None] * len(bucket.indices)
-    dtype = bucket.params[0].dtype
-    return memory.grads if bucket.dtype == dtype else bucket.views(memory.route.root.to(dtype))
+        return Sums(controls, memory.read_sums(), used.to_bytes(len(self._plan.params)))
 
 
 def sum_alone(plan: ReductionPlan, parts: RankParts, grads: Grads, control: Control) -> Sums:
@@ -178,4 +158,4 @@ def sum_alone(plan: ReductionPlan, parts: RankParts, grads: Grads, control: Cont
         ]
     if plan.exchange_dtype is not None:
         sums = [None if each is None else each.to(param.dtype) for each, param in zip(sums, plan.params, strict=True)]
-    return Sums([control], [(range(len(sums)), sums)], parts.count_used().to_bytes(len(plan.params)))
+    return Sums([control], sums, parts.used.to_bytes(len(plan.params)))

@@ -1,6 +1,6 @@
 """Adds up the gradients of one rank: a tensor per parameter, None for a parameter that was not used."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import compress, repeat
 from operator import is_, is_not
@@ -13,9 +13,6 @@ from samestep.engine.reduction_plan import ReductionPlan
 from samestep.plan.tree import Layout
 from samestep.torch_internals import add_all
 
-# bits of a parameter's byte: a micro-batch of the step used it, a micro-batch did not
-USED = 1
-MISSED = 2
 Grads = list[Tensor | None]
 
 
@@ -24,25 +21,20 @@ class RankParts:
 
     Attributes:
         held: this rank's micro-batches.
-        fired: per micro-batch, which parameters it has used: a byte of 1 for each of these, of 0 for each other one.
+        used: the parameters that the micro-batches have used, a byte of 1 for each; as one number.
     """
 
     def __init__(self, plan: ReductionPlan, layout: Layout, rank: int) -> None:
         self.held = layout.ranges[rank]
-        self.fired: list[bytes] = []
+        self.used = 0
         self._narrow = plan.narrow if plan.exchange_dtype is not None else None
         self._layout = layout
         self._rank = rank
         self._parts: list[Grads] = []
 
-    def count_used(self) -> int:
-        """Return a byte per parameter, as one number: see `USED`."""
-        used = 0
-        for fired in self.fired:
-            fired_bits = int.from_bytes(fired)
-            all_bits = int.from_bytes(b"\1" * len(fired))
-            used |= fired_bits * USED | (fired_bits ^ all_bits) * MISSED
-        return used
+    def note_used(self, used: Iterable[int]) -> None:
+        """Note which parameters a micro-batch has used: 1 for each of these, 0 for each other one."""
+        self.used |= int.from_bytes(bytes(used))
 
     def fold(self, v: int, grads: Grads) -> None:
         """Add the gradients of micro-batch v, unless it is the last one: the parts that it completes become one."""
@@ -51,10 +43,6 @@ class RankParts:
         for _ in range(self._layout.count_merges(self._rank, v)):
             grads = add_grads(self._parts.pop(), grads)
         self._parts.append(grads)
-
-    def select(self, indices: Sequence[int]) -> None:
-        """Keep these parameters only, in this order."""
-        self._parts = [[part[i] for i in indices] for part in self._parts]
 
     @cached_property
     def _split(self) -> tuple[list[Grads], list[Grads]]:
@@ -116,9 +104,9 @@ def list_present(grads: Grads) -> list[Tensor]:
 
 
 def put(grad: Tensor | None, view: Tensor) -> None:
-    """Copy a gradient into a view; zeros for an absent one."""
+    """Copy a gradient into a view. An absent one becomes -0.0, which changes no sum."""
     if grad is None:
-        view.zero_()
+        view.zero_().neg_()
     else:
         view.copy_(grad)
 

@@ -15,9 +15,7 @@ from samestep.world.group import Group
 
 
 @torch.no_grad()
-def compute_total_norm(
-    params: Sequence[Tensor], norm_type: float, foreach: bool | None, group: Group, ownership: Ownership | None
-) -> Tensor:
+def compute_total_norm(params: Sequence[Tensor], norm_type: float, group: Group, ownership: Ownership | None) -> Tensor:
     """Return the norm of the gradients of parameters. On all ranks.
 
     torch computes the norm of the norms of the gradients. Here the owner of each parameter computes the inner norm, and
@@ -35,7 +33,8 @@ def compute_total_norm(
         own = {i: grad for i, grad in grads.items() if ownership.counts(params[i])}
     norms = dict[int, float]()
     for alike in _group(own):
-        norms |= zip(alike, _compute_norms([own[i] for i in alike], norm_type, foreach), strict=True)
+        values: list[float] = torch.stack([*compute_norms([own[i] for i in alike], norm_type)]).tolist()
+        norms |= zip(alike, values, strict=True)  # float64 holds all of these numbers
     gathered = group.gather([[i, norm] for i, norm in norms.items()])
     found = dict(sorted(pair for of_rank in gathered for pair in of_rank))
     if not found:
@@ -74,22 +73,12 @@ def _exchange_shards(grads: Mapping[int, Tensor], group: Group) -> dict[int, Ten
 
 
 @torch.no_grad()
-def clip_with_norm(params: Sequence[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None) -> None:
+def clip_with_norm(params: Sequence[Tensor], max_norm: float, total_norm: Tensor) -> None:
     """Same as `torch.nn.utils.clip_grads_with_norm_`, also for sharded gradients."""
     carriers = [get_local(param).detach() for param in params]
     for carrier, param in zip(carriers, params, strict=True):
         carrier.grad = None if param.grad is None else get_local(param.grad)
-    torch.nn.utils.clip_grads_with_norm_(carriers, max_norm, total_norm, foreach)
-
-
-def _compute_norms(grads: list[Tensor], norm_type: float, foreach: bool | None) -> list[float]:
-    """Return the norm of each gradient. float64 holds all of these numbers."""
-    if foreach is False:
-        norms = [torch.linalg.vector_norm(grad, norm_type) for grad in grads]
-    else:
-        norms = [*compute_norms(grads, norm_type)]
-    values: list[float] = torch.stack(norms).tolist()
-    return values
+    torch.nn.utils.clip_grads_with_norm_(carriers, max_norm, total_norm)
 
 
 def _group(tensors: Mapping[int, Tensor]) -> list[list[int]]:

@@ -12,12 +12,10 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import UsageError
 from samestep.torch_internals import get_local, is_sharded, read_version, run_backward
 
-Inspect = Callable[[int, Tensor], None]  # gets the number of a parameter, and its gradient
 NONE = repeat(None)
 
 read_grad: Callable[[Tensor], Tensor | None] = attrgetter("grad")
@@ -30,43 +28,26 @@ def drop_grads(params: Sequence[Tensor]) -> None:
         param.grad = None
 
 
-class GradientHooks:
-    """Hooks on parameters, which pass on each gradient as soon as it is there."""
+@contextmanager
+def passing_gradients(params: Sequence[Tensor], receive: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Call `receive` with the number and the gradient of each parameter, as soon as a backward pass has computed it."""
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self._receive: Inspect | None = None
-        self._params = params
-        self._handles: dict[int, RemovableHandle] = {}
-
-    def attach(self) -> None:
-        """Add the hooks that are missing: a script may unfreeze a parameter at any step."""
-        for i, param in enumerate(self._params):
-            if param.requires_grad and i not in self._handles:
-                handle = param.register_post_accumulate_grad_hook(self._build_hook(i))
-                self._handles[i] = handle
-
-    def remove(self) -> None:
-        """Remove the hooks from the parameters."""
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
-
-    @contextmanager
-    def passing_to(self, receive: Inspect) -> Iterator[None]:
-        """Call `receive` with each gradient of the backward passes in this block."""
-        self._receive = receive
-        try:
-            yield
-        finally:
-            self._receive = None
-
-    def _build_hook(self, i: int) -> Callable[[Tensor], None]:
+    def build_hook(i: int) -> Callable[[Tensor], None]:
         def on_grad(param: Tensor) -> None:
             # An autograd.Function may have returned no gradient, or a hook removed it: the same as unused.
-            if self._receive is not None and param.grad is not None:
-                self._receive(i, param.grad)
+            if param.grad is not None:
+                receive(i, param.grad)
 
         return on_grad
+
+    handles = [
+        param.register_post_accumulate_grad_hook(build_hook(i)) for i, param in enumerate(params) if param.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def run_backward_alone(params: Sequence[Tensor], loss: Tensor, factor: float | Tensor) -> None:
@@ -131,18 +112,12 @@ class ParameterGuard:
         if marks == before:
             return
         for name, then, now in zip(self._names, zip(*before, strict=True), zip(*marks, strict=True), strict=True):
-            if now[:2] != then[:2]:
-                raise UsageError(
-                    f"{name} was changed inside the micro-batch loop (by the model's forward, as nn.Embedding(max_norm="
-                    "...) does, or by assigning .data?), so that the gradient depends on the rank: change "
-                    "weights after the loop; if it is a data-dependent initialization (ActNorm), run one forward pass "
-                    "after run.prepare, before the loop",
-                    code="SS208",
-                )
             if now != then:
                 raise UsageError(
-                    f"requires_grad of {name} was changed inside the micro-batch loop, so that the gradient depends on "
-                    "the rank: change it before or after the loop",
+                    f"{name} was changed inside the micro-batch loop (by requires_grad, the model's forward, as "
+                    "nn.Embedding(max_norm=...) does, or by assigning .data?), so that the gradient depends on the "
+                    "rank: change weights after the loop; if it is a data-dependent initialization (ActNorm), run one "
+                    "forward pass after run.prepare, before the loop",
                     code="SS208",
                 )
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
@@ -98,31 +98,19 @@ class PassLosses:
         """
         weights: list[float] = []
         weighted: list[float] = []
-        for control in controls:
-            for loss, weight in zip(control.losses, control.weights, strict=True):
-                if weight != NOT_CALLED:
-                    weights.append(weight)
-                    weighted.append(loss * weight)
-        total = math.fsum(weights)
-        if not total:
-            return 0.0, None
-        if not math.isfinite(sum(weighted)):
-            self._refuse_losses(controls, layout)
-        return total, math.fsum(weighted) / total
-
-    def _refuse_losses(self, controls: Sequence[Control], layout: Layout) -> NoReturn:
-        """Raise InvalidValue for the first micro-batch whose loss is not finite."""
-        for rank, held in enumerate(layout.ranges):
-            for v, loss in zip(held, controls[rank].losses, strict=True):
+        for rank, (control, held) in enumerate(zip(controls, layout.ranges, strict=True)):
+            for v, loss, weight in zip(held, control.losses, control.weights, strict=True):
                 if not math.isfinite(loss):
                     raise InvalidValue(
                         f"the loss of step {self._step} is {loss} in micro-batch {v} (rank {rank}): nothing of "
                         "this step is saved; check that batch, the learning rate and the precision",
                         code="SS206",
                     )
-        raise InvalidValue(
-            f"the losses of step {self._step} are too large to be added up: scale the loss down", code="SS206"
-        )
+                if weight != NOT_CALLED:
+                    weights.append(weight)
+                    weighted.append(loss * weight)
+        total = math.fsum(weights)
+        return (total, math.fsum(weighted) / total) if total else (0.0, None)
 
 
 def describe_value(value: object) -> str:

@@ -6,24 +6,24 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from samestep.engine.buffers import Buffers, refuse_lone_sample
+from samestep.engine.buffers import Buffers
 from samestep.engine.control import Control, Vote
 from samestep.engine.exchange_memory import LastMemory
-from samestep.engine.folding import USED, Grads
+from samestep.engine.folding import Grads
 from samestep.engine.host_copies import HostValue, read_later
-from samestep.engine.leaf import GradientHooks, Inspect, ParameterGuard, drop_grads
+from samestep.engine.leaf import ParameterGuard, drop_grads
 from samestep.engine.logged_values import LoggedNames, Means, Table, Value, compute_means
 from samestep.engine.losses import PassLosses
 from samestep.engine.ownership import Ownership
-from samestep.engine.precision import Precision
+from samestep.engine.precision import MixedPrecision
 from samestep.engine.reduction_plan import build_reduction_plan
 from samestep.engine.sharded_sum import ShardedSum
 from samestep.engine.shards import ShardedModels
 from samestep.engine.tree_sum import TreeSum
 from samestep.errors import Error, InvalidValue, UsageError
 from samestep.plan.tree import build_layout
+from samestep.torch_internals import shard_like
 from samestep.world.group import Group
 
 read_buffers = attrgetter("buffers")
@@ -40,7 +40,6 @@ class Gradients:
         modules: the prepared models by name.
         group: the ranks.
         precision: scales losses, and accepts gradients.
-        bucket_cap_bytes: the largest size of a bucket of gradients; None: see `choose_cap_bytes`.
         micro_batch_size: samples of a whole micro-batch.
         models: the models, if their parameters are sharded.
         exchange_dtype: see `ReductionPlan`.
@@ -50,7 +49,7 @@ class Gradients:
         buffers: of the models.
         logged: names of logged values.
         plan: the parameters, and how their gradients are summed.
-        hooks, guard: of the parameters.
+        guard: of the parameters.
         memory: for exchanges.
     """
 
@@ -58,9 +57,8 @@ class Gradients:
         self,
         modules: Mapping[str, nn.Module],
         group: Group,
-        precision: Precision,
+        precision: MixedPrecision,
         *,
-        bucket_cap_bytes: int | None,
         micro_batch_size: int,
         ownership: Ownership | None = None,
         models: ShardedModels | None = None,
@@ -73,25 +71,20 @@ class Gradients:
         self.ownership = ownership
         self.buffers = Buffers(modules, group)
         self.logged = LoggedNames()
-        self._bucket_cap_bytes = bucket_cap_bytes
         self._models = models
         self._exchange_dtype = exchange_dtype
-        self.hooks = GradientHooks(())
         self.set_parameters((), ())
 
     def set_parameters(self, trained: Sequence[tuple[str, nn.Parameter]], untrained: Sequence[nn.Parameter]) -> None:
         """Average the gradients of these parameters from now on. Arguments as for `build_reduction_plan`."""
-        self.hooks.remove()
         self.plan = plan = build_reduction_plan(
             trained,
             self.group,
-            bucket_cap_bytes=self._bucket_cap_bytes,
             untrained=untrained,
             owners=None if self.ownership is None else self.ownership.assign([param for _, param in trained]),
             models=self._models,
             exchange_dtype=self._exchange_dtype,
         )
-        self.hooks = GradientHooks(plan.params)
         self.guard = ParameterGuard(plan.names, plan.params)
         self.memory = LastMemory(plan, self.group)
 
@@ -100,26 +93,21 @@ class Gradients:
         if self._models is not None:
             self._models.free_gathered()
 
-    def find_wanted(self, model: nn.Module, step: int) -> set[int]:
+    def find_wanted(self, model: nn.Module) -> set[int]:
         """Return the numbers of the trained parameters of a prepared model."""
         plain = getattr(model, "_orig_mod", model)
-        name = next((name for name, module in self.modules.items() if module is model or module is plain), None)
-        if name is None:
-            raise InvalidValue(
-                "step.backward(model=...) got a model that was not passed to run.prepare: pass it there, too",
-                code="SS203",
-            )
+        prefixes = tuple(f"{name}." for name, module in self.modules.items() if module in (model, plain))
         # By name, too: a gathered model of FSDP2 has other parameters. By id: a shared one has the other model's name.
         own = {id(param) for param in plain.parameters()}
         wanted = {
             i
             for i, (path, param) in enumerate(zip(self.plan.names, self.plan.params, strict=True))
-            if param.requires_grad and (id(param) in own or path.startswith(f"{name}."))
+            if param.requires_grad and (id(param) in own or path.startswith(prefixes))
         }
         if not wanted:
             raise InvalidValue(
-                f"step.backward(model=...) in step {step} got a model without trained parameters: "
-                "pass its optimizer to run.prepare, and set requires_grad of its parameters",
+                "step.backward(model=...) got a model without trained parameters: pass it and its optimizer to "
+                "run.prepare, and set requires_grad of its parameters",
                 code="SS203",
             )
         return wanted
@@ -163,7 +151,7 @@ class PassAttempt:
     the state that snapshots contain does not change: if a rank dies, the others drop the attempt and begin another.
 
     Before its own micro-batches and between `exchange` and `apply`, a rank can also open micro-batches of other ranks.
-    They change nothing; only the function given to `open` gets their gradients.
+    They change nothing.
 
     Args:
         step: number of the step, for messages.
@@ -198,27 +186,23 @@ class PassAttempt:
             memory = gradients.memory.find(layout, gradients.buffers.num_buffers, len(gradients.logged.names))
         self._sum: TreeSum | ShardedSum
         if plan.shards is None or memory is None:
-            self._sum = TreeSum(plan, layout, gradients.group, memory, gradients.hooks, gradients.guard)
+            self._sum = TreeSum(plan, layout, gradients.group, memory, gradients.guard)
         else:
             self._sum = ShardedSum(plan, plan.shards, gradients.group, memory, gradients.guard)
         self._open = 0  # the micro-batch whose body runs
         self._failure = ""  # the type of the error that a backward pass has raised
-        self._checks: Sequence[RemovableHandle] = ()  # of the open micro-batch
 
     def release(self) -> None:
         """Release the messages of an exchange that has failed: they keep connections to the other ranks open."""
-        self._sum.release()
+        del self._sum
         self._gradients.memory.forget()
         self._gradients.buffers.forget_memory()
 
-    def open(self, v: int, inspect: Inspect | None = None) -> None:
-        """Begin micro-batch v. `inspect` is called with each of its gradients, before it is added to others."""
+    def open(self, v: int) -> None:
+        """Begin micro-batch v."""
         self._open = v
         self._losses.terms.pop(v, None)  # of an earlier computation of it
-        if self._sizes[v] == 1:
-            gradients = self._gradients
-            self._checks = refuse_lone_sample(gradients.modules, self._step, v, gradients.group.rank)
-        self._sum.open(v, inspect)
+        self._sum.open(v)
 
     def backward(self, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> float:
         """Run the backward of the open micro-batch. Arguments and errors as for `Step.backward`.
@@ -228,7 +212,7 @@ class PassAttempt:
         """
         if self._failure:
             self.refuse_failed()
-        wanted = None if model is None else self._gradients.find_wanted(model, self._step)
+        wanted = None if model is None else self._gradients.find_wanted(model)
         own = self._losses.add(self._open, loss, weight)
         has_weight = isinstance(own, Tensor) or bool(own)
         factor = own / self._gradients.micro_batch_size * self._scale if has_weight else 1.0
@@ -260,12 +244,9 @@ class PassAttempt:
         """End the open micro-batch: fold its gradients and its buffers into those of the micro-batches before it."""
         if self._failure:
             self.refuse_failed()
-        for check in self._checks:
-            check.remove()
-        self._checks = ()
         self._sum.close()
         if self._open in self.held:
-            self._gradients.buffers.fold(self._open)
+            self._gradients.buffers.take()
         else:
             self._gradients.buffers.undo()
 
@@ -294,7 +275,7 @@ class PassAttempt:
             [*map(read_vote, controls)],
             self._layout.sort(map(read_fingerprints, controls)),
             self._layout.sort(map(read_weights, controls)),
-            is_used=any(map(USED.__and__, sums.used)),
+            is_used=any(sums.used),
         )
         names = gradients.logged
         if any(map(read_has_new_names, controls)):
@@ -336,11 +317,13 @@ class PassAttempt:
                 "that were passed to run.prepare, and do not detach it from them",
                 code="SS205",
             )
+        plan = gradients.plan
         if gradients.precision.accepts(reduced.grads, self._agree):
-            self._sum.assign(reduced.grads)
+            for param, grad in zip(plan.params, reduced.grads, strict=True):
+                param.grad = grad if grad is None or plan.shards is None else shard_like(param, grad)
         else:
             has_gradients = False
-            drop_grads(gradients.plan.params)
+            drop_grads(plan.params)
         if reduced.buffers:
             gradients.buffers.finish(reduced.buffers)
         return has_gradients

@@ -1,6 +1,6 @@
 """What all passes over the same parameters have in common."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,7 +33,7 @@ class ReductionPlan:
     untrained: Sequence[Tensor]
     strides: list[tuple[int, ...]]
     buckets: Sequence[Bucket]
-    bucket_of: Sequence[int]
+    bucket_of: Mapping[int, int]
     owners: Sequence[int] | None
     shards: Shards | None
     exchange_dtype: torch.dtype | None
@@ -57,7 +57,6 @@ def build_reduction_plan(
     trained: Sequence[tuple[str, Tensor]],
     group: Group,
     *,
-    bucket_cap_bytes: int | None,
     untrained: Sequence[Tensor] = (),
     owners: Sequence[int] | None = None,
     models: ShardedModels | None = None,
@@ -67,23 +66,24 @@ def build_reduction_plan(
 
     Args:
         trained: (name, parameter) in the models' order.
-        bucket_cap_bytes: maximum size of a bucket; None: the result of `choose_cap_bytes`.
         owners, exchange_dtype: see `ReductionPlan`.
         models: the models, if their parameters are sharded.
     """
     params = [param for _, param in trained]
-    if bucket_cap_bytes is None:
-        bucket_cap_bytes = choose_cap_bytes(params, one_host=group.is_on_one_host)
-    dtypes = [choose_dtype(param, exchange_dtype) for param in params]
-    buckets = build_buckets(params if models is None else [], bucket_cap_bytes, owners, dtypes)
-    numbers = {i: number for number, bucket in enumerate(buckets) for i in bucket.indices}
+    in_buckets = params if models is None else []
+    buckets = build_buckets(
+        in_buckets,
+        [choose_dtype(param, exchange_dtype) for param in in_buckets],
+        [None] * len(params) if owners is None else owners,
+        choose_cap_bytes(params, one_host=group.is_on_one_host),
+    )
     return ReductionPlan(
         names=[name for name, _ in trained],
         params=params,
         untrained=untrained,
-        strides=[dense_strides(param) for param in params] if models is None else [],
+        strides=[*map(dense_strides, in_buckets)],
         buckets=buckets,
-        bucket_of=[numbers[i] for i in range(len(params))] if models is None else [],
+        bucket_of={i: number for number, bucket in enumerate(buckets) for i in bucket.indices},
         owners=owners,
         shards=None if models is None else find_shards(models, params),
         exchange_dtype=exchange_dtype,

@@ -264,15 +264,15 @@ class Aside(Route):
             torch.cuda.current_stream(device).wait_stream(self._stream)
 
 
-def choose_route(space: Space) -> Callable[[Space], Route]:
-    """Return how to exchange a bucket, the same on every rank."""
+def build_route(space: Space, control_bytes: int = 0, sockets: LocalSockets | None = None) -> Route:
+    """Return the best route for a bucket, the same on every rank. `control_bytes`, `sockets`: for `AllGather`."""
     layout = space.layout
     if space.owner is not None:
-        return ToOwner
+        return ToOwner(space)
     num_bytes = space.num_elements * space.dtype.itemsize
     if num_bytes * layout.max_parts * layout.world_size <= GATHER_MAX_BYTES:
-        return AllGather
-    return Butterfly if layout.butterfly else Chunks
+        return AllGather(space, control_bytes, sockets)
+    return Butterfly(space) if layout.butterfly else Chunks(space)
 
 
 def add_parts(slots: Sequence[Tensor] | Tensor, layout: Layout) -> Tensor:

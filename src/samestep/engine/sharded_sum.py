@@ -14,14 +14,13 @@ from samestep.engine.chunk_sums import ChunkExchange, ChunkSum
 from samestep.engine.control import Control
 from samestep.engine.exchange import Exchange, Sums
 from samestep.engine.exchange_memory import ExchangeMemory
-from samestep.engine.folding import Grads, RankParts
-from samestep.engine.leaf import Inspect, ParameterGuard, drop_grads, run_backward_alone
+from samestep.engine.folding import RankParts
+from samestep.engine.leaf import ParameterGuard, drop_grads, run_backward_alone
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.engine.routes import PendingOp, wait_all
 from samestep.engine.shards import Shards
 from samestep.errors import UsageError
 from samestep.hashing import hash_short
-from samestep.torch_internals import shard_like
 from samestep.world.group import Group
 
 
@@ -63,8 +62,8 @@ class ShardedSum:
         self._fired = bytearray(len(plan.params))  # 1: the parameter has a gradient
         self._models.free_gathered()
 
-    def open(self, v: int, inspect: Inspect | None) -> None:
-        """Begin the micro-batch of the next round. No interceptor inspects the gradients of sharded parameters."""
+    def open(self, v: int) -> None:
+        """Begin the micro-batch of the next round."""
         self._v = v
         self._round += 1
         self._is_called = False
@@ -153,7 +152,7 @@ class ShardedSum:
         drop_grads(self._plan.untrained)
         self._guard.check()
         if self._v in self._parts.held:
-            self._parts.fired.append(bytes(self._fired))
+            self._parts.note_used(self._fired)
 
     def finish(self, control: Control) -> Sums:
         """Complete the sums. Returns them with every rank's control block.
@@ -170,21 +169,9 @@ class ShardedSum:
                 'parameters and gradients were mixed up: with shard="fsdp2", use the same parts in every micro-batch',
                 code="SS609",
             )
-        pieces = []
         for unit, numbers, each_sum in zip(self._models.units, self._numbers, self._sums, strict=True):
-            total = each_sum.total
-            parts: Sequence[Tensor | None] = [None] * len(numbers)
-            if total is not None:
-                parts = unit.split(total.to(unit.dtype))
-            trained = [(i, part) for i, part in zip(numbers, parts, strict=True) if i is not None]
-            pieces.append(([i for i, _ in trained], [part for _, part in trained]))
-        return replace(sums, pieces=pieces)
-
-    def release(self) -> None:
-        """Release the messages of an exchange that has failed."""
-        self._under_way.clear()
-
-    def assign(self, grads: Grads) -> None:
-        """Leave gradients in `.grad`: None for a parameter without one."""
-        for param, grad in zip(self._plan.params, grads, strict=True):
-            param.grad = None if grad is None else shard_like(param, grad)
+            if (total := each_sum.total) is not None:
+                for i, part in zip(numbers, unit.split(total.to(unit.dtype)), strict=True):
+                    if i is not None:
+                        sums.grads[i] = part
+        return sums

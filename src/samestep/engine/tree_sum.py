@@ -16,13 +16,12 @@ from torch import Tensor
 from samestep.engine.control import Control
 from samestep.engine.exchange import Exchange, Sums, sum_alone
 from samestep.engine.exchange_memory import ExchangeMemory
-from samestep.engine.folding import Grads, RankParts
+from samestep.engine.folding import RankParts
 from samestep.engine.leaf import (
     NONE,
-    GradientHooks,
-    Inspect,
     ParameterGuard,
     drop_grads,
+    passing_gradients,
     read_grad,
     refuse_other_backward,
     run_backward_alone,
@@ -45,7 +44,7 @@ class TreeSum:
 
     Args:
         memory: for the exchange; None if there is no other rank.
-        hooks, guard: of the parameters.
+        guard: of the parameters.
     """
 
     def __init__(
@@ -54,30 +53,25 @@ class TreeSum:
         layout: Layout,
         group: Group,
         memory: ExchangeMemory | None,
-        hooks: GradientHooks,
         guard: ParameterGuard,
     ) -> None:
         self._plan = plan
-        self._hooks = hooks
         self._guard = guard
         self._parts = RankParts(plan, layout, group.rank)
         self._exchange: Exchange | None = None
         if memory is not None:
-            hooks.attach()
             self._exchange = Exchange(plan, memory, group, self._parts)
         # Of the open micro-batch:
         self._v = 0
         self._is_last = False  # of this rank
-        self._inspect: Inspect | None = None
         self._grads: list[Any] = []  # what step.backward has left in `.grad`
         self._versions: dict[int, int] = {}  # of these gradients, by the number of the parameter
 
-    def open(self, v: int, inspect: Inspect | None) -> None:
-        """Begin micro-batch v. `inspect` is called with each of its gradients, before it is added to others."""
+    def open(self, v: int) -> None:
+        """Begin micro-batch v."""
         held = self._parts.held
         self._v = v
         self._is_last = v == held.stop - 1 and v in held
-        self._inspect = inspect
         self._grads = [None] * len(self._plan.params)
         self._versions = {}
         if v not in held:  # after the exchange, `.grad` may still hold gradients of this rank
@@ -96,7 +90,7 @@ class TreeSum:
             run_backward_alone(params, loss, factor)
             self._note_all(wanted)
             return 0.0
-        with self._hooks.passing_to(partial(self._send, self._exchange, wanted)):
+        with passing_gradients(params, partial(self._send, self._exchange, wanted)):
             run_backward_alone(params, loss, factor)
         return self._exchange.waited_s
 
@@ -111,9 +105,6 @@ class TreeSum:
         storages = list_storages(present) if {*map(read_layout, present)} == {torch.strided} else []
         if len({*storages}) < len(present):
             self._separate(grads, numbers)
-        if self._inspect is not None:
-            for i in numbers:
-                self._inspect(i, grads[i])
         self._grads = grads
         self._versions = dict(zip(numbers, map(read_version, map(grads.__getitem__, numbers)), strict=True))
 
@@ -143,16 +134,13 @@ class TreeSum:
             )
         if grad.layout is not torch.strided:
             param.grad = grad = grad.to_dense()  # a sparse one has other rows on each rank
-        if self._inspect is not None:
-            self._inspect(i, grad)
         # Packed now, while it is in the cache, so that its memory is reused for the next gradient. `.data`, because
         # views of one bucket would share a version.
-        packed = exchange.pack(i, grad)
+        packed = exchange.send(i, grad)
         if packed.dtype == grad.dtype:  # else it was rounded, and `.grad` cannot hold it
             param.grad = grad = packed.data
         self._grads[i] = grad
         self._versions[i] = read_version(grad)
-        exchange.send_complete(i)
 
     def close(self) -> None:
         """End a micro-batch, and fold it unless it is the last of this rank or another rank's.
@@ -167,7 +155,7 @@ class TreeSum:
         drop_grads(self._plan.untrained if self._is_last else self._plan.all)
         if self._v not in self._parts.held:
             return
-        self._parts.fired.append(bytes(map(is_not, grads, NONE)))
+        self._parts.note_used(map(is_not, grads, NONE))
         if not self._is_last:
             self._parts.fold(self._v, grads)
             return
@@ -180,17 +168,11 @@ class TreeSum:
             if i not in self._versions:
                 if grad is not None:
                     refuse_other_backward()
-            elif grad is None:
+            elif grad is None or grad is not self._grads[i] or read_version(grad) != self._versions[i]:
                 raise UsageError(
-                    f"the gradient of {name} is None at the end of micro-batch {self._v}: remove zero_grad(), which is "
-                    "not needed",
-                    code="SS207",
-                )
-            elif grad is not self._grads[i] or read_version(grad) != self._versions[i]:
-                raise UsageError(
-                    f"the gradient of {name} was changed in micro-batch {self._v} (by loss.backward(), zero_grad, "
-                    "clipping, or a hook registered after run.prepare?), while it is only a partial sum: change it "
-                    "after the micro-batch loop",
+                    f"the gradient of {name} was changed in micro-batch {self._v} (by loss.backward(), zero_grad or "
+                    "clipping?), while it is only a partial sum: remove zero_grad(), which is not needed, and change "
+                    "gradients after the micro-batch loop",
                     code="SS207",
                 )
 
@@ -200,12 +182,3 @@ class TreeSum:
         if self._exchange is None:
             return sum_alone(self._plan, self._parts, grads, control)
         return self._exchange.finish(grads, control)
-
-    def release(self) -> None:
-        """Release the messages of an exchange that has failed."""
-        self._exchange = None
-
-    def assign(self, grads: Grads) -> None:
-        """Leave gradients in `.grad`: None for a parameter without one."""
-        for param, grad in zip(self._plan.params, grads, strict=True):
-            param.grad = grad

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from samestep.config import RunConfig
-from samestep.engine.precision import Precision
+from samestep.engine.precision import MixedPrecision
 from samestep.plan.tree import Layout, build_layout
 from samestep.snapshot.location import Location
 from samestep.world.environment import Environment
@@ -33,7 +33,7 @@ class RunContext:
     config: RunConfig
     group: Group
     device: torch.device
-    precision: Precision
+    precision: MixedPrecision
     say: Callable[[str], None]
     location: Location
     script_config: Mapping[str, Any]

@@ -194,7 +194,6 @@ def prepare_objects(
         modules,
         context.group,
         context.precision,
-        bucket_cap_bytes=config.bucket_cap_bytes,
         micro_batch_size=config.micro_batch_size,
         exchange_dtype=torch.bfloat16 if config.exchange_dtype == "bf16" else None,
         ownership=None if optimizers is None else optimizers.ownership,

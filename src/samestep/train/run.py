@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from samestep.config import OPTIONS, CheckCompute, ExchangeDtype, Precision, Shard, whole
+from samestep.config import OPTIONS, ExchangeDtype, Precision, Shard, whole
 from samestep.data.loader import seed_all
 from samestep.engine.gradient_norm import clip_with_norm, compute_total_norm
-from samestep.engine.precision import build_precision
+from samestep.engine.precision import MixedPrecision
 from samestep.errors import InvalidValue, UsageError
 from samestep.plan.seeds import derive
 from samestep.redaction import hide_secrets
@@ -81,14 +81,12 @@ class Run:
         check_compute_every: number of steps between checks for faulty processors, in which a micro-batch of each rank
             is computed by another rank, too, and the bits of losses and gradients are compared; see docs/running.md.
             None: no checks.
-        check_compute: what to do if these bits differ: "stop" (end the run before that step is applied) or "warn".
         trackers: destinations of metrics: trackers such as `samestep.TensorBoard()`, and names such as "wandb".
         config: recorded in the run directory. A later start with another config warns. Texts under names such as
             `api_key` and `password` are recorded as "(hidden)".
         device: "cpu", "cuda" (local rank i uses GPU i) or one GPU for all ranks, such as "cuda:1". None: "cuda" if
             there is a GPU, else "cpu".
         deterministic: use deterministic kernels only. If False, a GPU may give different bits each time.
-        bucket_cap_mb: MiB of gradients per message. None: 25 on one host, else 1/16 of all gradients, from 1 to 25.
 
     Attributes:
         dir: run directory or working copy; None without a directory.
@@ -138,12 +136,10 @@ class Run:
         log_every: int | str = 10,
         compare_every: int | str | None = 100,
         check_compute_every: int | str | None = None,
-        check_compute: CheckCompute = "stop",
         trackers: Sequence[Tracker | str] | str = (),
         config: Mapping[str, Any] | None = None,
         device: str | torch.device | None = None,
         deterministic: bool = True,
-        bucket_cap_mb: float | None = None,
     ) -> None:
         report_errors(find_rank())
         environment = find_ranks()
@@ -163,7 +159,6 @@ class Run:
         fix_kernels(settings.num_threads, settings.deterministic)
         if settings.precision == "tf32" and self.device.type == "cuda":
             use_tf32()
-        precision_of_run = build_precision(settings.precision, self.device)
         group = open_group(environment, self.device, backend=settings.backend)
         self.local_rank = environment.local_rank
         self._group = group
@@ -175,7 +170,7 @@ class Run:
             settings,
             group,
             self.device,
-            precision_of_run,
+            MixedPrecision(settings.precision, self.device),
             self._say,
             location,
             hide_secrets(config or {}),
@@ -731,7 +726,6 @@ class Run:
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
     ) -> Tensor:
         """Clip the gradient of the whole batch after the loop over micro-batches. See `torch.nn.utils.clip_grad_norm_`.
 
@@ -764,11 +758,11 @@ class Run:
         gradients = prepared.gradients
         params = prepared.sort([parameters] if isinstance(parameters, Tensor) else parameters)
         if not gradients.plan.is_divided:
-            return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
-        norm = compute_total_norm(params, norm_type, foreach, self._context.group, gradients.ownership)
+            return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+        norm = compute_total_norm(params, norm_type, self._context.group, gradients.ownership)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the gradients is {norm.item()}, and error_if_nonfinite is set")
-        clip_with_norm(params, max_norm, norm, foreach)
+        clip_with_norm(params, max_norm, norm)
         return norm
 
     def _open_loop(self, data: Any, count: int, **arguments: Any) -> Loop:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from samestep.decoding import parse_json
-from samestep.engine.precision import Precision
+from samestep.engine.precision import MixedPrecision
 from samestep.errors import InvalidValue, RunDirectoryError, UsageError
 from samestep.snapshot.location import Location
 from samestep.snapshot.run_record import OVERRIDE, StartOptions, describe_changes
@@ -83,7 +83,7 @@ class SnapshotContents:
     """
 
     def __init__(
-        self, objects: Objects, modules: Mapping[str, nn.Module], precision: Precision, say: Callable[[str], None]
+        self, objects: Objects, modules: Mapping[str, nn.Module], precision: MixedPrecision, say: Callable[[str], None]
     ) -> None:
         self._objects = objects
         self._precision = precision

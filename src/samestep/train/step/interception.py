@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from samestep.config import OPTIONS, RunConfig
+from samestep.config import NO_INTERCEPTORS, OPTIONS, RunConfig
 from samestep.decoding import parse_json
-from samestep.engine.leaf import Inspect
 from samestep.engine.passes import Gradients, Reduced
 from samestep.errors import Error, InvalidValue
 from samestep.plan.memory import ParamSize
@@ -51,7 +50,7 @@ class Interceptor(StepObserver):
     The life of a run, with all events in their places. `<name>` notifies observers: an interceptor is one, too, and the
     last in the list. `[name]` calls the interceptors and uses their results. ::
 
-        def compute(v):                                   # [inspect] <forward>
+        def compute(v):                                   # <forward>
             for each call in the script's body:
                 if step.log(...):                         # <log>
                 if step.backward(...):                    # <backward> <end_backward>
@@ -118,7 +117,7 @@ class Interceptor(StepObserver):
     def borrow(self, step: int, num_micro_batches: int) -> Sequence[int]:
         """Return micro-batches of other ranks, which this rank computes before its own.
 
-        The results change nothing; `inspect` and `forward` see them. The result depends on the arguments only: it is
+        The results change nothing; `forward` and `backward` see them. The result depends on the arguments only: it is
         also needed ahead of time, to load the samples.
         """
         return ()
@@ -130,10 +129,6 @@ class Interceptor(StepObserver):
         nothing else.
         """
         return iter(())
-
-    def inspect(self, step: Step) -> Inspect | None:
-        """Return a function that gets each gradient of the next micro-batch alone, see `PassAttempt.open`; or None."""
-        return None
 
     def results(self) -> tuple[int, int]:
         """Return `computed` and `recomputed` of this rank's vote (`Vote`), which all ranks get before `after_exchange`.
@@ -175,9 +170,8 @@ def install(context: RunContext, requests: Sequence[Request]) -> list[Intercepto
 
 def find_requests(config: RunConfig) -> list[Request]:
     """Return the interceptors that belong to options which are set."""
-    options = {name: option for name, option in OPTIONS.items() if option.interceptor}
-    are_set = [each for name, each in options.items() if getattr(config, name) != each.check(name, each.off)]
-    return [Request(each.interceptor, load_interceptor(each.interceptor), {}) for each in are_set]
+    are_set = [OPTIONS[name].interceptor for name in NO_INTERCEPTORS if getattr(config, name) is not None]
+    return [Request(each, load_interceptor(each), {}) for each in are_set]
 
 
 def read_request(text: str | None) -> list[Request]:

@@ -14,7 +14,6 @@ from samestep.data.content import hash_content
 from samestep.data.loader import Loaded, seed_all, to_device
 from samestep.data.sample_errors import locate_error
 from samestep.engine.control import Vote
-from samestep.engine.leaf import Inspect
 from samestep.engine.logged_values import Value
 from samestep.engine.passes import Gradients, PassAttempt, Reduced
 from samestep.errors import Error, NotHealed, UsageError
@@ -83,8 +82,6 @@ class StepInterceptor(Protocol):
     def borrow(self, step: int, num_micro_batches: int) -> Sequence[int]: ...
 
     def probe(self, step: "Step") -> Iterator[Any]: ...
-
-    def inspect(self, step: "Step") -> Inspect | None: ...
 
     def results(self) -> tuple[int, int]: ...
 
@@ -391,11 +388,8 @@ class Step:
         self.micro_batch = v
         seed_all(parts.derive("compute", step=self.number, pass_=self.num_passes, micro_batch=v))
         parts.clock.enter("forward", self.number)
-        inspect = None
-        for each in on.interceptors:
-            inspect = inspect or each.inspect(self)
         on.forward(self, batch)
-        attempt.open(v, inspect)
+        attempt.open(v)
         try:
             yield batch
         except GeneratorExit:
