@@ -56,12 +56,10 @@ class ServiceLog:
 
     def keep(self, values: Mapping[str, Any], step: int) -> None:
         """Record that the service has taken values of a step. A process that is killed before logs one row twice."""
-        last = self._entry["step"]
-        if step >= last:  # a row may be tried again after the next one
-            before = self._entry["names"] if step == last else []
-            self._entry |= {"step": step, "names": [*before, *values]}
-            with suppress(OSError):  # such as a full disk: values of repeated steps are then logged twice
-                self._write()
+        before = self._entry["names"] if step == self._entry["step"] else []
+        self._entry |= {"step": step, "names": [*before, *values]}
+        with suppress(OSError):  # such as a full disk: values of repeated steps are then logged twice
+            self._write()
 
     def _write(self) -> None:
         if self._info.dir is None:

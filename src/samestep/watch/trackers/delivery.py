@@ -1,9 +1,9 @@
 """Passes rows of metrics to trackers, each on a thread of its own."""
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -33,22 +33,32 @@ class Trackers:
         self._running: list[_Delivery] = []
 
     def start(self, info: TrackerInfo) -> None:
-        """Start all trackers.
+        """Start all trackers. A resumed run continues without one that cannot start.
 
         Raises:
-            Error: a tracker raised it, for example because its package is missing. In a new run, TypeError and
-                ImportError become an Error, because they mean a wrong argument. The other trackers are finished then.
-                After any other exception, such as one about the network, the run continues without the tracker and
-                starts it later.
+            Error: a tracker raised it, for example because its package is missing. In a new run, also after any other
+                exception. The other trackers are finished then.
         """
         try:
             for tracker in self._trackers:
-                delivery = _Delivery(tracker, info)
-                delivery.start()
-                self._running.append(delivery)
+                self._start(tracker, info)
         except BaseException:
             self.finish("failed")
             raise
+
+    def _start(self, tracker: Tracker, info: TrackerInfo) -> None:
+        name = type(tracker).__name__
+        try:
+            tracker.start(info)
+        except Error:
+            raise
+        except Exception as error:
+            if info.resumed_step:
+                self._warn(f"tracker {name} cannot start, and gets no rows: {_describe(error)}")
+                return
+            advice = f"correct its arguments or its installation, or train without it: {advise(trackers='none')}"
+            raise Error(f"tracker {name} cannot start ({_describe(error)}): {advice}", code="SS807") from error
+        self._running.append(_Delivery(tracker, name))
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Log the values of step `step` to all trackers. Returns at once."""
@@ -56,8 +66,9 @@ class Trackers:
             values = {name: _copy(value) for name, value in values.items()}
         for delivery in self._running:
             delivery.put(values, step)
-            if failure := delivery.take_failure():
-                self._warn(f"tracker {delivery.name} failed, and its rows are kept to be tried again: {failure}")
+            if delivery.failure and not delivery.is_reported:
+                delivery.is_reported = True
+                self._warn(f"tracker {delivery.name} failed, and the row is lost: {delivery.failure}")
 
     def finish(self, status: str) -> None:
         """Deliver the remaining rows and close all trackers. They can be started again. A second call does nothing."""
@@ -70,37 +81,22 @@ class Trackers:
 
 
 class _Delivery:
-    """The rows of one tracker, and the thread that passes them on.
+    """The rows that wait for a tracker, and the thread that passes them on.
 
-    If the tracker raises an exception, the row stays in the queue, and is tried again when the next row arrives and at
-    the end. If it fails twice and the next row succeeds between, the row itself is the cause, and it is dropped.
+    Attributes:
+        failure: the last exception of the tracker; "": none.
+        is_reported: it has been printed.
     """
 
-    def __init__(self, tracker: Tracker, info: TrackerInfo) -> None:
-        self.name = type(tracker).__name__
+    def __init__(self, tracker: Tracker, name: str) -> None:
+        self.name = name
+        self.failure = ""
+        self.is_reported = False
         self._tracker = tracker
-        self._info = info
-        self._is_started = False
-        self._rows: deque[tuple[Mapping[str, Any], int, int]] = deque()  # values, step, bytes
+        self._rows: SimpleQueue[tuple[Mapping[str, Any], int, int] | str] = SimpleQueue()  # values, step, bytes; status
         self._put_bytes = self._taken_bytes = 0  # each is counted by one thread
         self._num_rows = self._num_sent = self._num_calls = 0
-        self._failure = self._status = ""
-        self._is_reported = False
-        self._news = threading.Event()
-        self._thread = threading.Thread(target=self._deliver, name=f"tracker {self.name}", daemon=True)
-
-    def start(self) -> None:
-        """Start the tracker and the thread. Raises as `Trackers.start`."""
-        try:
-            self._tracker.start(self._info)
-            self._is_started = True
-        except Error:
-            raise
-        except Exception as error:
-            if isinstance(error, TypeError | ImportError) and not self._info.resumed_step:
-                advice = f"correct its arguments or its installation, or train without it: {advise(trackers='none')}"
-                raise Error(f"tracker {self.name} cannot start ({_describe(error)}): {advice}", code="SS807") from error
-            self._failure = _describe(error)
+        self._thread = threading.Thread(target=self._deliver, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def put(self, values: Mapping[str, Any], step: int) -> None:
@@ -109,20 +105,11 @@ class _Delivery:
         self._num_rows += 1
         if self._put_bytes - self._taken_bytes + num_bytes <= MAX_BYTES:
             self._put_bytes += num_bytes
-            self._rows.append((values, step, num_bytes))
-        self._news.set()
-
-    def take_failure(self) -> str:
-        """Return the first failure, once; "" if there is none, or it was returned before."""
-        if not self._failure or self._is_reported:
-            return ""
-        self._is_reported = True
-        return self._failure
+            self._rows.put((values, step, num_bytes))
 
     def close(self, status: str) -> None:
         """Let the thread deliver what is left, and finish the tracker."""
-        self._status = status
-        self._news.set()
+        self._rows.put(status)
 
     def join(self) -> str:
         """Wait for the thread. Return a description of failures; "" if all rows were delivered."""
@@ -134,49 +121,21 @@ class _Delivery:
         lost = f"{num_lost} of {self._num_rows} rows"
         if self._thread.is_alive():
             return f"did not return within {PATIENCE_S:.0f} s at the end" + (f"; {lost} are lost" if num_lost else "")
-        return f"has lost {lost}" + (f" ({self._failure})" if self._failure else "") if num_lost else ""
+        return f"has lost {lost}" + (f" ({self.failure})" if self.failure else "") if num_lost else ""
 
     def _deliver(self) -> None:
-        status = ""
-        while not status:
-            self._news.wait()
-            self._news.clear()
-            status = self._status
-            self._is_started = self._is_started or self._try(partial(self._tracker.start, self._info))
-            if self._is_started:
-                self._send_rows()
-        if self._is_started:
-            self._try(partial(self._tracker.finish, status))
-
-    def _send_rows(self) -> None:
-        """Pass on rows until one fails."""
-        while self._rows:
-            if self._send(0):
-                continue
-            if len(self._rows) < 2 or not self._send(1):
-                return
-            if not self._send(0):
-                self._take(0)
-
-    def _send(self, place: int) -> bool:
-        """Pass on the row at a place of the queue. Return whether the tracker took it."""
-        values, step, _ = self._rows[place]
-        is_taken = self._try(partial(self._tracker.log, values, step))
-        if is_taken:
-            self._num_sent += 1
-            self._take(place)
-        return is_taken
-
-    def _take(self, place: int) -> None:
-        self._taken_bytes += self._rows[place][2]
-        del self._rows[place]
+        while not isinstance(row := self._rows.get(), str):
+            values, step, num_bytes = row
+            self._num_sent += self._try(partial(self._tracker.log, values, step))
+            self._taken_bytes += num_bytes
+        self._try(partial(self._tracker.finish, row))
 
     def _try(self, call: Callable[[], None]) -> bool:
         """Call a method of the tracker, and return whether it succeeded. No failure of a tracker ends the run."""
         try:
             call()
         except Exception as error:
-            self._failure = _describe(error)
+            self.failure = _describe(error)
             return False
         finally:
             self._num_calls += 1

@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from samestep.errors import Error, needing
+from samestep.errors import needing
 from samestep.watch.trackers.continuation import ServiceLog
 from samestep.watch.trackers.protocol import TrackerInfo, is_histogram, to_number
 
@@ -20,8 +20,7 @@ class WandB:
         init: further arguments of `wandb.init`, such as `mode="offline"` or `tags=[...]`. These take precedence.
 
     Raises:
-        Error: raised at the start of the run if the package is missing, or of a new run if W&B refuses the arguments
-            or has no API key.
+        Error: raised at the start of the run if the package is missing.
 
     Example::
 
@@ -37,20 +36,12 @@ class WandB:
     def start(self, info: TrackerInfo) -> None:
         with needing("Weights & Biases is missing", "'samestep[wandb]'"):
             import wandb
-            from wandb.errors import UsageError
         log = self._log = ServiceLog(info, "wandb")
         log.begin(log.run_id or uuid.uuid4().hex[:12])
         config = {"samestep": info.describe(), **info.config}
         ours: dict[str, Any] = {"name": log.run_name, "config": config, "id": log.run_id, "resume": "allow"}
         ours |= {"dir": info.dir and str(info.dir)}
-        try:
-            self._run = wandb.init(**{**ours, **self.init})
-        except UsageError as error:
-            if info.resumed_step:
-                raise
-            raise Error(
-                f"W&B cannot start ({error}): run wandb login, or set WANDB_MODE=offline", code="SS807"
-            ) from error
+        self._run = wandb.init(**{**ours, **self.init})
         log.begin(self._run.id)  # of an `id` among the arguments, or of a sweep
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
