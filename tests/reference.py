@@ -27,7 +27,7 @@ def build_options() -> str:
     return f"""\
 # Options
 
-An option on the command line of `samestep launch`, `train` and `submit`, or in an environment variable such as
+An option on the command line of `samestep launch`, `train` and `slurm`, or in an environment variable such as
 `{PREFIX}BATCH_SIZE`, replaces the argument in the script. Options without an argument of `Run` exist on the command
 line and as environment variables only. A run directory belongs to one value of each option marked **Identity**.
 

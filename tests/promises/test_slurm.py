@@ -1,4 +1,4 @@
-"""Runs under Slurm: the tasks of srun as ranks, and `samestep submit` with the events of a job."""
+"""Runs under Slurm: the tasks of srun as ranks, and `samestep slurm` with the events of a job."""
 
 import re
 import sys
@@ -46,11 +46,12 @@ class Jobs:
         """Submits a job on two nodes with a rank each."""
         run_dir = self.trial.dir
         started = self.start(
-            self.python, "-m", "samestep", "submit", "--nodes", "2", "--run-dir", run_dir, *flags,
+            "bash", "-c", '"$@" | sbatch', "bash", self.python, "-m", "samestep", "slurm", "--nodes", "2",
+            "--run-dir", run_dir, *flags,
             SCRIPT, run_dir, *flags_of(fault), **variables,
         )  # fmt: skip
         assert started.process.wait(DEADLINE_S) == 0, started.output  # without the processes of the job
-        (number,) = re.findall(r"submitted job (\d+)", started.output)
+        (number,) = re.findall(r"Submitted batch job (\d+)", started.output)
         return Job(self, number, run_dir / "slurm" / f"{number}.out")
 
     def wait_held(self, started: Started) -> None:
@@ -72,7 +73,7 @@ class Jobs:
 
 @dataclass
 class Job:
-    """A job of `samestep submit`, with the file of its output."""
+    """A job of `samestep slurm`, with the file of its output."""
 
     jobs: Jobs
     number: str
@@ -141,7 +142,7 @@ def test_tasks_are_signalled(jobs: Jobs, trial: Trial, undisturbed: Undisturbed,
     assert trial.outcome() == undisturbed()
 
 
-# --- submit -----------------------------------------------------------------------------------------------------------
+# --- slurm ------------------------------------------------------------------------------------------------------------
 
 
 # Slurm waits before it starts a job that was queued again: 16 s, and 23 s on a busy machine.

@@ -69,7 +69,7 @@ def test_stopped_again_and_again(trial: Trial, undisturbed: Undisturbed) -> None
     trial.go_on()
     assert launch.wait() == 2, launch.output
     sentence = (
-        "3 starts in a row were stopped before they had saved more than step 0: give each more time (with submit: a "
+        "3 starts in a row were stopped before they had saved more than step 0: give each more time (under Slurm: a "
         "longer --time), and start the same command again"
     )
     assert launch.err.read_text() == f"samestep: error: {sentence} [SS418]\n"

@@ -105,5 +105,5 @@ def _run_scontrol(*words: str) -> str:
     command = f"scontrol {' '.join(words)}"
     raise Error(
         f"{command} does not give the address of rank 0 ({reason}): set MASTER_ADDR to the first node's name",
-        code="SS512",
+        code="SS506",
     )

@@ -244,7 +244,7 @@ class Boundary:
         count = count_idle_stops(run_dir / RESTARTS) + 1
         if count < MAX_IDLE_STOPS:
             return "", ""
-        cure = "give each more time (with submit: a longer --time)"
+        cure = "give each more time (under Slurm: a longer --time)"
         if self._context.config.snapshot_every is None:
             cure = "let it save (--snapshot-every), or give it time for all of its steps"
         return (

@@ -1,4 +1,4 @@
-"""`samestep submit` to Slurm: writes a batch script from a template, and submits it.
+"""`samestep slurm`: prints a batch script.
 
 The batch script starts one launcher per node, not one task per rank (docs/dev/slurm.md), and requeues the job if
 the launchers report that the run was stopped and has saved.
@@ -14,19 +14,15 @@ from typing import Any
 
 import click
 
-from samestep.command_line import JSON, print_json
 from samestep.config import OPTIONS, Option, format_flags, is_url, to_flags, whole
-from samestep.console import say
 from samestep.errors import Error
-from samestep.files import replace_file
 from samestep.launch import flags as launch
 from samestep.launch.launcher import check_target
 from samestep.launch.script_command import ScriptCommand
 from samestep.launch.target import COMMAND, Target
 from samestep.plan.sizes import check_numbers
-from samestep.processes import run_captured
 from samestep.version import __version__
-from samestep.world.environment import SECRET, START_AGAIN, child_variables, read_overrides
+from samestep.world.environment import SECRET, START_AGAIN, read_overrides
 from samestep.world.mpi_ranks import FIRST_PORT, NUM_PORTS
 
 GRACE_S = 120
@@ -43,8 +39,6 @@ FLAGS: dict[str, Option] = {
     "account": Option(str, "A", "Slurm account"),
     "sbatch": Option(list, "OPTION", "another option of sbatch, such as --sbatch=--mem=64G; can be repeated"),
     "job_name": Option(str, "NAME", "name of the job; default: the script's"),
-    "dry_run": Option(bool, "", "print the batch script, and submit nothing"),
-    "json": JSON,
     **{name: launch.FLAGS[name] for name in ("show_all", "tf_config", "max_restarts", "heal")},
     **OPTIONS,
     "grace_s": Option(int, "S", f"seconds from the signal to the limit; default: {GRACE_S}", whole(1)),
@@ -66,7 +60,7 @@ export MASTER_PORT=$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))
 # A launcher that ends before the others must not end the step: --kill-on-bad-exit=0 --wait=0.
 SCRIPT = """\
 #!/bin/bash
-# Written by samestep {version}. To resume the run from its newest snapshot: sbatch THIS-FILE
+# Written by samestep {version}. Submitted again, it resumes the run from its newest snapshot.
 # {num_ranks} ranks: a step needs {num_ranks} micro-batches or more (batch_size / micro_batch_size)
 {directives}
 
@@ -85,15 +79,13 @@ exit $rc
 """
 
 
-@click.command("submit", cls=ScriptCommand, flags=FLAGS)
-def run_submit(target: Target, values: Mapping[str, Any]) -> int:
-    """Submits a run to Slurm.
+@click.command("slurm", cls=ScriptCommand, flags=FLAGS)
+def run_slurm(target: Target, values: Mapping[str, Any]) -> int:
+    """Prints the batch script of a run, for Slurm: samestep slurm --nodes 2 ... train.py | sbatch
 
-    --dry-run prints the batch script: samestep submit --dry-run ... train.py | sbatch does the same.
     Before the time limit Slurm signals the run, which saves and requeues its job. A job that loses a node is requeued
     too. The run continues in the same directory, as often as needed, without changes to the script. If three starts in
     a row are stopped before they have saved anything new, the job ends with exit code 2.
-    Exit code: 0 if Slurm has the job, or the batch script is printed.
     """
     script = render_script(target, values)
     directory = find_directory(values)
@@ -104,23 +96,12 @@ def run_submit(target: Target, values: Mapping[str, Any]) -> int:
             )
     # Slurm does not create it, and a job whose output has no directory fails without a word.
     directory.mkdir(parents=True, exist_ok=True)
-    facts: dict[str, Any] = {"script": script, "job": None, "file": None, "output": None}
-    if not values.get("dry_run"):
-        number = run_sbatch(script)
-        facts |= {"job": number, "file": f"{directory}/{number}.sbatch", "output": f"{directory}/{number}.out"}
-        replace_file(Path(facts["file"]), script.encode())
-    if values.get("json"):
-        print_json(facts)
-    elif values.get("dry_run"):
-        print(script, end="")
-    else:
-        say(f"submitted job {number} ({facts['file']})")
-        say(f"its output: tail -F {shlex.quote(facts['output'])}; to cancel it: scancel {number}")
+    print(script, end="")
     return 0
 
 
 def render_script(target: Target, values: Mapping[str, Any]) -> str:
-    """Return the batch script of a job. Raises Error if an option of `samestep submit` is invalid."""
+    """Return the batch script of a job. Raises Error if an option is invalid."""
     check_target(target)
     for name in ("fresh", "resume"):
         if name in values:
@@ -181,27 +162,6 @@ def _quote(text: str) -> str:
 
 
 def find_directory(values: Mapping[str, Any]) -> Path:
-    """Return the directory of the batch script and the output; for a run at a URL, in the working directory."""
+    """Return the directory of the output of the job; for a run at a URL, in the working directory."""
     run_dir = values.get("run_dir", "")
     return Path("slurm") if is_url(run_dir) else Path(run_dir, "slurm")
-
-
-def run_sbatch(script: str) -> str:
-    """Submit a batch script. Returns the number of the job.
-
-    Raises:
-        Error: sbatch cannot be started, or refuses the job; with its words.
-    """
-    try:
-        done = run_captured(["sbatch", "--parsable"], variables=child_variables(), stdin=script)
-    except OSError as error:
-        raise Error(
-            f"sbatch cannot be started ({error.strerror}): submit from a machine of the cluster, or print the batch "
-            "script with --dry-run",
-            code="SS107",
-        ) from None
-    if done.returncode:
-        lines = [line.strip().removeprefix("sbatch: ") for line in done.stderr.splitlines() if line.strip()]
-        words = "; ".join(line.removeprefix("error: ") for line in lines)
-        raise Error(f"sbatch refused the job: {words or f'exit code {done.returncode}'}", code="SS512")
-    return done.stdout.strip().partition(";")[0]  # after it, the name of the cluster
