@@ -1,7 +1,7 @@
 """Trains a LightningModule with a samestep run, in place of Lightning's Trainer. Does not import Lightning."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from types import SimpleNamespace
@@ -31,14 +31,6 @@ NOT_CALLED = (
 )
 FLAGS = {"validation": "validating", "test": "testing"}
 PARTS = "parts of metrics"
-NOT_CALLED_ON_CALLBACKS = (
-    "on_before_zero_grad",
-    "on_exception",
-    "on_load_checkpoint",
-    "on_sanity_check_end",
-    "on_sanity_check_start",
-    "on_save_checkpoint",
-)
 
 
 @dataclass
@@ -68,7 +60,7 @@ class LightningSchedule:
 
 
 class Trainer(SimpleNamespace):
-    """The module's `self.trainer`: the attributes of Lightning's Trainer that hooks of modules and callbacks read.
+    """The module's `self.trainer`: the attributes of Lightning's Trainer that hooks of modules read.
 
     Attributes:
         callback_metrics: the last value of each logged name, averaged over all ranks.
@@ -107,9 +99,7 @@ class Trainer(SimpleNamespace):
         self.estimated_stepping_batches = self.max_epochs * self.num_training_batches
 
     def call(self, hook: str, *arguments: Any) -> None:
-        """Call a hook of the callbacks and of the module, in this order."""
-        for callback in self.callbacks:
-            getattr(callback, hook)(self, self.lightning_module, *arguments)
+        """Call a hook of the module."""
         getattr(self.lightning_module, hook)(*arguments)
 
 
@@ -202,7 +192,6 @@ def fit(
     *,
     max_epochs: int,
     datamodule: Any = None,
-    callbacks: Sequence[Any] = (),
     gradient_clip_val: float | None = None,
     monitor: str | None = None,
     mode: str = "min",
@@ -224,9 +213,8 @@ def fit(
         module: LightningModule with automatic optimization.
         train_loader: a data set, a DataLoader with the run's batch size or micro-batch size as its batch size, or a
             LightningDataModule. None: that of the data module, or of the module.
-        val_loader: the same for validation after each epoch, with any batch size; or a list of DataLoaders.
+        val_loader: the same for validation after each epoch, with any batch size.
         max_epochs, datamodule: as in Lightning.
-        callbacks: subclasses of `lightning.Callback`, called on every rank; batch hooks are called for micro-batches.
         gradient_clip_val: maximum norm of the gradients.
         monitor: a logged value. The snapshot with the best one is named "best".
         mode: "min" or "max": which value of `monitor` is the best.
@@ -260,10 +248,10 @@ def fit(
         >>> scores
         ({'mean': 1.0}, {'mean': 1.0})
     """
-    _check(module, callbacks, monitor, mode, patience)
+    _check(module, monitor, mode, patience)
     if datamodule is None and find_class(train_loader, "LightningDataModule"):
         train_loader, datamodule = None, train_loader
-    trainer = Trainer(run, max_epochs, lightning_module=module, datamodule=datamodule, callbacks=[*callbacks])
+    trainer = Trainer(run, max_epochs, lightning_module=module, datamodule=datamodule)
     _set_up(run, trainer, "fit")
     train_loader = _open(trainer, "train", train_loader)
     val_loader = _open(trainer, "val", val_loader)
@@ -288,7 +276,7 @@ def validate(run: Run, module: Any, data: Any = None) -> dict[str, float]:
 
     Args:
         run, module: those of `fit`.
-        data: a data set, a DataLoader, a list of DataLoaders, or a LightningDataModule. None: as in `fit`.
+        data: a data set, a DataLoader, or a LightningDataModule. None: as in `fit`.
 
     Returns:
         The value of each logged name.
@@ -323,12 +311,12 @@ def _run_stage(run: Run, module: Any, data: Any, stage: str) -> dict[str, float]
         data, trainer.datamodule = None, data
     _set_up(run, trainer, stage)
     kind = "val" if stage == "validate" else stage
-    if (loaders := _open(trainer, kind, data)) is None:
+    if (loader := _open(trainer, kind, data)) is None:
         raise InvalidValue(
             f"{stage} got no data: pass them, or a LightningDataModule with {kind}_dataloader", code="SS802"
         )
     logs = Logs(run, module)
-    values = _evaluate(run, trainer, "validation" if stage == "validate" else stage, loaders, logs)
+    values = _evaluate(run, trainer, "validation" if stage == "validate" else stage, loader, logs)
     run.log(values)
     _tear_down(trainer, stage)
     return logs.with_plain(values)
@@ -370,22 +358,21 @@ def _open(trainer: Trainer, kind: str, given: Any) -> Any:
     return given
 
 
-def _are_loaders(data: Any) -> bool:
-    return isinstance(data, list | tuple) and any(isinstance(each, DataLoader) for each in data)
-
-
 def _count_samples(loader: Any) -> int:
-    """Return the number of training samples. Raises an error if the loader is none, or several."""
+    """Return the number of training samples. Raises an error if there is no loader, or several."""
     if loader is None:
         raise InvalidValue(
             "fit got no training data: pass train_loader or a LightningDataModule, or define train_dataloader",
             code="SS802",
         )
-    if _are_loaders(loader) or isinstance(loader, Mapping):
-        raise InvalidType(
-            "fit got several training loaders: combine their data sets in one, whose items are tuples", code="SS801"
-        )
+    _check_single(loader)
     return len(getattr(loader, "dataset", loader))
+
+
+def _check_single(loader: Any) -> None:
+    is_list = isinstance(loader, list | tuple) and any(isinstance(each, DataLoader) for each in loader)
+    if is_list or isinstance(loader, Mapping):
+        raise InvalidType("several loaders were given: combine their data sets in one", code="SS801")
 
 
 def _log_epoch(run: Run, trainer: Trainer, epoch: Any, logs: Logs, val_loader: Any) -> None:
@@ -415,9 +402,6 @@ def _prepare(run: Run, trainer: Trainer) -> Logs:
     named = {f"scheduler{i or ''}": each.scheduler for i, each in enumerate(schedules)}
     if logs.metrics:
         named["metrics"] = logs.metrics
-    for i, callback in enumerate(trainer.callbacks):
-        if is_replaced(callback, "state_dict", find_class(callback, "Callback")):
-            named[f"callback{i}"] = callback
     run.prepare(module=module, optimizer=optimizer, **named)
     trainer.optimizers = [optimizer]
     trainer.lr_scheduler_configs = schedules
@@ -436,7 +420,7 @@ def is_replaced(thing: Any, method: str, base: type) -> bool:
     return method in vars(thing) or getattr(type(thing), method) is not getattr(base, method)
 
 
-def _check(module: Any, callbacks: Sequence[Any], monitor: str | None, mode: str, patience: int | None) -> None:
+def _check(module: Any, monitor: str | None, mode: str, patience: int | None) -> None:
     of_lightning = find_class(module, "LightningModule")
     if of_lightning is None:
         raise InvalidType(f"fit needs a LightningModule, not a {type(module).__name__}", code="SS102")
@@ -450,26 +434,6 @@ def _check(module: Any, callbacks: Sequence[Any], monitor: str | None, mode: str
         raise InvalidValue(f"mode must be min or max, not {mode!r}", code="SS101")
     if patience is not None and monitor is None:
         raise InvalidValue("patience needs monitor, the name of a logged value", code="SS104")
-    for callback in callbacks:
-        _check_callback(callback)
-
-
-def _check_callback(callback: Any) -> None:
-    """Raise an error for a callback that needs Lightning's Trainer."""
-    name = type(callback).__name__
-    base = find_class(callback, "Callback")
-    if base is None:
-        raise InvalidType(f"callbacks takes objects of lightning.Callback, not {name}", code="SS102")
-    package = base.__module__.partition(".")[0]
-    ours = (base.__name__, "LambdaCallback")
-    if any(each.__module__.startswith(f"{package}.") and each.__name__ not in ours for each in type(callback).__mro__):
-        raise InvalidType(
-            f"callbacks has {name}, which needs Lightning's Trainer: monitor= and patience= do the work of "
-            "ModelCheckpoint and EarlyStopping, and the run records learning rates and shows the progress",
-            code="SS801",
-        )
-    if hooks := [hook for hook in NOT_CALLED_ON_CALLBACKS if is_replaced(callback, hook, base)]:
-        raise InvalidType(f"callbacks has {name} with {' and '.join(hooks)}, which fit does not call", code="SS801")
 
 
 def _configure(module: Any) -> tuple[torch.optim.Optimizer, list[LightningSchedule]]:
@@ -553,29 +517,22 @@ def _run_micro_batch(run: Run, trainer: Trainer, step: Any, batch: Any, logs: Lo
     return logs.metrics.take()
 
 
-def _evaluate(run: Run, trainer: Trainer, kind: str, loaders: Any, logs: Logs) -> dict[str, float]:
+def _evaluate(run: Run, trainer: Trainer, kind: str, loader: Any, logs: Logs) -> dict[str, float]:
     """Run `validation_step` or `test_step` on every sample once. Returns the averages of what it logs.
 
     Args:
         kind: "validation" or "test".
-        loaders: one, or a list of DataLoaders.
     """
+    _check_single(loader)
     metrics = logs.metrics
     setattr(trainer, FLAGS[kind], True)
     trainer.call(f"on_{kind}_start")
     trainer.call(f"on_{kind}_epoch_start")
     metrics.hold()
     logs.in_micro_batch = True
-    values: dict[str, Any] = {}
-    parts: list[Any] = []
-    several = _are_loaders(loaders)
-    for i, loader in enumerate(loaders if several else [loaders]):
-        score = _build_score(run, trainer, kind, i if several else None, logs)
-        scores = run.evaluate(score, loader)
-        parts += scores.pop(PARTS, [])
-        values |= scores
+    values: dict[str, Any] = run.evaluate(_build_score(run, trainer, kind, logs), loader)
     logs.in_micro_batch = False
-    _, of_metrics = metrics.fold(parts)
+    _, of_metrics = metrics.fold(values.pop(PARTS, []))
     values |= metrics.compute(of_metrics)
     trainer.callback_metrics |= logs.with_plain(values)
     trainer.call(f"on_{kind}_epoch_end")
@@ -587,24 +544,21 @@ def _evaluate(run: Run, trainer: Trainer, kind: str, loaders: Any, logs: Logs) -
     return values
 
 
-def _build_score(
-    run: Run, trainer: Trainer, kind: str, loader: int | None, logs: Logs
-) -> Callable[[Any], dict[str, Any]]:
-    """Return the function for `run.evaluate`. `loader`: the number of the DataLoader, if there are several."""
-    suffix, more = ("", ()) if loader is None else (f"/dataloader_idx_{loader}", (loader,))
+def _build_score(run: Run, trainer: Trainer, kind: str, logs: Logs) -> Callable[[Any], dict[str, Any]]:
+    """Return the function for `run.evaluate`."""
     numbers = count()  # of this rank: other ranks have different micro-batches
 
     def score(batch: Any) -> dict[str, Any]:
         number = next(numbers)
-        trainer.call(f"on_{kind}_batch_start", batch, number, *more)
+        trainer.call(f"on_{kind}_batch_start", batch, number)
         with run.autocast():
-            output = getattr(trainer.lightning_module, f"{kind}_step")(batch, number, *more)
-        trainer.call(f"on_{kind}_batch_end", output, batch, number, *more)
+            output = getattr(trainer.lightning_module, f"{kind}_step")(batch, number)
+        trainer.call(f"on_{kind}_batch_end", output, batch, number)
         scores: dict[str, Any] = {
-            f"{name}{suffix}": value if size is None else (value, size) for name, (value, size) in logs.take().items()
+            name: value if size is None else (value, size) for name, (value, size) in logs.take().items()
         }
         if logs.metrics:
-            scores[PARTS] = PerMicroBatch(logs.metrics.take(suffix))
+            scores[PARTS] = PerMicroBatch(logs.metrics.take())
         return scores
 
     return score

@@ -69,15 +69,12 @@ class Metrics:
         for metric in self._metrics.values():
             metric.reset()
 
-    def take(self, suffix: str = "") -> list[Any]:
+    def take(self) -> list[Any]:
         """Return the part of a micro-batch: the states that it has updated, on the CPU, and the names of `log`.
 
         Empties all states, for the next micro-batch.
-
-        Args:
-            suffix: added to the names of values over the epoch.
         """
-        part = [self.state_dict(), self._of_step, {f"{name}{suffix}": path for name, path in self._of_epoch.items()}]
+        part = [self.state_dict(), self._of_step, self._of_epoch]
         self._of_step = {}
         self._of_epoch = {}
         self._clear()
