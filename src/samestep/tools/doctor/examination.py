@@ -9,11 +9,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from samestep.console import describe_ranks
-from samestep.tools.doctor.findings import FAIL, Finding, FindingsReport, Participants
+from samestep.command_line import print_json
+from samestep.console import describe_ranks, print_result, show_activity
+from samestep.errors import Error
+from samestep.tools.doctor.findings import FAIL, PASS, WARN, Finding, Participants
 from samestep.world.environment import Environment, read_host
 from samestep.world.host import read_host_id
 from samestep.world.rendezvous_store import StoreExchange
@@ -23,6 +25,9 @@ GRACE_S = 5.0  # for the other ranks to finish a check after rank 0
 PARTING_S = 2.0
 END_S = 600.0  # for rank 0 to finish
 MAX_REASON = 300
+INDENT = 22
+COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red"}
+STORE_ADVICE = "see the output of the other ranks; the port of the endpoint must be open to all hosts"
 
 
 @dataclass
@@ -75,44 +80,61 @@ def examine(
     device: str | None = None,
     json: bool = False,
 ) -> int:
-    """Run the checks as one of the ranks. Returns the exit code: 1 on rank 0 if a check has failed, else 0."""
-    report = FindingsReport(as_json=json) if environment.rank == 0 else None
+    """Run the checks as one of the ranks. Returns the exit code: 1 on rank 0 if a check has failed, else 0.
+
+    Raises:
+        Error: the ranks cannot communicate.
+    """
+    rank = environment.rank
     try:
         exchange = StoreExchange(environment, JOIN_S)
         hellos = exchange.exchange("hello", [read_host(), f"{read_host()}/{read_host_id('net')}"], JOIN_S)
         if missing := sorted(set(range(environment.world_size)) - set(hellos)):
-            return _end_alone(report, f"{describe_ranks(missing)} did not come within {JOIN_S:g} s")
+            raise Error(f"{describe_ranks(missing)} did not come within {JOIN_S:g} s: {STORE_ADVICE}", code="SS507")
         hosts, keys = zip(*(hellos[rank] for rank in sorted(hellos)), strict=True)
         nodes = list(dict.fromkeys(keys))
         participants = Participants(hosts, [*map(nodes.index, keys)])
         context = Context(environment, run_dir, device, exchange, participants)
-        if report is not None:
-            report.open(participants)
-        have_hung = [_check(context, check, report) for check in checks]
-        code = 0 if report is None else report.close()
+        findings: list[Finding] = []
+        has_hung = False
+        for check in checks:
+            if rank == 0 and not json:
+                show_activity(f"  ...   {check.name}")
+            limit_s = check.limit_s + GRACE_S
+            if not _look(context, check):
+                has_hung = True
+                limit_s = GRACE_S
+            if rank == 0:
+                found = judge_answers(check, participants, exchange.collect(f"check/{check.name}", limit_s))
+                findings += found
+                if not json:
+                    _print(found)
         _wait_for_rank_0(exchange)
     except (OSError, RuntimeError) as error:  # of the store; `look` returns those of a check
-        return _end_alone(report, f"rank {environment.rank} cannot reach the rendezvous store: {describe_error(error)}")
-    if any(have_hung):
+        why = describe_error(error)
+        raise Error(f"rank {rank} cannot reach the rendezvous store ({why}): {STORE_ADVICE}", code="SS507") from None
+    statuses = {finding.status for finding in findings}
+    if rank == 0 and json:
+        status = next((each for each in (FAIL, WARN) if each in statuses), PASS)
+        names = [participants.name_node(node) for node in range(len(participants.leaders))]
+        facts = {"status": status, "world_size": environment.world_size, "hosts": names}
+        print_json(facts | {"findings": [asdict(finding) for finding in findings]})
+    code = int(FAIL in statuses)
+    if has_hung:
         sys.stdout.flush()
         os._exit(code)  # a thread that hangs in a collective would also block the end of the interpreter
     return code
 
 
-def _end_alone(report: FindingsReport | None, what: str) -> int:
-    """Report that the ranks cannot communicate."""
-    if report is None:
-        print(f"samestep doctor: {what}", file=sys.stderr)
-        return 1
-    advice = "see the output of those ranks; the port of the endpoint must be open to all hosts"
-    report.add([Finding("rendezvous", FAIL, what, advice)])
-    return report.close()
+def _print(findings: Iterable[Finding]) -> None:
+    for finding in findings:
+        advice = f"\n{' ' * INDENT}-> {finding.advice}" if finding.advice else ""
+        line = f"  {finding.status}  {finding.check:<{INDENT - 8}}{finding.found}{advice}"
+        print_result(line, finding.status, COLOURS[finding.status])
 
 
-def _check(context: Context, check: DoctorCheck, report: FindingsReport | None) -> bool:
-    """Run one check. Returns whether it hung on this rank."""
-    if report is not None:
-        report.begin(check.name)
+def _look(context: Context, check: DoctorCheck) -> bool:
+    """Collect the facts of a check, and post them. Returns False if it hung on this rank."""
     answers: list[dict[str, Any]] = []
 
     def look() -> None:
@@ -125,16 +147,9 @@ def _check(context: Context, check: DoctorCheck, report: FindingsReport | None) 
     thread = threading.Thread(target=look, daemon=True)  # is abandoned if it hangs
     thread.start()
     thread.join(check.limit_s)
-    has_hung = not answers
-    answer = (
-        answers[0] if answers else {"error": f"it hung, and was abandoned after {check.limit_s:g} s ({context.doing})"}
-    )
-    context.exchange.post(f"check/{check.name}", answer)
-    if report is not None:
-        limit_s = GRACE_S if has_hung else check.limit_s + GRACE_S
-        collected = context.exchange.collect(f"check/{check.name}", limit_s)
-        report.add(judge_answers(check, context.participants, collected))
-    return has_hung
+    hung = {"error": f"it hung, and was abandoned after {check.limit_s:g} s ({context.doing})"}
+    context.exchange.post(f"check/{check.name}", answers[0] if answers else hung)
+    return bool(answers)
 
 
 def describe_error(error: BaseException) -> str:

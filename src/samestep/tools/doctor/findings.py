@@ -1,24 +1,16 @@
-"""What the doctor finds: the ranks that take part, the findings about them, and the report."""
+"""What the doctor finds: the ranks that take part, and the findings about them."""
 
-import textwrap
-import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from samestep.command_line import print_json
-from samestep.console import describe_ranks, print_result, show_activity
-from samestep.units import format_count, format_ranks, format_time
+from samestep.console import describe_ranks
 
 PASS = "pass"
 WARN = "warn"
 FAIL = "FAIL"
-COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red"}
 MAX_NAMED = 6
-WIDTH = 100  # of the text after status and name
-INDENT = 22
 
 
 @dataclass(frozen=True)
@@ -53,10 +45,6 @@ class Participants:
         """Return ranks and their hosts, such as "ranks 2 and 3 on h2"."""
         return f"{describe_ranks(ranks)} on {self.name_nodes(self.nodes[rank] for rank in ranks)}"
 
-    def summarize(self) -> str:
-        """Return a summary, such as "4 ranks on h1, h2"."""
-        return f"{format_ranks(len(self.hosts))} on {self.name_nodes(self.nodes)}"
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -75,56 +63,3 @@ class Finding:
     found: str
     advice: str = ""
     measured: Any = None
-
-
-class FindingsReport:
-    """Collects findings, and prints a line for each, or with `as_json` one JSON object at the end."""
-
-    def __init__(self, *, as_json: bool) -> None:
-        self.findings: list[Finding] = []
-        self._as_json = as_json
-        self._participants = Participants(("?",), (0,))
-        self._began_s = time.monotonic()
-
-    def open(self, participants: Participants) -> None:
-        """Print the participants."""
-        self._participants = participants
-        if not self._as_json:
-            print(f"samestep doctor: {participants.summarize()}", flush=True)
-
-    def begin(self, check: str) -> None:
-        """Show that a check is under way."""
-        if not self._as_json:
-            show_activity(f"  ...   {check}")
-
-    def add(self, findings: Iterable[Finding]) -> None:
-        """Add the findings of a check."""
-        for finding in findings:
-            self.findings.append(finding)
-            if not self._as_json:
-                lines = textwrap.wrap(finding.found, WIDTH)
-                lines += textwrap.wrap(finding.advice, WIDTH, initial_indent="-> ", subsequent_indent="   ")
-                text = ("\n" + " " * INDENT).join(lines)
-                line = f"  {finding.status}  {finding.check:<{INDENT - 8}}{text}"
-                print_result(line, finding.status, COLOURS[finding.status])
-
-    def close(self) -> int:
-        """Print the summary. Returns the exit code: 1 if a check has failed."""
-        seconds = time.monotonic() - self._began_s
-        counts = Counter(finding.status for finding in self.findings)
-        if self._as_json:
-            names = [self._participants.name_node(node) for node in range(len(self._participants.leaders))]
-            record = {
-                "status": next((status for status in (FAIL, WARN) if counts[status]), PASS),
-                "world_size": len(self._participants.hosts),
-                "hosts": names,
-                "seconds": round(seconds, 3),
-                "findings": [asdict(finding) for finding in self.findings],
-            }
-            print_json(record)
-        else:
-            words = {FAIL: "failure", WARN: "warning"}
-            parts = [format_count(counts[status], word) for status, word in words.items() if counts[status]]
-            show_activity("")
-            print(f"{', '.join([*parts, f'{counts[PASS]} passed'])}, in {format_time(seconds)}", flush=True)
-        return int(counts[FAIL] > 0)

@@ -1,6 +1,5 @@
 """`samestep doctor`: starts the ranks, or runs as one of them."""
 
-import sys
 from typing import Any
 
 import click
@@ -11,7 +10,7 @@ from samestep.errors import Error
 from samestep.launch.flags import FLAGS
 from samestep.launch.target import Target
 from samestep.tools.launch_command import start
-from samestep.world.environment import count_job_nodes, read_environment
+from samestep.world.environment import read_environment
 
 RANK_FLAGS: dict[str, Option] = {
     "json": JSON,
@@ -50,8 +49,5 @@ def run_doctor(**parameters: Any) -> int:
         from samestep.tools.doctor.examination import examine
 
         return examine(environment, CHECKS, **own)
-    if (num_nodes := count_job_nodes()) > 1 and "nnodes" not in starting:
-        found = f"this job has {num_nodes} nodes, and only this one is checked"
-        print(f"samestep doctor: {found}: srun samestep doctor checks all", file=sys.stderr, flush=True)
     device = {"device": own["device"]} if "device" in own else {}
     return start(Target("module", "samestep", ["doctor", *to_flags(own)]), {**starting, **device})
