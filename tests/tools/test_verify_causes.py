@@ -30,7 +30,7 @@ def run_script(path: str) -> None:
     exec(code, main.__dict__)
 
 
-def run_quickly(command: list[str], variables: Mapping[str, str], output: Path, **_: Any) -> int:
+def run_quickly(command: list[str], variables: Mapping[str, str], output: Path) -> int:
     """Replaces `run_to_end`, unless the launcher has to decide about deaths."""
     if "--heal" in command:
         return run_with_hash_seed(command, variables, output)
@@ -45,7 +45,7 @@ def run_quickly(command: list[str], variables: Mapping[str, str], output: Path, 
     return 0
 
 
-def run_with_hash_seed(command: list[str], variables: Mapping[str, str], output: Path, **_: Any) -> int:
+def run_with_hash_seed(command: list[str], variables: Mapping[str, str], output: Path) -> int:
     """Runs a program, as `run_to_end` does. Its interpreter has the run's hash seed."""
     with open(output, "w") as file:
         return commands.run(command, real=True, env=variables, stdout=file, stderr=subprocess.STDOUT).returncode
@@ -174,38 +174,6 @@ def test_harmless_uses_are_no_cause(verify: Any) -> None:
         swap="0.1 * torch.randn(6) -> 0",
     )  # fmt: skip
     assert code == 0, printed
-
-
-def test_a_logged_value_that_depends_on_the_number_of_ranks_is_named(verify: Any) -> None:
-    """A mean of this rank's losses; the training is the same, and a time is logged, too."""
-    code, printed = verify(
-        num_steps=2, top="import time", before="mine = []", in_micro_batch="mine.append(1.0 + step.micro_batch)",
-        in_step="run.log({'by hand': sum(mine) / len(mine), 'time': time.perf_counter()}); mine.clear()",
-    )  # fmt: skip
-    assert code == 0, printed
-    assert re.findall("\n(.*), logged after 1 step, is (.*) on 1 rank and (.*) on 3 ranks: ", printed) == [
-        ("by hand", "2.5", "1.5")
-    ]
-
-
-@pytest.mark.parametrize(
-    ("num_steps", "num_kills", "code", "words"),
-    [  # The first kill is at the 12th file access: a run of one step has fewer; of two steps, it is in the second one.
-        (
-            1,
-            1,
-            1,
-            "no kill occurred before the end of the run, so nothing was resumed: use more --steps or fewer --kills",
-        ),
-        (2, 2, 0, "everything is the same, after 1 of 2 kills: for all, use more --steps"),
-    ],
-)
-def test_kills_that_come_too_late_prove_nothing(
-    verify: Any, num_steps: int, num_kills: int, code: int, words: str
-) -> None:
-    found, printed = verify(num_steps=num_steps, num_kills=num_kills, kill_seed=21)
-    assert (found, words in printed) == (code, True), printed
-    assert printed.count("same (it ended before it was killed)") == 1, printed
 
 
 # Several runs on one to three ranks, with a kill and a resume: 17 s, and 19 s on a busy machine.

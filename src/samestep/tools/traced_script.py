@@ -32,17 +32,10 @@ def start(
         return ChildProcess(command, variables=variables, directory=directory, output=file)
 
 
-def run_to_end(
-    command: Sequence[str],
-    variables: Mapping[str, str],
-    output: Path,
-    *,
-    directory: Path | None = None,
-    limit_s: float | None = None,
-) -> int | None:
-    """Run a command, as `start` does. Returns its exit code; None if it was killed after `limit_s`."""
-    with start(command, variables, output, directory) as process:
-        return process.wait_for(limit_s)
+def run_to_end(command: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
+    """Run a command, as `start` does. Returns its exit code."""
+    with start(command, variables, output) as process:
+        return process.wait()
 
 
 @contextmanager
@@ -66,9 +59,8 @@ def run_traced(
     overrides: Overrides,
     *,
     hash_seed: str = "0",
-    limit_s: float | None = None,
     **options: Any,
-) -> int | None:
+) -> int:
     """Run a script whose ranks write traces into a directory, beside the file `output`. Returns the exit code.
 
     Args:
@@ -76,13 +68,12 @@ def run_traced(
         interceptor: "module:class"; a `Tracer` writes the traces.
         overrides: options of `Run` that replace those of the script.
         hash_seed: PYTHONHASHSEED, unless it is set for this process.
-        limit_s: time after which it is killed, and None is returned.
         options: of the interceptor.
     """
     variables = {"PYTHONHASHSEED": hash_seed} | child_variables() | to_variables({**overrides, **NO_INTERCEPTORS})
     request = {"interceptor": interceptor, "dir": str(directory), **options}
     variables |= {"WANDB_MODE": "disabled", TRACE: json.dumps(request)}
-    return run_to_end(command, variables, directory / "output", limit_s=limit_s)
+    return run_to_end(command, variables, directory / "output")
 
 
 def find_errors(output: str) -> list[str]:

@@ -15,14 +15,15 @@ from samestep.console import print_result, show_activity
 from samestep.errors import Error
 from samestep.files import read_tail
 from samestep.launch.target import Target
-from samestep.tools.traced_script import exiting_on_sigterm, run_to_end
+from samestep.tools.traced_script import exiting_on_sigterm, start
 from samestep.tools.verify.plain_checks import MISTAKE, OK, UNSEEN, CheckResult, Rank, check_all, read_ranks
-from samestep.tools.verify.trials import LEAST_DEADLINE_S, SHOWN_LINES
+from samestep.tools.verify.trials import SHOWN_LINES
 from samestep.units import format_ranks
 from samestep.world.environment import HOOK, child_variables
 from samestep.world.workdir import open_workdir
 
 RECORDER = "samestep.tools.verify.plain_recorder"
+LEAST_DEADLINE_S = 120.0  # of a start; another one than the first may take ten times as long as that
 # of the copy of the working directory
 MAX_FILES = 10_000
 MAX_BYTES = 1 << 30
@@ -101,7 +102,8 @@ def _start(target: Target, size: int, place: Path, num_steps: int, deadline_s: f
     hook = json.dumps([RECORDER, {"dir": str(place), "steps": num_steps}])
     variables = {"PYTHONHASHSEED": "0"} | child_variables() | {HOOK: hook, "WANDB_MODE": "disabled"}
     command = target.to_full_command(size)
-    return run_to_end(command, variables, place / "output", directory=place / "copy", limit_s=deadline_s)
+    with start(command, variables, place / "output", place / "copy") as process:
+        return process.wait_for(deadline_s)
 
 
 def copy_directory(source: Path, target: Path, linked: Collection[Path], home: Path) -> None:

@@ -1,8 +1,8 @@
 """Traces a run step by step for `samestep verify`: checksums of the inputs and of the results of each step.
 
 Each rank writes `rank-R.jsonl`: a line about the run, then one line per step after its body (for an epoch's last step,
-after the epoch's body). With `"kill"`, the process is killed at some moment of a step, or while files of a snapshot are
-written.
+after the epoch's body). With `"kill"`, the process is killed at some moment after the beginning of a step, or while
+files of a snapshot are written; at the latest in the last step.
 """
 
 import os
@@ -36,15 +36,19 @@ class Trace(Tracer):
         super().__init__(context, options)
         self._notes: list[dict[str, Any]] = []  # one per micro-batch and pass
         self._gradients: dict[str, str | None] = {}  # checksums by parameter, of the last pass
-        self._has_begun = False
+        self._has_begun = self._is_armed = False
 
     def begin_step(self, step: Step) -> None:
         if not self._has_begun:
             self._has_begun = True
             self._write_begin(step.number)
         kill = self.options.get("kill")
-        if kill and kill["rank"] == self.context.rank and kill["step"] == step.number:
-            self._arm(kill)
+        if kill and kill["rank"] == self.context.rank and kill["step"] <= step.number:
+            if step.number == kill["last"]:  # nothing has killed it before
+                os.kill(os.getpid(), signal.SIGKILL)
+            if not self._is_armed:
+                self._is_armed = True
+                self._arm(kill)
         self._notes = []
 
     def forward(self, step: Step, batch: Any) -> None:

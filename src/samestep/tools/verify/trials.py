@@ -1,13 +1,13 @@
 """Runs the script, each time in new processes and in a separate directory."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from samestep.config import Overrides
-from samestep.files import open_regular, read_tail
+from samestep.files import read_tail
 from samestep.launch.target import Target
 from samestep.plan.ledger import Entry
 from samestep.snapshot.logs import read_records
@@ -15,12 +15,10 @@ from samestep.snapshot.store import Store
 from samestep.tools.traced_script import find_errors, run_traced
 from samestep.tools.verify.traces import Traced, read_traces
 from samestep.units import format_ranks
-from samestep.watch.records import HEALS, LEDGER, METRICS, read_rows
+from samestep.watch.records import HEALS, LEDGER, read_rows
 
 TRACE = "samestep.tools.verify.trace:Trace"
 SHOWN_LINES = 30
-LEAST_DEADLINE_S = 120.0
-STUCK = 124  # the exit code of timeout(1)
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,6 @@ class TrialOutcome:
         final: the digest of the newest snapshot.
         ledger: the record of each step.
         num_lost: the number of ranks that have died while others continued.
-        logged: (step, name) -> the value in `metrics.jsonl`, the last of several.
     """
 
     world_size: int
@@ -52,7 +49,6 @@ class TrialOutcome:
     final: str | None
     ledger: tuple[Entry, ...]
     num_lost: int
-    logged: Mapping[tuple[int, str], Any]
 
     @property
     def where(self) -> str:
@@ -71,7 +67,6 @@ class Trials:
 
     Attributes:
         overrides: options of `Run` that replace those of the script.
-        deadline_s: time after which a run counts as stuck and is killed.
     """
 
     target: Target
@@ -79,7 +74,6 @@ class Trials:
     home: Path
     num_steps: int
     snapshot_every: int
-    deadline_s: float | None = None
     _count: int = 0
 
     def run(
@@ -114,16 +108,11 @@ class Trials:
             "max_steps": self.num_steps,
             "snapshot_every": self.snapshot_every,
             "compare_every": 1,
-            "log_every": 1,
             **({} if shard is None else {"shard": shard}),
         }
         command = self.target.to_full_command(world_size, *flags)
         began_s = time.monotonic()
-        code = run_traced(command, place, interceptor, options, hash_seed=hash_seed, limit_s=self.deadline_s, **trace)
-        if code is None:
-            code = STUCK
-            with open(place / "output", "a", opener=open_regular) as output:
-                print(f"\nsamestep: error: it was stuck, and was killed after {self.deadline_s:.0f} s", file=output)
+        code = run_traced(command, place, interceptor, options, hash_seed=hash_seed, **trace)
         store = Store(run_dir)
         final = store.find("latest", warn=lambda _: None) if run_dir.exists() else None
         return TrialOutcome(
@@ -136,12 +125,6 @@ class Trials:
             output=read_tail(place / "output"),
             trace=read_traces(place),
             final=None if final is None else store.read_digest(final),
-            logged={
-                (row["step"], name): value
-                for row in read_rows(run_dir / METRICS)
-                for name, value in row.items()
-                if "step" in row
-            },
             ledger=tuple(read_records(run_dir / LEDGER)),
             num_lost=sum(len(row["lost"]) for row in read_rows(run_dir / HEALS)),
         )
