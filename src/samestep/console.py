@@ -110,19 +110,6 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def build_table(
-    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str | None] | None = None
-) -> Any:
-    """Build a table of rich. Escapes control characters and markup. `styles`: of rich, one per row."""
-    from rich.markup import escape as escape_markup
-    from rich.table import Table
-
-    table = Table(*header, title=escape_markup(title), title_justify="left")
-    for row, style in zip(rows, styles or [None] * len(rows), strict=True):
-        table.add_row(*(escape_markup(_to_cell(text)) for text in row), style=style)
-    return table
-
-
 def _to_cell(text: str) -> str:
     return escape(text).replace("\n", "\\n")
 

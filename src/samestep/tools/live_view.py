@@ -9,7 +9,7 @@ import click
 from msgspec.structs import asdict
 
 from samestep.command_line import PATH, Command, json_option, print_json
-from samestep.console import build_table, escape, print_table
+from samestep.console import escape, print_table
 from samestep.snapshot.reading import read_run
 from samestep.units import format_count, format_time
 from samestep.watch.records import (
@@ -26,7 +26,7 @@ from samestep.watch.records import (
 from samestep.watch.stall_diagnosis import Beat
 
 POLL_S = 1.0
-SLOW_S = 10.0  # in one phase: the row is yellow
+CLEAR = "\x1b[H\x1b[J"  # of a terminal
 OLD_S = 0.5  # age of a heartbeat that is shown
 HEADER = ("rank", "host", "step", "phase", "in it for", "compute/step", "samples/s", "where")
 
@@ -72,18 +72,14 @@ def run_watch(run_dir: Path, is_json: bool) -> int:
 
 
 def _follow(run_dir: Path) -> int:
-    from rich.live import Live
-    from rich.text import Text
-
-    with Live(Text("the run is starting"), auto_refresh=False) as live:
-        while (record := read_ranks(run_dir)) or not has_ended(run_dir):
-            if record:
-                styles = [_choose_style(rank) for rank in record.ranks]
-                table = build_table(_name_table(run_dir, record), *format_rows(record), styles)
-                live.update(table, refresh=True)
-                if has_ended(run_dir):
-                    break
-            time.sleep(POLL_S)
+    print("the run is starting")
+    while (record := read_ranks(run_dir)) or not has_ended(run_dir):
+        if record:
+            print(CLEAR, end="")
+            print_table(_name_table(run_dir, record), *format_rows(record))
+            if has_ended(run_dir):
+                break
+        time.sleep(POLL_S)
     print(escape(describe_end(run_dir)))
     return 0
 
@@ -135,12 +131,6 @@ def format_rows(record: RankStates) -> tuple[Sequence[str], Sequence[Sequence[st
         )
     is_wide = any(row[-1] for row in rows)
     return (HEADER, rows) if is_wide else (HEADER[:-1], [row[:-1] for row in rows])
-
-
-def _choose_style(rank: Beat) -> str | None:
-    if rank.is_silent:
-        return "red"
-    return "yellow" if rank.for_s > SLOW_S else None
 
 
 def _name_table(run_dir: Path, record: RankStates) -> str:

@@ -22,12 +22,8 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 NUM_BUCKETS = 1000  # of a chart: two points each
 
 
-def build_page(runs: Sequence[RunData], comparison: Sequence[str]) -> str:
-    """Return the page.
-
-    Args:
-        comparison: what each further run has in common with the first one, in a sentence.
-    """
+def build_page(runs: Sequence[RunData]) -> str:
+    """Return the page."""
     assets = files("samestep.tools.report") / "assets"
     # Text of a run is escaped twice: its control characters, and by autoescape, so that it cannot act in the page.
     environment = Environment(autoescape=True, finalize=_escape_text, undefined=StrictUndefined, trim_blocks=True)
@@ -38,7 +34,6 @@ def build_page(runs: Sequence[RunData], comparison: Sequence[str]) -> str:
         names=[run.name for run in runs],
         about=f"samestep {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         summary=_build_summary(runs),
-        comparison=comparison,
         charts=charts,
         times={run.name: _share_time(run) for run in runs},
         restarts={run.name: _build_restarts(run) for run in runs},

@@ -1,7 +1,6 @@
 """`samestep report`: writes an HTML file about one or several runs. Does not import torch."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import click
@@ -11,7 +10,7 @@ from samestep.console import escape, show_activity
 from samestep.errors import Error
 from samestep.files import replace_file
 from samestep.snapshot.reading import open_run, read_run
-from samestep.tools.inspect import explain_numbers, find_first_difference, find_runs, list_missing
+from samestep.tools.inspect import find_runs
 from samestep.tools.report.page import build_page
 from samestep.tools.report.run_data import RunData, read_run_data
 from samestep.units import format_bytes, format_count
@@ -39,16 +38,11 @@ def run_report(runs: Sequence[str], output: Path, is_json: bool) -> int:
         )
     named = [*dict.fromkeys(run for name in runs for run in [*map(str, find_runs(Path(name)))] or [name])]
     found: list[RunData] = []
-    directories: list[Path] = []
-    with ExitStack() as stack:
-        for run, name in zip(named, name_runs(named), strict=True):
-            show_activity(f"reading {run} ...")
-            directory = stack.enter_context(open_run(run))
-            directories.append(directory)
+    for run, name in zip(named, name_runs(named), strict=True):
+        show_activity(f"reading {run} ...")
+        with open_run(run) as directory:
             found.append(read_run_data(directory, name, read_run(directory, run)))
-        pairs = zip(found[1:], directories[1:], strict=True)
-        comparison = [compare(found[0], other, directories[0], directory) for other, directory in pairs]
-    page = build_page(found, comparison).encode()
+    page = build_page(found).encode()
     try:
         replace_file(output, page)
     except OSError as error:
@@ -57,26 +51,10 @@ def run_report(runs: Sequence[str], output: Path, is_json: bool) -> int:
         ) from None
     show_activity("")
     if is_json:
-        facts = {"file": str(output), "size_bytes": len(page), "runs": [run.name for run in found]}
-        print_json(facts | {"comparison": comparison})
+        print_json({"file": str(output), "size_bytes": len(page), "runs": [run.name for run in found]})
         return 0
     print(escape(f"{output}: {format_count(len(found), 'run')}, {format_bytes(len(page))}"))
     return 0
-
-
-def compare(one: RunData, other: RunData, directory: Path, other_directory: Path) -> str:
-    """Return how long the steps of two runs have the same bits, in a sentence."""
-    num_common = min(one.num_steps, other.num_steps)
-    step, what = find_first_difference(directory, other_directory, (f"in {one.name}", f"in {other.name}"))
-    if not num_common:
-        return f"{one.name} and {other.name} have no step in common, so nothing can be compared"
-    if step is None:
-        counts = [(run.num_steps, run.status.get("steps", 0)) for run in (one, other)]
-        same = f"{one.name} and {other.name}: identical in all {num_common:,} steps that both have"
-        return "; ".join([same, *list_missing((one.name, other.name), counts)])
-    since = f"identical until step {step:,}, then" if step else "different from the first step on:"
-    sentences = [f"{one.name} and {other.name}: {since} {'; '.join(what)}", explain_numbers(one.record, other.record)]
-    return "; ".join(filter(None, sentences))
 
 
 def name_runs(runs: list[str]) -> list[str]:
