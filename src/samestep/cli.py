@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import click
-from click.shell_completion import CompletionItem, shell_complete
 
-from samestep.command_line import run, suggest
+from samestep.command_line import run
 from samestep.console import print_error
 from samestep.errors import Error, describe, explain
 from samestep.version import __version__
-from samestep.world.environment import COMPLETION, drop_output, fix_hash_seed, read_completion, ready_standard_files
+from samestep.world.environment import drop_output, fix_hash_seed, ready_standard_files
 
 HELP = """\
 samestep trains PyTorch models and gives the same run at any number of ranks and through any crash:
@@ -26,18 +25,17 @@ Examples:
   samestep inspect runs/digits --digest           a hash of the whole state, equal at any number of ranks
 
 Each command has a --help, and docs/errors.md explains the code of an error, such as [SS101]. `samestep --version`
-prints the version. `eval "$(_SAMESTEP_COMPLETE=bash_source samestep)"` (or zsh_source) lets a shell complete commands,
-options and files; in fish, `_SAMESTEP_COMPLETE=fish_source samestep | source` does.
+prints the version.
 """
 COMMANDS = {  # name -> its words, what it does, and the module of samestep that defines run_NAME
     "train": ("[RECIPE]", "train one of the included recipes (default: digits)", "tools.launch_command"),
-    "launch": ("SCRIPT ...", "start your script on ranks of this machine or of several", "tools.launch_command"),
+    "launch": ("SCRIPT ...", "start a script on ranks of this machine or of several", "tools.launch_command"),
     "node": (
         "SCRIPT ...",
         "the same, as one of several machines that torchrun or srun has started",
         "tools.launch_command",
     ),
-    "submit": ("SCRIPT ...", "submit your script to Slurm", "tools.submit"),
+    "slurm": ("SCRIPT ...", "print a batch script for Slurm: samestep slurm ... | sbatch", "tools.batch_script"),
     "inspect": ("RUN", "show a run directory: settings, snapshots, restarts, samples, digest", "tools.inspect"),
     "runs": ("[DIR]", "list the runs in a directory", "tools.inspect"),
     "report": ("RUN ...", "write an HTML page about runs: metrics, time, restarts", "tools.report.run_report"),
@@ -63,32 +61,20 @@ class Program(click.Group):
         return [*COMMANDS]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command. Raises Error if there is none of this name."""
-        if cmd_name in COMMANDS:
-            command: click.Command = getattr(import_module(f"samestep.{COMMANDS[cmd_name][-1]}"), f"run_{cmd_name}")
-            return command
-        if ctx.resilient_parsing:  # to complete a word
+        """Import a command. Returns None if there is none of this name."""
+        if cmd_name not in COMMANDS:
             return None
-        raise Error(f"there is no command {cmd_name}{suggest(cmd_name, COMMANDS)}", code="SS103")
+        command: click.Command = getattr(import_module(f"samestep.{COMMANDS[cmd_name][-1]}"), f"run_{cmd_name}")
+        return command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments before a command's name."""
-        try:
-            return super().parse_args(ctx, ["--help"] if args[:1] in ([], ["help"]) else args)
-        except click.NoSuchOption as error:
-            wrong = error.option_name
-            raise Error(f"there is no option {wrong}{suggest(wrong, ['--help', '--version'])}", code="SS103") from None
+        return super().parse_args(ctx, ["--help"] if args[:1] in ([], ["help"]) else args)
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the help text."""
         lines = (f"  {f'samestep {name} {words}':<30}{what}" for name, (words, what, _) in COMMANDS.items())
         formatter.write(HELP.format(commands="\n".join(lines) + "\n"))
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Return the commands and options that begin with `incomplete`."""
-        found = [CompletionItem(name, help=what) for name, (_, what, _) in COMMANDS.items()]
-        found += [CompletionItem("--help"), CompletionItem("--version")]
-        return [item for item in found if item.value.startswith(incomplete)]
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
@@ -101,8 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. Without `arguments`, use the process's arguments, and exit."""
     try:
         if arguments is None:
-            if instruction := read_completion():
-                return shell_complete(program, {}, "samestep", COMPLETION, instruction)
             if sys.argv[1:2] in (["launch"], ["node"], ["train"]):
                 # Slurm may send SIGUSR1 as soon as a job starts. It stays pending until the launcher handles it.
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})

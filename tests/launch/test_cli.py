@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from support import commands
 from support.runs import check, run_command
 
-from samestep.errors import Error
 from samestep.launch.script_command import ScriptCommand
 from samestep.tools.launch_command import run_launch, run_train
 from samestep.tools.verify.command import run_verify
@@ -30,7 +30,7 @@ def test_help() -> None:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["train", "--help"], ["--version"], ["trian"]])
 def test_nothing_slow_is_imported(arguments: list[str]) -> None:
-    slow = {"torch", "numpy", "rich", "psutil", "asyncio"}
+    slow = {"torch", "numpy", "psutil", "asyncio"}
     script = f"import sys; from samestep.cli import main; main({arguments!r}); sys.exit(len({slow} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -55,11 +55,11 @@ def test_version() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["lanch", "x.py"], "there is no command lanch; did you mean launch?"),
-        (["--versio"], "there is no option --versio; did you mean --version?"),
+        (["lanch", "x.py"], "samestep: No such command 'lanch'"),
+        (["--versio"], "samestep: No such option"),
         (["launch"], "launch needs a script or a recipe"),
         (["launch", "-m"], "launch needs a script or a recipe"),
-        (["launch", "--nproc-per-nod", "2", "x.py"], "no option --nproc-per-nod; did you mean --nproc-per-node?"),
+        (["launch", "--nproc-per-nod", "2", "x.py"], "samestep launch: No such option"),
         (["launch", "nothing.py"], "there is no script nothing.py"),
         (["launch", "."], "there is no script . that can be read"),
         (["launch", "--nproc-per-node", "0", __file__], "--nproc-per-node must be a whole number from 1"),
@@ -67,22 +67,20 @@ def test_version() -> None:
         (["launch", "--nproc-per-node", "9" * 20, __file__], "--nproc-per-node must be a whole number from 1 to 4096"),
         (["launch", "--num-threads", "99999999", __file__], "--num-threads must be a whole number from 1 to 4096, not"),
         (["launch", "--max-restarts", "-1", __file__], "--max-restarts must be a whole number of at least 0, not -1"),
-        (["submit", "--job-name", "a\nb", __file__], "the batch script would have the option '--job-name=\"a\\nb\"'"),
-        (["submit", "--sbatch=--mem=1\ntouch x", __file__], "use names without control characters"),
+        (["slurm", "--job-name", "a\nb", __file__], "the batch script would have the option '--job-name=\"a\\nb\"'"),
+        (["slurm", "--sbatch=--mem=1\ntouch x", __file__], "use names without control characters"),
         (["launch", "--nproc-per-node", "foo", __file__], "--nproc-per-node must be a whole number, not 'foo'"),
-        (["launch", "--nproc-per-node"], "--nproc-per-node needs a value"),
+        (["launch", "--nproc-per-node"], "Option '--nproc-per-node' requires an argument (see samestep --help)"),
         (["launch", "--batch-size", "many", __file__], "--batch-size must be a whole number, not 'many'"),
-        (["launch", "--fresh=1", __file__], "--fresh takes no value"),
+        (["launch", "--fresh=1", __file__], "Option '--fresh' does not take a value"),
         (["launch", "--rdzv-endpoint", "a:1", __file__], "where several machines meet, and --nnodes is not given"),
         (["train", "mlp", "--rdzv-endpoint", "a:1"], "where several machines meet, and --nnodes is not given"),
-        (["launch", "-heal", __file__], "launch has no option -heal; did you mean --heal?"),
-        (["inspect"], "samestep inspect: the following arguments are required: RUN; see samestep inspect --help"),
+        (["inspect"], "samestep inspect: Missing argument 'RUN' (see samestep inspect --help)"),
         (
             ["export", "a", "b.safetensors", "c"],
-            "samestep export: Got unexpected extra argument (c); see samestep export --help",
+            "samestep export: Got unexpected extra argument (c) (see samestep export --help)",
         ),
-        (["watch", "--xyz", "a"], "watch has no option --xyz; there are --help, --json"),
-        (["train", "digitz"], "there is no recipe digitz; did you mean digits?"),
+        (["train", "digitz"], "there is no recipe digitz: give digits, gpt, images or mlp"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: list[str], said: str) -> None:
@@ -101,7 +99,7 @@ BAD = [  # arguments, and a part of the sentence
     ("train mlp --micro-batch-size=-1", "--micro-batch-size must be a whole number above 0, found -1"),
     ("verify missing.py", "there is no script missing.py"),
     ("scale missing.py", "there is no script missing.py"),
-    ("submit missing.py", "there is no script missing.py"),
+    ("slurm missing.py", "there is no script missing.py"),
     ("inspect missing", "there is no directory missing"),
     ("report missing", "there is no directory missing"),
     ("export missing model.safetensors", "there is no directory missing"),
@@ -148,7 +146,7 @@ def test_flags_of_train_mix_with_the_recipes_own() -> None:
     program, values = parse(run_train, *words)
     assert values == {"seed": 1, "show_all": True}
     assert program == ["mlp", "--save-every=5", "50", "--total-epochs", "2"]
-    with pytest.raises(Error, match="--seed needs a value"):
+    with pytest.raises(click.UsageError, match="'--seed' requires an argument"):
         parse(run_train, "mlp", "--seed")
 
 
@@ -168,35 +166,3 @@ def test_a_recipes_help_is_its_own_and_launchs() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "[TOTAL_EPOCHS] [SAVE_EVERY]" in done.stdout
     assert "--nproc-per-node" in done.stdout
-
-
-def write_program(directory: Path) -> Path:
-    """Write a program `samestep`, which the script of a shell asks for the words."""
-    program = directory / "samestep"
-    program.write_text(f"#!/bin/sh\nexec {sys.executable} -m samestep\n")
-    program.chmod(0o755)
-    return program
-
-
-@pytest.mark.parametrize(
-    ("words", "replies"),
-    [
-        (["samestep", "ins"], ["inspect"]),
-        (["samestep", "launch", "--micro"], ["--micro-batch-size"]),
-        (["samestep", "launch", "--seed", "1", "--fre"], ["--fresh"]),
-        (["samestep", "train", "gp"], ["gpt"]),
-        (["samestep", "inspect", "run", "--sn"], ["--snapshot"]),
-        (["samestep", "verify", "--kill"], ["--kills", "--kill-seed"]),
-        (["samestep", "export", "run"], ["files"]),
-        (["samestep", "launch", "tr"], ["files"]),
-    ],
-)
-def test_completion_in_bash(tmp_path: Path, words: list[str], replies: list[str]) -> None:
-    variables = {**os.environ, "_SAMESTEP_COMPLETE": "bash_source"}
-    program = [sys.executable, "-m", "samestep"]
-    script = subprocess.run(program, capture_output=True, text=True, check=True, env=variables).stdout
-    script += "compopt() { COMPREPLY=(files); }\n"
-    script += f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}\n"
-    script += f"_samestep_completion {write_program(tmp_path)}; echo ${{COMPREPLY[@]}}"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    assert (done.stdout.split(), done.stderr) == (replies, "")

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
 
 from samestep.command_line import Command, build_options, take_values
 from samestep.config import OPTIONS, Option
@@ -22,7 +21,6 @@ class ScriptCommand(Command):
     Args:
         flags: the options.
         words: name of a word before the target, such as "RUN", which options may follow; "": none.
-        default: the target if none is given; None: one must be given.
     """
 
     usage = "SCRIPT | -m MODULE | RECIPE"
@@ -33,32 +31,28 @@ class ScriptCommand(Command):
         callback: Callable[..., int],
         flags: Mapping[str, Option],
         words: str = "",
-        default: Target | None = None,
         **settings: Any,
     ) -> None:
         module = click.Option(["-m", "is_module"], is_flag=True, hidden=True)
         super().__init__(name, callback=callback, **{**settings, "params": [*build_options(flags), module]})
         self._run = callback
         self._words = words
-        self._default = default
         self.context_settings = {**self.context_settings, "allow_extra_args": True, "allow_interspersed_args": False}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the options, the word and the target, and keep them in `ctx.obj`, for `invoke`."""
-        if ctx.resilient_parsing:  # to complete a word
-            return super().parse_args(ctx, args)
         values, left = self.take(ctx, args)
         word = left[:1] if self._words else []
         if word:
             more, left = self.take(ctx, left[1:])
             values |= more
-        if len(word) < bool(self._words) or not (left or self._default):
+        if len(word) < bool(self._words) or not left:
             raise Error(
                 f"{self.name} needs {f'{self._words} and ' if self._words else ''}a script or a recipe; see samestep "
                 f"{self.name} --help",
                 code="SS103",
             )
-        target = self.build_target(left, values) if left else self._default
+        target = self.build_target(left, values)
         values.pop("is_module", None)
         ctx.obj = (*word, target, values)
         return []
@@ -97,10 +91,6 @@ class ScriptCommand(Command):
             if rows := [row for param in params if (row := param.get_help_record(ctx))]:
                 with formatter.section(title):
                     formatter.write_dl(rows)
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Return the options that begin with `incomplete`, or let the shell complete a file."""
-        return super().shell_complete(ctx, incomplete) or [CompletionItem(incomplete, type="file")]
 
 
 def build_recipe_target(name: str, arguments: list[str], values: Mapping[str, Any]) -> Target:

@@ -1,20 +1,16 @@
 """`samestep launch` and `train`: their options, and the start of the ranks on this machine or on several hosts."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
 
-from samestep.command_line import name_option, suggest
+from samestep.command_line import name_option
 from samestep.errors import Error
 from samestep.launch.flags import FLAGS
 from samestep.launch.recipe_source import describe_recipes, find_recipes
 from samestep.launch.script_command import ScriptCommand, build_recipe_target
 from samestep.launch.target import Target
 from samestep.processes import run_captured
-
-if TYPE_CHECKING:
-    from samestep.launch.nodes import Nodes
 
 LAUNCH_HELP = """\
 Starts the script on several ranks of this machine and waits for them. Everything after the script is an argument of the
@@ -66,23 +62,17 @@ class TrainCommand(ScriptCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the options. The other words, without the recipe's name, are the recipe's."""
-        if ctx.resilient_parsing:  # to complete a word
-            return super().parse_args(ctx, args)
         named = next((word for word in args if word in find_recipes()), "")
         ctx.obj = named  # for --help
         values, words = self.take(ctx, args)
         if named in words:
             words.remove(named)
         elif words and not words[0].startswith("-"):
-            raise Error(f"there is no recipe {words[0]}{suggest(words[0], find_recipes())}", code="SS103")
+            *others, last = sorted(find_recipes())
+            raise Error(f"there is no recipe {words[0]}: give {', '.join(others)} or {last}", code="SS103")
         usual = [name_option(word) + "".join(word.partition("=")[1:]) if word[:2] == "--" else word for word in words]
         ctx.obj = (build_recipe_target(named or DEFAULT_RECIPE, usual, values), values)
         return []
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Return the recipes or options that begin with `incomplete`."""
-        recipes = [CompletionItem(name) for name in find_recipes() if name.startswith(incomplete)]
-        return recipes or super().shell_complete(ctx, incomplete)
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the help of the recipe that the arguments name; without one, of the command."""
@@ -95,6 +85,7 @@ class TrainCommand(ScriptCommand):
 
 def start(target: Target, values: dict[str, Any]) -> int:
     """Start a target with the options of `samestep launch`. Returns the exit code."""
+    from samestep.launch import launcher
     from samestep.launch.nodes import parse_nodes, read_secret
 
     nodes = parse_nodes(
@@ -104,22 +95,16 @@ def start(target: Target, values: dict[str, Any]) -> int:
         values.pop("rdzv_timeout", 300),
         read_secret(),
     )
-    return start_ranks(target, values, nodes)
+    return launcher.run_launch(target, values, nodes)
 
 
 def start_node(target: Target, values: dict[str, Any]) -> int:
     """Start the ranks of this machine, as one of the nodes that torchrun or srun has started."""
+    from samestep.launch import launcher
     from samestep.launch.nodes import read_nodes, read_secret
 
     nodes = read_nodes(values.pop("rdzv_timeout", 300), read_secret())
-    return start_ranks(target, values, nodes)
-
-
-def start_ranks(target: Target, values: dict[str, Any], nodes: "Nodes | None") -> int:
-    """Start the ranks of this machine. `values`: further options of `samestep launch`."""
-    from samestep.launch.launcher import run_launch
-
-    return run_launch(target, values, nodes)
+    return launcher.run_launch(target, values, nodes)
 
 
 run_launch = ScriptCommand("launch", start, FLAGS, help=LAUNCH_HELP)

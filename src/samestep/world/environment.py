@@ -23,7 +23,6 @@ HOOK = PREFIX + "HOOK"  # JSON: a tool's module, and the argument of its begin()
 TERMINAL = PREFIX + "TERMINAL"  # pid:file, the launcher's stderr
 SRUN = PREFIX + "SRUN"  # the variables of this rank were derived from Slurm's
 LOG = PREFIX + "LOG"  # pid:path, see `read_early_log`
-COMPLETION = "_SAMESTEP_COMPLETE"  # what to complete; click's script for a shell sets it
 HEAL = PREFIX + "HEAL"  # set if the ranks continue after the death of another one
 RESTART = PREFIX + "RESTART"  # a `Restart`
 CONTINUES = PREFIX + "CONTINUES"  # a `BegunRun`
@@ -172,11 +171,6 @@ def advise(**options: Any) -> str:
 def read_torchrun_file() -> str | None:
     """Return the path of the file whose error torchrun prints last, in place of a traceback; None without torchrun."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE")
-
-
-def read_completion() -> str:
-    """Return the completion that a shell requests; "" if it requests none."""
-    return os.environ.get(COMPLETION, "")
 
 
 def read_rank() -> int:
