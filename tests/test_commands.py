@@ -1,15 +1,13 @@
 """A program that is a fork of the tests behaves as in its own interpreter."""
 
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.commands import Popen, is_forkable, run, run_line
+from support.commands import run
 from support.runs import clean_variables
-from support.waiting import DEADLINE_S
 
 EVERYTHING = """
 import __main__, atexit, gc, os, signal, sys, tempfile, threading, torch
@@ -59,32 +57,3 @@ def test_a_program_ends_the_same(tmp_path: Path, code: str) -> None:
     forked, real = (run(words, real=real, capture_output=True, text=True) for real in (False, True))
     assert (forked.returncode, forked.stdout, forked.stderr) == (real.returncode, real.stdout, real.stderr)
     assert forked.returncode == ENDS[code]
-
-
-def test_signals_and_waiting() -> None:
-    code = "import sys, time\nprint('ready', flush=True)\ntime.sleep(60)"
-    program = Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0)
-    assert program.stdout.readline() == b"ready\n"
-    assert program.poll() is None
-    assert [process.pid for process in program.processes()] == [program.pid]
-    assert os.getpgid(program.pid) == program.pid
-    os.killpg(program.pid, signal.SIGINT)
-    assert program.wait(DEADLINE_S) == -signal.SIGINT
-    assert b"KeyboardInterrupt" in program.communicate()[1]
-
-
-def test_what_is_not_forked() -> None:
-    variables = dict(os.environ)
-    assert is_forkable([sys.executable, "-m", "samestep"], variables)
-    assert not is_forkable(["python-of-another-environment", "-m", "samestep"], variables)
-    assert not is_forkable([sys.executable, "-I", "-m", "samestep"], variables)
-    assert not is_forkable([sys.executable, "missing.py"], variables)
-    assert not is_forkable([sys.executable, "-m", "samestep"], {**variables, "PYTHONHASHSEED": "7"})
-    assert not is_forkable([sys.executable, "-m", "samestep"], {**variables, "PYTHONWARNINGS": "error"})
-
-
-def test_lines(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("import os, sys; print(os.environ['A'], sys.argv[1], 'torch' in sys.modules)")
-    options = {"env": os.environ, "cwd": tmp_path, "capture_output": True, "text": True}
-    assert run_line("A='b c' python own.py 'd e'", **options).stdout == "b c d e True\n"
-    assert run_line("echo in | tr a-z A-Z", **options).stdout == "IN\n"

@@ -8,7 +8,6 @@ import json
 import pickle
 import re
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch import Tensor
 
 import samestep
 from samestep.data.sample_errors import locate_error, pack, unpack
-from samestep.errors import Error, InvalidValue, MissingPackage, RunDirectoryError, describe, explain, recognize
+from samestep.errors import Error, InvalidValue, MissingPackage, RunDirectoryError, describe, explain
 from samestep.launch.failure import MAX_REASON, read_failure, write_failure
 from samestep.snapshot.location import Location
 from samestep.snapshot.mirror import Unreachable
@@ -187,18 +186,6 @@ def test_errors_of_the_system(error: OSError | ModuleNotFoundError, code: str) -
     known = explain(error)
     assert known is not None
     assert known.code == code
-
-
-def test_no_place_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of commands, and of scripts."""
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/nothing"])
-    with pytest.raises(FileNotFoundError) as caught:
-        tempfile.gettempdir()
-    sentence = "no directory for temporary files can be written, of ['/proc/nothing']: set TMPDIR to one that can"
-    for known in (explain(caught.value), recognize(caught.value)):
-        assert isinstance(known, Error)
-        assert describe(known) == f"{sentence} [SS113]"
 
 
 def test_from_a_copy_of_the_run_to_the_rank_that_decides() -> None:

@@ -195,8 +195,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def recognize(error: BaseException) -> Error | WorkerDied | None:
     """Return a clearer exception for one that Python or torch raised; None if there is none."""
-    if known := _explain_temporary(error):
-        return known
     if type(error) is RuntimeError and str(error).startswith("DataLoader worker (pid"):  # raised by a signal handler
         process, _, cause = str(error).split(". ")[0].partition(" is killed by signal: ")  # "Killed", of SIGKILL
         names = {signal.strsignal(each): each.name for each in signal.Signals}
@@ -209,15 +207,6 @@ def recognize(error: BaseException) -> Error | WorkerDied | None:
     return None
 
 
-def _explain_temporary(error: BaseException) -> Error | None:
-    """Explain the error of the module tempfile if it finds no directory that can be written."""
-    _, found, tried = str(getattr(error, "strerror", "")).partition("No usable temporary directory found in ")
-    if not found:
-        return None
-    sentence = f"no directory for temporary files can be written, of {tried}: set TMPDIR to one that can"
-    return Error(sentence, code="SS113")
-
-
 def explain(error: Error | OSError | ModuleNotFoundError) -> Error | None:
     """Return an `Error` itself, or one that explains a system error or a missing module of samestep; else None."""
     if isinstance(error, Error):
@@ -226,8 +215,6 @@ def explain(error: Error | OSError | ModuleNotFoundError) -> Error | None:
         is_own = (error.name or "").startswith("samestep.")
         sentence = f"this needs {error.name}, which is not installed: install samestep again"
         return MissingPackage(sentence) if is_own else None
-    if known := _explain_temporary(error):
-        return known
     full = (errno.ENOSPC, errno.EDQUOT)
     refused = (
         errno.ENAMETOOLONG,

@@ -37,8 +37,7 @@ SUFFIX = ".safetensors"
 def run_export(run: str, file: Path, which: int | str, wanted: str | None, force: bool, is_json: bool) -> int:
     """Writes a model's weights under the names of its state_dict, those of an AveragedModel under its model's.
 
-    Load FILE, which ends in .safetensors, with model.load_state_dict(safetensors.torch.load_file(FILE)). One tensor is
-    written at a time, so the model need not fit in memory.
+    Load FILE, which ends in .safetensors, with model.load_state_dict(safetensors.torch.load_file(FILE)).
     """
     if file.suffix != SUFFIX:
         raise Error(f"{file} does not end in {SUFFIX}: name a file that does", code="SS101")

@@ -32,7 +32,6 @@ from samestep.watch.records import (
 
 BEST = "best"  # the usual name of the snapshot of the best weights
 SHORT = 12  # of a digest's 64 digits
-COUNTED = ("data_length", "batch_size", "micro_batch_size", "seed")  # numbers by which steps use other samples
 SECTIONS = ("numbers", "settings", "config", "script", "git", "machine")  # of run.json, the most important first
 PLACE = ("step", "epoch")  # entries of a row that are not metrics
 
@@ -256,7 +255,6 @@ def describe_run(run: Path) -> dict[str, Any]:
         "name": run.name,
         "status": status.get("status", "not begun"),
         "steps": count_records(run / LEDGER),
-        "done_steps": status.get("steps", 0),
         "snapshot": sound[-1].step if sound else None,
         "digest": sound[-1].manifest.get("digest") if sound else None,
         "best": max((each.step for each in sound if each.name == BEST), default=None),
@@ -312,8 +310,6 @@ def run_diff(run: str, other: str, is_json: bool) -> int:
     if differences:
         rows = [(name, *map(to_text, pair)) for name, pair in differences.items()]
         print_table("differences", ("name", *names), rows)
-    if why := explain_numbers(*records):
-        print(why)
     if state_step is not None:
         print(f"the state after {state_step} steps is the first in a common snapshot that differs")
     if step is not None:
@@ -322,40 +318,8 @@ def run_diff(run: str, other: str, is_json: bool) -> int:
         state = (
             f", and in {format_count(len(common), 'common snapshot')}" if common else "; there is no common snapshot"
         )
-        missing = list_missing(names, [(each["steps"], each["done_steps"]) for each in described])
-        print("; ".join([f"identical in all {num_steps} common steps{state}", *missing]))
+        print(f"identical in all {num_steps} common steps{state}")
     return 0 if is_same else 1
-
-
-def list_missing(names: Sequence[str], counts: Sequence[tuple[int, int]]) -> list[str]:
-    """Describe the steps that are compared with nothing, because one of several runs has no record of them.
-
-    Args:
-        counts: for each run, its steps in the ledger, and those after which its loop has ended; 0 if it has not.
-
-    Example::
-
-        >>> list_missing(["a", "b", "c"], [(20, 20), (12, 20), (19, 0)])
-        ['the ledger of b was truncated: it lacks steps 12 to 19', 'c has no step 19']
-    """
-    most = max(max(pair) for pair in counts)
-    found = []
-    for name, (num_steps, num_done) in zip(names, counts, strict=True):
-        which = f"step{'s' if most - num_steps > 1 else ''} {num_steps}"
-        which += f" to {most - 1}" if most - num_steps > 1 else ""
-        if num_steps < num_done:
-            found.append(f"the ledger of {name} was truncated: it lacks {which}")
-        elif num_steps < most:
-            found.append(f"{name} has no {which}")
-    return found
-
-
-def explain_numbers(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Explain different samples of two runs by the different numbers in their records; "" if these are equal."""
-    numbers = [record.get("numbers") or {} for record in (one, other)]
-    different = [name for name in COUNTED if numbers[0].get(name) != numbers[1].get(name)]
-    verb = "differs" if len(different) == 1 else "differ"
-    return f"the steps are not comparable one by one: {', '.join(different)} {verb}" if different else ""
 
 
 def describe_difference(one: Entry, other: Entry, where: tuple[str, str]) -> list[str]:
