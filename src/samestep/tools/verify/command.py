@@ -35,7 +35,6 @@ FLAGS: dict[str, Option] = {
     "kill_seed": Option(int, "N", "seed for the random moments of the kills; default: random"),
     "heal": Option(bool, "", "also train on the most ranks with launch --heal, and kill all but one"),
     "plain": Option(bool, "", "for a script without samestep; --steps: 100, --world-sizes: 1,2 by default"),
-    "link": Option(str, "A,B", "plain: large files and directories to link, not copy; the script must only read them"),
     "json": JSON,
     **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
 }
@@ -71,11 +70,9 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
     The result of each check is ok, MISTAKE or not observed. The exit code is 1 after a mistake.
     """
     check_target(target)
-    is_plain = "plain" in values
-    if wrong := [name for name in (NOT_OF_PLAIN if is_plain else ("link",)) if name in values]:
-        how = "cannot be used with" if is_plain else "needs"
-        raise Error(f"{name_flag(wrong[0])} {how} --plain: leave it out", code="SS104")
-    if is_plain:
+    if "plain" in values:
+        if wrong := [name for name in NOT_OF_PLAIN if name in values]:
+            raise Error(f"{name_flag(wrong[0])} cannot be used with --plain: leave it out", code="SS104")
         return run_plain(target, values, parse_sizes("--world-sizes", values.get("world_sizes", "1,2")))
     world_sizes = parse_sizes("--world-sizes", values.get("world_sizes", "1,2,3,4"))
     modes: list[str | None] = [None]  # as the script has it

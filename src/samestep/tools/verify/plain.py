@@ -5,7 +5,7 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,6 @@ def run_plain(target: Target, values: Mapping[str, Any], world_sizes: Sequence[i
         Error: the script fails on the first number of ranks, or makes no step there.
     """
     here = Path.cwd()
-    linked = {Path(os.path.abspath(each)) for each in values.get("link", "").split(",") if each}
-    if wrong := sorted(map(str, linked - {*here.iterdir()})):
-        raise Error(
-            f"--link names {', '.join(wrong)}, which is not in the working directory: name files and directories that "
-            "are directly in it",
-            code="SS101",
-        )
     if target.kind == "script":  # the copy's script, and not the original, if it is in this directory
         path = Path(os.path.abspath(target.name))
         target = replace(target, name=str(path.relative_to(here) if path.is_relative_to(here) else path))
@@ -59,7 +52,7 @@ def run_plain(target: Target, values: Mapping[str, Any], world_sizes: Sequence[i
             show_activity(f"{target.name} on {format_ranks(size)} ...")
             place = home / f"{size}"
             place.mkdir()
-            copy_directory(here, place / "copy", linked, home)
+            copy_directory(here, place / "copy", home)
             began_s = time.monotonic()
             code = _start(target, size, place, values.get("steps", 100), deadline_s)
             seconds = time.monotonic() - began_s
@@ -106,11 +99,10 @@ def _start(target: Target, size: int, place: Path, num_steps: int, deadline_s: f
         return process.wait_for(deadline_s)
 
 
-def copy_directory(source: Path, target: Path, linked: Collection[Path], home: Path) -> None:
+def copy_directory(source: Path, target: Path, home: Path) -> None:
     """Copy a directory without its hidden files, so that a script cannot change what is there.
 
     Args:
-        linked: entries to link, not copy.
         home: the directory of the trials, which may be in `source`.
 
     Raises:
@@ -122,19 +114,17 @@ def copy_directory(source: Path, target: Path, linked: Collection[Path], home: P
         paths = (Path(directory, name) for name in names)
         kept = [path for path in paths if path.is_file() or (path.is_dir() and path != home)]  # no socket or pipe
         if directory == str(source):
-            kept = [path for path in kept if path not in linked and not path.name.startswith(".")]
+            kept = [path for path in kept if not path.name.startswith(".")]
         found = {path: path.stat().st_size for path in kept if path.is_file()}
         sizes.extend(found.values())
         if len(sizes) > MAX_FILES or sum(sizes) > MAX_BYTES:  # also ends a circle of links
             largest = max(found, key=found.__getitem__)
             raise Error(
-                f"the working directory is too large to be copied for each start, at {largest}: name large files and "
-                "directories that the script only reads with --link",
+                f"the working directory is too large to be copied for each start, at {largest}: move large data, and "
+                "give the script the full path",
                 code="SS712",
             )
         return {*names} - {path.name for path in kept}
 
     shutil.copytree(source, target, ignore=leave_out)  # noqa: TID251 the user's own files, which may be links
     target.chmod(0o700)  # the source may be read-only
-    for path in linked:
-        (target / path.name).symlink_to(path)
