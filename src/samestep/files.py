@@ -134,16 +134,6 @@ def move_directory(source: Path, target: Path) -> None:
     os.rename(source, target)
 
 
-def overwrite(path: Path, content: bytes) -> None:
-    """`replace_file`; on a full disk, writes into the existing file instead. Raises OSError."""
-    try:
-        replace_file(path, content)
-    except OSError:
-        with open(path, "r+b", buffering=0, opener=open_regular) as file:
-            file.write(content)
-            file.truncate()
-
-
 def sync_directory(directory: Path) -> None:
     """Wait until the names in a directory are on the disk, if this user may read it. Raises OSError."""
     try:

@@ -160,11 +160,6 @@ PLANTED = (
         "os.fsync(file.fileno())", "pass", focus="power",
     ),
     Planted(
-        "a snapshot that is put aside can be back after a power cut", ONCE, "snapshot/store.py",
-        "        if snapshots:  # after a power cut", "        if False:  # after a power cut",
-        scenario="seed=3 script=batchnorm every=2 steps=10 | 1 flip@200/0 | 2 power@400 | 1",
-    ),
-    Planted(
         "the manifest is not synced", ATOMIC, "snapshot/store.py",
         "os.fsync(file.fileno())", "pass", focus="power",
     ),
@@ -212,6 +207,10 @@ PLANTED = (
     Planted(
         "a short write of a log is taken for a whole one", ONCE, "snapshot/logs.py",
         "del self._pending[:num_written]", "self._pending.clear()",
+    ),
+    Planted(
+        "a snapshot does not wait until the ranks have decided", ATOMIC, "snapshot/snapshotter.py",
+        "while not self._decided.wait(_POLL_S):", "while False:", focus="background",
     ),
     # --- resuming
     Planted(

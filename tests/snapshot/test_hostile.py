@@ -168,7 +168,7 @@ def test_a_lock_names_no_other_directory(place: Path, run: str) -> None:
     assert copy.parent == place / "copies"
     assert re.fullmatch(r".*-[0-9a-f]{12}", copy.name)
     (place / "run" / "lock").write_text(f"process 1 on here since then\n{'0' * 32}\n{'0a' * 16}\n")
-    assert Mirror(f"file://{place / 'run'}").read_lock()[1] == "0a" * 16
+    assert Mirror(f"file://{place / 'run'}").join(str(place / "copies")).name.endswith("0a" * 6)
 
 
 def test_a_bucket_names_no_other_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

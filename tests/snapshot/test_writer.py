@@ -1,12 +1,10 @@
 """A snapshot is completed after a sound copy and all parts, and after nothing else."""
 
-import threading
 from collections.abc import Mapping, Sequence
 from itertools import product
 
 import pytest
 import torch
-from support.waiting import DEADLINE_S
 from torch import Tensor
 
 from samestep.snapshot.async_copy import LARGE_BYTES, Copy, Staging, locate
@@ -24,7 +22,6 @@ class Place(Location):
     def __init__(self, *, is_divided: bool = False) -> None:
         self.is_divided = is_divided
         self.calls: list[str] = []
-        self.is_called = threading.Event()
 
     def prepare(self, order: SnapshotOrder, tensors: Mapping[str, Tensor]) -> list[Pieces]:
         self._note("prepare")
@@ -38,7 +35,6 @@ class Place(Location):
 
     def _note(self, what: str) -> None:
         self.calls.append(what)
-        self.is_called.set()
 
 
 def begin(place: Place, copy: Copy | None = None) -> Writer:
@@ -66,31 +62,6 @@ def test_all_sequences_of_events(is_divided: bool) -> None:
             assert stage is (Stage.WRITING if own else Stage.COPYING)
         else:
             assert stage is Stage.ABORTED
-
-
-@pytest.mark.parametrize("event", [Event.SOUND, Event.UNSOUND])
-def test_nothing_is_completed_before_it_is_decided(event: Event) -> None:
-    place = Place()
-    writer = begin(place)
-    assert place.is_called.wait(DEADLINE_S)
-    assert not writer.has_ended
-    assert place.calls == ["prepare"]
-    writer.handle(event)
-    writer.wait_until_written()
-    assert writer.has_ended
-    assert place.calls == ["prepare", "commit" if event is Event.SOUND else "abort"]
-
-
-def test_a_divided_one_needs_the_parts_of_all_ranks() -> None:
-    place = Place(is_divided=True)
-    writer = begin(place)
-    writer.handle(Event.SOUND)
-    writer.prepared.wait()
-    assert writer.prepared.is_set()
-    assert place.calls == ["prepare"]
-    writer.handle(Event.WRITTEN)
-    writer.wait_until_written()
-    assert place.calls == ["prepare", "commit"]
 
 
 def test_a_rank_alone_completes_no_divided_one() -> None:

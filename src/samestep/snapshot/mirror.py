@@ -353,24 +353,16 @@ class Mirror:
 
     # --- lock -------------------------------------------------------------------------------------------------
 
-    def read_lock(self) -> tuple[str, str]:
-        """Return the last process that wrote here, and the run's id; "" if there is none.
-
-        The id is part of the path of the working copy, so a lock with any other text has none.
-        """
-        holder, _, run, *_ = [*(self.read(LOCK) or b"").decode(errors="replace").split("\n"), "", "", ""]
-        return holder, run if _RUN.fullmatch(run) else ""
-
     def join(self, local_dir: str | None) -> Path:
         """Join the run at the URL, or begin a new one. Return the directory of its working copy on this machine.
 
-        It differs between runs, even at the same URL.
+        It differs between runs, even at the same URL: the run's id in the lock is a part of its name.
 
         Args:
             local_dir: the directory of all working copies. Default: in the user's cache directory.
         """
-        self._holder, run = self.read_lock()
-        self._run = run or uuid.uuid4().hex
+        self._holder, _, run, *_ = [*(self.read(LOCK) or b"").decode(errors="replace").split("\n"), "", "", ""]
+        self._run = run if _RUN.fullmatch(run) else uuid.uuid4().hex
         copies = Path(local_dir).expanduser() if local_dir else read_cache_dir() / "runs"
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", self.url.rpartition("::")[2]).strip("-")[-80:]
         return copies / f"{name}-{self._run[:12]}"

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 from samestep.data.order_files import ORDERS
 from samestep.errors import Error, RunDirectoryError, UsageError
-from samestep.files import overwrite, replace_file, sync_directory
+from samestep.files import open_regular, replace_file, sync_directory
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.plan.ledger import Entry
 from samestep.snapshot.lock import Lock, detach, refuse_links
@@ -357,7 +357,14 @@ class RunDirectory(StepRecords):
             self._overwrite_status(read_or_empty(self.path / STATUS) | now)
 
     def _overwrite_status(self, record: Mapping[str, Any]) -> None:
-        overwrite(self.path / STATUS, json.dumps(record).encode() + b"\n")
+        path = self.path / STATUS
+        content = json.dumps(record).encode() + b"\n"
+        try:
+            replace_file(path, content)
+        except OSError:  # a full disk: the existing file has room
+            with open(path, "r+b", buffering=0, opener=open_regular) as file:
+                file.write(content)
+                file.truncate()
 
     # --- logs -------------------------------------------------------------------------------------------------
 

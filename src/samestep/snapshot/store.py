@@ -430,8 +430,6 @@ class Store:
             target = self.path.parent / ABANDONED / f"{snapshot.path.name}-{time.time_ns()}"
             target.parent.mkdir(exist_ok=True)
             move_directory(snapshot.path, target)
-        if snapshots:  # after a power cut, the run would resume from one, and its rows are about to be cut
-            _sync(self.path)
 
     def clean(self) -> None:
         """Remove incomplete files of killed writers."""
