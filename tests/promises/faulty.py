@@ -39,7 +39,7 @@ MOMENTS = (
     "start", "forward", "backward", "reduction", "update", "validation", "before schedule", "after schedule", "worker",
     "writing tensors", "writing manifest", "replacing best", "rewinding", "regrouping",
 )  # fmt: skip
-SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "preempt": signal.SIGTERM}
+SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
 ACTIONS = (*SIGNALS, "raise", "hold", "stop")
 FAULT = re.compile(rf"({'|'.join(ACTIONS)}) (?:rank (\d+)|all ranks) at step (\d+) in ({'|'.join(MOMENTS)})")
 

@@ -8,7 +8,8 @@ from support.tiny import tiny_run
 from torch import nn
 
 import samestep
-from samestep.plan.memory import compute_memory
+from samestep.plan.memory import ParamSize, RankMemory, compute_memory
+from samestep.plan.owners import choose_owners
 from samestep.torch_internals import get_local
 from samestep.train.prepared import measure_sizes
 
@@ -46,3 +47,9 @@ def test_the_formulas_are_those_of_a_run(shard: str) -> None:
     assert max(state for *_, state in ranks) == expected.optimizer_state
     if shard != "optimizer":  # which drops the gradients of other owners after the step's exchange
         assert max(grads for _, grads, _ in ranks) == expected.gradients
+
+
+def test_what_a_rank_gathers_and_owns() -> None:
+    sizes = [ParamSize(400, 10, 400, 800, block=1), ParamSize(120, 3, 120, 240, block=2)]
+    assert compute_memory(sizes, "fsdp2", 4) == RankMemory(160, 160, 320, gathered_block=800)
+    assert choose_owners([40, 10, 30, 20, 50], 2, {0: 0, 1: 0, 2: 1, 3: 1}) == [0, 0, 1, 1, 0]

@@ -1,6 +1,7 @@
 """Gradients, losses, metrics and statistics are those of the whole batch, against references in plain PyTorch."""
 
 import copy
+import re
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -128,9 +129,7 @@ def test_steps_without_weight_are_skipped_and_counted(tmp_path: Path, capfd: pyt
 
     given = {"num_steps": 4, "log_every": 1, "body": body, "then": then, "optimizer": torch.optim.AdamW}
     samestep.spawn(tiny_run, 2, (tmp_path,), given)
-    said = capfd.readouterr().out
-    assert said.count("step 1 makes no update: no micro-batch of it had a step.backward with a weight above 0") == 1
-    assert "2 of 4" in said
+    assert re.search(r"steps without an update +2 of 4\n", capfd.readouterr().out)
     rows = read_rows(tmp_path)
     assert [row.get("train/skipped_steps") for row in rows] == [None, 1, 2, 2]
     assert ["train/loss" in row for row in rows] == [True, False, False, True]

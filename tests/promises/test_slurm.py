@@ -153,7 +153,7 @@ def test_a_job_is_queued_again(jobs: Jobs, trial: Trial, undisturbed: Undisturbe
     job.signal("--signal=USR1")
     jobs.go_on_signalled()
     said = job.finish()
-    assert "samestep: 4 micro-batches on 2 ranks: 2+2, 100 % busy\n" in said
+    assert "samestep: 4 micro-batches on 2 ranks, which are 100 % busy\n" in said
     assert "resumed at step 8" in said
     assert job.show()["Restarts"] == "1"
     assert said.count("samestep: ranks 0 on ") == 2, "once per start, though each node has a launcher"

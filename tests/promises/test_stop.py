@@ -1,6 +1,5 @@
 """SIGTERM, Ctrl-C and `run.stop`: the step is completed and saved, nothing is lost, and there is no traceback."""
 
-import contextlib
 import json
 import os
 import signal
@@ -16,8 +15,6 @@ from promises.trial import Outcome, Started, Trial, resume_is_from
 from support.runs import check, run_command
 from support.tiny import Pairs, Tiny
 from support.waiting import wait_until
-
-from samestep.train.ending.stopping import count_idle_stops
 
 Undisturbed = Callable[..., Outcome]
 
@@ -59,51 +56,6 @@ def test_signal_to_the_launcher(trial: Trial, undisturbed: Undisturbed, signum: 
     assert_goes_on(trial, undisturbed, trial.run("launch", 2, HELD, arguments=arguments), step=8)
 
 
-def test_stopped_again_and_again(trial: Trial, undisturbed: Undisturbed) -> None:
-    """The third start in a row that is stopped without a new snapshot does not ask to be started again."""
-    for _ in range(2):
-        trial.preempt_at_start()
-    launch = trial.start("launch", 2, "hold rank 0 at step 0 in start")
-    trial.wait_held()
-    trial.tell(launch, signal.SIGTERM)
-    trial.go_on()
-    assert launch.wait() == 2, launch.output
-    sentence = (
-        "3 starts in a row were stopped before they had saved more than step 0: give each more time (under Slurm: a "
-        "longer --time), and start the same command again"
-    )
-    assert launch.err.read_text() == f"samestep: error: {sentence} [SS418]\n"
-    status = json.loads((trial.dir / "status.json").read_text())
-    assert status["status"] == "failed"
-    trial.preempt_at_start()  # it was reported: it does not count again
-    trial.spawn(3)
-    assert trial.outcome() == undisturbed()
-
-
-@pytest.mark.parametrize(
-    ("starts", "count"),
-    [
-        ("", 0),
-        ("0 stopped by SIGUSR1", 1),
-        ("0 stopped by SIGUSR1; 0 stopped by SIGTERM", 2),
-        ("0 stopped by SIGTERM; 4 stopped by SIGTERM; 4 stopped by SIGTERM", 1),  # the second start has saved
-        ("4 stopped by SIGTERM", 0),
-        ("4 stopped by SIGTERM; 0 stopped by SIGTERM", 0),  # a user went back to an older snapshot
-        ("0 stopped by SIGTERM; 0 stopped by SIGINT", 0),  # by a user
-        ("0 stopped by SIGTERM; 0 unknown; 0 stopped by SIGTERM", 1),
-        ("0 stopped by SIGTERM; 0 stopped by SIGTERM; 0 a node has joined", 0),
-    ],
-)
-def test_stops_in_a_row_are_counted(tmp_path: Path, starts: str, count: int) -> None:
-    """By the history: the step from which each start but the first resumed, and how the start before it ended."""
-    rows = [start.partition(" ") for start in starts.split("; ") if start]
-    lines = [json.dumps({"from_step": int(step), "reason": reason}) + "\n" for step, _, reason in rows]
-    history = tmp_path / "restarts.jsonl"
-    assert count_idle_stops(history) == 0, "there are none before the second start"
-    history.write_text("".join(lines))
-    assert count_idle_stops(history) == count
-
-
 # --- other ways to start it -------------------------------------------------------------------------------------------
 
 
@@ -135,7 +87,7 @@ def check_handlers(directory: Path) -> None:
     third = Tiny(directory / "third")
     Tiny(directory / "fourth")
     with pytest.raises(SystemExit, match="75"):  # the signal concerns both, and the third is in its loop
-        third.train(num_steps=3, then=lambda tiny: os.kill(os.getpid(), signal.SIGTERM))
+        third.train(num_steps=3, then=lambda tiny: tiny.step.number or os.kill(os.getpid(), signal.SIGTERM))
     third = Tiny(directory / "fifth")
     for _ in third.run.steps(Pairs(), 2):
         assert signal.getsignal(signal.SIGINT) is not before[0]
@@ -148,7 +100,7 @@ def test_signal_handlers_of_plain_python(tmp_path: Path) -> None:
     env = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
     done = run_command(sys.executable, "-c", f"{code}check(Path(sys.argv[1]))", tmp_path, cwd=tmp_path, env=env)
     assert "Traceback" not in done.stderr, done.stderr
-    assert "the loop over the steps was left by break" in check(done, 2).stderr
+    assert "the loop was left by break" in check(done, 2).stderr
 
 
 # A new interpreter imports torch: 32 s, and 71 s on a busy machine.
@@ -164,41 +116,6 @@ def test_ctrl_c_outside_of_the_loop_ends_with_130(tmp_path: Path) -> None:
     done = run_command(sys.executable, "-c", code, cwd=tmp_path, real=True)
     assert (done.returncode, done.stdout) == (130, "closed 2\n"), done.stderr
     assert done.stderr.endswith("\nKeyboardInterrupt\n")
-
-
-def shows_waits() -> bool:
-    """Whether the kernel shows what a process waits for: some process always waits."""
-    for waits_in in Path("/proc").glob("[0-9]*/wchan"):
-        with contextlib.suppress(OSError):
-            if waits_in.read_text().strip("0"):
-                return True
-    return False
-
-
-def test_signal_while_the_output_is_stuck(trial: Trial, undisturbed: Undisturbed) -> None:
-    """As with a pager that shows its first page: the signal interrupts a print that blocks."""
-    if not shows_waits():
-        pytest.skip("this kernel does not show what a process waits for")
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(writer, b" ")
-    os.set_blocking(writer, True)
-    python = trial.start("python", 1, "hold rank 0 at step 0 in start", stdout=writer)
-    os.close(writer)
-    trial.wait_held()
-    waits_in = Path(f"/proc/{python.process.pid}/wchan")
-    trial.go_on()
-    wait_until(lambda: "pipe" in waits_in.read_text(), "it is blocked in a print")
-    python.process.send_signal(signal.SIGTERM)
-    with open(reader) as pipe:
-        printed = pipe.read()
-    assert python.wait() == 75, python.output
-    assert "stopped by a signal after step 0" in printed
-    assert python.err.read_text() == ""
-    trial.spawn(2)
-    assert trial.outcome() == undisturbed()
 
 
 def test_ctrl_c_while_ranks_join(trial: Trial) -> None:

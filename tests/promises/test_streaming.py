@@ -29,8 +29,8 @@ NUM_EPOCHS, NUM_STEPS, DIES_AT = 3, 30, 23
 class Stream(IterableDataset[Tensor]):
     """Divides its numbers as torch's workers do, in another order in each pass, and adds noise."""
 
-    def __init__(self, length: int = 70, *, shift: int = 0, shift_from: int = 0) -> None:
-        self.length, self.shift, self.shift_from, self.epoch = length, shift, shift_from, 0
+    def __init__(self, length: int = 70, *, shift: Any = 0) -> None:
+        self.length, self.shift, self.epoch = length, shift, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -43,9 +43,8 @@ class Stream(IterableDataset[Tensor]):
     def draw(self, lane: int, num_lanes: int, start: int) -> Iterator[Tensor]:
         numbers = [*range(lane, self.length, num_lanes)]
         random.Random(self.epoch).shuffle(numbers)
-        for at, number in enumerate(numbers[start:], start):
-            shift = self.shift if at >= self.shift_from else 0
-            yield torch.tensor([float(number + shift), random.random() + float(torch.rand(()))])
+        for number in numbers[start:]:
+            yield torch.tensor([float(number + self.shift), random.random() + float(torch.rand(()))])
 
 
 class Whole(Stream):
@@ -203,8 +202,7 @@ def test_lanes_begin_again_when_they_end() -> None:
 
 @pytest.mark.parametrize(("first", "then", "message"), [
     (Forgetful(600), Forgetful(600), r"sample 35 of lane 0 of 6 .*Forgetful.* such as a shuffle buffer"),
-    (Stream(600), Stream(600, shift=1, shift_from=3), r"sample 35 of lane 0 of 6 .* is not the same as before"),
-    (Stream(600), Stream(600, shift=1), r"the data set is not the one .* began with \(sample 0 differs\)"),
+    (Stream(600), Stream(600, shift=1), r"sample 35 of lane 0 of 6 .* is not the same as before"),
 ])  # fmt: skip
 def test_a_stream_with_other_samples(first: Stream, then: Stream, message: str, tmp_path: Path) -> None:
     samestep.spawn(train, 1, (tmp_path, first, 0, -1, 18))
@@ -221,7 +219,7 @@ def test_a_stream_with_other_samples(first: Stream, then: Stream, message: str, 
         (Uncopied(), {}, r"the state_dict of lane 0 of 6 of the stream \(Uncopied\) cannot be copied \(TypeError: "),
         (Whole(), {}, r"several of the 6 lanes of Whole begin with the same samples: let __iter__ divide"),
         (Stream(), {"shuffle": True}, "a stream decides its order itself"),
-        (Stream(shift="x"), {}, r"the stream failed in lane 0 of 6, at its sample 0 \(TypeError: .* at .*\.py:\d+\)"),  # type: ignore[arg-type]
+        (Stream(shift="x"), {}, r"the stream failed in lane 0 of 6, at its sample 0 \(TypeError: .* at .*\.py:\d+\)"),
         (DataLoader(Stream(), batch_size=3), {}, "batch_size is 3, and the run's is 12, in micro-batches of 2"),
     ],
 )
@@ -239,8 +237,8 @@ def test_other_shards_than_those_of_the_run(tmp_path: Path) -> None:
     samestep.spawn(train, 1, (tmp_path / "run", make_tars(tmp_path / "data"), 0, -1, 4))
     before = (tmp_path / "run" / "run.json").read_bytes()
     make_tars(tmp_path / "data", spare=2)
-    for what in ("has changed", "is missing"):
-        with pytest.raises(samestep.Error, match=rf"shards are not those that the run began with: 2\.tar {what}"):
+    for _ in range(2):
+        with pytest.raises(samestep.Error, match=r"holds another run \(.*shards '?\w+'? there, '?\w+'? here"):
             samestep.spawn(train, 2, (tmp_path / "run", WebDataset(tmp_path / "data")))
         (tmp_path / "data" / "2.tar").unlink(missing_ok=True)
     assert (tmp_path / "run" / "run.json").read_bytes() == before

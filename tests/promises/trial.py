@@ -177,14 +177,6 @@ class Trial:
         env = {name: str(arguments.pop(name)) for name in list(arguments) if name.isupper()}
         return samestep.spawn(train, num_ranks, (self.dir, fault), arguments, env=env)
 
-    def preempt_at_start(self) -> None:
-        """Starts two ranks, and preempts one before the first step."""
-        fault = "preempt rank 0 at step 0 in start"
-        before = self.snapshots
-        assert self.spawn(2, fault) is None
-        assert self.snapshots == before
-        (self.faults / f"struck-{fault.replace(' ', '-')}").unlink()
-
     def spawn_to_fail(self, num_ranks: int, fault: str | Sequence[str], **arguments: Any) -> BaseException:
         """As `spawn`, but a fault must strike. Returns the exception."""
         try:

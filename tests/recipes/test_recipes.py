@@ -52,7 +52,7 @@ def test_digits_learns_to_read(tmp_path: Path) -> None:
 def test_mlp_prints_a_line_per_epoch_from_each_rank(tmp_path: Path) -> None:
     options = ["--batch_size", "256", "--run_dir", str(tmp_path / "mlp")]
     said = run_train("mlp", "3", "2", "--nproc-per-node", "2", "--show-all", *options)
-    assert "4 micro-batches on 2 ranks: 2+2" in said
+    assert "4 micro-batches on 2 ranks" in said
     for rank in range(2):
         for epoch in range(3):
             assert f"[rank {rank}] Epoch {epoch} | Batchsize: 256 | Steps: 8\n" in said

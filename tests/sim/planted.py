@@ -264,7 +264,7 @@ PLANTED = (
     # --- signals
     Planted(
         "a second signal does not end plain python", RESUME, "train/ending/stopping.py",
-        "if self.heard and now_s - self._heard_at_s >= self._same_for_s:", "if False:", test="train/test_stopping.py",
+        "if now_s - self._heard_at_s >= self._same_for_s:", "if False:", test="train/test_stopping.py",
     ),
     Planted(
         "a late signal kills a rank that has saved", RESUME, "train/ending/stopping.py",
@@ -310,7 +310,7 @@ PLANTED = (
     ),
     Planted(
         "a row that was logged before a restart is written again", METRICS, "train/run.py",
-        "if self.steps_done if self._loop is None else self._loop.repeats_head:", "if False:", "kill_all", "phases",
+        "if has_run or will_run_again:", "if will_run_again:", "kill_all", "phases",
     ),
     Planted(
         "a rank keeps its own random numbers when rank 0 has drawn alone", SAME_BITS, "train/generators.py",

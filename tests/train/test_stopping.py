@@ -13,10 +13,7 @@ from samestep.errors import UsageError
 from samestep.train.ending.stopping import STOP_SIGNALS, StopSignals, decide
 from samestep.world.environment import read_environment
 
-VOTES = [
-    Vote(stop, snapshot, saving, comparison)
-    for stop, snapshot, saving, comparison in product((0, signal.SIGUSR1), (False, True), Saving, (False, True))
-]
+VOTES = [Vote(stop, snapshot, saving) for stop, snapshot, saving in product((0, signal.SIGUSR1), (False, True), Saving)]
 
 
 def test_all_votes_of_three_ranks() -> None:
@@ -32,7 +29,6 @@ def test_all_votes_of_three_ranks() -> None:
         decision = decide(votes)
         assert decision.signal == max(vote.stop for vote in votes)
         assert decision.saves == any(vote.snapshot for vote in votes)
-        assert decision.compares == any(vote.comparison for vote in votes)
         assert decision.is_written == all(vote.saving == Saving.WRITTEN for vote in votes)
 
 
@@ -49,6 +45,18 @@ def default_handlers() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("default_handlers")
+def test_a_signal_that_interrupts_a_print() -> None:
+    """Python then raises an error in the next one."""
+
+    def say(sentence: str) -> None:
+        raise RuntimeError("reentrant call inside <_io.BufferedWriter>")
+
+    signals = StopSignals(dataclasses.replace(read_environment({}), launcher="samestep"), say, is_on=True)
+    signal.raise_signal(signal.SIGTERM)
+    assert signals.heard == signal.SIGTERM
 
 
 @pytest.mark.parametrize(("launcher", "ends"), [("python", True), ("samestep", False)])

@@ -23,7 +23,7 @@ from samestep.world.environment import Environment, read_environment
 from samestep.world.group import Group, may_be_death
 from samestep.world.group_opening import choose_device, find_ranks, open_group
 from samestep.world.process_group import close_group
-from samestep.world.rendezvous_store import SignedEntries, is_first, is_left_by_rank_0, read_entry, write_entry
+from samestep.world.rendezvous_store import SignedEntries, is_first, is_left_by_rank_0
 
 CPU = torch.device("cpu")
 
@@ -214,18 +214,6 @@ def test_first_of_all() -> None:
     assert is_first("a") is None, "without a group"
 
 
-def test_notes() -> None:
-    def fn(group: Group) -> tuple[str | None, str | None]:
-        if group.rank == 1:
-            write_entry("x", "of rank 1")
-        group.barrier()
-        return read_entry("x"), read_entry("y")
-
-    assert on_ranks(2, fn) == [("of rank 1", None)] * 2
-    write_entry("x", "unread")
-    assert read_entry("x") is None
-
-
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_torchrun_starts_ranks_again(capfd: pytest.CaptureFixture[str], num_nodes: int) -> None:
     """torchrun keeps its store, in which gloo would find the previous ranks. Of several torchruns, an error says so."""
@@ -285,8 +273,7 @@ def test_rank_0_has_ended(tmp_path: Path, free_port: int, capfd: pytest.CaptureF
         assert not is_left_by_rank_0(0.1)
         (tmp_path / "go").touch()
         assert is_left_by_rank_0(60)
-        write_entry("a", "b")
-        assert (is_first("a"), read_entry("a")) == (None, None)
+        assert is_first("a") is None
         (tmp_path / "well").touch()
         os._exit(0)
 
@@ -371,33 +358,6 @@ def test_devices_of_srun(monkeypatch: pytest.MonkeyPatch, num_gpus: int, found: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     assert choose_device(build_environment(3, "srun"), None) == torch.device(found)
-
-
-@pytest.mark.parametrize("has_sockets", [True, False])
-def test_the_continuing_rank_is_found(monkeypatch: pytest.MonkeyPatch, has_sockets: bool) -> None:
-    """A rank that stops finds out that another one does not, and leaves it a note. All of them may stop."""
-
-    def call(group: Group) -> tuple[int | None, tuple[int, str] | None]:
-        later = join()
-        sockets = later.local_sockets
-        assert sockets is not None
-        if not has_sockets:
-            group.local_sockets = later.local_sockets = None
-        assert group.find_continuing(7) is None
-        group.barrier()
-        monkeypatch.setattr("samestep.world.transport.STOP_S", 2.0)
-        found = None
-        if group.rank == 1:
-            with pytest.raises(PeerFailed):  # the exchange of a further step
-                sockets.exchange([memoryview(bytearray(64)) for _ in range(3)])
-        else:
-            found = later.find_continuing(8)
-            sockets.close()
-        group.barrier()  # no rank's end closes a socket that another one still sends to
-        return found, later.find_stopped()
-
-    stopped = (0, "8")
-    assert on_ranks(3, call) == [(1, stopped), (None, stopped), (1, stopped)]
 
 
 @pytest.mark.parametrize(

@@ -33,19 +33,14 @@ def _find_bytes(batch: Any) -> "Iterator[bytes | memoryview]":
             yield repr(value).encode()
 
 
-def find_leaves(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield the values in nested mappings (with their keys as strings), sequences and dataclasses."""
-    if depth > 8:
-        return
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield str(key)
-            yield from find_leaves(item, depth + 1)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from find_leaves(item, depth + 1)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from find_leaves(getattr(value, field.name), depth + 1)
-    else:
+def find_leaves(value: Any) -> Iterator[Any]:
+    """Yield the values in nested mappings, sequences and dataclasses."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in fields(value)]
+    elif isinstance(value, Mapping):
+        value = [*value.values()]
+    if not isinstance(value, list | tuple):
         yield value
+        return
+    for item in value:
+        yield from find_leaves(item)

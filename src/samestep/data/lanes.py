@@ -184,11 +184,6 @@ class Lanes:
         self.positions: dict[int, LanePosition] = {}
         self._open: dict[int, _Lane] = {}
 
-    @property
-    def are_given(self) -> bool:
-        """Whether the stream has a method `lane`."""
-        return has_lanes(self.dataset)
-
     def __len__(self) -> int:
         return STREAM_LENGTH
 
@@ -215,14 +210,6 @@ class Lanes:
     def close(self) -> None:
         """Close the lanes that this process has open. A further request opens them again."""
         self._open.clear()
-
-    def list_compared(self) -> list[int]:
-        """Return the first, the middle and the last lane, whose samples are compared at a start."""
-        return sorted({0, self.num_lanes // 2, self.num_lanes - 1})
-
-    def list_first(self) -> list[int]:
-        """Return the indices of the first samples of these lanes."""
-        return [lane * self._size for lane in self.list_compared()]
 
     def indices(self, lane: int, step: int) -> NDArray[np.int64]:
         """Return the indices of a lane's micro-batch in a step of the loop."""

@@ -394,7 +394,8 @@ class Fetcher:
         except Error:
             raise
         except Exception as error:
-            raise Error(explain(error, indices, samples, self._collate_fn, self._many), code="SS301") from error
+            num_read = len(samples) if self._many is None or samples else None
+            raise Error(explain(error, indices, num_read), code="SS301") from error
         return Loaded(batch, len(indices), fingerprint(task.indices), task.place, position)
 
     def _load_batch(self, task: Task, read: Callable[[NDArray[np.int64]], Any]) -> Loaded:
@@ -403,9 +404,7 @@ class Fetcher:
         except Error:
             raise
         except Exception as error:
-            indices: list[int] = task.indices.tolist()
-            sentence = explain(error, indices, [], self._collate_fn, lambda some: read(np.array(some)))
-            raise Error(sentence, code="SS301") from error
+            raise Error(explain(error, task.indices.tolist(), None), code="SS301") from error
 
     def _stack(self, samples: list[Any]) -> Any:
         """Like default_collate, in 2/3 of its time for the most common samples: tuples of dense tensors."""

@@ -1,7 +1,6 @@
 """The directory `orders/` of a run, from which the samples of each step can be computed again.
 
 It holds the order of each epoch if a sampler gave it, and for each source that the run has used the list of its shards.
-A later start compares its shards with this list.
 """
 
 import io
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from samestep.data.source import Shard, explain_change, format_shards, parse_shards
+from samestep.data.source import Shard, format_shards, parse_shards
 from samestep.files import open_regular, read_bytes, replace_file
 from samestep.plan.order import Indices, check_order
 
@@ -49,15 +48,6 @@ def keep_order(run_dir: Path, epoch: int, indices: Indices) -> str:
 def read_shard_sizes(run_dir: Path, shards_hash: str) -> list[int]:
     """Return the number of samples of each shard. Raises OSError or ValueError if the list is damaged."""
     return [shard.num_samples for shard in parse_shards(read_bytes(run_dir / shards_file(shards_hash)))]
-
-
-def find_changed_shards(run_dir: Path, shards_hash: str, shards: Sequence[Shard]) -> str:
-    """Describe how shards differ from those of a list; "" if they do not, or if the list cannot be read."""
-    try:
-        before = parse_shards(read_bytes(run_dir / shards_file(shards_hash)))
-    except (OSError, ValueError):
-        return ""
-    return explain_change(before, shards)
 
 
 def keep_shards(run_dir: Path, shards_hash: str, shards: Sequence[Shard]) -> str:

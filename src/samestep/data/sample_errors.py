@@ -2,16 +2,14 @@
 
 import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.utils.data import get_worker_info
 
 from samestep.errors import KINDS, Error, name_kind
 from samestep.files import open_regular
-
-ManySamples = Callable[[list[Any]], Any]
 
 
 class WorkerFailure(NamedTuple):
@@ -65,48 +63,20 @@ def write_traceback(error: Error, logs: Path | None, rank: int) -> str:
     return f" (traceback: {log})"
 
 
-def explain(
-    error: Exception,
-    indices: Sequence[int],
-    samples: Sequence[Any],
-    collate_fn: ManySamples,
-    read_many: ManySamples | None,
-) -> str:
-    """Describe a failure in one sentence. Finds the sample that caused it by trying again, if possible.
+def explain(error: Exception, indices: Sequence[int], num_read: int | None) -> str:
+    """Describe a failure in one sentence.
 
     Args:
         indices: the samples of the micro-batch.
-        samples: the samples that were read before the data set failed; all samples if collate_fn failed.
-        read_many: the data set's `__getitems__`, if that was used.
+        num_read: number of the samples that the data set has read one by one before it failed. None: it reads them at
+            once.
     """
-    what = "the data set"
-    odd = None
-    if len(samples) == len(indices):
-        what = "collate_fn"
-        odd = _find_uncollatable(collate_fn, samples)
-    elif read_many is None:
-        odd = len(samples)
-    else:
-        odd = next((k for k, index in enumerate(indices) if _fails(read_many, [index])), None)
-    odd = 0 if len(indices) == 1 else odd
-    where = f"one of the samples {abbreviate(indices)}" if odd is None else f"sample {indices[odd]}"
+    what = "collate_fn" if num_read == len(indices) else "the data set"
+    at = 0 if len(indices) == 1 else num_read
+    where = f"one of the samples {abbreviate(indices)}" if at in (None, len(indices)) else f"sample {indices[at]}"
     info = get_worker_info()
     worker = f", in DataLoader worker {info.id}" if info is not None else ""
     return f"{what} failed at {where} ({describe_error(error)}{worker})"
-
-
-def _find_uncollatable(collate_fn: ManySamples, samples: Sequence[Any]) -> int | None:
-    """Return the only sample without which the others can be collated; None if there is no such one."""
-    odd = [k for k in range(len(samples)) if not _fails(collate_fn, [*samples[:k], *samples[k + 1 :]])]
-    return odd[0] if len(odd) == 1 else None
-
-
-def _fails(function: ManySamples, argument: list[Any]) -> bool:
-    try:
-        function(argument)
-    except Exception:
-        return True
-    return False
 
 
 def abbreviate(indices: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Sources: data sets that are stored in shards and read by micro-batch, and the comparison of their shards."""
+"""Sources: data sets that are stored in shards and read by micro-batch."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -117,15 +117,3 @@ def format_shards(shards: Iterable[Shard]) -> bytes:
 def parse_shards(text: bytes) -> list[Shard]:
     """Return the shards from the text of `format_shards`. Raises ValueError if the text is damaged."""
     return [Shard(row.name, row.num_samples, row.num_bytes) for row in decode(text, list[_Row])]
-
-
-def explain_change(before: Sequence[Shard], now: Sequence[Shard]) -> str:
-    """Describe how shards differ from the earlier ones; "" if they do not."""
-    was, found = ({shard.name: shard for shard in shards} for shards in (before, now))
-    different = [name for name in {**was, **found} if was.get(name) != found.get(name)]
-    if not different:
-        return "" if [*was] == [*found] else "they are in another order"
-    first = different[0]
-    how = "is missing" if first not in found else "is new" if first not in was else "has changed"
-    more = f", and {len(different) - 1} more are not the same" if len(different) > 1 else ""
-    return f"{first} {how}{more}"

@@ -8,7 +8,6 @@ from typing import Any
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -86,17 +85,12 @@ def read_data_arguments(
 
 
 def _understand_loader(loader: DataLoader[Any], sizes: Sequence[int], takes_streams: bool) -> DataSpec:
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        raise InvalidType(
-            f"{type(loader).__name__} defines its own iteration, which would not follow the run's order: "
-            "pass its data set, with collate_fn= and num_workers= as arguments",
-            code="SS304",
-        )
     _check_dataset(loader.dataset, takes_streams)
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        raise InvalidValue(
-            "the DataLoader has its own batch_sampler, or batch_size=None, but the run chooses the samples "
-            "of a batch: pass the data set itself, and sampler=f with f(epoch) -> indices",
+    if (own := _find_own(loader)) is not None:
+        raise InvalidType(
+            f"the DataLoader has its own {own}, but the run chooses the samples of a batch, and divides them among the "
+            "ranks: pass the data set itself, with collate_fn= and num_workers=, and if another order is needed with "
+            "sampler=f, f(epoch) -> indices",
             code="SS304",
         )
     if sizes and loader.batch_size not in sizes:
@@ -110,7 +104,7 @@ def _understand_loader(loader: DataLoader[Any], sizes: Sequence[int], takes_stre
         dataset=loader.dataset,
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
-        shuffle=not is_stream(loader.dataset) and _is_shuffled(loader),
+        shuffle=isinstance(loader.sampler, RandomSampler),
         drop_last=loader.drop_last,
         micro_batch_size=loader.batch_size,
         pin_memory=loader.pin_memory,
@@ -121,20 +115,18 @@ def _understand_loader(loader: DataLoader[Any], sizes: Sequence[int], takes_stre
     )
 
 
-def _is_shuffled(loader: DataLoader[Any]) -> bool:
+def _find_own(loader: DataLoader[Any]) -> str | None:
+    """Return what of a DataLoader decides which samples a batch has; None if it is as DataLoader itself creates it."""
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return "iteration"
+    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+        return "batch_sampler, or batch_size=None"
     sampler = loader.sampler
-    name = type(sampler).__name__
-    if type(sampler) is SequentialSampler:
-        return False
-    if type(sampler) is RandomSampler:
-        if not sampler.replacement and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
-            return True
-        name += " with replacement" if sampler.replacement else f" with num_samples={sampler.num_samples}"
-    if isinstance(sampler, DistributedSampler):
-        hint = "remove it, since the run itself divides the samples among the ranks"
-    else:
-        hint = "pass the data set itself, and sampler=f with f(epoch) -> indices, the same on all ranks"
-    raise InvalidType(f"the DataLoader's sampler is a {name}, which a run does not support: {hint}", code="SS304")
+    if is_stream(loader.dataset) or type(sampler) is SequentialSampler:
+        return None
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        return None
+    return f"sampler, a {type(sampler).__name__}"
 
 
 def is_stream(dataset: Any) -> bool:

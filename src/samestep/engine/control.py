@@ -28,7 +28,6 @@ class Vote(NamedTuple):
         stop: number of the signal by which this rank was requested to stop; 0 for none.
         snapshot: whether a snapshot is due by this rank's clock.
         saving: what this rank does for a snapshot, a `Saving`.
-        comparison: whether a replica check is due by this rank's clock.
         computed: checksum of this rank's results for a micro-batch that another rank computes, too; 0 for none.
         recomputed: checksum of this rank's results for a micro-batch of another rank; 0 for none.
         checksum: checksum of this rank's part of the previous gradient, if gradients are divided among ranks; else 0.
@@ -37,7 +36,6 @@ class Vote(NamedTuple):
     stop: int = 0
     snapshot: bool = False
     saving: int = Saving.NOTHING
-    comparison: bool = False
     computed: int = 0
     recomputed: int = 0
     checksum: int = 0
@@ -82,7 +80,7 @@ class ControlFormat:
         self._most = most = max(len(held) for held in layout.ranges)
         self._num_names = num_names
         self._struct = Struct(
-            f"<q?B?QQI?Q{most}Q{most * (2 + 2 * num_names)}d{num_params}s{BUFFER_BYTES * num_buffers}s"
+            f"<q?BQQI?Q{most}Q{most * (2 + 2 * num_names)}d{num_params}s{BUFFER_BYTES * num_buffers}s"
         )
         self.size_bytes = -(-self._struct.size // 64) * 64
 

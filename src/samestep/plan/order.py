@@ -85,34 +85,26 @@ def check_order(indices: Iterable[int], num_samples: int, epoch: int) -> Indices
     Raises:
         InvalidValue: `indices` are not one-dimensional integers in 0..num_samples-1, or are empty.
     """
-    if not isinstance(indices, Sequence) and not hasattr(indices, "__array__"):
-        indices = list(indices)
+    is_lazy = isinstance(indices, Iterable) and not isinstance(indices, Sequence) and not hasattr(indices, "__array__")
     try:
-        found = np.asarray(indices)
+        found = np.array([*indices] if is_lazy else indices)
     except ValueError:  # a ragged list
-        found = np.empty((0, 0))
-    if found.ndim != 1:
+        found = np.empty(0)
+    if found.ndim != 1 or not found.size or found.dtype.kind not in "iu":
         raise InvalidValue(
-            f"the sampler's indices are not one-dimensional in epoch {epoch}: give one whole number per sample",
+            f"sampler({epoch}) gave something else than indices: return a list of at least one whole number from 0 to "
+            f"{num_samples - 1}",
             code="SS307",
-        )
-    if not found.size:
-        raise InvalidValue(
-            f"the sampler gave no indices for epoch {epoch}: each epoch needs at least 1 sample", code="SS307"
-        )
-    if found.dtype.kind not in "iu":
-        raise InvalidValue(
-            f"the sampler's indices are {found.dtype.name} in epoch {epoch}: give whole numbers", code="SS307"
         )
     wrong = np.flatnonzero((found < 0) | (found >= num_samples))
     if wrong.size:
         at = int(wrong[0])
         raise InvalidValue(
-            f"the sampler gave index {found[at]} at position {at} of epoch {epoch}: "
-            f"the data set's samples are 0 to {num_samples - 1}",
+            f"sampler({epoch}) gave index {found[at]} at position {at}: the data set's samples are 0 to "
+            f"{num_samples - 1}",
             code="SS307",
         )
-    return np.array(found, dtype=np.int64)
+    return found.astype(np.int64)
 
 
 def sort_hashes(length: int, key: int) -> Indices:

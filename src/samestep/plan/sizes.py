@@ -5,11 +5,9 @@ from math import isqrt
 from numbers import Integral
 
 from samestep.errors import InvalidValue
-from samestep.plan.tree import build_layout
 
 Span = tuple[int, int]  # a start and a stop
 
-MAX_SAMPLES = 1 << 40  # of a step; larger values are typing errors
 MAX_MICRO_BATCHES = 1 << 20  # of a step; the plan of more would fill the memory
 LEAST_SAMPLES = 64  # of a default micro-batch; fewer slow small models down (docs/dev/micro_batches.md)
 
@@ -31,16 +29,12 @@ def check_numbers(
         ("world_size", world_size),
     ):
         check_positive(name, value)
-    if batch_size > MAX_SAMPLES:
-        raise InvalidValue(f"batch_size must be at most {MAX_SAMPLES}, not {batch_size}", code="SS108")
     if batch_size % micro_batch_size:
         below = batch_size - batch_size % micro_batch_size
-        sizes = [size for size in (below, below + micro_batch_size) if size]
-        # The nearest four: a round batch_size can have dozens of divisors.
-        divisors = sorted(_divisors(batch_size), key=lambda size: (abs(size - micro_batch_size), size))[:4]
+        sizes = " or ".join(str(size) for size in (below, below + micro_batch_size) if size)
         raise InvalidValue(
             f"batch_size {batch_size} is not a multiple of micro_batch_size {micro_batch_size}: "
-            f"use a batch_size of {_either(sizes)}, or a micro_batch_size of {_either(sorted(divisors))}",
+            f"use a batch_size of {sizes}, or a micro_batch_size that divides {batch_size}",
             code="SS108",
         )
     num_micro_batches = batch_size // micro_batch_size
@@ -83,22 +77,18 @@ def default_micro_batch_size(batch_size: int) -> int:
 
 
 def describe_division(n: int, world_size: int) -> str:
-    """Describe how n micro-batches are divided among the ranks: `16 micro-batches on 3 ranks: 6+5+5, 89 % busy`.
+    """Describe how n micro-batches are divided among the ranks: `16 micro-batches on 3 ranks, which are 89 % busy`.
 
     "busy" is the mean share of a step's computing time in which a rank computes, if all micro-batches take equally
-    long. Above 8 ranks, the shares are abbreviated. For one rank, the text says how many ranks the run can have later.
+    long. For one rank, the text says how many ranks the run can have later.
     """
     micro_batches = f"{n} micro-batch{'es' if n != 1 else ''}"
     if world_size == 1:
         most = f"{n} rank{'s' if n != 1 else ''}"
         more = "for more, begin it with a larger batch_size or a smaller micro_batch_size"
         return f"{micro_batches} on 1 rank; at most {most} can share this run ({more})"
-    shares = [*map(len, build_layout(n, world_size).ranges)]
-    listed = "+".join(map(str, shares))
-    if world_size > 8:
-        listed = f"{shares[0]} each" if shares[0] == shares[-1] else f"{shares[-1]} or {shares[0]} each"
-    busy = n / (world_size * max(shares))
-    return f"{micro_batches} on {world_size} ranks: {listed}, {busy * 100:.0f} % busy"
+    busy = n / (world_size * -(-n // world_size))
+    return f"{micro_batches} on {world_size} ranks, which are {busy * 100:.0f} % busy"
 
 
 def check_positive(name: str, value: object) -> None:
@@ -114,9 +104,3 @@ def format_samples(count: int) -> str:
 def _divisors(number: int) -> list[int]:
     small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
-
-
-def _either(values: list[int]) -> str:
-    """`1`, `1 or 2`, `1, 2 or 5`."""
-    *head, last = map(str, values)
-    return f"{', '.join(head)} or {last}" if head else last

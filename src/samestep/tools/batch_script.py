@@ -84,8 +84,7 @@ def run_slurm(target: Target, values: Mapping[str, Any]) -> int:
     """Prints the batch script of a run, for Slurm: samestep slurm --nodes 2 ... train.py | sbatch
 
     Before the time limit Slurm signals the run, which saves and requeues its job. A job that loses a node is requeued
-    too. The run continues in the same directory, as often as needed, without changes to the script. If three starts in
-    a row are stopped before they have saved anything new, the job ends with exit code 2.
+    too. The run continues in the same directory, as often as needed, without changes to the script.
     """
     script = render_script(target, values)
     directory = find_directory(values)

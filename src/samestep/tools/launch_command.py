@@ -27,8 +27,7 @@ The first Ctrl-C, SIGTERM or SIGUSR1 stops the run: it completes the current ste
 the ranks. With --max-restarts, all ranks restart from the newest snapshot after a rank has died.
 Exit code: 0 if the run is complete; the exit code of the rank that failed first (128 + signal if a signal killed it);
 130 after Ctrl-C; 75 after SIGTERM or SIGUSR1 if the run has saved (the same command resumes it); 2 after an error in
-the input, if the end of the run could not be saved, or if three starts in a row were stopped before they had saved
-anything new.
+the input, or if the end of the run could not be saved.
 """
 NODE_HELP = """\
 Starts the script on several ranks of this machine, as `samestep launch` does. torchrun, srun or another engine starts

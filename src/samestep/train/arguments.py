@@ -1,15 +1,12 @@
 """Checks the arguments of `samestep.Run`, and replaces those that were set outside the script."""
 
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from samestep.config import OPTIONS, RunConfig
 from samestep.console import say
-from samestep.errors import Error, InvalidType, InvalidValue, UsageError
-from samestep.plan.sizes import check_numbers, default_micro_batch_size, find_sizes
-from samestep.snapshot.run_record import read_record
+from samestep.errors import InvalidType, UsageError
+from samestep.plan.sizes import check_numbers, default_micro_batch_size
 from samestep.world.environment import Environment, advise
 
 # Of the script, which runs once in a process: it may create several runs.
@@ -35,7 +32,6 @@ def build_config(environment: Environment, *, is_trial: bool, **arguments: Any) 
         arguments["run_dir"] = _choose_directory(environment, arguments["run_dir"])
     if arguments["micro_batch_size"] is None:
         arguments["micro_batch_size"] = default_micro_batch_size(arguments["batch_size"])
-    _check_room(environment.world_size, **arguments)
     check_numbers(arguments["batch_size"], arguments["micro_batch_size"], environment.world_size, advise)
     return RunConfig(**{name: OPTIONS[name].check(name, value) for name, value in arguments.items()})
 
@@ -52,26 +48,6 @@ def _choose_directory(environment: Environment, given: Any) -> Any:
         given = named = begun.run_dir
     _opened.add(named)
     return given
-
-
-def _check_room(
-    world_size: int, *, run_dir: Any, batch_size: int, micro_batch_size: int, fresh: bool = False, **_: Any
-) -> None:
-    """Refuse more ranks than the run in the directory can ever have. Other sizes would make it another run."""
-    sizes = {"batch_size": batch_size, "micro_batch_size": micro_batch_size}
-    record: Mapping[str, Any] = {}
-    with suppress(OSError, ValueError, TypeError, Error):  # there is no run yet, or its directory is at a URL
-        if not fresh and world_size * micro_batch_size > batch_size:
-            record = read_record(Path(run_dir), run_dir)
-    if record and sizes.items() <= record.get("numbers", {}).items():
-        most = batch_size // micro_batch_size
-        more = advise(run_dir="NEW", continue_from=run_dir, **find_sizes(batch_size, micro_batch_size, world_size))
-        raise InvalidValue(
-            f"the run in {run_dir} began with batch_size {batch_size} and micro_batch_size {micro_batch_size}, on "
-            f"which its bits depend, so it can have at most {most} rank{'s' if most > 1 else ''}, not {world_size}: "
-            f"continue it on {most}, or in a new directory, where {world_size} ranks can share it, with {more}",
-            code="SS109",
-        )
 
 
 def check_script_config(config: Any) -> None:

@@ -60,7 +60,7 @@ def open_loop(
         fix_compiler()
     state.begin_loop(data, context.config.max_steps, context.location, context.say)
     keep_list(data, context)
-    resume_state(data, context, state, prepared, services)
+    resume_state(data, context, state, prepared)
     services.stopping.begin_loop()
     services.metrics.begin_loop(data.plan, prepared)
     observers = build_observers(data, context, state, prepared, services, interceptors)
@@ -113,12 +113,10 @@ def record_start(data: LoopData, context: RunContext, prepared: Prepared) -> Tra
     return describe_run(context, machine, options)
 
 
-def resume_state(data: LoopData, context: RunContext, state: RunState, prepared: Prepared, services: Services) -> None:
+def resume_state(data: LoopData, context: RunContext, state: RunState, prepared: Prepared) -> None:
     """Bring the stream to the loop's position, and objects that the script's lines before this loop have changed."""
     if data.lanes is not None:
         state.resume_lanes(data.lanes, data.plan)
-    if state.place.is_further:
-        services.resources.begin_loop()
     if state.place.kind is not LoopKind.RESUMED:
         return
     if state.place.number:  # the script's lines before this loop ran again, after the state was restored
@@ -151,7 +149,6 @@ def build_observers(
         interceptor.begin_loop(parts)
     observers: list[StepObserver] = [
         prepared.parameters,
-        services.watchdog,
         services.metrics,
         services.stopping,
         prepared.misuse,

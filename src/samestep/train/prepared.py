@@ -175,7 +175,7 @@ def prepare_objects(
     optimizers: DividedOptimizers | None = None
     sharded: ShardedState | None = None
     if shard == "optimizer":
-        wait = partial(calls.wait_for_update, context.group)
+        wait = partial(calls.wait_for_call, context.group, calls.UPDATE)
         gather = partial(calls.gather_after_step, context.group)
         optimizers = DividedOptimizers(objects, held, context.group, wait, gather, context.say)
     elif shard == "fsdp2":

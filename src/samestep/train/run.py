@@ -37,7 +37,7 @@ from samestep.train.state.object_checks import check_objects, find_params
 from samestep.train.state.restoring import restore_models
 from samestep.train.state.run_state import RunState
 from samestep.train.state.sharded_init import ShardedInit
-from samestep.train.step.interception import find_requests, install, read_request
+from samestep.train.step.interception import find_requests, read_request
 from samestep.train.step.step_log import collect_values
 from samestep.train.step.steps import Step
 from samestep.watch.progress import Progress
@@ -75,9 +75,9 @@ class Run:
         keep_last: how many numbered snapshots to keep. Named snapshots are always kept.
         resume: "latest", a step, the name of a snapshot such as "best", or False.
         max_steps: total number of steps after which the run ends.
-        log_every: interval of the rows in `metrics.jsonl`: 10 (steps), "1epochs" or "30s".
+        log_every: interval of the rows in `metrics.jsonl`: 10 (steps) or "1epochs".
         compare_every: interval of replica checks, which compare parameters and optimizer state of all ranks: 100
-            (steps), "1epochs", "30min" or None. Unless it is None, they are also compared before each snapshot.
+            (steps), "1epochs" or None. Unless it is None, they are also compared before each snapshot.
         check_compute_every: number of steps between checks for faulty processors, in which a micro-batch of each rank
             is computed by another rank, too, and the bits of losses and gradients are compared; see docs/running.md.
             None: no checks.
@@ -178,7 +178,7 @@ class Run:
         self._context = context
         self._state = RunState()
         self._services = self._build_services(() if is_trial else settings.trackers)
-        self._interceptors = install(context, [*find_requests(settings), *requests])
+        self._interceptors = [each.kind(context, each.options) for each in [*find_requests(settings), *requests]]
         self._old_params = find_params()
         self._prepared: Prepared | None = None
         self._loop: Loop | None = None
@@ -218,7 +218,7 @@ class Run:
             self._say,
             partial(calls.gather_after_step, group),
         )
-        signals = StopSignals(context.environment, self._say, is_on=self.dir is not None)
+        signals = StopSignals(context.environment, self._progress.say, is_on=self.dir is not None)
         watchdog = Watchdog(context, snapshotter, state)
         return Services(
             snapshotter,
@@ -559,13 +559,12 @@ class Run:
         """
         self._check_call("run.log", "it knows this rank's part only; call step.log, which averages over all ranks")
         row = collect_values("run.log", values, named)
-        if self.steps_done if self._loop is None else self._loop.repeats_head:
+        loop = self._loop
+        has_run = self.steps_done > 0 if loop is None else loop.repeats_head
+        will_run_again = loop is not None and loop.is_cut
+        if has_run or will_run_again:
             return
-        if self._loop is not None and self._loop.is_cut:
-            names = ", ".join(row)
-            self._context.say(f"the row with {names} is not written: the run stopped within the epoch that logs it")
-            return
-        step = None if self._loop is None else self._loop.step
+        step = None if loop is None else loop.step
         in_body = step is not None and step.number == self.steps_done
         self._services.metrics.write_row(row, self.steps_done + in_body)
 

@@ -168,11 +168,6 @@ def advise(**options: Any) -> str:
     return f"{settings} in the environment"
 
 
-def read_torchrun_file() -> str | None:
-    """Return the path of the file whose error torchrun prints last, in place of a traceback; None without torchrun."""
-    return os.environ.get("TORCHELASTIC_ERROR_FILE")
-
-
 def read_rank() -> int:
     """Return this process's rank, to report an error in the rest of the environment; 0 if it cannot be determined."""
     if "RANK" in os.environ:

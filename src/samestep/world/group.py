@@ -269,7 +269,3 @@ class Group(Transport, Held):
         """
         store = None if self._membership is None else connect_to_store()
         return SignedEntries(self._key, store) if self.world_size > 1 else None
-
-    def check_newest(self) -> None:
-        if self._healing is not None:
-            self._healing.check_newest()

@@ -127,11 +127,6 @@ class Change:
         return min(self.lost) < min(self.left)
 
 
-def list_gone() -> Sequence[int]:
-    """Return the ranks that have died so far, as numbered at the start."""
-    return tuple(_gone)
-
-
 class Membership:
     """The members of this rank's group, and its position.
 

@@ -53,22 +53,6 @@ def is_first(name: str) -> bool | None:
     return None
 
 
-def write_entry(name: str, text: str) -> None:
-    """Write an entry. It is in the store when this returns."""
-    with suppress(RuntimeError):
-        if (store := _find_store()) is not None:
-            store.set(f"samestep/{name}", text)
-            store.check([f"samestep/{name}"])  # waits for an answer, which `set` does not
-
-
-def read_entry(name: str) -> str | None:
-    """Return the entry `name`; None if there is none."""
-    with suppress(RuntimeError):
-        if (store := _find_store()) is not None and store.check([f"samestep/{name}"]):
-            return bytes(store.get(f"samestep/{name}")).decode()
-    return None
-
-
 class SignedEntries:
     """Signed entries of a store.
 

@@ -1,7 +1,6 @@
 """The collectives of all ranks on values and whole tensors other than gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -10,14 +9,12 @@ import torch.distributed as dist
 from samestep.errors import KINDS, Error, InvalidType, InvalidValue, PeerFailed, UsageError, name_kind
 from samestep.hashing import hash_pieces
 from samestep.tagged import view_bytes
-from samestep.waiting import wait_until
 from samestep.world import wire
 from samestep.world.chunks import split_chunks
-from samestep.world.environment import has_agent_store, read_host
+from samestep.world.environment import read_host
 from samestep.world.host import read_host_id
 from samestep.world.local_sockets import LocalSockets, connect
 from samestep.world.process_group import has_group
-from samestep.world.rendezvous_store import read_entry, write_entry
 from samestep.world.waiter import Transfer, Waiter, wait_for_messages
 
 T = TypeVar("T")
@@ -26,20 +23,7 @@ BROADCAST_CHUNK_BYTES = 64 << 20
 LARGE_BYTES = 1 << 16  # of a piece that is broadcast; torch's own broadcast of a smaller one sends it at once
 # Bytes of an element -> the dtype that carries its bits: gloo lacks many dtypes, such as int16 and float8.
 CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
-STOPPED = b"samestep stopped"  # shorter than the exchange of any step, so that it cannot be mistaken for one
-STOP_S = 300.0  # without local sockets: limit for the other ranks to stop as well
-POLL_S = 0.05
 TAG = 1 << 20  # of messages that are no part of a gradient's exchange
-
-_numbers = count()
-
-
-class _Continues(Exception):
-    """Rank `rank` has started another step, and this one has stopped."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
 
 
 def check_equal(values: Sequence[Mapping[str, Any]]) -> None:
@@ -81,7 +65,6 @@ class Transport:
         self.is_on_one_host = True
         self.waiter: Waiter | None = None
         self._key = b""  # from the launcher's secret and random parts of all ranks, which the store never holds
-        self.forget_stops()
 
     @property
     def members(self) -> Sequence[int]:
@@ -96,9 +79,6 @@ class Transport:
     def complete(self, collective: Callable[[], T], *, on_device: bool = False) -> T:
         """Run a collective. `on_device`: as for `Group.confirm`."""
         return collective()
-
-    def check_newest(self) -> None:
-        """Raise PeerFailed if another rank has died since this rank has joined it."""
 
     def wait_for(self, messages: Sequence[Transfer]) -> None:
         """Wait for messages. If a rank has died, a part of one does not end the wait.
@@ -298,53 +278,6 @@ class Transport:
     def barrier(self) -> None:
         """Return when every rank has called it."""
         self.complete(self._barrier)
-
-    def find_continuing(self, step: int) -> int | None:
-        """Call before stopping instead of starting another step; detects ranks that did not stop and would deadlock.
-
-        Returns the first rank that has started another step; None when all ranks have called this. Raises PeerFailed if
-        another rank has ended.
-        """
-        try:
-            self.complete(lambda: self._check_all_stop(step))
-        except _Continues as other:
-            return other.rank
-        return None
-
-    def _check_all_stop(self, step: int) -> None:
-        if self.world_size == 1:
-            return
-        write_entry(self._name_stop(self.number), str(step))
-        if self.local_sockets is not None:
-            rows = [bytearray(STOPPED if rank == self.rank else len(STOPPED)) for rank in range(self.world_size)]
-            self.local_sockets.exchange([memoryview(row) for row in rows])
-            continuing = [rank for rank, row in enumerate(rows) if row != STOPPED]
-        elif has_agent_store():
-            wait_until(self._have_all_stopped, STOP_S, every_s=POLL_S)
-            # A rank in another step waits for this one, and writes no entry.
-            continuing = [rank for rank, stop in enumerate(self._read_stops()) if stop is None]
-        else:
-            continuing = []
-        if continuing:
-            raise _Continues(continuing[0])
-
-    def _have_all_stopped(self) -> bool:
-        self.check_newest()
-        return None not in self._read_stops()
-
-    def forget_stops(self) -> None:
-        """Start a new loop, in which no rank has called `find_continuing` yet. Call on all ranks."""
-        self._number = next(_numbers)  # the same on all ranks, which start their loops in the same order
-
-    def find_stopped(self) -> tuple[int, str] | None:
-        """Return the first rank known to have called `find_continuing`, and its steps; None if there is none."""
-        return next(((rank, step) for rank, step in enumerate(self._read_stops()) if step is not None), None)
-
-    def _read_stops(self) -> list[str | None]:
-        return [read_entry(self._name_stop(member)) for member in self.members]
-
-    def _name_stop(self, member: int) -> str:
-        return f"stopped/{self._number}/{member}"
 
     def check_process_group(self) -> None:
         """Raise Error if the script has created a process group of other ranks since this was opened."""

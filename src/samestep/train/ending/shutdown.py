@@ -2,20 +2,18 @@
 
 import gc
 import io
-import json
 import os
 import pickle
 import signal
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from samestep.console import escape, print_error
+from samestep.console import print_error
 from samestep.errors import Error, PeerFailed, WorkerDied, describe, recognize
 from samestep.files import replace_file
 from samestep.launch.failure import is_secondary, read_failure, write_failure
@@ -26,7 +24,7 @@ from samestep.train.context import RunContext
 from samestep.train.ending.stopping import StopSignals
 from samestep.train.guards.watchdog import Watchdog
 from samestep.watch.progress import Progress
-from samestep.world.environment import OUTCOME, Outcome, find_exit_code, read_torchrun_file, ready_standard_files
+from samestep.world.environment import Outcome, find_exit_code, ready_standard_files
 from samestep.world.process_group import close_group, has_group
 from samestep.world.rendezvous_store import is_first, is_left_by_rank_0
 
@@ -80,11 +78,8 @@ class Resources(Held):
         self._is_ended = True
 
     def begin_loop(self) -> None:
-        """Begin a further loop: acquire again what the end of the previous loop released."""
+        """Begin a further loop."""
         self._is_ended = False
-        if self.error_dir is not None:
-            Path(self.error_dir, OUTCOME).unlink(missing_ok=True)
-        self._context.group.forget_stops()
 
     def drop(self) -> None:
         """Close everything, because nothing refers to the run any more. The process continues."""
@@ -201,18 +196,7 @@ def _is_at_prompt() -> bool:
     return bool(sys.flags.interactive) or hasattr(sys, "ps1")
 
 
-def _tell_torchrun(error: Error) -> None:
-    """Let torchrun, which prints a long report about ranks that have failed, print this error in it."""
-    if (path := read_torchrun_file()) is None:
-        return
-    text = f"samestep: error: {escape(describe(error))}"
-    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    with suppress(OSError):
-        replace_file(Path(path), json.dumps({"message": {"message": text, "extraInfo": extra}}).encode())
-
-
 def _say_once(error: Error, rank: int) -> None:
-    _tell_torchrun(error)
     is_sayer = is_first("error")
     if is_sayer is None:
         # Rank 0 prints an error that is the same on all ranks, unless it has ended by now.

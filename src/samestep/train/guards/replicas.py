@@ -1,6 +1,5 @@
 """Compares the models and the optimizers' state of all ranks at intervals."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -113,7 +112,6 @@ class ReplicaChecks:
         self._settled: dict[str, ref[Tensor]] = {}  # tensors that were equal in the last comparison
         self._ignored: set[str] = set()  # names of optimizer state that differed from the first comparison on
         self._begun_infinite: set[str] = set()  # labels of `list_checked`
-        self._alike_s = time.monotonic()
         self._restored: Mapping[str, int] = {}
 
     def note_restored(self) -> None:
@@ -132,10 +130,6 @@ class ReplicaChecks:
         """Begin to watch, before the first step of a loop, so that a change before its update is noticed."""
         if snapshotter.watch(list_stable(self._objects)):
             self._begun_infinite = {label for label, tensor in list_checked(self._objects) if not is_finite(tensor)}
-
-    def is_time(self) -> bool:
-        """Return whether a comparison is due by this rank's clock."""
-        return self._every is not None and self._every.has_passed(time.monotonic() - self._alike_s)
 
     def is_due(self, step: int, epochs_done: int | None) -> bool:
         """Return whether a comparison is due after `step` steps. `epochs_done`: at the end of an epoch, else None."""
@@ -167,7 +161,6 @@ class ReplicaChecks:
             self._ignored |= {name for name, value in checksums.items() if any(r.get(name) != value for r in replicas)}
         self._settled = {name: ref(tensor) for name, tensor in replicated.items()}
         self._alike_at = step
-        self._alike_s = time.monotonic()
 
     def _name_replicated(self) -> dict[str, Tensor]:
         return dict(name_replicated(self._objects, has_divided_state=self._has_divided_state))

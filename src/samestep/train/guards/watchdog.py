@@ -20,7 +20,6 @@ from samestep.lifetime import Held, hold
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.state.run_state import RunState
-from samestep.train.step.steps import StepObserver
 from samestep.watch.decision import RankFacts
 from samestep.watch.heartbeat import Files, Heartbeat
 from samestep.watch.phase_clock import PhaseClock
@@ -31,7 +30,7 @@ EXIT_CODE = 1
 WRITE_S = 2.0  # to write why a rank is stuck: a disk can hang
 
 
-class Watchdog(PhaseClock, StepObserver, Held):
+class Watchdog(PhaseClock, Held):
     """Times the phases of one run on this rank. From `begin` to `close` it exchanges heartbeats with the other ranks.
 
     Attributes:

@@ -110,12 +110,7 @@ class SamplerOrders:
 
     def _call_once(self, epoch: int) -> Indices:
         seed_all(derive(self._seed, "order", step=epoch))
-        given = self._sampler(epoch)
-        if not isinstance(given, Iterable):
-            raise InvalidType(
-                f"sampler({epoch}) gave {given!r}: return the epoch's sample indices, such as a list", code="SS307"
-            )
-        return check_order(given, self._num_samples, epoch)  # a generator runs only here
+        return check_order(self._sampler(epoch), self._num_samples, epoch)  # a generator runs only here
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,7 @@ import torch
 from samestep.data.content import hash_content
 from samestep.data.lanes import Lanes
 from samestep.data.loader import Loader
-from samestep.data.order_files import find_changed_shards
-from samestep.data.spec import DataSpec
+from samestep.data.spec import DataSpec, has_lanes
 from samestep.errors import Error, InvalidValue, RunDirectoryError
 from samestep.plan.loop_plan import Task
 from samestep.plan.seeds import derive
@@ -24,26 +22,7 @@ from samestep.train.inputs.loop_data import LoopData
 from samestep.world.environment import advise
 from samestep.world.group import Group
 
-NUM_COMPARED = 8  # micro-batches of each lane that begins as another one does
-
-
-def check_shards(data: LoopData, run_dir: Path, recorded: str | None) -> None:
-    """Compare the shards with those that the loop had in earlier starts.
-
-    Args:
-        recorded: the entry "shards" in the loop's recorded numbers.
-
-    Raises:
-        RunDirectoryError: they differ; the message names them.
-    """
-    if recorded is None or recorded == data.shards_hash:
-        return
-    if changed := find_changed_shards(run_dir, recorded, data.shards):
-        raise RunDirectoryError(
-            f"the data set's shards are not those that the run began with: {changed}; restore them, or start with "
-            f"{advise(fresh=True)}",
-            code="SS306",
-        )
+NUM_COMPARED = 8  # micro-batches of two lanes, as long as they are the same
 
 
 def add_samples(
@@ -62,14 +41,13 @@ def add_samples(
         compare_ranks(own, data.spec, seed, group, machine)
 
     def check() -> tuple[list[str], str]:
-        lanes = data.lanes
-        if lanes is not None and not lanes.are_given:
-            check_lanes(data.spec, lanes, seed)
+        if data.lanes is not None:
+            check_lanes(data.spec, data.lanes, seed)
         if directory is None:
             return [], ""
-        # These give better errors than a sample.
-        check_shards(data, directory.path, directory.record.get("numbers", {}).get("shards"))
-        directory.check_numbers(data.numbers)
+        directory.check_numbers(data.numbers)  # gives a better error than a sample
+        if data.lanes is not None:  # they are compared when they are read again
+            return [], ""
         before = directory.record.get("samples", [])
         now = check_samples(data.spec, seed, directory.record, machine, overrides=overrides, now=own)
         return now, describe_changes({"samples": before or now}, {"samples": now})
@@ -109,18 +87,12 @@ def compare_ranks(own: list[str], spec: DataSpec, seed: int, group: Group, machi
 
 
 def check_lanes(spec: DataSpec, lanes: Lanes, seed: int) -> None:
-    """Compare a few lanes of a stream. Lanes that begin with the same sample are read further.
-
-    All lanes are read with the same seeds, so that noise that is added to samples does not hide that they are equal.
+    """Compare the first two lanes of a stream. On one rank.
 
     Raises:
-        InvalidValue: two lanes have the same first `NUM_COMPARED` micro-batches: the stream does not divide its data.
+        InvalidValue: they have the same first `NUM_COMPARED` micro-batches: the stream does not divide its data.
     """
-    first = read_samples(spec, seed)
-    pairs = zip(lanes.list_compared(), first, strict=True)
-    suspected = [lane for lane, each in pairs if each and first.count(each) > 1]
-    found = [content for lane in suspected if (content := _read_lane(spec, lanes, lane, seed))]
-    if any(found.count(each) > 1 for each in found):
+    if lanes.num_lanes > 1 and not has_lanes(lanes.dataset) and _are_alike(spec, lanes, seed):
         raise InvalidValue(
             f"several of the {lanes.num_lanes} lanes of {type(lanes.dataset).__name__} begin with the same samples: "
             "let __iter__ divide the data by torch.utils.data.get_worker_info(), or give it a method "
@@ -129,14 +101,24 @@ def check_lanes(spec: DataSpec, lanes: Lanes, seed: int) -> None:
         )
 
 
-def _read_lane(spec: DataSpec, lanes: Lanes, lane: int, seed: int) -> list[str]:
-    """Return the hashes of a lane's first micro-batches; [] if it cannot be read, which the training will report."""
-    steps = range(NUM_COMPARED)
-    tasks = [Task(lanes.indices(lane, step), derive(seed, "data", step=step, pass_=1)) for step in steps]
+def _are_alike(spec: DataSpec, lanes: Lanes, seed: int) -> bool:
+    """Return whether two lanes begin alike.
+
+    They are read with the same seeds, so that noise that is added to samples does not hide it.
+    """
+    tasks = [
+        Task(lanes.indices(lane, step), derive(seed, "data", step=step, pass_=1))
+        for step in range(NUM_COMPARED)
+        for lane in (0, 1)
+    ]
     alone = replace(spec, num_workers=min(spec.num_workers, 1))
     with keeping_generators(), suppress(Error), Loader(alone, tasks, device=torch.device("cpu")) as loader:
-        return [hash_content(next(loader).batch) for _ in tasks]
-    return []
+        for _ in range(NUM_COMPARED):
+            first, second = (hash_content(next(loader).batch) for _ in range(2))
+            if not first or first != second:
+                return False
+        return True
+    return False  # a lane cannot be read, which the training will report
 
 
 def check_samples(
@@ -187,10 +169,7 @@ def read_samples(spec: DataSpec, seed: int) -> list[str]:
     If the run has workers, this starts one: a data set may open its files at the first read, and the training's
     workers, which are forked later, would share a file opened in this process.
     """
-    # The lanes of a stream are compared with one another, too.
-    steps = [0 if isinstance(spec.dataset, Lanes) else index for index in _choose(spec)]
-    seeds = [derive(seed, "data", step=step, pass_=1) for step in steps]
-    tasks = [Task(np.array([index]), each) for index, each in zip(_choose(spec), seeds, strict=True)]
+    tasks = [Task(np.array([index]), derive(seed, "data", step=index, pass_=1)) for index in _choose(spec)]
     alone = replace(spec, num_workers=min(spec.num_workers, 1))
     with keeping_generators(), Loader(alone, tasks, device=torch.device("cpu")) as loader:
         found = []
@@ -203,6 +182,4 @@ def read_samples(spec: DataSpec, seed: int) -> list[str]:
 
 
 def _choose(spec: DataSpec) -> list[int]:
-    if isinstance(spec.dataset, Lanes):
-        return spec.dataset.list_first()
     return sorted({0, len(spec) // 2, len(spec) - 1})

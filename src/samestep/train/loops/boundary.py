@@ -1,6 +1,7 @@
 """What happens between the bodies of a loop, and at its end: votes, comparisons of replicas, and snapshots."""
 
 import os
+import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,22 +16,20 @@ from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.ending.shutdown import Resources
-from samestep.train.ending.stopping import MAX_IDLE_STOPS, Stopping, count_idle_stops, describe_stop
+from samestep.train.ending.stopping import Stopping
+from samestep.train.guards import calls
 from samestep.train.guards.watchdog import Watchdog
 from samestep.train.loops.feed import Feed
 from samestep.train.loops.run_metrics import RunMetrics
 from samestep.train.prepared import Prepared
 from samestep.train.state.run_state import RunState
 from samestep.train.step.steps import Observers, Step
-from samestep.watch.records import RESTARTS
 from samestep.world.environment import (
     BEGUN,
     OUTCOME,
-    START_AGAIN,
     BegunRun,
     Environment,
     Outcome,
-    find_exit_code,
 )
 from samestep.world.workdir import make_private
 
@@ -61,8 +60,7 @@ class Boundary:
     After an epoch's last step, they wait until the epoch's body has run.
 
     Attributes:
-        failure: at the end of the loop, an Error if the last snapshot could not be written or if another start would
-            not help; else None.
+        failure: at the end of the loop, an Error if the last snapshot could not be written; else None.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class Boundary:
         self.failure: Error | None = None
 
     def begin(self) -> None:
-        """Begin the loop. A run that has already received a signal to stop ends here."""
+        """Begin the loop."""
         if self._state.place.is_past:
             return
         location = self._context.location
@@ -92,16 +90,15 @@ class Boundary:
         self._services.watchdog.begin()
         if self._state.place.is_further:
             location.write_status("running", "", None)
+            drop_note(self._context.environment, OUTCOME)
+            self._services.resources.begin_loop()
         elif location.directory is not None:
             restart = self._context.environment.restart
             world_size = self._context.world_size
             location.directory.write_start(restart, from_step=self._state.steps_done, world_size=world_size)
         note_begun(self._context)
         self._context.group.announce_ready()  # rank 0 has done what no other rank does again
-        if stopping.signals.is_on:
-            stopping.vote()
-        self._exit_after_signal()
-        stopping.agree_together()
+        calls.wait_for_call(self._context.group, stopping.call)
 
     def seed_body(self, purpose: str, number: int) -> None:
         """Seed the body and its evaluations from its number, so that they do not depend on where the run resumed."""
@@ -113,7 +110,6 @@ class Boundary:
         for each in self._on.interceptors:
             results = max(results, each.results())  # only one of them has any
         return self._services.stopping.cast_vote(
-            comparison=self._prepared.replicas.is_time(),
             computed=results[0],
             recomputed=results[1],
             checksum=self._services.metrics.partial_checksums.take_own(),
@@ -130,16 +126,15 @@ class Boundary:
         steps_done = self._state.steps_done
         stopping = self._services.stopping
         snapshotter = self._services.snapshotter
-        stopping.react()
         if step is not None:
             self._on.end_body(step)
-        if stopping.take_comparison() or self._prepared.replicas.is_due(steps_done, epochs_done):
+        if self._prepared.replicas.is_due(steps_done, epochs_done):
             self._prepared.replicas.compare(steps_done)
-        # At an epoch's end, the next exchange may not be that of a step.
-        if epochs_done is None:
-            stopping.agree()
-        else:
-            stopping.agree_together(snapshotter.take_asked())
+        # Ranks that continue with a step notice in its exchange that another one waits here.
+        if epochs_done is not None:
+            calls.wait_for_call(self._context.group, stopping.call, snapshotter.take_asked())
+        elif stopping.call == calls.STOP:
+            calls.wait_for_call(self._context.group, calls.STOP)
         ending = stopping.is_ending
         due = snapshotter.take_due(step=steps_done, epochs_done=epochs_done, numbered=numbered, ending=ending)
         if due:
@@ -178,7 +173,7 @@ class Boundary:
         then = ": the same command continues from there" if saved else ""
         context.say(f"stopped by a signal after step {steps_done}{saved}{then}")
         stopping.signals.ignore_further()
-        self._end("stopped", describe_stop(stopping.signal))
+        self._end("stopped", f"stopped by {signal.Signals(stopping.signal).name}")
         if self.failure is not None:
             raise self.failure
         notify_launcher(context.environment, OUTCOME, Outcome.STOPPED.value)
@@ -208,13 +203,11 @@ class Boundary:
         services.metrics.complete_checksums()
         services.snapshotter.end(steps_done)
         # On all ranks: if the launcher of one node ended with START_AGAIN, srun would return it for all nodes.
-        ends = [(context.rank, *self._explain_failure())]
-        ends = context.group.gather(ends[0]) if services.stopping.signal else ends
-        rank, failure, code = next((end for end in ends if end[1]), (0, "", ""))
-        if failure:
-            self.failure = Error(failure, rank=rank, code=code)
+        problems = context.group.gather(services.snapshotter.explain_unsaved(steps_done))
+        if failure := next(filter(None, problems), ""):
             status = "failed"
-            reason = failure
+            reason = f"{failure}; fix this, and start the same command again"
+            self.failure = Error(reason, rank=problems.index(failure), code="SS417")
         services.watchdog.enter("script", steps_done)
         rows, measured = services.metrics.sum_up(services.watchdog.spent_s())
         end: dict[str, Any] | None = None if failure else {"steps": steps_done, "measured": measured}
@@ -229,30 +222,6 @@ class Boundary:
         if self.failure is None:
             services.resources.end_loop()
 
-    def _explain_failure(self) -> tuple[str, str]:
-        """Describe a failure at the run's end, on ranks that record it, with its code; "" if there was none."""
-        stopping = self._services.stopping
-        snapshotter = self._services.snapshotter
-        if problem := snapshotter.explain_unsaved(self._state.steps_done):
-            return f"{problem}; fix this, and start the same command again", "SS417"
-        is_again = stopping.is_interrupted and find_exit_code(Outcome.STOPPED, stopping.signal) == START_AGAIN
-        run_dir = self._context.location.path
-        if not is_again or self._context.rank != 0 or run_dir is None:
-            return "", ""
-        if (snapshotter.saved_step or 0) > self._state.resumed_step:
-            return "", ""
-        count = count_idle_stops(run_dir / RESTARTS) + 1
-        if count < MAX_IDLE_STOPS:
-            return "", ""
-        cure = "give each more time (under Slurm: a longer --time)"
-        if self._context.config.snapshot_every is None:
-            cure = "let it save (--snapshot-every), or give it time for all of its steps"
-        return (
-            f"{count} starts in a row were stopped before they had saved more than step {self._state.resumed_step}: "
-            f"{cure}, and start the same command again",
-            "SS418",
-        )
-
 
 def note_begun(context: RunContext, *, is_done: bool = False) -> None:
     """Leave a note for samestep's launcher, which run a restart continues."""
@@ -260,6 +229,12 @@ def note_begun(context: RunContext, *, is_done: bool = False) -> None:
     if environment.local_rank == 0 and context.location.path is not None:
         run = BegunRun(context.location.shown, environment.run_number, is_done)
         notify_launcher(environment, BEGUN, run.to_text())
+
+
+def drop_note(environment: Environment, event: str) -> None:
+    """Remove a note."""
+    if environment.error_dir is not None:
+        Path(environment.error_dir, event).unlink(missing_ok=True)
 
 
 def notify_launcher(environment: Environment, event: str, text: str = "") -> None:

@@ -69,8 +69,8 @@ class Evaluator:
         """Score every sample. Arguments, result and errors as for `Run.evaluate`."""
         if not callable(score):
             raise InvalidType(
-                f"run.evaluate needs a function score(batch) -> dict, not {_describe(score)}: call run.evaluate(score, "
-                "data)",
+                f"run.evaluate needs a function score(batch) -> dict, not a {type(score).__name__}: call "
+                "run.evaluate(score, data)",
                 code="SS102",
             )
         self._state.count_evaluation()
@@ -133,8 +133,8 @@ class Evaluator:
         spec = replace(spec, num_workers=min(spec.num_workers, len(held)))
         rows: list[Row] = []
         modes = {part: part.training for module in self._modules.values() for part in module.modules()}
-        gradients = {param: param.grad for module in self._modules.values() for param in module.parameters()}
         evaluating = dict.fromkeys(modes, False)
+        gradients = {param: param.grad for module in self._modules.values() for param in module.parameters()}
         without = dict.fromkeys(gradients)
         self._gradients.buffers.hold()
         self._clock.enter("validating", steps_done)
@@ -169,39 +169,28 @@ def _read(scores: Mapping[str, Any], num_samples: int) -> Row:
         raise InvalidType(
             f"the score function returned a {type(scores).__name__}: return a dict of name -> value", code="SS223"
         )
-    row: Row = {}
-    for name, value in scores.items():
-        if isinstance(value, PerMicroBatch):
-            row[name] = [_copy(value.value)]
-            continue
-        if isinstance(value, list):
-            if len(value) != num_samples:
-                raise InvalidValue(
-                    f"score {name!r} has {len(value)} entries for {num_samples} samples: give one per sample",
-                    code="SS223",
-                )
-            row[name] = [*map(_copy, value)]
-            continue
-        mean, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, num_samples)
-        for number in (mean, weight):
-            if not isinstance(number, Real) and not (isinstance(number, Tensor) and number.numel() == 1):
-                raise InvalidType(
-                    f"score {name!r} is neither a number, nor (number, weight), nor a list with one entry per sample, "
-                    f"but {type(number).__name__}: average it, or turn it into a list",
-                    code="SS223",
-                )
-        row[name] = (_read_now(mean), _read_now(weight))
-    return row
+    return {name: _read_score(name, value, num_samples) for name, value in scores.items()}
+
+
+def _read_score(name: str, value: Any, num_samples: int) -> list[Any] | tuple[Any, ...]:
+    """Return a list, or a value and its weight, which the script cannot change any more."""
+    if isinstance(value, PerMicroBatch):
+        return [_copy(value.value)]
+    if isinstance(value, list) and len(value) == num_samples:
+        return [*map(_copy, value)]
+    pair = value if isinstance(value, tuple) and len(value) == 2 else (value, num_samples)
+    for number in pair:
+        if not isinstance(number, Real) and not (isinstance(number, Tensor) and number.numel() == 1):
+            raise InvalidType(
+                f"score {name!r} is neither a number, nor (number, weight), nor a list with one entry for each of "
+                f"{num_samples} samples, but {type(value).__name__}: average it, or turn it into such a list",
+                code="SS223",
+            )
+    return tuple(read_later(number) if isinstance(number, Tensor) else number for number in pair)
 
 
 def _copy(entry: Any) -> Any:
-    """Return an entry of a list that the script cannot change any more, such as by writing into its own tensor."""
     return entry.detach().clone() if isinstance(entry, Tensor) else copy.copy(entry)
-
-
-def _read_now(number: Any) -> Any:
-    """Return what `float` reads the present value from: the script may write to a tensor after the call."""
-    return read_later(number) if isinstance(number, Tensor) else number
 
 
 def _to_numbers(row: Row) -> Row:
@@ -213,10 +202,6 @@ def _to_numbers(row: Row) -> Row:
                 f"score {name!r} has weight {value[1]}: a weight is a finite number of at least 0", code="SS223"
             )
     return numbers
-
-
-def _describe(value: object) -> str:
-    return repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
 
 
 def _merge(rows: list[Row]) -> dict[str, Any]:

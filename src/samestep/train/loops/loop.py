@@ -1,14 +1,12 @@
 """The loop over epochs and steps."""
 
-import copy
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from samestep.errors import Error, UsageError, find_raised
+from samestep.errors import Error, UsageError
 from samestep.plan.seeds import derive
 from samestep.train.context import RunContext
-from samestep.train.ending.shutdown import describe_failure
 from samestep.train.loops.boundary import Boundary, Services
 from samestep.train.loops.feed import Feed
 from samestep.train.prepared import Prepared
@@ -118,11 +116,10 @@ class Loop:
         self.repeats_head = state.place.is_past
         self.is_cut = False
         self._left_error: Error | None = None  # the script left the loop before its end
-        self._earlier_error = 0  # id of an error that the script keeps from before the present step
 
     def run_epochs(self, num_epochs: int) -> Generator[Epoch, None, None]:
         """Yield the epochs from the run's position on."""
-        with self._noting_errors():
+        with self._noting_if_left():
             yield from self._run_epochs(num_epochs)
 
     def _run_epochs(self, num_epochs: int) -> Iterator[Epoch]:
@@ -139,11 +136,7 @@ class Loop:
             end = self._plan.num_steps_until(number)
             self.repeats_head = state.steps_done > end - per_epoch
             epoch = Epoch(self, number, per_epoch, end, state.tally)
-            try:
-                yield epoch
-            except GeneratorExit:
-                self._leave("epochs", f"epoch {number}")
-                raise
+            yield epoch
             self.check_not_left()
             if not epoch.is_done:
                 raise UsageError(
@@ -162,14 +155,14 @@ class Loop:
 
     def run_steps_of_epoch(self, end: int) -> Iterator[Step]:
         """Yield the steps up to step `end`, in an epoch's body."""
-        with self._noting_errors():
+        with self._noting_if_left():
             while self._state.steps_done < end and not self._services.stopping.is_ending:
                 yield from self._run_step(is_last=self._state.steps_done + 1 == end)
             self.is_cut = self._state.steps_done < end
 
     def run_steps(self) -> Generator[Step, None, None]:
         """Yield the steps from the run's position on."""
-        with self._noting_errors():
+        with self._noting_if_left():
             self._boundary.begin()
             while not self._services.stopping.is_ending:
                 self._feed.load_further()
@@ -182,17 +175,12 @@ class Loop:
         self.repeats_head = False
         self._boundary.seed_body("step", number)
         self._state.begin_step()
-        self._earlier_error = id(find_raised())
         if self.step is None:
             self._replicas.watch(self._services.snapshotter)
         step = Step(number, self._plan.epoch_of(number), self._plan.micro_batches(number), self._parts)
         self.step = step
         self._on.begin_step(step)
-        try:
-            yield step
-        except GeneratorExit:
-            self._leave("steps", f"step {number}")
-            raise
+        yield step
         if step.is_open or not step.num_passes:
             step.check_not_left()
             raise UsageError(
@@ -234,37 +222,31 @@ class Loop:
     def conclude(self) -> Error | None:
         """At the end of the process: return why the run has not ended correctly."""
         if self._state.is_in_loop and self.step is not None:  # the script has kept the iterator, which is still open
-            self._leave("steps", f"step {self._state.steps_done}")
+            self._leave()
         return self._left_error or self._boundary.failure
 
     @contextmanager
-    def _noting_errors(self) -> Iterator[None]:
-        """An error that the loop itself raises leaves the loop, too. The script may catch it."""
+    def _noting_if_left(self) -> Iterator[None]:
+        """The loop is left if it raises an error, which the script may catch, or if Python closes its generator."""
         try:
             yield
-        except (Exception, KeyboardInterrupt) as error:
-            self._leave("steps", f"step {self._state.steps_done}", error)
+        except BaseException:
+            self._leave()
             raise
 
-    def _leave(self, loop: str, where: str, error: BaseException | None = None) -> None:
-        """The script has left a loop. `error`: the loop itself has raised it."""
-        self._on.leave(self._state.steps_done)
+    def _leave(self) -> None:
+        """The script has left the loop."""
+        self._services.watchdog.leave(self._state.steps_done)
         self._feed.close()
         self._services.snapshotter.leave()
         if self._context.environment.launcher == "python":  # a rank of a launcher may still get its signals
             self._services.stopping.signals.restore()
         if self._state.is_in_loop and self._left_error is None:
-            # Python closes the generators of a loop while the error that has left its body is on its way.
-            cause = error if isinstance(error, Error) else find_raised()
-            if cause is None or id(cause) == self._earlier_error:
-                self._left_error = UsageError(
-                    f"the loop over the {loop} was left by break (or return, or an error) in {where}, so that what "
-                    "came after the last snapshot is lost: to end early, call run.stop() and continue the loop",
-                    code="SS217",
-                )
-            else:
-                self._left_error = copy.copy(cause)  # without the traceback, which holds the script's variables
+            self._left_error = UsageError(
+                f"the loop was left by break (or return, or an error) at run.steps_done={self._state.steps_done}, so "
+                "that what came after the last snapshot is lost: to end early, call run.stop() and continue the loop",
+                code="SS217",
+            )
             if (directory := self._context.location.directory) is not None:
-                reason = str(self._left_error) if error is None else describe_failure(error, self._context.rank)
-                directory.write_status("failed", reason)
+                directory.write_status("failed", str(self._left_error))
             self._services.resources.note(self._left_error)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from samestep.console import describe_ranks, warn
 from samestep.engine.gradient_checksum import PartialChecksums, compute_checksum
 from samestep.engine.leaf import read_grad
 from samestep.engine.passes import Reduced
@@ -23,7 +22,6 @@ from samestep.watch.progress import Progress
 from samestep.watch.stall_diagnosis import describe_spent, share_spent
 from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import TrackerInfo
-from samestep.world.membership import list_gone
 
 
 class RunMetrics(StepObserver):
@@ -46,7 +44,6 @@ class RunMetrics(StepObserver):
         self.partial_checksums = PartialChecksums()
         self._is_logged = False  # the present step gets a row in metrics.jsonl
         self._began_s = time.perf_counter()
-        self._logged_s = -math.inf  # when the last row was written; rank 0's clock counts, which alone writes rows
 
     def set_description(self, info: TrackerInfo) -> None:
         """Set the description of this start, for the trackers."""
@@ -102,10 +99,8 @@ class RunMetrics(StepObserver):
         every = self._context.config.log_every
         steps_done = step.number + 1
         epochs_done = self._plan.epochs_done(steps_done) if every.epochs else None
-        now_s = time.monotonic()
-        self._is_logged = every.is_due(steps_done, epochs_done) or every.has_passed(now_s - self._logged_s)
+        self._is_logged = every.is_due(steps_done, epochs_done)
         if self._is_logged:
-            self._logged_s = now_s
             self._rates = learning_rates(self._prepared.objects)
 
     def end_step(self, step: Step) -> None:
@@ -117,7 +112,7 @@ class RunMetrics(StepObserver):
             self._add_to_ledger(records, step)
         self._progress.step(steps_done, step.num_samples, step.epoch)
         if step.result.is_skipped:
-            self._count_skipped(step)
+            self._state.tally.add_skipped()
         if not self._plan.is_endless:
             self._state.tally.add(step.epoch, step.result.averages)
         if self._is_logged:
@@ -126,16 +121,6 @@ class RunMetrics(StepObserver):
             num_skipped = self._state.tally.num_skipped
             skipped = {"train/skipped_steps": num_skipped} if num_skipped else {}
             self.write_row(loss | self._rates | row | skipped, steps_done, epoch=step.epoch)
-
-    def _count_skipped(self, step: Step) -> None:
-        self._state.tally.add_skipped()
-        if self._state.tally.num_skipped > 1:
-            return
-        why = "its gradient is not finite in fp16, so the loss scale was halved"
-        if step.result.loss is None:
-            why = "no micro-batch of it had a step.backward with a weight above 0"
-        sentence = f"step {step.number} makes no update: {why}; such steps are counted as skipped_steps"
-        warn(self._context.say, sentence, start="step")
 
     def exchanged(self, step: Step, reduced: Reduced) -> None:
         if self._prepared.gradients.plan.is_divided:
@@ -194,9 +179,6 @@ class RunMetrics(StepObserver):
         samples_per_s = self._num_samples / wall_s
         if num_skipped:
             rows["steps without an update"] = f"{num_skipped} of {num_steps}"
-        if lost := list_gone():
-            who = describe_ranks(lost)
-            rows["ranks that died"] = who if "(" in who else f"{len(lost)} ({who})"
         rows |= {"samples/s": f"{samples_per_s:,.0f}", "wall time": f"{wall_s:.1f} s"}
         if spent := describe_spent(spent_s):
             rows["time"] = spent

@@ -14,7 +14,6 @@ from samestep.snapshot.location import Location
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import find_different
 from samestep.train.inputs.loop_data import LoopData
-from samestep.train.inputs.samples import check_shards
 
 AFTER_LOOP = 2**31  # number of the first evaluation after a loop; evaluations inside it have other numbers and draws
 
@@ -310,7 +309,6 @@ class RunState:
         loops = recorded if place.is_further else recorded[: self._num_past]
         numbers = {"first_step": data.plan.first_step, "first_epoch": data.plan.first_epoch, **data.numbers}
         if 0 < place.number <= len(loops):
-            check_shards(data, directory.path, loops[place.number - 1].get("shards"))
             if different := find_different(loops[place.number - 1], numbers):
                 raise RunDirectoryError(
                     f"loop {place.number + 1} of the run in {directory.named} was a different one ({different}): "

@@ -12,7 +12,7 @@ from torch import nn
 from samestep.config import NO_INTERCEPTORS, OPTIONS, RunConfig
 from samestep.decoding import parse_json
 from samestep.engine.passes import Gradients, Reduced
-from samestep.errors import Error, InvalidValue
+from samestep.errors import InvalidValue
 from samestep.plan.memory import ParamSize
 from samestep.train.context import RunContext
 from samestep.train.inputs.loop_data import LoopData
@@ -53,7 +53,7 @@ class Interceptor(StepObserver):
         def compute(v):                                   # <forward>
             for each call in the script's body:
                 if step.log(...):                         # <log>
-                if step.backward(...):                    # <backward> <end_backward>
+                if step.backward(...):                    # <backward>
             end the micro-batch                           # <end_micro_batch>
 
         run = samestep.Run(...)                           # [__init__]
@@ -67,8 +67,7 @@ class Interceptor(StepObserver):
                             if step.backward(...):        # <backward>
                     for each v, borrowed or of this rank:
                         compute(v)
-                    exchange                              # <exchange> [results]
-                    if the exchange fails:                # <exchange_failed>, and the run ends
+                    exchange                              # [results]
                     after the exchange                    # [after_exchange]
                     for each v to compute again:
                         compute(v)
@@ -79,8 +78,7 @@ class Interceptor(StepObserver):
                 for each body that ends here, of the step or of its epoch:
                     save                                  # <end_body>
 
-    `[borrow]` is also called earlier, when samples are read ahead. If the script leaves a loop by break, return or an
-    error, `<leave>` follows at once, and the run ends.
+    `[borrow]` is also called earlier, when samples are read ahead.
 
     Args:
         options: of the request, see `read_request`.
@@ -150,28 +148,18 @@ class Request:
     """An interceptor to install.
 
     Attributes:
-        name: "module:class".
-        kind: that class.
+        kind: its class.
         options: for the interceptor.
     """
 
-    name: str
     kind: type[Interceptor]
     options: Mapping[str, Any]
-
-
-def install(context: RunContext, requests: Sequence[Request]) -> list[Interceptor]:
-    """Return the interceptors of a run, in the order of the requests. Raises Error if two name the same one."""
-    names = [request.name for request in requests]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise Error(f"the interceptor {twice} was requested twice for one run: request it once", code="SS105")
-    return [request.kind(context, request.options) for request in requests]
 
 
 def find_requests(config: RunConfig) -> list[Request]:
     """Return the interceptors that belong to options which are set."""
     are_set = [OPTIONS[name].interceptor for name in NO_INTERCEPTORS if getattr(config, name) is not None]
-    return [Request(each, load_interceptor(each), {}) for each in are_set]
+    return [Request(load_interceptor(each), {}) for each in are_set]
 
 
 def read_request(text: str | None) -> list[Request]:
@@ -190,7 +178,7 @@ def read_request(text: str | None) -> list[Request]:
         name = options.pop("interceptor")
         if not OWN_NAME.fullmatch(name):
             raise ValueError("the name is not one of samestep's own")
-        return [Request(name, load_interceptor(name), options)]
+        return [Request(load_interceptor(name), options)]
     except (ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
         raise InvalidValue(
             f"{TRACE} names no interceptor ({error}): samestep's own commands set it, unset it everywhere else",

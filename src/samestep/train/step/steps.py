@@ -48,17 +48,8 @@ class StepObserver:
     def log(self, step: "Step", values: Mapping[str, Any]) -> None:
         """The script has called step.log."""
 
-    def end_backward(self, step: "Step") -> None:
-        """step.backward has returned."""
-
     def end_micro_batch(self, step: "Step") -> None:
         """The script's body for a micro-batch has completed."""
-
-    def exchange(self, step: "Step") -> None:
-        """This rank's micro-batches are done; the exchange with the other ranks follows."""
-
-    def exchange_failed(self, step: "Step", error: RuntimeError) -> None:
-        """The exchange raised `error`. May raise another error instead."""
 
     def exchanged(self, step: "Step", reduced: Reduced) -> None:
         """All ranks' reports have arrived; `.grad` is not set yet."""
@@ -71,9 +62,6 @@ class StepObserver:
 
     def end_body(self, step: "Step") -> None:
         """Like `end_step`, but for the last step of an epoch it is called after the epoch's body."""
-
-    def leave(self, step: int) -> None:
-        """The script has left one of its loops within this step."""
 
 
 class StepInterceptor(Protocol):
@@ -122,15 +110,11 @@ class Observers:
         self.forward = join("forward")
         self.end_micro_batch = join("end_micro_batch")
         self.backward = join("backward")
-        self.end_backward = join("end_backward")
         self.log = join("log")
-        self.exchange = join("exchange")
-        self.exchange_failed = join("exchange_failed")
         self.exchanged = join("exchanged")
         self.reduced = join("reduced")
         self.end_step = join("end_step")
         self.end_body = join("end_body")
-        self.leave = join("leave")
 
 
 @dataclass(frozen=True)
@@ -275,29 +259,6 @@ class Step:
         return self._phase is not StepPhase.OUTSIDE
 
     @property
-    def is_over(self) -> bool:
-        """Whether the next step has begun.
-
-        Example::
-
-            >>> import samestep, torch
-            >>> run = samestep.Run(None, batch_size=4)
-            >>> model = torch.nn.Linear(1, 1)
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            >>> run.prepare(model=model, optimizer=optimizer)
-            >>> steps = []
-            >>> for step in run.steps(torch.ones(8, 1), 2):
-            ...     for x in step:
-            ...         step.backward(model(x).mean())
-            ...     optimizer.step()
-            ...     steps.append(step)
-            ...
-            >>> [step.is_over for step in steps]
-            [True, False]
-        """
-        return self._parts.state.newest_step > self.number
-
-    @property
     def loaded_fingerprint(self) -> int:
         """Fingerprint of the samples of the current micro-batch."""
         return self._loaded[self.micro_batch].fingerprint
@@ -368,7 +329,6 @@ class Step:
             for v in (*self.borrowed, *attempt.held, *attempt.fillers):
                 yield from self.compute(v, self._load(v))
             parts.clock.enter("reducing", self.number)
-            parts.observers.exchange(self)
             vote = vote or parts.cast_vote()
             reduced = yield from self._exchange(attempt, vote)
         self._apply(attempt, reduced)
@@ -394,7 +354,7 @@ class Step:
             yield batch
         except GeneratorExit:
             self._phase = StepPhase.LEFT
-            on.leave(self.number)
+            parts.clock.enter("left", self.number)
             raise
         on.end_micro_batch(self)
         attempt.close()
@@ -467,7 +427,6 @@ class Step:
             group.confirm()
         except RuntimeError as error:
             if not group.can_heal or not may_be_death(error):
-                self._parts.observers.exchange_failed(self, error)
                 raise
             reason = str(error)
         else:
@@ -522,14 +481,9 @@ class Step:
         self.refuse_inside("step.gather was called", "call it after the loop, with a value for each micro-batch")
         group = self._parts.context.group
         mine = [(v, values[v]) for v in self.held if v in values]
-        counts = group.gather_number(len(mine))
-        has_values = any(counts)
-        sent = group.seal(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), mine))
-        rows: list[Any] = group.gather(sent) if has_values else counts
+        rows = group.gather(group.seal(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), mine)))
         if len(rows) < self._num_ranks:
             raise NotHealed(f"a rank died before it sent the values of its micro-batches in step {self.number}")
-        if not has_values:
-            return []
         found = dict(pair for row in rows for pair in group.unseal(row))
         return [found[v] for v in sorted(found)]
 
@@ -579,8 +533,7 @@ class Step:
             >>> model.weight.grad.item()
             1.0
         """
-        on = self._parts.observers
-        on.backward(self, loss, weight, model)
+        self._parts.observers.backward(self, loss, weight, model)
         if self._phase is StepPhase.PROBE:
             return
         if self._attempt is None:
@@ -595,7 +548,6 @@ class Step:
         clock.enter("forward", self.number)
         if waited_s:
             clock.move("backward", "reducing", waited_s)
-        on.end_backward(self)
 
     def total(self, count: Callable[[Any], float | Tensor]) -> float:
         """Return the sum of a number over the whole batch: the same on all ranks. Call it before a loop over the step.
@@ -660,8 +612,7 @@ class Step:
 
         Example: see `Step.metrics`.
         """
-        is_past = self.is_over or self._parts.state.steps_done > self.number
-        if is_past or not (self.is_open or self.num_passes):
+        if self._parts.state.steps_done > self.number or not (self.is_open or self.num_passes):
             raise UsageError(
                 f"step.log of step {self.number} was called outside of its body: call it in or after its micro-batch "
                 "loop, or run.log elsewhere",
