@@ -67,8 +67,6 @@ def test_a_check_that_fails_does_not_stop_the_others() -> None:
 def test_versions() -> None:
     version = {"python": "3.11.7", "torch": "2.13.0", "NCCL": ""}
     assert only(judge(judge_versions, TWO_RANKS, version, version), "pass").found == "python 3.11.7, torch 2.13.0"
-    found = only(judge(judge_versions, THREE_HOSTS, version, {**version, "torch": "2.12.0"}, version), "FAIL")
-    assert found.found == "torch is 2.12.0 on rank 1 on b, and 2.13.0 on rank 0"
     found = only(judge(judge_versions, THREE_HOSTS, {**version, "NCCL": "2.29"}, version, version), "FAIL")
     assert found.found == "NCCL is missing on ranks 1 and 2 on b, c, and 2.29 on rank 0"
 
@@ -96,20 +94,16 @@ def test_connections() -> None:
         assert try_connection("127.0.0.1", port) == "127.0.0.1: Connection refused"
 
 
-def told(links: Any = (), wrong: Any = ()) -> dict[str, Any]:
-    return {"wrong": list(wrong), "links": list(links), "device": "cpu"}
-
-
 def link(start: int, end: int, bytes_per_s: float) -> dict[str, Any]:
     return {"from": start, "to": end, "bytes_per_s": bytes_per_s}
 
 
 def test_collectives() -> None:
     assert only(judge(judge_collectives, ALONE, None), "pass").found.startswith("one rank: nothing to exchange")
-    assert only(judge(judge_collectives, TWO_RANKS, told(), told()), "pass").found == "right, over gloo"
-    sentence = "1 of 3 numbers of an all-reduce are wrong"
-    wrong = only(judge(judge_collectives, TWO_RANKS, told(), told(wrong=[sentence])), "FAIL")
-    assert wrong.found == f"{sentence}: rank 1 on a"
+    assert (
+        only(judge(judge_collectives, TWO_RANKS, *[{"wrong": [], "links": [], "device": "cpu"}] * 2), "pass").found
+        == "right, over gloo"
+    )
 
 
 def test_links() -> None:
