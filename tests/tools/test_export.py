@@ -100,15 +100,13 @@ def test_another_one(tmp_path: Path, models: dict[str, nn.Module], which: str, s
     assert find_files(tmp_path) == ["x.safetensors"], "only the requested object"
 
 
-def test_nothing_is_overwritten_without_force(tmp_path: Path, models: dict[str, nn.Module]) -> None:
+def test_nothing_is_overwritten(tmp_path: Path, models: dict[str, nn.Module]) -> None:
     mine = "x.safetensors"
     (tmp_path / mine).write_text("mine")
-    with pytest.raises(Error, match=rf"/{mine} exists already: name another file, or replace it with --force"):
+    with pytest.raises(Error, match=rf"/{mine} exists already: name another file, or remove it"):
         run_export([str(tmp_path / "run"), str(tmp_path / "x.safetensors")])
     assert (tmp_path / mine).read_text() == "mine"
     assert find_files(tmp_path) == [mine]
-    assert run_export([str(tmp_path / "run"), str(tmp_path / "x.safetensors"), "--force"]) == 0
-    assert_loads(tmp_path / "x.safetensors", models["model 5"])
 
 
 def test_a_damaged_snapshot_is_skipped(
@@ -143,12 +141,6 @@ def test_entries_that_are_no_tensors_are_named(tmp_path: Path, capsys: pytest.Ca
     write_run(tmp_path / "run", model=Linear(2, 2).state_dict())
     assert run_export([str(tmp_path / "run"), str(tmp_path / "x.safetensors")]) == 0
     assert "bytes, without _extra_state" in capsys.readouterr().out
-
-
-def test_a_suffix_that_names_no_format(tmp_path: Path, models: dict[str, nn.Module]) -> None:
-    with pytest.raises(Error, match=r"x\.bin does not end in \.safetensors: name a file that does"):
-        run_export([str(tmp_path / "run"), str(tmp_path / "x.bin")])
-    assert find_files(tmp_path) == []
 
 
 def test_an_output_that_cannot_be_written(tmp_path: Path, models: dict[str, nn.Module]) -> None:

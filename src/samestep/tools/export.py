@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from samestep.snapshot.serialization import SavedState
 
-SUFFIX = ".safetensors"
-
 
 @click.command("export", cls=Command)
 @click.argument("run", type=click.Path())
@@ -32,17 +30,14 @@ SUFFIX = ".safetensors"
 @click.option(
     "--object", "wanted", metavar="NAME", help="object of run.prepare, such as ema; default: the only model of the run"
 )
-@click.option("--force", is_flag=True, help="replace an existing file")
 @json_option
-def run_export(run: str, file: Path, which: int | str, wanted: str | None, force: bool, is_json: bool) -> int:
+def run_export(run: str, file: Path, which: int | str, wanted: str | None, is_json: bool) -> int:
     """Writes a model's weights under the names of its state_dict, those of an AveragedModel under its model's.
 
-    Load FILE, which ends in .safetensors, with model.load_state_dict(safetensors.torch.load_file(FILE)).
+    Load FILE with model.load_state_dict(safetensors.torch.load_file(FILE)).
     """
-    if file.suffix != SUFFIX:
-        raise Error(f"{file} does not end in {SUFFIX}: name a file that does", code="SS101")
-    if file.exists() and not force:
-        raise Error(f"{file} exists already: name another file, or replace it with --force", code="SS113")
+    if file.exists():
+        raise Error(f"{file} exists already: name another file, or remove it", code="SS113")
     with open_run(run) as directory:
         read_run(directory, run)
         store = Store(directory)
@@ -70,7 +65,7 @@ def run_export(run: str, file: Path, which: int | str, wanted: str | None, force
 
 
 def _write(file: Path, saved: "SavedState", outlines: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> None:
-    """Write or replace a safetensors file, one tensor after the other.
+    """Write a safetensors file, one tensor after the other.
 
     Args:
         outlines: a tensor on the meta device for each name.
