@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -32,15 +32,10 @@ from samestep.watch.records import LEDGER, METRICS, RECORD, RESTARTS, STATUS, TR
 from samestep.world.environment import read_host, read_terminal
 from samestep.world.group import Group
 
-T = TypeVar("T")
-
 PIECE_BYTES = 16 << 20
 
-
-class Each(Protocol):
-    """Calls a function on writers with their directory. Returns the results on every rank. Raises Error."""
-
-    def __call__(self, fn: Callable[[RunDirectory], T], on: Sequence[int], /) -> list[T]: ...
+# Calls a function on writers with their directory. Returns the results on every rank. Raises Error.
+Each = Callable[[Callable[[RunDirectory], Any], Sequence[int]], list[Any]]
 
 
 def warn(sentence: str) -> None:

@@ -298,12 +298,10 @@ class SavedState(Decoder):
 
 def _read_file(path: Path, start: int, data: memoryview) -> None:
     """Fill `data` with the bytes of a file from the byte `start` on. Raises OSError or EOFError."""
-    with open(path, "rb", buffering=0, opener=open_regular) as file:
+    with open(path, "rb", opener=open_regular) as file:
         file.seek(start)
-        while data:
-            if not (count := file.readinto(data)):
-                raise EOFError(f"{path} is too short")
-            data = data[count:]
+        if file.readinto(data) != len(data):
+            raise EOFError(f"{path} is too short")
 
 
 class _Encoder(Encoder):
