@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,84 +22,71 @@ def test_route_follows_from_size_and_layout() -> None:
     assert choose(64 << 20, 3) is routes.Chunks
 
 
-class Streams:
-    """Takes the place of the streams of a GPU, and of torch.distributed in routes.py. Notes what is queued where."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.current = [Stream("compute", self)]
-
-    def note(self, what: str) -> None:
-        self.notes.append(f"{self.current[-1].name}: {what}")
-
-    @contextmanager
-    def enter(self, stream: "Stream") -> Iterator[None]:
-        self.current.append(stream)
-        yield
-        self.current.pop()
-
-    def isend(self, tensor: torch.Tensor, peer: int, tag: int) -> "Message":
-        self.note(f"send {tag} to {peer}")
-        return Message(f"{tag} to {peer}", self)
-
-    def irecv(self, tensor: torch.Tensor, peer: int, tag: int) -> "Message":
-        self.note(f"receive {tag} from {peer}")
-        return Message(f"{tag} from {peer}", self)
-
-
+@dataclass
 class Stream:
-    def __init__(self, name: str, streams: Streams) -> None:
-        self.name = name
-        self._streams = streams
+    """Takes the place of a stream of a GPU."""
+
+    name: str
+    notes: list[str]
 
     def wait_stream(self, other: "Stream") -> None:
-        self._streams.notes.append(f"{self.name}: wait for {other.name}")
-
-
-class Message:
-    def __init__(self, name: str, streams: Streams) -> None:
-        self._name = name
-        self._streams = streams
-
-    def wait(self) -> None:
-        self._streams.note(f"wait for {self._name}")
+        self.notes.append(f"{self.name}: wait for {other.name}")
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    streams = Streams()
-    monkeypatch.setattr(routes, "dist", streams)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams.current[-1])
-    monkeypatch.setattr(torch.cuda, "stream", streams.enter)
-    return streams
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is queued on which stream, for the streams of a GPU and torch.distributed in routes.py."""
+    notes: list[str] = []
+    current = [Stream("compute", notes)]
+
+    def note(what: str) -> None:
+        notes.append(f"{current[-1].name}: {what}")
+
+    def start(what: str, peer: int, tag: int) -> SimpleNamespace:
+        note(f"{what} {tag} {peer}")
+        return SimpleNamespace(wait=lambda: note(f"wait for {what} {tag} {peer}"))
+
+    @contextmanager
+    def enter(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    def isend(tensor: torch.Tensor, peer: int, tag: int) -> SimpleNamespace:
+        return start("send", peer, tag)
+
+    def irecv(tensor: torch.Tensor, peer: int, tag: int) -> SimpleNamespace:
+        return start("receive", peer, tag)
+
+    monkeypatch.setattr(routes, "dist", SimpleNamespace(isend=isend, irecv=irecv))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    return notes
 
 
-def build_aside(number: int, streams: Streams) -> routes.Route:
+def build_aside(number: int, notes: list[str]) -> routes.PendingOp:
     route = routes.Butterfly(routes.Space(torch.zeros, 8, torch.float32, build_layout(4, 4), rank=0))
-    return routes.Aside(route, Stream(f"side {number}", streams))  # type: ignore[arg-type]
+    aside = routes.Aside(route, Stream(f"side {number}", notes))  # type: ignore[arg-type]
+    return routes.PendingOp(aside.run(tag=number))
 
 
-def test_on_a_gpu_a_bucket_is_queued_at_once_beside_the_backward(streams: Streams) -> None:
+def test_on_a_gpu_a_bucket_is_queued_at_once_beside_the_backward(notes: list[str]) -> None:
     """The stream of the backward waits for none of its messages, until the sums are needed."""
-    pending = []
-    for number in range(2):
-        streams.note(f"compute {number}")
-        pending.append(routes.PendingOp(build_aside(number, streams).run(tag=number)))
-    streams.note("compute the rest")
+    pending = [build_aside(number, notes) for number in range(2)]
+    notes.append("the rest of the backward")
     routes.wait_all(pending)
     expected = []
     for number in range(2):
-        expected += [f"compute: compute {number}", f"side {number}: wait for compute"]
+        here = f"side {number}"
+        expected.append(f"{here}: wait for compute")
         for peer in (1, 2, 2, 1):
-            here = f"side {number}"
-            expected += [f"{here}: receive {number} from {peer}", f"{here}: send {number} to {peer}"]
-            expected += [f"{here}: wait for {number} from {peer}", f"{here}: wait for {number} to {peer}"]
-    expected += ["compute: compute the rest", "compute: wait for side 0", "compute: wait for side 1"]
-    assert streams.notes == expected
+            expected += [f"{here}: {what} {number} {peer}" for what in ("receive", "send")]
+            expected += [f"{here}: wait for {what} {number} {peer}" for what in ("receive", "send")]
+    assert notes == [*expected, "the rest of the backward", "compute: wait for side 0", "compute: wait for side 1"]
 
 
-def test_memory_is_not_used_again_before_a_failed_exchange_has_ended(streams: Streams) -> None:
-    op = routes.PendingOp(build_aside(0, streams).run(tag=0))
-    assert "compute: wait for side 0" not in streams.notes
+def test_memory_is_not_used_again_before_a_failed_exchange_has_ended(notes: list[str]) -> None:
+    op = build_aside(0, notes)
+    assert "compute: wait for side 0" not in notes
     del op
-    assert streams.notes[-1] == "compute: wait for side 0"
+    assert notes[-1] == "compute: wait for side 0"
