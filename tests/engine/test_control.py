@@ -26,7 +26,7 @@ def test_round_trip(
     sent = Control(
         vote=Vote(
             data.draw(st.integers(0, 64)),
-            *data.draw(st.tuples(*[st.booleans()] * 3, *[WORDS] * 2, st.integers(0, 2**32 - 1))),
+            *data.draw(st.tuples(*[st.booleans()] * 2, *[WORDS] * 2, st.integers(0, 2**32 - 1))),
         ),
         has_new_names=data.draw(st.booleans()),
         losses=data.draw(row),

@@ -73,7 +73,7 @@ def test_stop_ends_one_loop(tmp_path: Path) -> None:
     assert samestep.spawn(train, 1, (run_dir,), env={"SAMESTEP_RESUME": "6"})[:3] == [6, 7, 8], "by its step"
 
 
-def test_a_loop_that_has_changed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_that_has_changed(tmp_path: Path) -> None:
     """The length of a completed loop cannot change, and neither can the data of the current loop."""
     run_dir = tmp_path / "run"
     with pytest.raises(RuntimeError, match="SIGKILL"):
@@ -81,7 +81,5 @@ def test_a_loop_that_has_changed(tmp_path: Path, capfd: pytest.CaptureFixture[st
     with pytest.raises(samestep.Error, match=r"loop 2 of the run .* was a different one \(data_length 22 there, 24"):
         samestep.spawn(train, 1, (run_dir,), {"length": 24})
     assert samestep.spawn(train, 1, (run_dir, {14: "stop"}), {"num_epochs": 3})
-    said = "loop 1 of this run ended at step 8 and is not continued, although its planned end is now step 12 (was 8)"
-    assert said in capfd.readouterr().out
     assert samestep.spawn(train, 1, (run_dir,), {"num_epochs": 3, "length": 24}, env={"SAMESTEP_RESUME": "8"})
     assert "audit passed" in ask("inspect", run_dir, "--samples")

@@ -1,7 +1,6 @@
 """`run.restore` loads the models of a snapshot, wherever the run directory is."""
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +65,9 @@ def train(run_dir: Path | str, place: Path | None = None, has_loop: bool = True)
     moments = [state["exp_avg"] for state in tiny.optimizer.state.values()]
     before = [gather_whole(moment).tolist() for moment in moments]
     found = [score()]
-    for which, *names in (["best", "model"], ["best"], ["latest"]):
+    for which in ("best", "latest"):
         model(data)  # gathers parameters
-        run.restore(which, *names)
+        run.restore(which)
         found += [score()]
     assert before == [gather_whole(moment).tolist() for moment in moments], "an optimizer is not restored"
     gathered = run._context.group.gather(found)
@@ -88,9 +87,9 @@ def test_the_best_weights(tmp_path: Path, shard: str, where: str) -> None:
     for machine, (num_ranks, has_loop) in enumerate(((3, True), (2, False))):
         env = {"SAMESTEP_SHARD": shard, "SAMESTEP_LOCAL_DIR": str(tmp_path / f"machine-{machine}")}
         assert samestep.spawn(train, num_ranks, (run_dir, place, has_loop), env=env) == alone
-    end, model_alone, best, latest = alone
-    assert model_alone[0] == best[0] != end[0]
-    assert model_alone[1] == end[1] != best[1]
+    end, best, latest = alone
+    assert best[0] != end[0]
+    assert best[1] != end[1]
     assert (best[2], end[2]) == (3, 6)
     assert latest == end
 
@@ -113,8 +112,6 @@ def test_what_cannot_be_restored(tmp_path: Path) -> None:
     for which, said in (("best", "no snapshot named best .* there is step 2"), (7, "no snapshot of step 7 .* step 2")):
         with pytest.raises(samestep.Error, match=said):
             run.restore(which)
-    with pytest.raises(samestep.Error, match=re.escape("got 'optimizer', but the models of run.prepare are model")):
-        run.restore("latest", "optimizer")
 
 
 def test_a_loop_after_restore(tmp_path: Path) -> None:

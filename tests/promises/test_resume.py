@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Adam, Optimizer
 
 import samestep
-from samestep.train.state.restoring import load
+from samestep.train.state.objects import load, save
 from samestep.watch.trackers.continuation import ServiceLog
 
 Undisturbed = Callable[..., Outcome]
@@ -235,7 +235,7 @@ def test_an_optimizer_whose_state_is_wider_than_its_weights() -> None:
     model = nn.Linear(4, 1).bfloat16()
     old, new = Master(model.parameters()), Master(model.parameters())
     old.step()
-    load({"model": model, "optimizer": new}, {"model": model.state_dict(), "optimizer": old.state_dict()})
+    load({"model": model, "optimizer": new}, save({"model": model, "optimizer": old}))
     torch.testing.assert_close(new.state_dict(), old.state_dict(), rtol=0, atol=0)
 
 

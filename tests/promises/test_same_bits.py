@@ -18,6 +18,7 @@ from support.trace import assert_same
 import samestep
 from samestep.engine import routes
 from samestep.train.guards import replicas
+from samestep.train.state.objects import find_modules
 
 # These need a core for each thread, or a compiler for each rank: fewer ranks.
 HEAVY = ("two_threads", "compiled_by_aot_eager")
@@ -65,11 +66,11 @@ def train_with(train: Callable[[], Any], route: str, check: str) -> Any:
     """
     names = replicas.name_replicated
 
-    def name_all(objects: Any, **how: Any) -> Any:
-        yield from names(objects, **how)
-        for name, thing in objects.items():
-            if isinstance(thing, torch.nn.Module):
-                yield from ((f"{name}.{path}", buffer) for path, buffer in thing.named_buffers())
+    def name_all(objects: Any) -> Any:
+        modules = find_modules(objects)
+        return names(objects) | {
+            f"{name}.{path}": buffer for name, module in modules.items() for path, buffer in module.named_buffers()
+        }
 
     if route == "long":
         routes.GATHER_MAX_BYTES = 0

@@ -347,10 +347,6 @@ LOSSES: dict[str, Mistake] = {
         r"step\.backward got weight .* in micro-batch \d of step 0: a weight is 0, or a number",
         body=lambda t, x, y, weight=weight: t.step.backward(mse(t, x, y), weight=weight))
        for weight in (-1.0, NAN, INF, "many", torch.ones(2), torch.tensor(-1))},
-    "an optimizer of sparse gradients": at_start(
-        r"optimizer is SparseAdam, and samestep makes sparse gradi",
-        model=lambda: nn.Embedding(10, 4, sparse=True),
-        optimizer=torch.optim.SparseAdam),
     "weights changed by the forward": in_loop(
         r"model\.0\.weight was changed inside the micro-batch loop .*: change weights .* \(ActNorm\), run one forward",
         model=lambda: nn.Sequential(nn.Embedding(10, 4, max_norm=0.1), nn.Linear(4, 1)),
@@ -428,12 +424,6 @@ PREPARED: dict[str, Mistake] = {
     "SyncBatchNorm": at_start(
         r"model\.1 is a SyncBatchNorm, whose statistics .*: use BatchNorm",
         model=lambda: nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))),
-    "a lazy layer": at_start(
-        r"model\.weight has no shape yet: run a batch through the model before run\.prepa",
-        lambda run: run.prepare(model=nn.LazyLinear(1))),
-    "a lazy BatchNorm": at_start(
-        r"model\.running_mean has no shape yet: run a batch through the model before",
-        lambda run: run.prepare(model=nn.LazyBatchNorm1d(affine=False))),
     "a loose parameter": at_start(
         r"optimizer holds parameters .* put a parameter of no model into one, such",
         optimizer=lambda parameters: SGD([*parameters, nn.Parameter(torch.zeros(1))], lr=0.1)),

@@ -235,7 +235,7 @@ PLANTED = (
     ),
     Planted(
         "the state of an optimizer is not restored", RESUME, "train/state/objects.py",
-        "    thing.load_state_dict(state)\n", "",
+        "    optimizer.load_state_dict({**saved, STATE: states, GROUPS: groups})\n", "",
     ),
     Planted(
         "the sums of the metrics of an epoch are not restored", METRICS, "train/state/run_state.py",
@@ -251,7 +251,7 @@ PLANTED = (
     ),
     Planted(
         "the state of an optimizer has the dtype of its weights after a resume", RESUME, "train/state/objects.py",
-        "    _restore_dtypes(thing, state)\n", "", test="promises/test_resume.py",
+        "optimizer.state[param] = _with_dtypes(", "_with_dtypes(", test="promises/test_resume.py",
     ),
     Planted(
         "the body after an epoch is not seeded", SAME_BITS, "train/loops/boundary.py",
@@ -293,12 +293,11 @@ PLANTED = (
     ),
     Planted(
         "a parameter that was unfrozen in the loop is frozen after a resume", RESUME, "train/state/restoring.py",
-        'param.requires_grad_(name not in saved["frozen"])', "pass", "kill_all", "phases",
+        'param.requires_grad_(name not in position["frozen"])', "pass", "kill_all", "phases",
     ),
     Planted(
-        "a parameter group that was added in the loop is lost", RESUME, "train/state/restoring.py",
-        'self._optimizers[name].add_param_group({"params": [params[each] for each in group]})', "pass", "kill_all",
-        "phases",
+        "a parameter group that was added in the loop is lost", RESUME, "train/state/objects.py",
+        'optimizer.add_param_group({"params": added})', "pass", "kill_all", "phases",
     ),
     Planted(
         "what the lines between two loops have changed is changed again", RESUME, "train/opening.py",

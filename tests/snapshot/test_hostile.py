@@ -217,10 +217,9 @@ def replace_in(place: Path, file: str, change: Callable[[bytes], bytes]) -> None
                 {"order": {"epoch": 1, "indices": None}},
                 {"order": {"epoch": 1, "indices": {"$": "scalar", "hex": "00" * 8, "dtype": "<i8", "shape": []}}},
                 {"lanes": [{"samples": 1, "mark": "", "start": []}]},
-                {"loops": [[1]]},
+                {"loops": [[]]},
                 {"loops": [["", 1]]},
                 {"frozen": [1]},
-                {"groups": {"optimizer": 1}},
             )
         ),
     ],
@@ -245,39 +244,18 @@ def test_a_structure_takes_no_more_than_its_tensors(value: Any, tmp_path: Path) 
         decode(value, {"w": torch.arange(10.0), "empty": torch.empty(0, dtype=torch.uint8)}, tmp_path)
 
 
-class Numbers:
-    """A stream, in lanes."""
-
-    def lane(self, lane: int, num_lanes: int) -> Iterator[torch.Tensor]:
-        for number in range(lane, 1000, num_lanes):
-            yield torch.full((4,), number / 1000)
-
-
-def train_on_numbers(run_dir: Path, num_steps: int) -> None:
-    tiny_run(run_dir, num_steps=num_steps, data=Numbers(), precision="fp16")
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        (("objects", "optimizer"), None, "optimizer does not take its state"),
-        (("objects", "optimizer", "state"), None, "optimizer does not take its state"),
-        (("objects", "optimizer", "param_groups"), 3, "optimizer does not take its state"),
-        (("position", "precision"), {}, "the snapshot has no 'scale' of a loss scale"),
-        (("position", "lanes"), [], "the positions of 0 lanes, and the stream has 4"),
-    ],
-)
-def test_a_state_that_does_not_fit(tmp_path: Path, path: tuple[str, ...], value: Any, message: str) -> None:
-    samestep.spawn(train_on_numbers, 1, (tmp_path, 3))
+@pytest.mark.parametrize(("path", "value"), [((), None), (("state",), None), (("param_groups",), 3)])
+def test_a_state_that_does_not_fit(tmp_path: Path, path: tuple[str, ...], value: Any) -> None:
+    samestep.spawn(tiny_run, 1, (tmp_path,), {"num_steps": 3})
     store = Store(tmp_path)
     snapshot = store.find("latest")
     assert snapshot is not None
     state = read_snapshot(store, snapshot, SavedRun)
-    *holders, last = path
+    *holders, last = ("objects", "optimizer", *path)
     functools.reduce(operator.getitem, holders, state)[last] = value
     write_snapshot(store, state, step=snapshot.step, meta=snapshot.manifest["meta"])
-    with pytest.raises(RunDirectoryError, match=message):
-        samestep.spawn(train_on_numbers, 1, (tmp_path, 4))
+    with pytest.raises(RunDirectoryError, match="optimizer does not take its state"):
+        samestep.spawn(tiny_run, 1, (tmp_path,), {"num_steps": 4})
 
 
 # --- files beside the snapshots ---------------------------------------------------------------------------------------

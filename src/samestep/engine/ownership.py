@@ -42,10 +42,6 @@ class Ownership:
                 owned[self._owners[number]].append(param)
         return owned
 
-    def list_grads(self) -> list[Tensor]:
-        """Return the gradients of trained parameters that this rank has."""
-        return [param.grad for param in self._params.values() if param.grad is not None]
-
     def counts(self, param: Tensor) -> bool:
         """Return whether this rank contributes a parameter to a sum over ranks. All ranks hold one without owner."""
         return (self.find(param) or 0) == self._rank

@@ -93,7 +93,7 @@ class Copies:
         message = None
         own: dict[str, Tensor] = {}
         if self._group.rank == 0:
-            same = {locate(tensor) for _, tensor in state.replicated}
+            same = {*map(locate, state.same)}
             # An empty tensor has no address.
             own = {name: each for name, each in order.tensors.items() if not each.numel() or locate(each) not in same}
             message = list(order.names), order.structure, list(order.tensors), list(own), order.meta

@@ -22,9 +22,10 @@ class TrainingState:
         notes: further entries of the manifest's `meta`, see `RunDirectory.mark`.
         checked: tensors that must be finite, with names for messages.
         stable: tensors that change only in an update, so that they can be copied during the next step.
-        replicated: tensors that are the same on all ranks, by name.
+        replicated: parameters that must be the same on all ranks, by name.
         compare: compares the checksums of these tensors over the ranks, and raises Error if they differ; None if no
             comparison is due.
+        same: these and other tensors that are the same on all ranks.
         is_mine: as in `encode`, if the ranks divide the state. `build` then returns what this rank holds.
     """
 
@@ -34,6 +35,7 @@ class TrainingState:
     stable: Sequence[Tensor]
     replicated: Sequence[tuple[str, Tensor]]
     compare: Callable[[Mapping[str, int]], None] | None
+    same: Sequence[Tensor] = ()
     is_mine: Callable[[Tensor], bool] | None = None
 
 

@@ -365,19 +365,14 @@ class Snapshotter:
 
     # --- write ------------------------------------------------------------------------------------------------
 
-    def watch(self, stable: Iterable[Tensor]) -> bool:
+    def watch(self, stable: Iterable[Tensor]) -> None:
         """Begin to watch tensors, before the loop's first step. `stable`: see `TrainingState`.
 
         Tensors that the script writes to before the step's update are copied at once in all snapshots.
-
-        Returns:
-            Whether the run takes snapshots.
         """
-        if self._location.path is None:
-            return False
-        self._watch = Watch(tensor for tensor in stable if is_watchable(tensor))
-        self._saved_s = time.monotonic()
-        return True
+        if self._location.path is not None:
+            self._watch = Watch(tensor for tensor in stable if is_watchable(tensor))
+            self._saved_s = time.monotonic()
 
     @property
     def saving(self) -> Saving:

@@ -58,7 +58,7 @@ def open_loop(
     if state.is_before_loops:
         services.metrics.set_description(record_start(data, context, prepared))
         fix_compiler()
-    state.begin_loop(data, context.config.max_steps, context.location, context.say)
+    state.begin_loop(data, context.config.max_steps, context.location)
     keep_list(data, context)
     resume_state(data, context, state, prepared)
     services.stopping.begin_loop()
@@ -71,7 +71,7 @@ def open_loop(
     services.resources.watch(loop.conclude)
     begin_healing(context, state, feed, services, interceptors)
     if not state.place.is_past:
-        prepared.misuse.begin_loop(state.steps_done)
+        prepared.misuse.begin_loop()
         services.metrics.start_trackers()
         announce_loop(loop, context, state, prepared, is_ending=services.stopping.is_ending)
         services.metrics.start(data.num_epochs)

@@ -22,8 +22,8 @@ from samestep.train.guards import calls
 from samestep.train.guards.misuse import MisuseChecks
 from samestep.train.guards.replicas import ReplicaChecks
 from samestep.train.state.divided_state import DividedOptimizers
-from samestep.train.state.object_checks import describe_models, find_held_optimizers, outline, refuse_overlaps
-from samestep.train.state.objects import Objects, list_named, list_params, name_optimizers, name_params, save
+from samestep.train.state.object_checks import describe_models, find_held_optimizers, outline, refuse_shared_memory
+from samestep.train.state.objects import Objects, list_params, name_optimizers, name_params, save, strip_compiled
 from samestep.train.state.restoring import SnapshotContents
 from samestep.train.state.run_state import RunState
 from samestep.train.state.sharded_init import ShardedInit, check_states, is_partial
@@ -54,9 +54,7 @@ class TrainedParameters(StepObserver):
     ) -> None:
         self._modules = modules
         self._gradients = gradients
-        self._optimizers = [*name_optimizers(objects).values()]
-        if self._optimizers:  # with wrappers alone, all parameters are trained
-            self._optimizers += held
+        self._optimizers = [*name_optimizers(objects).values(), *held]
         self._held: list[int] | None = None
         self.begin_pass()
 
@@ -70,10 +68,10 @@ class TrainedParameters(StepObserver):
         trained: dict[int, tuple[str, nn.Parameter]] = {}
         others: list[nn.Parameter] = []
         for name, module in self._modules.items():
-            for path, param in list_named(module):
+            for path, param in module.named_parameters():
                 # Without an optimizer, all parameters are trained except those of averaged models.
                 if id(param) in wanted if wanted else not isinstance(module, AveragedModel):
-                    trained.setdefault(id(param), (f"{name}.{path}", param))
+                    trained.setdefault(id(param), (f"{name}.{strip_compiled(path)}", param))
                 else:
                     others.append(param)
         self._gradients.set_parameters([*trained.values()], [param for param in others if id(param) not in trained])
@@ -116,9 +114,8 @@ class Prepared:
 
         Tensors of no prepared model are last, in their order.
         """
-        listed = [*params]
-        places = [self.places.get(id(param), len(self.places)) for param in listed]
-        return [listed[i] for i in sorted(range(len(listed)), key=places.__getitem__)]
+        last = len(self.places)
+        return sorted(params, key=lambda param: self.places.get(id(param), last))
 
     def collect_states(self) -> Callable[[], dict[str, Any]]:
         """Call on all ranks before a snapshot. Returns a function that returns the objects' states, whole on rank 0."""
@@ -152,7 +149,7 @@ def prepare_objects(
     refuse_sharded(modules)
     numbers = config.identity() | {"models": describe_models(modules)}
     overrides = override or config.override
-    contents = SnapshotContents(objects, modules, context.precision, context.say)
+    contents = SnapshotContents(objects, context.precision, context.say)
     context.group.check_process_group()
     calls.wait_for_call(context.group, calls.PREPARE)
     described = outline(objects, modules) | {**contents.options.in_force}
@@ -171,16 +168,16 @@ def prepare_objects(
         contents.fit(saved.contents)
     held = find_held_optimizers(objects)
     if shard is not None:
-        refuse_overlaps(modules)
+        refuse_shared_memory(modules)
     optimizers: DividedOptimizers | None = None
     sharded: ShardedState | None = None
+    gather = partial(calls.gather_after_step, context.group)
     if shard == "optimizer":
         wait = partial(calls.wait_for_call, context.group, calls.UPDATE)
-        gather = partial(calls.gather_after_step, context.group)
-        optimizers = DividedOptimizers(objects, held, context.group, wait, gather, context.say)
+        optimizers = DividedOptimizers(objects, held, context.group, gather, wait)
     elif shard == "fsdp2":
         check_options(device_map, context.group, [each.called for each in interceptors if not each.permits_fsdp2])
-        sharded = ShardedState(objects, modules, held, shard_blocks, context.group, sharded_init)
+        sharded = ShardedState(objects, held, shard_blocks, context.group, gather, sharded_init)
     divided = optimizers or sharded
     if saved is not None:
         read = _read(saved, divided)
@@ -199,9 +196,6 @@ def prepare_objects(
         ownership=None if optimizers is None else optimizers.ownership,
         models=None if sharded is None else sharded.models,
     )
-    parameters = TrainedParameters(objects, modules, gradients, held)
-    if optimizers is not None:  # their parameters have owners now
-        optimizers.drop_others()
     return Prepared(
         objects=objects,
         modules=modules,
@@ -211,7 +205,7 @@ def prepare_objects(
         gradients=gradients,
         divided=divided,
         misuse=MisuseChecks(objects, modules, held, divides=context.world_size > 1),
-        parameters=parameters,
+        parameters=TrainedParameters(objects, modules, gradients, held),
         replicas=ReplicaChecks(objects, context.group, config.compare_every, has_divided_state=shard is not None),
         point=point,
         shard_blocks=shard_blocks,

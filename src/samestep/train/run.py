@@ -76,8 +76,8 @@ class Run:
         resume: "latest", a step, the name of a snapshot such as "best", or False.
         max_steps: total number of steps after which the run ends.
         log_every: interval of the rows in `metrics.jsonl`: 10 (steps) or "1epochs".
-        compare_every: interval of replica checks, which compare parameters and optimizer state of all ranks: 100
-            (steps), "1epochs" or None. Unless it is None, they are also compared before each snapshot.
+        compare_every: interval of replica checks, which compare the parameters of all ranks: 100 (steps), "1epochs" or
+            None. Unless it is None, they are also compared before each snapshot.
         check_compute_every: number of steps between checks for faulty processors, in which a micro-batch of each rank
             is computed by another rank, too, and the bits of losses and gradients are compared; see docs/running.md.
             None: no checks.
@@ -314,7 +314,7 @@ class Run:
         *unnamed: Any,
         override: bool = False,
         device_map: Literal["keep"] | None = None,
-        shard_blocks: Sequence[type[nn.Module] | str] | None = None,
+        shard_blocks: Sequence[type[nn.Module]] | None = None,
         **objects: Any,
     ) -> None:
         """Register everything that has a state, and restore it from the newest snapshot. Call it once.
@@ -329,8 +329,8 @@ class Run:
                 data are an error.
             device_map: "keep" leaves every parameter on its device, for models with layers on several devices. None:
                 move all models to the device of the run.
-            shard_blocks: with `shard="fsdp2"`, classes of modules, or their names, whose parameters are gathered one
-                module at a time. None: the modules in each `nn.ModuleList`.
+            shard_blocks: with `shard="fsdp2"`, classes of modules whose parameters are gathered one module at a time.
+                None: the modules in each `nn.ModuleList`.
 
         Raises:
             InvalidType, InvalidValue: an object has no state_dict, a model contains SyncBatchNorm, or an optimizer
@@ -645,20 +645,18 @@ class Run:
         self._check_left()
         self._services.snapshotter.ask_for(name, is_taken=self._state.place.is_past)
 
-    def restore(self, which: int | str, *names: str) -> None:
+    def restore(self, which: int | str) -> None:
         """Load the weights and buffers of a snapshot into the models, in place. Call it after the loop, on all ranks.
 
         Optimizers, schedulers and the position of the run stay as they are; see docs/resuming.md.
 
         Args:
             which: name of a snapshot such as "best", a step, or "latest".
-            names: names of models in `prepare`; default: all models.
 
         Raises:
             RunDirectoryError: there is no such snapshot, or its state does not fit a model.
             UsageError: the run has no directory, or the call is inside a loop. A loop that begins after it raises this,
                 too.
-            InvalidValue: `prepare` got no model of that name.
 
         Example: see `Run.snapshot`.
         """
@@ -671,10 +669,9 @@ class Run:
         context = self._context
         calls.wait_for_call(context.group, calls.RESTORE)
         self._services.snapshotter.wait_until_written()
-        if (shards := prepared.gradients.plan.shards) is not None:
-            shards.models.free_gathered()
+        prepared.gradients.free_gathered()
         may_lack = any(each.is_trial for each in self._interceptors)
-        is_loaded = restore_models(context.location, prepared.modules, names, which, context.group, may_lack=may_lack)
+        is_loaded = restore_models(context.location, prepared.modules, which, context.group, may_lack=may_lack)
         self._is_recalled = is_loaded and self._loop is None
 
     def stop(self, reason: str = "") -> None:

@@ -1,10 +1,10 @@
 """Detects mistakes of a script at its calls of optimizers, such as an update from an incomplete gradient."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum, auto
 from itertools import zip_longest
 from typing import Any
-from weakref import WeakMethod, WeakSet, finalize, ref
+from weakref import WeakMethod, WeakSet, finalize
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,7 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.errors import UsageError
-from samestep.train.state.objects import Objects, list_named, list_params, name_optimizers
+from samestep.torch_internals import read_version
+from samestep.train.state.objects import Objects, list_params, name_optimizers, strip_compiled
 from samestep.train.step.steps import Step, StepObserver
 
 Signature = list[tuple[str, int, Any]]
@@ -46,19 +47,21 @@ class MisuseChecks(StepObserver):
         self._names = {number: path for path, number, _ in self._signature}
         self._phase = Phase.BEFORE_LOOP
         self._step: Step | None = None
-        self._first_step = 0  # of the loop
-        self._unreduced: dict[int, ref[Tensor]] = {}  # by id: what the first step's losses use of no prepared model
-        self._partial: list[ref[Tensor]] = []  # the gradients that the last pass has left in them
+        self._others: WeakSet[Optimizer] = WeakSet()  # were not passed, and have updated something in the loop
+        # Gradients of their parameters, with the number of writes to each: when the last pass began, and those that
+        # it has changed.
+        self._before: dict[Tensor, int] = {}
+        self._partial: dict[Tensor, int] = {}
         find_check = WeakMethod(self._check_update)
 
         def check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if (check_update := find_check()) is not None:
-                check_update(optimizer, has_closure=len(args) > 1 or bool(kwargs))
+                check_update(optimizer)
 
         finalize(self, register_optimizer_step_pre_hook(check).remove)
 
-    def begin_loop(self, first_step: int) -> None:
-        """A loop begins with this step. Checks that the models are the prepared ones.
+    def begin_loop(self) -> None:
+        """A loop begins. Checks that the models are the prepared ones.
 
         Raises:
             UsageError: a model is not the one that was prepared.
@@ -70,8 +73,6 @@ class MisuseChecks(StepObserver):
                 code="SS216",
             )
         self._phase = Phase.IN_LOOP
-        self._first_step = first_step
-        self._unreduced.clear()
 
     def begin_step(self, step: Step) -> None:
         self._step = step
@@ -80,25 +81,23 @@ class MisuseChecks(StepObserver):
         """End the checks, with the loop."""
         self._phase = Phase.AFTER_LOOP
         self._step = None
+        self._before.clear()
         self._partial.clear()
 
-    def backward(self, step: Step, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
-        if not self._divides or step.number != self._first_step:
-            return
-        for leaf in _find_leaves(loss) if isinstance(loss, Tensor) else ():
-            if id(leaf) not in self._names:
-                self._unreduced[id(leaf)] = ref(leaf)
+    def begin_pass(self, step: Step) -> None:
+        self._before = self._read_grads()
 
     def reduced(self, step: Step) -> None:
-        if not self._unreduced:
-            return
-        leaves = [leaf() for leaf in self._unreduced.values()]
-        self._partial = [ref(leaf.grad) for leaf in leaves if leaf is not None and leaf.grad is not None]
+        self._partial = {grad: count for grad, count in self._read_grads().items() if self._before.get(grad) != count}
 
-    def _check_update(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+    def _read_grads(self) -> dict[Tensor, int]:
+        params = [param for optimizer in self._others for param in list_params(optimizer)]
+        return {param.grad: read_version(param.grad) for param in params if param.grad is not None}
+
+    def _check_update(self, optimizer: Optimizer) -> None:
         is_ours = optimizer in self._optimizers
         if is_ours and self._phase is Phase.BEFORE_LOOP:
-            _refuse_early(optimizer, has_closure=has_closure)
+            _refuse_early(optimizer)
         if self._phase is not Phase.IN_LOOP:
             return
         ids = () if is_ours else map(id, list_params(optimizer))
@@ -111,14 +110,15 @@ class MisuseChecks(StepObserver):
                 "it, so that its state is part of the snapshots",
                 code="SS215",
             )
-        if step is not None and self._partial and not step.is_open:
-            self._refuse_partial(optimizer, step.number)
+        if self._divides and not is_ours:
+            self._others.add(optimizer)
+            if step is not None and not step.is_open:
+                self._refuse_partial(optimizer, step.number)
 
     def _refuse_partial(self, optimizer: Optimizer, number: int) -> None:
         """Raise UsageError for an update from a gradient that holds this rank's micro-batches only."""
-        partial = {id(grad()) for grad in self._partial}
         for param in list_params(optimizer):
-            if param.grad is not None and id(param.grad) in partial:
+            if param.grad is not None and self._partial.get(param.grad) == read_version(param.grad):
                 raise UsageError(
                     f"an optimizer ({type(optimizer).__name__}) that was not passed to run.prepare updates a parameter "
                     f"of shape {tuple(param.shape)} in step {number}, whose gradient is of this rank's micro-batches "
@@ -128,9 +128,9 @@ class MisuseChecks(StepObserver):
 
     def _sign(self) -> Signature:
         return [
-            (f"{name}.{path}", id(param), (param.dtype, param.device))
+            (f"{name}.{strip_compiled(path)}", id(param), (param.dtype, param.device))
             for name, module in self._modules.items()
-            for path, param in list_named(module)
+            for path, param in module.named_parameters()
         ]
 
 
@@ -157,23 +157,9 @@ class ScheduleChecks(StepObserver):
         return {name: getattr(schedule, "last_epoch", 0) for name, schedule in self._schedules.items()}
 
 
-def _find_leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors in which a backward pass of `loss` accumulates gradients."""
-    stack: list[Any] = [loss.grad_fn]
-    seen = set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if type(node).__name__ == "AccumulateGrad":
-            yield node.variable
-        stack += [source for source, _ in node.next_functions]
-
-
-def _refuse_early(optimizer: Optimizer, *, has_closure: bool) -> None:
-    """Refuse an update before the loop. Without a gradient, and a closure to compute one, it does nothing."""
-    if has_closure or any(param.grad is not None for param in list_params(optimizer)):
+def _refuse_early(optimizer: Optimizer) -> None:
+    """Refuse an update before the loop. Without a gradient it does nothing."""
+    if any(param.grad is not None for param in list_params(optimizer)):
         raise UsageError(
             "optimizer.step() was called before the loop of the run: each rank trains alone there, on the whole data "
             "set, and nothing is saved; iterate over run.epochs(...) or run.steps(...)",

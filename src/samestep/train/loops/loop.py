@@ -200,7 +200,7 @@ class Loop:
         last_step = self._state.place.last_step
         if steps_done < last_step:
             return f"run.stop() has ended it after step {steps_done}", f"start with {advise(resume=steps_done)}"
-        is_cut = last_step < self._state.place.planned
+        is_cut = last_step == self._context.config.max_steps
         more = "a larger max_steps" if is_cut else "more steps" if self._plan.is_endless else "more epochs"
         return f"{steps_done} of {last_step} steps are done", f"ask for {more}"
 

@@ -7,10 +7,10 @@ models", stages 1 and 2. Unlike there, a rank owns whole tensors, so the divisio
 need whole tensors (Muon, Shampoo, LARS, Adafactor) work.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
-from weakref import finalize
+from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from samestep.snapshot.serialization import SavedState, digest
 from samestep.torch_internals import watch_norms
 from samestep.train.state.objects import STATE, Objects, list_by_name, list_params, name_optimizers, name_params, save
 from samestep.world.group import Group
+from samestep.world.transport import check_equal
+
+Gather = Callable[[Any], list[Any]]
 
 
 class DividedState:
@@ -36,21 +39,13 @@ class DividedState:
         held: optimizers that other objects hold, which cannot be divided.
         gather: gathers a value of each rank between two steps.
         shard: the mode.
-        has_parts: returns whether this rank has a part only of one of these gradients.
     """
 
-    def __init__(
-        self,
-        objects: Objects,
-        held: Sequence[Optimizer],
-        gather: Callable[[Any], list[Any]],
-        shard: str,
-        has_parts: Callable[[Sequence[Tensor]], bool],
-    ) -> None:
+    def __init__(self, objects: Objects, held: Sequence[Optimizer], group: Group, gather: Gather, shard: str) -> None:
         self._objects = objects
         self._optimizers = name_optimizers(objects)
+        self._group = group
         self._gather = gather
-        self._shard = shard
         self._num_updates = dict.fromkeys(self._optimizers, 0)
         if held:
             raise InvalidValue(
@@ -60,38 +55,21 @@ class DividedState:
             )
         for name, optimizer in self._optimizers.items():
             optimizer.register_step_post_hook(lambda *_, name=name: self._count(name))
-        finalize(self, watch_norms(partial(_refuse_norm, shard, has_parts)))
+        finalize(self, watch_norms(partial(_refuse_norm, shard, WeakSet(self._optimizers.values()))))
 
     def _count(self, name: str) -> None:
         self._num_updates[name] += 1
 
     def _check_alike(self) -> None:
-        """Raise InvalidValue if an optimizer has had other updates, or has other settings, on another rank.
-
-        On all ranks.
-        """
-        first, *others = self._gather(
-            {
-                name: [self._num_updates[name], digest([_drop_params(group) for group in each.param_groups])]
-                for name, each in self._optimizers.items()
-            }
-        )
-        for rank, other in enumerate(others, start=1):
-            for name, (num_updates, settings) in first.items():
-                if other[name][0] != num_updates:
-                    raise InvalidValue(
-                        f"{name}.step() was called {other[name][0]} times on rank {rank} and {num_updates} times on "
-                        f'rank 0, and with shard="{self._shard}" each rank updates a part: base the decision to update '
-                        "on values that are the same on all ranks, such as step.loss",
-                        code="SS606",
-                    )
-                if other[name][1] != settings:
-                    raise InvalidValue(
-                        f"{name} has other settings (param_groups) on rank {rank} than on rank 0, and with "
-                        f'shard="{self._shard}" each rank updates a part: set them alike on all ranks; if the '
-                        "optimizer computes them from all gradients, as Prodigy does, leave out shard",
-                        code="SS606",
-                    )
+        """Raise InvalidValue if an optimizer has had other updates, or has other settings, on another rank."""
+        facts: dict[str, Any] = {}
+        for name, optimizer in self._optimizers.items():
+            facts[f"the number of calls of {name}.step()"] = self._num_updates[name]
+            facts[f"the hash of the settings of {name} (param_groups)"] = digest(
+                [{key: each for key, each in group.items() if key not in ("params", "param_names")}
+                 for group in optimizer.param_groups]
+            )  # fmt: skip
+        check_equal(self._gather(facts))
 
 
 class DividedOptimizers(DividedState):
@@ -100,7 +78,6 @@ class DividedOptimizers(DividedState):
     Args:
         held, gather: as for `DividedState`.
         wait: returns when all ranks have called the step of an optimizer.
-        say: prints a message on rank 0.
 
     Attributes:
         ownership: the owners of the parameters.
@@ -114,13 +91,11 @@ class DividedOptimizers(DividedState):
         objects: Objects,
         held: Sequence[Optimizer],
         group: Group,
+        gather: Gather,
         wait: Callable[[], None],
-        gather: Callable[[Any], list[Any]],
-        say: Callable[[str], None],
     ) -> None:
+        super().__init__(objects, held, group, gather, "optimizer")
         self.ownership = Ownership(group.rank, group.world_size)
-        super().__init__(objects, held, gather, "optimizer", partial(_has_own, self.ownership))
-        self._group = group
         self._wait = wait
         self._stored: dict[tuple[int, torch.Size], int] = {}  # tensor -> the rank that stores it
         for name, optimizer in self._optimizers.items():
@@ -130,12 +105,6 @@ class DividedOptimizers(DividedState):
                     'shard="optimizer"',
                     code="SS606",
                 )
-            if not type(optimizer).__module__.startswith("torch."):
-                say(
-                    f'{name} is of class {type(optimizer).__name__}, which is not torch\'s: with shard="optimizer" it '
-                    "must update each parameter from the gradient and state of this one alone (samestep verify "
-                    "--shard none,optimizer compares)"
-                )
             optimizer.register_step_post_hook(self._send_updated)
 
     def _send_updated(self, optimizer: Optimizer, *_: Any) -> None:
@@ -143,13 +112,6 @@ class DividedOptimizers(DividedState):
         owned = self.ownership.list_owned(list_params(optimizer))
         self._wait()
         send_owned([[param.detach() for param in params] for params in owned], self._group)
-
-    def drop_others(self) -> None:
-        """Drop the state of parameters that other ranks own, such as after all of it was loaded from a snapshot."""
-        for optimizer in self._optimizers.values():
-            for param in [*optimizer.state]:
-                if isinstance(param, Tensor) and not self.ownership.counts(param):
-                    del optimizer.state[param]
 
     def outline(self) -> Callable[[], dict[str, Any]]:
         """Describe the states of this rank's parameters to the other ranks. On all ranks.
@@ -177,8 +139,7 @@ class DividedOptimizers(DividedState):
     def read(self, saved: SavedState) -> dict[str, Any]:
         """Return the content of a snapshot without the state of other ranks' parameters."""
         objects = dict(saved.contents["objects"])
-        names = name_params(self._objects)
-        params = {name: list_by_name(each, names) for name, each in self._optimizers.items()}
+        params = self._name_params()
         self.ownership.assign(
             [
                 param
@@ -188,14 +149,19 @@ class DividedOptimizers(DividedState):
             ]
         )
         for name, of_one in params.items():
-            of_params = objects[name][STATE].items()
-            state = {key: each for key, each in of_params if self._counts(of_one.get(key))}
+            state = {
+                key: each
+                for key, each in objects[name][STATE].items()
+                if key not in of_one or self.ownership.counts(of_one[key])
+            }
             objects[name] = {**objects[name], STATE: state}
         filled: dict[str, Any] = saved.fill({**saved.contents, "objects": objects})
         return filled
 
-    def _counts(self, param: Tensor | None) -> bool:
-        return param is None or self.ownership.counts(param)
+    def _name_params(self) -> dict[str, dict[str, Tensor]]:
+        """Return the parameters of each optimizer by name, in an order that all ranks share."""
+        names = name_params(self._objects)
+        return {name: dict(sorted(list_by_name(name, each, names).items())) for name, each in self._optimizers.items()}
 
     def collect(self) -> Callable[[], dict[str, Any]]:
         """Send the states of this rank's parameters to rank 0. On all ranks.
@@ -222,30 +188,24 @@ class DividedOptimizers(DividedState):
         Tensors of other ranks are on the meta device, unless they are empty.
         """
         self._check_alike()
-        names = name_params(self._objects)
-        own = {
-            name: {
-                path: each.state[param]
-                for path, param in list_by_name(each, names).items()
-                if self.ownership.counts(param) and param in each.state  # the script may have made states of others
-            }
-            for name, each in self._optimizers.items()
-        }
+        own = {}
+        for name, params in self._name_params().items():
+            states = self._optimizers[name].state
+            counted = {path: param for path, param in params.items() if self.ownership.counts(param)}
+            own[name] = {path: states[param] for path, param in counted.items() if param in states}
         outline = tree_map_only(Tensor, lambda tensor: tensor.to("meta") if tensor.numel() else tensor, own)
         of_ranks = [self._group.unseal(sealed) for sealed in self._group.gather(self._group.seal(outline))]
         of_ranks[self._group.rank] = own
         return of_ranks
 
     def _merge(self, of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-        """Return the objects' states with those of all ranks' parameters, in the order of the parameters."""
+        """Return the objects' states with those of all ranks' parameters."""
         saved = save(self._objects)
-        names = name_params(self._objects)
-        for name, optimizer in self._optimizers.items():
-            params = list_by_name(optimizer, names)
-            found = {path: state for of_rank in of_ranks for path, state in of_rank[name].items()}
-            merged = {path: found[path] for path in params if path in found}
-            merged |= {key: state for key, state in saved[name][STATE].items() if key not in params}  # of no parameter
-            saved[name] = {**saved[name], STATE: merged}
+        for name, params in self._name_params().items():
+            merged = {key: state for key, state in saved[name][STATE].items() if key not in params}  # of no parameter
+            for of_rank in of_ranks:
+                merged |= of_rank[name]
+            saved[name] = {**saved[name], STATE: {key: merged[key] for key in sorted(merged, key=str)}}
         return saved
 
 
@@ -253,18 +213,10 @@ def _list_tensors(value: Any) -> list[Tensor]:
     return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
-def _has_own(ownership: Ownership, grads: Sequence[Tensor]) -> bool:
-    """Return whether one of the gradients is of a parameter that this rank owns."""
-    return not {id(grad) for grad in ownership.list_grads()}.isdisjoint(map(id, grads))
-
-
-def _drop_params(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _refuse_norm(shard: str, has_parts: Callable[[Sequence[Tensor]], bool], grads: Sequence[Tensor]) -> None:
+def _refuse_norm(shard: str, optimizers: Iterable[Optimizer], grads: Sequence[Tensor]) -> None:
     """Refuse to clip this rank's part of the gradients by its own norm."""
-    if has_parts(grads):
+    own = {id(param.grad) for optimizer in optimizers for param in list_params(optimizer) if param.grad is not None}
+    if any(id(grad) in own for grad in grads):
         raise UsageError(
             f'torch.nn.utils.clip_grad_norm_ (or get_total_norm) with shard="{shard}" sees a part of the gradients: '
             "call run.clip_grad_norm_, with the same arguments (max_norm=math.inf gives the norm alone)",

@@ -4,14 +4,15 @@ A name is the object's, and the path in the module without the wrappers of `torc
 torch identifies the parameters in an optimizer's state by their order, which may differ between two starts or ranks.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map, tree_structure
 
-from samestep.errors import Error, RunDirectoryError
+from samestep.errors import Error, InvalidValue, RunDirectoryError
 from samestep.torch_internals import rename_state
 
 MAX_SHOWN = 600
@@ -34,23 +35,28 @@ def strip_compiled(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != _COMPILED) if _COMPILED in path else path
 
 
+def find_modules(objects: Objects) -> dict[str, nn.Module]:
+    """Return the modules among the objects, those inside a wrapper of `torch.compile` without it."""
+    return {name: unwrap(thing) for name, thing in objects.items() if isinstance(thing, nn.Module)}
+
+
 def unwrap(thing: Any) -> Any:
-    """Return the module inside a torch.compile wrapper; its keys have no prefix."""
-    return getattr(thing, "_orig_mod", thing) if isinstance(thing, nn.Module) else thing
+    """Return the module inside a wrapper of `torch.compile`; its keys have no prefix."""
+    return getattr(thing, _COMPILED, thing) if isinstance(thing, nn.Module) else thing
 
 
-def list_named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of a module, each once, with their paths."""
-    return [(strip_compiled(path), param) for path, param in module.named_parameters()]
+def find_named_params(objects: Objects) -> dict[str, nn.Parameter]:
+    """Return the parameters of all modules among the objects, each once, by name, in the order of the modules."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, module in find_modules(objects).items():
+        for path, param in module.named_parameters():
+            found.setdefault(id(param), (f"{name}.{strip_compiled(path)}", param))
+    return dict(found.values())
 
 
 def name_params(objects: Objects) -> Names:
     """Return the names of the parameters of all modules among the objects, in the order of the modules."""
-    names: Names = {}
-    for name, thing in objects.items():
-        for path, param in list_named(thing) if isinstance(thing, nn.Module) else ():
-            names.setdefault(id(param), f"{name}.{path}")
-    return names
+    return {id(param): name for name, param in find_named_params(objects).items()}
 
 
 def name_optimizers(objects: Objects) -> dict[str, Optimizer]:
@@ -63,10 +69,16 @@ def list_params(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def list_by_name(optimizer: Optimizer, names: Names) -> dict[str, Tensor]:
-    """Return the named parameters of an optimizer, in the order of the names and not in its own."""
-    params = {id(param): param for param in list_params(optimizer)}
-    return {name: params[number] for number, name in names.items() if number in params}
+def list_by_name(name: str, optimizer: Optimizer, names: Names) -> dict[str, Tensor]:
+    """Return the parameters of an optimizer by name, in its order. Raises InvalidValue if one is of no module."""
+    params = list_params(optimizer)
+    if any(id(param) not in names for param in params):
+        raise InvalidValue(
+            f"{name} holds parameters of a model that was not passed: pass it too, run.prepare(model=...); put a "
+            "parameter of no model into one, such as nn.ParameterList([parameter])",
+            code="SS603",
+        )
+    return {names[id(param)]: param for param in params}
 
 
 def save_module(module: nn.Module) -> dict[str, Any]:
@@ -74,148 +86,121 @@ def save_module(module: nn.Module) -> dict[str, Any]:
     return rename_state(module.state_dict(), strip_compiled)
 
 
-def load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
+def _load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Load what `save_module` has returned, also for a module that is compiled in other parts. Errors as torch's."""
     paths = [*module.state_dict(keep_vars=True), *(path for path, _ in module.named_modules())]
     own = {strip_compiled(path): path for path in paths}
     module.load_state_dict(rename_state(state, lambda path: own.get(path, path)))
 
 
-def save_optimizer(optimizer: Optimizer, state: Any, names: Names) -> Any:
-    """Return a state_dict of an optimizer with names in place of numbers, in the order of the names.
-
-    Any other state, such as that of a class with a state_dict of its own, is returned as it is.
-    """
-    params = list_params(optimizer)
-    if not _holds(state, range(len(params))) or any(id(param) not in names for param in params):
-        return state
-    numbered = {number: names[id(param)] for number, param in enumerate(params)}
-    order = {name: place for place, name in enumerate(names.values())}
-    states = {numbered.get(key, key): value for key, value in state[STATE].items()}
-    groups = []
-    for group in state[GROUPS]:
-        own = [numbered[number] for number in group["params"]]
-        options = {key: value for key, value in group.items() if key != "param_names"}
-        groups.append(options | {"params": own if _mixes(optimizer) else sorted(own, key=order.__getitem__)})
-    keys = sorted(states, key=lambda key: order.get(key, len(order)))
-    return {**state, STATE: {key: states[key] for key in keys}, GROUPS: groups}
-
-
-def load_optimizer(name: str, optimizer: Optimizer, state: Any, names: Names) -> Any:
-    """Return what `save_optimizer` has returned as a state_dict for this optimizer.
-
-    Raises:
-        RunDirectoryError: a group has other parameters than in the snapshot.
-    """
-    numbers = {names.get(id(param)): number for number, param in enumerate(list_params(optimizer))}
-    if None in numbers or not _holds(state, None):
-        return state
-    groups = []
-    for number, (group, saved) in enumerate(zip(optimizer.param_groups, state[GROUPS], strict=False)):
-        own = [names[id(param)] for param in group["params"]]
-        if {*own} != {*saved["params"]}:
-            lacks, adds = [*{*saved["params"]} - {*own}], [*{*own} - {*saved["params"]}]
-            how = f"lacks {min(lacks)}" if lacks else f"also has {min(adds)}"
-            raise RunDirectoryError(
-                f"group {number} of {name} has other parameters than in the snapshot (it {how}): give the optimizer "
-                "the groups with which the run began",
-                code="SS412",
-            )
-        if _mixes(optimizer) and own != saved["params"]:
-            raise RunDirectoryError(
-                f"{name} is LBFGS, and its parameters have another order than in the snapshot (now {own[0]} is first): "
-                "give them in a fixed order, such as that of model.parameters()",
-                code="SS412",
-            )
-        groups.append({**saved, "params": [numbers[each] for each in own]})
-    groups += state[GROUPS][len(groups) :]  # which torch refuses
-    return {**state, STATE: {numbers.get(key, key): value for key, value in state[STATE].items()}, GROUPS: groups}
-
-
-def _holds(state: Any, numbers: Iterable[int] | None) -> bool:
-    """Return whether a state is an optimizer's, with these parameters in its groups; None: with names."""
-    if not isinstance(state, Mapping) or not isinstance(state.get(STATE), Mapping) or GROUPS not in state:
-        return False
-    params = [param for group in state[GROUPS] for param in group["params"]]
-    return params == [*numbers] if numbers is not None else all(isinstance(param, str) for param in params)
-
-
-def _mixes(optimizer: Optimizer) -> bool:
-    """Return whether the state of one parameter holds values of all, in their order."""
-    return isinstance(optimizer, torch.optim.LBFGS)
-
-
 def save(objects: Objects) -> dict[str, Any]:
     """Return every object's state_dict, with the names of parameters."""
     names = name_params(objects)
-    return {name: _save(thing, names) for name, thing in objects.items()}
+    states = {
+        name: save_module(thing) if isinstance(thing, nn.Module) else thing.state_dict()
+        for name, thing in objects.items()
+    }
+    for name, optimizer in name_optimizers(objects).items():
+        if _identifies_by(int, states[name]):  # not that of a class with a state_dict of its own
+            states[name] = _name_state([*list_by_name(name, optimizer, names)], states[name])
+    return states
 
 
-def _save(thing: Any, names: Names) -> Any:
-    if isinstance(thing, nn.Module):
-        return save_module(thing)
-    state = thing.state_dict()
-    return save_optimizer(thing, state, names) if isinstance(thing, Optimizer) else state
+def _name_state(named: Sequence[str], state: Any) -> Any:
+    """Return a state_dict of an optimizer with the names of its parameters in place of numbers, sorted."""
+    states = {named[key] if isinstance(key, int) else key: value for key, value in state[STATE].items()}
+    groups = []
+    for group in state[GROUPS]:
+        options = {key: value for key, value in group.items() if key != "param_names"}
+        groups.append(options | {"params": sorted(named[number] for number in group["params"])})
+    return {**state, STATE: {key: states[key] for key in sorted(states, key=str)}, GROUPS: groups}
+
+
+def _identifies_by(kind: type, state: Any) -> bool:
+    """Return whether a state is an optimizer's, with numbers or names of parameters."""
+    if not (isinstance(state, Mapping) and {STATE, GROUPS} <= state.keys()):
+        return False
+    return all(isinstance(param, kind) for group in state[GROUPS] for param in group["params"])
+
+
+@contextmanager
+def _explaining(name: str) -> Iterator[None]:
+    """Raise RunDirectoryError for what an object, or torch, raises for a state that does not fit."""
+    try:
+        yield
+    except Error:
+        raise
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = " ".join(str(error).split())
+        why = why if len(why) <= MAX_SHOWN else f"{why[: MAX_SHOWN - 4]} ..."
+        raise RunDirectoryError(f"{name} does not take its state from the snapshot: {why}", code="SS412") from error
+
+
+def add_groups(objects: Objects, saved: Mapping[str, Any]) -> None:
+    """Add the parameter groups that only a snapshot has, because the loop has added them. `load` restores the rest."""
+    params = find_named_params(objects)
+    for name, optimizer in name_optimizers(objects).items():
+        with _explaining(name):
+            own = {*map(id, list_params(optimizer))}
+            groups = saved[name][GROUPS] if _identifies_by(str, saved[name]) else []
+            for group in groups[len(optimizer.param_groups) :]:
+                added = [params[path] for path in group["params"] if path in params and id(params[path]) not in own]
+                optimizer.add_param_group({"params": added})
 
 
 def load(objects: Objects, saved: Mapping[str, Any]) -> None:
     """Restore every object's state. Raises Error if an object rejects it."""
     names = name_params(objects)
     for name, thing in objects.items():
-        try:
-            _load(name, thing, saved[name], names)
-        except Error:
-            raise
-        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-            why = " ".join(str(error).split())
-            why = why if len(why) <= MAX_SHOWN else f"{why[: MAX_SHOWN - 4]} ..."
-            raise RunDirectoryError(f"{name} does not take its state from the snapshot: {why}", code="SS412") from error
+        with _explaining(name):
+            if isinstance(thing, Optimizer):
+                _load_optimizer(name, thing, saved[name], names)
+            elif isinstance(thing, nn.Module):
+                _load_module(thing, saved[name])
+            else:
+                thing.load_state_dict(saved[name])
 
 
-def _load(name: str, thing: Any, saved: Any, names: Names) -> None:
-    if isinstance(thing, nn.Module):
-        load_module(thing, saved)
-        return
-    if not isinstance(thing, Optimizer):
-        thing.load_state_dict(saved)
+def _load_optimizer(name: str, optimizer: Optimizer, saved: Any, names: Names) -> None:
+    if not _identifies_by(str, saved):
+        optimizer.load_state_dict(saved)
         return
     # torch adds defaults when it loads, but not to the groups.
-    settings = thing.defaults.keys() & thing.param_groups[0].keys()
-    num_groups = len(thing.param_groups)
-    num_saved = len(saved.get("param_groups", ()))
-    if num_groups < num_saved:
+    settings = optimizer.defaults.keys() & optimizer.param_groups[0].keys()
+    numbers = {path: number for number, path in enumerate(list_by_name(name, optimizer, names))}
+    own = {(k, names[id(param)]) for k, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    different = own ^ {(k, path) for k, group in enumerate(saved[GROUPS]) for path in group["params"]}
+    if different:
         raise RunDirectoryError(
-            f"{name} has {num_groups} of the {num_saved} groups of parameters in the snapshot: give it all of them "
-            "before run.prepare, not by add_param_group in the loop; a frozen parameter (requires_grad) is not updated",
+            f"the parameter groups of {name} are not those in the snapshot, such as that of {min(different)[1]}: give "
+            "the optimizer the groups with which the run began",
             code="SS412",
         )
-    state = load_optimizer(name, thing, saved, names)
-    thing.load_state_dict(state)
-    _restore_dtypes(thing, state)
+    groups = []
+    for group, saved_group in zip(optimizer.param_groups, saved[GROUPS], strict=True):
+        groups.append({**saved_group, "params": [numbers[names[id(param)]] for param in group["params"]]})
+    states = {numbers.get(key, key): value for key, value in saved[STATE].items()}
+    optimizer.load_state_dict({**saved, STATE: states, GROUPS: groups})
+    for param in list_params(optimizer):
+        if param in optimizer.state:
+            optimizer.state[param] = _with_dtypes(optimizer.state[param], saved[STATE].get(names[id(param)]))
     # torch loads the state of another kind of optimizer without an error, and would fail in the next update.
-    missing = sorted(settings - thing.param_groups[0].keys())
+    missing = sorted(settings - optimizer.param_groups[0].keys())
     if missing:
         raise RunDirectoryError(
-            f"{name} is a {type(thing).__name__}, but its state in the snapshot has no {missing[0]}: pass the kind of "
-            f"optimizer that the run began with; if {missing[0]} is a new setting of this class, add it to the "
+            f"{name} is a {type(optimizer).__name__}, but its state in the snapshot has no {missing[0]}: pass the kind "
+            f"of optimizer that the run began with; if {missing[0]} is a new setting of this class, add it to the "
             "param_groups in the class's __setstate__",
             code="SS412",
         )
 
 
-def _restore_dtypes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Undo torch's cast of an optimizer's state to the dtypes of its parameters (bfloat16, for example)."""
-    numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
-    for param, number in zip(list_params(optimizer), numbers, strict=False):
-        if param in optimizer.state:
-            optimizer.state[param] = _with_dtypes(optimizer.state[param], saved.get(STATE, {}).get(number))
-
-
 def _with_dtypes(now: Any, was: Any) -> Any:
-    if isinstance(now, Tensor) and isinstance(was, Tensor):
-        return now if now.dtype == was.dtype else was.to(now.device, copy=True)
-    if type(now) is dict and isinstance(was, dict):
-        return {key: _with_dtypes(value, was.get(key)) for key, value in now.items()}
-    if type(now) is list and isinstance(was, list) and len(now) == len(was):
-        return [_with_dtypes(value, other) for value, other in zip(now, was, strict=True)]
+    """Undo torch's cast of a parameter's state to the dtype of the parameter (bfloat16, for example)."""
+    return tree_map(_with_dtype, now, was) if tree_structure(now) == tree_structure(was) else now
+
+
+def _with_dtype(now: Any, was: Any) -> Any:
+    if isinstance(now, Tensor) and isinstance(was, Tensor) and now.dtype != was.dtype:
+        return was.to(now.device, copy=True)
     return now

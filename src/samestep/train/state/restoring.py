@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any
@@ -13,66 +13,17 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from samestep.decoding import parse_json
 from samestep.engine.precision import MixedPrecision
-from samestep.errors import InvalidValue, RunDirectoryError, UsageError
+from samestep.errors import RunDirectoryError, UsageError
 from samestep.snapshot.location import Location
 from samestep.snapshot.run_record import OVERRIDE, StartOptions, describe_changes
 from samestep.snapshot.serialization import SavedState
 from samestep.snapshot.store import Store
-from samestep.train.state.objects import GROUPS, Objects, list_named, load, name_optimizers, save_module
+from samestep.train.state.objects import GROUPS, Objects, add_groups, find_named_params, load, save_module
 from samestep.train.state.sharded_state import shard_as
 from samestep.world.environment import advise
 from samestep.world.group import Group
 
 Settings = Mapping[str, Any]  # of optimizers and schedulers: "optimizer.lr" -> 0.1; a list if parameter groups differ
-
-
-class LoopChanges:
-    """What a script can change in its loop besides values, and does not repeat after a resume: which parameters are
-    frozen (`requires_grad`), and added parameter groups.
-    """
-
-    def __init__(self, objects: Objects, modules: Mapping[str, nn.Module]) -> None:
-        self._optimizers = name_optimizers(objects)
-        self._modules = modules
-        self._at_start = self._read()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The names of the frozen parameters, now and at the start, and the parameter groups of the optimizers that got
-        more of them.
-        """
-        frozen, groups = self._read()
-        frozen_at_start, before = self._at_start
-        added = {name: groups[name] for name in groups if groups[name] != before[name]}
-        return {"frozen": frozen, "frozen_at_start": frozen_at_start, "groups": added}
-
-    def freeze(self, saved: Mapping[str, Any]) -> None:
-        """Freeze what was frozen, unless the script's initial freezing differs: then it was changed on purpose."""
-        if saved["frozen_at_start"] == self._at_start[0]:
-            for name, param in self._params().items():
-                param.requires_grad_(name not in saved["frozen"])
-
-    def add_groups(self, saved: Mapping[str, Any]) -> None:
-        """Add the parameter groups that only the snapshot has. `load` restores their options."""
-        params = self._params()
-        for name, groups in saved["groups"].items():
-            own = self._at_start[1].get(name, [])
-            if own != groups[: len(own)] or not all(each in params for group in groups for each in group):
-                continue  # `load` raises
-            for group in groups[len(own) :]:
-                self._optimizers[name].add_param_group({"params": [params[each] for each in group]})
-
-    def _params(self) -> dict[str, nn.Parameter]:
-        return {f"{name}.{path}": p for name, module in self._modules.items() for path, p in list_named(module)}
-
-    def _read(self) -> tuple[list[str], dict[str, list[list[str]]]]:
-        """Return the names of the frozen parameters, and those in the groups of each optimizer."""
-        params = self._params()
-        names = {id(param): name for name, param in params.items()}
-        groups = {
-            name: [sorted(names.get(id(param), "") for param in group["params"]) for group in optimizer.param_groups]
-            for name, optimizer in self._optimizers.items()
-        }
-        return [name for name, param in params.items() if not param.requires_grad], groups
 
 
 class SnapshotContents:
@@ -82,15 +33,16 @@ class SnapshotContents:
         options: settings of optimizers and schedulers.
     """
 
-    def __init__(
-        self, objects: Objects, modules: Mapping[str, nn.Module], precision: MixedPrecision, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, objects: Objects, precision: MixedPrecision, say: Callable[[str], None]) -> None:
         self._objects = objects
         self._precision = precision
         self._say = say
-        self._changes = LoopChanges(objects, modules)
+        self._frozen_at_start = self._list_frozen()
         self._overriding: dict[str, Any] | None = None  # the script's settings, see `read_overriding`
         self.options = StartOptions(read_settings(objects))
+
+    def _list_frozen(self) -> list[str]:
+        return [name for name, param in find_named_params(self._objects).items() if not param.requires_grad]
 
     def build(
         self, position: Mapping[str, Any], state: Any, read_states: Callable[[], dict[str, Any]]
@@ -101,9 +53,10 @@ class SnapshotContents:
             state: `run.state`.
             read_states: returns the objects' states.
         """
+        frozen = {"frozen": self._list_frozen(), "frozen_at_start": self._frozen_at_start}
         return {
             "objects": read_states(),
-            "position": {**position, "precision": self._precision.state_dict(), **self._changes.state_dict()},
+            "position": {**position, **frozen, "precision": self._precision.state_dict()},
             "state": state,
         }
 
@@ -120,7 +73,7 @@ class SnapshotContents:
                 f"the snapshot holds {', '.join(saved)}, and run.prepare got {', '.join(objects)}: pass the same names",
                 code="SS412",
             )
-        self._changes.add_groups(contents["position"])
+        add_groups(objects, saved)
 
     def restore(self, contents: Mapping[str, Any], begun_with: Mapping[str, Any], *, overrides: bool) -> None:
         """Restore all objects, and compare the script's settings of optimizers and schedulers with the run's.
@@ -160,25 +113,17 @@ class SnapshotContents:
         """
         saved = contents["objects"]
         load(self._objects, saved if self._overriding is None else override(self._objects, saved, self._overriding))
-        try:
-            self._precision.load_state_dict(contents["position"]["precision"])
-        except KeyError as error:
-            raise RunDirectoryError(
-                f"the snapshot has no {error} of a loss scale, so no fp16 run has written it: resume from another one",
-                code="SS412",
-            ) from None
-        self._changes.freeze(contents["position"])
+        position = contents["position"]
+        self._precision.load_state_dict(position["precision"])
+        # Where the script freezes other parameters than before, it was changed on purpose.
+        if position["frozen_at_start"] == self._frozen_at_start:
+            for name, param in find_named_params(self._objects).items():
+                param.requires_grad_(name not in position["frozen"])
         return contents["state"]  # type: ignore[no-any-return]
 
 
 def restore_models(
-    location: Location,
-    known: Mapping[str, nn.Module],
-    names: Sequence[str],
-    which: int | str,
-    group: Group,
-    *,
-    may_lack: bool,
+    location: Location, modules: Mapping[str, nn.Module], which: int | str, group: Group, *, may_lack: bool
 ) -> bool:
     """Load the parameters and buffers of a snapshot into models, in place. On all ranks.
 
@@ -186,8 +131,7 @@ def restore_models(
     model, each rank keeps its rows.
 
     Args:
-        known: the run's models.
-        names: which of them to load; empty: all.
+        modules: the run's models.
         which: as for `Store.find`.
         may_lack: whether to do nothing if there is no such snapshot: a trial of a few steps may not reach it.
 
@@ -201,13 +145,6 @@ def restore_models(
         raise UsageError(
             "run.restore needs snapshots, and this run has no directory: name one in samestep.Run(...)", code="SS221"
         )
-    for name in names:
-        if name not in known:
-            raise InvalidValue(
-                f"run.restore got {name!r}, but the models of run.prepare are {', '.join(known)}: name those",
-                code="SS101",
-            )
-    modules = {name: known[name] for name in names or known}
     store = Store(location.path, location.named)
     opened: list[SavedState] = []  # on rank 0
 

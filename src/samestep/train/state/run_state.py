@@ -1,6 +1,6 @@
 """The state of a run apart from the script's objects: its position, its loops, its counts and the script's own dict."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -33,13 +33,11 @@ class Place:
     Attributes:
         number: number of the loop, from 0, in the order of the script.
         last_step: number of completed steps when the loop ends, unless it ends early.
-        planned: the same in the script, without `max_steps`.
         kind: how it relates to the snapshot from which this start resumed.
     """
 
     number: int
     last_step: int
-    planned: int
     kind: LoopKind
 
     @property
@@ -122,7 +120,7 @@ class RunState:
         self.resumed_step = 0
         self.newest_step = -1
         self.began_step = 0
-        self.place = Place(0, last_step=0, planned=0, kind=LoopKind.RESUMED)
+        self.place = Place(0, last_step=0, kind=LoopKind.RESUMED)
         self.is_in_loop = False
         self.num_evaluations = 0
         self.stop_reason = ""
@@ -131,7 +129,7 @@ class RunState:
         self.summary: dict[str, Any] = {}
         self._lanes: list[dict[str, Any]] = []  # `LanePosition.row` of the snapshot
         self._order: Mapping[str, Any] | None = None  # see `SamplerOrders.state_dict`
-        # Per finished loop: its end, its planned end, and with a sampler the length of its epochs.
+        # Per finished loop: its end, and with a sampler the length of its epochs.
         self._ends: list[list[int]] = []
         # Per loop that began in another run, which this one continues: see `find_begin`.
         self._begins: list[list[int]] = []
@@ -198,12 +196,6 @@ class RunState:
         """Continue to read a stream where the snapshot was taken."""
         if self.place.kind is not LoopKind.RESUMED or self.steps_done == plan.first_step:
             return
-        if len(self._lanes) != lanes.num_lanes:
-            raise RunDirectoryError(
-                f"the snapshot holds the positions of {len(self._lanes)} lanes, and the stream has {lanes.num_lanes}: "
-                "resume from another one",
-                code="SS412",
-            )
         lanes.resume(self._lanes)
 
     # --- steps ------------------------------------------------------------------------------------------------
@@ -242,7 +234,7 @@ class RunState:
         The state on which a sampler may depend is restored only when the loop begins, so it is not called before.
         """
         if self._num_begun < self._num_past:
-            _, _, *length = self._ends[self._num_begun]
+            _, *length = self._ends[self._num_begun]
             return length[0] if length else None
         order = self._continued_order
         return None if order is None else len(order["indices"])
@@ -262,37 +254,24 @@ class RunState:
         """The order in the snapshot, if the script's next loop is the one in which it was taken."""
         return self._order if self._num_begun == self._num_past else None
 
-    def begin_loop(
-        self,
-        data: LoopData,
-        max_steps: int | None,
-        location: Location,
-        say: Callable[[str], None],
-    ) -> None:
+    def begin_loop(self, data: LoopData, max_steps: int | None, location: Location) -> None:
         """Move to the script's next loop, and record it. On all ranks.
 
         Raises:
             RunDirectoryError: the run was resumed inside or after this loop, and the loop was a different one then.
         """
-        plan = data.plan
-        planned = data.planned
         number = self._num_begun
         if data.orders is not None and (order := self._continued_order) is not None:
             data.orders.restore(order["epoch"], order["indices"])
         self._num_begun += 1
         kind = LoopKind.RESUMED if number == self._num_past else LoopKind.FURTHER
-        end, was = min(planned, max_steps or planned), planned
+        end = min(data.planned, max_steps or data.planned)
         if number < self._num_past:
             kind = LoopKind.PAST
-            end, was, *_ = self._ends[number]
-        place = Place(number, end, planned, kind)
+            end, *_ = self._ends[number]
+        place = Place(number, end, kind)
         location.once(lambda: self._record(location.directory, place, data))
-        if planned != was and not self._begins:
-            say(
-                f"loop {number + 1} of this run ended at step {end} and is not continued, although its planned "
-                f"end is now step {planned} (was {was}): resume from a step before {end} to change it"
-            )
-        self.steps_done = end if place.is_past else max(plan.first_step, self.resumed_step)
+        self.steps_done = end if place.is_past else max(data.plan.first_step, self.resumed_step)
         self.began_step = self.steps_done
         self.place = place
         self.is_in_loop = True
@@ -330,7 +309,7 @@ class RunState:
         if not self.place.is_past:
             self.stop_reason = ""
             epoch_length = [] if plan.epoch_length is None else [plan.epoch_length]
-            self._ends = [*self._ends, [self.steps_done, self.place.planned, *epoch_length]]
+            self._ends = [*self._ends, [self.steps_done, *epoch_length]]
 
     def begin_after_loop(self) -> None:
         """The script's lines after a loop begin."""

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from samestep.engine.sharded_unit import ShardedUnit
 from samestep.engine.shards import ShardedModels
-from samestep.errors import InvalidType, InvalidValue
+from samestep.errors import InvalidValue
 from samestep.snapshot.serialization import SavedState
 from samestep.torch_internals import (
     find_first_row,
@@ -25,8 +25,8 @@ from samestep.torch_internals import (
     is_sharded,
     shard_like,
 )
-from samestep.train.state.divided_state import DividedState
-from samestep.train.state.objects import STATE, Objects, list_by_name, name_params, save, save_module
+from samestep.train.state.divided_state import DividedState, Gather
+from samestep.train.state.objects import STATE, Objects, find_modules, list_by_name, name_params, save, save_module
 from samestep.train.state.sharded_init import ShardedInit
 from samestep.world.group import Group
 from samestep.world.host import find_block_size
@@ -44,15 +44,22 @@ ELEMENTWISE = (
     torch.optim.RMSprop,
     torch.optim.ASGD,
 )
-Blocks = Sequence[type[nn.Module] | str]
+Blocks = Sequence[type[nn.Module]]
 
 
-def shard_as(param: Any, value: Any) -> Any:
-    """Return a tensor with the shape of a sharded one with the same sharding; any other value as it is."""
+def _take_rows(whole: Tensor, first: int, num_rows: int) -> Tensor:
+    return whole[first : first + num_rows]
+
+
+def shard_as(param: Any, value: Any, read_rows: Callable[[Tensor, int, int], Tensor] = _take_rows) -> Any:
+    """Return a tensor with the shape of a sharded one with the same sharding; any other value as it is.
+
+    Args:
+        read_rows: returns some rows of it: value, first row, number of rows -> tensor.
+    """
     if not is_sharded(param) or not isinstance(value, Tensor) or is_sharded(value) or value.shape != param.shape:
         return value
-    first = find_first_row(param)
-    own = value[first : first + len(get_local(param))]
+    own = read_rows(value, find_first_row(param), len(get_local(param)))
     return shard_like(param, own.to(param.device, copy=True))
 
 
@@ -84,8 +91,8 @@ class ShardedState(DividedState):
     Shards the models, and with them the state of their optimizers.
 
     Args:
-        held: as for `DividedState`.
-        blocks: classes of modules, or their names, that are gathered one at a time. None: see `find_blocks`.
+        held, gather: as for `DividedState`.
+        blocks: classes of modules that are gathered one at a time. None: see `find_blocks`.
         init: has built models, or parts of them.
 
     Attributes:
@@ -93,21 +100,20 @@ class ShardedState(DividedState):
 
     Raises:
         InvalidValue: a model or an optimizer cannot be sharded.
-        InvalidType: `blocks` holds something else.
     """
 
     def __init__(
         self,
         objects: Objects,
-        modules: Mapping[str, nn.Module],
         held: Sequence[Optimizer],
         blocks: Blocks | None,
         group: Group,
+        gather: Gather,
         init: ShardedInit,
     ) -> None:
-        super().__init__(objects, held, group.gather, "fsdp2", _has_sharded)
-        self._rank = group.rank
+        super().__init__(objects, held, group, gather, "fsdp2")
         self.check_optimizers()
+        modules = find_modules(objects)
         places = [
             (part, key, param)
             for module in modules.values()
@@ -127,7 +133,7 @@ class ShardedState(DividedState):
             A function that returns them. Ranks other than 0, which have one whole tensor at a time, get empty ones.
         """
         self._prepare()
-        whole = tree_map(partial(_gather, is_kept=self._rank == 0), save(self._objects))
+        whole = tree_map(partial(_gather, is_kept=self._group.rank == 0), save(self._objects))
         return lambda: whole
 
     def check_optimizers(self) -> None:
@@ -151,26 +157,25 @@ class ShardedState(DividedState):
 
     def is_mine(self, tensor: Tensor) -> bool:
         """Return whether this rank stores a tensor, or its rows of it."""
-        return is_sharded(tensor) or self._rank == 0
+        return is_sharded(tensor) or self._group.rank == 0
 
     def read(self, saved: SavedState) -> dict[str, Any]:
         """Return the content of a snapshot with this rank's shards of the objects' states."""
         contents = dict(saved.contents)
         objects = dict(contents.pop("objects"))
         names = name_params(self._objects)
-        for name, thing in self._objects.items():
-            if isinstance(thing, nn.Module):
-                now = save_module(thing)
-                objects[name] = copy(objects[name])  # with the versions of the modules
-                for key, value in objects[name].items():
-                    objects[name][key] = _read_as(now.get(key), value, saved)
-            elif isinstance(thing, Optimizer):
-                params = list_by_name(thing, names)
-                state = {
-                    path: {key: _read_as(params.get(path), value, saved) for key, value in of_one.items()}
-                    for path, of_one in objects[name][STATE].items()
-                }
-                objects[name] = {**objects[name], STATE: state}
+        for name, module in find_modules(self._objects).items():
+            now = save_module(module)
+            objects[name] = copy(objects[name])  # with the versions of the modules
+            for key, value in objects[name].items():
+                objects[name][key] = shard_as(now.get(key), value, saved.read_rows)
+        for name, optimizer in self._optimizers.items():
+            params = list_by_name(name, optimizer, names)
+            state = {
+                path: {key: shard_as(params.get(path), value, saved.read_rows) for key, value in of_one.items()}
+                for path, of_one in objects[name][STATE].items()
+            }
+            objects[name] = {**objects[name], STATE: state}
         filled: dict[str, Any] = saved.fill({"objects": objects, **contents})
         return filled
 
@@ -179,17 +184,13 @@ def find_blocks(module: nn.Module, blocks: Blocks | None) -> list[nn.Module]:
     """Return the modules to gather one at a time, inner ones first, without the model itself.
 
     Args:
-        blocks: classes of modules, or their names. None: the modules in each `nn.ModuleList` that have a forward.
+        blocks: classes of modules. None: the modules in each `nn.ModuleList` that have a forward.
     """
     parts = [part for part in module.modules() if part is not module][::-1]
     if blocks is None:
         listed = {id(each) for part in module.modules() if isinstance(part, nn.ModuleList) for each in part}
         return [part for part in parts if id(part) in listed and _has_forward(part)]
-    return [part for part in parts if any(_is_of(part, each) for each in blocks)]
-
-
-def _is_of(module: nn.Module, block: type[nn.Module] | str) -> bool:
-    return type(module).__name__ == block if isinstance(block, str) else isinstance(module, block)
+    return [part for part in parts if isinstance(part, tuple(blocks))]
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -197,18 +198,14 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _check_blocks(modules: Mapping[str, nn.Module], blocks: Blocks) -> None:
-    """Raise InvalidType or InvalidValue if a block is not a class of modules or a name, or no module is of it."""
-    if isinstance(blocks, (str, type)):
-        raise InvalidType(f"shard_blocks must be a list of classes of modules or names, not {blocks!r}", code="SS102")
+    """Raise InvalidValue if no module is of a block's class."""
+    parts = [part for module in modules.values() for part in module.modules()]
     for block in blocks:
-        if not isinstance(block, str) and not (isinstance(block, type) and issubclass(block, nn.Module)):
-            raise InvalidType(f"shard_blocks must hold classes of modules or their names, not {block!r}", code="SS102")
-        parts = [part for module in modules.values() for part in module.modules()]
-        if not any(_is_of(part, block) for part in parts):
-            name = block if isinstance(block, str) else block.__name__
+        if not any(isinstance(part, block) for part in parts):
             kinds = ", ".join(dict.fromkeys(type(part).__name__ for part in parts))
             raise InvalidValue(
-                f"shard_blocks names {name}, but the models consist of {kinds}: name some of these", code="SS101"
+                f"shard_blocks holds {block.__name__}, but the models consist of {kinds}: name some of these",
+                code="SS101",
             )
 
 
@@ -254,10 +251,9 @@ def _shard(modules: Mapping[str, nn.Module], blocks: Blocks | None, group: Group
 
 def _check_optimizer(name: str, optimizer: Optimizer) -> None:
     if type(optimizer) not in ELEMENTWISE:
-        mode = "leave out shard" if isinstance(optimizer, torch.optim.LBFGS) else 'use shard="optimizer"'
         raise InvalidValue(
             f'{name} is {type(optimizer).__name__}, which may need whole tensors, and shard="fsdp2" gives it shards: '
-            f"{mode}, or use an optimizer of torch.optim that works element by element",
+            'use an optimizer of torch.optim that works element by element, or shard="optimizer"',
             code="SS606",
         )
     if any(group.get("fused") for group in optimizer.param_groups):
@@ -279,21 +275,9 @@ def _replace_params(optimizer: Optimizer, sharded: Mapping[int, nn.Parameter]) -
         optimizer.state[new] = {key: shard_as(new, value) for key, value in state.items()}
 
 
-def _read_as(param: Any, value: Any, saved: SavedState) -> Any:
-    """Return a tensor of a snapshot with the sharding of a tensor of its shape; any other value as it is."""
-    if not is_sharded(param) or not isinstance(value, Tensor) or value.shape != param.shape:
-        return value
-    own = saved.read_rows(value, find_first_row(param), len(get_local(param)))
-    return shard_like(param, own.to(param.device))
-
-
 def _gather(value: Any, *, is_kept: bool) -> Any:
     """Return a sharded tensor as a whole, in host memory, or else empty; any other value as it is."""
     if not is_sharded(value):
         return value
     whole = gather_whole(value)
     return whole.cpu() if is_kept else whole.new_empty(0)
-
-
-def _has_sharded(grads: Sequence[Tensor]) -> bool:
-    return any(map(is_sharded, grads))
