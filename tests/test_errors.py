@@ -189,7 +189,7 @@ def test_errors_of_the_system(error: OSError | ModuleNotFoundError, code: str) -
 
 
 def test_from_a_copy_of_the_run_to_the_rank_that_decides() -> None:
-    held = Holding(None, "no snapshot can be used", 4, [], 4, code="SS410")
+    held = Holding(None, "no snapshot can be used", 4, 4, code="SS410")
     with pytest.raises(RunDirectoryError, match="no snapshot can be used") as caught:
         choose([Holding.from_plain(json.loads(json.dumps(held.to_plain())))], [])
     assert caught.value.code == "SS410"
