@@ -213,7 +213,8 @@ def execute(
                 time.sleep(POLL_S)
         finally:
             process.send_signal(signal.SIGTERM)  # if it runs; torchrun passes it on to the ranks
-            process.wait_for(GRACE_S)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
     if code:
         said = output.read_text().rstrip()
         reason = (find_errors(said) or said.splitlines() or ["it printed nothing"])[-1]

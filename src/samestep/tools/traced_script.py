@@ -10,17 +10,18 @@ from typing import Any
 
 from samestep.config import NO_INTERCEPTORS, Overrides, to_variables
 from samestep.files import open_regular
-from samestep.processes import ChildProcess
+from samestep.processes import Program, running
 from samestep.world.environment import TRACE, child_variables
 
 
+@contextmanager
 def start(
     command: Sequence[str],
     variables: Mapping[str, str],
     output: Path,
     directory: Path | None = None,
-) -> ChildProcess:
-    """Start a command. Leaving its `with` block kills it and its process group.
+) -> Iterator[Program]:
+    """Start a command. The end of the block kills it and its process group.
 
     Args:
         command: the program and its arguments.
@@ -28,8 +29,11 @@ def start(
         output: file for its standard output and error.
         directory: working directory; None: the current one.
     """
-    with open(output, "w", opener=open_regular) as file:
-        return ChildProcess(command, variables=variables, directory=directory, output=file)
+    with (
+        open(output, "w", opener=open_regular) as file,
+        running(command, variables=variables, directory=directory, output=file) as process,
+    ):
+        yield process
 
 
 def run_to_end(command: Sequence[str], variables: Mapping[str, str], output: Path) -> int:

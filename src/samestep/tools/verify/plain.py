@@ -6,8 +6,10 @@ import shlex
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from subprocess import TimeoutExpired
 from typing import Any
 
 from samestep.command_line import print_json
@@ -95,8 +97,9 @@ def _start(target: Target, size: int, place: Path, num_steps: int, deadline_s: f
     hook = json.dumps([RECORDER, {"dir": str(place), "steps": num_steps}])
     variables = {"PYTHONHASHSEED": "0"} | child_variables() | {HOOK: hook, "WANDB_MODE": "disabled"}
     command = target.to_full_command(size)
-    with start(command, variables, place / "output", place / "copy") as process:
-        return process.wait_for(deadline_s)
+    with start(command, variables, place / "output", place / "copy") as process, suppress(TimeoutExpired):
+        return process.wait(deadline_s)
+    return None
 
 
 def copy_directory(source: Path, target: Path, home: Path) -> None:
