@@ -146,15 +146,9 @@ def test_a_collective_that_one_rank_skips() -> None:
     there = [wait(rank, 25, waits_in="all_reduce", place="train.py:31 in main") for rank in (0, 2, 3)]
     verdict = diagnose([*there, wait(1, 25, step=121)], Limits())
     assert verdict is not None
-    assert verdict.blocking == (1,)
+    assert verdict.blocking == (), "which of them is right is not known"
     assert "rank 1 (host h0) in the reduction at step 121" in verdict.sentence
     assert "ranks 0, 2 and 3 (host h0) in all_reduce (train.py:31 in main) at step 120" in verdict.sentence
-
-
-def test_ranks_that_have_left_after_a_death_wait_for_the_others() -> None:
-    verdict = diagnose([wait(0, 25, waits_in=NEW_GROUP), wait(1, 25), wait(2, 25)], Limits())
-    assert verdict is not None
-    assert verdict.blocking == (1, 2), "although they are more"
 
 
 def test_all_wait_for_a_rank_that_joins() -> None:
@@ -167,7 +161,8 @@ def test_all_wait_for_a_rank_that_joins() -> None:
 def test_all_wait_in_the_same_exchange() -> None:
     verdict = diagnose([wait(rank, 25) for rank in range(3)], Limits())
     assert verdict is not None
-    assert (verdict.blocking, "all 3 ranks have waited in the reduction" in verdict.sentence) == ((), True)
+    assert verdict.blocking == ()
+    assert "ranks 0, 1 and 2 (host h0) in the reduction at step 120: a message between them is lost" in verdict.sentence
 
 
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in ("ended", *LEARNT)])

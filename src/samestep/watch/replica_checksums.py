@@ -64,8 +64,8 @@ class Drift:
     Attributes:
         tensor: the first tensor that differs.
         num_tensors: number of tensors that differ.
-        differing: the ranks that differ from the majority in any tensor; without a majority, all ranks.
-        has_majority: more than half of the ranks agree on every tensor.
+        differing: the ranks that differ from the majority; without a majority, all ranks.
+        has_majority: more than half of the ranks agree on all tensors.
     """
 
     tensor: str
@@ -76,22 +76,15 @@ class Drift:
 
 def find_drift(replicas: Sequence[Mapping[str, int]]) -> Drift | None:
     """Compare the checksums by tensor name, one mapping per rank. Returns None if all are equal."""
-    names = list(dict.fromkeys(name for replica in replicas for name in replica))
-    tensors: list[str] = []
-    differing: set[int] = set()
-    has_majority = True
-    for name in names:
-        found = [replica.get(name) for replica in replicas]
-        (usual, count), *others = Counter(found).most_common()
-        if not others:
-            continue
-        tensors.append(name)
-        has_majority &= 2 * count > len(replicas)
-        differing |= {rank for rank, value in enumerate(found) if value != usual}
+    names = dict.fromkeys(name for replica in replicas for name in replica)
+    tensors = [name for name in names if len({replica.get(name) for replica in replicas}) > 1]
     if not tensors:
         return None
-    ranks = sorted(differing) if has_majority else range(len(replicas))
-    return Drift(tensors[0], len(tensors), tuple(ranks), has_majority)
+    states = [tuple(replica.get(name) for name in tensors) for replica in replicas]
+    [(usual, count)] = Counter(states).most_common(1)
+    has_majority = 2 * count > len(states)
+    differing = [rank for rank, state in enumerate(states) if state != usual or not has_majority]
+    return Drift(tensors[0], len(tensors), tuple(differing), has_majority)
 
 
 def explain_drift(drift: Drift, hosts: Sequence[str], step: int, equal_at: int | None) -> str:

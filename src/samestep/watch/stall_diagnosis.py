@@ -1,7 +1,7 @@
 """Diagnoses which rank stops a run, from the beats of all ranks. Pure functions."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec import Struct
@@ -39,8 +39,9 @@ INTERVAL_S = 1.0
 FLOOR_S = 10.0
 FIRST_S = 300.0
 STOP_S = 300.0
-UNKNOWN_STOP_S = 1800.0  # the timeout of the other ranks' collectives
+UNKNOWN_STOP_S = 1800.0
 TIMES_LONGER = 10.0
+MAX_GROUPS = 4  # that a sentence lists
 WARM_UP = 2  # the first phases of each kind: they compile, open files, start workers
 
 # Row of the table at the end -> its phases.
@@ -154,7 +155,7 @@ class Stall:
     """No rank has made progress for too long.
 
     Attributes:
-        blocking: the ranks that the others wait for. If all wait, those that wait in another exchange than most.
+        blocking: the ranks that the others wait for; none if all wait.
         sentence: the diagnosis.
         is_silent: they do not respond.
         is_final: the run must be stopped.
@@ -199,17 +200,15 @@ def diagnose(ranks: Sequence[Beat], limits: Limits, awake_s: float = float("inf"
         blocking = ended
         sentence = f"{_name(ended)} left the run at step {max(rank.step for rank in ended)}"
     else:
-        groups = _group(waiting)
+        blocking = []
+        groups = _group(waiting, lambda beat: f"in {_describe_exchange(beat)} at step {beat.step}")
         sentence = _describe_waiting(groups, still_s)
-        if len(groups) > 1:
-            limit_s = 2 * limits.floor_s
-            blocking = groups[0]
-        elif waiting[0].waits_in == NEW_GROUP:  # for the launcher, which has a limit of its own
+        if any(rank.waits_in == NEW_GROUP for rank in waiting):  # for the launcher, which has a limit of its own
             limit_s = FIRST_S
-            blocking = []
+        elif len(groups) > 1:
+            limit_s = 2 * limits.floor_s
         else:
             limit_s = max([limits.of(rank) for rank in waiting])
-            blocking = []
             is_known = limit_s != limits.first_s
     if still_s < limit_s:
         return None
@@ -218,7 +217,7 @@ def diagnose(ranks: Sequence[Beat], limits: Limits, awake_s: float = float("inf"
     stop_s = limits.stop_s
     if stop_s is None:
         stop_s = max(STOP_S if is_known else UNKNOWN_STOP_S, 2 * limit_s)
-        if is_busy:  # it computes, and is not stuck; the other ranks' collectives have a timeout
+        if is_busy:  # it computes, and is not stuck
             stop_s = float("inf")
     return Stall(tuple(rank.rank for rank in blocking), sentence, bool(silent), still_s >= stop_s)
 
@@ -245,23 +244,24 @@ def _name(beats: Sequence[Beat]) -> str:
     return f"{describe_ranks([beat.rank for beat in beats])} (host {', '.join(hosts[:4])})"
 
 
+def _group(beats: Sequence[Beat], describe: Callable[[Beat], str]) -> dict[str, list[Beat]]:
+    """Group ranks by their description."""
+    groups: dict[str, list[Beat]] = {}
+    for beat in beats:
+        groups.setdefault(describe(beat), []).append(beat)
+    return groups
+
+
 def _describe_others(others: Sequence[Beat], still_s: float) -> str:
     """Describe ranks that do not wait for other ranks."""
-    by_kind: dict[tuple[str, int], list[Beat]] = {}
-    for beat in others:
-        by_kind.setdefault((beat.phase, beat.step), []).append(beat)
-    parts = []
-    for (phase, step), beats in by_kind.items():
-        first = beats[0]
-        has = "has" if len(beats) == 1 else "have"
+
+    def describe(beat: Beat) -> str:
         # All are described with the time of the whole run, because the times of the ranks differ.
-        text = f"{_name(beats)} {has} {PHASES[phase]} for {format_time(round(still_s))} at step {step}"
-        if first.place and all(beat.place == first.place for beat in beats):
-            text += f", {first.place}"
-        if first.is_compiling:
-            text += ", compiling"
-        parts.append(text)
-    return "; ".join(parts)
+        what = f"{PHASES[beat.phase]} for {format_time(round(still_s))} at step {beat.step}"
+        return f"{what}, {beat.place}" if beat.place else what
+
+    groups = _group(others, describe).items()
+    return "; ".join(f"{_name(beats)} {'has' if len(beats) == 1 else 'have'} {what}" for what, beats in groups)
 
 
 def _describe_silent(silent: Sequence[Beat], still_s: float) -> str:
@@ -273,27 +273,14 @@ def _describe_silent(silent: Sequence[Beat], still_s: float) -> str:
     return f"nothing was heard of {_name(silent)} for {for_s}, last heartbeat at step {last}: {why}"
 
 
-def _group(waiting: Sequence[Beat]) -> list[list[Beat]]:
-    """Group ranks by the exchange that they wait in: the smallest group first, and those of `NEW_GROUP` last."""
-    groups: dict[tuple[str, int, str], list[Beat]] = {}
-    for beat in waiting:
-        place = "" if beat.waits_in.startswith("the ") else beat.place
-        groups.setdefault((_describe_exchange(beat), beat.step, place), []).append(beat)
-    return sorted(groups.values(), key=lambda group: (group[0].waits_in == NEW_GROUP, len(group)))
-
-
-def _describe_waiting(groups: Sequence[Sequence[Beat]], still_s: float) -> str:
+def _describe_waiting(groups: Mapping[str, Sequence[Beat]], still_s: float) -> str:
+    """Describe ranks that all wait for other ranks."""
     if len(groups) == 1:
-        beats = groups[0]
-        return (
-            f"all {len(beats)} ranks have waited in {_describe_exchange(beats[0])} for {format_time(round(still_s))} "
-            f"at step {beats[0].step}: a message between them is lost, or very slow"
-        )
-    parts = [f"{_name(beats)} in {_describe_exchange(beats[0])} at step {beats[0].step}" for beats in groups[:4]]
-    return (
-        f"the ranks have waited for each other for {format_time(round(still_s))}: {', '.join(parts)}: one of these "
-        "collectives is called by some ranks only"
-    )
+        why = "a message between them is lost, or very slow"
+    else:
+        why = "one of these collectives is called by some ranks only"
+    parts = [f"{_name(beats)} {where}" for where, beats in [*groups.items()][:MAX_GROUPS]]
+    return f"the ranks have waited for each other for {format_time(round(still_s))}: {', '.join(parts)}: {why}"
 
 
 def _describe_exchange(beat: Beat) -> str:
