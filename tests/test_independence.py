@@ -24,7 +24,6 @@ PARTS = {
     "second opinions": ["checks"],
     "copies on other nodes": ["snapshot.copies"],
     "runs at URLs": ["snapshot.mirror"],
-    "Slurm": ["tools.batch_script", "world.slurm_tasks"],
     "TF_CONFIG": ["launch.tf_config"],
     "Lightning": ["adapters.lightning", "adapters.lightning_metrics"],
     "recipe digits": ["recipes.digits", "recipes.models.cnn"],

@@ -11,7 +11,7 @@ from samestep.command_line import run
 from samestep.console import print_error
 from samestep.errors import Error, describe, explain
 from samestep.version import __version__
-from samestep.world.environment import drop_output, fix_hash_seed, ready_standard_files
+from samestep.world.environment import allow_all_characters, drop_output, fix_hash_seed
 
 HELP = """\
 samestep trains PyTorch models and gives the same run at any number of ranks and through any crash:
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 # Slurm may send SIGUSR1 as soon as a job starts. It stays pending until the launcher handles it.
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
                 fix_hash_seed()
-            ready_standard_files()
+            allow_all_characters()
         code = run(program, "samestep", sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # such as of `| head`

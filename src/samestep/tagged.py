@@ -1,7 +1,7 @@
 """Python values as JSON: a type that JSON lacks is an object whose key "$" names the type.
 
-`snapshot/serialization.py` writes states in this form, and `world/wire.py` messages. Each adds types of its own, such
-as tensors, whose bytes are outside the JSON.
+`snapshot/serialization.py` writes states in this form, and adds types of its own, such as tensors, whose bytes are
+outside the JSON.
 """
 
 import math

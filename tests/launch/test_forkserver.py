@@ -36,22 +36,6 @@ print(server.receive(60)["code"])
 server.close()
 """
 
-SPARED = """
-import os, signal, sys
-from samestep.launch import forkserver
-
-forkserver.PRELOAD = ()
-server = forkserver.ForkServer(fork=True)
-target = {"kind": "script", "name": sys.argv[1], "arguments": []}
-ranks = [{"rank": rank, "variables": dict(os.environ), "is_shown": True} for rank in range(2)]
-server.start(ranks, target=target, cwd=os.getcwd(), directory=os.getcwd())
-server.receive(60)
-for spared in ([0], []):
-    server.signal(signal.SIGKILL, spared)
-    print(server.receive(60)["rank"])
-server.close()
-"""
-
 
 def test_no_further_process_can_be_started(tmp_path: Path) -> None:
     """The limit on processes is reached."""
@@ -78,20 +62,6 @@ def test_no_further_process_can_be_started(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
-def test_a_server_that_ends_with_warnings_as_errors() -> None:
-    """Python reports each socket that is collected open, in the output of the launch."""
-    lines = [
-        "from multiprocessing import Pipe",
-        "from samestep.launch import forkserver",
-        "forkserver.PRELOAD = ()",
-        "ours, theirs = Pipe()",
-        "ours.close()",
-        "forkserver.serve(theirs)",
-    ]
-    ended = subprocess.run([sys.executable, "-W", "error", "-c", "\n".join(lines)], capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
-
-
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_reaches_a_rank_that_was_just_forked(tmp_path: Path, signum: int) -> None:
     """Before it has the handlers of a rank. The server itself ignores these signals."""
@@ -100,11 +70,3 @@ def test_a_signal_reaches_a_rank_that_was_just_forked(tmp_path: Path, signum: in
     command = [sys.executable, "-c", SIGNALED_EARLY, str(int(signum)), str(script)]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (ended.stdout, ended.stderr) == (f"{-signum}\n", "")
-
-
-def test_a_rank_can_be_spared(tmp_path: Path) -> None:
-    """It completes a snapshot."""
-    script = tmp_path / "waits.py"
-    script.write_text("import signal; signal.pause()")
-    ended = subprocess.run([sys.executable, "-c", SPARED, str(script)], capture_output=True, text=True, cwd=tmp_path)
-    assert (ended.stdout, ended.stderr) == ("1\n0\n", "")

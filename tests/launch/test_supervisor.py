@@ -25,7 +25,6 @@ from samestep.launch.node_messages import (
     Signal,
     Signalled,
     Start,
-    Started,
     Tick,
     decode_message,
     encode_message,
@@ -59,8 +58,6 @@ class Launch:
         self.supervisor = Supervisor(Policy(num_nodes=num_nodes, **policy), 0.0)
         for node in range(num_nodes if num_ranks else 0):
             self.do(Joined(f"h{node}", num_ranks // num_nodes), node=node)
-        for node in range(num_nodes if num_ranks else 0):
-            self.do(Started(), node=node)
 
     def do(self, *events: Event, node: int = 0, after_s: float = 0.0) -> "Launch":
         self.now_s += after_s
@@ -102,8 +99,6 @@ class Launch:
 
 def find_events(launch: Launch, num_ends: int) -> Iterator[Event]:
     """What can happen next. A rank that is told to end ends, or does not."""
-    if launch.supervisor.state is State.STARTING:  # again: the first time, nothing differs
-        yield Started()
     running = [rank.number for rank in launch.supervisor._ranks if rank.state is RankState.RUNNING]
     sent = {command.signum for command in launch.tell(Signal)}
     for rank in running:
@@ -121,7 +116,7 @@ def find_events(launch: Launch, num_ends: int) -> Iterator[Event]:
 def summarize(launch: Launch) -> tuple[Any, ...]:
     """What the next decisions depend on."""
     own = launch.supervisor
-    ranks = tuple((rank.state, rank.is_unasked, rank.end and rank.end.outcome, rank.failure) for rank in own._ranks)
+    ranks = tuple((rank.state, rank.end and rank.end.outcome, rank.failure) for rank in own._ranks)
     return own.state, ranks, len(own._signals), own._num_restarts, tuple(own.generation.members), own.generation.number
 
 
@@ -140,7 +135,7 @@ def test_every_order_of_events(policy: dict[str, Any]) -> None:
             is_own = isinstance(event, Ended) and event.failure is not None and not event.failure.secondary
             further.do(event, after_s=LATER_S if isinstance(event, Tick) else 0.0)
             if further.supervisor.state is State.OVER:
-                check_end(further, have_begun=launch.supervisor.state is not State.STARTING)
+                check_end(further)
                 ends.add(further.end.code)
             elif (key := summarize(further)) not in seen:
                 seen.add(key)
@@ -149,10 +144,10 @@ def test_every_order_of_events(policy: dict[str, Any]) -> None:
     assert len(seen) > 100
 
 
-def check_end(launch: Launch, *, have_begun: bool) -> None:
+def check_end(launch: Launch) -> None:
     ranks = launch.supervisor._ranks
     code = launch.end.code
-    assert all(rank.state is not RankState.RUNNING for rank in ranks) or (code == 143 and not have_begun)
+    assert all(rank.state is not RankState.RUNNING for rank in ranks)
     if code in (0, 75):
         assert all(rank.state in (RankState.SUCCEEDED, RankState.OUTLIVED) for rank in ranks)
         has_stopped = any(rank.end and rank.end.outcome is Outcome.STOPPED for rank in ranks)
@@ -181,7 +176,7 @@ def test_a_launch_ends_without_further_events() -> None:
 
 def test_messages_survive_the_link() -> None:
     failure = RankFailure(1, 2.0, -9, False, "died", "was killed")
-    events = [Tick(), Joined("h", 2, "a"), Started(), died(1), Signalled(15)]
+    events = [Tick(), Joined("h", 2, "a"), died(1), Signalled(15)]
     for event in (*events, Broken("no", "SS1"), Lost(), Board(is_ready=True, has_met=False, stuck=[1], reason="r")):
         assert decode_message(encode_message(event)) == event
     start = Start(1, None, 0, 2, 0, 4, "peer", "ranks", True, 29400)
@@ -213,11 +208,8 @@ def test_exit_codes(signums: Sequence[int], ends: Sequence[Event], code: int) ->
     assert launch.end.code == code
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2])
-def test_a_signal_before_there_are_ranks(num_nodes: int) -> None:
-    launch = Launch(0, num_nodes)
-    launch.do(Joined("h", 1), Signalled(signal.SIGUSR1))
-    assert launch.end.code == (75 if num_nodes == 2 else 128 + signal.SIGUSR1), "of nodes, nothing has begun"
+def test_a_signal_before_there_are_ranks() -> None:
+    assert Launch(0, 2).do(Joined("h", 1), Signalled(signal.SIGUSR1)).end.code == 75
 
 
 def test_a_scheduler_signals_each_node() -> None:
@@ -228,18 +220,6 @@ def test_a_scheduler_signals_each_node() -> None:
     assert [each.signum for each in launch.tell(Signal)] == [signal.SIGUSR1] * 2
     again = launch.copy().do(Signalled(signal.SIGUSR1), node=1)
     assert again.tell(Signal)[-1] == Signal(signal.SIGKILL), "also those that complete a snapshot"
-    ends = [Ended(rank, 0, 0.0, outcome=Outcome.STOPPED) for rank in range(2)]
-    assert launch.do(*ends).end.code == 75
-
-
-def test_a_signal_while_a_node_still_starts_reaches_all_ranks() -> None:
-    launch = Launch(0, 2)
-    for node in range(2):
-        launch.do(Joined(f"h{node}", 1), node=node)
-    launch.do(Started(), Signalled(signal.SIGUSR1), node=0)
-    assert launch.tell(Signal) == []
-    launch.do(Started(), Signalled(signal.SIGUSR1), node=1)
-    assert [each.signum for each in launch.tell(Signal)] == [signal.SIGUSR1] * 2
     ends = [Ended(rank, 0, 0.0, outcome=Outcome.STOPPED) for rank in range(2)]
     assert launch.do(*ends).end.code == 75
 
@@ -255,11 +235,6 @@ def test_a_death_is_blamed_if_the_others_fail_soon_after() -> None:
         launch = Launch(2, heals=True).do(READY, died(1)).do(lost_another(0, later_s))
         assert launch.end.failure is not None
         assert launch.end.failure.rank == blamed
-
-
-def test_a_rank_that_ends_before_its_run_is_blamed() -> None:
-    launch = Launch().do(Ended(2, 0, 1.0, outcome=Outcome.FINISHED), lost_another(0), lost_another(1))
-    assert str(launch.end.failure).startswith("rank 2 ended before its run did, with exit code 0: let every rank make")
 
 
 def test_of_equal_failures_that_of_the_lowest_rank_is_reported() -> None:

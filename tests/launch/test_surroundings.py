@@ -1,13 +1,10 @@
 """A run survives faults of its surroundings: its output, the directory for temporary files, odd names."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from processes import Command
-from support.selection import one_in
 from support.snapshots import read_snapshot
 
 from samestep.snapshot.store import Store
@@ -23,8 +20,6 @@ for step in run.steps(torch.utils.data.TensorDataset(torch.ones(8, 1)), 5):
     for (x,) in step:
         step.backward(model(x).mean())
     optimizer.step()
-    for file in map(int, os.environ.get("FILES", "").split()):
-        os.write(file, b"a warning of a library")
     if what == "wait" and run.rank == run.world_size - 1 and step.number == 1 and not os.path.exists("waits"):
         open("waits", "w").close()
         while not os.path.exists("go"):
@@ -39,19 +34,6 @@ def find_steps(directory: Path) -> list[int]:
     for snapshot in store.snapshots():
         read_snapshot(store, snapshot)
     return [snapshot.step for snapshot in store.snapshots()]
-
-
-@pytest.mark.parametrize("words", one_in(4, [["train.py"], ["-m", "samestep", "launch", "train.py"]]))
-@pytest.mark.soak
-def test_closed_standard_files(command: Command, words: list[str]) -> None:
-    """Some daemons start programs so. Output of C code must not be written into the run's files."""
-    command.write("train.py", SCRIPT)
-    line = f"{' '.join([sys.executable, *words, 'once'])} <&- >&- 2>&-"
-    variables = {**command.variables, "FILES": "1 2"}
-    assert subprocess.run(["sh", "-c", line], cwd=command.directory, env=variables, check=False).returncode == 0
-    files = [path for path in (command.directory / "run").rglob("*") if path.is_file() and path.suffix != ".log"]
-    assert find_steps(command.directory / "run") == [3, 4, 5]
-    assert not any(b"warning" in path.read_bytes() for path in files)
 
 
 @pytest.mark.soak

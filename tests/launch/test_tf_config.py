@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from processes import Command
 from support.hosts import Host
 
@@ -24,23 +23,6 @@ connection = socket.create_connection(places[peer])
 listener.accept()
 if "fail" in sys.argv and attempt == "0" and own == 1:
     os._exit(3)
-"""
-
-# https://www.tensorflow.org/tutorials/distribute/multi_worker_with_keras
-MIRRORED = """
-import os, sys
-os.environ["TF_USE_LEGACY_KERAS"] = "1"  # Keras 3 cannot fit under this strategy
-import numpy as np, tensorflow as tf
-strategy = tf.distribute.MultiWorkerMirroredStrategy()
-tf.keras.utils.set_random_seed(0)
-with strategy.scope():
-    model = tf.keras.Sequential([tf.keras.layers.Dense(8, activation="relu"), tf.keras.layers.Dense(1)])
-    model.compile(loss="mse", optimizer="sgd")
-x = np.linspace(-1, 1, 256, dtype="float32").reshape(64, 4)
-data = tf.data.Dataset.from_tensor_slices((x, x.sum(1))).batch(16)
-losses = model.fit(data, epochs=2, verbose=0).history["loss"]
-index = strategy.cluster_resolver.task_id
-open(f"losses-{index}", "w").write(f"{strategy.num_replicas_in_sync} {losses}")
 """
 
 
@@ -74,17 +56,3 @@ def test_ranks_of_two_hosts_meet(command: Command, all_hosts: list[Host]) -> Non
     workers = read_configs(command.directory, 0, 4)[0]["cluster"]["worker"]
     addresses = [worker.rsplit(":", 1)[0].strip("[]") for worker in workers]
     assert addresses == [host.address for host in hosts for _ in range(2)]
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(600)
-def test_a_mirrored_strategy_trains_on_two_ranks(command: Command) -> None:
-    for module in ("tensorflow", "tf_keras"):
-        pytest.importorskip(module)
-    command.write("mirrored.py", MIRRORED)
-    command.variables |= {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
-    done = command.run("launch", "--nproc-per-node", "2", "--tf-config", "mirrored.py", real=True)
-    assert done.returncode == 0, done.stderr
-    first, second = [(command.directory / f"losses-{rank}").read_text() for rank in range(2)]
-    assert first == second
-    assert first.startswith("2 [")

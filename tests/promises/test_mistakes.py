@@ -2,8 +2,6 @@
 
 import gc
 import re
-import threading
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -20,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 import samestep
 from samestep.plan.ledger import RECORD
 from samestep.snapshot.store import Store
-from samestep.torch_internals import set_timeout
 from samestep.watch.records import LOCK
 
 # The files of a run that failed in its first epoch.
@@ -164,16 +161,6 @@ def test_an_exception_of_one_rank_in_a_score_function() -> None:
 
     said = samestep.spawn(evaluate, 2)
     assert said == ["PeerFailed: rank 1 failed: ValueError: no label", "ValueError: no label"]
-
-
-def test_a_function_on_rank_0_may_take_longer_than_an_exchange() -> None:
-    def call() -> str:
-        run = samestep.Run(None, batch_size=4, micro_batch_size=1)
-        limit_s = 0.2
-        set_timeout(timedelta(seconds=limit_s))
-        return run.once(lambda: str(threading.Event().wait(3 * limit_s)))
-
-    assert samestep.spawn(call, 2) == "False"
 
 
 # --- arguments of Run -------------------------------------------------------------------------------------------------

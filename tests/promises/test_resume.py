@@ -248,7 +248,7 @@ def test_nothing_left_to_do(trial: Trial, undisturbed: Undisturbed, capfd: pytes
     assert status["measured"]["samples_per_s"] > 0, "as the first start measured it"
     said = (
         "nothing left to do in this loop: 15 of 15 steps are done, and the script continues after it; to train it "
-        "longer, ask for more epochs, or begin anew with env="
+        "longer, ask for more epochs, or begin anew with SAMESTEP_FRESH=1 in the environment"
     )
     assert said in printed
     assert trial.outcome() == undisturbed()

@@ -167,7 +167,7 @@ def test_run_stop(
     assert (trial.dir / "ledger.bin").read_bytes() == before
     assert (
         f"run.stop() has ended it after step {stops_at}, and the script continues after it; to train it longer, "
-        f'start with env={{"SAMESTEP_RESUME": "{stops_at}"}} for samestep.spawn, or begin anew' in printed
+        f"start with SAMESTEP_RESUME={stops_at} in the environment, or begin anew" in printed
     )
     assert f"stopped at step {stops_at}: by a fault" in printed
     trial.spawn(3, snapshot_every=every, resume=stops_at)

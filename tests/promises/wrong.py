@@ -593,7 +593,7 @@ RANKS: dict[str, Mistake] = {
         r"rank 0 has called run\.evaluate, and rank 1 has not: call it on every rank",
         after_epoch=lambda t: t.run.rank == 0 and t.run.evaluate(score, Pairs(5))),
     "a result of run.once that does not travel": at_start(
-        r"rank 0 cannot send a generator to the other ranks", do=lambda t: t.run.once(lambda: (x for x in "ab"))),
+        r"rank 0 cannot send a value to the other ranks", do=lambda t: t.run.once(lambda: (x for x in "ab"))),
 }  # fmt: skip
 
 # --- no mistakes ------------------------------------------------------------------------------------------------------

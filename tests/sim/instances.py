@@ -10,12 +10,13 @@ import gc
 import importlib
 import itertools
 import os
+import pickle
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from sim.disk import Disk
@@ -160,12 +161,31 @@ class Instance:
             failed = self.load("samestep.errors").PeerFailed
             module.connect = functools.partial(connect, self.distributed, failed)
             module.LocalSockets = LocalSockets
+        elif name == "samestep.world.wire":
+            both = {each.__name__: self._with_modules(each) for each in (pickle.dumps, pickle.loads)}
+            module.pickle = SimpleNamespace(**both)
         elif name == "samestep.torch_internals":
             module.break_gloo_connections = self._break_connections
         elif name == "samestep.processes":
             module.run_captured = _refuse_program
         elif name == "samestep.launch.forkserver":
             module.ForkServer = build_fork_server(self)
+
+    def _with_modules(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Let a function of pickle find the classes of this copy."""
+
+        def wrapped(value: Any) -> Any:
+            before = {name: sys.modules.get(name) for name in self._modules}
+            sys.modules.update(self._modules)
+            try:
+                return call(value)
+            finally:
+                for name, module in before.items():
+                    sys.modules.pop(name, None)
+                    if module is not None:
+                        sys.modules[name] = module
+
+        return wrapped
 
     def _break_connections(self) -> None:
         for endpoint in self.process.endpoints:

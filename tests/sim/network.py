@@ -422,7 +422,6 @@ def connect(
     distributed: Distributed,
     failed: Callable[[str], Exception],
     group: Any,
-    timeout_s: float,
     value: Any = None,
     check: Callable[[Sequence[Any]], None] | None = None,
     watch: Callable[[], None] = lambda: None,
@@ -436,13 +435,9 @@ def connect(
     ring = network.find_ring(ranks[0][0], len(ranks))
     own = Endpoint(process, ring, group.rank)
     deadline_s = network.scheduler.now_s + CONNECT_S
-    failure = ""
     while not network.scheduler.wait(process, lambda: len(ring.endpoints) == ring.size, 0.05, "connect"):
         watch()
         if network.scheduler.now_s > deadline_s:
-            failure = "timed out"
-            break
-    if any(group.gather(failure)):
-        own.is_closed = True
-        return None
+            own.is_closed = True
+            raise failed("a rank has not connected")
     return LocalSockets(own, failed)

@@ -143,7 +143,7 @@ PLANTED = (
     # --- evaluations
     Planted(
         "an evaluation has the scores of the first rank only", EVALUATE, "train/loops/evaluate.py",
-        "_merge(layout.sort(group.unseal(sealed) for sealed in rows))", "_merge(group.unseal(rows[0]))",
+        "_merge(layout.sort(rows))", "_merge(rows[0])",
     ),
     Planted(
         "an evaluation trains dropout", EVALUATE, "train/loops/evaluate.py",

@@ -145,15 +145,6 @@ class Cluster:
     def wait_for(self, job: str, state: str) -> None:
         wait_until(lambda: self.show(job)["JobState"] == state, f"job {job} is {state}", every_s=ASK_EVERY_S)
 
-    def fail(self, node: str) -> None:
-        """Mark a node as failed: its job is queued again."""
-        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
-
-    def repair(self, node: str) -> None:
-        # Slurm may have resumed it already, as its daemon runs.
-        if self.run("sinfo", "--noheader", f"--nodes={node}", "--format=%T").startswith("down"):
-            self.run("scontrol", "update", f"nodename={node}", "state=resume")
-
     def close(self) -> None:
         """End all jobs and daemons."""
         if "slurmctld" in self._daemons:

@@ -1,13 +1,10 @@
 """The rank of this process, read from variables."""
 
-import sys
-
 import pytest
 
 import samestep
 from samestep.world.environment import (
     Restart,
-    advise,
     read_environment,
     read_master,
     read_overrides,
@@ -106,30 +103,3 @@ def test_master(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert read_master() == ("10.0.0.1", 29500)
     monkeypatch.undo()
-
-
-@pytest.mark.parametrize(
-    ("variables", "argv", "said"),
-    [
-        ({}, ["python", "train.py"], ["SAMESTEP_FRESH=1 in the environment", "SAMESTEP_RESUME=8 in the environment"]),
-        ({}, ["/bin/samestep", "inspect", "runs/x"], ["--fresh", "--resume 8"]),
-        ({}, ["/lib/samestep/__main__.py", "inspect", "runs/x"], ["--fresh", "--resume 8"]),
-        ({"SAMESTEP_LAUNCHER": "script"}, ["python"], ["--fresh", "--resume 8"]),
-        (
-            {"SAMESTEP_LAUNCHER": "call"},
-            [""],
-            ['env={"SAMESTEP_FRESH": "1"} for samestep.spawn', 'env={"SAMESTEP_RESUME": "8"'],
-        ),
-    ],
-)
-def test_advice_that_can_be_followed(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], argv: list[str], said: list[str]
-) -> None:
-    """The advice fits the way in which the process was started."""
-    for name in ("RANK", "SAMESTEP_LAUNCHER"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", argv[:1])
-    assert advise(fresh=True) == said[0]
-    assert advise(resume=8).startswith(said[1])

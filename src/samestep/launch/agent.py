@@ -47,12 +47,11 @@ from samestep.world.environment import (
     SECRET,
     BegunRun,
     Outcome,
-    count_job_nodes,
     find_exit_code,
     read_host,
 )
 from samestep.world.host import find_interface, find_source
-from samestep.world.membership import READY, have_come, read_refusal, read_stuck, write_generation
+from samestep.world.membership import READY, REFUSAL, STUCK, have_come, name_generation, read_entry, write_entry
 
 GREETING_S = 10.0  # for a store to answer
 SAY_S = 5.0  # an agent that waits longer for node 0 says so
@@ -143,7 +142,7 @@ class Agent:
         place: dict[str, str] = {}
         if nodes is not None:
             place = {"host": nodes.host, "interface": find_interface([nodes.host, start.peer])}
-            if not start.node or count_job_nodes() == 1:  # the nodes of a Slurm job share one output
+            if not start.node:
                 say(start.sentence)
         variables = {**launch.variables}
         if start.restart is not None and (self.ranks.directory / BEGUN).exists():  # continue that run
@@ -176,8 +175,6 @@ class Supervision:
         self._link = link
         self._open_store = open_store
         self._store: Any = None
-        self._num_started = -1
-        self._has_warned = False
         self._supervisor = Supervisor(policy, time.monotonic())
         self._handle(0, agent.describe())
 
@@ -185,51 +182,41 @@ class Supervision:
         """Run the launch to its end."""
         agent = self._agent
         while agent.end is None:
-            events = [*[(0, event) for event in agent.poll()], *self._receive()]
+            events: list[tuple[int, Message]] = [(0, event) for event in agent.poll()]
+            if self._link is not None:
+                events += self._link.receive()
             if self._store is not None and agent.launch.heals:
                 events.insert(0, (0, self._read_board()))
             for node, event in events or [(0, Tick())]:
                 self._handle(node, event)
         return agent.end
 
-    def _receive(self) -> list[tuple[int, Message]]:
-        if self._link is None:
-            return []
-        if self._link.has_stranger and not self._has_warned:
-            self._has_warned = True
-            say("a node was refused: it does not have the secret of this run's nodes")
-        return self._link.receive()
-
     def _handle(self, node: int, event: Message) -> None:
         for target, command in self._supervisor.handle(node, event, time.monotonic()):
             if isinstance(command, Continue):
-                write_generation(self._store, self._agent.secret, command.number, command.members)
+                write_entry(self._store, self._agent.secret, name_generation(command.number), command.members)
                 continue
             told = command
             if isinstance(command, Start):
-                told = replace(command, port=self._find_port(command.num_restarts))
+                if target == 0:
+                    self._store = self._open_store()
+                told = replace(command, port=int(self._store.port))
             if target == 0:
                 self._agent.execute(told)
             elif self._link is not None:
                 self._link.send(target, told)
 
-    def _find_port(self, num_started: int) -> int:
-        if num_started != self._num_started:
-            self._num_started = num_started
-            self._store = self._open_store()
-        return int(self._store.port)
-
     def _read_board(self) -> Board:
         store = self._store
         secret = self._agent.secret
         generation = self._supervisor.generation
-        stuck, reason = read_stuck(store, secret)
+        stuck, reason = read_entry(store, secret, STUCK, tuple[list[int], str]) or ([], "")
         return Board(
             is_ready=int(store.add(READY, 0)) >= self._supervisor.world_size,
             has_met=have_come(store, generation.number, generation.members),
-            stuck=[*stuck],
+            stuck=stuck,
             reason=reason,
-            refusal=read_refusal(store, secret),
+            refusal=read_entry(store, secret, REFUSAL, str) or "",
         )
 
 
@@ -270,8 +257,16 @@ def _find_store(nodes: Nodes) -> Callable[[], Any]:
 def _follow(agent: Agent, nodes: Nodes, link: Link) -> Finish:
     """Run the agent of a node without the supervisor."""
     link.send(0, agent.describe())
+    deadline_s = time.monotonic() + nodes.timeout_s
     with saying_when_slow(f"waiting for up to {nodes.timeout_s:.0f} s for the launcher at {nodes.endpoint}", SAY_S):
-        _wait_for_supervisor(agent, nodes, link)
+        while not (link.sees(0) or agent.launch.received):
+            if not link.is_alive() or time.monotonic() > deadline_s:
+                raise Error(
+                    f"no answer from {nodes.endpoint} within {nodes.timeout_s:.0f} s: start the launcher on that "
+                    f"machine too, with the same {SECRET}, and check that no firewall closes the port",
+                    code="SS507",
+                )
+            time.sleep(POLL_S)
     if agent.launch.received:
         return Finish(find_exit_code(Outcome.STOPPED, agent.launch.received[0]))
     while agent.end is None:
@@ -283,22 +278,3 @@ def _follow(agent: Agent, nodes: Nodes, link: Link) -> Finish:
                 lost = f"the launcher at {nodes.endpoint}, the rendezvous of the nodes, has ended"
                 agent.end = Finish(1, f"{lost}: the same commands resume from the newest snapshot")
     return agent.end
-
-
-def _wait_for_supervisor(agent: Agent, nodes: Nodes, link: Link) -> None:
-    """Return when node 0 is there, or this process has received a signal. Raises Error if node 0 does not come."""
-    deadline_s = time.monotonic() + nodes.timeout_s
-    while not (link.sees(0) or agent.launch.received):
-        if link.has_stranger:
-            raise Error(
-                f"the launcher at {nodes.endpoint} does not have this node's secret: give all nodes the same {SECRET}",
-                code="SS508",
-            )
-        if link.is_alive() and time.monotonic() < deadline_s:
-            time.sleep(POLL_S)
-        else:
-            raise Error(
-                f"no answer from {nodes.endpoint} within {nodes.timeout_s:.0f} s: start the launcher on that machine "
-                "too, and check that no firewall closes the port",
-                code="SS507",
-            )

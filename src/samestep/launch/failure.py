@@ -1,10 +1,8 @@
 """How a rank failed: the report that the rank writes, and that its launcher reads."""
 
 import json
-import linecache
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -39,7 +37,6 @@ class RankFailure(Struct, frozen=True):
         message: the error, in one line.
         traceback: the traceback of an exception.
         log: the end of the rank's output, if the terminal has not shown it.
-        call: the line of the script that raised the exception, or called what raised it: 'train.py:12 (run.log(x=1))'.
         error_code: the code of a samestep.Error.
     """
 
@@ -51,7 +48,6 @@ class RankFailure(Struct, frozen=True):
     message: str
     traceback: str = ""
     log: str = ""
-    call: str = ""
     error_code: str = ""
 
     def __str__(self) -> str:
@@ -113,7 +109,6 @@ def write_failure(rank: int, directory: str, error: BaseException, code: int) ->
         kind,
         message,
         traceback_text,
-        call=find_call(error),
         error_code=error.code if isinstance(error, Error) else "",
     )
     path = Path(directory) / f"{rank}.json"
@@ -123,17 +118,6 @@ def write_failure(rank: int, directory: str, error: BaseException, code: int) ->
     except OSError:
         sentence = f"samestep: error: {describe(error)}" if isinstance(error, Error) else ""
         print_error(sentence or traceback_text or message)
-
-
-def find_call(error: BaseException) -> str:
-    """Return `RankFailure.call`: the innermost line of the traceback that is not of samestep, torch or Python."""
-    call = ""
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        path = Path(frame.f_code.co_filename)
-        name = str(frame.f_globals.get("__name__", ""))
-        if path.suffix == ".py" and name.partition(".")[0] not in ("samestep", "torch", *sys.stdlib_module_names):
-            call = f"{path.name}:{number} ({linecache.getline(str(path), number).strip()})"
-    return call
 
 
 def read_failure(rank: int, directory: str | Path) -> RankFailure | None:

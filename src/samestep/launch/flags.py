@@ -15,7 +15,7 @@ FLAGS: dict[str, Option] = {
         int, "N", "how often to restart all ranks from the newest snapshot after one has failed; default: 0", whole(0)
     ),
     "heal": Option(bool, "", "if a rank dies, or a node except node 0, the others continue in the same step"),
-    "nnodes": Option(str, "N", "number of machines; default: 1"),
+    "nnodes": Option(int, "N", "number of machines; default: 1", whole(1)),
     "node_rank": Option(int, "R", "number of this machine: 0 at --rdzv-endpoint"),
     "rdzv_endpoint": Option(str, "H:P", "where the machines meet: the address of node 0 ([v6]) and a free port there"),
     "rdzv_timeout": Option(int, "S", "seconds to wait for the other nodes; default: 300", whole(1)),

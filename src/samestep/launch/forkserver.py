@@ -260,19 +260,18 @@ class _Server:
     def start(self, ranks: list[dict[str, Any]], common: dict[str, Any], out: int, err: int) -> None:
         self.directory = common["directory"]
         self.signals = []
-        gate = os.pipe()
         pids = {}
         # This process ignores them, and a rank would lose one until it has its handlers: `run_rank` unblocks them.
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)
         for fields in ranks:
-            pid = self.fork(partial(self.become_rank, os.getpid(), out, err, gate, {**common, **fields}))
+            pid = self.fork(partial(self.become_rank, os.getpid(), out, err, {**common, **fields}))
             self.ranks[pid] = fields["rank"], os.pidfd_open(pid)
             self.selector.register(self.ranks[pid][1], selectors.EVENT_READ)
             pids[fields["rank"]] = pid
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
         self.send({"started": pids})
-        for file in (out, err, *gate):  # closing the gate lets the ranks continue, after the event was sent
-            os.close(file)
+        os.close(out)
+        os.close(err)
 
     def fork(self, run: Callable[[], None]) -> int:
         """Fork a process that calls `run` and ends. Returns its pid. Raises Error if there can be no further one."""
@@ -290,9 +289,7 @@ class _Server:
                 os._exit(1)
         return pid
 
-    def become_rank(
-        self, server_pid: int, out: int, err: int, gate: tuple[int, int], fields: dict[str, Any]
-    ) -> NoReturn:
+    def become_rank(self, server_pid: int, out: int, err: int, fields: dict[str, Any]) -> NoReturn:
         """In the child: become the leader of a session that ends with the server, and run the rank."""
         os.setsid()
         die_with_parent()
@@ -307,10 +304,6 @@ class _Server:
         os.close(out)
         early = f"{fields['directory']}/rank{fields['rank']}.log"
         fields["variables"] |= install(early, err, is_shown=fields.pop("is_shown"))
-        waits, opens = gate
-        os.close(opens)
-        os.read(waits, 1)
-        os.close(waits)
         run_rank(**fields)
 
     def reap(self) -> None:

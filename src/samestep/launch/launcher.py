@@ -7,7 +7,6 @@ import sys
 import threading
 from contextlib import closing
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from samestep.config import Overrides
@@ -15,6 +14,7 @@ from samestep.console import print_error
 from samestep.errors import Error, add_code
 from samestep.launch.forkserver import ForkServer, is_preloaded
 from samestep.launch.local_ranks import Ranks
+from samestep.launch.rank_process import FORWARDED_SIGNALS
 from samestep.launch.target import Target
 from samestep.world.environment import child_variables, set_hook
 
@@ -22,31 +22,17 @@ if TYPE_CHECKING:
     from samestep.launch.nodes import Nodes
 
 
-class LauncherSignals:
-    """Records the signals to stop that this process receives inside the `with` block.
+def record_signals() -> list[int]:
+    """Record the signals to stop that this process receives from now on.
 
     The first is forwarded to the ranks; the second kills them.
     """
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> "LauncherSignals":
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            before = signal.getsignal(signum)
-            if before is not signal.SIG_IGN:  # nohup, and & in a shell, ignore some
-                self._before[signum] = before
-                signal.signal(signum, self._receive)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # see cli.main
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for signum, before in self._before.items():
-            signal.signal(signum, before)  # type: ignore[arg-type]
-
-    def _receive(self, signum: int, frame: FrameType | None) -> None:
-        self.received.append(signum)
+    received: list[int] = []
+    for signum in FORWARDED_SIGNALS:
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, and & in a shell, ignore some
+            signal.signal(signum, lambda number, _: received.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # see cli.main
+    return received
 
 
 def check_target(target: Target) -> None:
@@ -101,12 +87,13 @@ def run_launch(target: Target, values: dict[str, Any], nodes: "Nodes | None") ->
     heals = values.pop("heal", False)
     if values.pop("tf_config", False):
         set_hook("samestep.launch.tf_config")
-    with LauncherSignals() as signals, closing(_open_server(values)) as server:
+    received = record_signals()
+    with closing(_open_server(values)) as server:
         from samestep.launch.agent import Launch, run_agent
 
         count = num_ranks or _count_ranks(values.get("device"))
         with closing(Ranks(server, shows_all=shows_all)) as ranks:
-            end = run_agent(ranks, Launch(target, count, values, signals.received, max_restarts, heals), nodes)
+            end = run_agent(ranks, Launch(target, count, values, received, max_restarts, heals), nodes)
             if end.message:
                 print_error(f"samestep: error: {add_code(end.message, end.error_code)}")
             return end.code

@@ -58,13 +58,11 @@ class Link(threading.Thread):
 
     Attributes:
         is_open: whether the store has answered.
-        has_stranger: a beat has a wrong signature.
     """
 
     def __init__(self, own: int, others: Sequence[int], secret: str, open_store: Callable[[], Any]) -> None:
         super().__init__(name="samestep link", daemon=True)
         self.is_open = False
-        self.has_stranger = False
         self._own = own
         self._secret = secret
         self._open_store = open_store
@@ -127,10 +125,7 @@ class Link(threading.Thread):
 
     def _exchange(self, entries: SignedEntries, node: int, peer: Peer) -> None:
         texts = entries.read([f"node/{node}"])
-        if texts is None:
-            return
-        if not texts:
-            self.has_stranger = True
+        if not texts:  # it is not there, or a stranger has written its entry
             return
         if texts[0] != peer.beat and not self._note_beat(node, peer, texts[0]):
             return

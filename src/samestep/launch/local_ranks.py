@@ -2,13 +2,11 @@
 
 import errno
 import json
-import math
 import os
 import shutil
 import signal
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -24,7 +22,7 @@ from samestep.errors import Error, Stuck, add_code
 from samestep.files import open_regular, read_tail, read_text, replace_file
 from samestep.launch.failure import RankFailure, describe_death, read_failure, write_failure
 from samestep.launch.forkserver import ForkServer
-from samestep.launch.node_messages import Ended, Report, Start, Started
+from samestep.launch.node_messages import Ended, Report, Start
 from samestep.launch.target import Target
 from samestep.processes import kill_group
 from samestep.world.environment import (
@@ -116,7 +114,6 @@ class Ranks:
         self.directory = create_workdir()
         self.shows_all = shows_all
         self.pids: dict[int, int] = {}
-        self._signalled_s = math.inf  # wall-clock time of the last signal to the ranks
         self._server = server
 
     def start(self, target: Target, variables: list[dict[str, str]]) -> None:
@@ -129,7 +126,6 @@ class Ranks:
             if path.name == OUTCOME or path.suffix in (".json", ".log"):
                 path.unlink()
         numbers = [int(own["RANK"]) for own in variables]
-        self._signalled_s = math.inf
         marks = {PREFIX + "LAUNCHER": target.kind, PREFIX + "ERROR_DIR": str(self.directory)}
         self._server.start(
             [
@@ -145,8 +141,8 @@ class Ranks:
         """Return whether the output of a rank goes to the terminal."""
         return self.shows_all or rank == 0
 
-    def poll(self, timeout_s: float = POLL_S) -> list[Started | Ended]:
-        """Return what has happened since the last call, waiting up to `timeout_s` for it.
+    def poll(self, timeout_s: float = POLL_S) -> list[Ended]:
+        """Return which ranks have ended since the last call, waiting up to `timeout_s` for it.
 
         Raises Error if the server has ended, and the ranks with it.
         """
@@ -163,7 +159,7 @@ class Ranks:
             raise Error(event["error"], code="SS513")
         if "started" in event:
             self.pids = event["started"]
-            return [Started()]
+            return []
         return [self._end(event["rank"], event["code"], event["time_s"], event["signals"])]
 
     def signal(self, signum: int, *, spares: bool = False) -> None:
@@ -175,7 +171,6 @@ class Ranks:
             spares: leave out ranks that have reported an error. They complete a snapshot that they are writing, and end
                 within `rank_process.LEAVE_S`.
         """
-        self._signalled_s = time.time()
         spared = [rank for rank in self.pids if spares and read_failure(rank, self.directory) is not None]
         self._server.signal(signum, spared)
 
@@ -222,7 +217,8 @@ class Ranks:
             text = read_tail(Path(self.find_log(failure.rank) or self.directory / f"rank{failure.rank}.log"))
         except OSError:
             text = ""
-        return failure if self.is_shown(failure.rank) else replace(failure, log=_cut(text))
+        log = "\n".join(text.splitlines()[-TAIL_LINES:])
+        return failure if self.is_shown(failure.rank) else replace(failure, log=log)
 
     def close(self) -> None:
         """Remove the directory."""
@@ -241,8 +237,6 @@ class Ranks:
         # A rank that ends by the signal that it was sent has not failed.
         is_obedient = -code in (signals if code == -signal.SIGKILL else STOP_SIGNALS) and bool(signals)
         failure = read_failure(rank, self.directory) if code else None
-        if is_obedient and failure is not None and failure.time_s > self._signalled_s:
-            failure = None  # else it failed before, and had not ended yet
         if code and not is_obedient and failure is None:
             failure = RankFailure(rank, time_s, code, False, "died", describe_death(code))
         if failure is not None:
@@ -251,9 +245,3 @@ class Ranks:
                 with suppress(OSError), open(log, "a", opener=open_regular) as file:
                     file.write(failure.traceback)
         return Ended(rank, code, time_s, failure, self.read_outcome())
-
-
-def _cut(log: str) -> str:
-    """Return the last lines of a log, without samestep's frames in a traceback of faulthandler."""
-    own = f'  File "{Path(__file__).parent}'
-    return "\n".join([line for line in log.splitlines() if not line.startswith(own)][-TAIL_LINES:])

@@ -26,10 +26,6 @@ class Joined(Struct, tag=True, frozen=True):
     address: str = ""
 
 
-class Started(Struct, tag=True, frozen=True):
-    """The processes of a node's ranks exist."""
-
-
 class Ended(Struct, tag=True, frozen=True):
     """The process of a rank has ended.
 
@@ -82,7 +78,7 @@ class Board(Struct, tag=True, frozen=True):
     refusal: str = ""
 
 
-Event = Tick | Joined | Started | Ended | Signalled | Broken | Lost | Board
+Event = Tick | Joined | Ended | Signalled | Broken | Lost | Board
 
 # --- commands ---------------------------------------------------------------------------------------------------------
 

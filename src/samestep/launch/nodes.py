@@ -40,7 +40,7 @@ class Nodes:
 
 
 def parse_nodes(
-    nnodes: str | None, node_rank: int | None, endpoint: str | None, timeout_s: float, secret: str = ""
+    nnodes: int | None, node_rank: int | None, endpoint: str | None, timeout_s: float, secret: str = ""
 ) -> Nodes | None:
     """Parse the options of `launch` for several nodes. Returns None for one node. Raises Error if one is invalid."""
     if nnodes is None and endpoint is not None:
@@ -49,13 +49,7 @@ def parse_nodes(
             "the number of machines, or leave --rdzv-endpoint out",
             code="SS104",
         )
-    if nnodes is not None and re.fullmatch(r"[1-9][0-9]{0,5}", nnodes) is None:
-        raise Error(
-            f"--nnodes takes the number of machines, not {nnodes!r}; if machines come and go, let torchrun start "
-            f"`-m samestep.node` (docs/running.md)",
-            code="SS101",
-        )
-    num_nodes = int(nnodes or 1)
+    num_nodes = nnodes or 1
     if node_rank is not None and not 0 <= node_rank < num_nodes:
         raise Error(f"--node-rank is {node_rank}, but the {num_nodes} nodes are 0 to {num_nodes - 1}", code="SS101")
     if num_nodes == 1:

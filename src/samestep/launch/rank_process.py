@@ -52,18 +52,7 @@ def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str
     """
     pid = os.getpid()
 
-    def report(error: BaseException, code: int) -> None:
-        """Write the error for the launcher; print it in a process that the target has forked."""
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises after the death of a DataLoader worker
-        if not isinstance(error, SystemExit):
-            sys.last_value = error  # as in Python, for `find_failure`, if the file cannot be written
-        if os.getpid() == pid:
-            write_failure(rank, directory, error, code)
-        elif not isinstance(error, SystemExit):
-            print(format_error(error), end="", file=sys.stderr)
-        elif not isinstance(error.code, int):
-            print(error.code, file=sys.stderr)
-
+    code = 0
     os.environ.clear()  # noqa: TID251 that of the fork server
     os.environ.update(variables)  # noqa: TID251 that of the rank
     try:
@@ -79,20 +68,18 @@ def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str
             module, options = json.loads(variables[HOOK])  # noqa: TID251 a variable of the environment
             importlib.import_module(module).begin(options)
         _run_target(rank, directory, **target)
-        code = 0
-    except SystemExit as error:
-        code = _exit_code(error)
-        if code:
-            report(error, code)
-    except KeyboardInterrupt as error:
-        if os.getpid() != pid:
-            report(error, 1)
+    except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)  # as Python does; the launcher, which sent it, prints nothing about it
-        code = 1
     except BaseException as error:
-        code = error.exit_code if isinstance(error, Error) else 1
-        report(error, code)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises after the death of a DataLoader worker
+        code = _find_code(error)
+        if not isinstance(error, SystemExit):
+            sys.last_value = error  # as in Python, for `find_failure`, if the file cannot be written
+        if code and os.getpid() == pid:
+            write_failure(rank, directory, error, code)
+        elif code:  # a process that the target has forked
+            print(format_error(error), end="", file=sys.stderr)
     leave(code)
 
 
@@ -193,7 +180,8 @@ def _separate_from_server(variables: dict[str, str]) -> None:
         torch.set_num_threads(int(num_threads))
 
 
-def _exit_code(error: SystemExit) -> int:
-    if error.code is None:
-        return 0
-    return error.code & 0xFF if isinstance(error.code, int) else 1
+def _find_code(error: BaseException) -> int:
+    if isinstance(error, SystemExit):
+        code = error.code or 0
+        return code & 0xFF if isinstance(code, int) else 1
+    return error.exit_code if isinstance(error, Error) else 1

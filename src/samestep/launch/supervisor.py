@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from samestep.errors import PeerFailed
 from samestep.launch.failure import SOON_S, RankFailure, find_first
 from samestep.launch.node_messages import (
     Board,
@@ -28,13 +27,11 @@ from samestep.launch.node_messages import (
     Signal,
     Signalled,
     Start,
-    Started,
 )
-from samestep.world.environment import Outcome, Restart, find_exit_code
+from samestep.world.environment import SECRET, Outcome, Restart, find_exit_code
 from samestep.world.membership import GENERATION_S
 
-SAY_S = 5.0  # after which the nodes print for whom they wait
-SAY_AGAIN_S = 60.0
+SAY_S = 5.0  # after which node 0 prints for whom it waits
 FOLLOW_S = 0.5  # after the first failure: time for other ranks to fail, with the same error or because they lost it
 KILL_S = 60.0  # for killed ranks to end, and for spared ones, which have 30 s; one in a driver call can take long
 
@@ -43,7 +40,6 @@ class State(Enum):
     """What the launch waits for."""
 
     JOINING = auto()  # for all nodes
-    STARTING = auto()  # for the processes of the ranks
     RUNNING = auto()  # for the ends of the ranks
     SAVING = auto()  # the same, after a signal to stop
     FAILING = auto()  # a rank has failed: for FOLLOW_S, so that others fail with it
@@ -67,14 +63,12 @@ class RankRecord:
 
     Attributes:
         end: how it has ended.
-        is_unasked: it ended before any rank was asked to stop.
     """
 
     number: int
     node: int
     state: RankState = RankState.RUNNING
     end: Ended | None = None
-    is_unasked: bool = False
 
     @property
     def failure(self) -> RankFailure | None:
@@ -94,7 +88,6 @@ class Node:
     joined: Joined
     name: str
     is_lost: bool = False
-    started: bool = False
     num_signals: int = 0
 
 
@@ -122,8 +115,8 @@ class Generation:
     Attributes:
         number: from 1; 0 at the start.
         members: its ranks, as numbered at the start.
-        due_s: when ranks must no longer wait for one that has ended after a signal.
         stuck: ranks that were ended because they did not respond.
+        due_s: when ranks must no longer wait for one that has ended after a signal.
     """
 
     number: int = 0
@@ -169,8 +162,6 @@ class Supervisor:
         match event:
             case Joined():
                 self._nodes[node] = Node(event, self._name_node(node, event.host))
-            case Started():
-                self._nodes[node].started = True
             case Ended():
                 self._note_end(event)
             case Signalled():
@@ -194,7 +185,6 @@ class Supervisor:
         if rank.state is not RankState.RUNNING:
             return
         rank.end = end
-        rank.is_unasked = self.state in (State.STARTING, State.RUNNING, State.FAILING)
         if end.failure is not None:
             rank.state = RankState.FAILED
         else:
@@ -205,8 +195,6 @@ class Supervisor:
         self._nodes[number].num_signals += 1
         if self.state is State.JOINING:
             self._finish(Outcome.STOPPED, signum)
-        elif self.state is State.STARTING and not any(node.started for node in self._nodes.values()):
-            self._finish(Outcome.KILLED, signum)
         elif self._is_insistent:
             self._kill()
         elif self.state is State.RUNNING:
@@ -248,11 +236,7 @@ class Supervisor:
         match before:
             case State.JOINING:
                 self._wait_for_nodes(is_due=is_due)
-            case State.STARTING if all(node.started or node.is_lost for node in self._nodes.values()):
-                self._enter(State.RUNNING)
-                if self._signals:  # the ranks of some nodes were there already
-                    self._save()
-            case State.STARTING | State.RUNNING | State.SAVING:
+            case State.RUNNING | State.SAVING:
                 self._watch_ranks()
             case State.FAILING | State.KILLING if not self._running():
                 self._conclude()
@@ -274,10 +258,10 @@ class Supervisor:
             self._start(None)
         elif is_due:
             missing = self._describe_missing(f"did not join at {policy.endpoint} within {policy.join_s:.0f} s")
-            advice = "start the launcher there too, or allow more time with --rdzv-timeout"
+            advice = f"start the launcher there too, with the same {SECRET}, or allow more time with --rdzv-timeout"
             self._finish(Outcome.REFUSED, message=f"{missing}: {advice}", error_code="SS507")
         elif self._now_s >= self._say_s:
-            self._say_s = self._now_s + SAY_AGAIN_S
+            self._say_s = math.inf  # once
             missing = self._describe_missing(f"still missing at {policy.endpoint}")
             self._tell(0, Print(f"{missing}; waiting for up to {self._due_s - self._now_s:.0f} s more"))
 
@@ -289,7 +273,7 @@ class Supervisor:
 
     def _start(self, restart: Restart | None) -> None:
         """Start all ranks."""
-        self._enter(State.STARTING)
+        self._enter(State.RUNNING)
         self._has_failed = False
         self._board = Board(is_ready=False, has_met=False)
         numbers = sorted(self._nodes)
@@ -298,7 +282,6 @@ class Supervisor:
         starts: list[int] = []
         for number in numbers:
             node = self._nodes[number]
-            node.started = False
             first, size = len(self._ranks), node.joined.num_ranks
             starts.append(first)
             self._ranks += [RankRecord(first + i, number) for i in range(size)]
@@ -397,13 +380,8 @@ class Supervisor:
             return refusal
         if not self._board.is_ready:
             return "not all had begun their first loop"
-        for failure in failures:
-            if failure.secondary and failure.call and not failure.message.startswith(PeerFailed.__name__):
-                return f"rank {failure.rank} was in a collective of the script, {failure.call}, which is not repeated"
-        for rank in self._ranks:
-            if rank.state is RankState.SUCCEEDED:
-                return f"rank {rank.number} had already ended its script"
-        return "they have not formed a new group"
+        has_ended = any(rank.state is RankState.SUCCEEDED for rank in self._ranks)
+        return "one had already ended its script" if has_ended else "they have not formed a new group"
 
     # --- the end ----------------------------------------------------------------------------------------------
 
@@ -485,24 +463,7 @@ class Supervisor:
             last = max(deaths, key=lambda failure: failure.time_s, default=None)
             if last is not None and first.time_s < last.time_s + SOON_S:
                 return last
-            left = [rank.end for rank in self._ranks if rank.state is RankState.SUCCEEDED and rank.is_unasked]
-            if (gone := min(filter(None, left), key=lambda end: end.time_s, default=None)) is not None:
-                return self._blame_early_end(gone, first)
         return next(each for each in failures if (each.kind, each.message) == (first.kind, first.message))
-
-    def _blame_early_end(self, gone: Ended, first: RankFailure) -> RankFailure:
-        """The others have lost a rank that ended before them with exit code 0.
-
-        It counts even if its loop is finished, because a further loop or an evaluation can follow.
-        """
-        if self._find_outcome() is Outcome.STOPPED:
-            return first
-        waiting = f", while rank {first.rank} waited in {first.call}" if first.call else ""
-        message = (
-            f"ended before its run did, with exit code 0{waiting}: let every rank make the same calls to the end of "
-            "the script, run.evaluate among them"
-        )
-        return RankFailure(gone.rank, gone.time_s, 1, False, "died", message)
 
     def _report(self, failure: RankFailure, then: str = "") -> None:
         """Let the rank's node print its failure, and the other nodes name it."""

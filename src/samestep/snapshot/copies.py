@@ -100,7 +100,7 @@ class Copies:
         names, structure, tensors, sent, meta = self.share(directory, message)
         aligned = {name: order.tensors[name] for name in tensors if name in order.tensors}
         for name in sent:
-            value: Any = self._group.broadcast(own[name].detach().cpu() if name in own else None)
+            value: Any = self._group.broadcast(own[name].detach().to("cpu", copy=True) if name in own else None)
             if directory is not None:
                 aligned[name] = value
         if self._group.rank == 0:

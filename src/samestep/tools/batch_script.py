@@ -23,7 +23,7 @@ from samestep.launch.target import COMMAND, Target
 from samestep.plan.sizes import check_numbers
 from samestep.version import __version__
 from samestep.world.environment import SECRET, START_AGAIN, read_overrides
-from samestep.world.mpi_ranks import FIRST_PORT, NUM_PORTS
+from samestep.world.launchers import FIRST_PORT, NUM_PORTS
 
 GRACE_S = 120
 

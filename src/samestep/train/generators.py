@@ -11,7 +11,6 @@ import torch
 
 from samestep.hashing import hash_bytes
 from samestep.world.group import Group
-from samestep.world.process_group import waiting_for_rank_0
 
 T = TypeVar("T")
 # The global generators. The functions of their modules are methods of these objects.
@@ -30,14 +29,13 @@ def call_on_rank_0(group: Group, fn: Callable[..., T], *args: Any, **kwargs: Any
     """Call `fn` on rank 0, and return its result and the states of rank 0's global generators to all ranks."""
 
     def call() -> tuple[Any, ...]:
-        value = group.seal(fn(*args, **kwargs))
+        value = fn(*args, **kwargs)
         return value, _read_states() if group.world_size > 1 else None
 
-    with waiting_for_rank_0():
-        value, states = group.once(call)
+    value, states = group.once(call)
     if states is not None:
         _set_states(states)
-    return group.unseal(value)  # type: ignore[no-any-return]
+    return value  # type: ignore[no-any-return]
 
 
 @contextmanager

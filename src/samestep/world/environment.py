@@ -7,16 +7,16 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from samestep.config import OPTIONS, PREFIX, Overrides, format_flags, to_variables
+from samestep.config import OPTIONS, PREFIX, Overrides, to_variables
 from samestep.errors import Error, InvalidValue
-from samestep.world import mpi_ranks
+from samestep.world import launchers
 
 TRACE = PREFIX + "TRACE"
 HOOK = PREFIX + "HOOK"  # JSON: a tool's module, and the argument of its begin(), called in each rank first
@@ -155,16 +155,8 @@ def read_overrides(variables: Mapping[str, str] | None = None) -> Overrides:
 
 
 def advise(**options: Any) -> str:
-    """Format options for the command that started this process, to follow "start with" in a message."""
-    variables = to_variables(options)
-    settings = " ".join(f"{name}={value}" for name, value in variables.items())
-    launcher = os.environ.get(PREFIX + "LAUNCHER")  # "call": samestep.spawn started this rank.
-    if launcher == "call":
-        pairs = ", ".join(f'"{name}": "{value}"' for name, value in variables.items())
-        return f"env={{{pairs}}} for samestep.spawn"
-    called = Path(sys.argv[0]).parts[-2:]  # the second is that of `python -m samestep`
-    if launcher is not None or called[-1:] == ("samestep",) or called == ("samestep", "__main__.py"):
-        return format_flags(**options)
+    """Format options, to follow "start with" in a message. All launchers pass variables on to the ranks."""
+    settings = " ".join(f"{name}={value}" for name, value in to_variables(options).items())
     return f"{settings} in the environment"
 
 
@@ -172,10 +164,9 @@ def read_rank() -> int:
     """Return this process's rank, to report an error in the rest of the environment; 0 if it cannot be determined."""
     if "RANK" in os.environ:
         rank = os.environ["RANK"] if "WORLD_SIZE" in os.environ else ""
-    elif (names := mpi_ranks.find_names(os.environ)) is not None:
-        rank = os.environ[names.rank]
     else:
-        rank = os.environ.get("SLURM_PROCID", "") if _is_slurm_task() else ""
+        names = launchers.find_names(os.environ)
+        rank = os.environ[names.rank] if names is not None else ""
     return int(rank) if rank.isdecimal() else 0
 
 
@@ -243,8 +234,8 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         )
     local_rank = number("LOCAL_RANK", rank)
     local_world_size = number("LOCAL_WORLD_SIZE", world_size)
-    launchers = {PREFIX + "LAUNCHER": "samestep", SRUN: "srun", "RANK": "torchrun"}
-    launcher = next((launcher for mark, launcher in launchers.items() if mark in variables), "python")
+    marks = {PREFIX + "LAUNCHER": "samestep", SRUN: "srun", "RANK": "torchrun"}
+    launcher = next((launcher for mark, launcher in marks.items() if mark in variables), "python")
     return Environment(
         rank=rank,
         local_rank=local_rank,
@@ -262,43 +253,16 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def _set_rank() -> None:
-    """Set the variables of a rank from those of srun or mpirun, unless they are set.
-
-    mpirun comes first: in a job of Slurm, it starts its own processes by srun, whose variables its ranks inherit.
-    """
-    if "RANK" in os.environ:
+    """Set the variables of a rank from those of srun or mpirun, unless they are set."""
+    if "RANK" in os.environ or (names := launchers.find_names(os.environ)) is None:
         return
-    if (names := mpi_ranks.find_names(os.environ)) is not None:
-        os.environ.update(mpi_ranks.build_variables(os.environ, names))
-    elif _is_slurm_task():
-        from samestep.world.slurm_tasks import build_variables
-
-        os.environ.update(build_variables(os.environ) | {SRUN: "1"})
+    os.environ.update(launchers.build_variables(os.environ, names))
+    if names is launchers.SLURM:
+        os.environ[SRUN] = "1"
 
 
-def _is_slurm_task() -> bool:
-    if "SLURM_STEP_ID" not in os.environ:
-        return False
-    from samestep.world.slurm_tasks import is_task
-
-    return is_task(os.environ)
-
-
-def ready_standard_files() -> None:
-    """Open the null device for standard files that are closed, and make the others print any character.
-
-    A daemon may start this process without standard files. The next file that is opened, such as a run's ledger, would
-    then get the number of one, and the output of C code would be written into it. Characters that an encoding lacks are
-    printed as \\xfc, because an exception would end the run.
-    """
-    with suppress(OSError):
-        while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
-            os.set_inheritable(file, True)
-        os.close(file)
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+def allow_all_characters() -> None:
+    """Print characters that the encoding of stdout lacks as \\xfc: an exception would end the run."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -324,12 +288,6 @@ def fix_hash_seed() -> None:
     if "PYTHONHASHSEED" not in os.environ and not sys.flags.ignore_environment and sys.executable:
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def count_job_nodes() -> int:
-    """Return the number of nodes of this process's Slurm job; 1 without a job."""
-    count = os.environ.get("SLURM_JOB_NUM_NODES", "")
-    return int(count) if count.isdecimal() else 1
 
 
 def read_terminal() -> int:

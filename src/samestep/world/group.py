@@ -15,7 +15,6 @@ The death of rank 1 of 4, in the order of time:
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -23,21 +22,21 @@ import torch.distributed as dist
 
 from samestep.errors import NotHealed, PeerFailed
 from samestep.lifetime import Held
-from samestep.torch_internals import abort_nccl, break_gloo_connections, set_timeout
+from samestep.torch_internals import abort_nccl, break_gloo_connections
 from samestep.world.environment import Environment
 from samestep.world.local_sockets import connect
 from samestep.world.membership import (
     GENERATION_S,
+    REFUSAL,
+    STUCK,
     Change,
     LossWatch,
     Membership,
     is_settled,
-    write_refusal,
-    write_stuck,
+    write_entry,
 )
 from samestep.world.process_group import (
     NCCL,
-    TIMEOUT_S,
     close_group,
     connect_to_store,
     open_process_group,
@@ -96,10 +95,12 @@ class Group(Transport, Held):
 
     @property
     def members(self) -> Sequence[int]:
+        """The number that each rank had at the start."""
         return range(self.world_size) if self._membership is None else self._membership.members
 
     @property
     def number(self) -> int:
+        """This rank's number at the start."""
         return self.rank if self._membership is None else self._membership.own
 
     @property
@@ -124,7 +125,7 @@ class Group(Transport, Held):
         """
         self._notify = notify
         if self._refuses and self.rank == 0:
-            write_refusal(connect_to_store(), environment.secret, "")
+            write_entry(connect_to_store(), environment.secret, REFUSAL, "")
         self._refuses = False
         if self._membership is None:
             store = connect_to_store()
@@ -143,11 +144,11 @@ class Group(Transport, Held):
         """Let no rank continue if one dies, until the next call of `begin_healing`. `reason`: a clause."""
         self._refuses = True
         if self.rank == 0:
-            write_refusal(connect_to_store(), environment.secret, reason)
+            write_entry(connect_to_store(), environment.secret, REFUSAL, reason)
 
     def request_end(self, environment: Environment, members: Sequence[int], reason: str) -> None:
         """Request that the launchers of other hosts end stuck ranks, as numbered at the start. In any thread."""
-        write_stuck(connect_to_store(), environment.secret, members, reason)
+        write_entry(connect_to_store(), environment.secret, STUCK, (members, reason))
 
     def is_lost(self, member: int) -> bool:
         """Return whether the other ranks continue without `member`, as numbered at the start. In any thread."""
@@ -226,12 +227,10 @@ class Group(Transport, Held):
         self.world_size = len(membership.members)
         if self.world_size == 1:
             return
-        limit = timedelta(seconds=GENERATION_S)
         store = membership.open_store()
         backend = NCCL if self._uses_nccl else "gloo"
-        open_process_group(backend, limit, store=store, rank=self.rank, world_size=self.world_size)
-        self.local_sockets = connect(self, TIMEOUT_S, watch=membership.check_newest)
-        set_timeout(timedelta(seconds=TIMEOUT_S))
+        open_process_group(backend, GENERATION_S, store=store, rank=self.rank, world_size=self.world_size)
+        self.local_sockets = connect(self, watch=membership.check_newest)
 
     def close(self) -> None:
         super().close()

@@ -32,9 +32,7 @@ from samestep.world.environment import (
 )
 from samestep.world.group import Group
 from samestep.world.membership import check_ranks_unchanged
-from samestep.world.process_group import JOIN_S, NCCL, TIMEOUT_S, has_group, open_process_group
-from samestep.world.rendezvous_store import MAC_BYTES
-from samestep.world.transport import check_equal
+from samestep.world.process_group import JOIN_S, NCCL, has_group, open_process_group
 
 _run_numbers = count()  # of this process
 
@@ -127,7 +125,6 @@ def open_group(
     device: torch.device,
     *,
     backend: str | None = None,
-    timeout_s: float = TIMEOUT_S,
     compares: bool = True,
 ) -> Group:
     """Join the ranks, with gloo on CPU and NCCL (gloo for host tensors) on CUDA.
@@ -148,7 +145,7 @@ def open_group(
             f"{host}:{port}: check that each is started, and that rank 0 listens there"
         )
         with saying_when_slow(sentence, PATIENCE_S), _ended_by_ctrl_c():
-            _join(backend, timedelta(seconds=timeout_s), environment)
+            _join(backend, environment)
 
     if group.world_size > 1:
         sentence = (
@@ -156,11 +153,10 @@ def open_group(
             "every rank, in the same order"
         )
         with saying_when_slow(sentence, PATIENCE_S), _ended_by_ctrl_c():
-            values = group.gather((describe_software(), secrets.token_bytes(MAC_BYTES)))
-            group.derive_key(environment.secret.encode(), [part for _, part in values])
+            group.derive_key(environment.secret.encode(), group.gather_bytes(secrets.token_bytes()))
             if compares:
-                check_equal([software for software, _ in values])
-            group.connect_locally(timeout_s)
+                group.agree(describe_software())
+            group.connect_locally()
     return group
 
 
@@ -178,15 +174,14 @@ def _ended_by_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _join(backend: str, timeout: timedelta, environment: Environment) -> None:
+def _join(backend: str, environment: Environment) -> None:
     """Join the other ranks. Raises Error if rank 0 cannot open its port."""
     try:
-        store = _open_store(environment, timeout)
+        store = _open_store(environment)
         if store is None:
-            open_process_group(backend, timeout)
+            open_process_group(backend)
         else:
-            place = {"rank": environment.rank, "world_size": environment.world_size}
-            open_process_group(backend, timeout, store=store, **place)
+            open_process_group(backend, store=store, rank=environment.rank, world_size=environment.world_size)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -196,7 +191,7 @@ def _join(backend: str, timeout: timedelta, environment: Environment) -> None:
         ) from None
 
 
-def _open_store(environment: Environment, timeout: timedelta) -> Any:  # Store
+def _open_store(environment: Environment) -> Any:  # Store
     """Open the store through which the ranks join; None: the one that torch opens from the environment.
 
     After a restart torchrun keeps its store, with the addresses of the earlier ranks, and gloo tries to connect to
@@ -208,14 +203,15 @@ def _open_store(environment: Environment, timeout: timedelta) -> Any:  # Store
     host, port = read_master()
     rank = environment.rank
     world_size = environment.world_size
+    limit = timedelta(seconds=JOIN_S)
     if environment.launcher == "srun":
         # multi_tenant: shares a store that this process has already opened (`StoreExchange`), as torch's env:// does.
-        return TCPStore(host, port, world_size, rank == 0, timedelta(seconds=JOIN_S), multi_tenant=True)
+        return TCPStore(host, port, world_size, rank == 0, limit, multi_tenant=True)
     if environment.launcher != "torchrun" or not has_agent_store():
         return None
     num_restarts, most = read_restarts()
     if environment.local_world_size == world_size:
-        store = TCPStore(host, port, world_size, False, timeout)
+        store = TCPStore(host, port, world_size, False, limit)
         return PrefixStore(f"samestep/restart-{num_restarts}", store)
     if most and rank == 0:
         say(

@@ -20,7 +20,6 @@ from samestep.world.host import read_host_id
 SPIN_S = 200e-6
 CONNECT_S = 60.0  # limit for all ranks of the host to connect
 WATCH_S = 0.05  # between two calls of `watch`
-HELLO_S = 10.0  # limit for a new connection to send its rank
 
 
 class Gatherer(Protocol):
@@ -34,19 +33,18 @@ class Gatherer(Protocol):
 
 
 class LocalSockets:
-    """One socket to each other rank of this host. `exchange` fails if nothing arrives for `timeout_s`."""
+    """One socket to each other rank of this host."""
 
-    def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout_s: float) -> None:
+    def __init__(self, rank: int, sockets: Mapping[int, socket.socket]) -> None:
         self._rank = rank
         self._sockets = dict(sockets)
-        self._timeout_s = timeout_s
         for connection in sockets.values():
             connection.setblocking(False)
 
     def exchange(self, rows: Sequence[memoryview]) -> None:
         """Send this rank's row of bytes to every other rank, and receive theirs into the other rows.
 
-        Raises PeerFailed if another rank has closed its socket, or nothing arrived for `timeout_s`.
+        Raises PeerFailed if another rank has closed its socket.
         """
         mine = rows[self._rank]
         leaving = [(peer, mine) for peer in self._sockets]
@@ -93,8 +91,7 @@ class LocalSockets:
         for peer in {*to, *of}:
             wanted = (select.POLLOUT if peer in to else 0) | (select.POLLIN if peer in of else 0)
             waiting.register(self._sockets[peer], wanted)
-        if not waiting.poll(self._timeout_s * 1000):
-            raise PeerFailed(f"nothing came from rank {', '.join(map(str, of))} for {self._timeout_s:g} s")
+        waiting.poll()
 
     def close(self) -> None:
         """Close all sockets."""
@@ -102,71 +99,65 @@ class LocalSockets:
             connection.close()
 
 
-def connect(group: Gatherer, timeout_s: float, watch: Callable[[], None] = lambda: None) -> LocalSockets | None:
+def connect(group: Gatherer, watch: Callable[[], None] = lambda: None) -> LocalSockets | None:
     """Connect all ranks of `group`. Collective. Returns None on every rank unless all run on this host.
 
-    `watch` is called again and again while this rank waits for another one to connect, and may raise.
+    The kernel says which process is at the other end, so that no other one is taken for a rank.
+
+    Args:
+        watch: is called again and again while this rank waits for another one to connect, and may raise.
+
+    Raises:
+        PeerFailed: a rank has ended, or has not connected in time, or this process may open no further files.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        host = read_host_id("net")
+        place = (read_host_id("net"), read_host_id("pid"))
         name = b"\0samestep-" + secrets.token_hex().encode()  # abstract: no file; every user can read it
-        if host is not None:
+        if None not in place:
             listener.bind(name)
             listener.listen(group.world_size)
-        ranks = group.gather((host, name))
-        if host is None or any(other != host for other, _ in ranks):
+        places, names, pids = zip(*group.gather((place, name, os.getpid())), strict=True)
+        if None in place or len({*places}) > 1:
             return None
         sockets: dict[int, socket.socket] = {}
-        failure = ""
-        deadline_s = time.monotonic() + CONNECT_S
         try:
             for peer in range(group.rank):
-                sockets[peer] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                connection.settimeout(CONNECT_S)
-                connection.connect(ranks[peer][1])
-                if not _is_of_this_user(connection):
-                    raise OSError(f"another user listens in place of rank {peer}")
-                connection.sendall(group.rank.to_bytes(4))
-            while len(sockets) < group.world_size - 1:
-                listener.settimeout(min(max(0.0, deadline_s - time.monotonic()), WATCH_S))
-                try:
-                    connection, _ = listener.accept()
-                except TimeoutError:
-                    watch()
-                    if time.monotonic() < deadline_s:
-                        continue
-                    raise
-                sender = _read_hello(connection)
-                if sender is None or sender in sockets or not group.rank < sender < group.world_size:
-                    connection.close()  # not a rank of this group
-                    continue
-                sockets[sender] = connection
-        except OSError as error:
-            failure = str(error)
-        except RuntimeError:  # of `watch`
+                sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                sockets[peer].settimeout(CONNECT_S)
+                sockets[peer].connect(names[peer])
+                if _read_pid(sockets[peer]) != pids[peer]:
+                    raise OSError(f"another process listens in place of rank {peer}")
+            _accept(listener, sockets, {pid: rank for rank, pid in enumerate(pids)}, watch)
+        except (OSError, RuntimeError) as error:  # RuntimeError: of `watch`
             for connection in sockets.values():
                 connection.close()
-            raise
-        local_sockets = LocalSockets(group.rank, sockets, timeout_s)
-        if any(group.gather(failure)):
-            local_sockets.close()
-            return None
-        return local_sockets
+            raise PeerFailed(f"a rank of this host cannot be reached ({error})") from error
+        return LocalSockets(group.rank, sockets)
 
 
-def _read_hello(connection: socket.socket) -> int | None:
-    """Return the rank that has connected; None for another user's process or one that is silent."""
-    if not _is_of_this_user(connection):
-        return None
-    connection.settimeout(HELLO_S)
-    try:
-        return int.from_bytes(connection.recv(4, socket.MSG_WAITALL))
-    except OSError:
-        return None
+def _accept(
+    listener: socket.socket, sockets: dict[int, socket.socket], ranks: Mapping[int, int], watch: Callable[[], None]
+) -> None:
+    """Add the connections of the other ranks to `sockets`. `ranks`: by pid."""
+    listener.settimeout(WATCH_S)
+    deadline_s = time.monotonic() + CONNECT_S
+    while len(sockets) < len(ranks) - 1:
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            watch()
+            if time.monotonic() > deadline_s:
+                raise
+            continue
+        peer = ranks.get(_read_pid(connection))
+        if peer is None:
+            connection.close()
+        else:
+            sockets[peer] = connection
 
 
-def _is_of_this_user(connection: socket.socket) -> bool:
-    """Ask the kernel whether the process at the other end runs as this user."""
+def _read_pid(connection: socket.socket) -> int:
+    """Ask the kernel for the process at the other end."""
     size = struct.calcsize("3i")
-    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return bool(uid == os.geteuid())
+    pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(pid)

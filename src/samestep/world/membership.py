@@ -10,16 +10,18 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from samestep.decoding import decode
 from samestep.errors import NotHealed, PeerFailed
 from samestep.lifetime import Held, hold
 from samestep.world.rendezvous_store import SignedEntries
 
+T = TypeVar("T")
+
 READY = "samestep/heal/ready"  # counts the ranks that can continue after the death of another one
-REFUSAL = "heal/refusal"  # the entry that says why none can
-STUCK = "heal/stuck"  # the entry that names ranks which their launcher must end
+REFUSAL = "heal/refusal"  # the entry that says why none can: a clause
+STUCK = "heal/stuck"  # the entry that has ranks, as numbered at the start, which their launcher must end, and why
 GENERATION_S = 15.0  # for the launcher to notice a death, and for the survivors to connect
 POLL_S = 0.001
 NOTICE_S = 0.5  # for a rank to notice a death itself, before its connections are broken
@@ -29,20 +31,20 @@ NOTICE_S = 0.5  # for a rank to notice a death itself, before its connections ar
 _gone: list[int] = []
 
 
+def write_entry(store: Any, secret: str, name: str, value: Any) -> None:
+    """Write what the launcher or a rank has decided, such as the members of a generation. Signed with the secret."""
+    SignedEntries(secret.encode(), store).put(name, json.dumps(value))
+
+
+def read_entry(store: Any, secret: str, name: str, kind: type[T]) -> T | None:
+    """Return what `write_entry` wrote; None if there is nothing, or the signature is wrong."""
+    texts = SignedEntries(secret.encode(), store).read([name])
+    return decode(texts[0], kind) if texts else None
+
+
 def name_generation(number: int) -> str:
-    """Return the key under which the launcher stores the members of a generation, from 1. Generation 0 is the start."""
-    return f"samestep/{_name_entry(number)}"
-
-
-def write_generation(store: Any, secret: str, number: int, members: Sequence[int]) -> None:
-    """Store the members of a generation: ranks, as numbered at the start, in their order. Signed with the secret."""
-    SignedEntries(secret.encode(), store).put(_name_entry(number), json.dumps([*members]))
-
-
-def read_generation(store: Any, secret: str, number: int) -> list[int] | None:
-    """Return what `write_generation` stored; None if there is nothing, or the signature is wrong."""
-    texts = SignedEntries(secret.encode(), store).read([_name_entry(number)])
-    return decode(texts[0], list[int]) if texts else None
+    """Return the entry with the members of a generation, from 1: ranks, as numbered at the start, in their order."""
+    return f"heal/{number}"
 
 
 def have_come(store: Any, number: int, members: Sequence[int]) -> bool:
@@ -51,33 +53,7 @@ def have_come(store: Any, number: int, members: Sequence[int]) -> bool:
 
 
 def _name_arrival(number: int, member: int) -> str:
-    return f"{name_generation(number)}/{member}"
-
-
-def write_refusal(store: Any, secret: str, reason: str) -> None:
-    """Store why no rank of this run can continue after the death of another one: a clause. Signed with the secret."""
-    SignedEntries(secret.encode(), store).put(REFUSAL, reason)
-
-
-def read_refusal(store: Any, secret: str) -> str:
-    """Return what `write_refusal` stored; "" if there is nothing, or the signature is wrong."""
-    return next(iter(SignedEntries(secret.encode(), store).read([REFUSAL]) or ()), "")
-
-
-def write_stuck(store: Any, secret: str, ranks: Sequence[int], reason: str) -> None:
-    """Request that the launcher ends ranks, as numbered at the start, of another host. Signed with the secret."""
-    SignedEntries(secret.encode(), store).put(STUCK, json.dumps([reason, *ranks]))
-
-
-def read_stuck(store: Any, secret: str) -> tuple[Sequence[int], str]:
-    """Return what `write_stuck` stored last; no ranks if there is nothing, or the signature is wrong."""
-    texts = SignedEntries(secret.encode(), store).read([STUCK])
-    reason, *ranks = decode(texts[0], list[str | int]) if texts else [""]
-    return [rank for rank in ranks if isinstance(rank, int)], str(reason)
-
-
-def _name_entry(number: int) -> str:
-    return f"heal/{number}"
+    return f"samestep/{name_generation(number)}/{member}"
 
 
 def is_settled(position: int, positions: Sequence[int]) -> bool:
@@ -161,6 +137,9 @@ class Membership:
         """This rank's number in the current generation."""
         return self.members.index(self.own)
 
+    def _read_generation(self, store: Any, number: int) -> list[int] | None:
+        return read_entry(store, self._secret, name_generation(number), list[int])
+
     def complete(self) -> None:
         """Note that a collective is complete on all ranks."""
         self.position += 1
@@ -190,7 +169,7 @@ class Membership:
             The number of the newest generation.
         """
         own = newest = self.generation
-        while (members := read_generation(store, self._secret, newest + 1)) is not None:
+        while (members := self._read_generation(store, newest + 1)) is not None:
             newest += 1
             self._named = members
         with self._connection:
@@ -217,7 +196,7 @@ class Membership:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         self._is_connected = True
-        return PrefixStore(f"{name_generation(self.generation)}/group", self._store)
+        return PrefixStore(f"samestep/{name_generation(self.generation)}/group", self._store)
 
     def advance(self, reason: str) -> None:
         """Move to the newest generation, and wait until all of its members have done so.
@@ -234,7 +213,7 @@ class Membership:
         began_s = time.monotonic()
         has_moved = False
         while True:
-            if (members := read_generation(self._store, self._secret, self.generation + 1)) is not None:
+            if (members := self._read_generation(self._store, self.generation + 1)) is not None:
                 if self.own not in members:
                     raise PeerFailed(reason)
                 _gone.extend(rank for rank in self.members if rank not in members)
@@ -256,7 +235,7 @@ class Membership:
         Raises:
             PeerFailed: the launcher has named a later generation.
         """
-        if read_generation(self._store, self._secret, self.generation + 1) is not None:
+        if self._read_generation(self._store, self.generation + 1) is not None:
             raise PeerFailed("a further rank has died")
 
 

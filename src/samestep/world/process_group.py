@@ -1,11 +1,8 @@
 """The process group of torch.distributed, and the launcher's store."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
-from weakref import ref
 
 import torch.distributed as dist
 
@@ -13,33 +10,14 @@ from samestep.torch_internals import list_gloo_sockets, reset_group_names, set_t
 from samestep.world.environment import read_master, read_rank
 
 NCCL = "cpu:gloo,cuda:nccl"  # a backend
-JOIN_S = 300.0  # limit for the tasks of a Slurm step to join, as in `samestep launch`
-
-TIMEOUT_S = 1800.0  # limit for an exchange
-NO_LIMIT = timedelta(days=365)
-
-# A weak reference to the newest process group of `open_process_group`. As torch has one process group in a process, all
-# runs of the process share it, and it stays open until the end of the process.
-_opened: list[Any] = []
+JOIN_S = 1800.0  # limit for all ranks to join: a shared file system can take long to import torch
+NO_LIMIT = timedelta(days=365)  # for an exchange: the heartbeat ends a rank that is stuck, and a slow one is no mistake
 
 
-def open_process_group(backend: str, timeout: timedelta, **more: Any) -> None:
-    """Call torch.distributed.init_process_group, for a process group that belongs to samestep."""
-    dist.init_process_group(backend, timeout=timeout, **more)
-    _opened[:] = [ref(dist.group.WORLD)]
-
-
-@contextmanager
-def waiting_for_rank_0() -> Iterator[None]:
-    """Let exchanges wait without a limit, such as for a function of the script. A script's own group has its limits."""
-    is_own = has_group() and bool(_opened) and _opened[0]() is dist.group.WORLD
-    if is_own:
-        set_timeout(NO_LIMIT)
-    try:
-        yield
-    finally:
-        if is_own and has_group():
-            set_timeout(timedelta(seconds=TIMEOUT_S))
+def open_process_group(backend: str, limit_s: float = JOIN_S, **more: Any) -> None:
+    """Call torch.distributed.init_process_group, with a limit for all ranks to join."""
+    dist.init_process_group(backend, timeout=timedelta(seconds=limit_s), **more)
+    set_timeout(NO_LIMIT)
 
 
 def has_group() -> bool:

@@ -2,7 +2,6 @@
 
 import hmac
 import json
-import socket
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -19,38 +18,13 @@ POLL_S = 0.002
 GATHER_S = 8.0
 
 
-def _find_store() -> Any:
-    """Return the rendezvous store if a launcher holds it, so that it outlives each rank; else None."""
-    if not (dist.is_available() and dist.is_initialized() and has_agent_store()):
-        return None
-    return dist.distributed_c10d._get_default_store()  # noqa: SLF001
-
-
-def is_left_by_rank_0(within_s: float) -> bool:
-    """Return whether the store in rank 0's process closes within that time; False if its address is not known.
-
-    Connects with a plain socket, because torch prints pages to stderr when a store has closed.
-    """
-    try:
-        address = read_master()
-    except OSError:
-        return False
-
-    def is_closed() -> bool:
-        try:
-            socket.create_connection(address, timeout=within_s).close()
-        except OSError:
-            return True
-        return False
-
-    return wait_until(is_closed, within_s, every_s=0.05)
-
-
-def is_first(name: str) -> bool | None:
-    """Return whether this rank is the first to request `name`; None if that cannot be determined."""
+def is_first(name: str) -> bool:
+    """Return whether this rank is the first to request `name`. On all ranks, if no store outlives each of them."""
     with suppress(RuntimeError):
-        return None if (store := _find_store()) is None else bool(store.add(f"samestep/{name}", 1) == 1)
-    return None
+        if dist.is_available() and dist.is_initialized() and has_agent_store():
+            store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
+            return bool(store.add(f"samestep/{name}", 1) == 1)
+    return True
 
 
 class SignedEntries:

@@ -1,12 +1,13 @@
 """The collectives of all ranks on values and whole tensors other than gradients."""
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from samestep.errors import KINDS, Error, InvalidType, InvalidValue, PeerFailed, UsageError, name_kind
+from samestep.errors import Error, InvalidType, InvalidValue, PeerFailed, UsageError
 from samestep.hashing import hash_pieces
 from samestep.tagged import view_bytes
 from samestep.world import wire
@@ -64,17 +65,7 @@ class Transport:
         self.local_sockets: LocalSockets | None = None
         self.is_on_one_host = True
         self.waiter: Waiter | None = None
-        self._key = b""  # from the launcher's secret and random parts of all ranks, which the store never holds
-
-    @property
-    def members(self) -> Sequence[int]:
-        """The number that each rank had at the start."""
-        return range(self.world_size)
-
-    @property
-    def number(self) -> int:
-        """This rank's number at the start."""
-        return self.rank
+        self._key = secrets.token_bytes()  # a common one follows from `derive_key`
 
     def complete(self, collective: Callable[[], T], *, on_device: bool = False) -> T:
         """Run a collective. `on_device`: as for `Group.confirm`."""
@@ -91,26 +82,48 @@ class Transport:
         else:
             wait_for_messages(messages)
 
-    def connect_locally(self, timeout_s: float) -> None:
+    def connect_locally(self) -> None:
         """Open sockets to the other ranks if all run on one host."""
-        self.local_sockets = connect(self, timeout_s)
+        self.local_sockets = connect(self)
         self.is_on_one_host = self.local_sockets is not None
 
     def derive_key(self, secret: bytes, parts: Sequence[bytes]) -> None:
-        """Set the key that seals messages, from the launcher's secret and a random part of each rank."""
+        """Set the key that signs values, from the launcher's secret and a random part of each rank."""
         self._key = bytes.fromhex(hash_pieces([secret, *parts]))
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's `value` (as for `wire.encode`, or from `seal`), in rank order, on every rank."""
-        data = wire.encode(value) if self.world_size > 1 else b""
-        return self.complete(lambda: self._gather(value, data))
+        """Return every rank's `value`, in rank order, on every rank.
 
-    def _gather(self, value: Any, data: bytes) -> list[Any]:
+        Raises:
+            InvalidType: the value of a rank cannot be pickled; on every rank.
+        """
         if self.world_size == 1:
             return [value]
+        return [self._unseal(each) for each in self.gather_bytes(self._seal(value))]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's `data`, in rank order, on every rank."""
+        return self.complete(lambda: self._gather_bytes(data))
+
+    def _gather_bytes(self, data: bytes) -> list[bytes]:
+        if self.world_size == 1:
+            return [data]
         sizes = self._gather_number(len(data))
         row = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
-        return [wire.decode(memoryview(each)[:size]) for each, size in zip(self._gather_rows(row), sizes, strict=True)]
+        return [each.tobytes()[:size] for each, size in zip(self._gather_rows(row), sizes, strict=True)]
+
+    def _seal(self, value: Any) -> bytes:
+        try:
+            return wire.seal(value, self._key)
+        except Exception as error:
+            sentence = f"rank {self.rank} cannot send a value to the other ranks: {error}"
+            return wire.seal(wire.Unsendable(sentence), self._key)
+
+    def _unseal(self, sealed: bytes) -> Any:
+        value = wire.unseal(sealed, self._key)
+        if isinstance(value, wire.Unsendable):
+            raise InvalidType(value.reason, code="SS102")
+        return value
 
     def _gather_rows(self, row: torch.Tensor) -> list[Any]:
         """Return every rank's row as an array of bytes. All have the same size."""
@@ -122,25 +135,6 @@ class Transport:
             send = _send(rows[:num_rows], (self.rank - distance) % world_size)
             self.wait_for([receive, send])
         return [rows[(rank - self.rank) % world_size].numpy() for rank in range(world_size)]
-
-    def seal(self, value: Any) -> Any:
-        """Prepare a value of any type for `gather`, `broadcast` and `once`. Receivers call `unseal`.
-
-        Raises InvalidType if it cannot be pickled.
-        """
-        if self.world_size == 1 and not self.can_heal:
-            return value
-        try:
-            return wire.seal(value, self._key)
-        except Exception as error:
-            what = type(value).__name__
-            raise InvalidType(
-                f"rank {self.rank} cannot send a {what} to the other ranks: {error}", code="SS102"
-            ) from None
-
-    def unseal(self, sealed: Any) -> Any:
-        """Return the value that a rank has sealed. Raises Error if it was not a rank of this launch."""
-        return sealed if self.world_size == 1 and not self.can_heal else wire.unseal(sealed, self._key)
 
     def gather_number(self, number: int) -> list[int]:
         """Return every rank's `number` (from 0 to 2**63 - 1), in rank order, on every rank. One exchange."""
@@ -161,47 +155,48 @@ class Transport:
 
     def gather_hosts(self) -> list[str]:
         """Return an identifier of each rank's host, on every rank."""
-        return self.gather(read_host_id("net") or read_host())
+        return [host.decode() for host in self.gather_bytes((read_host_id("net") or read_host()).encode())]
 
     def agree(self, values: Mapping[str, Any]) -> None:
         """Compare `values` over the ranks. Raises Error if one of them differs."""
         check_equal(self.gather(dict(values)))
 
     def broadcast(self, value: T, source: int = 0) -> T:
-        """Return the `value` of rank `source` (as for `gather`) on every rank."""
+        """Return the `value` of rank `source` on every rank. Raises as `gather`."""
         if self.world_size == 1:
             return value
-        return self._broadcast(lambda: wire.encode(value), source)  # type: ignore[no-any-return]
+        return self._broadcast(lambda: self._seal(value), source)  # type: ignore[no-any-return]
 
     def _broadcast(self, get_data: Callable[[], bytes], source: int) -> Any:
-        """Return decoded data of rank `source`, which calls `get_data`. If it dies, another rank becomes the source."""
+        """Return the sealed value of rank `source`, which calls `get_data`. If it dies, another one is the source."""
 
-        def broadcast() -> Any:
-            return self._broadcast_now(get_data() if self.rank == source else b"", source)
+        def broadcast() -> bytes:
+            return self._broadcast_bytes(get_data() if self.rank == source else b"", source)
 
-        return self.complete(broadcast)
+        return self._unseal(self.complete(broadcast))
 
-    def _broadcast_now(self, data: bytes, source: int) -> Any:
+    def _broadcast_bytes(self, data: bytes, source: int) -> bytes:
         if self.world_size == 1:
-            return wire.decode(data)
+            return data
         size = torch.tensor(len(data))
         dist.broadcast(size, source)
         buffer = torch.frombuffer(bytearray(data if self.rank == source else int(size)), dtype=torch.uint8)
         self._broadcast_piece(buffer, source)
-        return wire.decode(memoryview(buffer.numpy()))  # type: ignore[arg-type]
+        return buffer.numpy().tobytes()
 
     def once(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call `fn` on rank 0, and return its result (as for `gather`) on every rank. Raises as `each`."""
+        """Call `fn` on rank 0, and return its result on every rank. Raises as `each`."""
         return self.each(lambda: fn(*args, **kwargs), [0])[0]
 
     def each(self, fn: Callable[[], T], on: Sequence[int]) -> list[T]:
-        """Call `fn` on the ranks `on`, and return their results (as for `gather`), in this order, on every rank.
+        """Call `fn` on the ranks `on`, and return their results, in this order, on every rank.
 
         With `begin_healing`, another rank calls it again if such a rank dies before all ranks have its result.
 
         Raises:
             Error: raised by `fn`, from the first such rank; on every rank.
             PeerFailed: on the other ranks, if `fn` raised another exception.
+            InvalidType: a result cannot be pickled; on every rank.
         """
         if self.world_size == 1:
             return [fn()]
@@ -209,7 +204,8 @@ class Transport:
 
         def call_once() -> bytes:
             if not tried:
-                tried.append(_try(fn))
+                failure, outcome = _try(fn)
+                tried.append((failure, self._seal(outcome)))
             return tried[0][1]
 
         if self.rank in on:
@@ -322,18 +318,18 @@ def _receive(tensor: torch.Tensor, rank: int) -> Transfer:
     return work
 
 
-def _try(fn: Callable[[], Any]) -> tuple[BaseException | None, bytes]:
-    """Call `fn`. Return its exception, unless that is an Error or there is none, and the encoded outcome."""
+def _try(fn: Callable[[], Any]) -> tuple[BaseException | None, tuple[str, Any]]:
+    """Call `fn`. Return its exception, unless that is an Error or there is none, and the outcome."""
     try:
-        return None, wire.encode(("value", fn()))
+        return None, ("value", fn())
     except BaseException as error:
-        return None if isinstance(error, Error) else error, wire.encode(describe_failure(error))
+        return None if isinstance(error, Error) else error, describe_failure(error)
 
 
 def describe_failure(error: BaseException) -> tuple[str, Any]:
     """Return an exception of this rank as an outcome for `read_outcomes`, which can be gathered."""
     if isinstance(error, Error):
-        return "error", (name_kind(error), str(error), error.code)
+        return "error", error
     return "failure", f"{type(error).__name__}: {error}"
 
 
@@ -346,8 +342,7 @@ def read_outcomes(outcomes: Mapping[int, tuple[str, Any]]) -> list[Any]:
     """
     for rank, (kind, value) in outcomes.items():
         if kind == "error":
-            name, sentence, code = value
-            raise KINDS[name](sentence, code=code)
+            raise value
         if kind == "failure":
             raise PeerFailed(f"rank {rank} failed: {value}")
     return [value for _, value in outcomes.values()]

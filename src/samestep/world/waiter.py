@@ -7,7 +7,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from samestep.errors import PeerFailed
-from samestep.world.process_group import TIMEOUT_S
+from samestep.world.process_group import NO_LIMIT
 
 
 class Transfer(Protocol):
@@ -18,9 +18,9 @@ class Transfer(Protocol):
 
 
 def wait_for_messages(messages: Sequence[Transfer]) -> None:
-    """Wait for messages of gloo. Their own limit is the one with which the group was opened, short after a death."""
+    """Wait for messages of gloo. Their own limit is the one with which the group was opened."""
     for message in messages:
-        message.wait(timedelta(seconds=TIMEOUT_S))
+        message.wait(NO_LIMIT)
 
 
 class Waiter:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from statistics import median_high
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from samestep.tools.doctor.examination import Context
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Finding, Participants
+from samestep.torch_internals import set_timeout
 from samestep.units import format_bytes
 from samestep.world.group import Group
 from samestep.world.group_opening import choose_device, open_group
@@ -31,7 +33,8 @@ def look_at_collectives(context: Context) -> dict[str, Any] | None:
         return None
     context.doing = "joining the ranks"
     device = choose_device(context.environment, context.device)
-    group = open_group(context.environment, device, timeout_s=TIMEOUT_S, compares=False)
+    group = open_group(context.environment, device, compares=False)
+    set_timeout(timedelta(seconds=TIMEOUT_S))
     try:
         return {"wrong": check_results(context, group), "links": measure_links(context, group), "device": device.type}
     finally:

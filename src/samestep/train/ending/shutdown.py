@@ -24,11 +24,9 @@ from samestep.train.context import RunContext
 from samestep.train.ending.stopping import StopSignals
 from samestep.train.guards.watchdog import Watchdog
 from samestep.watch.progress import Progress
-from samestep.world.environment import Outcome, find_exit_code, ready_standard_files
+from samestep.world.environment import Outcome, allow_all_characters, find_exit_code
 from samestep.world.process_group import close_group, has_group
-from samestep.world.rendezvous_store import is_first, is_left_by_rank_0
-
-SAY_AFTER_S = 10.0
+from samestep.world.rendezvous_store import is_first
 
 
 class Resources(Held):
@@ -143,11 +141,11 @@ _shared = Shared()
 
 
 def report_errors(rank: int) -> None:
-    """Make an uncaught Error end the program with its sentence, printed by one rank, and with exit code 2.
+    """Make an uncaught Error end the program with its sentence and exit code 2.
 
     A rank that only lost another rank prints one line, because the other rank's error is the cause.
     """
-    ready_standard_files()
+    allow_all_characters()
     previous = sys.excepthook
     pid = os.getpid()
     if getattr(previous, "is_samestep", False):
@@ -159,7 +157,7 @@ def report_errors(rank: int) -> None:
             return
         error = recognize(error) or error
         if isinstance(error, Error):
-            _say_once(error, rank)
+            _say_once(error)
             _leave(Error.exit_code)
         if isinstance(error, WorkerDied):
             print_error(f"samestep: rank {rank}'s {error}", original=True)
@@ -196,12 +194,8 @@ def _is_at_prompt() -> bool:
     return bool(sys.flags.interactive) or hasattr(sys, "ps1")
 
 
-def _say_once(error: Error, rank: int) -> None:
-    is_sayer = is_first("error")
-    if is_sayer is None:
-        # Rank 0 prints an error that is the same on all ranks, unless it has ended by now.
-        is_sayer = rank == (error.rank or 0) or (error.rank is None and not is_left_by_rank_0(SAY_AFTER_S))
-    if is_sayer:
+def _say_once(error: Error) -> None:
+    if is_first("error"):
         # Not sys.stderr: torch.distributed's hook buffers sys.stderr around this one, and SystemExit loses the buffer.
         print_error(f"samestep: error: {describe(error)}", original=True)
 
@@ -226,7 +220,7 @@ def _shorten(rank: int, message: str, is_secondary: bool) -> str:
 def end_with(error: Error, error_dir: str | None, rank: int) -> NoReturn:
     """End the process of a finished script as if the script had raised `error`."""
     if error_dir is None:
-        _say_once(error, rank)
+        _say_once(error)
     else:
         write_failure(rank, error_dir, error, Error.exit_code)
         with suppress(OSError):  # the disk is full: `write_failure` has printed the error

@@ -101,7 +101,7 @@ class Evaluator:
             failure: Exception | None = None
             outcome: tuple[str, Any]
             try:
-                outcome = "value", group.seal(self._score(score, spec, spans, layout))
+                outcome = "value", self._score(score, spec, spans, layout)
             except Exception as error:  # the script may catch it, so the other ranks must not wait for this one
                 if self._gradients.plan.shards is not None:  # they wait inside of the model
                     raise
@@ -119,7 +119,7 @@ class Evaluator:
         if failure is not None:
             raise failure
         rows = read_outcomes({rank: theirs for rank, (_, theirs, *_) in enumerate(gathered)})
-        return _merge(layout.sort(group.unseal(sealed) for sealed in rows))
+        return _merge(layout.sort(rows))
 
     def _score(
         self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec, spans: Sequence[Span], layout: Layout

@@ -101,9 +101,8 @@ class Feed:
         steps_done = self._state.steps_done
         while True:
             own = {lane: position.row for lane, position in self.loader.positions.items()}
-            for sealed in context.group.gather(context.group.seal(own)):
+            for rows in context.group.gather(own):
                 # If the rank that reads a lane dies, another one continues from there.
-                rows = context.group.unseal(sealed)
                 lanes.move({lane: LanePosition.from_row(lane, row) for lane, row in rows.items()})
             behind = lanes.list_behind(steps_done)
             if not behind:

@@ -194,7 +194,7 @@ class DividedOptimizers(DividedState):
             counted = {path: param for path, param in params.items() if self.ownership.counts(param)}
             own[name] = {path: states[param] for path, param in counted.items() if param in states}
         outline = tree_map_only(Tensor, lambda tensor: tensor.to("meta") if tensor.numel() else tensor, own)
-        of_ranks = [self._group.unseal(sealed) for sealed in self._group.gather(self._group.seal(outline))]
+        of_ranks = self._group.gather(outline)
         of_ranks[self._group.rank] = own
         return of_ranks
 

@@ -481,10 +481,10 @@ class Step:
         self.refuse_inside("step.gather was called", "call it after the loop, with a value for each micro-batch")
         group = self._parts.context.group
         mine = [(v, values[v]) for v in self.held if v in values]
-        rows = group.gather(group.seal(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), mine)))
+        rows = group.gather(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), mine))
         if len(rows) < self._num_ranks:
             raise NotHealed(f"a rank died before it sent the values of its micro-batches in step {self.number}")
-        found = dict(pair for row in rows for pair in group.unseal(row))
+        found = dict(pair for row in rows for pair in row)
         return [found[v] for v in sorted(found)]
 
     def refuse_inside(self, what: str, instead: str) -> None:
