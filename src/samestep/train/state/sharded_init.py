@@ -80,7 +80,7 @@ class ShardedInit:
         filled: list[nn.Parameter] = []
         num_writes = {param: read_version(param) for param in module.parameters() if param.is_meta}
         with torch.random.fork_rng(devices=()):
-            for part in _list_inner_first(module):
+            for part in reversed([*module.modules()]):  # inner ones first
                 origin = vars(part).pop(_ORIGIN, None)
                 if origin is not None and origin.created:
                     filled += self._initialize(part, origin)
@@ -140,8 +140,3 @@ def check_states(objects: Mapping[str, Any]) -> None:
                 "run.sharded_init have no memory yet: use another optimizer, or build the model outside of the block",
                 code="SS606",
             )
-
-
-def _list_inner_first(module: nn.Module) -> list[nn.Module]:
-    """Return the modules, each after those inside it."""
-    return [*dict.fromkeys([each for child in module.children() for each in _list_inner_first(child)]), module]
