@@ -161,7 +161,7 @@ def prepare_objects(
     tensors = [tensor for module in modules.values() for tensor in (*module.parameters(), *module.buffers())]
     context.group.broadcast_tensors([each for each in tensors if not is_partial(each)])
     if context.location.path is not None:  # an Error for what cannot be saved comes now, not after the first epoch
-        encode(save({name: thing for name, thing in objects.items() if not is_partial(thing)}))
+        encode({name: state for name, state in save(objects).items() if not is_partial(objects[name])})
     point = context.location.find_resume_point(config.resume, numbers)
     saved = None if point.is_beginning else context.location.open(point)
     if saved is not None:
