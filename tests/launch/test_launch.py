@@ -337,12 +337,13 @@ run = samestep.Run("run", batch_size=2, device="cpu")
 model = torch.nn.Linear(1, 1)
 run.prepare(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
 for step in run.steps([torch.ones(1)] * 4, 3):
-    raise SystemExit("a step has begun")
+    for x in step:
+        step.backward(model(x).mean())
 """
 
 
 def test_a_signal_before_there_is_a_run(command: Command) -> None:
-    """The run receives it later, and ends before its first step."""
+    """The run receives it later, and ends after its first step."""
     command.write("early.py", EARLY)
     launch = command.start("launch", "--nproc-per-node", "1", "early.py")
     command.wait_for("ready")
@@ -353,7 +354,7 @@ def test_a_signal_before_there_is_a_run(command: Command) -> None:
     command.write("go", "")
     done = command.finish(launch)
     assert done.returncode == 75, done.stderr
-    assert "SIGUSR1: the run stops and saves within a step" in done.stdout
+    assert "stopped by a signal after step 1, saved" in done.stdout
     assert json.loads((command.directory / "run/status.json").read_text())["reason"] == "stopped by SIGUSR1"
 
 
