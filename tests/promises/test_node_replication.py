@@ -287,6 +287,7 @@ def train_while_it_is_full(disks: Sequence[Path], node: int) -> None:
 
     tiny_run(
         "run", num_steps=8, optimizer=torch.optim.AdamW, snapshot_every=1, keep_last=9, log_every=1, before=before,
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.BatchNorm1d(1)),
         then=lambda t: [update(t), t.run.log({"long": "x" * 5000})],  # more than the rest of a page
     )  # fmt: skip
 

@@ -90,14 +90,14 @@ class Copies:
 
     def align(self, directory: RunDirectory | None, order: SnapshotOrder, state: TrainingState) -> SnapshotOrder:
         """Return the order that this rank executes, see `Location.align`."""
-        message = None
+        message: Any = None
         own: dict[str, Tensor] = {}
         if self._group.rank == 0:
             same = {*map(locate, state.same)}
             # An empty tensor has no address.
             own = {name: each for name, each in order.tensors.items() if not each.numel() or locate(each) not in same}
             message = list(order.names), order.structure, list(order.tensors), list(own), order.meta
-        names, structure, tensors, sent, meta = self.share(directory, message)
+        names, structure, tensors, sent, meta = self._group.broadcast(message)
         aligned = {name: order.tensors[name] for name in tensors if name in order.tensors}
         for name in sent:
             value: Any = self._group.broadcast(own[name].detach().to("cpu", copy=True) if name in own else None)
@@ -116,8 +116,8 @@ class Copies:
         aligned = {name: aligned[name] for name in tensors}
         return replace(order, names=names, structure=structure, tensors=aligned, meta=meta)
 
-    def share(self, directory: RunDirectory | None, value: Any = None) -> Any:
-        """Send the rows that rank 0 has written to the other writers. Return rank 0's `value` on every rank.
+    def share(self, directory: RunDirectory | None) -> None:
+        """Send the rows that rank 0 has written to the other writers.
 
         Raises:
             OSError: this rank could not write the rows; they are kept, and written with the next ones.
@@ -128,11 +128,10 @@ class Copies:
                 directory.write_rows()
             with suppress(OSError):
                 rows = _read_piece(METRICS, self._num_sent, -1, directory)
-        rows, value = self._group.broadcast((rows, value))
+        rows = self._group.broadcast(rows)
         self._num_sent += len(rows)
         if directory is not None and self._group.rank != 0:
             directory.write_rows(rows)
-        return value
 
 
 def _measure_files(point: ResumePoint, snapshot: Snapshot, directory: RunDirectory) -> dict[str, int]:

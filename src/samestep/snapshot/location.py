@@ -328,6 +328,8 @@ class Location:
                 problem = error
         if self.is_divided:
             places = self._group.broadcast(places)
+        if self._copies is not None:  # last, because a full disk of this rank must not let the others wait
+            self._copies.share(self.directory)
         if problem is not None:
             raise problem
         return replace(order, places=places)
