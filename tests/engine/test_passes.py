@@ -123,6 +123,6 @@ def test_without_values_a_death_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     """The rank that died may have been the only one that had values."""
     tiny = Tiny().train(num_steps=1)
     assert tiny.step.gather({}) == []
-    monkeypatch.setattr(Transport, "gather_number", lambda self, number: [])
+    monkeypatch.setattr(Transport, "gather", lambda self, value: [])
     with pytest.raises(NotHealed, match="a rank died before it sent the values"):
         tiny.step.gather({})
