@@ -202,7 +202,7 @@ def test_a_damaged_snapshot_and_another_script(home: Path) -> None:
 
 
 def test_other_data(home: Path) -> None:
-    """Other data are refused, and the advice is an option that replay has."""
+    """Other data are refused, unless an option accepts them."""
     (home / "data.py").write_text(SCRIPT.replace("x[bad:bad + 1] = 0", "x[0] = 1"))
     assert "SAMESTEP_OVERRIDE=1" in replay(home, "--step", 9, "data.py", code=2)
     assert "the bits DIFFER from step " in replay(home, "--step", 9, "--override", "data.py", code=1)
