@@ -190,7 +190,8 @@ class Stopping(StepObserver):
     @property
     def is_ending(self) -> bool:
         """Whether no further step of the loop begins."""
-        return self._is_at_end or bool(self.signal or self._state.stop_reason)
+        state = self._state
+        return state.steps_done >= state.place.last_step or bool(self.signal or state.stop_reason)
 
     @property
     def is_interrupted(self) -> bool:

@@ -47,7 +47,7 @@ class MisuseChecks(StepObserver):
         self._names = {number: path for path, number, _ in self._signature}
         self._phase = Phase.BEFORE_LOOP
         self._step: Step | None = None
-        self._others: WeakSet[Optimizer] = WeakSet()  # were not passed, and have updated something in the loop
+        self._others: set[Optimizer] = set()  # were not passed, and have updated something in the loop
         # Gradients of their parameters, with the number of writes to each: when the last pass began, and those that
         # it has changed.
         self._before: dict[Tensor, int] = {}
@@ -81,14 +81,18 @@ class MisuseChecks(StepObserver):
         """End the checks, with the loop."""
         self._phase = Phase.AFTER_LOOP
         self._step = None
+        self._others.clear()
         self._before.clear()
         self._partial.clear()
 
     def begin_pass(self, step: Step) -> None:
-        self._before = self._read_grads()
+        if self._others:
+            self._before = self._read_grads()
 
     def reduced(self, step: Step) -> None:
-        self._partial = {grad: count for grad, count in self._read_grads().items() if self._before.get(grad) != count}
+        if self._others:
+            grads = self._read_grads()
+            self._partial = {grad: count for grad, count in grads.items() if self._before.get(grad) != count}
 
     def _read_grads(self) -> dict[Tensor, int]:
         params = [param for optimizer in self._others for param in list_params(optimizer)]
