@@ -53,8 +53,8 @@ def test_two_hosts(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]
         for rank, host in enumerate(all_hosts[:2])
     ]
     assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
-    for node in nodes:
-        assert "samestep: ranks 0-1 on node 0 (h1), 2-3 on node 1 (h2)\n" in node.err.read_text()
+    said = [node.err.read_text().count("samestep: ranks 0-1 on node 0 (h1), 2-3 on node 1 (h2)\n") for node in nodes]
+    assert said == [1, 0]
     assert "on 4 ranks" in nodes[0].out.read_text()
     assert nodes[1].out.read_text() == "", "rank 0 is on the other host"
     assert trial.outcome() == undisturbed()

@@ -119,12 +119,12 @@ def finish(started: Started, code: int = 0) -> str:
 # --- srun -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_tasks", "shares"), one_in(4, [(2, "2 ranks: 2+2"), (3, "3 ranks: 2+1+1")]))
-def test_tasks_are_ranks(jobs: Jobs, trial: Trial, undisturbed: Undisturbed, num_tasks: int, shares: str) -> None:
+@pytest.mark.parametrize("num_tasks", one_in(4, [2, 3]))
+def test_tasks_are_ranks(jobs: Jobs, trial: Trial, undisturbed: Undisturbed, num_tasks: int) -> None:
     """Without a launcher of samestep, on two nodes, with equal or unequal shares."""
     python = jobs.python if num_tasks == 2 else sys.executable
     said = finish(jobs.start("srun", "-N2", f"-n{num_tasks}", python, SCRIPT, trial.dir, **ADDRESS))
-    assert f"on {shares}" in said
+    assert f"samestep: 4 micro-batches on {num_tasks} ranks, " in said
     assert trial.outcome() == undisturbed()
 
 
@@ -159,5 +159,5 @@ def test_a_job_is_queued_again(jobs: Jobs, trial: Trial, undisturbed: Undisturbe
     assert job.show()["Restarts"] == "1"
     assert said.count("samestep: ranks 0 on ") == 2, "once per start, though each node has a launcher"
     assert trial.num_ends == 1
-    assert {path.name for path in (trial.dir / "slurm").iterdir()} == {f"{job.number}.sbatch", f"{job.number}.out"}
+    assert [path.name for path in (trial.dir / "slurm").iterdir()] == [f"{job.number}.out"]
     assert trial.outcome() == undisturbed()
