@@ -329,7 +329,7 @@ PLANTED = (
     Planted(
         "healing: a collective that counts is repeated", HEAL, "world/membership.py",
         "return position < max(positions)", "return False", focus="heal",
-        scenario="seed=89 script=phases every=4 steps=10 routes=gather | 4 heal kill@1103 kill@1174 | 3",
+        scenario="seed=198 script=mlp every=1 steps=10 | 5 heal kill@1715 kill@1756 | 2",
     ),
     Planted(
         "healing: a collective that does not count is not repeated", HEAL, "world/membership.py",
