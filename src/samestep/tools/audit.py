@@ -22,6 +22,7 @@ from samestep.units import format_count
 from samestep.watch.records import LEDGER, RECORD, STATUS, read_or_empty
 
 _NUM_SHOWN = 10
+_MAX_PROBLEMS = 1000  # an audit stops after these: a damaged ledger may have billions of records
 
 
 def _build_plan(run: Path, numbers: Mapping[str, Any], num_steps: int) -> LoopPlan:
@@ -152,6 +153,9 @@ def audit_samples(
         if not is_own and continues["begins"]:  # of another plan: its own run's audit checks it
             continue
         audit = audits[bisect_right(begins, step)]
+        if len(audit.problems) > _MAX_PROBLEMS:
+            audit.problems.append(f"steps {step} to {num_steps - 1}: they were not checked")
+            break
         used = audit.add(step, entry, is_own=is_own)
         if see is not None:
             see(step, used)
