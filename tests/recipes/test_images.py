@@ -105,7 +105,7 @@ def test_digits_are_learned_from_files(tmp_path: Path) -> None:
     check(done)
     rows = [row for row in read_rows(tmp_path / "x") if "validation/top1" in row]
     assert rows[0]["validation/top1"] < rows[0]["validation/top5"] <= 1
-    assert max(row["validation/top1"] for row in rows) >= 0.97, done.stdout
+    assert max(row["validation/top1"] for row in rows) >= 0.96, done.stdout
     assert len(list((tmp_path / "digits-png").rglob("*.png"))) == 1797
 
 
