@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from samestep.errors import NotHealed
 from samestep.plan.ledger import RECORD, Entry, to_bits
+from samestep.snapshot import logs
 from samestep.snapshot.logs import (
     MAX_KEPT,
     NUM_READ,
@@ -175,6 +176,13 @@ def test_rows_are_completed(tmp_path: Path, num_written: int, part: int) -> None
     """Whatever number of them the file has, and with a part of the next one."""
     written = b"".join(LINES[:num_written]) + b"".join(LINES[num_written:])[:part]
     assert complete(keep(), tmp_path, written, b"".join(RECORDS), 4)[0] == b"".join(LINES)
+
+
+def test_only_the_end_of_many_rows_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # All rows of the last step, and a part of one before them.
+    monkeypatch.setattr(logs, "MAX_READ_BYTES", len(b"".join(LINES[-6:])) + 9)
+    many = b"".join(LINES)
+    assert complete(keep(), tmp_path, many + b'{"st', b"".join(RECORDS), 4)[0] == many
 
 
 @pytest.mark.parametrize("num_kept", range(4, len(ROWS) + 1))

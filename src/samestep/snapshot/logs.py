@@ -21,6 +21,7 @@ from samestep.files import open_regular, read_last_bytes, sync_directory
 from samestep.plan.ledger import RECORD, Entry
 
 MAX_KEPT = 10_000  # rows, and records: the writer's files are at most a second old
+MAX_READ_BYTES = 64 << 20  # of the rows of a start, which may be many: the last ones
 NUM_READ = 1 << 16  # records at a time
 
 
@@ -230,9 +231,13 @@ class KeptLogs(StepRecords):
         ledger.append(b"".join(missing))
         ledger.flush()
         size = metrics.flush()
-        data = read_last_bytes(metrics.path, max(size - self._num_earlier_bytes, 0))
+        num_bytes = max(size - self._num_earlier_bytes, 0)
+        data = read_last_bytes(metrics.path, min(num_bytes, MAX_READ_BYTES))
         rows = data[: data.rfind(b"\n") + 1]  # the last one may be torn
-        lines = rows.splitlines(keepends=True)[-MAX_KEPT:]
+        lines = rows.splitlines(keepends=True)
+        if len(data) < num_bytes:
+            del lines[:1]  # its beginning may be missing
+        lines = lines[-MAX_KEPT:]
         steps = [parse_json(line)["step"] for line in lines]
         # From the last step of which both have rows on, those of this rank replace those in the file.
         at = min(max([steps_done, *(step for step, _ in self._rows)]), max(steps, default=-1))
