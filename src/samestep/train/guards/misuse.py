@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.errors import UsageError
 from samestep.torch_internals import read_version
-from samestep.train.state.objects import Objects, list_params, name_optimizers, strip_compiled
+from samestep.train.state.objects import Objects, find_named_params, list_params, name_optimizers
 from samestep.train.step.steps import Step, StepObserver
 
 Signature = list[tuple[str, int, Any]]
@@ -132,9 +132,7 @@ class MisuseChecks(StepObserver):
 
     def _sign(self) -> Signature:
         return [
-            (f"{name}.{strip_compiled(path)}", id(param), (param.dtype, param.device))
-            for name, module in self._modules.items()
-            for path, param in module.named_parameters()
+            (name, id(param), (param.dtype, param.device)) for name, param in find_named_params(self._modules).items()
         ]
 
 
