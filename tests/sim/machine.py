@@ -50,7 +50,7 @@ class Machine:
     Args:
         script: the training script.
         options: of `samestep launch`.
-        constants: of samestep, that the ranks have: see `Instance.set_constants`.
+        constants: of samestep: see `Instance.set_constants`.
         pace: seconds that each step takes.
         slow: probability that a message is late.
     """
@@ -97,7 +97,9 @@ class Machine:
             options["max-restarts"] = str(round_.restarts)
         words = ["launch", *(["--heal"] if round_.heals else [])]
         words += [word for name, value in options.items() for word in (f"--{name}", value)]
-        self._pool.take().begin(launcher, self)
+        instance = self._pool.take()
+        instance.begin(launcher, self)
+        instance.set_constants(self._constants)
         launcher.start(partial(_run_launcher, launcher, [*words, str(self._script)]))
         self.scheduler.run()
         choose = random.Random(f"{self.scheduler.seed} {round_}")

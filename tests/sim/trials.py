@@ -34,6 +34,8 @@ CONSTANTS = {
     ("copies", "at_once"): {"snapshot.async_copy.LARGE_BYTES": 1 << 18},
     ("copies", "background"): {"snapshot.async_copy.LARGE_BYTES": 16},
 }
+# With steps of a minute: nearly all points would be looks of threads that find nothing.
+RARE_LOOKS = {"snapshot.snapshotter._POLL_S": 2.0, "launch.local_ranks.POLL_S": 2.0}
 
 
 class Violation(Exception):
@@ -157,6 +159,8 @@ class Laboratory:
         }
         script = SCRIPTS / f"{scenario.script}.py"
         constants = {**CONSTANTS["routes", scenario.routes], **CONSTANTS["copies", scenario.copies]}
+        if scenario.pace >= 60:
+            constants |= RARE_LOOKS
         slow = choose.choice((0, 0, 0.02))
         machine = Machine(scheduler, self.pool, script, options, constants, pace=scenario.pace, slow=slow)
         progress = Progress(scenario.every)

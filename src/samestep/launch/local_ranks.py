@@ -141,13 +141,13 @@ class Ranks:
         """Return whether the output of a rank goes to the terminal."""
         return self.shows_all or rank == 0
 
-    def poll(self, timeout_s: float = POLL_S) -> list[Ended]:
-        """Return which ranks have ended since the last call, waiting up to `timeout_s` for it.
+    def poll(self) -> list[Ended]:
+        """Return which ranks have ended since the last call, waiting up to `POLL_S` for it.
 
         Raises Error if the server has ended, and the ranks with it.
         """
         try:
-            event = self._server.receive(timeout_s)
+            event = self._server.receive(POLL_S)
         except (EOFError, OSError):
             event = {"error": DEAD_SERVER}
         if event is None:
