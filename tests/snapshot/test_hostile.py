@@ -196,11 +196,15 @@ def replace_in(place: Path, file: str, change: Callable[[bytes], bytes]) -> None
     (directory / "manifest.json").write_text(json.dumps(seal(manifest)))
 
 
+BYTES = {"$": "tensor", "name": "objects/net/w", "dtype": "float32", "shape": [10]}
+EMPTY = {"$": "tensor", "name": "empty", "dtype": "uint8", "shape": [0]}
+
+
 @pytest.mark.parametrize(
     "value",
     [
-        {"$": "array", "name": "objects/net/w", "dtype": "|O", "shape": [5]},
-        {"$": "scalar", "hex": "00" * 8, "dtype": "|O", "shape": []},
+        {"$": "array", "dtype": "|O", "shape": [5], "bytes": BYTES},
+        {"$": "scalar", "dtype": "|O", "shape": [], "bytes": BYTES},
         {"$": "tensor", "name": "objects/net/w", "dtype": "load", "shape": [10]},
         {"$": "tensor", "name": "other", "dtype": "float32", "shape": []},
         {"$": "tensor", "name": "objects/net/w", "dtype": "float32", "shape": [1 << 50], "strides": [1]},
@@ -215,7 +219,7 @@ def replace_in(place: Path, file: str, change: Callable[[bytes], bytes]) -> None
                 {"precision": {"scale": "x"}},
                 {"order": {"a": 1}},
                 {"order": {"epoch": 1, "indices": None}},
-                {"order": {"epoch": 1, "indices": {"$": "scalar", "hex": "00" * 8, "dtype": "<i8", "shape": []}}},
+                {"order": {"epoch": 1, "indices": {"$": "scalar", "dtype": "<i8", "shape": [], "bytes": BYTES}}},
                 {"lanes": [{"samples": 1, "mark": "", "start": []}]},
                 {"loops": [[]]},
                 {"loops": [["", 1]]},
@@ -235,12 +239,12 @@ def test_a_structure_holds_only_what_samestep_writes(place: Path, value: Any) ->
     [
         {"$": "tensor", "name": "w", "dtype": "float32", "shape": [2, 5], "strides": [1 << 20, 1]},
         [{"$": "tensor", "name": "w", "dtype": "float32", "shape": [size]} for size in (1 << 50, 10)],
-        {"$": "array", "name": "empty", "dtype": "|u1", "shape": [1 << 20]},
+        {"$": "array", "dtype": "|u1", "shape": [1 << 20], "bytes": EMPTY},
     ],
 )
 def test_a_structure_takes_no_more_than_its_tensors(value: Any, tmp_path: Path) -> None:
     """Strides with gaps, a tensor with two shapes, and an array without bytes."""
-    with pytest.raises(ValueError, match=r"samestep does not write|does not have 1048576 bytes"):
+    with pytest.raises(ValueError, match="samestep does not write"):
         decode(value, {"w": torch.arange(10.0), "empty": torch.empty(0, dtype=torch.uint8)}, tmp_path)
 
 

@@ -26,9 +26,9 @@ from samestep.snapshot.serialization import (
     digest,
     digest_of,
     encode,
-    view_bytes,
     write_tensors,
 )
+from samestep.tensor_bytes import view_bytes
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
@@ -199,8 +199,8 @@ class Pair(NamedTuple):
         (Pair(1), "a Pair"),
         ({1}, "a set"),
         (b"x", "a bytes"),
-        (np.array([object()]), "a numpy value of dtype object"),
-        (np.zeros(1, dtype=[("a", "i4")]), "a numpy value of dtype"),
+        (np.array([object()]), "a ndarray of object"),
+        (np.zeros(1, dtype=[("a", "i4")]), "a ndarray of "),
         (torch.eye(2).to_sparse(), "a tensor of torch.sparse_coo layout"),
         (torch.empty(2, device="meta"), "on meta"),
         ({Colour.RED: 1}, "a dict with a Colour as key"),

@@ -11,10 +11,11 @@ import math
 import os
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, count
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +25,16 @@ from samestep.errors import InvalidType
 from samestep.files import open_regular
 from samestep.hashing import hash_bytes
 from samestep.snapshot.manifest import METADATA, Piece, Pieces
-from samestep.tagged import ARRAY_KINDS, KIND, Decoder, Encoder, Place, decode_array, find_dtype, name_dtype, view_bytes
+from samestep.tensor_bytes import view_bytes
 from samestep.world.forking import at_rest, at_work
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+KIND = "$"
+_ARRAY_KINDS = "biufcSUmM"  # NumPy's kinds of dtypes that hold no objects
+_Path = tuple[Any, ...]
 
 # torch's names of dtypes -> those of safetensors.
 _CODES = {
@@ -74,15 +80,14 @@ def encode(state: Any, is_mine: "Callable[[Tensor], bool] | None" = None) -> tup
 
 
 def list_tensors(structure: Any) -> dict[str, int]:
-    """Return the names of the tensors and arrays in an encoded state, with their sizes in bytes."""
-    if isinstance(structure, list):
-        return {name: size for item in structure for name, size in list_tensors(item).items()}
-    if not isinstance(structure, dict):
+    """Return the names of the tensors in an encoded state, with their sizes in bytes."""
+    if isinstance(structure, dict) and structure.get(KIND) == "tensor":
+        return {structure["name"]: math.prod(structure["shape"]) * _find_dtype(structure["dtype"]).itemsize}
+    if isinstance(structure, dict):
+        structure = [*structure.values()]
+    if not isinstance(structure, list):
         return {}
-    if structure.get(KIND) not in ("array", "tensor"):
-        return list_tensors([*structure.values()])
-    find = np.dtype if structure[KIND] == "array" else find_dtype
-    return {structure["name"]: math.prod(structure["shape"]) * find(structure["dtype"]).itemsize}
+    return {name: size for item in structure for name, size in list_tensors(item).items()}
 
 
 def digest(state: Any) -> str:
@@ -118,7 +123,7 @@ def lay_out_tensors(
         start = end
         end = end + tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": _CODES[name_dtype(tensor.dtype)],
+            "dtype": _CODES[_name_dtype(tensor.dtype)],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
@@ -160,15 +165,7 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> Pieces:
     return pieces
 
 
-class _Extent(NamedTuple):
-    """A tensor, or some of its rows, in a file from the byte `start` on."""
-
-    path: Path
-    start: int
-    num_bytes: int
-
-
-class SavedState(Decoder):
+class SavedState:
     """The state in a snapshot, of which a reader takes the tensors that it needs.
 
     A tensor that is in several files has its first rows in the first of them, and so on.
@@ -188,33 +185,25 @@ class SavedState(Decoder):
 
     def __init__(self, structure: Any, directory: Path, files: Mapping[str, Pieces]) -> None:
         self._structure = structure
-        self._extents: dict[str, list[_Extent]] = {}
+        self._extents: dict[str, list[tuple[Path, int, int]]] = {}  # tensor -> files, with the first byte and the size
         for file, pieces in files.items():
             start = 0
             for name, num_bytes, _ in pieces:
-                self._extents.setdefault(name, []).append(_Extent(directory / file, start, num_bytes))
+                self._extents.setdefault(name, []).append((directory / file, start, num_bytes))
                 start += num_bytes
-        self._sizes = list_tensors(structure)
-        for name, size in self._sizes.items():
-            if sum(extent.num_bytes for extent in self._extents[name]) != size:
-                raise ValueError(f"{name} does not have {size} bytes")
         self._outlines: dict[str, Tensor] = {}
-        self._arrays: dict[str, NDArray[Any]] = {}
-        self.contents: dict[str, Any] = self.decode(structure)
-        self._names = {id(tensor): name for name, tensor in self._outlines.items()}
+        self._names: dict[int, str] = {}  # by the id of the placeholder
+        self.contents: dict[str, Any] = self._decode(structure)
 
     def digest(self) -> str:
         """Return the `digest` of the state. Reads every byte, a tensor at a time."""
-        return digest_of(self._structure, {name: hash_bytes(self._read(name)) for name in self._sizes})
+        hashes = {name: hash_bytes(view_bytes(self._read(each, each.shape))) for name, each in self._outlines.items()}
+        return digest_of(self._structure, hashes)
 
     def read_rows(self, outline: "Tensor", first: int, num_rows: int) -> "Tensor":
         """Read some rows of a tensor, given by its placeholder. Raises OSError, EOFError or ValueError."""
-        import torch
-
-        tensor = torch.empty([num_rows, *outline.shape[1:]], dtype=outline.dtype)
-        row_bytes = tensor[:1].numel() * tensor.element_size()
-        self._read_into(view_bytes(tensor), self._names[id(outline)], first * row_bytes)
-        return tensor
+        shape = outline.shape[1:]
+        return self._read(outline, [num_rows, *shape], first * math.prod(shape) * outline.element_size())
 
     def fill(self, value: Any) -> Any:
         """Return a part of the contents with its tensors, in host memory. Errors as for `read_rows`.
@@ -224,8 +213,8 @@ class SavedState(Decoder):
         return self._fill(value, {})
 
     def _fill(self, value: Any, made: dict[int, "Tensor"]) -> Any:
-        if isinstance(value, Mapping) and not isinstance(value, Counter):
-            filled = type(value)((key, self._fill(item, made)) for key, item in value.items())  # type: ignore[call-arg]
+        if isinstance(value, dict) and not isinstance(value, Counter):
+            filled = type(value)((key, self._fill(item, made)) for key, item in value.items())
             if (versions := getattr(value, "_metadata", None)) is not None:
                 filled._metadata = versions  # type: ignore[attr-defined]  # noqa: SLF001
             return filled
@@ -234,66 +223,87 @@ class SavedState(Decoder):
         if id(value) not in self._names:
             return value
         if id(value) not in made:
-            made[id(value)] = self._read_tensor(value)
+            made[id(value)] = self._read_whole(value)
         return made[id(value)]
 
-    def _read_tensor(self, outline: "Tensor") -> "Tensor":
+    def _read_whole(self, outline: "Tensor") -> "Tensor":
         import torch
 
-        tensor = torch.empty(outline.shape, dtype=outline.dtype)
-        self._read_into(view_bytes(tensor), self._names[id(outline)])
+        tensor = self._read(outline, outline.shape)
         if tensor.stride() == outline.stride():
             return tensor
         return torch.empty_strided(outline.shape, outline.stride(), dtype=outline.dtype).copy_(tensor)
 
-    def _read(self, name: str) -> memoryview:
-        """Return all bytes of a tensor or an array."""
-        data = memoryview(bytearray(self._sizes[name]))
-        self._read_into(data, name)
-        return data
+    def _read(self, outline: "Tensor", shape: Sequence[int], skip: int = 0) -> "Tensor":
+        """Read the bytes of a tensor after the first `skip`, as many as the shape has. Reads no others."""
+        import torch
 
-    def _read_into(self, data: memoryview, name: str, skip: int = 0) -> None:
-        """Fill `data` with the bytes of a tensor after the first `skip`. Reads no other bytes."""
-        for path, start, num_bytes in self._extents[name]:
+        tensor = torch.empty(shape, dtype=outline.dtype)
+        data = view_bytes(tensor)
+        for path, start, num_bytes in self._extents[self._names[id(outline)]]:
             own = data[: max(num_bytes - skip, 0)]
             data = data[len(own) :]
             if own:
                 _read_file(path, start + skip, own)
             skip = max(skip - num_bytes, 0)
         if data:
-            raise ValueError(f"{name} lacks {len(data)} bytes")
+            raise ValueError(f"a tensor lacks {len(data)} bytes")
+        return tensor
+
+    def _decode(self, value: Any) -> Any:
+        """Inverse of `_Encoder.encode`."""
+        if isinstance(value, list):
+            return [self._decode(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if KIND not in value:
+            return {key: self._decode(item) for key, item in value.items()}
+        match value[KIND]:
+            case "tuple":
+                return tuple(self._decode(value["items"]))
+            case "float":
+                return struct.unpack(">d", bytes.fromhex(value["hex"]))[0]
+            case "dict":
+                return dict(self._decode(value["items"]))
+            case "counter":
+                return Counter(dict(self._decode(value["items"])))
+            case "state_dict":
+                state_dict = OrderedDict(self._decode(value["items"]))
+                state_dict._metadata = OrderedDict(self._decode(value["versions"]))  # type: ignore[attr-defined]  # noqa: SLF001
+                return state_dict
+            case "tensor":
+                return self._outline(value)
+            case "array":
+                return self._decode_array(value)
+            case "scalar":
+                return self._decode_array(value)[()]
+        raise ValueError(f"samestep does not write {value}")
 
     def _outline(self, value: Mapping[str, Any]) -> "Tensor":
         """Return the placeholder of a tensor."""
         import torch
 
-        dtype = find_dtype(value["dtype"])
+        name = value["name"]
+        if name in self._outlines:
+            return self._outlines[name]
+        dtype = _find_dtype(value["dtype"])
         outline = torch.empty(value["shape"], dtype=dtype, device="meta")
         if "strides" in value:
             outline = torch.empty_strided(value["shape"], value["strides"], dtype=dtype, device="meta")
-        if outline.nbytes != self._sizes[value["name"]] or not is_dense(outline):
-            raise ValueError(f"samestep does not write {value}")
+        num_bytes = sum(size for _, _, size in self._extents[name])
+        if outline.nbytes != num_bytes or not is_dense(outline):
+            raise ValueError(f"samestep does not write {value} in {num_bytes} bytes")
+        self._names[id(outline)] = name
+        self._outlines[name] = outline
         return outline
 
-    def decode_other(self, kind: Any, value: Mapping[str, Any]) -> Any:
-        match kind:
-            case "counter":
-                return Counter(self.decode_items(value["items"]))
-            case "state_dict":
-                state_dict = OrderedDict(self.decode_items(value["items"]))
-                state_dict._metadata = OrderedDict(self.decode(value["versions"]))  # type: ignore[attr-defined]  # noqa: SLF001
-                return state_dict
-            case "tensor":
-                if value["name"] not in self._outlines:
-                    self._outlines[value["name"]] = self._outline(value)
-                return self._outlines[value["name"]]
-            case "array":
-                if value["name"] not in self._arrays:
-                    self._arrays[value["name"]] = decode_array(self._read(value["name"]), value)
-                return self._arrays[value["name"]]
-            case "scalar":
-                return decode_array(bytes.fromhex(value["hex"]), value)[()]
-        raise ValueError(f"samestep does not write {value}")
+    def _decode_array(self, value: Mapping[str, Any]) -> "NDArray[Any]":
+        data = view_bytes(self.fill(self._decode(value["bytes"])))
+        dtype = np.dtype(value["dtype"])
+        if dtype.kind not in _ARRAY_KINDS or dtype.itemsize * math.prod(value["shape"]) > len(data):
+            raise ValueError(f"samestep does not write {value}")
+        # NumPy accepts no buffer of 0 bytes for strings of length 0.
+        return np.ndarray(value["shape"], dtype, data) if data else np.zeros(value["shape"], dtype)
 
 
 def _read_file(path: Path, start: int, data: memoryview) -> None:
@@ -304,112 +314,105 @@ def _read_file(path: Path, start: int, data: memoryview) -> None:
             raise EOFError(f"{path} is too short")
 
 
-class _Encoder(Encoder):
-    def __init__(self, is_mine: "Callable[[Tensor], bool] | None" = None) -> None:
+class _Encoder:
+    """Encodes the values of one state. Attributes: `tensors`, those that this rank stores, by name."""
+
+    def __init__(self, is_mine: "Callable[[Tensor], bool] | None") -> None:
         self.tensors: dict[str, Tensor] = {}
         self._is_mine = is_mine
-        self._names: dict[tuple[Any, ...], str] = {}
+        self._named: dict[tuple[Any, ...], tuple[str, Tensor]] = {}  # by memory, which no other tensor gets meanwhile
         self._taken: set[str] = {METADATA}
 
-    def encode(self, value: Any, path: Place = ()) -> Any:
+    def encode(self, value: Any, path: _Path = ()) -> Any:
+        """Return a value as JSON. `path`: the keys and indices that lead to it."""
+        kind = type(value)
         if len(path) > MAX_LEVELS:
             raise _refusal(path[:3], f"a value that contains itself, or is nested deeper than {MAX_LEVELS} levels")
-        return super().encode(value, path)
-
-    def encode_other(self, value: Any, path: Place) -> Any:
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:  # bit for bit
+            return value if math.isfinite(value) else {KIND: "float", "hex": struct.pack(">d", value).hex()}
+        if kind is list:
+            return [self.encode(item, (*path, index)) for index, item in enumerate(value)]
         import torch
 
         from samestep.torch_internals import is_sharded
 
-        kind = type(value)
-        if kind in (torch.Tensor, torch.nn.Parameter):
-            return self._encode_tensor(value, path)
-        # Only the objects have one on every rank.
-        if self._is_mine is not None and is_sharded(value) and path[:1] == ("objects",):
-            return self._encode_shard(value, path)
-        if kind is torch.Size:
-            return self.encode(tuple(value), path)
+        if kind in (tuple, torch.Size):
+            return {KIND: "tuple", "items": self.encode([*value], path)}
         if isinstance(value, dict):
-            # The versions of the modules in a state_dict, which load_state_dict reads.
-            if (versions := getattr(value, "_metadata", None)) is not None:
-                versions = self.encode(dict(versions), (*path, "_metadata"))
-                return {KIND: "state_dict", "items": self.encode_items(value, path), "versions": versions}
-            if isinstance(value, Counter):
-                return {KIND: "counter", "items": self.encode_items(value, path)}
-            return self.encode_dict(value, path)
-        if kind is np.ndarray or isinstance(value, np.generic):
-            return self._encode_array(value, path)
-        raise _refusal(path, f"a {kind.__qualname__}")
+            return self._encode_dict(value, path)
+        # Only the objects have a sharded tensor on every rank.
+        is_shard = self._is_mine is not None and is_sharded(value) and path[:1] == ("objects",)
+        if is_shard or kind in (torch.Tensor, torch.nn.Parameter):
+            return self._encode_tensor(value, path)
+        if (kind is np.ndarray or isinstance(value, np.generic)) and value.dtype.kind in _ARRAY_KINDS:
+            data = torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy())
+            array = {"dtype": value.dtype.str, "shape": list(value.shape), "bytes": self._encode_tensor(data, path)}
+            return {KIND: "array" if kind is np.ndarray else "scalar", **array}
+        raise _refusal(path, f"a {kind.__qualname__}" + (f" of {value.dtype}" if hasattr(value, "dtype") else ""))
 
-    def encode_key(self, key: Any, path: Place) -> Any:
+    def _encode_dict(self, value: dict[Any, Any], path: _Path) -> Any:
+        """Return a dict as JSON. Subclasses are lost, except for Counter and the versions in a model's state_dict."""
+        versions = getattr(value, "_metadata", None)  # of the modules; load_state_dict reads them
+        is_counter = isinstance(value, Counter)
+        is_plain = versions is None and not is_counter and KIND not in value
+        if is_plain and all(type(key) is str for key in value):
+            return {key: self.encode(item, (*path, key)) for key, item in value.items()}
+        items = [[self._encode_key(key, path), self.encode(item, (*path, key))] for key, item in value.items()]
+        if versions is not None:
+            versions = self.encode(dict(versions), (*path, "_metadata"))
+            return {KIND: "state_dict", "items": items, "versions": versions}
+        return {KIND: "counter" if is_counter else "dict", "items": items}
+
+    def _encode_key(self, key: Any, path: _Path) -> Any:
         if type(key) is tuple:
-            return {KIND: "tuple", "items": [self.encode_key(item, path) for item in key]}
+            return {KIND: "tuple", "items": [self._encode_key(item, path) for item in key]}
         if key is not None and type(key) not in (bool, int, float, str):
             raise _refusal(path, f"a dict with a {type(key).__qualname__} as key")
         return self.encode(key, path)
 
-    def _encode_tensor(self, tensor: "Tensor", path: Place) -> Any:
-        import torch
-
-        whole, tensor = tensor, tensor.detach()
-        dtype = name_dtype(tensor.dtype)
-        if tensor.is_meta and self._is_mine is not None:  # other ranks store it
-            return self._describe(tensor, path, (id(whole),), None)
-        if tensor.layout != torch.strided or tensor.is_meta or dtype not in _CODES:
-            raise _refusal(path, f"a tensor of {tensor.layout} layout and {tensor.dtype} on {tensor.device}")
-        memory = tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset()
-        key = *memory, tensor.is_conj(), tensor.is_neg(), dtype, tuple(tensor.shape), tensor.stride()
-        return self._describe(tensor, path, key, tensor if self._stores(whole) else None)
-
-    def _encode_shard(self, tensor: "Tensor", path: Place) -> Any:
-        """Encode a sharded tensor: the structure has its whole shape, and the rank stores its rows."""
+    def _encode_tensor(self, tensor: "Tensor", path: _Path) -> Any:
+        """Return a tensor as JSON. Of a sharded tensor, the JSON has the whole shape, and the rank stores its rows."""
         import torch
 
         from samestep.torch_internals import get_local
 
         local = get_local(tensor).detach()
-        key = local.untyped_storage().data_ptr(), local.storage_offset(), tuple(tensor.shape), name_dtype(tensor.dtype)
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        is_stored = self._stores(tensor) and (local.numel() > 0 or tensor.numel() == 0)
-        return self._describe(whole, path, key, local if is_stored else None)
-
-    def _describe(self, tensor: "Tensor", path: Place, key: tuple[Any, ...], stored: "Tensor | None") -> Any:
-        """Return a tensor as JSON. `key`: the same for tensors that get one name; `stored`: what this rank stores."""
-        import torch
-
-        dtype = name_dtype(tensor.dtype)
-        shape = list(tensor.shape)
-        strides = tensor.stride()
-        if key not in self._names:
-            self._names[key] = self._add(stored, path)
-        encoded = {KIND: "tensor", "name": self._names[key], "dtype": dtype, "shape": shape}
-        if strides != torch.empty(shape, device="meta").stride() and is_dense(tensor):
+        dtype = _name_dtype(tensor.dtype)
+        is_elsewhere = tensor.is_meta and self._is_mine is not None
+        if not is_elsewhere and (tensor.layout != torch.strided or tensor.is_meta or dtype not in _CODES):
+            raise _refusal(path, f"a tensor of {tensor.layout} layout and {tensor.dtype} on {tensor.device}")
+        memory = id(tensor) if tensor.is_meta else local.untyped_storage().data_ptr()
+        strides = local.stride()
+        key = (
+            tensor.device,
+            memory,
+            local.storage_offset(),
+            local.is_conj(),
+            local.is_neg(),
+            dtype,
+            tensor.shape,
+            strides,
+        )
+        if key not in self._named:
+            name = self._find_name(path)
+            self._named[key] = name, local
+            is_empty = local.numel() == 0 < tensor.numel()  # a shard without rows
+            if not is_elsewhere and not is_empty and (self._is_mine is None or self._is_mine(tensor)):
+                self.tensors[name] = local
+        name, _ = self._named[key]
+        encoded = {KIND: "tensor", "name": name, "dtype": dtype, "shape": list(tensor.shape)}
+        is_whole = local.shape == tensor.shape
+        if is_whole and strides != torch.empty(local.shape, device="meta").stride() and is_dense(local):
             encoded["strides"] = list(strides)  # the next update has the same bits in the same layout only
         return encoded
 
-    def _encode_array(self, array: "NDArray[Any] | np.generic", path: Place) -> Any:
-        import torch
-
-        if array.dtype.kind not in ARRAY_KINDS:
-            raise _refusal(path, f"a numpy value of dtype {array.dtype}")
-        encoded = {"dtype": array.dtype.str, "shape": list(array.shape)}
-        if isinstance(array, np.generic):
-            return {KIND: "scalar", "hex": array.tobytes().hex(), **encoded}
-        data = torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy())
-        return {KIND: "array", "name": self._add(data if self._stores(data) else None, path), **encoded}
-
-    def _stores(self, tensor: "Tensor") -> bool:
-        return self._is_mine is None or self._is_mine(tensor)
-
-    def _add(self, tensor: "Tensor | None", path: Place) -> str:
-        name = wanted = "/".join(map(str, path))
-        count = 1
-        while name in self._taken:
-            name = f"{wanted}~{count}"
-            count = count + 1
+    def _find_name(self, path: _Path) -> str:
+        wanted = "/".join(map(str, path))
+        names = chain([wanted], (f"{wanted}~{number}" for number in count(1)))
+        name = next(each for each in names if each not in self._taken)
         self._taken.add(name)
-        if tensor is not None:
-            self.tensors[name] = tensor
         return name
 
 
@@ -424,10 +427,23 @@ def _canonical(value: Any, hashes: Mapping[str, str]) -> Any:
         pairs = value["items"] if KIND in value else value.items()
         items = [[json.dumps(key), _canonical(item, hashes)] for key, item in pairs]
         return {KIND: "counter" if kind == "counter" else "dict", "items": sorted(items, key=lambda pair: pair[0])}
-    plain = {key: item for key, item in value.items() if key not in ("name", "items", "strides")}
-    if kind in ("tensor", "array"):
-        return plain | {"sha256": hashes[value["name"]]}
-    return value if "items" not in value else plain | {"items": _canonical(value["items"], hashes)}
+    if kind == "tensor":
+        return {KIND: kind, "dtype": value["dtype"], "shape": value["shape"], "sha256": hashes[value["name"]]}
+    return {key: _canonical(item, hashes) for key, item in value.items()}
+
+
+def _name_dtype(dtype: "torch.dtype") -> str:
+    """Return the name of a dtype in torch, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _find_dtype(name: str) -> "torch.dtype":
+    """Return torch's dtype of this name. Raises ValueError if it is none."""
+    import torch
+
+    if not isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"{name} is no dtype")
+    return dtype
 
 
 def is_dense(tensor: "Tensor") -> bool:
@@ -436,7 +452,7 @@ def is_dense(tensor: "Tensor") -> bool:
     return tensor.permute(dims).is_contiguous()
 
 
-def _refusal(path: Place, what: str) -> InvalidType:
+def _refusal(path: _Path, what: str) -> InvalidType:
     if path[:1] == ("objects",):
         path = path[1:]
     where = "".join(f".{part}" if isinstance(part, str) else f"[{part!r}]" for part in path).lstrip(".")

@@ -14,7 +14,7 @@ from samestep.files import open_regular, replacing
 from samestep.snapshot.reading import find_snapshot, open_run, read_run
 from samestep.snapshot.serialization import lay_out_tensors
 from samestep.snapshot.store import SavedObjects, Store
-from samestep.tagged import view_bytes
+from samestep.tensor_bytes import view_bytes
 from samestep.tools.inspect import WHICH
 
 if TYPE_CHECKING:
