@@ -104,12 +104,12 @@ PLANTED = (
     ),
     # --- gradients, losses and buffers
     Planted(
-        "the mean of the losses is not weighted", SAME_BITS, "engine/losses.py",
+        "the mean of the losses is not weighted", SAME_BITS, "engine/reports.py",
         "math.fsum(weighted) / total", "math.fsum(weighted) / len(weighted)",
     ),
     Planted(
-        "the total weight is that of one rank", SAME_BITS, "engine/losses.py",
-        "enumerate(zip(controls, layout.ranges, strict=True))", "enumerate(zip(controls[:1], layout.ranges[:1]))",
+        "the total weight is that of one rank", SAME_BITS, "engine/reports.py",
+        "in enumerate(reports):", "in enumerate(reports[: len(layout.ranges[0])]):",
     ),
     Planted(
         "a total over the batch is that of one rank", SAME_BITS, "train/step/steps.py",
@@ -118,7 +118,7 @@ PLANTED = (
     Planted(
         "the gradient is divided by the size of a whole batch", SAME_BITS, "engine/passes.py",
         "self._scale / reduced.total_weight",
-        "self._scale / (gradients.micro_batch_size * len(self._sizes))",
+        "self._scale / (gradients.micro_batch_size * self._layout.num_micro_batches)",
     ),
     Planted(
         "a buffer is divided by the number of all micro-batches of one rank", SAME_BITS, "engine/buffers.py",
@@ -129,8 +129,8 @@ PLANTED = (
         "        self.tensor.data.copy_(self.start)\n", "        pass\n",
     ),
     Planted(
-        "the fingerprints of the last rank are dropped", ONCE, "engine/passes.py",
-        "map(read_fingerprints, controls)", "map(read_fingerprints, controls[:-1])",
+        "the fingerprints of the last rank are dropped", ONCE, "train/step/steps.py",
+        "map(read_fingerprint, reduced.reports)", "map(read_fingerprint, reduced.reports[:-1])",
     ),
     Planted(
         "a rank ignores the votes of the others", RESUME, "engine/passes.py",

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from samestep.plan.tree import Layout
 
@@ -41,28 +41,38 @@ class Vote(NamedTuple):
     checksum: int = 0
 
 
+class MicroBatchReport(NamedTuple):
+    """What a rank reports of one of its micro-batches.
+
+    Attributes:
+        fingerprint: of the samples.
+        loss, weight: of step.backward. Without a call, the weight is `NOT_CALLED`.
+        logged: the mean of the values logged under the first known name, and their number; those of the next name; ...
+    """
+
+    fingerprint: int
+    loss: float
+    weight: float
+    logged: Sequence[float] = ()
+
+
 @dataclass
 class Control:
     """One rank's control block.
 
     Attributes:
-        losses, weights, fingerprints: per micro-batch; the last are those of the samples.
+        reports: per micro-batch.
         buffers: see `Buffers.pack`.
         used: a byte per parameter: whether a micro-batch used it.
         has_new_names: whether this rank logged values under names that are not in the block's format yet.
-        values, counts: per micro-batch and name, the mean value and the number of calls of step.log.
         order: a hash of the order in which this rank used the units of sharded models; 0 if none are sharded.
     """
 
     vote: Vote
-    losses: Sequence[float] = ()
-    weights: Sequence[float] = ()
-    fingerprints: Sequence[int] = ()
+    reports: Sequence[MicroBatchReport] = ()
     buffers: bytes = b""
     used: bytes = b""
     has_new_names: bool = False
-    values: Sequence[Sequence[float]] = ()
-    counts: Sequence[Sequence[float]] = ()
     order: int = 0
 
 
@@ -77,44 +87,26 @@ class ControlFormat:
     """
 
     def __init__(self, layout: Layout, num_params: int, num_buffers: int = 0, num_names: int = 0) -> None:
-        self._most = most = max(len(held) for held in layout.ranges)
-        self._num_names = num_names
-        self._struct = Struct(
-            f"<q?BQQI?Q{most}Q{most * (2 + 2 * num_names)}d{num_params}s{BUFFER_BYTES * num_buffers}s"
-        )
-        self.size_bytes = -(-self._struct.size // 64) * 64
+        self._head = Struct(f"<q?BQQI?Q{num_params}s{BUFFER_BYTES * num_buffers}s")
+        self._report = Struct(f"<Q{2 + 2 * num_names}d")
+        num_bytes = self._head.size + max(map(len, layout.ranges)) * self._report.size
+        self.size_bytes = -(-num_bytes // 64) * 64
 
     def pack_into(self, block: memoryview, control: Control) -> None:
-        """Write a control block. Entries of micro-batches that this rank does not have are set to 0."""
-        missing: list[Any] = [0] * (self._most - len(control.fingerprints))
-        numbers: list[float] = [*control.losses, *missing, *control.weights, *missing]
-        for rows in (control.values, control.counts):
-            numbers += [number for row in rows for number in row] + missing * self._num_names
-        self._struct.pack_into(
-            block,
-            0,
-            *control.vote,
-            control.has_new_names,
-            control.order,
-            *control.fingerprints,
-            *missing,
-            *numbers,
-            control.used,
-            control.buffers,
-        )
+        """Write a control block."""
+        head = (*control.vote, control.has_new_names, control.order, control.used, control.buffers)
+        self._head.pack_into(block, 0, *head)
+        offset = self._head.size
+        for *numbers, logged in control.reports:
+            self._report.pack_into(block, offset, *numbers, *logged)
+            offset += self._report.size
 
     def unpack_from(self, block: memoryview, num_micro_batches: int) -> Control:
         """Read the control block of a rank that has `num_micro_batches`."""
-        entries = self._struct.unpack_from(block, 0)
-        most = self._most
-        width = self._num_names
-        at = len(Vote._fields) + 2
-        fingerprints, losses, weights = ([*entries[at + k * most :][:num_micro_batches]] for k in range(3))
-        values, counts = (
-            [[*entries[start + v * width :][:width]] for v in range(num_micro_batches)]
-            for start in (at + 3 * most, at + (3 + width) * most)
-        )
-        vote = Vote(*entries[: at - 2])
-        has_new_names, order = entries[at - 2 : at]
-        used, buffers = entries[-2:]
-        return Control(vote, losses, weights, fingerprints, buffers, used, has_new_names, values, counts, order)
+        *vote, has_new_names, order, used, buffers = self._head.unpack_from(block)
+        rows = block[self._head.size :][: num_micro_batches * self._report.size]
+        entries = self._report.iter_unpack(rows)
+        reports = [
+            MicroBatchReport(fingerprint, loss, weight, logged) for fingerprint, loss, weight, *logged in entries
+        ]
+        return Control(Vote(*vote), reports, buffers, used, has_new_names, order)

@@ -2,22 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
 from samestep.engine.buffers import Buffers
-from samestep.engine.control import Control, Vote
+from samestep.engine.control import Control, MicroBatchReport, Vote
 from samestep.engine.exchange_memory import LastMemory
 from samestep.engine.folding import Grads
-from samestep.engine.host_copies import HostValue, read_later
 from samestep.engine.leaf import ParameterGuard, drop_grads
-from samestep.engine.logged_values import LoggedNames, Means, Table, Value, compute_means
-from samestep.engine.losses import PassLosses
 from samestep.engine.ownership import Ownership
 from samestep.engine.precision import MixedPrecision
 from samestep.engine.reduction_plan import build_reduction_plan
+from samestep.engine.reports import Means, PassReports, average_losses, find_logged
 from samestep.engine.sharded_sum import ShardedSum
 from samestep.engine.shards import ShardedModels
 from samestep.engine.tree_sum import TreeSum
@@ -27,10 +26,9 @@ from samestep.torch_internals import shard_like
 from samestep.world.group import Group
 
 read_buffers = attrgetter("buffers")
-read_fingerprints = attrgetter("fingerprints")
 read_has_new_names = attrgetter("has_new_names")
+read_reports = attrgetter("reports")
 read_vote = attrgetter("vote")
-read_weights = attrgetter("weights")
 
 
 class Gradients:
@@ -47,7 +45,7 @@ class Gradients:
     Attributes:
         ownership: the rank that gets each parameter's gradient; None: all ranks get all gradients.
         buffers: of the models.
-        logged: names of logged values.
+        logged_names: for which reports have values; the same on all ranks.
         plan: the parameters, and how their gradients are summed.
         guard: of the parameters.
         memory: for exchanges.
@@ -70,7 +68,7 @@ class Gradients:
         self.micro_batch_size = micro_batch_size
         self.ownership = ownership
         self.buffers = Buffers(modules, group)
-        self.logged = LoggedNames()
+        self.logged_names: list[str] = []
         self._models = models
         self._exchange_dtype = exchange_dtype
         self.set_parameters((), ())
@@ -119,11 +117,10 @@ class Reduced:
 
     Attributes:
         votes: vote of each rank.
-        fingerprints: fingerprint of the samples, per micro-batch of the step.
-        weights: per micro-batch of the step; `NOT_CALLED` without a step.backward.
+        reports: per micro-batch of the step.
         is_used: whether a micro-batch has used a parameter.
         logged: logged values, per micro-batch of the step; empty if no rank has logged a value yet.
-        new_names: names of logged values that are new.
+        new_names: of logged values.
         grads: averaged gradients.
         total_weight: of the losses of all micro-batches.
         loss: weighted average over the whole batch; None if the total weight is 0.
@@ -132,10 +129,9 @@ class Reduced:
     """
 
     votes: list[Vote]
-    fingerprints: list[int]
-    weights: list[float]
+    reports: list[MicroBatchReport]
     is_used: bool
-    logged: Means = field(default_factory=list)
+    logged: Sequence[Means] = ()
     new_names: Sequence[str] = ()
     grads: Grads = field(default_factory=list)
     total_weight: float = 0.0
@@ -161,6 +157,7 @@ class PassAttempt:
     Attributes:
         held: this rank's micro-batches.
         fillers: micro-batch to open after them.
+        reports: what its micro-batches report.
     """
 
     def __init__(self, gradients: Gradients, step: int, sizes: Sequence[int], number: int) -> None:
@@ -172,10 +169,8 @@ class PassAttempt:
         self._gradients = gradients
         self._layout = layout
         self._step = step
-        self._sizes = sizes
         self._number = number
-        self._losses = PassLosses(step, sizes, self.held)
-        self._logged: dict[int, dict[str, list[float | HostValue]]] = {}  # see `Calls`
+        self.reports = PassReports(step, sizes, self.held)
         # A power of two, which changes no bit. If the number of micro-batches is one too, the sum is then the mean.
         self._scale = gradients.precision.scale / 2 ** (layout.num_micro_batches - 1).bit_length()
         drop_grads(plan.all)
@@ -183,7 +178,7 @@ class PassAttempt:
         gradients.buffers.begin(layout)
         memory = None
         if layout.world_size > 1:
-            memory = gradients.memory.find(layout, gradients.buffers.num_buffers, len(gradients.logged.names))
+            memory = gradients.memory.find(layout, gradients.buffers.num_buffers, len(gradients.logged_names))
         self._sum: TreeSum | ShardedSum
         if plan.shards is None or memory is None:
             self._sum = TreeSum(plan, layout, gradients.group, memory, gradients.guard)
@@ -201,7 +196,7 @@ class PassAttempt:
     def open(self, v: int) -> None:
         """Begin micro-batch v."""
         self._open = v
-        self._losses.terms.pop(v, None)  # of an earlier computation of it
+        self.reports.terms.pop(v, None)  # of an earlier computation of it
         self._sum.open(v)
 
     def backward(self, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> float:
@@ -213,7 +208,7 @@ class PassAttempt:
         if self._failure:
             self.refuse_failed()
         wanted = None if model is None else self._gradients.find_wanted(model)
-        own = self._losses.add(self._open, loss, weight)
+        own = self.reports.add_loss(self._open, loss, weight)
         has_weight = isinstance(own, Tensor) or bool(own)
         factor = own / self._gradients.micro_batch_size * self._scale if has_weight else 1.0
         try:
@@ -221,11 +216,6 @@ class PassAttempt:
         except BaseException as error:
             self._failure = type(error).__name__
             raise
-
-    def log(self, name: str, value: Value) -> None:
-        """Add a value logged in the open micro-batch."""
-        values = self._logged.setdefault(self._open, {}).setdefault(name, [])
-        values.append(read_later(value) if isinstance(value, Tensor) else value)
 
     def refuse_failed(self) -> None:
         """Raise UsageError if a backward pass has failed, and the script has caught the error.
@@ -262,28 +252,21 @@ class PassAttempt:
         """
         gradients = self._gradients
         buffers = gradients.buffers
-        losses, weights = self._losses.read()
-        logged: Means = [{}] * len(self.held)
-        entries: tuple[bool, Table, Table] = False, [], []
-        if self._logged or gradients.logged.names:
-            logged = compute_means(self._logged, self.held)
-            entries = gradients.logged.tabulate(logged)
-        control = Control(vote, losses, weights, fingerprints, buffers.pack(), b"", *entries)
+        names = gradients.logged_names
+        logged = self.reports.read_logged()
+        has_new_names = not {*names}.issuperset(chain(*logged))
+        control = Control(vote, self.reports.build(fingerprints, logged, names), buffers.pack(), b"", has_new_names)
         sums = self._sum.finish(control)
         controls = sums.controls
-        reduced = Reduced(
-            [*map(read_vote, controls)],
-            self._layout.sort(map(read_fingerprints, controls)),
-            self._layout.sort(map(read_weights, controls)),
-            is_used=any(sums.used),
-        )
-        names = gradients.logged
-        if any(map(read_has_new_names, controls)):
-            reduced.logged, reduced.new_names = names.gather(logged, gradients.group, self._layout)
-        elif names.names:
-            reduced.logged = names.read(controls, self._layout)
+        reports = self._layout.sort(map(read_reports, controls))
+        reduced = Reduced([*map(read_vote, controls)], reports, is_used=any(sums.used))
+        if any(map(read_has_new_names, controls)):  # an additional exchange
+            reduced.logged = self._layout.sort(gradients.group.gather(logged))
+            reduced.new_names = sorted({*chain(*reduced.logged)} - {*names})
+        elif names:
+            reduced.logged = [find_logged(report, names) for report in reports]
         try:
-            reduced.total_weight, reduced.loss = self._losses.average(controls, self._layout)
+            reduced.total_weight, reduced.loss = average_losses(reports, self._step, self._layout)
         except Error as error:  # the same on all ranks
             reduced.error = error
             return reduced
@@ -306,8 +289,7 @@ class PassAttempt:
             Error: a loss is not finite, or no parameter got a gradient.
         """
         gradients = self._gradients
-        if reduced.new_names:
-            gradients.logged.add(reduced.new_names)
+        gradients.logged_names += reduced.new_names
         if reduced.error is not None:
             raise reduced.error
         has_gradients = reduced.loss is not None

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.engine.control import NOT_CALLED
-from samestep.engine.logged_values import Means, Value
-from samestep.engine.losses import describe_value
+from samestep.engine.control import NOT_CALLED, MicroBatchReport
+from samestep.engine.reports import Means, Value, describe_value
 from samestep.errors import InvalidType
 
 
@@ -49,18 +48,17 @@ def average(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
         return math.inf, total
 
 
-def average_batch(means: Means, weights: Sequence[float], sizes: Sequence[int]) -> dict[str, tuple[float, float]]:
-    """Return name -> the average over the batch, and the total weight.
+def average_batch(
+    logged: Sequence[Means], reports: Sequence[MicroBatchReport], sizes: Sequence[int]
+) -> dict[str, tuple[float, float]]:
+    """Return name -> the average over the batch, and the total weight. The arguments are per micro-batch.
 
     Args:
-        weights: per micro-batch, the weight of step.backward.
-        sizes: samples per micro-batch, for those without step.backward.
+        sizes: samples, the weights of those without step.backward.
     """
     pairs: dict[str, list[tuple[float, float]]] = {}
-    for values, own, size in zip(means, weights, sizes, strict=True):
-        if not values:
-            continue
-        weight = float(size) if own == NOT_CALLED else own
-        for name, (value, count) in values.items():
+    for means, report, size in zip(logged, reports, sizes, strict=True):
+        weight = float(size) if report.weight == NOT_CALLED else report.weight
+        for name, (value, count) in means.items():
             pairs.setdefault(name, []).append((value, weight * count))
     return {name: average(of_name) for name, of_name in pairs.items()}

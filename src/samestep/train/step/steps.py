@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -13,9 +14,9 @@ from torch.utils._pytree import tree_map_only
 from samestep.data.content import hash_content
 from samestep.data.loader import Loaded, seed_all, to_device
 from samestep.data.sample_errors import locate_error
-from samestep.engine.control import Vote
-from samestep.engine.logged_values import Value
+from samestep.engine.control import MicroBatchReport, Vote
 from samestep.engine.passes import Gradients, PassAttempt, Reduced
+from samestep.engine.reports import Value
 from samestep.errors import Error, NotHealed, UsageError
 from samestep.plan.ledger import combine
 from samestep.plan.sizes import Span
@@ -82,6 +83,8 @@ def list_borrowed(interceptors: Sequence[StepInterceptor], step: int, num_micro_
 
 
 Event = Callable[..., object]
+
+read_fingerprint: Callable[[MicroBatchReport], int] = attrgetter("fingerprint")
 
 
 class Observers:
@@ -443,9 +446,9 @@ class Step:
         if reduced.loss is not None:
             result.averages["loss"] = (reduced.loss, reduced.total_weight)
         if reduced.logged:
-            result.averages |= average_batch(reduced.logged, reduced.weights, self.sizes)
+            result.averages |= average_batch(reduced.logged, reduced.reports, self.sizes)
         if self.num_passes == 0:
-            result.fingerprints = reduced.fingerprints
+            result.fingerprints = [*map(read_fingerprint, reduced.reports)]
 
     def gather(self, values: Mapping[int, Any]) -> list[Any]:
         """Return values of the micro-batches of all ranks, in their order, on every rank. Call it on all ranks.
@@ -627,4 +630,4 @@ class Step:
             if self._attempt is None:
                 self.result.averages[name] = (value, self.num_samples)
             else:
-                self._attempt.log(name, value)
+                self._attempt.reports.log(self.micro_batch, name, value)
