@@ -12,6 +12,7 @@ from samestep.plan.memory import ParamSize, RankMemory, compute_memory
 from samestep.plan.owners import choose_owners
 from samestep.torch_internals import get_local
 from samestep.train.prepared import measure_sizes
+from samestep.train.state.objects import Objects
 
 SHARDS = ("none", "optimizer", "fsdp2")
 
@@ -30,7 +31,7 @@ def measure() -> list[Any]:
         state = [value for each in t.optimizer.state.values() for value in each.values()]
         tensors = (params, [param.grad for param in params if param.grad is not None], state)
         own = [sum(get_local(each).nbytes for each in some) for some in tensors]
-        sizes = measure_sizes({"model": t.model, "optimizer": t.optimizer}, {"model": t.model}, None)
+        sizes = measure_sizes(Objects({"model": t.model, "optimizer": t.optimizer}), None)
         found[:] = t.run._context.group.gather(own), sizes
 
     tiny_run(None, model=build_blocks, optimizer=torch.optim.AdamW, data=torch.ones(24, 5), after_epoch=count)

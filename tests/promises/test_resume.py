@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Adam, Optimizer
 
 import samestep
-from samestep.train.state.objects import load, save
+from samestep.train.state.objects import Objects
 from samestep.watch.trackers.continuation import ServiceLog
 
 Undisturbed = Callable[..., Outcome]
@@ -162,7 +162,7 @@ def test_an_optimizer_without_a_setting_of_torch() -> None:
     optimizer = torch.optim.Muon(model.parameters())
     saved = {"optimizer": optimizer.state_dict()}
     for _ in range(2):
-        load({"optimizer": optimizer}, saved)
+        Objects({"optimizer": optimizer}).load(saved)
 
 
 @pytest.mark.parametrize("shard", [None, "optimizer"])
@@ -235,7 +235,7 @@ def test_an_optimizer_whose_state_is_wider_than_its_weights() -> None:
     model = nn.Linear(4, 1).bfloat16()
     old, new = Master(model.parameters()), Master(model.parameters())
     old.step()
-    load({"model": model, "optimizer": new}, save({"model": model, "optimizer": old}))
+    Objects({"model": model, "optimizer": new}).load(Objects({"model": model, "optimizer": old}).save())
     torch.testing.assert_close(new.state_dict(), old.state_dict(), rtol=0, atol=0)
 
 

@@ -18,7 +18,6 @@ from support.trace import assert_same
 import samestep
 from samestep.engine import routes
 from samestep.train.guards import replicas
-from samestep.train.state.objects import find_modules
 
 # These need a core for each thread, or a compiler for each rank: fewer ranks.
 HEAVY = ("two_threads", "compiled_by_aot_eager")
@@ -67,9 +66,9 @@ def train_with(train: Callable[[], Any], route: str, check: str) -> Any:
     names = replicas.name_replicated
 
     def name_all(objects: Any) -> Any:
-        modules = find_modules(objects)
+        modules = objects.modules.items()
         return names(objects) | {
-            f"{name}.{path}": buffer for name, module in modules.items() for path, buffer in module.named_buffers()
+            f"{name}.{path}": buffer for name, module in modules for path, buffer in module.named_buffers()
         }
 
     if route == "long":

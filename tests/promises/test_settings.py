@@ -15,8 +15,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as schedules
 
 import samestep
-from samestep.train.state.objects import load
-from samestep.train.state.restoring import find_changed, override, read_overriding, read_settings
+from samestep.engine.precision import MixedPrecision
+from samestep.train.state.objects import Objects
+from samestep.train.state.restoring import SnapshotContents
 
 NOTHING: dict[str, Any] = {}
 
@@ -130,31 +131,37 @@ def test_overridden_settings_are_those_of_a_run_begun_with_them(settings: Any) -
         return [{key: v for key, v in group.items() if key != "params"} for group in objects["optimizer"].param_groups]
 
     old = build("old", settings)
-    begun_with = json.loads(json.dumps(read_settings(old)))
+    contents = open_contents(old)
+    begun_with = json.loads(json.dumps(contents.options.in_force))
     take_steps(old, 5)
-    saved = {name: thing.state_dict() for name, thing in old.items()}
+    saved = contents.build({}, {}, Objects(old).save)
     objects = build("new", settings)
-    changed = find_changed(begun_with, read_settings(objects))
-    assert CHANGED[settings] <= {*changed}
-    assert find_changed(begun_with, json.loads(json.dumps(read_settings(build("old", settings))))) == {}
-    load(objects, override(objects, saved, read_overriding(objects, saved)))
-    torch.testing.assert_close(objects["optimizer"].state_dict()["state"], saved["optimizer"]["state"])
+    for same, expected in ((build("old", settings), NOTHING), (objects, CHANGED[settings])):
+        contents = open_contents(same)
+        contents.restore(saved, begun_with, overrides=True)
+        assert all(name in contents.options.overridden for name in expected)
+        assert bool(contents.options.overridden) == bool(expected)
+    torch.testing.assert_close(objects["optimizer"].state_dict()["state"], old["optimizer"].state_dict()["state"])
     assert torch.equal(objects["model"].weight, old["model"].weight)
     assert take_steps(objects, 4) == take_steps(build("new", settings), 9)
 
 
+def open_contents(objects: dict[str, Any]) -> SnapshotContents:
+    return SnapshotContents(Objects(objects), MixedPrecision("fp32", torch.device("cpu")), print)
+
+
 def test_a_plateau_keeps_its_state() -> None:
     def build(lr: float) -> dict[str, Any]:
-        optimizer = SGD([nn.Parameter(torch.zeros(1))], lr)
-        return {"optimizer": optimizer, "plateau": schedules.ReduceLROnPlateau(optimizer, patience=0)}
+        model = nn.Linear(1, 1)
+        optimizer = SGD(model.parameters(), lr)
+        return {"model": model, "optimizer": optimizer, "plateau": schedules.ReduceLROnPlateau(optimizer, patience=0)}
 
     old = build(0.5)
-    begun_with = read_settings(old)
+    contents = open_contents(old)
     for loss in (1.0, 2.0):
         old["plateau"].step(loss)
-    saved = {name: thing.state_dict() for name, thing in old.items()}
     objects = build(0.25)
-    assert [*find_changed(begun_with, read_settings(objects))] == ["optimizer.lr"]
-    load(objects, override(objects, saved, read_overriding(objects, saved)))
+    saved = contents.build({}, {}, Objects(old).save)
+    open_contents(objects).restore(saved, contents.options.in_force, overrides=True)
     assert (objects["plateau"].best, objects["plateau"].last_epoch) == (1.0, 2)
     assert objects["optimizer"].param_groups[0]["lr"] == 0.25

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 import samestep
 from samestep.errors import RunDirectoryError
 from samestep.snapshot.store import Store
-from samestep.train.state.objects import list_params, load, save
+from samestep.train.state.objects import Objects, list_params
 
 
 class Both(nn.Module):
@@ -82,9 +82,10 @@ def test_ranks_with_different_orders(tmp_path: Path, shard: str) -> None:
 def test_a_group_of_other_parameters() -> None:
     model = nn.Linear(2, 1)
 
-    def divide(*params: nn.Parameter) -> dict[str, Any]:
-        return {"model": model, "optimizer": torch.optim.SGD([{"params": [param]} for param in params], lr=0.1)}
+    def divide(*params: nn.Parameter) -> Objects:
+        optimizer = torch.optim.SGD([{"params": [param]} for param in params], lr=0.1)
+        return Objects({"model": model, "optimizer": optimizer})
 
-    saved = save(divide(model.weight, model.bias))
+    saved = divide(model.weight, model.bias).save()
     with pytest.raises(RunDirectoryError, match=r"groups of optimizer are not those in .*such as that of model\.bias"):
-        load(divide(model.bias, model.weight), saved)
+        divide(model.bias, model.weight).load(saved)

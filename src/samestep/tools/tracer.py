@@ -28,7 +28,7 @@ class Tracer(Interceptor):
         self._file = open(self.directory / f"rank-{context.rank}.jsonl", "a", opener=open_regular)  # noqa: SIM115
         self.modules: Mapping[str, nn.Module] = {}
 
-    def prepare(self, objects: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> None:
+    def prepare(self, modules: Mapping[str, nn.Module]) -> None:
         self.modules = modules
 
     def begin_loop(self, loop: LoopParts) -> None:

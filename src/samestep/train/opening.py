@@ -15,10 +15,10 @@ from samestep.data.order_files import keep_shards
 from samestep.errors import InvalidValue
 from samestep.plan.sizes import describe_division
 from samestep.snapshot.logs import Heal
+from samestep.train import calls
 from samestep.train.context import RunContext
 from samestep.train.description import describe_run, describe_script, read_commit
 from samestep.train.determinism import describe_machine, fix_compiler
-from samestep.train.guards import calls
 from samestep.train.guards.misuse import ScheduleChecks
 from samestep.train.inputs.loop_data import LoopData
 from samestep.train.inputs.samples import add_samples
@@ -143,7 +143,7 @@ def build_observers(
         services.watchdog,
         context.location.path,
         lambda position: prepared.contents.build(position | state.list_ends(), state.script, prepared.collect_states()),
-        lambda: measure_sizes(prepared.objects, prepared.modules, prepared.shard_blocks),
+        lambda: measure_sizes(prepared.objects, prepared.shard_blocks),
     )
     for interceptor in interceptors:
         interceptor.begin_loop(parts)
@@ -153,7 +153,8 @@ def build_observers(
         services.stopping,
         prepared.misuse,
     ]
-    if schedules := {name: thing for name, thing in prepared.objects.items() if isinstance(thing, LRScheduler)}:
+    by_name = prepared.objects.by_name
+    if schedules := {name: thing for name, thing in by_name.items() if isinstance(thing, LRScheduler)}:
         observers.append(ScheduleChecks(schedules))
     return Observers([*observers, *interceptors], interceptors)
 

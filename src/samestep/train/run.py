@@ -18,13 +18,13 @@ from samestep.plan.seeds import derive
 from samestep.redaction import hide_secrets
 from samestep.snapshot.location import open_location
 from samestep.snapshot.snapshotter import Snapshotter
+from samestep.train import calls
 from samestep.train.arguments import build_config, check_script_config
 from samestep.train.context import RunContext
 from samestep.train.determinism import fix_kernels, use_tf32
 from samestep.train.ending.shutdown import Resources, report_errors
 from samestep.train.ending.stopping import Stopping, StopSignals
 from samestep.train.generators import call_on_rank_0
-from samestep.train.guards import calls
 from samestep.train.guards.watchdog import Watchdog
 from samestep.train.inputs.loop_data import Sampler, open_loop_data
 from samestep.train.loops.boundary import Services
@@ -34,6 +34,7 @@ from samestep.train.loops.run_metrics import RunMetrics
 from samestep.train.opening import open_loop
 from samestep.train.prepared import Prepared, prepare_objects
 from samestep.train.state.object_checks import check_objects, find_params
+from samestep.train.state.objects import Objects
 from samestep.train.state.restoring import restore_models
 from samestep.train.state.run_state import RunState
 from samestep.train.state.sharded_init import ShardedInit
@@ -356,22 +357,23 @@ class Run:
             raise UsageError("run.prepare was called twice: pass all objects in one call", code="SS221")
         if device_map not in (None, "keep"):
             raise InvalidValue(f'device_map must be "keep" or None, not {device_map!r}', code="SS101")
-        modules = check_objects(objects, self._old_params)
+        named = Objects(objects)
+        check_objects(named, self._old_params)
         self._old_params = {}
-        self._prepared = prepare_objects(
-            objects,
-            modules,
+        prepared = prepare_objects(
+            named,
             self._context,
             self._state,
-            self._services.snapshotter,
             self._interceptors,
+            self._sharded_init,
             override=override,
             device_map=device_map,
             shard_blocks=shard_blocks,
-            sharded_init=self._sharded_init,
         )
-        if not self._prepared.point.is_beginning:
-            self._prepared.replicas.note_restored()
+        self._prepared = prepared
+        if not prepared.point.is_beginning:
+            self._services.snapshotter.resume(prepared.point.step)
+            prepared.replicas.note_restored()
 
     def epochs(
         self,
@@ -525,7 +527,7 @@ class Run:
         prepared = self._check_prepared("run.evaluate")
         evaluator = Evaluator(
             self._context,
-            prepared.modules,
+            prepared.objects.modules,
             prepared.gradients,
             self._state,
             self._services.watchdog,
@@ -671,7 +673,7 @@ class Run:
         self._services.snapshotter.wait_until_written()
         prepared.gradients.free_gathered()
         may_lack = any(each.is_trial for each in self._interceptors)
-        is_loaded = restore_models(context.location, prepared.modules, which, context.group, may_lack=may_lack)
+        is_loaded = restore_models(context.location, prepared.objects.modules, which, context.group, may_lack=may_lack)
         self._is_recalled = is_loaded and self._loop is None
 
     def stop(self, reason: str = "") -> None:

@@ -16,8 +16,8 @@ from samestep.engine.passes import Reduced
 from samestep.errors import UsageError
 from samestep.launch.rank_process import kept_signals
 from samestep.snapshot.snapshotter import Snapshotter
+from samestep.train import calls
 from samestep.train.context import RunContext
-from samestep.train.guards import calls
 from samestep.train.guards.watchdog import Watchdog
 from samestep.train.state.run_state import RunState
 from samestep.train.step.steps import Step, StepObserver

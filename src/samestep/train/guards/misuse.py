@@ -2,21 +2,18 @@
 
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto
-from itertools import zip_longest
 from typing import Any
 from weakref import WeakMethod, WeakSet, finalize
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.errors import UsageError
 from samestep.torch_internals import read_version
-from samestep.train.state.objects import Objects, find_named_params, list_params, name_optimizers
+from samestep.train.state.objects import Objects, list_params
 from samestep.train.step.steps import Step, StepObserver
-
-Signature = list[tuple[str, int, Any]]
 
 
 class Phase(Enum):
@@ -33,18 +30,16 @@ class MisuseChecks(StepObserver):
     The hook that sees the updates holds no reference to this object, and is removed with it.
 
     Args:
-        held: the optimizers that prepared objects hold.
+        optimizers: those of the run.
         divides: whether the gradients of this rank's micro-batches are not those of the batch.
     """
 
-    def __init__(
-        self, objects: Objects, modules: Mapping[str, nn.Module], held: Iterable[Optimizer], *, divides: bool
-    ) -> None:
-        self._modules = modules
+    def __init__(self, objects: Objects, optimizers: Iterable[Optimizer], *, divides: bool) -> None:
+        self._objects = objects
         self._divides = divides
-        self._optimizers: WeakSet[Optimizer] = WeakSet([*name_optimizers(objects).values(), *held])
+        self._optimizers = WeakSet(optimizers)
         self._signature = self._sign()
-        self._names = {number: path for path, number, _ in self._signature}
+        self._names = {number: name for name, (number, *_) in self._signature.items()}
         self._phase = Phase.BEFORE_LOOP
         self._step: Step | None = None
         self._others: set[Optimizer] = set()  # were not passed, and have updated something in the loop
@@ -66,10 +61,10 @@ class MisuseChecks(StepObserver):
         Raises:
             UsageError: a model is not the one that was prepared.
         """
-        pairs = zip_longest(self._signature, self._sign())
-        if changed := next((before or now for before, now in pairs if before != now), None):
+        before, now = self._signature, self._sign()
+        if changed := next((name for name in before | now if before.get(name) != now.get(name)), ""):
             raise UsageError(
-                f"{changed[0]} was added, removed, replaced or converted after run.prepare: change the model before it",
+                f"{changed} was added, removed, replaced or converted after run.prepare: change the model before it",
                 code="SS216",
             )
         self._phase = Phase.IN_LOOP
@@ -130,10 +125,9 @@ class MisuseChecks(StepObserver):
                     code="SS215",
                 )
 
-    def _sign(self) -> Signature:
-        return [
-            (name, id(param), (param.dtype, param.device)) for name, param in find_named_params(self._modules).items()
-        ]
+    def _sign(self) -> dict[str, tuple[int, Any, Any]]:
+        """Return what identifies each parameter, by name."""
+        return {name: (id(param), param.dtype, param.device) for name, param in self._objects.name_params().items()}
 
 
 class ScheduleChecks(StepObserver):

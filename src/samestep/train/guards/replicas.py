@@ -12,7 +12,7 @@ from samestep.errors import Error
 from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.torch_internals import get_local, is_sharded
-from samestep.train.state.objects import Objects, find_modules, find_named_params, name_optimizers, strip_compiled
+from samestep.train.state.objects import Objects, strip_compiled
 from samestep.watch.replica_checksums import checksum, combine, explain_drift, find_drift, read_back
 from samestep.world.environment import read_host
 from samestep.world.group import Group
@@ -24,7 +24,7 @@ def name_replicated(objects: Objects) -> dict[str, nn.Parameter]:
     An optimizer's state that differs makes parameters differ in the next update. It may also hold memory that is never
     read. Buffers are left out, because a script may use one as a counter of its rank.
     """
-    return {name: param for name, param in find_named_params(objects).items() if not is_sharded(param)}
+    return {name: param for name, param in objects.name_params().items() if not is_sharded(param)}
 
 
 def list_checked(objects: Objects) -> list[tuple[str, Tensor]]:
@@ -34,8 +34,8 @@ def list_checked(objects: Objects) -> list[tuple[str, Tensor]]:
     as masks, may be infinite. An optimizer's state may be, too, or hold memory that is never read; what it spoils shows
     in the parameters after the next update.
     """
-    found = [(name, get_local(param)) for name, param in find_named_params(objects).items() if param.requires_grad]
-    for name, module in find_modules(objects).items():
+    found = [(name, get_local(param)) for name, param in objects.name_params().items() if param.requires_grad]
+    for name, module in objects.modules.items():
         found += [
             (f"{name}.{strip_compiled(path)}.{key}", buffer)
             for path, part in module.named_modules()
@@ -47,8 +47,8 @@ def list_checked(objects: Objects) -> list[tuple[str, Tensor]]:
 
 def list_stable(objects: Objects) -> list[Tensor]:
     """Return the tensors that change only in or after an update: parameters and the optimizers' state."""
-    tensors: list[Tensor] = [*find_named_params(objects).values()]
-    for optimizer in name_optimizers(objects).values():
+    tensors: list[Tensor] = [*objects.name_params().values()]
+    for optimizer in objects.optimizers.values():
         for state in optimizer.state.values():
             values = state.values() if isinstance(state, Mapping) else ()
             tensors += [value for value in values if isinstance(value, Tensor)]

@@ -14,10 +14,10 @@ from samestep.files import replace_file
 from samestep.plan.seeds import derive
 from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.snapshotter import Snapshotter
+from samestep.train import calls
 from samestep.train.context import RunContext
 from samestep.train.ending.shutdown import Resources
 from samestep.train.ending.stopping import Stopping
-from samestep.train.guards import calls
 from samestep.train.guards.watchdog import Watchdog
 from samestep.train.loops.feed import Feed
 from samestep.train.loops.run_metrics import RunMetrics

@@ -22,9 +22,9 @@ from samestep.plan.loop_plan import Task
 from samestep.plan.seeds import derive
 from samestep.plan.sizes import Span, check_positive
 from samestep.plan.tree import Layout
+from samestep.train import calls
 from samestep.train.context import RunContext
 from samestep.train.ending.stopping import Stopping
-from samestep.train.guards import calls
 from samestep.train.state.run_state import RunState
 from samestep.train.step.step_log import average
 from samestep.watch.phase_clock import PhaseClock

@@ -15,7 +15,7 @@ from samestep.snapshot.logs import KeptLogs
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.train.context import RunContext
 from samestep.train.prepared import Prepared
-from samestep.train.state.objects import Objects, name_optimizers
+from samestep.train.state.objects import Objects
 from samestep.train.state.run_state import RunState
 from samestep.train.step.steps import Step, StepObserver
 from samestep.watch.progress import Progress
@@ -187,6 +187,6 @@ class RunMetrics(StepObserver):
 
 def learning_rates(objects: Objects) -> dict[str, float]:
     """Return the learning rate of each optimizer's first parameter group, by its name in a row of metrics."""
-    groups = {name: optimizer.param_groups[0] for name, optimizer in name_optimizers(objects).items()}
+    groups = {name: optimizer.param_groups[0] for name, optimizer in objects.optimizers.items()}
     rates = {name: float(group["lr"]) for name, group in groups.items() if "lr" in group}
     return {"train/learning_rate" if len(rates) == 1 else f"train/learning_rate/{name}": rates[name] for name in rates}

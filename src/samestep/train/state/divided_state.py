@@ -23,11 +23,10 @@ from samestep.errors import InvalidValue, UsageError
 from samestep.snapshot.async_copy import locate
 from samestep.snapshot.serialization import SavedState, digest
 from samestep.torch_internals import watch_norms
-from samestep.train.state.objects import STATE, Objects, list_by_name, list_params, name_optimizers, name_params, save
+from samestep.train import calls
+from samestep.train.state.objects import STATE, Objects, list_params
 from samestep.world.group import Group
 from samestep.world.transport import check_equal
-
-Gather = Callable[[Any], list[Any]]
 
 
 class DividedState:
@@ -36,26 +35,16 @@ class DividedState:
     Compares how often the ranks have called each optimizer, and with which settings.
 
     Args:
-        held: optimizers that other objects hold, which cannot be divided.
-        gather: gathers a value of each rank between two steps.
         shard: the mode.
     """
 
-    def __init__(self, objects: Objects, held: Sequence[Optimizer], group: Group, gather: Gather, shard: str) -> None:
+    def __init__(self, objects: Objects, group: Group, shard: str) -> None:
         self._objects = objects
-        self._optimizers = name_optimizers(objects)
         self._group = group
-        self._gather = gather
-        self._num_updates = dict.fromkeys(self._optimizers, 0)
-        if held:
-            raise InvalidValue(
-                f'shard="{shard}" cannot divide an optimizer inside another object of run.prepare: pass the optimizer '
-                "itself, or leave shard out",
-                code="SS606",
-            )
-        for name, optimizer in self._optimizers.items():
+        self._num_updates = dict.fromkeys(objects.optimizers, 0)
+        for name, optimizer in objects.optimizers.items():
             optimizer.register_step_post_hook(lambda *_, name=name: self._count(name))
-        finalize(self, watch_norms(partial(_refuse_norm, shard, WeakSet(self._optimizers.values()))))
+        finalize(self, watch_norms(partial(_refuse_norm, shard, WeakSet(objects.optimizers.values()))))
 
     def _count(self, name: str) -> None:
         self._num_updates[name] += 1
@@ -63,21 +52,17 @@ class DividedState:
     def _check_alike(self) -> None:
         """Raise InvalidValue if an optimizer has had other updates, or has other settings, on another rank."""
         facts: dict[str, Any] = {}
-        for name, optimizer in self._optimizers.items():
+        for name, optimizer in self._objects.optimizers.items():
             facts[f"the number of calls of {name}.step()"] = self._num_updates[name]
             facts[f"the hash of the settings of {name} (param_groups)"] = digest(
                 [{key: each for key, each in group.items() if key not in ("params", "param_names")}
                  for group in optimizer.param_groups]
             )  # fmt: skip
-        check_equal(self._gather(facts))
+        check_equal(calls.gather_after_step(self._group, facts))
 
 
 class DividedOptimizers(DividedState):
-    """The prepared optimizers of a run whose state is divided among the ranks.
-
-    Args:
-        held, gather: as for `DividedState`.
-        wait: returns when all ranks have called the step of an optimizer.
+    """The prepared objects of a run whose optimizers' state is divided among the ranks.
 
     Attributes:
         ownership: the owners of the parameters.
@@ -86,31 +71,28 @@ class DividedOptimizers(DividedState):
         InvalidValue: an optimizer cannot be divided.
     """
 
-    def __init__(
-        self,
-        objects: Objects,
-        held: Sequence[Optimizer],
-        group: Group,
-        gather: Gather,
-        wait: Callable[[], None],
-    ) -> None:
-        super().__init__(objects, held, group, gather, "optimizer")
+    def __init__(self, objects: Objects, group: Group) -> None:
+        super().__init__(objects, group, "optimizer")
         self.ownership = Ownership(group.rank, group.world_size)
-        self._wait = wait
         self._stored: dict[tuple[int, torch.Size], int] = {}  # tensor -> the rank that stores it
-        for name, optimizer in self._optimizers.items():
+        self.check_optimizers()
+        for optimizer in objects.optimizers.values():
+            optimizer.register_step_post_hook(self._send_updated)
+
+    def check_optimizers(self) -> None:
+        """Raise InvalidValue if the state of an optimizer cannot be divided."""
+        for name, optimizer in self._objects.optimizers.items():
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise InvalidValue(
                     f"{name} is LBFGS, which needs the gradients of all parameters at once: leave out "
                     'shard="optimizer"',
                     code="SS606",
                 )
-            optimizer.register_step_post_hook(self._send_updated)
 
     def _send_updated(self, optimizer: Optimizer, *_: Any) -> None:
         """After an update on all ranks, copy each parameter from its owner to the other ranks."""
         owned = self.ownership.list_owned(list_params(optimizer))
-        self._wait()
+        calls.wait_for_call(self._group, calls.UPDATE)
         send_owned([[param.detach() for param in params] for params in owned], self._group)
 
     def outline(self) -> Callable[[], dict[str, Any]]:
@@ -124,7 +106,7 @@ class DividedOptimizers(DividedState):
         """
         of_ranks = self._exchange_outlines()
         # A parameter is in the snapshot of its owner. They are equal on all ranks.
-        params = [param for each in self._optimizers.values() for param in list_params(each)]
+        params = [param for each in self._objects.optimizers.values() for param in list_params(each)]
         self._stored = {(locate(param), param.shape): self.ownership.find(param) or 0 for param in params}
         rank = self._group.rank
         self._stored |= {(locate(tensor), tensor.shape): rank for tensor in _list_tensors(of_ranks[rank])}
@@ -160,8 +142,7 @@ class DividedOptimizers(DividedState):
 
     def _name_params(self) -> dict[str, dict[str, Tensor]]:
         """Return the parameters of each optimizer by name, in an order that all ranks share."""
-        names = name_params(self._objects)
-        return {name: dict(sorted(list_by_name(name, each, names).items())) for name, each in self._optimizers.items()}
+        return {name: dict(sorted(self._objects.name_updated(name).items())) for name in self._objects.optimizers}
 
     def collect(self) -> Callable[[], dict[str, Any]]:
         """Send the states of this rank's parameters to rank 0. On all ranks.
@@ -190,9 +171,12 @@ class DividedOptimizers(DividedState):
         self._check_alike()
         own = {}
         for name, params in self._name_params().items():
-            states = self._optimizers[name].state
-            counted = {path: param for path, param in params.items() if self.ownership.counts(param)}
-            own[name] = {path: states[param] for path, param in counted.items() if param in states}
+            states = self._objects.optimizers[name].state
+            own[name] = {
+                path: states[param]
+                for path, param in params.items()
+                if param in states and self.ownership.counts(param)
+            }
         outline = tree_map_only(Tensor, lambda tensor: tensor.to("meta") if tensor.numel() else tensor, own)
         of_ranks = self._group.gather(outline)
         of_ranks[self._group.rank] = own
@@ -200,7 +184,7 @@ class DividedOptimizers(DividedState):
 
     def _merge(self, of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
         """Return the objects' states with those of all ranks' parameters."""
-        saved = save(self._objects)
+        saved = self._objects.save()
         for name, params in self._name_params().items():
             merged = {key: state for key, state in saved[name][STATE].items() if key not in params}  # of no parameter
             for of_rank in of_ranks:

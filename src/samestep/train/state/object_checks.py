@@ -15,16 +15,9 @@ from torch.optim import Optimizer
 from samestep.engine.buffers import check_module, spread_buffers
 from samestep.errors import InvalidType, InvalidValue, UsageError
 from samestep.hashing import hash_bytes
-from samestep.train.state.objects import (
-    Objects,
-    find_modules,
-    find_named_params,
-    list_by_name,
-    name_optimizers,
-    name_params,
-    save,
-    strip_compiled,
-)
+from samestep.torch_internals import is_sharded
+from samestep.train.state.objects import Objects, strip_compiled
+from samestep.train.state.sharded_init import is_partial
 
 HOOKS = "_optimizer_state_dict_pre_hooks"  # the attribute of an optimizer with the hooks of its state_dict
 OldParams = dict[int, ref[nn.Parameter]]
@@ -35,13 +28,9 @@ def find_params() -> OldParams:
     return {id(thing): ref(thing) for thing in gc.get_objects() if type(thing) is nn.Parameter}
 
 
-def check_objects(objects: Objects, old_params: OldParams) -> dict[str, nn.Module]:
-    """Check the objects. Return the modules among them, without wrappers of torch.compile.
-
-    Raises:
-        Error: see `Run.prepare`.
-    """
-    for name, thing in objects.items():
+def check_objects(objects: Objects, old_params: OldParams) -> None:
+    """Check the objects. Raises Error, see `Run.prepare`."""
+    for name, thing in objects.by_name.items():
         if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
             raise InvalidType(
                 f"run.prepare got {name}, a {type(thing).__name__} without state_dict and load_state_dict", code="SS601"
@@ -56,40 +45,48 @@ def check_objects(objects: Objects, old_params: OldParams) -> dict[str, nn.Modul
                 f"{name} is a GradScaler: leave it out, samestep.Run(precision='fp16') scales the loss itself",
                 code="SS601",
             )
-    modules = find_modules(objects)
-    for name, module in modules.items():
+    for name, module in objects.modules.items():
         check_module(name, module)
         spread_buffers(module)
+        if any(is_sharded(param) for param in module.parameters()):
+            raise InvalidValue(
+                f'{name} was given to fully_shard by the script: leave that to samestep.Run(shard="fsdp2") and '
+                "run.prepare(shard_blocks=[...])",
+                code="SS607",
+            )
         if any(id(param) in old_params and old_params[id(param)]() is param for param in module.parameters()):
             raise UsageError(
                 f"{name} was built before samestep.Run(...), so its initial weights do not follow from the run's seed: "
                 "build it after the Run",
                 code="SS602",
             )
-    names = name_params(modules)
-    for name, optimizer in name_optimizers(objects).items():
-        list_by_name(name, optimizer, names)
-    return modules
+    for name, optimizer in objects.optimizers.items():
+        objects.name_updated(name)
+        if any(is_partial(value) for state in optimizer.state.values() for value in state.values()):
+            raise InvalidValue(
+                f"{name} is {type(optimizer).__name__}, which builds its state from the parameters, and those of "
+                "run.sharded_init have no memory yet: use another optimizer, or build the model outside of the block",
+                code="SS606",
+            )
 
 
-def find_held_optimizers(objects: Objects) -> list[Optimizer]:
-    """Return the optimizers that are no objects themselves, but that one asks for their state, such as a wrapper."""
-    own = {id(thing) for thing in objects.values()}
-    held: list[Optimizer] = []
+def save_all(objects: Objects) -> tuple[dict[str, Any], list[Optimizer]]:
+    """Return the objects' states, and the optimizers that an object asks for its own state, such as a wrapper."""
+    own = {*map(id, objects.optimizers.values())}
+    inner: list[Optimizer] = []
     with ExitStack() as stack:
         for each in gc.get_objects():
             # A class that does not call torch's __init__ has no hooks.
             if issubclass(type(each), Optimizer) and id(each) not in own and HOOKS in vars(each):
-                stack.callback(each.register_state_dict_pre_hook(held.append).remove)
-        save(objects)
-    return held
+                stack.callback(each.register_state_dict_pre_hook(inner.append).remove)
+        return objects.save(), inner
 
 
-def refuse_shared_memory(modules: Mapping[str, nn.Module]) -> None:
+def refuse_shared_memory(objects: Objects) -> None:
     """Raise InvalidValue if two parameters share memory, so that the ranks cannot update them apart."""
-    places: dict[tuple[str, int], str] = {}
-    for name, param in find_named_params(modules).items():
-        first = places.setdefault((str(param.device), param.data_ptr()), name)
+    names: dict[tuple[str, int], str] = {}
+    for name, param in objects.name_params().items():
+        first = names.setdefault((str(param.device), param.data_ptr()), name)
         if first != name and param.numel() and not param.is_meta:
             raise InvalidValue(
                 f"{name} shares memory with {first}, and is another parameter, so with shard= two ranks would update "
@@ -98,10 +95,10 @@ def refuse_shared_memory(modules: Mapping[str, nn.Module]) -> None:
             )
 
 
-def describe_models(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+def describe_models(objects: Objects) -> dict[str, str]:
     """Return each model's number of parameters, with a hash of their names, shapes and dtypes."""
     described = {}
-    for name, module in modules.items():
+    for name, module in objects.modules.items():
         params = [
             (strip_compiled(path), list(param.shape), str(param.dtype)) for path, param in module.named_parameters()
         ]
@@ -111,13 +108,13 @@ def describe_models(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     return described
 
 
-def outline(objects: Objects, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """Return what must be the same on all ranks before they exchange tensors."""
+def outline(objects: Objects, models: Mapping[str, str]) -> dict[str, Any]:
+    """Return what must be the same on all ranks before they exchange tensors. `models`: see `describe_models`."""
+    kinds = ", ".join(f"{name} ({type(thing).__name__})" for name, thing in objects.by_name.items())
     buffers = {
         f"the buffers of {name}": [
             (strip_compiled(path), tuple(buffer.shape)) for path, buffer in module.named_buffers()
         ]
-        for name, module in modules.items()
+        for name, module in objects.modules.items()
     }
-    kinds = ", ".join(f"{name} ({type(thing).__name__})" for name, thing in objects.items())
-    return {"what run.prepare got": kinds, **describe_models(modules), **buffers}
+    return {"what run.prepare got": kinds, **models, **buffers}

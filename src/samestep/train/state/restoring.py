@@ -18,12 +18,10 @@ from samestep.snapshot.location import Location
 from samestep.snapshot.run_record import OVERRIDE, StartOptions, describe_changes
 from samestep.snapshot.serialization import SavedState
 from samestep.snapshot.store import Store
-from samestep.train.state.objects import GROUPS, Objects, add_groups, find_named_params, load, save_module
+from samestep.train.state.objects import GROUPS, Objects, save_module
 from samestep.train.state.sharded_state import shard_as
 from samestep.world.environment import advise
 from samestep.world.group import Group
-
-Settings = Mapping[str, Any]  # of optimizers and schedulers: "optimizer.lr" -> 0.1; a list if parameter groups differ
 
 
 class SnapshotContents:
@@ -42,7 +40,7 @@ class SnapshotContents:
         self.options = StartOptions(read_settings(objects))
 
     def _list_frozen(self) -> list[str]:
-        return [name for name, param in find_named_params(self._objects).items() if not param.requires_grad]
+        return [name for name, param in self._objects.name_params().items() if not param.requires_grad]
 
     def build(
         self, position: Mapping[str, Any], state: Any, read_states: Callable[[], dict[str, Any]]
@@ -66,14 +64,14 @@ class SnapshotContents:
         Raises:
             RunDirectoryError: the snapshot holds objects with other names.
         """
-        objects = self._objects
+        names = self._objects.by_name.keys()
         saved = contents["objects"]
-        if objects.keys() != saved.keys():
+        if names != saved.keys():
             raise RunDirectoryError(
-                f"the snapshot holds {', '.join(saved)}, and run.prepare got {', '.join(objects)}: pass the same names",
+                f"the snapshot holds {', '.join(saved)}, and run.prepare got {', '.join(names)}: pass the same names",
                 code="SS412",
             )
-        add_groups(objects, saved)
+        self._objects.add_groups(saved)
 
     def restore(self, contents: Mapping[str, Any], begun_with: Mapping[str, Any], *, overrides: bool) -> None:
         """Restore all objects, and compare the script's settings of optimizers and schedulers with the run's.
@@ -87,23 +85,22 @@ class SnapshotContents:
         Raises:
             RunDirectoryError: a state does not fit its object.
         """
-        objects = self._objects
-        saved = contents["objects"]
         asked = self.options.in_force
-        changed = find_changed(begun_with, asked)
-        how = describe_changes({name: begun_with[name] for name in changed}, {name: asked[name] for name in changed})
-        if changed and overrides:
-            self._overriding = read_overriding(objects, saved)
+        before = {name: begun_with[name] for name in asked if begun_with.get(name, asked[name]) != asked[name]}
+        if before:
+            now = {name: asked[name] for name in before}
+            how = describe_changes(before, now)
+            if overrides:
+                self._overriding = read_overriding(self._objects, contents["objects"])
+                self.options = StartOptions(asked, overridden=OVERRIDE + how)
+            else:
+                self.options = StartOptions({**asked, **before}, now)
+                self._say(
+                    f"the run continues with the settings of its first start, not with the script's "
+                    f"({how}): for the script's, pass override=True to run.prepare, or start with "
+                    f"{advise(override=True)}"
+                )
         self.restore_again(contents)
-        if self._overriding is not None:
-            self.options = StartOptions(asked, overridden=OVERRIDE + how)
-        elif changed:
-            self._say(
-                f"the run continues with the settings of its first start, not with the script's "
-                f"({how}): for the script's, pass override=True to run.prepare, or start with {advise(override=True)}"
-            )
-            begun = {name: before for name, (before, _) in changed.items()}
-            self.options = StartOptions({**asked, **begun}, {name: asked[name] for name in changed})
 
     def restore_again(self, contents: Mapping[str, Any]) -> dict[str, Any]:
         """Undo changes since `restore`, by the script's lines before the loop.
@@ -112,12 +109,14 @@ class SnapshotContents:
             `run.state`.
         """
         saved = contents["objects"]
-        load(self._objects, saved if self._overriding is None else override(self._objects, saved, self._overriding))
+        if self._overriding is not None:
+            saved = override(self._objects, saved, self._overriding)
+        self._objects.load(saved)
         position = contents["position"]
         self._precision.load_state_dict(position["precision"])
         # Where the script freezes other parameters than before, it was changed on purpose.
         if position["frozen_at_start"] == self._frozen_at_start:
-            for name, param in find_named_params(self._objects).items():
+            for name, param in self._objects.name_params().items():
                 param.requires_grad_(name not in position["frozen"])
         return contents["state"]  # type: ignore[no-any-return]
 
@@ -168,7 +167,7 @@ def restore_models(
         saved = {key: shard_as(state.get(key), group.once(read, name, key)) for key in keys[name]}
         state.clear()
         state.update(saved)
-        load({name: module}, {name: state})
+        Objects({name: module}).load({name: state})
     return True
 
 
@@ -179,7 +178,7 @@ def read_settings(objects: Objects) -> dict[str, Any]:
     that JSON does not have, such as a function, is left out.
     """
     found: dict[str, Any] = {}
-    for name, thing in objects.items():
+    for name, thing in objects.by_name.items():
         if isinstance(thing, Optimizer):
             for key in _list_options(thing):
                 values = [group.get("initial_lr", group["lr"]) if key == "lr" else group.get(key)
@@ -188,11 +187,6 @@ def read_settings(objects: Objects) -> dict[str, Any]:
         elif isinstance(thing, LRScheduler):
             _add_schedule(found, name, type(thing).__name__, thing.state_dict())
     return found
-
-
-def find_changed(before: Settings, now: Settings) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that both have and that differ: name -> (before, now)."""
-    return {name: (before[name], value) for name, value in now.items() if name in before and before[name] != value}
 
 
 def read_overriding(objects: Objects, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,7 +200,7 @@ def read_overriding(objects: Objects, saved: Mapping[str, Any]) -> dict[str, Any
     """
     schedules = {
         name: thing
-        for name, thing in objects.items()
+        for name, thing in objects.by_name.items()
         if isinstance(thing, LRScheduler) and not isinstance(thing, ReduceLROnPlateau)
     }
     counts = {name: _read_position(saved[name]) for name in schedules}
@@ -216,23 +210,21 @@ def read_overriding(objects: Objects, saved: Mapping[str, Any]) -> dict[str, Any
             for name, schedule in schedules.items():
                 if step < counts[name]:
                     schedule.step()
-    found: dict[str, Any] = {name: deepcopy(schedule.state_dict()) for name, schedule in schedules.items()}
-    for name, thing in objects.items():
-        if isinstance(thing, Optimizer):
-            options = _list_options(thing) | {"initial_lr"}
-            found[name] = [
-                deepcopy({key: value for key, value in group.items() if key in options}) for group in thing.param_groups
-            ]
-    return found
+    found: dict[str, Any] = {name: schedule.state_dict() for name, schedule in schedules.items()}
+    for name, optimizer in objects.optimizers.items():
+        options = _list_options(optimizer) | {"initial_lr"}
+        found[name] = [
+            {key: value for key, value in group.items() if key in options} for group in optimizer.param_groups
+        ]
+    return deepcopy(found)
 
 
 def override(objects: Objects, saved: Mapping[str, Any], overriding: Mapping[str, Any]) -> dict[str, Any]:
     """Return the objects' saved states with the settings of `read_overriding`."""
     changed = {**saved, **overriding}
-    for name, thing in objects.items():
-        if isinstance(thing, Optimizer):
-            pairs = zip(saved[name][GROUPS], overriding[name], strict=False)
-            changed[name] = {**saved[name], GROUPS: [{**group, **options} for group, options in pairs]}
+    for name in objects.optimizers:
+        pairs = zip(saved[name][GROUPS], overriding[name], strict=False)
+        changed[name] = {**saved[name], GROUPS: [{**group, **options} for group, options in pairs]}
     return changed
 
 

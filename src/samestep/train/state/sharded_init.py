@@ -6,7 +6,7 @@ seeded by the run's seed and the module's number. So the initial values depend n
 `shard`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.optim import Optimizer
 
-from samestep.errors import InvalidValue, UsageError
+from samestep.errors import UsageError
 from samestep.plan.seeds import derive
 from samestep.torch_internals import read_version
 
@@ -128,15 +127,3 @@ def is_partial(thing: Any) -> bool:
     if isinstance(thing, nn.Module):
         return any(param.is_meta for param in thing.parameters())
     return isinstance(thing, Tensor) and thing.is_meta
-
-
-def check_states(objects: Mapping[str, Any]) -> None:
-    """Refuse optimizers whose state was built from parameters without memory. Raises InvalidValue."""
-    for name, thing in objects.items():
-        states = thing.state.values() if isinstance(thing, Optimizer) else ()
-        if any(is_partial(value) for state in states for value in state.values()):
-            raise InvalidValue(
-                f"{name} is {type(thing).__name__}, which builds its state from the parameters, and those of "
-                "run.sharded_init have no memory yet: use another optimizer, or build the model outside of the block",
-                code="SS606",
-            )

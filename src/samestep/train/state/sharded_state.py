@@ -4,7 +4,7 @@ torch's `fully_shard` (FSDP2) keeps 1/W of each parameter on each rank, and gath
 The optimizers then update shards. Zhao et al. 2023, "PyTorch FSDP: experiences on scaling fully sharded data parallel".
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
@@ -25,8 +25,8 @@ from samestep.torch_internals import (
     is_sharded,
     shard_like,
 )
-from samestep.train.state.divided_state import DividedState, Gather
-from samestep.train.state.objects import STATE, Objects, find_modules, list_by_name, name_params, save, save_module
+from samestep.train.state.divided_state import DividedState
+from samestep.train.state.objects import STATE, Objects, save_module
 from samestep.train.state.sharded_init import ShardedInit
 from samestep.world.group import Group
 from samestep.world.host import find_block_size
@@ -63,35 +63,12 @@ def shard_as(param: Any, value: Any, read_rows: Callable[[Tensor, int, int], Ten
     return shard_like(param, own.to(param.device, copy=True))
 
 
-def refuse_sharded(modules: Mapping[str, nn.Module]) -> None:
-    """Refuse models that the script has sharded itself. Raises InvalidValue."""
-    for name, module in modules.items():
-        if any(is_sharded(param) for param in module.parameters()):
-            raise InvalidValue(
-                f'{name} was given to fully_shard by the script: leave that to samestep.Run(shard="fsdp2") and '
-                "run.prepare(shard_blocks=[...])",
-                code="SS607",
-            )
-
-
-def check_options(device_map: str | None, group: Group, refused: Iterable[str]) -> None:
-    """Refuse options that sharded models do not have, and `refused`. Raises InvalidValue."""
-    given = dict.fromkeys(refused, True) | {
-        'device_map="keep"': device_map is not None,
-        'backend="gloo" on a GPU': group.needs_staging(group.device),  # FSDP2 passes it tensors on the GPU
-    }
-    for option, is_given in given.items():
-        if is_given:
-            raise InvalidValue(f'{option} is not available with shard="fsdp2": leave one of them out', code="SS608")
-
-
 class ShardedState(DividedState):
     """The prepared objects of a run whose models are sharded.
 
     Shards the models, and with them the state of their optimizers.
 
     Args:
-        held, gather: as for `DividedState`.
         blocks: classes of modules that are gathered one at a time. None: see `find_blocks`.
         init: has built models, or parts of them.
 
@@ -102,27 +79,18 @@ class ShardedState(DividedState):
         InvalidValue: a model or an optimizer cannot be sharded.
     """
 
-    def __init__(
-        self,
-        objects: Objects,
-        held: Sequence[Optimizer],
-        blocks: Blocks | None,
-        group: Group,
-        gather: Gather,
-        init: ShardedInit,
-    ) -> None:
-        super().__init__(objects, held, group, gather, "fsdp2")
+    def __init__(self, objects: Objects, blocks: Blocks | None, group: Group, init: ShardedInit) -> None:
+        super().__init__(objects, group, "fsdp2")
         self.check_optimizers()
-        modules = find_modules(objects)
         places = [
             (part, key, param)
-            for module in modules.values()
+            for module in objects.modules.values()
             for part in module.modules()
             for key, param in part.named_parameters(recurse=False)
         ]
-        self.models = _shard(modules, blocks, group, init)
+        self.models = _shard(objects.modules, blocks, group, init)
         sharded = {id(param): getattr(part, key) for part, key, param in places}
-        for optimizer in self._optimizers.values():
+        for optimizer in objects.optimizers.values():
             _replace_params(optimizer, sharded)
             optimizer.register_step_post_hook(lambda *_: self.models.free_gathered())
 
@@ -133,13 +101,24 @@ class ShardedState(DividedState):
             A function that returns them. Ranks other than 0, which have one whole tensor at a time, get empty ones.
         """
         self._prepare()
-        whole = tree_map(partial(_gather, is_kept=self._group.rank == 0), save(self._objects))
+        whole = tree_map(partial(_gather, is_kept=self._group.rank == 0), self._objects.save())
         return lambda: whole
 
     def check_optimizers(self) -> None:
         """Raise InvalidValue if an optimizer, with the settings that it has now, cannot be sharded."""
-        for name, optimizer in self._optimizers.items():
-            _check_optimizer(name, optimizer)
+        for name, optimizer in self._objects.optimizers.items():
+            if type(optimizer) not in ELEMENTWISE:
+                raise InvalidValue(
+                    f'{name} is {type(optimizer).__name__}, which may need whole tensors, and shard="fsdp2" gives it '
+                    'shards: use an optimizer of torch.optim that works element by element, or shard="optimizer"',
+                    code="SS606",
+                )
+            if any(group.get("fused") for group in optimizer.param_groups):
+                raise InvalidValue(
+                    f"{name} has fused=True, whose bits depend on the bounds of the shards: leave it out with "
+                    'shard="fsdp2"; a run that began with it continues with shard="optimizer"',
+                    code="SS606",
+                )
 
     def outline(self) -> Callable[[], dict[str, Any]]:
         """Return a function that returns the objects' states, with sharded tensors. On all ranks.
@@ -148,7 +127,7 @@ class ShardedState(DividedState):
             InvalidValue: an optimizer was not called alike on all ranks.
         """
         self._prepare()
-        return partial(save, self._objects)
+        return self._objects.save
 
     def _prepare(self) -> None:
         """Check that the ranks' states belong together, and leave each rank its own shards only."""
@@ -163,14 +142,13 @@ class ShardedState(DividedState):
         """Return the content of a snapshot with this rank's shards of the objects' states."""
         contents = dict(saved.contents)
         objects = dict(contents.pop("objects"))
-        names = name_params(self._objects)
-        for name, module in find_modules(self._objects).items():
+        for name, module in self._objects.modules.items():
             now = save_module(module)
             objects[name] = copy(objects[name])  # with the versions of the modules
             for key, value in objects[name].items():
                 objects[name][key] = shard_as(now.get(key), value, saved.read_rows)
-        for name, optimizer in self._optimizers.items():
-            params = list_by_name(name, optimizer, names)
+        for name in self._objects.optimizers:
+            params = self._objects.name_updated(name)
             state = {
                 path: {key: shard_as(params.get(path), value, saved.read_rows) for key, value in of_one.items()}
                 for path, of_one in objects[name][STATE].items()
@@ -247,21 +225,6 @@ def _shard(modules: Mapping[str, nn.Module], blocks: Blocks | None, group: Group
                 param.data = param.data.new_empty(0)
     stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
     return ShardedModels(units, mesh.get_group(), find_block_size(group.gather_hosts()), stream)
-
-
-def _check_optimizer(name: str, optimizer: Optimizer) -> None:
-    if type(optimizer) not in ELEMENTWISE:
-        raise InvalidValue(
-            f'{name} is {type(optimizer).__name__}, which may need whole tensors, and shard="fsdp2" gives it shards: '
-            'use an optimizer of torch.optim that works element by element, or shard="optimizer"',
-            code="SS606",
-        )
-    if any(group.get("fused") for group in optimizer.param_groups):
-        raise InvalidValue(
-            f'{name} has fused=True, whose bits depend on the bounds of the shards: leave it out with shard="fsdp2"; a '
-            'run that began with it continues with shard="optimizer"',
-            code="SS606",
-        )
 
 
 def _replace_params(optimizer: Optimizer, sharded: Mapping[int, nn.Parameter]) -> None:

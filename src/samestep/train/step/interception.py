@@ -101,12 +101,11 @@ class Interceptor(StepObserver):
         self.context = context
         self.options = options
 
-    def prepare(self, objects: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> None:
+    def prepare(self, modules: Mapping[str, nn.Module]) -> None:
         """The models are on the device; they are made equal on all ranks and restored next. May change them.
 
         Args:
-            objects: what was passed to `run.prepare`.
-            modules: the models among them, without wrappers.
+            modules: the models that were passed to `run.prepare`, without wrappers.
         """
 
     def begin_loop(self, loop: LoopParts) -> None:
