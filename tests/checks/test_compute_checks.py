@@ -7,34 +7,25 @@ from samestep.checks.second_opinion import plan_checks
 from samestep.plan.tree import build_layout
 
 
-@given(st.integers(1, 40), st.integers(2, 12), st.integers(0, 10**6))
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 10**6))
 def test_every_rank_is_checked_once_by_another_one(n: int, world_size: int, number: int) -> None:
     ranges = build_layout(n, world_size).ranges
     checks = plan_checks(n, world_size, number)
-    assert sorted(check.owner for check in checks) == [rank for rank, held in enumerate(ranges) if held]
+    assert sorted(check.owner for check in checks) == [rank for rank, held in enumerate(ranges) if held and world_size > 1]
     for check in checks:
         assert check.v in ranges[check.owner]
         assert len({check.owner, check.checker, check.judge}) == 3
         assert (check.judge is None) == (world_size == 2)
     checkers = [check.checker for check in checks]
     assert len({*checkers}) == len(checkers), "a rank computes one more micro-batch at most"
-    idle = [rank for rank, held in enumerate(ranges) if not held]
-    assert len({*checkers} & {*idle}) == min(len(idle), len(checks)), "idle ranks check first"
-    if not idle:
-        assert {*checkers} == {*range(world_size)}
 
 
 @given(st.integers(1, 24), st.integers(2, 8), st.integers(0, 1000))
 def test_all_pairs_meet_and_all_micro_batches_have_their_turn(n: int, world_size: int, start: int) -> None:
     ranges = build_layout(n, world_size).ranges
-    if all(ranges):
-        plans = [plan_checks(n, world_size, start + k) for k in range(world_size - 1)]
-        pairs = {(check.owner, check.checker) for checks in plans for check in checks}
-        assert len(pairs) == world_size * (world_size - 1)
+    plans = [plan_checks(n, world_size, start + k) for k in range(world_size - 1)]
+    pairs = {(check.owner, check.checker) for checks in plans for check in checks}
+    assert len(pairs) == sum(map(bool, ranges)) * (world_size - 1)
     most = max(len(held) for held in ranges) * (world_size - 1)
     seen = {check.v for k in range(most) for check in plan_checks(n, world_size, start + k)}
     assert seen == {*range(n)}
-
-
-def test_one_rank_has_no_other() -> None:
-    assert plan_checks(8, 1, 3) == ()

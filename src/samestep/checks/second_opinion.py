@@ -7,7 +7,7 @@ corruptions at scale") describe such processors. docs/dev/second_opinion.md expl
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -47,29 +47,20 @@ class ComputeCheck(NamedTuple):
 def plan_checks(n: int, world_size: int, number: int) -> tuple[ComputeCheck, ...]:
     """Return the checks of a step of n micro-batches: one for each rank that holds any; () with one rank.
 
-    Idle ranks check first, and no rank checks more than one. With m ranks that check one another, every pair
-    (owner, checker) occurs once in m - 1 checked steps.
+    No rank checks more than one. With m ranks, every pair (owner, checker) occurs once in m - 1 checked steps.
 
     Args:
         number: how many checked steps precede this one.
     """
     if world_size == 1:
         return ()
-    ranges = build_layout(n, world_size).ranges
-    owners = [rank for rank, held in enumerate(ranges) if held]
-    idle = [rank for rank, held in enumerate(ranges) if not held]
-    turn = number % len(owners)
-    owners = owners[turn:] + owners[:turn]
-    ring = owners[len(idle) :]
-    distance = 1 + number % (len(ring) - 1) if len(ring) > 1 else 0
-    checkers = idle[: len(owners)] + [
-        ring[(k + distance) % len(ring)] if distance else owners[0] for k in range(len(ring))
-    ]
+    num_turns, turn = divmod(number, world_size - 1)
     checks = []
-    for owner, checker in zip(owners, checkers, strict=True):
-        held = ranges[owner]
-        judge = next((rank for rank in (*idle, *owners) if rank not in (owner, checker)), None)
-        checks.append(ComputeCheck(held[number // (world_size - 1) % len(held)], owner, checker, judge))
+    for owner, held in enumerate(build_layout(n, world_size).ranges):
+        if held:
+            checker = (owner + 1 + turn) % world_size
+            judge = next((rank for rank in range(world_size) if rank not in (owner, checker)), None)
+            checks.append(ComputeCheck(held[num_turns % len(held)], owner, checker, judge))
     return tuple(checks)
 
 
@@ -77,24 +68,14 @@ class Opinion(NamedTuple):
     """What one rank computed for a micro-batch.
 
     Attributes:
-        rank: the rank.
-        place: its host and device.
+        rank: the rank, with its host and device.
         samples: a hash of the micro-batch that the rank read; "" if it contains no numbers.
         results: checksums of losses and gradients by name.
     """
 
-    rank: int
-    place: str
+    rank: str
     samples: str
     results: Mapping[str, int]
-
-
-@dataclass
-class _Results:
-    """Checksums of the results for one micro-batch, on the device."""
-
-    batch: Any
-    sums: dict[str, Tensor] = field(default_factory=dict)
 
 
 class SecondOpinion(Interceptor):
@@ -110,7 +91,9 @@ class SecondOpinion(Interceptor):
         assert every.steps is not None
         self._every = every.steps
         self._checks: Sequence[ComputeCheck] = ()
-        self._results: dict[int, _Results] = {}  # by micro-batch, of those that two ranks compute
+        # Of the micro-batches that two ranks compute: the batch, and checksums of the results, on the device.
+        self._batches: dict[int, Any] = {}
+        self._sums: dict[int, dict[str, Tensor]] = {}
         self._hooks = ExitStack()  # of the open micro-batch
         self._agreed_step: int | None = None
 
@@ -149,27 +132,24 @@ class SecondOpinion(Interceptor):
 
     def results(self) -> tuple[int, int]:
         """Return checksums of this rank's results for the micro-batches that it holds and that it has borrowed."""
-        rank = self.context.rank
-        sums = {v: combine(read_back(results.sums)) for v, results in self._results.items()}
-        computed = next((sums[check.v] for check in self._checks if check.owner == rank), 0)
-        recomputed = next((sums[check.v] for check in self._checks if check.checker == rank), 0)
+        found = {v: combine(read_back(sums)) for v, sums in self._sums.items()}
+        computed = next((found[check.v] for check in self._checks if check.owner == self.context.rank), 0)
+        recomputed = next((found[check.v] for check in self._checks if check.checker == self.context.rank), 0)
         return computed, recomputed
 
     def begin_pass(self, step: Step) -> None:
         self._checks = self._find_checks(step.number, len(step.sizes))
-        self._results = {
-            check.v: _Results(None) for check in self._checks if self.context.rank in (check.owner, check.checker)
-        }
+        self._sums = {check.v: {} for check in self._checks if self.context.rank in (check.owner, check.checker)}
 
     def forward(self, step: Step, batch: Any) -> None:
-        if (results := self._results.get(step.micro_batch)) is None:
+        if (sums := self._sums.get(step.micro_batch)) is None:
             return
         plan = self._gradients.plan
-        results.batch = batch
+        self._batches[step.micro_batch] = batch
 
         def add(i: int, grad: Tensor) -> None:
             dense = grad if grad.layout is torch.strided else grad.to_dense()
-            results.sums[f"the gradient of {plan.names[i]}"] = checksum(dense)
+            sums[f"the gradient of {plan.names[i]}"] = checksum(dense)
 
         self._hooks.enter_context(passing_gradients(plan.params, add))
 
@@ -177,9 +157,9 @@ class SecondOpinion(Interceptor):
         self._hooks.close()
 
     def backward(self, step: Step, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
-        results = self._results.get(step.micro_batch)
-        if results is not None and isinstance(loss, Tensor):  # else step.backward refuses it
-            results.sums["loss"] = checksum(loss)
+        sums = self._sums.get(step.micro_batch)
+        if sums is not None and isinstance(loss, Tensor):  # else step.backward refuses it
+            sums["loss"] = checksum(loss)
 
     def after_exchange(self, step: Step, reduced: Reduced) -> Iterator[Any]:
         """If two ranks disagree, let a third rank compute the micro-batch, and name the rank that is wrong.
@@ -188,24 +168,21 @@ class SecondOpinion(Interceptor):
             Error: ranks disagree. Raised on all ranks, before anything of the step is applied.
         """
         votes = reduced.votes
-        rank = self.context.rank
         wrong = (check for check in self._checks if votes[check.owner].computed != votes[check.checker].recomputed)
         if (check := next(wrong, None)) is None:
             if self._checks:
                 self._agreed_step = step.number
-            self._results = {}
+            self._batches.clear()
+            self._sums.clear()
             return
-        if rank == check.judge:
-            self._results[check.v] = _Results(None)
-            yield from step.compute(check.v, self._load(step.number, check.v))
-        mine = self._results.get(check.v)
-        own = None if mine is None else [hash_content(mine.batch), read_back(mine.sums)]
-        replies = self.context.group.gather([f"{read_host()}, {self.context.device}", own])
-        places = [place for place, _ in replies]
-        involved = [each for each in (check.owner, check.checker, check.judge) if each is not None]
-        sentence = explain_dispute(
-            [Opinion(each, places[each], *replies[each][1]) for each in involved], check.v, step.number
-        )
+        v, *ranks = check
+        if self.context.rank == check.judge:
+            self._sums[v] = {}
+            yield from step.compute(v, self._load(step.number, v))
+        samples = hash_content(self._batches[v]) if v in self._batches else ""
+        rank = f"rank {self.context.rank} ({read_host()}, {self.context.device})"
+        replies = self.context.group.gather(Opinion(rank, samples, read_back(self._sums.get(v, {}))))
+        sentence = explain_dispute([replies[each] for each in ranks if each is not None], v, step.number)
         last = self._agreed_step
         agreed = "the ranks agreed in no earlier check" if last is None else f"all ranks last agreed in step {last}"
         raise Error(
@@ -226,7 +203,7 @@ def explain_dispute(opinions: Sequence[Opinion], v: int, step: int) -> str:
     """Return the beginning of the message for opinions about micro-batch v that differ."""
     drift = find_drift([each.results for each in opinions])
     assert drift is not None
-    named = [f"rank {each.rank} ({each.place})" for each in opinions]
+    named = [each.rank for each in opinions]
     what = f"micro-batch {v} of step {step}"
     if len({each.samples for each in opinions}) > 1:
         return (
@@ -234,7 +211,7 @@ def explain_dispute(opinions: Sequence[Opinion], v: int, step: int) -> str:
             "data set depend on the index and torch's generators only (samestep verify finds why it does not), or "
             "suspect the memory of these machines"
         )
-    wrong = [named[place] for place in drift.differing]
+    wrong = [named[number] for number in drift.differing]
     others = [name for name in named if name not in wrong]
     than = f" than {_join(others)}" if others else ", and no majority says which is right"
     more = f" and {drift.num_tensors - 1} more differ" if drift.num_tensors > 1 else " differs"
