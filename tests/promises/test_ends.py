@@ -111,7 +111,7 @@ def test_a_run_that_one_rank_creates_later(tmp_path: Path) -> None:
 def test_a_snapshot_asked_for_after_the_loop(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     samestep.spawn(lambda: Tiny(tmp_path / "x").train().run.snapshot("best"))
     shown = "".join(capfd.readouterr())
-    assert "the snapshot best is not taken: run.snapshot was called after the loop" in shown
+    assert "the snapshot best is not taken: run.snapshot was called outside of a loop" in shown
 
 
 # --- the cells of a notebook ------------------------------------------------------------------------------------------

@@ -74,8 +74,8 @@ def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str
     except BaseException as error:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises after the death of a DataLoader worker
         code = _find_code(error)
-        if not isinstance(error, SystemExit):
-            sys.last_value = error  # as in Python, for `find_failure`, if the file cannot be written
+        if code:
+            sys.last_value = error  # as in Python, for the status of the run
         if code and os.getpid() == pid:
             write_failure(rank, directory, error, code)
         elif code:  # a process that the target has forked

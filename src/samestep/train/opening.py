@@ -54,12 +54,18 @@ def open_loop(
         raise InvalidValue(
             'shard="fsdp2" does not support data that can only be read in order: use shard="optimizer"', code="SS608"
         )
-    agree_on_loop(data, context)
+    calls.wait_for_call(context.group, calls.LOOP)
+    lengths = {"the number of steps": data.planned, "the length of the data set": data.plan.length}
+    context.group.agree(data.numbers | lengths)
     if state.is_before_loops:
         services.metrics.set_description(record_start(data, context, prepared))
         fix_compiler()
     state.begin_loop(data, context.config.max_steps, context.location)
-    keep_list(data, context)
+    directory = context.location.path
+    if directory is not None and data.shards:
+        problem = context.location.once(lambda: keep_shards(directory, data.shards_hash, data.shards))
+        if problem:
+            context.say(problem)
     resume_state(data, context, state, prepared)
     services.stopping.begin_loop()
     services.metrics.begin_loop(data.plan, prepared)
@@ -78,30 +84,13 @@ def open_loop(
     return loop
 
 
-def agree_on_loop(data: LoopData, context: RunContext) -> None:
-    """Check that all ranks open the same loop over the same data."""
-    calls.wait_for_call(context.group, calls.LOOP)
-    lengths = {"the number of steps": data.planned, "the length of the data set": data.plan.length}
-    context.group.agree(data.numbers | lengths)
-
-
-def keep_list(data: LoopData, context: RunContext) -> None:
-    """Write the names of the shards to the run directory."""
-    directory = context.location.path
-    if directory is None or not data.shards:
-        return
-    if problem := context.location.once(lambda: keep_shards(directory, data.shards_hash, data.shards)):
-        context.say(problem)
-
-
 def record_start(data: LoopData, context: RunContext, prepared: Prepared) -> TrackerInfo:
     """Record this start in the run directory, which belongs to this process from here on. Return its description."""
-    config = context.config
     location = context.location
-    machine = describe_machine(config, context.device)
+    machine = describe_machine(context.config, context.device)
     options = prepared.contents.options
-    own = location.directory
-    options = add_samples(options, context.group, own, data, config.seed, machine, prepared.overrides)
+    seed = context.config.seed
+    options = add_samples(options, context.group, location.directory, data, seed, machine, prepared.overrides)
     if location.path is not None:
         git, script = context.group.once(lambda: (read_commit(), describe_script()))
         options = replace(options, git=git, script=script)

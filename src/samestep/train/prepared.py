@@ -24,7 +24,7 @@ from samestep.train.guards.misuse import MisuseChecks
 from samestep.train.guards.replicas import ReplicaChecks
 from samestep.train.state.divided_state import DividedOptimizers
 from samestep.train.state.object_checks import describe_models, outline, refuse_shared_memory, save_all
-from samestep.train.state.objects import Objects, list_params
+from samestep.train.state.objects import Objects, list_params, list_tensors
 from samestep.train.state.restoring import SnapshotContents
 from samestep.train.state.run_state import RunState
 from samestep.train.state.sharded_init import ShardedInit, is_partial
@@ -213,7 +213,8 @@ def _refuse_with_fsdp2(context: RunContext, interceptors: Sequence[Interceptor],
 
 def _read(saved: SavedState, divided: Divided | None) -> dict[str, Any]:
     """Return the content of a snapshot, with the tensors that this rank needs."""
-    contents: dict[str, Any] = saved.fill(saved.contents) if divided is None else divided.read(saved)
+    own = {} if divided is None else {"objects": divided.select(saved)}
+    contents: dict[str, Any] = saved.fill({**saved.contents, **own})
     return contents
 
 
@@ -226,7 +227,7 @@ def measure_sizes(objects: Objects, blocks: Blocks | None) -> list[ParamSize]:
         blocks: as `shard_blocks` of `Run.prepare`.
     """
     states = {
-        id(param): optimizer.state.get(param, {})
+        id(param): optimizer.state.get(param)
         for optimizer in objects.optimizers.values()
         for param in list_params(optimizer)
     }
@@ -239,7 +240,7 @@ def measure_sizes(objects: Objects, blocks: Blocks | None) -> list[ParamSize]:
                 homes.setdefault(id(param), num_blocks)
     sizes = []
     for param in objects.name_params().values():
-        tensors = [value for value in states.get(id(param), {}).values() if isinstance(value, Tensor)]
+        tensors = list_tensors(states.get(id(param)))
         of_shape = sum(_count_bytes(each) for each in tensors if each.shape == param.shape)
         sizes.append(
             ParamSize(

@@ -226,7 +226,7 @@ class Run:
             watchdog,
             Stopping(context, state, snapshotter, watchdog, signals),
             RunMetrics(context, state, self._progress, Trackers(trackers, self._say)),
-            Resources(context, snapshotter, watchdog, signals, self._progress),
+            Resources(context, state, snapshotter, watchdog, signals, self._progress),
         )
 
     @property

@@ -16,13 +16,14 @@ from typing import NoReturn
 from samestep.console import print_error
 from samestep.errors import Error, PeerFailed, WorkerDied, describe, recognize
 from samestep.files import replace_file
-from samestep.launch.failure import is_secondary, read_failure, write_failure
+from samestep.launch.failure import is_secondary, write_failure
 from samestep.launch.rank_process import leave
 from samestep.lifetime import Held, hold
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.ending.stopping import StopSignals
 from samestep.train.guards.watchdog import Watchdog
+from samestep.train.state.run_state import RunState
 from samestep.watch.progress import Progress
 from samestep.world.environment import Outcome, allow_all_characters, find_exit_code
 from samestep.world.process_group import close_group, has_group
@@ -30,29 +31,24 @@ from samestep.world.rendezvous_store import is_first
 
 
 class Resources(Held):
-    """The resources of one run. They are closed when nothing refers to the run any more, or at the end of the process.
-
-    Attributes:
-        error_dir: directory in which the launcher looks for errors; None without a launcher.
-    """
+    """The resources of one run. They are closed when nothing refers to the run any more, or when the process ends."""
 
     def __init__(
         self,
         context: RunContext,
+        state: RunState,
         snapshotter: Snapshotter,
         watchdog: Watchdog,
         signals: StopSignals,
         progress: Progress,
     ) -> None:
-        self.rank = context.rank
-        self.error_dir = context.environment.error_dir
         self._context = context
+        self._state = state
         self._snapshotter = snapshotter
         self._watchdog = watchdog
         self._signals = signals
         self._progress = progress
         self._is_open = True
-        self._is_ended = False  # its loop is over
         self._conclude: Callable[[], Error | None] = lambda: None
         if context.environment.run_number:
             gc.collect()  # closes runs without references: as reference cycles, they could remain for long
@@ -69,45 +65,36 @@ class Resources(Held):
     def note(self, error: Error) -> None:
         """Note that the script has left the loop. If the run is closed already, the process ends with this error."""
         if not self._is_open:
-            _shared.add_error(error, self)
-
-    def end_loop(self) -> None:
-        """End a loop without error."""
-        self._is_ended = True
-
-    def begin_loop(self) -> None:
-        """Begin a further loop."""
-        self._is_ended = False
-
-    def drop(self) -> None:
-        """Close everything, because nothing refers to the run any more. The process continues."""
-        self._close("")
+            _shared.add_error(error, self._context)
 
     def close(self) -> None:
-        """Close everything at the end of the process."""
-        self._close(find_failure(self.error_dir, self.rank))
+        """Close everything, at the end of the process."""
+        self.drop(getattr(sys, "last_value", None))
 
-    def _close(self, failure: str) -> None:
+    def drop(self, failure: BaseException | None = None) -> None:
         """Close everything. The process ends with the error of a run that has not ended correctly.
 
         Args:
-            failure: the error that ends the process; "" if it ends without an error, or continues.
+            failure: the error that ends the process; None if it ends without an error, or continues because nothing
+                refers to the run any more.
         """
         if not self._is_open:
             return
         self._is_open = False
-        if self._is_ended:
-            self._snapshotter.drop_names("run.snapshot was called after the loop; call it in the body of the loop")
+        if not self._state.is_in_loop:
+            self._snapshotter.drop_names("run.snapshot was called outside of a loop; call it in the body of the loop")
         self._progress.close()
-        if failure and (directory := self._context.location.directory) is not None:
-            directory.write_status("failed", failure)
-        error = None if failure else self._conclude()
+        error = None
+        if failure is None:
+            error = self._conclude()
+        elif (directory := self._context.location.directory) is not None:
+            directory.write_status("failed", _describe_failure(failure, self._context.rank))
         was_open = self._snapshotter.close()
         self._watchdog.close()
         self._context.group.close()
         self._signals.restore()
         if error is not None and was_open:
-            _shared.add_error(error, self)
+            _shared.add_error(error, self._context)
 
     def forget(self) -> None:
         self._is_open = False
@@ -124,9 +111,9 @@ class Shared(Held):
     def __init__(self) -> None:
         self._errors: list[tuple[Error, str | None, int]] = []
 
-    def add_error(self, error: Error, run: Resources) -> None:
+    def add_error(self, error: Error, context: RunContext) -> None:
         """Add the error of a run."""
-        self._errors.append((error, run.error_dir, run.rank))
+        self._errors.append((error, context.environment.error_dir, context.rank))
 
     def close(self) -> None:
         for each in self._errors:
@@ -200,21 +187,11 @@ def _say_once(error: Error) -> None:
         print_error(f"samestep: error: {describe(error)}", original=True)
 
 
-def find_failure(error_dir: str | None, rank: int) -> str:
-    """Describe the exception that ends this process; "" if there is none."""
-    if error_dir is not None and (failure := read_failure(rank, error_dir)) is not None:
-        return _shorten(rank, failure.message, failure.secondary)
-    error = getattr(sys, "last_value", None)
-    return "" if error is None else describe_failure(error, rank)
-
-
-def describe_failure(error: BaseException, rank: int) -> str:
-    """Describe an exception of a rank, for `status.json`."""
-    return _shorten(rank, f"{type(error).__name__}: {error}", is_secondary(error))
-
-
-def _shorten(rank: int, message: str, is_secondary: bool) -> str:
-    return f"rank {rank} lost another rank" if is_secondary else f"rank {rank}: {' '.join(message.split())[:200]}"
+def _describe_failure(error: BaseException, rank: int) -> str:
+    """Describe the error that ends a rank, for `status.json`."""
+    if is_secondary(error):
+        return f"rank {rank} lost another rank"
+    return f"rank {rank}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}"
 
 
 def end_with(error: Error, error_dir: str | None, rank: int) -> NoReturn:

@@ -12,7 +12,7 @@ from samestep.errors import Error
 from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.torch_internals import get_local, is_sharded
-from samestep.train.state.objects import Objects, strip_compiled
+from samestep.train.state.objects import Objects, list_tensors, strip_compiled
 from samestep.watch.replica_checksums import checksum, combine, explain_drift, find_drift, read_back
 from samestep.world.environment import read_host
 from samestep.world.group import Group
@@ -49,9 +49,7 @@ def list_stable(objects: Objects) -> list[Tensor]:
     """Return the tensors that change only in or after an update: parameters and the optimizers' state."""
     tensors: list[Tensor] = [*objects.name_params().values()]
     for optimizer in objects.optimizers.values():
-        for state in optimizer.state.values():
-            values = state.values() if isinstance(state, Mapping) else ()
-            tensors += [value for value in values if isinstance(value, Tensor)]
+        tensors += list_tensors([*optimizer.state.values()])
     return [get_local(tensor) for tensor in tensors]
 
 

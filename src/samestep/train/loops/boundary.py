@@ -91,7 +91,6 @@ class Boundary:
         if self._state.place.is_further:
             location.write_status("running", "", None)
             drop_note(self._context.environment, OUTCOME)
-            self._services.resources.begin_loop()
         elif location.directory is not None:
             restart = self._context.environment.restart
             world_size = self._context.world_size
@@ -219,8 +218,6 @@ class Boundary:
         services.metrics.finish(rows, status)
         self._prepared.misuse.close()
         services.stopping.signals.restore()
-        if self.failure is None:
-            services.resources.end_loop()
 
 
 def note_begun(context: RunContext, *, is_done: bool = False) -> None:

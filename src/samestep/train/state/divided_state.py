@@ -15,7 +15,7 @@ from weakref import WeakSet, finalize
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from samestep.engine.owned_tensors import send_owned
 from samestep.engine.ownership import Ownership
@@ -24,7 +24,7 @@ from samestep.snapshot.async_copy import locate
 from samestep.snapshot.serialization import SavedState, digest
 from samestep.torch_internals import watch_norms
 from samestep.train import calls
-from samestep.train.state.objects import STATE, Objects, list_params
+from samestep.train.state.objects import STATE, Objects, list_params, list_tensors
 from samestep.world.group import Group
 from samestep.world.transport import check_equal
 
@@ -109,7 +109,7 @@ class DividedOptimizers(DividedState):
         params = [param for each in self._objects.optimizers.values() for param in list_params(each)]
         self._stored = {(locate(param), param.shape): self.ownership.find(param) or 0 for param in params}
         rank = self._group.rank
-        self._stored |= {(locate(tensor), tensor.shape): rank for tensor in _list_tensors(of_ranks[rank])}
+        self._stored |= {(locate(tensor), tensor.shape): rank for tensor in list_tensors(of_ranks[rank])}
         return lambda: self._merge(of_ranks)
 
     def is_mine(self, tensor: Tensor) -> bool:
@@ -118,29 +118,25 @@ class DividedOptimizers(DividedState):
             return self._group.rank == 0
         return self._stored.get((locate(tensor), tensor.shape), 0) == self._group.rank
 
-    def read(self, saved: SavedState) -> dict[str, Any]:
-        """Return the content of a snapshot without the state of other ranks' parameters."""
+    def select(self, saved: SavedState) -> dict[str, Any]:
+        """Return the objects' states in a snapshot, without those of other ranks' parameters."""
         objects = dict(saved.contents["objects"])
-        params = self._name_params()
+        updated = self._name_params()
         self.ownership.assign(
             [
                 param
-                for name, of_one in params.items()
-                for key, param in of_one.items()
-                if isinstance(param, nn.Parameter) and (param.requires_grad or key in objects[name][STATE])
+                for name, params in updated.items()
+                for path, param in params.items()
+                if param.requires_grad or path in objects[name][STATE]
             ]
         )
-        for name, of_one in params.items():
-            state = {
-                key: each
-                for key, each in objects[name][STATE].items()
-                if key not in of_one or self.ownership.counts(of_one[key])
-            }
-            objects[name] = {**objects[name], STATE: state}
-        filled: dict[str, Any] = saved.fill({**saved.contents, "objects": objects})
-        return filled
+        for name, params in updated.items():
+            state = objects[name][STATE]
+            foreign = {path for path, param in params.items() if not self.ownership.counts(param)}
+            objects[name] = {**objects[name], STATE: {path: state[path] for path in state if path not in foreign}}
+        return objects
 
-    def _name_params(self) -> dict[str, dict[str, Tensor]]:
+    def _name_params(self) -> dict[str, dict[str, nn.Parameter]]:
         """Return the parameters of each optimizer by name, in an order that all ranks share."""
         return {name: dict(sorted(self._objects.name_updated(name).items())) for name in self._objects.optimizers}
 
@@ -156,10 +152,10 @@ class DividedOptimizers(DividedState):
                 of_ranks[source] = tree_map_only(
                     Tensor, lambda tensor: torch.empty_like(tensor, device="cpu"), of_ranks[source]
                 )
-                self._group.receive(_list_tensors(of_ranks[source]), source)
+                self._group.receive(list_tensors(of_ranks[source]), source)
         else:
             own = of_ranks[self._group.rank]
-            self._group.send(_list_tensors(own), target=0)
+            self._group.send(list_tensors(own), target=0)
             of_ranks = [own]  # this rank has no values of the others
         return lambda: self._merge(of_ranks)
 
@@ -191,10 +187,6 @@ class DividedOptimizers(DividedState):
                 merged |= of_rank[name]
             saved[name] = {**saved[name], STATE: {key: merged[key] for key in sorted(merged, key=str)}}
         return saved
-
-
-def _list_tensors(value: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
 def _refuse_norm(shard: str, optimizers: Iterable[Optimizer], grads: Sequence[Tensor]) -> None:

@@ -16,7 +16,7 @@ from samestep.engine.buffers import check_module, spread_buffers
 from samestep.errors import InvalidType, InvalidValue, UsageError
 from samestep.hashing import hash_bytes
 from samestep.torch_internals import is_sharded
-from samestep.train.state.objects import Objects, strip_compiled
+from samestep.train.state.objects import Objects, list_tensors, strip_compiled
 from samestep.train.state.sharded_init import is_partial
 
 HOOKS = "_optimizer_state_dict_pre_hooks"  # the attribute of an optimizer with the hooks of its state_dict
@@ -62,7 +62,7 @@ def check_objects(objects: Objects, old_params: OldParams) -> None:
             )
     for name, optimizer in objects.optimizers.items():
         objects.name_updated(name)
-        if any(is_partial(value) for state in optimizer.state.values() for value in state.values()):
+        if any(map(is_partial, list_tensors([*optimizer.state.values()]))):
             raise InvalidValue(
                 f"{name} is {type(optimizer).__name__}, which builds its state from the parameters, and those of "
                 "run.sharded_init have no memory yet: use another optimizer, or build the model outside of the block",

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map, tree_structure
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
 from samestep.errors import Error, InvalidValue, RunDirectoryError
 from samestep.torch_internals import rename_state
@@ -36,6 +36,11 @@ def strip_compiled(path: str) -> str:
 def list_params(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of an optimizer, group by group."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def list_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in nested dicts, lists and tuples."""
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
 def save_module(module: nn.Module) -> dict[str, Any]:
@@ -67,17 +72,17 @@ class Objects:
                 found.setdefault(id(param), (f"{name}.{strip_compiled(path)}", param))
         return dict(found.values())
 
-    def name_updated(self, name: str) -> dict[str, Tensor]:
+    def name_updated(self, name: str) -> dict[str, nn.Parameter]:
         """Return the parameters of an optimizer by name, in its order. Raises InvalidValue if one is of no model."""
-        names = {id(param): path for path, param in self.name_params().items()}
-        params = list_params(self.optimizers[name])
-        if any(id(param) not in names for param in params):
+        params = {id(param): (path, param) for path, param in self.name_params().items()}
+        updated = [*map(id, list_params(self.optimizers[name]))]
+        if not params.keys() >= {*updated}:
             raise InvalidValue(
                 f"{name} holds parameters of a model that was not passed: pass it too, run.prepare(model=...); put a "
                 "parameter of no model into one, such as nn.ParameterList([parameter])",
                 code="SS603",
             )
-        return {names[id(param)]: param for param in params}
+        return dict(params[number] for number in updated)
 
     def save(self) -> dict[str, Any]:
         """Return every object's state_dict, with the names of parameters."""

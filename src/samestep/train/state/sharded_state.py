@@ -82,14 +82,10 @@ class ShardedState(DividedState):
     def __init__(self, objects: Objects, blocks: Blocks | None, group: Group, init: ShardedInit) -> None:
         super().__init__(objects, group, "fsdp2")
         self.check_optimizers()
-        places = [
-            (part, key, param)
-            for module in objects.modules.values()
-            for part in module.modules()
-            for key, param in part.named_parameters(recurse=False)
-        ]
+        whole = objects.name_params()
         self.models = _shard(objects.modules, blocks, group, init)
-        sharded = {id(param): getattr(part, key) for part, key, param in places}
+        named = objects.name_params()
+        sharded = {id(param): named[name] for name, param in whole.items()}
         for optimizer in objects.optimizers.values():
             _replace_params(optimizer, sharded)
             optimizer.register_step_post_hook(lambda *_: self.models.free_gathered())
@@ -138,10 +134,9 @@ class ShardedState(DividedState):
         """Return whether this rank stores a tensor, or its rows of it."""
         return is_sharded(tensor) or self._group.rank == 0
 
-    def read(self, saved: SavedState) -> dict[str, Any]:
-        """Return the content of a snapshot with this rank's shards of the objects' states."""
-        contents = dict(saved.contents)
-        objects = dict(contents.pop("objects"))
+    def select(self, saved: SavedState) -> dict[str, Any]:
+        """Return the objects' states in a snapshot, with this rank's shards."""
+        objects = dict(saved.contents["objects"])
         for name, module in self._objects.modules.items():
             now = save_module(module)
             objects[name] = copy(objects[name])  # with the versions of the modules
@@ -154,8 +149,7 @@ class ShardedState(DividedState):
                 for path, of_one in objects[name][STATE].items()
             }
             objects[name] = {**objects[name], STATE: state}
-        filled: dict[str, Any] = saved.fill({"objects": objects, **contents})
-        return filled
+        return objects
 
 
 def find_blocks(module: nn.Module, blocks: Blocks | None) -> list[nn.Module]:
@@ -166,8 +160,8 @@ def find_blocks(module: nn.Module, blocks: Blocks | None) -> list[nn.Module]:
     """
     parts = [part for part in module.modules() if part is not module][::-1]
     if blocks is None:
-        listed = {id(each) for part in module.modules() if isinstance(part, nn.ModuleList) for each in part}
-        return [part for part in parts if id(part) in listed and _has_forward(part)]
+        listed = {each for part in module.modules() if isinstance(part, nn.ModuleList) for each in part}
+        return [part for part in parts if part in listed and _has_forward(part)]
     return [part for part in parts if isinstance(part, tuple(blocks))]
 
 
@@ -210,14 +204,14 @@ def _shard(modules: Mapping[str, nn.Module], blocks: Blocks | None, group: Group
                 code="SS607",
             )
         seen |= own
-        paths = {id(part): f"{name}.{path}" if path else name for path, part in module.named_modules()}
+        paths = {part: f"{name}.{path}" if path else name for path, part in module.named_modules()}
         for part in [*find_blocks(module, blocks), module]:
             filled = init.fill(part)
             try:
-                units.append(ShardedUnit(paths[id(part)], part, mesh))
+                units.append(ShardedUnit(paths[part], part, mesh))
             except (ValueError, RuntimeError) as error:  # RuntimeError: also NotImplementedError
                 raise InvalidValue(
-                    f"{paths[id(part)]} cannot be sharded ({' '.join(str(error).split())}): change the model, or use "
+                    f"{paths[part]} cannot be sharded ({' '.join(str(error).split())}): change the model, or use "
                     'shard="optimizer"',
                     code="SS607",
                 ) from None
