@@ -70,7 +70,7 @@ class _Position(Struct):
     precision: dict[str, Number]
     order: _SavedOrder | None = None
     lanes: list[_SavedLane] = []
-    loops: list[Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1, max_length=2)]] = []
+    loops: list[tuple[Count, Count]] = []
     begins: list[tuple[Count, Count, Count, Count]] = []
     frozen: list[str] = []
     frozen_at_start: list[str] = []

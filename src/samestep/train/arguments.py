@@ -1,11 +1,10 @@
 """Checks the arguments of `samestep.Run`, and replaces those that were set outside the script."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from samestep.config import OPTIONS, RunConfig
 from samestep.console import say
-from samestep.errors import InvalidType, UsageError
+from samestep.errors import UsageError
 from samestep.plan.sizes import check_numbers, default_micro_batch_size
 from samestep.world.environment import Environment, advise
 
@@ -48,12 +47,6 @@ def _choose_directory(environment: Environment, given: Any) -> Any:
         given = named = begun.run_dir
     _opened.add(named)
     return given
-
-
-def check_script_config(config: Any) -> None:
-    """Raise InvalidType if `config` has the wrong type."""
-    if config is not None and not isinstance(config, Mapping):
-        raise InvalidType(f"config must be a dict such as vars(args), not a {type(config).__name__}", code="SS102")
 
 
 def _check_one_directory(said: str, given: Any) -> None:

@@ -13,13 +13,13 @@ from samestep.config import OPTIONS, ExchangeDtype, Precision, Shard, whole
 from samestep.data.loader import seed_all
 from samestep.engine.gradient_norm import clip_with_norm, compute_total_norm
 from samestep.engine.precision import MixedPrecision
-from samestep.errors import InvalidValue, UsageError
+from samestep.errors import InvalidType, InvalidValue, UsageError
 from samestep.plan.seeds import derive
 from samestep.redaction import hide_secrets
 from samestep.snapshot.location import open_location
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train import calls
-from samestep.train.arguments import build_config, check_script_config
+from samestep.train.arguments import build_config
 from samestep.train.context import RunContext
 from samestep.train.determinism import fix_kernels, use_tf32
 from samestep.train.ending.shutdown import Resources, report_errors
@@ -144,7 +144,8 @@ class Run:
     ) -> None:
         report_errors(find_rank())
         environment = find_ranks()
-        check_script_config(config)
+        if config is not None and not isinstance(config, Mapping):
+            raise InvalidType(f"config must be a dict such as vars(args), not a {type(config).__name__}", code="SS102")
         requests = read_request(environment.interceptor)
         is_trial = any(request.kind.is_trial for request in requests)
         settings = build_config(
@@ -164,7 +165,7 @@ class Run:
         self.local_rank = environment.local_rank
         self._group = group
         self._progress = Progress(is_shown=self.rank == 0)
-        location = open_location(settings, group, self._say, keeps=environment.heals)
+        location = open_location(settings, group, self._progress.say, keeps=environment.heals)
         self.dir = location.path
         context = RunContext(
             environment,
@@ -172,7 +173,7 @@ class Run:
             group,
             self.device,
             MixedPrecision(settings.precision, self.device),
-            self._say,
+            self._progress.say,
             location,
             hide_secrets(config or {}),
         )
@@ -216,16 +217,16 @@ class Run:
             context.config,
             context.location,
             lambda: group.world_size,
-            self._say,
+            context.say,
             partial(calls.gather_after_step, group),
         )
-        signals = StopSignals(context.environment, self._progress.say, is_on=self.dir is not None)
+        signals = StopSignals(context.environment, context.say, is_on=self.dir is not None)
         watchdog = Watchdog(context, snapshotter, state)
         return Services(
             snapshotter,
             watchdog,
             Stopping(context, state, snapshotter, watchdog, signals),
-            RunMetrics(context, state, self._progress, Trackers(trackers, self._say)),
+            RunMetrics(context, state, self._progress, Trackers(trackers, context.say)),
             Resources(context, state, snapshotter, watchdog, signals, self._progress),
         )
 
@@ -806,9 +807,6 @@ class Run:
     def _check_left(self) -> None:
         if self._loop is not None:
             self._loop.check_not_left()
-
-    def _say(self, sentence: str) -> None:
-        self._progress.say(sentence)
 
     def __del__(self) -> None:
         if hasattr(self, "_services"):  # false if `__init__` has failed

@@ -61,15 +61,12 @@ class StopSignals:
         self._same_for_s = SAME_SIGNAL_S[environment.launcher]
         self._heard_at_s = 0.0
         # Before the loop of a plain script there is nothing to save: Ctrl-C raises KeyboardInterrupt as usual.
-        self._listen(STOP_SIGNALS if self._launcher != "python" else STOP_SIGNALS[1:])
+        self.listen(STOP_SIGNALS if self._launcher != "python" else STOP_SIGNALS[1:])
         if is_on and kept_signals:
             self.hear(kept_signals[0])
 
-    def take(self) -> None:
-        """Listen to all signals, possibly again after `restore`. Works in the main thread only."""
-        self._listen(STOP_SIGNALS)
-
-    def _listen(self, numbers: Iterable[int]) -> None:
+    def listen(self, numbers: Iterable[int] = STOP_SIGNALS) -> None:
+        """Listen to signals, possibly again after `restore`. Works in the main thread only."""
         if not self._is_on or threading.current_thread() is not threading.main_thread():
             return
         for number in numbers:
@@ -106,14 +103,10 @@ class StopSignals:
         is already stopping.
         """
         if math.isinf(self._same_for_s):
-            self._stop_listening(signal.SIG_IGN)
+            self.restore(signal.SIG_IGN)
 
-    def restore(self) -> None:
-        """Listen no more. If no other run listens, this restores the previous handlers."""
-        self._stop_listening()
-
-    def _stop_listening(self, handler: signal.Handlers | None = None) -> None:
-        """Set `handler`, or else the previous handlers."""
+    def restore(self, handler: signal.Handlers | None = None) -> None:
+        """Listen no more. If no other run listens, this sets `handler`, or else the previous handlers."""
         for number in STOP_SIGNALS:
             _listeners[number].discard(self)
             is_last = not _listeners[number] and signal.getsignal(number) is _hear

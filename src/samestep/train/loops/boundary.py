@@ -86,7 +86,7 @@ class Boundary:
             return
         location = self._context.location
         stopping = self._services.stopping
-        stopping.signals.take()
+        stopping.signals.listen()
         self._services.watchdog.begin()
         if self._state.place.is_further:
             location.write_status("running", "", None)
@@ -190,7 +190,6 @@ class Boundary:
             note_begun(self._context, is_done=True)
         state.end_loop(self._feed.plan)
         self.seed_body("after", state.steps_done)
-        state.begin_after_loop()
 
     def _end(self, status: str, reason: str) -> None:
         context = self._context

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any
@@ -177,16 +177,20 @@ def read_settings(objects: Objects) -> dict[str, Any]:
     Call it before the objects are restored. Learning rates are the initial ones, from which schedulers start. A setting
     that JSON does not have, such as a function, is left out.
     """
-    found: dict[str, Any] = {}
+    found: list[tuple[str, Any]] = []
+    for name, optimizer in objects.optimizers.items():
+        groups = optimizer.param_groups
+        for key in sorted(_list_options(optimizer)):
+            values = [group.get("initial_lr", group["lr"]) if key == "lr" else group.get(key) for group in groups]
+            found.append((f"{name}.{key}", values[0] if all(v == values[0] for v in values) else values))
     for name, thing in objects.by_name.items():
-        if isinstance(thing, Optimizer):
-            for key in _list_options(thing):
-                values = [group.get("initial_lr", group["lr"]) if key == "lr" else group.get(key)
-                          for group in thing.param_groups]  # fmt: skip
-                _add(found, f"{name}.{key}", values[0] if all(v == values[0] for v in values) else values)
-        elif isinstance(thing, LRScheduler):
-            _add_schedule(found, name, type(thing).__name__, thing.state_dict())
-    return found
+        if isinstance(thing, LRScheduler):
+            found += [(name, type(thing).__name__), *_list_schedule(name, thing.state_dict())]
+    settings = {}
+    for name, value in found:
+        with suppress(TypeError, ValueError):
+            settings[name] = parse_json(json.dumps(value, default=Tensor.tolist, allow_nan=False))
+    return settings
 
 
 def read_overriding(objects: Objects, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,16 +241,10 @@ def _read_position(saved: Mapping[str, Any]) -> int:
     return int(saved["last_epoch"] if "last_epoch" in saved else _read_position(saved["_schedulers"][0]))
 
 
-def _add_schedule(found: dict[str, Any], name: str, kind: str, state: Mapping[str, Any]) -> None:
-    found[name] = kind
+def _list_schedule(name: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """List the settings of a scheduler, and of those that it chains."""
     for key, value in state.items():
         if not key.startswith("_") and key not in ("last_epoch", "base_lrs"):
-            _add(found, f"{name}.{key}", value)
+            yield f"{name}.{key}", value
     for number, part in enumerate(state.get("_schedulers", ())):
-        _add_schedule(found, f"{name}[{number}]", "", part)
-
-
-def _add(found: dict[str, Any], name: str, value: Any) -> None:
-    with suppress(TypeError, ValueError):
-        text = json.dumps(value.tolist() if isinstance(value, Tensor) else value, allow_nan=False)
-        found[name] = parse_json(text.encode())
+        yield from _list_schedule(f"{name}[{number}]", part)

@@ -103,7 +103,6 @@ class RunState:
 
     Attributes:
         steps_done: steps completed so far, over all restarts.
-        resumed_step: `steps_done` of the snapshot from which this start resumed; 0 without one.
         newest_step: number of the step whose body has begun last; -1 before the first one.
         began_step: `steps_done` when the current loop began.
         place: the current loop, or the last one.
@@ -117,7 +116,6 @@ class RunState:
 
     def __init__(self) -> None:
         self.steps_done = 0
-        self.resumed_step = 0
         self.newest_step = -1
         self.began_step = 0
         self.place = Place(0, last_step=0, kind=LoopKind.RESUMED)
@@ -127,12 +125,9 @@ class RunState:
         self.tally = MetricsTally()
         self.script: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
-        self._lanes: list[dict[str, Any]] = []  # `LanePosition.row` of the snapshot
-        self._order: Mapping[str, Any] | None = None  # see `SamplerOrders.state_dict`
-        # Per finished loop: its end, and with a sampler the length of its epochs.
+        self._resumed: Mapping[str, Any] = {"step": 0}  # the position in the snapshot, see `build_position`
+        # Per finished loop: its end, and the length of its epochs with a sampler, else 0.
         self._ends: list[list[int]] = []
-        # Per loop that began in another run, which this one continues: see `find_begin`.
-        self._begins: list[list[int]] = []
         self._num_begun = 0
         self._num_past = 0
 
@@ -153,8 +148,8 @@ class RunState:
         return position | self.list_ends()
 
     def list_ends(self) -> dict[str, Any]:
-        """Return the ends and beginnings of loops, as a part of the position; empty if there are none to record."""
-        return ({"loops": self._ends} if self._ends else {}) | ({"begins": self._begins} if self._begins else {})
+        """Return what a position says of loops: their ends, and the beginnings of those that began in another run."""
+        return {"loops": self._ends, "begins": self._resumed.get("begins", [])}
 
     def build_notes(self) -> dict[str, Any]:
         """Return what a snapshot's manifest holds of the state, because times and logged values may differ by start."""
@@ -173,13 +168,10 @@ class RunState:
             is_latest: whether the run continues where it ended. A loop that run.stop() has ended then stays ended; a
                 snapshot that is named is meant to be trained further.
         """
+        self._resumed = position
         self._ends = position.get("loops", [])
-        self._begins = position.get("begins", [])
         self._num_past = len(self._ends)
-        self._order = position.get("order")
-        self._lanes = position.get("lanes", [])
         self.steps_done = position["step"]
-        self.resumed_step = self.steps_done
         self.stop_reason = notes.get("stopped", "") if is_latest else ""
         self.tally.load_state_dict(notes.get("tally", {}))
         self.script = script
@@ -194,9 +186,8 @@ class RunState:
 
     def resume_lanes(self, lanes: Lanes, plan: LoopPlan) -> None:
         """Continue to read a stream where the snapshot was taken."""
-        if self.place.kind is not LoopKind.RESUMED or self.steps_done == plan.first_step:
-            return
-        lanes.resume(self._lanes)
+        if self.place.kind is LoopKind.RESUMED and self.steps_done != plan.first_step:
+            lanes.resume(self._resumed.get("lanes", []))
 
     # --- steps ------------------------------------------------------------------------------------------------
 
@@ -234,8 +225,7 @@ class RunState:
         The state on which a sampler may depend is restored only when the loop begins, so it is not called before.
         """
         if self._num_begun < self._num_past:
-            _, *length = self._ends[self._num_begun]
-            return length[0] if length else None
+            return self._ends[self._num_begun][1] or None
         order = self._continued_order
         return None if order is None else len(order["indices"])
 
@@ -244,7 +234,7 @@ class RunState:
 
         They differ from `begin` and 0 only in a loop that began in another run, with another batch size.
         """
-        for number, step, epoch, num_done in self._begins:
+        for number, step, epoch, num_done in self._resumed.get("begins", []):
             if number == self._num_begun:
                 return (step, epoch), num_done
         return begin, 0
@@ -252,7 +242,7 @@ class RunState:
     @property
     def _continued_order(self) -> Mapping[str, Any] | None:
         """The order in the snapshot, if the script's next loop is the one in which it was taken."""
-        return self._order if self._num_begun == self._num_past else None
+        return self._resumed.get("order") if self._num_begun == self._num_past else None
 
     def begin_loop(self, data: LoopData, max_steps: int | None, location: Location) -> None:
         """Move to the script's next loop, and record it. On all ranks.
@@ -268,10 +258,10 @@ class RunState:
         end = min(data.planned, max_steps or data.planned)
         if number < self._num_past:
             kind = LoopKind.PAST
-            end, *_ = self._ends[number]
+            end, _ = self._ends[number]
         place = Place(number, end, kind)
         location.once(lambda: self._record(location.directory, place, data))
-        self.steps_done = end if place.is_past else max(data.plan.first_step, self.resumed_step)
+        self.steps_done = end if place.is_past else max(data.plan.first_step, self._resumed["step"])
         self.began_step = self.steps_done
         self.place = place
         self.is_in_loop = True
@@ -304,13 +294,9 @@ class RunState:
         self.is_in_loop = False
 
     def end_loop(self, plan: LoopPlan) -> None:
-        """End the loop. A further one is not stopped by its run.stop()."""
+        """End the loop; the script's lines after it begin. A further loop is not stopped by its run.stop()."""
         self.is_in_loop = False
+        self.num_evaluations = AFTER_LOOP
         if not self.place.is_past:
             self.stop_reason = ""
-            epoch_length = [] if plan.epoch_length is None else [plan.epoch_length]
-            self._ends = [*self._ends, [self.steps_done, *epoch_length]]
-
-    def begin_after_loop(self) -> None:
-        """The script's lines after a loop begin."""
-        self.num_evaluations = AFTER_LOOP
+            self._ends = [*self._ends, [self.steps_done, plan.epoch_length or 0]]
