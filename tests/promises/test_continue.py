@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.runs import ask
-from support.tiny import tiny_run
-from torch import Tensor
+from support.tiny import Stream, tiny_run
 
 import samestep
 from samestep.errors import Error
@@ -26,16 +24,6 @@ def train(run_dir: Path, num_epochs: int = 4, num_ranks: int = 1, **arguments: A
 
 
 SOURCE: dict[str, str] = {}
-
-
-class Stream(torch.utils.data.IterableDataset[Tensor]):
-    """A lane's own numbers."""
-
-    def lane(self, lane: int, num_lanes: int) -> Any:
-        return (torch.tensor([float(lane), float(k), 0.0, 1.0]) for k in range(100))
-
-    def __iter__(self) -> Any:
-        return iter(())
 
 
 def train_on_stream(run_dir: Path, num_steps: int = 3, **numbers: int) -> int:

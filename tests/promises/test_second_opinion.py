@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.runs import digest
-from support.tiny import Pairs, tiny_run
+from support.tiny import Pairs, Stream, Tiny, learn, tiny_run, update
 from torch import Tensor, nn
 
 import samestep
@@ -22,7 +21,7 @@ HOST = re.escape(socket.gethostname())
 class Flip(nn.Module):
     """Returns its input, of which a bit is flipped: in the "forward", or in the "backward" of its gradient."""
 
-    what, bit, element = "", 12, 0
+    what, element = "", 0
 
     def forward(self, x: Tensor) -> Tensor:
         if self.what == "forward":
@@ -33,33 +32,34 @@ class Flip(nn.Module):
 
     def flip(self, tensor: Tensor) -> Tensor:
         flipped = tensor.clone()
-        flipped.view(torch.int32).view(-1)[self.element % tensor.numel()] ^= 1 << self.bit
+        flipped.view(torch.int32).view(-1)[self.element % tensor.numel()] ^= 1 << 12
         return flipped
 
 
-def train(
-    run_dir: Path | None, rank: int = -1, what: str = "", start: int = 0, bit: int = 12, num_steps: int = 12,
-    batch_size: int = 12, num_workers: int = 0, **arguments: Any,
-) -> list[float]:  # fmt: skip
+def train(run_dir: Path, rank: int = -1, what: str = "", start: int = 0, **arguments: Any) -> list[float]:
     """Trains. From step `start` on, `rank` computes wrong results. Returns losses, and averages of micro-batches."""
-    run = samestep.Run(run_dir, batch_size=batch_size, micro_batch_size=2, device="cpu", **arguments)
-    flip = Flip()
-    model = nn.Sequential(nn.Linear(4, 8), flip, nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    run.prepare(model=model, optimizer=optimizer)
-    generator = torch.Generator().manual_seed(0)
-    data = [(torch.randn(4, generator=generator), i % 3) for i in range(4 * batch_size)]
-    losses = []
-    for step in run.steps(data, num_steps, num_workers=num_workers):
-        flip.what = what if (run.rank, step.number >= start) == (rank, True) else ""
-        flip.bit, flip.element = bit, step.number
-        for x, y in step:
-            loss = F.cross_entropy(model(x), y)
-            step.log(rows=len(x), micro_batch=step.micro_batch)
-            step.backward(loss)
-        optimizer.step()
-        losses += [step.metrics["loss"], step.metrics["micro_batch"]]
-    return losses
+    found: list[float] = []
+
+    def before(t: Tiny) -> None:
+        flip = t.model[1]
+        flip.what = what if (t.run.rank, t.step.number >= start) == (rank, True) else ""
+        flip.element = t.step.number
+
+    def body(t: Tiny, x: Tensor, y: Tensor) -> None:
+        t.step.log(micro_batch=t.step.micro_batch)
+        learn(t, x, y)
+
+    def then(t: Tiny) -> None:
+        update(t)
+        found.extend([t.step.metrics["loss"], t.step.metrics["micro_batch"]])
+
+    tiny_run(
+        run_dir, batch_size=12, num_steps=12, before=before, body=body, then=then, optimizer=torch.optim.AdamW,
+        model=lambda: nn.Sequential(
+            nn.Linear(4, 8), Flip(), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 1)
+        ), **arguments,
+    )  # fmt: skip
+    return found
 
 
 @pytest.mark.parametrize(
@@ -114,16 +114,6 @@ class Drawing(Pairs):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         x, y = super().__getitem__(index)
         return x + random.SystemRandom().random(), y
-
-
-class Stream(torch.utils.data.IterableDataset[Tensor]):
-    """A lane's own numbers."""
-
-    def lane(self, lane: int, num_lanes: int) -> Any:
-        return (torch.tensor([float(lane), float(k)]) for k in range(100))
-
-    def __iter__(self) -> Any:
-        return iter(())
 
 
 @pytest.mark.parametrize(("data", "words"), [

@@ -31,6 +31,16 @@ class Pairs(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         return self.x[index], self.y[index]
 
 
+class Stream(torch.utils.data.IterableDataset[Tensor]):
+    """Four features that say which sample of which lane it is."""
+
+    def lane(self, lane: int, num_lanes: int) -> Any:
+        return (torch.tensor([float(lane), float(k), 0.0, 1.0]) for k in range(100))
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
 def learn(tiny: Tiny, x: Tensor, y: Tensor | None = None) -> None:
     """A micro-batch: backward of the mean squared error. Without targets, they are 0."""
     out = tiny.model(x)

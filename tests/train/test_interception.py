@@ -129,8 +129,3 @@ def test_every_name_in_the_source_is_an_interceptor() -> None:
 def test_the_environment_may_name_interceptors_of_samestep_only(text: str) -> None:
     with pytest.raises(samestep.InvalidValue, match=r"SAMESTEP_TRACE names no interceptor .*: samestep's own commands"):
         read_request(text)
-
-
-def test_a_request_has_options() -> None:
-    (request,) = read_request('{"interceptor": "samestep.checks.second_opinion:SecondOpinion", "a": 1}')
-    assert request.options == {"a": 1}

@@ -221,11 +221,11 @@ class Run:
             partial(calls.gather_after_step, group),
         )
         signals = StopSignals(context.environment, context.say, is_on=self.dir is not None)
-        watchdog = Watchdog(context, snapshotter, state)
+        watchdog = Watchdog(context, state)
         return Services(
             snapshotter,
             watchdog,
-            Stopping(context, state, snapshotter, watchdog, signals),
+            Stopping(state, snapshotter, watchdog, signals),
             RunMetrics(context, state, self._progress, Trackers(trackers, context.say)),
             Resources(context, state, snapshotter, watchdog, signals, self._progress),
         )

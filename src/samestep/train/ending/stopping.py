@@ -17,7 +17,6 @@ from samestep.errors import UsageError
 from samestep.launch.rank_process import kept_signals
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train import calls
-from samestep.train.context import RunContext
 from samestep.train.guards.watchdog import Watchdog
 from samestep.train.state.run_state import RunState
 from samestep.train.step.steps import Step, StepObserver
@@ -157,15 +156,7 @@ class Stopping(StepObserver):
         signal: the signal that stops the run on all ranks; 0 for none.
     """
 
-    def __init__(
-        self,
-        context: RunContext,
-        state: RunState,
-        snapshotter: Snapshotter,
-        watchdog: Watchdog,
-        signals: StopSignals,
-    ) -> None:
-        self._context = context
+    def __init__(self, state: RunState, snapshotter: Snapshotter, watchdog: Watchdog, signals: StopSignals) -> None:
         self._state = state
         self._snapshotter = snapshotter
         self._watchdog = watchdog

@@ -17,7 +17,6 @@ from samestep.errors import Error, PeerFailed, Stuck
 from samestep.files import read_text
 from samestep.launch.failure import write_failure
 from samestep.lifetime import Held, hold
-from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.state.run_state import RunState
 from samestep.watch.decision import RankFacts
@@ -37,10 +36,9 @@ class Watchdog(PhaseClock, Held):
         now: see `PhaseClock`.
     """
 
-    def __init__(self, context: RunContext, snapshotter: Snapshotter, state: RunState) -> None:
+    def __init__(self, context: RunContext, state: RunState) -> None:
         super().__init__()
         self._context = context
-        self._snapshotter = snapshotter
         self._state = state
         self._terminal = read_terminal()
         self._heartbeat: Heartbeat | None = None
@@ -56,7 +54,7 @@ class Watchdog(PhaseClock, Held):
     def begin(self) -> None:
         """Begin a loop. From here on, a phase that takes too long is reported."""
         context = self._context
-        stuck_after_s = self._context.config.stuck_after_s
+        stuck_after_s = context.config.stuck_after_s
         hold(self, alone=True)  # that of a run whose loop was left may still answer the other ranks
         self.enter("script", self._state.steps_done)
         is_alone = context.environment.launcher == "python" and context.world_size == 1
@@ -91,13 +89,8 @@ class Watchdog(PhaseClock, Held):
             can_heal=group.can_heal,
             is_lost=group.is_lost,
         )
-        location = context.location
-        files = Files(
-            location.path,
-            self._may_write,
-            context.config.micro_batch_size,
-            self._state.steps_done,
-        )
+        path = context.location.path
+        files = Files(path, self._may_write, context.config.micro_batch_size, self._state.steps_done)
         self._heartbeat = Heartbeat(self, facts, files, group.open_lasting_entries())
 
     def _may_write(self) -> bool:
