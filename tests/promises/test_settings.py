@@ -92,13 +92,8 @@ def plain(model: nn.Module, new: bool) -> Any:
     return AdamW(params, lr=torch.tensor(0.5 if new else 0.25), betas=(0.8 if new else 0.9, 0.99)), {}
 
 
-def multiplied(model: nn.Module, new: bool) -> Any:
-    optimizer = SGD(model.parameters(), 0.2 if new else 0.1)
-    return optimizer, {"schedule": schedules.LambdaLR(optimizer, lambda step: step / 10)}
-
-
 def in_sequence(model: nn.Module, new: bool) -> Any:
-    optimizer = SGD(model.parameters(), 0.1)
+    optimizer = SGD(model.parameters(), 0.2 if new else 0.1)
     parts = [schedules.LinearLR(optimizer, 0.1, total_iters=2), schedules.CosineAnnealingLR(optimizer, 20 + 20 * new)]
     return optimizer, {"schedule": schedules.SequentialLR(optimizer, parts, [2])}
 
@@ -111,8 +106,7 @@ def another_kind(model: nn.Module, new: bool) -> Any:
 
 CHANGED = {
     plain: {"optimizer.lr", "optimizer.betas", "optimizer.weight_decay"},
-    multiplied: {"optimizer.lr"},
-    in_sequence: {"schedule[1].T_max"},
+    in_sequence: {"optimizer.lr", "schedule[1].T_max"},
     another_kind: {"schedule"},
 }
 

@@ -119,21 +119,19 @@ class Objects:
 
     def _load_optimizer(self, name: str, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         params = self.name_updated(name)
-        names = {id(param): path for path, param in params.items()}
-        numbers = {path: number for number, path in enumerate(params)}
-        own = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-        if different := _number_paths(own) ^ _number_paths([group["params"] for group in saved[GROUPS]]):
+        paths = [*params]
+        groups = optimizer.state_dict()[GROUPS]
+        own = [sorted(paths[number] for number in group["params"]) for group in groups]
+        if own != [group["params"] for group in saved[GROUPS]]:
             raise RunDirectoryError(
-                f"the parameter groups of {name} are not those in the snapshot, such as that of {min(different)[1]}: "
-                "give the optimizer the groups with which the run began",
+                f"the parameter groups of {name} are not those in the snapshot: give the optimizer the groups with "
+                "which the run began",
                 code="SS412",
             )
         # torch adds defaults when it loads, but not to the groups.
         settings = optimizer.defaults.keys() & optimizer.param_groups[0].keys()
-        groups = [
-            {**group, "params": [numbers[path] for path in paths]}
-            for group, paths in zip(saved[GROUPS], own, strict=True)
-        ]
+        groups = [{**was, "params": group["params"]} for was, group in zip(saved[GROUPS], groups, strict=True)]
+        numbers = {path: number for number, path in enumerate(paths)}
         states = {numbers.get(key, key): value for key, value in saved[STATE].items()}
         optimizer.load_state_dict({**saved, STATE: states, GROUPS: groups})
         for path, param in params.items():
@@ -164,11 +162,6 @@ def _name_state(named: Sequence[str], state: Any) -> Any:
         options = {key: value for key, value in group.items() if key != "param_names"}
         groups.append(options | {"params": sorted(named[number] for number in group["params"])})
     return {**state, STATE: {key: states[key] for key in sorted(states, key=str)}, GROUPS: groups}
-
-
-def _number_paths(groups: Sequence[Sequence[str]]) -> set[tuple[int, str]]:
-    """Return the parameters in groups, each with the number of its group."""
-    return {(number, path) for number, paths in enumerate(groups) for path in paths}
 
 
 def _identifies_by(kind: type, state: Any) -> bool:
