@@ -8,7 +8,8 @@ import pytest
 from support.runs import check, samestep_command
 from tools.plain_planted import MISSED, MISTAKES, find_mistakes, plant
 
-from samestep.tools.verify.plain_checks import Pass, Rank, check_evaluation, check_samples
+from samestep.tools.verify.plain_checks import check_evaluation, check_samples
+from samestep.tools.verify.plain_record import Pass, PlainRank
 
 ROOT = Path(__file__).parents[2]
 VERDICT = re.compile(r"^  (\w+) +(ok|MISTAKE|not observed) +(.*)$", re.MULTILINE)
@@ -118,12 +119,12 @@ def test_several_mistakes_in_one_script(tmp_path: Path, mistakes: tuple[str, ...
     assert find_mistakes(tmp_path) == wanted
 
 
-def record(num_batches: int, *batches: list[int], is_training: bool) -> list[Rank]:
+def record(num_batches: int, *batches: list[int], is_training: bool) -> list[PlainRank]:
     """Return the ranks of a run. Each has one of the shares of 5 samples, in batches of 2."""
     ranks = []
     for ids in batches:
         each = Pass(0, 5, num_batches, ids=[ids[:2], ids[2:]], num_backwards=num_batches if is_training else 0)
-        ranks.append(Rank(len(ranks), [each]))
+        ranks.append(PlainRank(len(ranks), [each]))
     return ranks
 
 

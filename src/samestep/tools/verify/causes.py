@@ -56,16 +56,16 @@ OF_SHARD = OF_RANKS | {
 }
 
 
-def explain(one: Traced, other: Traced, difference: Difference, *, is_resumed: bool) -> str:
+def explain(one: Traced, other: Traced, difference: Difference) -> str:
     """Return the likely cause.
 
     Args:
         one: the reference run.
         other: the run that differs: on the same number of ranks, on another number, with another shard, or resumed.
     """
-    if is_resumed:  # uninterrupted runs were equal, otherwise none would have been interrupted
+    if begin := other.settings["begin"]:  # uninterrupted runs were equal, otherwise none would have been interrupted
         return (
-            f"it differs from step {difference.step} on, after a resume at step {other.settings['begin']}: state that "
+            f"it differs from step {difference.step} on, after a resume at step {begin}: state that "
             "the script keeps from step to step, such as a generator of its own, is in no snapshot; pass it to "
             "run.prepare, or use run.state"
         )

@@ -18,7 +18,8 @@ from samestep.errors import Error
 from samestep.files import read_tail
 from samestep.launch.target import Target
 from samestep.tools.traced_script import exiting_on_sigterm, start
-from samestep.tools.verify.plain_checks import MISTAKE, OK, UNSEEN, CheckResult, Rank, check_all, read_ranks
+from samestep.tools.verify.plain_checks import MISTAKE, OK, UNSEEN, Finding, check_all
+from samestep.tools.verify.plain_record import PlainRank, read_ranks
 from samestep.tools.verify.trials import SHOWN_LINES
 from samestep.units import format_ranks
 from samestep.world.environment import HOOK, child_variables
@@ -45,59 +46,55 @@ def run_plain(target: Target, values: Mapping[str, Any], world_sizes: Sequence[i
         target = replace(target, name=str(path.relative_to(here) if path.is_relative_to(here) else path))
     if "json" not in values:
         print(f"samestep verify --plain {shlex.join(target.to_words())}", flush=True)
-    runs: dict[int, Sequence[Rank]] = {}
+    runs: dict[int, list[PlainRank]] = {}
     rows: list[dict[str, Any]] = []
-    faults: list[CheckResult] = []
+    results: dict[str, Finding] = {}
     deadline_s: float | None = None
     with exiting_on_sigterm(), open_workdir("verify-") as home:
         for size in world_sizes:
-            show_activity(f"{target.name} on {format_ranks(size)} ...")
-            place = home / f"{size}"
-            place.mkdir()
-            copy_directory(here, place / "copy", home)
+            where = format_ranks(size)
+            show_activity(f"{target.name} on {where} ...")
+            directory = home / f"{size}"
+            directory.mkdir()
+            copy_directory(here, directory / "copy", home)
             began_s = time.monotonic()
-            code = _start(target, size, place, values.get("steps", 100), deadline_s)
+            code = _start(target, size, directory, values.get("steps", 100), deadline_s)
             seconds = time.monotonic() - began_s
             deadline_s = deadline_s or max(LEAST_DEADLINE_S, 10 * seconds)
-            ranks = runs[size] = read_ranks(place)
+            ranks = runs[size] = read_ranks(directory)
             num_steps = min((rank.num_steps for rank in ranks), default=0)
             rows.append({"ranks": size, "steps": num_steps, "seconds": round(seconds, 1), "exit_code": code})
             how = "does not end" if code is None else f"ends with exit code {code}"
             if len(runs) == 1 and (code or not ranks):
-                output = "\n".join(read_tail(place / "output").splitlines()[-SHOWN_LINES:])
+                output = "\n".join(read_tail(directory / "output").splitlines()[-SHOWN_LINES:])
                 raise Error(
-                    f"{target.name} {how} on {format_ranks(size)} after {num_steps} steps of a torch optimizer, before "
-                    f"anything can be compared: its last lines are: {output}",
+                    f"{target.name} {how} on {where} after {num_steps} steps of a torch optimizer, before anything can "
+                    f"be compared: its last lines are: {output}",
                     code="SS711",
                 )
             if code != 0 and not any(rank.is_cut for rank in ranks):
-                text = f"on {format_ranks(size)} it {how} after {num_steps} steps"
-                faults.append(CheckResult("run", MISTAKE, text))
-    results = [*faults, *check_all(runs)]
-    has_mistake = any(result.verdict == MISTAKE for result in results)
+                results["run"] = MISTAKE, f"on {where} it {how} after {num_steps} steps"
+    results |= check_all(runs)
+    verdicts = [verdict for verdict, _ in results.values()]
+    has_mistake = MISTAKE in verdicts
     if "json" in values:
-        found = {result.check: {"verdict": result.verdict, "text": result.text} for result in results}
-        print_json({"runs": rows, "checks": found, "mistakes": has_mistake})
-    else:
-        _print_results(results, has_mistake)
+        checks = {name: {"verdict": verdict, "text": text} for name, (verdict, text) in results.items()}
+        print_json({"runs": rows, "checks": checks, "mistakes": has_mistake})
+        return int(has_mistake)
+    for name, (verdict, text) in results.items():
+        print_result(ROW.format(name, verdict, text), verdict, COLOURS[verdict])
+    num_unseen = verdicts.count(UNSEEN)
+    rest = f"; {num_unseen} of {len(results)} checks could not be made: not observed" if num_unseen else ""
+    print(f"{'mistakes' if has_mistake else 'no mistakes'} were found{rest}")
     return int(has_mistake)
 
 
-def _print_results(results: Sequence[CheckResult], has_mistake: bool) -> None:
-    for result in results:
-        line = ROW.format(result.check, result.verdict, result.text)
-        print_result(line, result.verdict, COLOURS[result.verdict])
-    num_unseen = sum(result.verdict == UNSEEN for result in results)
-    rest = f"; {num_unseen} of {len(results)} checks could not be made: not observed" if num_unseen else ""
-    print(f"{'mistakes' if has_mistake else 'no mistakes'} were found{rest}")
-
-
-def _start(target: Target, size: int, place: Path, num_steps: int, deadline_s: float | None) -> int | None:
-    """Start the script in `place / "copy"`, with records in `place`. Returns the exit code; None: it did not end."""
-    hook = json.dumps([RECORDER, {"dir": str(place), "steps": num_steps}])
+def _start(target: Target, size: int, directory: Path, num_steps: int, deadline_s: float | None) -> int | None:
+    """Start the script in the copy, with records in `directory`. Returns the exit code; None: it did not end."""
+    hook = json.dumps([RECORDER, {"dir": str(directory), "steps": num_steps}])
     variables = {"PYTHONHASHSEED": "0"} | child_variables() | {HOOK: hook, "WANDB_MODE": "disabled"}
     command = target.to_full_command(size)
-    with start(command, variables, place / "output", place / "copy") as process, suppress(TimeoutExpired):
+    with start(command, variables, directory / "output", directory / "copy") as process, suppress(TimeoutExpired):
         return process.wait(deadline_s)
     return None
 
@@ -111,23 +108,27 @@ def copy_directory(source: Path, target: Path, home: Path) -> None:
     Raises:
         Error: the copy would be too large.
     """
-    sizes: list[int] = []
+    num_files = num_bytes = 0
 
     def leave_out(directory: str, names: list[str]) -> set[str]:
-        paths = (Path(directory, name) for name in names)
-        kept = [path for path in paths if path.is_file() or (path.is_dir() and path != home)]  # no socket or pipe
-        if directory == str(source):
-            kept = [path for path in kept if not path.name.startswith(".")]
-        found = {path: path.stat().st_size for path in kept if path.is_file()}
-        sizes.extend(found.values())
-        if len(sizes) > MAX_FILES or sum(sizes) > MAX_BYTES:  # also ends a circle of links
-            largest = max(found, key=found.__getitem__)
-            raise Error(
-                f"the working directory is too large to be copied for each start, at {largest}: move large data, and "
-                "give the script the full path",
-                code="SS712",
-            )
-        return {*names} - {path.name for path in kept}
+        nonlocal num_files, num_bytes
+        kept = set()
+        for path in (Path(directory, name) for name in names):
+            if path == home or (path.parent == source and path.name.startswith(".")):
+                continue
+            if path.is_file():
+                num_files += 1
+                num_bytes += path.stat().st_size
+            elif not path.is_dir():  # a socket or pipe
+                continue
+            kept.add(path.name)
+            if num_files > MAX_FILES or num_bytes > MAX_BYTES:  # also ends a circle of links
+                raise Error(
+                    f"the working directory is too large to be copied for each start, at {path}: move large data, and "
+                    "give the script the full path",
+                    code="SS712",
+                )
+        return {*names} - kept
 
     shutil.copytree(source, target, ignore=leave_out)  # noqa: TID251 the user's own files, which may be links
     target.chmod(0o700)  # the source may be read-only

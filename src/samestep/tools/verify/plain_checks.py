@@ -1,14 +1,14 @@
 """Compares the records of a script's ranks, and reports the usual mistakes of distributed training."""
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from samestep.tools.traced_script import read_lines
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep.tools.verify.plain_record import Pass, PlainRank, Update
 from samestep.units import format_ranks
 
 OK = "ok"
@@ -18,131 +18,9 @@ GRADIENT_TOLERANCE = 5e-3  # of the norm; gradients that are compressed to bfloa
 TOLERANCE = 1e-6  # of the norm, between copies of float32
 FEWEST = 8  # samples whose order is compared
 
-Runs = Mapping[int, Sequence["Rank"]]  # number of ranks -> records of each
-Finding = tuple[str, str]  # OK or MISTAKE, and a sentence
-Vector = Sequence[float]  # a projection
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """The result of one check: OK, MISTAKE or UNSEEN, and sentences."""
-
-    check: str
-    verdict: str
-    text: str
-
-
-@dataclass
-class Pass:
-    """One pass of a rank over a loader.
-
-    Attributes:
-        dataset: the number of the data set, in the order in which this rank uses them.
-        length, num_batches: of the data set and of the loader; None: they have none.
-        drop_last: whether the loader or its sampler has this option.
-        is_subset: the loader's data set is a Subset.
-        is_shuffled: the order of the samples can be another one in each pass.
-        ids: the samples of each batch: their indices, or hashes of their contents.
-        is_grad: a batch was taken while gradients were enabled.
-        is_ended: the loop has requested a batch after the last one.
-        is_trimmed: Accelerate has removed the padding from results.
-        num_backwards: backward passes while it was open, if `is_grad`.
-    """
-
-    dataset: int
-    length: int | None
-    num_batches: int | None
-    drop_last: bool = False
-    is_subset: bool = False
-    is_shuffled: bool = True
-    ids: list[list[Any]] = field(default_factory=list)
-    is_grad: bool = False
-    is_ended: bool = False
-    is_trimmed: bool = False
-    num_backwards: int = 0
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the pass reached the end of the loader. Lightning requests none after the last batch."""
-        return self.is_ended or len(self.ids) == self.num_batches
-
-    @property
-    def samples(self) -> list[Any]:
-        """The ids of all batches."""
-        return [each for batch in self.ids for each in batch]
-
-    @property
-    def num_samples(self) -> int | None:
-        """The number of samples in its data set; None if it is not known."""
-        return len({*self.samples}) if self.length is None and self.is_complete else self.length
-
-
-@dataclass
-class Rank:
-    """The record of one rank.
-
-    Attributes:
-        updates: of all optimizers: the fields of the event "update", and "num_backwards" until its end.
-        is_cut: the recorder has ended the script after the steps of the trial.
-    """
-
-    rank: int = -1
-    passes: list[Pass] = field(default_factory=list)
-    updates: list[dict[str, Any]] = field(default_factory=list)
-    is_cut: bool = False
-
-    @property
-    def num_steps(self) -> int:
-        """The largest number of updates of an optimizer."""
-        return max(Counter(update["optimizer"] for update in self.updates).values(), default=0)
-
-    def list_passes(self, *, is_training: bool) -> list[Pass]:
-        """Return its passes in order: those with backward passes, or the others."""
-        return [each for each in self.passes if each.ids and (each.num_backwards > 0) == is_training]
-
-    def count_samples(self) -> list[int]:
-        """Return the number of samples of each backward pass; [] if it is not known."""
-        passes = self.list_passes(is_training=True)
-        if any(each.num_backwards > len(each.ids) for each in passes) or self.num_steps < len(self.updates):
-            return []
-        return [len(batch) for each in passes for batch in each.ids[: each.num_backwards]]  # others are fetched ahead
-
-
-def read_ranks(directory: Path) -> list[Rank]:
-    """Read the records of the processes that made an update, in the order of their ranks."""
-    ranks = [_read_rank(read_lines(path)) for path in directory.glob("rank-*.jsonl")]
-    return sorted((each for each in ranks if each.updates), key=lambda each: each.rank)
-
-
-def _read_rank(lines: Iterable[dict[str, Any]]) -> Rank:
-    """Read the events that `plain_recorder` describes."""
-    record = Rank()
-    num_backwards = 0
-    newest: dict[int, Pass] = {}  # data set -> its newest pass
-    latest: Pass | None = None  # the pass of the last batch
-    for line in lines:
-        match line.pop("event"):
-            case "begin_pass":
-                newest[line["dataset"]] = Pass(**line)
-                record.passes.append(newest[line["dataset"]])
-            case "batch":
-                latest = record.passes[line["pass_number"]]
-                latest.ids.append(line["ids"])
-                latest.is_grad |= line["is_grad"]
-            case "end_pass":
-                record.passes[line["pass_number"]].is_ended = True
-            case "backward":
-                num_backwards += 1
-                for each in newest.values():  # several, if a loop takes batches from several loaders
-                    each.num_backwards += each.is_grad and (each is latest or not each.is_ended)
-            case "trim" if latest is not None:
-                latest.is_trimmed = True
-            case "update":
-                record.rank = line["rank"]
-                record.updates.append({**line, "num_backwards": num_backwards})
-            case "cut":
-                record.is_cut = True
-    return record
+Runs = Mapping[int, Sequence[PlainRank]]  # number of ranks -> records of each
+Finding = tuple[str, str]  # OK, MISTAKE or UNSEEN, and a sentence
+Vectors = NDArray[np.float64]  # a projection per rank
 
 
 # --- samples ------------------------------------------------------------------------------------------------------
@@ -169,7 +47,7 @@ def _check_epochs(runs: Runs, *, is_training: bool) -> Iterator[Finding]:
                 yield verdict, f"on {format_ranks(size)}, {sentence}"
 
 
-def _group_passes(ranks: Sequence[Rank], is_training: bool) -> list[list[Pass]]:
+def _group_passes(ranks: Sequence[PlainRank], is_training: bool) -> list[list[Pass]]:
     """Return the n-th passes over each data set, of the ranks that made them."""
     groups: dict[tuple[int, int], list[Pass]] = {}
     for rank in ranks:
@@ -185,7 +63,7 @@ def _judge_epoch(passes: Sequence[Pass], length: int | None, is_training: bool) 
     is_complete = all(each.is_complete for each in passes)
     if not is_complete and not is_training:
         return
-    drawn = [each.samples for each in passes]
+    drawn: list[list[Any]] = [each.samples for each in passes]
     if len(passes) > 1 and length == sum(each.length or 0 for each in passes) and not passes[0].is_subset:
         # Each rank has a data set of its own part, so that equal indices are other samples.
         drawn = [[(rank, each) for each in samples] for rank, samples in enumerate(drawn)]
@@ -226,7 +104,7 @@ def check_order(runs: Runs) -> Iterator[Finding]:
             num = min(len(one.samples), len(other.samples))
             if one.dataset != other.dataset or num < FEWEST or isinstance(one.samples[0], str):
                 continue
-            if not one.is_shuffled or all(a < b for a, b in pairwise(one.samples)):
+            if one.samples[: num - 1] == sorted(one.samples[: num - 1]):  # the last one may be padding
                 yield OK, "the samples are not shuffled"
             elif one.samples[:num] == other.samples[:num]:
                 where = f"on {format_ranks(size)}"
@@ -238,88 +116,85 @@ def check_order(runs: Runs) -> Iterator[Finding]:
 # --- gradients and weights ----------------------------------------------------------------------------------------
 
 
-def compare(one: Vector, other: Vector) -> float:
-    """Return the distance of two projections, relative to the larger one."""
-    larger = max(math.hypot(*one), math.hypot(*other))
-    return math.dist(one, other) / larger if larger else 0.0
-
-
-def _fit(one: Vector, other: Vector) -> tuple[float, float]:
-    """Return the factor c for which `one` is nearest to c * other, and the distance from it."""
-    square = _dot(other, other)
-    factor = _dot(one, other) / square if square else 0.0
-    return factor, compare(one, [factor * each for each in other])
-
-
-def _average(vectors: Sequence[Vector], weights: Vector) -> list[float]:
-    return [_dot(weights, column) / sum(weights) for column in zip(*vectors, strict=True)]
-
-
-def _dot(one: Vector, other: Vector) -> float:
-    return sum(a * b for a, b in zip(one, other, strict=True))
-
-
 def check_gradient(runs: Runs) -> Iterator[Finding]:
     """Check that updates use the mean of the gradients over all samples of all ranks."""
-    for size, ranks in runs.items():
-        if size == 1 or len(ranks) != size:
-            continue
+    for size, steps in _list_steps(runs):
         num_right = 0
         num_same = 0
-        counts = [rank.count_samples() for rank in ranks]
-        begins = [0] * size
-        for step, updates in enumerate(zip(*(rank.updates for rank in ranks), strict=False)):
-            ends = [update["num_backwards"] for update in updates]
-            weights = [sum(of_rank[a:b]) for of_rank, a, b in zip(counts, begins, ends, strict=True)]
-            begins = ends
-            computed = [update["computed"] for update in updates]
-            if not all(computed) or not any(math.hypot(*each) for each in computed):
+        for step, updates in enumerate(steps):
+            computed = np.array([update.computed for update in updates if update.computed])
+            if len(computed) < size or not computed.any():
                 continue
-            used = [update["used"] for update in updates]
-            if fault := _judge_gradient(computed, used, weights if all(weights) else [1] * size):
+            if fault := _judge_gradient(computed, updates):
                 yield MISTAKE, f"on {size} ranks, in step {step}, {fault}"
                 break
             num_right += 1
-            num_same += max(compare(computed[0], each) for each in computed) <= TOLERANCE
+            num_same += find_distance(computed) <= TOLERANCE
         if num_right:
             yield OK, f"the mean over the ranks in {num_right} steps"
         if num_right and num_same == num_right:
             yield MISTAKE, f"on {size} ranks, all ranks compute the same gradient: give each other samples"
 
 
-def _judge_gradient(computed: Sequence[Vector], used: Sequence[Vector], weights: Vector) -> str | None:
+def _list_steps(runs: Runs) -> Iterator[tuple[int, list[tuple[Update, ...]]]]:
+    """Yield each number of ranks but 1, and the updates of all ranks in each step."""
+    for size, ranks in runs.items():
+        if size > 1 and len(ranks) == size:
+            yield size, [*zip(*(rank.updates for rank in ranks), strict=False)]
+
+
+def _judge_gradient(computed: Vectors, updates: Sequence[Update]) -> str | None:
     """Judge the gradients of one update of all ranks, clipped or not. Returns None if they are the mean."""
-    size = len(computed)
-    mean = _average(computed, [1.0] * size)
-    factors, distances = zip(*(_fit(each, mean) for each in used), strict=True)
-    of_weighted = max(_fit(each, _average(computed, weights))[1] for each in used)
-    if of_weighted > GRADIENT_TOLERANCE and max(distances) <= GRADIENT_TOLERANCE:
-        return (
-            f"ranks with {min(weights):g} and {max(weights):g} samples have the same weight in the gradient, so that "
-            "it is not the mean over the samples"
-        )
-    if of_weighted > GRADIENT_TOLERANCE:
-        if max(_fit(*pair)[1] for pair in zip(used, computed, strict=True)) <= GRADIENT_TOLERANCE:
+    size = len(updates)
+    used = np.array([update.used for update in updates])
+    weights = np.array([update.num_samples for update in updates])
+    if not (weights > 0).all():  # they are not known
+        weights = np.ones(size)
+    mean = computed.mean(0)
+    off = _find_deviation(used, mean)
+    if _find_deviation(used, np.average(computed, 0, weights)) > GRADIENT_TOLERANCE:
+        if off <= GRADIENT_TOLERANCE:
+            return (
+                f"ranks with {weights.min():g} and {weights.max():g} samples have the same weight in the gradient, so "
+                "that it is not the mean over the samples"
+            )
+        if _find_deviation(used, computed) <= GRADIENT_TOLERANCE:
             return "each rank updates with its own gradient: wrap the model in DistributedDataParallel"
-        return f"the gradient is not the mean over the ranks: it is off by {max(distances):.1e} of its norm"
-    if abs(factors[0] - size) <= GRADIENT_TOLERANCE * size:
-        return f"the gradient is the sum over the ranks, {factors[0]:.3g} times the mean: divide by the world size"
+        return f"the gradient is not the mean over the ranks: it is off by {off:.1e} of its norm"
+    factor = used[0] @ mean / (mean @ mean)
+    if abs(factor - size) <= GRADIENT_TOLERANCE * size:
+        return f"the gradient is the sum over the ranks, {factor:.3g} times the mean: divide by the world size"
     return None
+
+
+def _find_deviation(vectors: Vectors, others: Vectors) -> float:
+    """Return the largest distance of a vector from the nearest multiple of the other one, relative to its length."""
+    squares = (others**2).sum(-1, keepdims=True)
+    factors = (vectors * others).sum(-1, keepdims=True) / np.where(squares, squares, 1)
+    lengths = np.linalg.norm(vectors, axis=1)
+    distances = np.linalg.norm(vectors - factors * others, axis=1)
+    return float((distances / np.where(lengths, lengths, 1)).max())
+
+
+def find_distance(vectors: Vectors) -> float:
+    """Return the largest distance from the first vector, relative to the longest one."""
+    longest = np.linalg.norm(vectors, axis=1).max()
+    return float(np.linalg.norm(vectors - vectors[0], axis=1).max() / longest) if longest else 0.0
 
 
 def check_replicas(runs: Runs) -> Iterator[Finding]:
     """Check that all ranks hold the same weights after each update."""
-    sizes = [rank.updates[0]["num_elements"] for ranks in runs.values() for rank in ranks]
-    for size, ranks in runs.items():
-        if size == 1 or len(ranks) != size or any(rank.updates[0]["num_elements"] != max(sizes) for rank in ranks):
-            continue
-        for step, updates in enumerate(zip(*(rank.updates for rank in ranks), strict=False)):
-            if (error := max(compare(updates[0]["after"], each["after"]) for each in updates)) > TOLERANCE:
-                how = f"have different weights after step {step} (by {error:.1e} of their norm)"
-                yield MISTAKE, f"on {size} ranks, ranks {how}"
-                break
+    num_elements = max(rank.updates[0].num_elements for ranks in runs.values() for rank in ranks)
+    for size, steps in _list_steps(runs):
+        if any(update.num_elements != num_elements for update in steps[0]):
+            continue  # a rank has a shard of the weights
+        errors = [find_distance(np.array([update.after for update in updates])) for updates in steps]
+        step = next((step for step, error in enumerate(errors) if error > TOLERANCE), None)
+        if step is None:
+            yield OK, f"the same weights on {size} ranks after each of {len(steps)} steps"
         else:
-            yield OK, f"the same weights on {size} ranks after each of {ranks[0].num_steps} steps"
+            how = f"have different weights after step {step} (by {errors[step]:.1e} of their norm)"
+            yield MISTAKE, f"on {size} ranks, ranks {how}"
 
 
 # Check -> what it does, and why it may have nothing to judge.
@@ -332,13 +207,12 @@ CHECKS: dict[str, tuple[Callable[[Runs], Iterator[Finding]], str]] = {
 }
 
 
-def check_all(runs: Runs) -> list[CheckResult]:
-    """Return the result of each check."""
-    results = []
+def check_all(runs: Runs) -> dict[str, Finding]:
+    """Return the result of each check, with all sentences of its verdict."""
+    results = {}
     for name, (check, unseen) in CHECKS.items():
-        found: dict[str, list[str]] = {}  # verdict -> sentences
-        for verdict, sentence in check(runs):
-            found.setdefault(verdict, []).append(sentence)
-        verdict = next((each for each in (MISTAKE, OK) if each in found), UNSEEN)
-        results.append(CheckResult(name, verdict, "; ".join(dict.fromkeys(found.get(verdict, [unseen])))))
+        found = [*check(runs)] or [(UNSEEN, unseen)]
+        verdict = MISTAKE if any(each == MISTAKE for each, _ in found) else found[0][0]
+        sentences = dict.fromkeys(sentence for each, sentence in found if each == verdict)
+        results[name] = verdict, "; ".join(sentences)
     return results

@@ -1,21 +1,11 @@
 """Records what the ranks of a script that does not use samestep do: samples, gradients and weights.
 
-Each process that trains appends lines of JSON to `rank-<process id>.jsonl`. Each line is an event:
-
-    begin_pass    the script iterates a DataLoader. Passes and data sets are numbered.
-    batch         it takes a batch of a pass; with the indices of its samples, or hashes of their contents
-    end_pass      it requests another batch, and there is none
-    trim          Accelerate removes the padding from the results of the last batch
-    backward      a backward pass ends
-    update        an optimizer's step ends; "computed": the gradient of this rank, "used": in `.grad`, "after": the
-                  weights
-    cut           the recorder ends the script after the steps of the trial
+Each process that trains writes a `PlainRank` after each update and at its end.
 
 Tensors are recorded as their dot products with a few fixed random vectors. These are linear, so that the projection of
 a mean of gradients is the mean of the projections, and two tensors with equal projections are equal with probability 1.
 """
 
-import json
 import math
 import multiprocessing
 import os
@@ -27,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,9 +25,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Subset
 
-from samestep.data.content import find_leaves
-from samestep.files import open_regular
-from samestep.hashing import hash_pieces
+from samestep.data.content import find_leaves, hash_content
+from samestep.files import replace_file
+from samestep.lifetime import Held, hold
+from samestep.tools.verify.plain_record import Pass, PlainRank, Update
 from samestep.torch_internals import LoaderIterator
 from samestep.waiting import wait_until
 from samestep.world.environment import read_rank
@@ -62,22 +54,22 @@ def begin(options: Mapping[str, Any]) -> None:
 
 
 @cache
-def draw_vectors(place: int, size: int) -> Tensor:
-    """Return the random vectors for the tensor at a place of a list. They do not come from the global generators."""
-    generator = torch.Generator().manual_seed(place)
+def draw_vectors(number: int, size: int) -> Tensor:
+    """Return the random vectors for a tensor of a list. They do not come from the global generators."""
+    generator = torch.Generator().manual_seed(number)
     return torch.randn((NUM_VECTORS, size), generator=generator, dtype=torch.float64)
 
 
-def project(place: int, tensor: Tensor) -> Tensor:
-    """Project the tensor at a place of a list. Returns NUM_VECTORS numbers in float64, on the CPU."""
+def project(number: int, tensor: Tensor) -> Tensor:
+    """Project the tensor of this number in a list. Returns NUM_VECTORS numbers in float64, on the CPU."""
     flat = tensor.detach().to_dense().flatten()
     flat = flat[:: math.ceil(len(flat) / MAX_ELEMENTS) or 1].to("cpu", torch.float64)
-    return (draw_vectors(place, len(flat)) * flat).sum(1)
+    return (draw_vectors(number, len(flat)) * flat).sum(1)
 
 
 def project_all(tensors: Iterable[Tensor | None]) -> Tensor:
     """Project a list of tensors; None counts as zeros."""
-    projections = [project(place, tensor) for place, tensor in enumerate(tensors) if tensor is not None]
+    projections = [project(number, tensor) for number, tensor in enumerate(tensors) if tensor is not None]
     return sum(projections, torch.zeros(NUM_VECTORS, dtype=torch.float64))
 
 
@@ -106,64 +98,68 @@ class OptimizerTracker:
 
     def before_backward(self) -> None:
         """Restart from the gradients in `.grad`, if the script has updated or set them to zero since."""
-        for place, param in enumerate(self._params):
-            if param.requires_grad and place not in self._hooked:
-                self._hooked.add(place)
+        for number, param in enumerate(self._params):
+            if param.requires_grad and number not in self._hooked:
+                self._hooked.add(number)
                 # It gets the gradient of this rank, before DDP averages it.
-                param.register_hook(partial(self._add_gradient, place))
+                param.register_hook(partial(self._add_gradient, number))
         left = self._project_grads()
         if self._is_fresh or not left.any():
             self._computed = left
             self._is_fresh = False
 
-    def _add_gradient(self, place: int, gradient: Tensor) -> None:
-        self._computed = self._computed + project(place, gradient)
+    def _add_gradient(self, number: int, gradient: Tensor) -> None:
+        self._computed = self._computed + project(number, gradient)
 
     def _project_grads(self) -> Tensor:
         return project_all([param.grad for param in self._params])
 
-    def end_update(self) -> dict[str, Any]:
+    def end_update(self, num_samples: float) -> Update:
         """Describe an update. A closure has computed the gradients in the update itself."""
-        line = {
-            "optimizer": self.number,
-            "num_elements": sum(param.numel() for param in self._params),
-            "computed": None if self._is_fresh else self._computed.tolist(),
-            "used": self._project_grads().tolist(),
-            "after": project_all(self._params).tolist(),
-        }
+        update = Update(
+            optimizer=self.number,
+            num_elements=sum(param.numel() for param in self._params),
+            num_samples=num_samples,
+            computed=None if self._is_fresh else self._computed.tolist(),
+            used=self._project_grads().tolist(),
+            after=project_all(self._params).tolist(),
+        )
         self._is_fresh = True
         self.num_steps += 1
-        return line
+        return update
 
 
-class Recorder:
-    """Writes the events of this process: passes over loaders, their batches, backward passes and updates.
+class Recorder(Held):
+    """Records passes over loaders, their batches, backward passes and updates of this process.
 
     Args:
         directory: for the file.
-        steps: updates of an optimizer after which the process ends with exit code 0.
+        num_steps: updates of an optimizer after which the process ends with exit code 0.
     """
 
-    def __init__(self, directory: Path, steps: int) -> None:
+    def __init__(self, directory: Path, num_steps: int) -> None:
         self._directory = directory
-        self._steps = steps
-        self._file = open(directory / f"rank-{os.getpid()}.jsonl", "a", buffering=1, opener=open_regular)  # noqa: SIM115
+        self._path = directory / f"{os.getpid()}.record"
+        self._num_steps = num_steps
+        self._record = PlainRank()
         self._trackers: dict[Optimizer, OptimizerTracker] = {}
         # id -> number and data set, which is kept, so that no other gets its id
         self._datasets: dict[int, tuple[int, Any]] = {}
-        self._num_passes = 0
-        self._queues: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
-        self._passes: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
-        self._has_wrapped_accelerate = False
+        self._indices: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()  # iterator -> of requested batches
+        self._passes: WeakKeyDictionary[Any, tuple[Pass, Any]] = WeakKeyDictionary()  # iterator -> pass, data set
+        self._newest: dict[int, Pass] = {}  # data set -> its newest pass
+        self._latest: Pass | None = None  # the pass of the last batch
+        self._num_samples = 0.0  # of the backward passes since the last update
 
     def install(self) -> None:
         """Wrap the functions of torch that are recorded."""
+        hold(self)
         register_optimizer_step_post_hook(self._after_step)
-        _wrap_after(Optimizer, "__init__", lambda _, optimizer, *__, **___: self._find_tracker(optimizer))
+        _wrap_after(Optimizer, "__init__", self._find_tracker)
         _wrap_after(DataLoader, "__iter__", self._begin_pass)
-        _wrap_after(LoaderIterator, "_next_index", lambda index, iterator: self._queue(iterator).append(index))
-        _wrap_after(LoaderIterator, "_reset", lambda _, iterator, *__, **___: self._queue(iterator).clear())
-        _wrap_after(dist, "init_process_group", lambda *_, **__: self._wrap_accelerate())  # Trainer binds its method
+        _wrap_after(LoaderIterator, "_next_index", self._add_index)
+        _wrap_after(LoaderIterator, "_reset", self._forget_indices)
+        _wrap_after(dist, "init_process_group", self._wrap_accelerate)
         next_batch = LoaderIterator.__next__
         backward = torch.autograd.backward
 
@@ -172,7 +168,7 @@ class Recorder:
                 batch = next_batch(iterator)
             except StopIteration:
                 if iterator in self._passes:
-                    self._write("end_pass", pass_number=self._passes[iterator][0])
+                    self._passes[iterator][0].is_ended = True
                 raise
             self._add_batch(iterator, batch)
             return batch
@@ -181,70 +177,84 @@ class Recorder:
             for tracker in self._trackers.values():
                 tracker.before_backward()
             backward(*args, **options)
-            self._write("backward")
+            self._count_backward()
 
         LoaderIterator.__next__ = take
         torch.autograd.backward = run_backward
 
-    def _write(self, event: str, **fields: Any) -> None:
-        print(json.dumps({"event": event, **fields}), file=self._file)
+    def close(self) -> None:
+        """Write the record so far."""
+        replace_file(self._path, msgspec.msgpack.encode(self._record))
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
-    def _queue(self, iterator: Any) -> deque[Any]:
-        return self._queues.setdefault(iterator, deque())
+    def _add_index(self, index: Any, iterator: Any) -> None:
+        self._indices.setdefault(iterator, deque()).append(index)
+
+    def _forget_indices(self, _: None, iterator: Any, *__: Any) -> None:
+        self._indices.pop(iterator, None)
 
     def _begin_pass(self, iterator: Any, loader: Any) -> None:
         if not isinstance(iterator, LoaderIterator):  # a generator of a subclass, which calls this again
             return
-        self._wrap_accelerate()
-        number, _ = self._datasets.setdefault(id(loader.dataset), (len(self._datasets), loader.dataset))
-        self._passes[iterator] = self._num_passes, loader
-        self._write(
-            "begin_pass",
+        dataset = loader.dataset
+        number, _ = self._datasets.setdefault(id(dataset), (len(self._datasets), dataset))
+        begun = Pass(
             dataset=number,
-            length=count(loader.dataset),
+            length=count(dataset),
             num_batches=count(loader),
             drop_last=any(getattr(each, "drop_last", False) for each in (loader, loader.sampler, loader.batch_sampler)),
-            is_subset=isinstance(loader.dataset, Subset),
-            is_shuffled=getattr(loader.sampler, "shuffle", True),
+            is_subset=isinstance(dataset, Subset),
         )
-        self._num_passes += 1
+        self._record.passes.append(begun)
+        self._passes[iterator] = begun, dataset
+        self._newest[number] = begun
 
     def _add_batch(self, iterator: Any, batch: Any) -> None:
-        queue = self._queue(iterator)
-        if iterator not in self._passes or not queue:
+        if iterator not in self._passes or not self._indices.get(iterator):
             return
-        index = queue.popleft()
-        number, loader = self._passes[iterator]
-        places = list(index) if isinstance(index, list | tuple | Tensor) else [index]
-        if any(place is None for place in places):
-            ids: list[Any] = list(hash_rows(batch))
-        else:
-            ids = [resolve(loader.dataset, int(each) if hasattr(each, "__index__") else str(each)) for each in places]
-        self._write("batch", pass_number=number, is_grad=torch.is_grad_enabled(), ids=ids)
+        index = self._indices[iterator].popleft()
+        self._latest, dataset = self._passes[iterator]
+        indices = list(index) if isinstance(index, list | tuple | Tensor) else [index]
+        has_indices = all(each is not None for each in indices)
+        self._latest.ids.append([resolve(dataset, each) for each in indices] if has_indices else [*hash_rows(batch)])
+        self._latest.is_grad |= torch.is_grad_enabled()
 
-    def _wrap_accelerate(self) -> None:
-        accelerate = sys.modules.get("accelerate")
-        if accelerate is not None and not self._has_wrapped_accelerate and hasattr(accelerate, "Accelerator"):
-            self._has_wrapped_accelerate = True
-            _wrap_after(accelerate.Accelerator, "gather_for_metrics", lambda *_, **__: self._write("trim"))
+    def _count_backward(self) -> None:
+        """Count a backward pass for the open passes: several, if a loop takes batches from several loaders."""
+        for each in self._newest.values():
+            if each.is_grad and (each is self._latest or not each.is_ended):
+                batch = each.ids[each.num_backwards : each.num_backwards + 1]  # later ones are fetched ahead
+                self._num_samples += len(batch[0]) if batch else math.nan
+                each.num_backwards += 1
+
+    def _wrap_accelerate(self, *_: Any, **__: Any) -> None:
+        """Notice that Accelerate removes padding. Trainer binds the method when the group has been opened."""
+        accelerator = getattr(sys.modules.get("accelerate"), "Accelerator", None)
+        if accelerator is not None:
+            _wrap_after(accelerator, "gather_for_metrics", self._trim)
+
+    def _trim(self, *_: Any, **__: Any) -> None:
+        if self._latest is not None:
+            self._latest.is_trimmed = True
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
-    def _find_tracker(self, optimizer: Optimizer) -> OptimizerTracker:
+    def _find_tracker(self, _: None, optimizer: Optimizer, *__: Any, **___: Any) -> OptimizerTracker:
         return self._trackers.setdefault(optimizer, OptimizerTracker(len(self._trackers), optimizer))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        tracker = self._find_tracker(optimizer)
-        rank = dist.get_rank() if dist.is_initialized() else read_rank()
-        self._write("update", rank=rank, **tracker.end_update())
-        if tracker.num_steps >= self._steps:
+        tracker = self._find_tracker(None, optimizer)
+        self._record.rank = dist.get_rank() if dist.is_initialized() else read_rank()
+        self._record.updates.append(tracker.end_update(self._num_samples))
+        self._num_samples = 0.0
+        self._record.is_cut = tracker.num_steps >= self._num_steps
+        self.close()
+        if self._record.is_cut:
             self._leave()
 
     def _leave(self) -> None:
         """End the process, once the other ranks have made this step too: they may still receive from this one."""
-        self._write("cut")
         (self._directory / f"{ENDED}{os.getpid()}").touch()
         size = dist.get_world_size() if dist.is_initialized() else 1
         wait_until(lambda: len(list(self._directory.glob(f"{ENDED}*"))) >= size, LEAVE_S)
@@ -274,12 +284,15 @@ def count(things: Any) -> int | None:
         return None
 
 
-def resolve(dataset: Any, index: Any) -> Any:
+def resolve(dataset: Any, index: Any) -> int | str:
     """Return the index of a sample in the data set that a `Subset`, of a subset, is a part of."""
-    while isinstance(dataset, Subset) and isinstance(index, int):
-        index = int(dataset.indices[index])
+    if not hasattr(index, "__index__"):
+        return str(index)
+    number = int(index)
+    while isinstance(dataset, Subset):
+        number = int(dataset.indices[number])
         dataset = dataset.dataset
-    return index
+    return number
 
 
 def hash_rows(batch: Any) -> Iterator[str]:
@@ -287,5 +300,4 @@ def hash_rows(batch: Any) -> Iterator[str]:
     tensors = [each for each in find_leaves(batch) if isinstance(each, Tensor) and each.dim()]
     size = len(tensors[0]) if tensors else 0
     for row in range(size):
-        values = [tensor[row].detach().cpu().reshape(-1).contiguous() for tensor in tensors if len(tensor) == size]
-        yield hash_pieces(each.view(torch.uint8).numpy().tobytes() for each in values)[:16]
+        yield hash_content([tensor[row] for tensor in tensors if len(tensor) == size])

@@ -14,12 +14,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from samestep.data.content import hash_content
 from samestep.hashing import hash_bytes
-from samestep.snapshot.serialization import KIND, digest_of, encode
+from samestep.snapshot.serialization import digest_of, encode
 from samestep.tensor_bytes import view_bytes
 from samestep.tools.tracer import Tracer
 from samestep.torch_internals import gather_whole
@@ -30,15 +31,17 @@ from samestep.train.step.steps import Step
 
 
 class Trace(Tracer):
-    """Writes a line for each step. Options: `dir`, and optionally `kill`."""
+    """Writes a line for each step, with its facts: what, its name, its value. Options: `dir`, and optionally `kill`."""
 
     def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
         super().__init__(context, options)
-        self._notes: list[dict[str, Any]] = []  # one per micro-batch and pass
-        self._gradients: dict[str, str | None] = {}  # checksums by parameter, of the last pass
+        self._facts: list[tuple[str, str, Any]] = []  # of the step
+        self._micro_batch = ""  # its name
+        self._losses: list[str] = []  # of the micro-batch
         self._has_begun = self._is_armed = False
 
     def begin_step(self, step: Step) -> None:
+        self._facts = []
         if not self._has_begun:
             self._has_begun = True
             self._write_begin(step.number)
@@ -49,45 +52,40 @@ class Trace(Tracer):
             if not self._is_armed:
                 self._is_armed = True
                 self._arm(kill)
-        self._notes = []
 
     def forward(self, step: Step, batch: Any) -> None:
-        note = {"v": step.micro_batch, "pass": step.num_passes, "samples": step.loaded_fingerprint}
-        self._notes.append({**note, "input": hash_content(batch), "losses": []})
-
-    def end_micro_batch(self, step: Step) -> None:
-        self._notes[-1]["draws"] = read_draws()
+        self._micro_batch = f"micro-batch {step.micro_batch}" + (f" of pass {step.num_passes}" * (step.num_passes > 0))
+        self._losses = []
+        self._facts.append(("samples", self._micro_batch, step.loaded_fingerprint))
+        self._facts.append(("input", self._micro_batch, hash_content(batch)))
 
     def backward(self, step: Step, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
-        if self._notes:
-            self._notes[-1]["losses"].append(float(loss.detach()).hex())
+        self._losses.append(float(loss.detach()).hex())
+
+    def end_micro_batch(self, step: Step) -> None:
+        self._facts.append(("losses", self._micro_batch, self._losses))
+        self._facts.append(("draws", self._micro_batch, read_draws()))
 
     def reduced(self, step: Step) -> None:
-        self._gradients = {
-            name: None if param.grad is None else hash_bytes(view_bytes(gather_whole(param.grad)))[:16]
-            for name, param in zip(self.loop.gradients.plan.names, self.loop.gradients.plan.params, strict=True)
-        }
+        for name, param in zip(self.loop.gradients.plan.names, self.loop.gradients.plan.params, strict=True):
+            if param.grad is not None:
+                self._facts.append(("gradient", name, hash_tensor(gather_whole(param.grad))[:16]))
 
     def end_body(self, step: Step) -> None:
         """Write the line of the step."""
-        line: dict[str, Any] = {
-            "step": step.number,
-            "loss": None if step.result.loss is None else step.result.loss.hex(),
-            "at_s": time.monotonic(),
-            "micro_batches": self._notes,
-            "gradients": self._gradients,
-        }
+        loss = None if step.result.loss is None else step.result.loss.hex()
+        line = {"step": step.number, "loss": loss, "at_s": time.monotonic(), "facts": self._facts}
         state = self.loop.build_state({"step": step.number + 1})  # on all ranks, which may hold parts of it
         if self.context.rank == 0:
             structure, tensors = encode(state)
-            hashes = hash_tensors(tensors)
-            line |= {"digest": digest_of(structure, hashes), "tensors": shorten(hashes)}
-            line["values"] = dict(flatten(structure))
+            hashes = {name: hash_tensor(tensor) for name, tensor in tensors.items()}
+            line["digest"] = digest_of(structure, hashes)
+            self._facts += (("state", name, value[:16]) for name, value in hashes.items())
+            self._facts += (("value", name, value) for name, value in flatten(state))
         self.write(line)
 
     def _write_begin(self, first_step: int) -> None:
         settings = self.context.config
-        state = self.loop.build_state({"step": first_step})  # on all ranks, which may hold parts of it
         self.write(
             {
                 "world_size": self.context.world_size,
@@ -95,9 +93,11 @@ class Trace(Tracer):
                 "num_micro_batches": settings.batch_size // settings.micro_batch_size,
                 "micro_batch_size": settings.micro_batch_size,
                 "shard": settings.shard if self.context.world_size > 1 else None,
-                "tensors": shorten(hash_tensors(encode(state)[1])) if self.context.rank == 0 else {},
             }
         )
+        state = self.loop.build_state({"step": first_step})  # on all ranks, which may hold parts of it
+        if self.context.rank == 0:
+            self._facts += (("initial", name, hash_tensor(tensor)) for name, tensor in encode(state)[1].items())
 
     def _arm(self, kill: dict[str, Any]) -> None:
         """Arrange to kill this process after some time, or at one of its next operations on a snapshot's files."""
@@ -144,14 +144,9 @@ class Killer(Interceptor):
             self._left -= 1
 
 
-def hash_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return a hash of the elements of each tensor."""
-    return {name: hash_bytes(view_bytes(tensor)) for name, tensor in tensors.items()}
-
-
-def shorten(hashes: Mapping[str, str]) -> dict[str, str]:
-    """Return the first 16 hexadecimal digits of each hash."""
-    return {name: each[:16] for name, each in hashes.items()}
+def hash_tensor(tensor: Tensor) -> str:
+    """Return a hash of the elements of a tensor."""
+    return hash_bytes(view_bytes(tensor))
 
 
 def read_draws() -> dict[str, str]:
@@ -163,20 +158,11 @@ def read_draws() -> dict[str, str]:
     }
 
 
-def flatten(structure: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the plain values of an encoded state, with their paths. An optimizer's parameter numbers are omitted."""
-    if isinstance(structure, list):
-        pairs: list[tuple[Any, Any]] = list(enumerate(structure))
-    elif isinstance(structure, dict) and structure.get(KIND) in ("tensor", "array"):
-        return
-    elif isinstance(structure, dict) and KIND in structure and isinstance(structure.get("items"), list):
-        items = structure["items"]
-        pairs = items if structure[KIND] in ("dict", "counter", "state_dict") else list(enumerate(items))
-    elif isinstance(structure, dict) and KIND not in structure:
-        pairs = list(structure.items())
-    else:
-        yield path, structure
-        return
-    for key, value in pairs:
-        if key != "params":
-            yield from flatten(value, f"{path}/{key}" if path else str(key))
+def flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the plain values of a state as text, with their paths. An optimizer's parameter numbers are omitted."""
+    if isinstance(value, Mapping | list | tuple):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            if key != "params":
+                yield from flatten(item, f"{path}/{key}" if path else str(key))
+    elif not isinstance(value, Tensor | np.ndarray | np.generic):
+        yield path, repr(value)

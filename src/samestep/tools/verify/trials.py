@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from samestep.config import Overrides
 from samestep.files import read_tail
@@ -21,15 +21,28 @@ TRACE = "samestep.tools.verify.trace:Trace"
 SHOWN_LINES = 30
 
 
+class Setup(NamedTuple):
+    """What differs between the starts of a run.
+
+    Attributes:
+        world_size: number of ranks.
+        shard: the value of the option `shard`; None: that of the script.
+    """
+
+    world_size: int
+    shard: str | None
+
+    def __str__(self) -> str:
+        """Return it in words, such as "2 ranks with shard=fsdp2". One rank has nothing to divide."""
+        is_divided = self.world_size > 1 and self.shard not in (None, "none")
+        return format_ranks(self.world_size) + (f" with shard={self.shard}" if is_divided else "")
+
+
 @dataclass(frozen=True)
 class TrialOutcome:
     """The result of one start of a run.
 
     Attributes:
-        world_size: number of ranks.
-        shard: the value of the option `shard`; None: that of the script.
-        place: the directory with its traces.
-        is_resumed: it continued an earlier start.
         code: the launcher's exit code.
         output: output of the launcher and rank 0.
         trace: the traces of the ranks.
@@ -38,10 +51,7 @@ class TrialOutcome:
         num_lost: the number of ranks that have died while others continued.
     """
 
-    world_size: int
-    shard: str | None
-    place: Path
-    is_resumed: bool
+    setup: Setup
     code: int
     seconds: float
     output: str
@@ -49,11 +59,6 @@ class TrialOutcome:
     final: str | None
     ledger: tuple[Entry, ...]
     num_lost: int
-
-    @property
-    def where(self) -> str:
-        """The ranks of this start in words, such as "2 ranks with shard=fsdp2"."""
-        return format_ranks(self.world_size) + (f" with shard={self.shard}" if self.shard not in (None, "none") else "")
 
     @property
     def last_words(self) -> str:
@@ -78,9 +83,8 @@ class Trials:
 
     def run(
         self,
-        world_size: int,
+        setup: Setup,
         *,
-        shard: str | None = None,
         run_dir: Path | None = None,
         hash_seed: str = "0",
         interceptor: str = TRACE,
@@ -90,7 +94,6 @@ class Trials:
         """Start the script and wait for its end.
 
         Args:
-            shard: the option of `Run`; None: as the script has it. One rank has nothing to divide.
             run_dir: the directory of an earlier start; None: a new one.
             hash_seed: PYTHONHASHSEED, unless it is set for this process.
             interceptor: an interceptor, "module:class". `Trace` and its subclasses write the traces.
@@ -98,32 +101,29 @@ class Trials:
             trace: options of the interceptor.
         """
         self._count += 1
-        place = self.home / f"{self._count:02}-{world_size}-rank{'s' if world_size > 1 else ''}"
-        place.mkdir(parents=True)
-        run_dir = run_dir or place / "run"
-        is_resumed = run_dir.exists()
+        directory = self.home / f"{self._count:02}-on-{setup.world_size}"
+        directory.mkdir()
+        run_dir = run_dir or directory / "run"
         options = {
             **self.overrides,
             "run_dir": run_dir,
             "max_steps": self.num_steps,
             "snapshot_every": self.snapshot_every,
             "compare_every": 1,
-            **({} if shard is None else {"shard": shard}),
         }
-        command = self.target.to_full_command(world_size, *flags)
+        if setup.shard is not None:
+            options["shard"] = setup.shard
+        command = self.target.to_full_command(setup.world_size, *flags)
         began_s = time.monotonic()
-        code = run_traced(command, place, interceptor, options, hash_seed=hash_seed, **trace)
+        code = run_traced(command, directory, interceptor, options, hash_seed=hash_seed, **trace)
         store = Store(run_dir)
         final = store.find("latest", warn=lambda _: None) if run_dir.exists() else None
         return TrialOutcome(
-            world_size=world_size,
-            shard=shard if world_size > 1 else None,
-            place=place,
-            is_resumed=is_resumed,
+            setup=setup,
             code=code,
             seconds=time.monotonic() - began_s,
-            output=read_tail(place / "output"),
-            trace=read_traces(place),
+            output=read_tail(directory / "output"),
+            trace=read_traces(directory),
             final=None if final is None else store.read_digest(final),
             ledger=tuple(read_records(run_dir / LEDGER)),
             num_lost=sum(len(row["lost"]) for row in read_rows(run_dir / HEALS)),
