@@ -32,8 +32,9 @@ from samestep.watch.records import (
 
 BEST = "best"  # the usual name of the snapshot of the best weights
 SHORT = 12  # of a digest's 64 digits
+RUN_COLUMNS = ("name", "status", "steps", "digest", "best", "age", "last metrics")
 SECTIONS = ("numbers", "settings", "config", "script", "git", "machine")  # of run.json, the most important first
-PLACE = ("step", "epoch")  # entries of a row that are not metrics
+POSITION = ("step", "epoch")  # entries of a row that are not metrics
 
 
 def parse_which(ctx: click.Context, param: click.Parameter, text: str) -> int | str:
@@ -55,22 +56,13 @@ WHICH: dict[str, Any] = {"metavar": "STEP|NAME", "callback": parse_which}  # set
 @click.option("--digest", is_flag=True, help="print the SHA-256 of the state in the newest undamaged snapshot")
 @click.option("--samples", is_flag=True, help="show and check the samples of each step (exit code 1 if that fails)")
 def run_inspect(run: str, which: int | str, check: bool, is_json: bool, digest: bool, samples: bool) -> int:
-    """Shows the content of a run directory, or of its URL: settings, snapshots, restarts, heals, metrics."""
+    """Shows the content of a run directory: settings, snapshots, restarts, heals, metrics."""
     if digest and samples:
         raise Error("--digest and --samples were both given: leave out one of them", code="SS104")
     if samples and which != "latest":
         raise Error("--samples shows steps, not snapshots: leave out --snapshot", code="SS104")
     with open_run(run) as directory:
         record = read_run(directory, run)
-        if digest:
-            store = Store(directory)
-            snapshot = find_snapshot(store, run, which)
-            found = {"step": snapshot.step, "name": snapshot.name, "digest": store.read_digest(snapshot)}
-            if is_json:
-                print_json(found)
-            else:
-                print(found["digest"])
-            return 0
         if samples:
             from samestep.tools.audit import show_samples
 
@@ -79,85 +71,105 @@ def run_inspect(run: str, which: int | str, check: bool, is_json: bool, digest: 
             except (MemoryError, OverflowError, ValueError) as error:
                 why = f"{type(error).__name__}: {error}"
                 raise Error(f"{run}/run.json has impossible numbers ({why}): repair it", code="SS408") from None
-        return _show_run(directory, run, record, which, is_checked=check, is_json=is_json)
+        store = Store(directory)
+        if not digest:
+            return _show_run(directory, run, record, _choose(store, run, which), is_checked=check, is_json=is_json)
+        snapshot = find_snapshot(store, run, which)
+        found = {"step": snapshot.step, "name": snapshot.name, "digest": store.read_digest(snapshot)}
+    if is_json:
+        print_json(found)
+    else:
+        print(found["digest"])
+    return 0
 
 
-def _show_run(
-    directory: Path, run: str, record: Mapping[str, Any], which: int | str, *, is_checked: bool, is_json: bool
-) -> int:
-    found = Store(directory).snapshots()
+def _choose(store: Store, run: str, which: int | str) -> list[Snapshot]:
+    """Return the snapshots to show. Raises Error if there is none of this name or step."""
+    found = store.snapshots()
     wanted = [snapshot for snapshot in found if snapshot.matches(which)]
     if which != "latest" and not wanted:
         names = ", ".join(str(snapshot.step if snapshot.name is None else snapshot.name) for snapshot in found)
         raise Error(f"{run} has no snapshot {which}: name one that it has ({names or 'none yet'})", code="SS411")
+    return wanted
+
+
+def _show_run(
+    directory: Path, run: str, record: Mapping[str, Any], wanted: Sequence[Snapshot], *, is_checked: bool, is_json: bool
+) -> int:
     snapshots = [_describe_snapshot(snapshot, run, check=is_checked) for snapshot in wanted]
-    status = read_status(directory)
-    shown = {
+    shown: dict[str, Any] = {
         "run": record,
         "snapshots": snapshots,
         "restarts": read_rows(directory / RESTARTS),
         "heals": read_rows(directory / HEALS),
         "metrics": read_last_values(directory),
         "state": _read_state(directory),
-        "status": status,
+        "status": read_status(directory),
         "checked": is_checked,
     }
     damaged = [f"{each['path']}: {each['problem']}" for each in snapshots if each["problem"]]
+    code = int(is_checked and bool(damaged))
     if is_json:
         print_json(shown)
-    else:
-        print(escape(f"run {run}, samestep {record.get('samestep')}"))
-        for title, header, rows in _build_tables(shown):
-            if rows:
-                print_table(title, header, rows)
-        if status.get("lost"):
-            print(escape(f"when the run ended, {status['lost']}"))
-        if is_checked:
-            count = format_count(len(snapshots), "snapshot")
-            passed = f"the check passed: {count} read, and sound" if snapshots else "nothing was checked: no snapshot"
-            failed = f"the check failed: {len(damaged)} of {count} damaged"
-            print(escape(f"{failed} ({damaged[0]})" if damaged else passed))
-    return 1 if is_checked and damaged else 0
+        return code
+    print(escape(f"run {run}, samestep {record.get('samestep')}"))
+    for title, header, rows in _build_tables(**shown):
+        if rows:
+            print_table(title, header, rows)
+    if lost := shown["status"].get("lost"):
+        print(escape(f"when the run ended, {lost}"))
+    count = format_count(len(snapshots), "snapshot")
+    if code:
+        print(escape(f"the check failed: {len(damaged)} of {count} damaged ({damaged[0]})"))
+    elif is_checked:
+        print(f"the check passed: {count} read, and sound" if snapshots else "nothing was checked: no snapshot")
+    return code
 
 
-def _build_tables(shown: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
+def _build_tables(
+    run: Mapping[str, Any],
+    snapshots: Sequence[Mapping[str, Any]],
+    restarts: Sequence[Mapping[str, Any]],
+    heals: Sequence[Mapping[str, Any]],
+    metrics: Mapping[str, Mapping[str, Any]],
+    state: Mapping[str, Any],
+    status: Mapping[str, Any],
+    checked: bool,
+) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
     """Yield title, header and rows of each table. Some tables have no rows."""
-    record = shown["run"]
     named = ("name", "value")
-    ended = {name: shown["status"].get(name) for name in ("status", "reason", "time", "host")}
-    yield "status", named, [(name, str(value)) for name, value in ended.items() if value]
-    yield "continues", named, list_values(record.get("continues") or {})
-    for section in ("numbers", "machine", "git", "config"):
-        yield section, named, list_values(record.get(section) or {})
-    for number, loop in enumerate(record.get("loops", []), start=2):
+    ended = {name: status[name] for name in ("status", "reason", "time", "host") if status.get(name)}
+    yield "status", named, list_values(ended)
+    for section in ("continues", "numbers", "machine", "git", "config"):
+        yield section, named, list_values(run.get(section) or {})
+    for number, loop in enumerate(run.get("loops", []), start=2):
         yield f"loop {number}", named, list_values(loop)
-    settings = record.get("settings") or {}
-    asked = record.get("asked", {})
+    asked = run.get("asked", {})
     yield (
         "settings of optimizers and schedules, before any schedule changed them",
         ("name", "in force", "in the script"),
-        [(name, to_text(value), to_text(asked.get(name, value))) for name, value in settings.items()],
+        [(name, *map(to_text, (value, asked.get(name, value)))) for name, value in (run.get("settings") or {}).items()],
     )
-    changes = [(str(change["after_step"]), change["changed"]) for change in record.get("changes") or []]
+    changes = [(str(each["after_step"]), each["changed"]) for each in run.get("changes") or []]
     yield "changes of machine, config and settings", ("after step", "changed"), changes
     rows = [
         (
-            str(s["step"]) if s["step"] >= 0 else "?",
-            s["name"] or "",
-            format_bytes(s["size_bytes"]),
-            format_age(s["time"]),
-            s["problem"] or ("sound" if shown["checked"] else "whole"),
+            str(each["step"]) if each["step"] >= 0 else "?",
+            each["name"] or "",
+            format_bytes(each["size_bytes"]),
+            format_age(each["time"]),
+            each["problem"] or ("sound" if checked else "whole"),
         )
-        for s in shown["snapshots"]
+        for each in snapshots
     ]
-    title = "snapshots" if shown["checked"] else "snapshots, by their sizes (--check reads them)"
+    title = "snapshots" if checked else "snapshots, by their sizes (--check reads them)"
     yield title, ("step", "name", "size", "age", "state"), rows or [("none", "", "", "", "")]
-    for title, columns in (("restarts", RESTART_COLUMNS), ("heals", HEAL_COLUMNS)):
-        yield title, columns, build_cells(shown[title], columns)
-    yield "run.state, in the newest snapshot", named, list_values(shown["state"])
-    last = [(name, to_text(last["value"]), str(last["step"])) for name, last in shown["metrics"].items()]
+    yield "restarts", RESTART_COLUMNS, build_cells(restarts, RESTART_COLUMNS)
+    yield "heals", HEAL_COLUMNS, build_cells(heals, HEAL_COLUMNS)
+    yield "run.state, in the newest snapshot", named, list_values(state)
+    last = [(name, to_text(each["value"]), str(each["step"])) for name, each in metrics.items()]
     yield "last metrics", ("name", "value", "step"), last
-    yield "measured, from the last start on", named, list_values(shown["status"].get("measured") or {})
+    yield "measured, from the last start on", named, list_values(status.get("measured") or {})
 
 
 def _describe_snapshot(snapshot: Snapshot, run: str, *, check: bool) -> dict[str, Any]:
@@ -195,7 +207,7 @@ def read_last_values(run: Path) -> dict[str, dict[str, Any]]:
         name: {"value": value, "step": row.get("step")}
         for row in read_rows(run / METRICS)
         for name, value in row.items()
-        if name not in PLACE
+        if name not in POSITION
     }
 
 
@@ -225,18 +237,15 @@ def run_runs(directory: str, is_json: bool) -> int:
         print_json({"runs": runs})
         return 0
     rows = [
-        (
-            each["name"],
-            each["status"],
-            str(each["steps"]),
-            (each["digest"] or "")[:SHORT],
-            "" if each["best"] is None else str(each["best"]),
-            format_age(each["time"]),
-            ", ".join(f"{name} {_shorten(last['value'])}" for name, last in each["metrics"].items()),
-        )
+        {
+            **each,
+            "digest": (each["digest"] or "")[:SHORT],
+            "age": format_age(each["time"]),
+            "last metrics": ", ".join(f"{name} {_shorten(last['value'])}" for name, last in each["metrics"].items()),
+        }
         for each in runs
     ]
-    print_table("runs", ("name", "status", "steps", "digest", "best", "age", "last metrics"), rows)
+    print_table("runs", RUN_COLUMNS, build_cells(rows, RUN_COLUMNS))
     return 0
 
 
@@ -280,46 +289,54 @@ def run_diff(run: str, other: str, is_json: bool) -> int:
 
     Exit code: 0 if all common steps and snapshots are the same; 1 if not; 2 if nothing can be compared.
     """
-    names = (run, other)
     with open_run(run) as one, open_run(other) as two:
-        directories = (one, two)
-        records = [read_run(path, name) for path, name in zip(directories, names, strict=True)]
-        described = [describe_run(path) for path in directories]
+        facts = [list_facts(read_run(one, run)), list_facts(read_run(two, other))]
+        described = [describe_run(one), describe_run(two)]
         num_steps = min(each["steps"] for each in described)
         if not num_steps:
             empty = run if not described[0]["steps"] else other
             raise Error(f"{empty} has no step yet: there is nothing to compare", code="SS709")
-        step, what = find_first_difference(one, two, (f"in {run}", f"in {other}"))
+        step, what = _find_first_difference(one, two, (f"in {run}", f"in {other}"))
         # A snapshot that ranks have written together has no digest until all of it is read.
-        found = [{each.step: each for each in find_sound(path)} for path in directories]
-        common = found[0].keys() & found[1].keys()
-        digests = [
-            {step: Store(path).read_digest(snapshots[step]) for step in common}
-            for path, snapshots in zip(directories, found, strict=True)
-        ]
-    for each, own in zip(described, digests, strict=True):
-        each["digest"] = each["digest"] or own.get(each["snapshot"])
-    state_step = min((step for step in common if digests[0][step] != digests[1][step]), default=None)
+        digests = [{each.step: Store(path).read_digest(each) for each in find_sound(path)} for path in (one, two)]
+    for each, own, shown in zip(described, digests, facts, strict=True):
+        each["digest"] = own.get(each["snapshot"])
+        shown |= {name: each[name] for name in ("status", "steps", "snapshot", "digest")}
+    pairs = {name: (facts[0].get(name), facts[1].get(name)) for name in {**facts[0], **facts[1]}}
+    differences = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    common = digests[0].keys() & digests[1].keys()
+    state_step = min((each for each in common if digests[0][each] != digests[1][each]), default=None)
     is_same = step is None and state_step is None
-    differences = _find_differences(records, described)
     if is_json:
-        facts = {"same": is_same, "differences": differences, "common_steps": num_steps}
-        facts |= {"common_snapshots": len(common), "first_differing_step": step, "differs_in": what}
-        print_json(facts | {"first_differing_state": state_step, "runs": described})
-        return 0 if is_same else 1
+        found = {"same": is_same, "differences": differences, "common_steps": num_steps}
+        found |= {"common_snapshots": len(common), "first_differing_step": step, "differs_in": what}
+        print_json(found | {"first_differing_state": state_step, "runs": described})
+        return int(not is_same)
     if differences:
         rows = [(name, *map(to_text, pair)) for name, pair in differences.items()]
-        print_table("differences", ("name", *names), rows)
+        print_table("differences", ("name", run, other), rows)
     if state_step is not None:
         print(f"the state after {state_step} steps is the first in a common snapshot that differs")
     if step is not None:
         print(f"step {step} is the first that differs: {'; '.join(what)}")
     if is_same:
-        state = (
-            f", and in {format_count(len(common), 'common snapshot')}" if common else "; there is no common snapshot"
-        )
-        print(f"identical in all {num_steps} common steps{state}")
-    return 0 if is_same else 1
+        also = f", and in {format_count(len(common), 'common snapshot')}"
+        print(f"identical in all {num_steps} common steps{also if common else '; there is no common snapshot'}")
+    return int(not is_same)
+
+
+def list_facts(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what run.json says, the most important first: name -> text."""
+    sections = {section: record.get(section) or {} for section in SECTIONS}
+    return {**dict(list_values(sections)), "samestep": record.get("samestep")}
+
+
+def _find_first_difference(one: Path, other: Path, where: tuple[str, str]) -> tuple[int | None, list[str]]:
+    """Return the first step that differs between two runs, and what differs. `where`: as for `describe_difference`."""
+    for step, (a, b) in enumerate(zip(read_records(one / LEDGER), read_records(other / LEDGER), strict=False)):
+        if a != b and (found := describe_difference(a, b, where)):
+            return step, found
+    return None, []
 
 
 def describe_difference(one: Entry, other: Entry, where: tuple[str, str]) -> list[str]:
@@ -337,28 +354,3 @@ def describe_difference(one: Entry, other: Entry, where: tuple[str, str]) -> lis
         if one.gradient != other.gradient:
             found.append("another gradient" if found else "a different gradient from the same samples and loss")
     return found
-
-
-def _find_differences(
-    records: Sequence[Mapping[str, Any]], described: Sequence[Mapping[str, Any]]
-) -> dict[str, tuple[Any, Any]]:
-    """Return the values that differ between two runs, by name, the most important first."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for section in SECTIONS:
-        one, other = (dict(list_values(record.get(section) or {})) for record in records)
-        names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
-        found |= {f"{section}.{name}": (one.get(name), other.get(name)) for name in names}
-    if (versions := (records[0].get("samestep"), records[1].get("samestep")))[0] != versions[1]:
-        found["samestep"] = versions
-    for name in ("status", "steps", "snapshot", "digest"):
-        if described[0][name] != described[1][name]:
-            found[name] = described[0][name], described[1][name]
-    return found
-
-
-def find_first_difference(one: Path, other: Path, where: tuple[str, str]) -> tuple[int | None, list[str]]:
-    """Return the first step that differs between two runs, and what differs. `where`: as for `describe_difference`."""
-    for step, (a, b) in enumerate(zip(read_records(one / LEDGER), read_records(other / LEDGER), strict=False)):
-        if a != b and (found := describe_difference(a, b, where)):
-            return step, found
-    return None, []

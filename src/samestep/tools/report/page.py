@@ -10,8 +10,8 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from samestep.console import build_cells, describe_ranks, escape, list_values, to_text
-from samestep.tools.inspect import SECTIONS
+from samestep.console import build_cells, describe_ranks, escape
+from samestep.tools.inspect import list_facts
 from samestep.tools.report.run_data import Floats, RunData
 from samestep.units import format_ranks
 from samestep.version import __version__
@@ -92,11 +92,7 @@ def _build_restarts(run: RunData) -> list[tuple[Sequence[str], Sequence[Sequence
 
 def _build_configuration(runs: Sequence[RunData]) -> list[tuple[str, list[str], bool]]:
     """Return name, value in each run, and whether these differ. Those that differ come first."""
-    found = [
-        {"samestep": to_text(run.record.get("samestep", ""))}
-        | {f"{part}.{name}": text for part in SECTIONS for name, text in list_values(run.record.get(part) or {})}
-        for run in runs
-    ]
+    found = [list_facts(run.record) for run in runs]
     rows = [(name, [each.get(name, "") for each in found]) for name in dict.fromkeys(n for each in found for n in each)]
     return sorted(((name, cells, len({*cells}) > 1) for name, cells in rows), key=lambda row: not row[2])
 

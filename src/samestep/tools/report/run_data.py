@@ -16,7 +16,7 @@ from samestep.errors import Error
 from samestep.files import open_regular
 from samestep.snapshot.logs import count_records
 from samestep.tools.audit import audit_samples, summarize
-from samestep.tools.inspect import PLACE, find_sound
+from samestep.tools.inspect import POSITION, find_sound
 from samestep.watch.records import (
     HEALS,
     LEDGER,
@@ -109,7 +109,7 @@ def read_metrics(path: Path) -> dict[str, Points]:
             if type(step) is not int or not 0 <= step < MAX_STEPS:
                 continue
             for name, value in row.items():
-                if name not in PLACE and (type(value) is float or type(value) is int or value is None):
+                if name not in POSITION and (type(value) is float or type(value) is int or value is None):
                     steps, values = found.get(name) or found.setdefault(name, (array("d"), array("d")))
                     with suppress(OverflowError):  # an integer that no float holds
                         values.append(math.nan if value is None else value)

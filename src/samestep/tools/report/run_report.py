@@ -26,7 +26,7 @@ def run_report(runs: Sequence[str], output: Path, is_json: bool) -> int:
 
     It shows metrics, throughput, where the time of every rank went, restarts, snapshots, the audit of the samples, and
     the configuration. The file needs no network. A run in progress is shown in its current state. Several runs are
-    drawn into the same charts. RUN is a run's directory or URL, or a directory of runs.
+    drawn into the same charts. RUN is a directory of a run, or of several runs.
     """
     if output.is_symlink() or (output.exists() and not output.is_file()):
         raise Error(
