@@ -40,6 +40,19 @@ def test_buffers_are_a_live_dict_with_those_that_are_none() -> None:
     assert module.get_buffer("mask").tolist() == [0, 0]
 
 
+def test_hooks_of_a_gradient_are_a_live_dict_in_their_order() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    calls = list[str]()
+    hooks = torch_internals.get_grad_hooks(weight)
+    hooks["ours"] = lambda param: calls.append("ours")
+    weight.register_post_accumulate_grad_hook(lambda param: calls.append("the script's"))
+    weight.sum().backward()
+    assert calls == ["ours", "the script's"]
+    hooks["ours"] = hooks.pop("ours")
+    weight.sum().backward()
+    assert calls[2:] == ["the script's", "ours"]
+
+
 def test_storage_and_its_uses() -> None:
     """Without `_cdata`: `untyped_storage().data_ptr()`. Without `_storage_Use_Count`: copy gradients out of buckets."""
     tensor = torch.zeros(4)

@@ -9,6 +9,7 @@ import socket
 import stat
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -31,6 +32,15 @@ get_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buff
 
 # Module -> the names of its own buffers with `persistent=False`. `state_dict` leaves them out, but may be overridden.
 get_non_persistent: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+
+
+def get_grad_hooks(param: Any) -> dict[Any, Callable[[Tensor], None]]:
+    """Return the functions of `register_post_accumulate_grad_hook`, in their order, as a live dict."""
+    if param._post_accumulate_grad_hooks is None:
+        param._post_accumulate_grad_hooks = OrderedDict()
+    hooks: dict[Any, Callable[[Tensor], None]] = param._post_accumulate_grad_hooks
+    return hooks
+
 
 # The C++ function that torch.autograd.backward calls. The Python wrapper repeats checks that PassAttempt has made;
 # they take 30 us, a tenth of a small model's step.

@@ -52,8 +52,8 @@ PLANTED = (
     ),
     Planted(
         "a rank adds its parts in another order", SAME_BITS, "engine/folding.py",
-        "            grads = add_grads(self._parts.pop(), grads)\n        self._parts.append(grads)",
-        "            grads = add_grads(self._parts.pop(0), grads)\n        self._parts.append(grads)",
+        "            grads = add_grads(self._sums.pop(), grads)\n        self._sums.append(grads)",
+        "            grads = add_grads(self._sums.pop(0), grads)\n        self._sums.append(grads)",
     ),
     Planted(
         "an addition goes to the wrong part", SAME_BITS, "plan/tree.py",

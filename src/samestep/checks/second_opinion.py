@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from samestep.data.content import hash_content
 from samestep.data.loader import Loader, to_device
-from samestep.engine.leaf import passing_gradients
+from samestep.engine.leaf import GradientHooks
 from samestep.engine.passes import Reduced
 from samestep.errors import Error, InvalidValue
 from samestep.plan.tree import build_layout
@@ -151,7 +151,7 @@ class SecondOpinion(Interceptor):
             dense = grad if grad.layout is torch.strided else grad.to_dense()
             sums[f"the gradient of {plan.names[i]}"] = checksum(dense)
 
-        self._hooks.enter_context(passing_gradients(plan.params, add))
+        self._hooks.enter_context(GradientHooks(plan.params).passing_to(add))
 
     def end_micro_batch(self, step: Step) -> None:
         self._hooks.close()

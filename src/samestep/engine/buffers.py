@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from samestep.engine.control import BUFFER_BYTES, Control, Vote
-from samestep.engine.exchange import Exchange, sum_alone
-from samestep.engine.exchange_memory import LastMemory
-from samestep.engine.folding import Grads, RankParts
+from samestep.engine.exchange import Exchanges
+from samestep.engine.folding import Grads, PartialSums
 from samestep.engine.reduction_plan import build_reduction_plan
 from samestep.errors import InvalidValue, UsageError
 from samestep.plan.tree import Layout
@@ -178,11 +177,11 @@ class Buffers:
         """Exchange these buffers: those that have changed in any pass, on any rank."""
         self._active = active
         buffers = [self._buffers[k] for k in active]
-        self._plan = build_reduction_plan(
+        plan = build_reduction_plan(
             [(buffer.path, torch.empty_like(buffer.tensor, dtype=_widen(buffer.tensor))) for buffer in buffers],
             self._group,
         )
-        self._memory = LastMemory(self._plan, self._group)
+        self._exchanges = Exchanges(plan, self._group)
 
     def begin(self, layout: Layout) -> None:
         """Begin a pass: each of its micro-batches starts from the present values."""
@@ -251,16 +250,17 @@ class Buffers:
             self._use(sorted(active.union(self._active)))
         rows: list[Grads] = [[values.get(k) for k in self._active] for values in self._values]
         last = rows.pop() if rows else []
-        parts = RankParts(self._plan, self._layout, self._group.rank)
-        for v, row in zip(parts.held, rows, strict=False):
-            parts.fold(v, row)
-        control = Control(Vote())
+        partial = PartialSums(self._layout, self._group.rank)
+        for v, row in zip(partial.held, rows, strict=False):  # without the last one
+            partial.fold(v, row)
         if self._layout.world_size == 1:
-            sums = sum_alone(self._plan, parts, last, control)
+            sums = partial.complete(last)
         else:
-            memory = self._memory.find(self._layout)
-            sums = Exchange(self._plan, memory, self._group, parts).finish(last, control)
-        totals = dict(zip(self._active, sums.grads, strict=True))
+            exchange = self._exchanges.begin(partial)
+            for i, value in enumerate(last):
+                exchange.pack(i, value)
+            _, sums = exchange.finish(Control(Vote()))
+        totals = dict(zip(self._active, sums, strict=True))
         return [(k, _finish(totals[k], counts[k], self._buffers[k].start)) for k in changed]
 
     def finish(self, values: Sequence[tuple[int, Tensor]]) -> None:
@@ -271,7 +271,7 @@ class Buffers:
 
     def forget_memory(self) -> None:
         """Release the memory for exchanges, and the messages in it that have not arrived."""
-        self._memory.forget()
+        self._exchanges.forget()
 
 
 def _refuse_places(path: str) -> NoReturn:

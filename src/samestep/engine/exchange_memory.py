@@ -1,8 +1,7 @@
-"""The memory for the exchange of gradients: of each bucket, the parts and the sum; the ranks' control blocks."""
+"""The memory for the exchange of gradients: of each bucket, the ranks' sums and the total; their control blocks."""
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ class ExchangeMemory:
     Attributes:
         layout: the layout.
         routes: those of the buckets. The last one, which may have no bucket, exchanges the control blocks.
-        views: per parameter, its pieces of this rank's parts.
+        views: per parameter, its slices of this rank's partial sums.
         form: the format of the control blocks.
         blocks: the ranks' control blocks.
     """
@@ -33,15 +32,17 @@ class ExchangeMemory:
         self.form = ControlFormat(layout, len(plan.params), num_buffers, num_names)
         self.routes: list[Route] = []
         self.views: list[Sequence[Tensor]] = [()] * len(plan.params)
-        self._plan = plan
-        self._rank = group.rank
+        self._params = plan.params
+        self._totals: dict[int, Tensor] = {}  # number of a parameter whose sum this rank gets -> its slice
         control_bytes = self.form.size_bytes
         for bucket in plan.buckets:
             is_last = bucket is plan.buckets[-1]
             route = _build_bucket_route(bucket, layout, group, control_bytes if is_last else 0)
             self.routes.append(route)
-            for i, *pieces in zip(bucket.indices, *map(bucket.views, route.parts), strict=True):
-                self.views[i] = pieces
+            for i, *slices in zip(bucket.indices, *map(bucket.views, route.parts), strict=True):
+                self.views[i] = slices
+            if bucket.owner in (None, group.rank):
+                self._totals |= zip(bucket.indices, bucket.views(route.root), strict=True)
         if not self.routes or not self.routes[-1].blocks:
             space = Space(torch.zeros, 0, torch.uint8, layout, group.rank)
             self.routes.append(AllGather(space, control_bytes, group.local_sockets))
@@ -50,12 +51,9 @@ class ExchangeMemory:
 
     def read_sums(self) -> Grads:
         """Return the sum of each parameter in its dtype; None on a rank that does not get it."""
-        sums: Grads = [None] * len(self.views)
-        for bucket, route in zip(self._plan.buckets, self.routes, strict=False):
-            if bucket.owner in (None, self._rank):
-                total = route.root.to(bucket.params[0].dtype)
-                for i, grad in zip(bucket.indices, bucket.views(total), strict=True):
-                    sums[i] = grad
+        sums: Grads = [None] * len(self._params)
+        for i, total in self._totals.items():
+            sums[i] = total.detach().to(self._params[i].dtype)  # a tensor that is new, see `is_kept`
         return sums
 
     def _count_uses(self) -> list[int]:
@@ -65,29 +63,6 @@ class ExchangeMemory:
     def is_kept(self) -> bool:
         """Return whether the script holds a gradient of the last step, or a view of one, which must not change then."""
         return self._count_uses() != self._num_uses
-
-
-class LastMemory:
-    """The memory that the exchanges of a plan use one after the other. Only that of the last layout is kept."""
-
-    def __init__(self, plan: ReductionPlan, group: Group) -> None:
-        self._plan = plan
-        self._group = group
-        self._memory: ExchangeMemory | None = None
-        self._key: tuple[Any, ...] = ()
-
-    def find(self, layout: Layout, num_buffers: int = 0, num_names: int = 0) -> ExchangeMemory:
-        """Return the memory for the next exchange with other ranks."""
-        key = (layout, num_buffers, num_names, self._group.generation)  # it refers to the group's connections
-        if self._memory is None or key != self._key or self._memory.is_kept:
-            self._memory = None  # first, so that there is only one: the last step of an epoch is shorter
-            self._memory = ExchangeMemory(self._plan, layout, self._group, num_buffers, num_names)
-            self._key = key
-        return self._memory
-
-    def forget(self) -> None:
-        """Release the memory, and the messages in it that have not arrived."""
-        self._memory = None
 
 
 def _build_bucket_route(bucket: Bucket, layout: Layout, group: Group, control_bytes: int) -> Route:

@@ -1,6 +1,6 @@
 """Adds up the gradients of one rank: a tensor per parameter, None for a parameter that was not used."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import compress, repeat
 from operator import is_, is_not
@@ -9,58 +9,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.engine.reduction_plan import ReductionPlan
 from samestep.plan.tree import Layout
-from samestep.torch_internals import add_all
+from samestep.torch_internals import add_all, multiply_all
 
 Grads = list[Tensor | None]
 
 
-class RankParts:
-    """This rank's parts of a gradient: the sums of its micro-batches so far, along the canonical tree.
+class PartialSums:
+    """The sums of this rank's micro-batches so far, along the canonical tree.
 
     Attributes:
+        layout: which micro-batches the ranks have.
         held: this rank's micro-batches.
         used: the parameters that the micro-batches have used, a byte of 1 for each; as one number.
     """
 
-    def __init__(self, plan: ReductionPlan, layout: Layout, rank: int) -> None:
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self.layout = layout
         self.held = layout.ranges[rank]
         self.used = 0
-        self._narrow = plan.narrow if plan.exchange_dtype is not None else None
-        self._layout = layout
         self._rank = rank
-        self._parts: list[Grads] = []
+        self._sums: list[Grads] = []
 
     def note_used(self, used: Iterable[int]) -> None:
         """Note which parameters a micro-batch has used: 1 for each of these, 0 for each other one."""
         self.used |= int.from_bytes(bytes(used))
 
     def fold(self, v: int, grads: Grads) -> None:
-        """Add the gradients of micro-batch v, unless it is the last one: the parts that it completes become one."""
-        if self._narrow is not None:
-            grads = narrow_all(grads, self._narrow)
-        for _ in range(self._layout.count_merges(self._rank, v)):
-            grads = add_grads(self._parts.pop(), grads)
-        self._parts.append(grads)
+        """Add the gradients of micro-batch v, unless it is the last one: the sums that it completes become one."""
+        for _ in range(self.layout.count_merges(self._rank, v)):
+            grads = add_grads(self._sums.pop(), grads)
+        self._sums.append(grads)
 
     @cached_property
     def _split(self) -> tuple[list[Grads], list[Grads]]:
-        """The parts that the last micro-batch leaves as they are, and those that become one with it, in order."""
-        num_merged = self._layout.count_merges(self._rank, self.held[-1])
-        num_stay = len(self._parts) - num_merged
-        return self._parts[:num_stay], self._parts[num_stay:][::-1]
+        """The sums that the last micro-batch leaves as they are, and those that become one with it, in order."""
+        num_merged = self.layout.count_merges(self._rank, self.held[-1])
+        num_stay = len(self._sums) - num_merged
+        return self._sums[:num_stay], self._sums[num_stay:][::-1]
 
     def pack(self, i: int, grad: Tensor | None, views: Sequence[Tensor]) -> Tensor:
-        """Copy the parts of parameter i to `views`, and add `grad`, of the last micro-batch. Returns the last view."""
-        if self._narrow is not None and grad is not None:
-            grad = self._narrow(grad)
+        """Copy the sums of parameter i to `views`, and add `grad`, of the last micro-batch. Returns the last view."""
         stay, merged = self._split
-        for part, view in zip(stay, views, strict=False):
-            put(part[i], view)
+        for grads, view in zip(stay, views, strict=False):
+            put(grads[i], view)
         view = views[len(stay)]
-        for part in merged[:-1]:
-            grad = add(part[i], grad)
+        for grads in merged[:-1]:
+            grad = add(grads[i], grad)
         left = merged[-1][i] if merged else None
         if left is not None and grad is not None:
             torch.add(left, grad, out=view)
@@ -69,17 +64,10 @@ class RankParts:
         return view
 
     def complete(self, grads: Grads) -> Grads:
-        """Return the sum of all parts and `grads`, of the last micro-batch, if there is no other rank."""
-        if self._narrow is not None:
-            grads = narrow_all(grads, self._narrow)
-        for part in reversed(self._parts):
-            grads = add_grads(part, grads)
+        """Return the sum of everything and `grads`, of the last micro-batch, if there is no other rank."""
+        for left in reversed(self._sums):
+            grads = add_grads(left, grads)
         return grads
-
-
-def narrow_all(grads: Grads, narrow: Callable[[Tensor], Tensor]) -> Grads:
-    """Return gradients in the dtype in which they are exchanged, see `ReductionPlan.narrow`."""
-    return [None if grad is None else narrow(grad) for grad in grads]
 
 
 def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
@@ -97,6 +85,15 @@ def add_grads(left: Grads, right: Grads) -> Grads:
     return left
 
 
+def average(sums: Grads, used: bytes, inverse: float) -> Grads:
+    """Return `sum * inverse`, computed in the sum; None for a parameter that no micro-batch of the step used."""
+    averages = [grad if is_used else None for grad, is_used in zip(sums, used, strict=True)]
+    present = list_present(averages)
+    if present and inverse != 1.0:
+        multiply_all(present, inverse)
+    return averages
+
+
 def list_present(grads: Grads) -> list[Tensor]:
     """Return the gradients of the parameters that were used."""
     present: list[Any] = [*compress(grads, map(is_not, grads, repeat(None)))]
@@ -109,8 +106,3 @@ def put(grad: Tensor | None, view: Tensor) -> None:
         view.zero_().neg_()
     else:
         view.copy_(grad)
-
-
-def lay_out(grad: Tensor, strides: Sequence[int]) -> Tensor:
-    """Return a copy with these strides."""
-    return torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)

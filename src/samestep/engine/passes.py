@@ -2,16 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, or_
 
 import torch
 from torch import Tensor, nn
 
 from samestep.engine.buffers import Buffers
 from samestep.engine.control import Control, MicroBatchReport, Vote
-from samestep.engine.exchange_memory import LastMemory
-from samestep.engine.folding import Grads
+from samestep.engine.exchange import Exchanges
+from samestep.engine.folding import Grads, PartialSums, average
 from samestep.engine.leaf import ParameterGuard, drop_grads
 from samestep.engine.ownership import Ownership
 from samestep.engine.precision import MixedPrecision
@@ -28,6 +29,7 @@ from samestep.world.group import Group
 read_buffers = attrgetter("buffers")
 read_has_new_names = attrgetter("has_new_names")
 read_reports = attrgetter("reports")
+read_used = attrgetter("used")
 read_vote = attrgetter("vote")
 
 
@@ -48,7 +50,7 @@ class Gradients:
         logged_names: for which reports have values; the same on all ranks.
         plan: the parameters, and how their gradients are summed.
         guard: of the parameters.
-        memory: for exchanges.
+        exchanges: of the gradients.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class Gradients:
             exchange_dtype=self._exchange_dtype,
         )
         self.guard = ParameterGuard(plan.names, plan.params)
-        self.memory = LastMemory(plan, self.group)
+        self.exchanges = Exchanges(plan, self.group)
 
     def free_gathered(self) -> None:
         """Free the parameters that a forward pass without a backward pass has gathered, if parameters are sharded."""
@@ -176,28 +178,29 @@ class PassAttempt:
         drop_grads(plan.all)
         gradients.guard.begin()
         gradients.buffers.begin(layout)
-        memory = None
+        self._partial = partial = PartialSums(layout, rank)
+        exchange = None
         if layout.world_size > 1:
-            memory = gradients.memory.find(layout, gradients.buffers.num_buffers, len(gradients.logged_names))
+            num_names = len(gradients.logged_names)
+            exchange = gradients.exchanges.begin(partial, gradients.buffers.num_buffers, num_names)
         self._sum: TreeSum | ShardedSum
-        if plan.shards is None or memory is None:
-            self._sum = TreeSum(plan, layout, gradients.group, memory, gradients.guard)
+        if plan.shards is None or exchange is None:
+            self._sum = TreeSum(plan, partial, exchange, gradients.guard)
         else:
-            self._sum = ShardedSum(plan, plan.shards, gradients.group, memory, gradients.guard)
+            self._sum = ShardedSum(plan, plan.shards, gradients.group, partial, exchange, gradients.guard)
         self._open = 0  # the micro-batch whose body runs
         self._failure = ""  # the type of the error that a backward pass has raised
 
     def release(self) -> None:
         """Release the messages of an exchange that has failed: they keep connections to the other ranks open."""
         del self._sum
-        self._gradients.memory.forget()
+        self._gradients.exchanges.forget()
         self._gradients.buffers.forget_memory()
 
     def open(self, v: int) -> None:
         """Begin micro-batch v."""
         self._open = v
         self.reports.terms.pop(v, None)  # of an earlier computation of it
-        self._sum.open(v)
 
     def backward(self, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> float:
         """Run the backward of the open micro-batch. Arguments and errors as for `Step.backward`.
@@ -212,7 +215,7 @@ class PassAttempt:
         has_weight = isinstance(own, Tensor) or bool(own)
         factor = own / self._gradients.micro_batch_size * self._scale if has_weight else 1.0
         try:
-            return self._sum.backward(loss, factor, wanted, has_weight=has_weight)
+            return self._sum.backward(self._open, loss, factor, wanted, has_weight=has_weight)
         except BaseException as error:
             self._failure = type(error).__name__
             raise
@@ -234,7 +237,7 @@ class PassAttempt:
         """End the open micro-batch: fold its gradients and its buffers into those of the micro-batches before it."""
         if self._failure:
             self.refuse_failed()
-        self._sum.close()
+        self._sum.close(self._open)
         if self._open in self.held:
             self._gradients.buffers.take()
         else:
@@ -255,11 +258,14 @@ class PassAttempt:
         names = gradients.logged_names
         logged = self.reports.read_logged()
         has_new_names = not {*names}.issuperset(chain(*logged))
-        control = Control(vote, self.reports.build(fingerprints, logged, names), buffers.pack(), b"", has_new_names)
-        sums = self._sum.finish(control)
-        controls = sums.controls
+        num_params = len(gradients.plan.params)
+        own_used = self._partial.used.to_bytes(num_params)
+        reports = self.reports.build(fingerprints, logged, names)
+        control = Control(vote, reports, buffers.pack(), own_used, has_new_names)
+        controls, sums = self._sum.finish(control)
         reports = self._layout.sort(map(read_reports, controls))
-        reduced = Reduced([*map(read_vote, controls)], reports, is_used=any(sums.used))
+        used = reduce(or_, map(int.from_bytes, map(read_used, controls)))
+        reduced = Reduced([*map(read_vote, controls)], reports, is_used=bool(used))
         if any(map(read_has_new_names, controls)):  # an additional exchange
             reduced.logged = self._layout.sort(gradients.group.gather(logged))
             reduced.new_names = sorted({*chain(*reduced.logged)} - {*names})
@@ -270,9 +276,10 @@ class PassAttempt:
         except Error as error:  # the same on all ranks
             reduced.error = error
             return reduced
-        reduced.grads = [None] * len(gradients.plan.params)
+        reduced.grads = [None] * num_params
         if reduced.total_weight:
-            reduced.grads = sums.average(gradients.micro_batch_size / self._scale / reduced.total_weight)
+            inverse = gradients.micro_batch_size / self._scale / reduced.total_weight
+            reduced.grads = average(sums, used.to_bytes(num_params), inverse)
         if control.buffers:
             reduced.buffers = buffers.exchange([*map(read_buffers, controls)])
         return reduced

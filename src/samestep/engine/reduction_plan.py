@@ -3,13 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from samestep.engine.buckets import Bucket, build_buckets, choose_cap_bytes, dense_strides
+from samestep.engine.leaf import GradientHooks
 from samestep.engine.shards import ShardedModels, Shards, find_shards
 from samestep.world.group import Group
+
+G = TypeVar("G", bound=Tensor | None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +47,18 @@ class ReductionPlan:
         """The parameters with those that no optimizer holds."""
         return [*self.params, *self.untrained]
 
-    def narrow(self, grad: Tensor) -> Tensor:
-        """Return a gradient in the dtype in which it is exchanged."""
-        return grad.to(choose_dtype(grad, self.exchange_dtype))
+    def narrow(self, grads: list[G]) -> list[G]:
+        """Return gradients in the dtype in which they are exchanged."""
+        dtype = self.exchange_dtype
+        if dtype is None:
+            return grads
+        narrowed: list[Any] = [None if grad is None else grad.to(choose_dtype(grad, dtype)) for grad in grads]
+        return narrowed
+
+    @cached_property
+    def hooks(self) -> GradientHooks:
+        """The hooks of the parameters, for gradients that are sent while a backward pass computes others."""
+        return GradientHooks(self.params)
 
     @cached_property
     def is_divided(self) -> bool:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from samestep.engine.chunk_sums import ChunkExchange, ChunkSum
 from samestep.engine.control import Control
-from samestep.engine.exchange import Exchange, Sums
-from samestep.engine.exchange_memory import ExchangeMemory
-from samestep.engine.folding import RankParts
+from samestep.engine.exchange import Exchange
+from samestep.engine.folding import Grads, PartialSums
 from samestep.engine.leaf import ParameterGuard, drop_grads, run_backward_alone
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.engine.routes import PendingOp, wait_all
@@ -28,7 +27,7 @@ class ShardedSum:
     """Same interface as `TreeSum`, for sharded parameters. All ranks open the same number of micro-batches.
 
     Args:
-        memory: for the control blocks.
+        exchange: of the control blocks.
         guard: checks the parameters at the end of each micro-batch.
     """
 
@@ -37,7 +36,8 @@ class ShardedSum:
         plan: ReductionPlan,
         shards: Shards,
         group: Group,
-        memory: ExchangeMemory,
+        partial: PartialSums,
+        exchange: Exchange,
         guard: ParameterGuard,
     ) -> None:
         self._plan = plan
@@ -45,35 +45,32 @@ class ShardedSum:
         self._models = shards.models
         self._guard = guard
         self._world_size = group.world_size
-        self._parts = RankParts(plan, memory.layout, group.rank)
-        self._exchange = Exchange(plan, memory, group, self._parts)
-        num_micro_batches = memory.layout.num_micro_batches
+        self._partial = partial
+        self._exchange = exchange
+        num_micro_batches = partial.layout.num_micro_batches
         self._chunks = ChunkExchange(num_micro_batches, group.rank, group.world_size, self._models.block_size)
         self._sums = [ChunkSum(num_micro_batches) for _ in self._models.units]
         self._order: list[int] = []  # of the units, in all backward passes
         self._under_way: list[PendingOp] = []  # exchanges of chunks
         self._round = -1
-        # Of the open micro-batch:
-        self._v = 0
-        self._is_called = False  # step.backward was called
-        self._wanted: set[int] = set()  # units whose gradients the current backward pass computes
-        self._missing: set[int] = set()  # units whose gradients are not on their way yet
-        self._counts = False  # whether the gradients of the current backward pass are added to the sums
-        self._fired = bytearray(len(plan.params))  # 1: the parameter has a gradient
         self._models.free_gathered()
+        self._wanted: set[int] = set()  # units whose gradients the current backward pass computes
+        self._counts = False  # whether the gradients of the current backward pass are added to the sums
+        self._begin_round()
 
-    def open(self, v: int) -> None:
-        """Begin the micro-batch of the next round."""
-        self._v = v
+    def _begin_round(self) -> None:
         self._round += 1
-        self._is_called = False
+        self._is_called = False  # step.backward was called
+        # Units whose gradients are not on their way yet.
         self._missing = {k for k, numbers in enumerate(self._numbers) if any(map(self._is_trained, numbers))}
-        self._fired[:] = bytes(len(self._fired))
+        self._fired = bytearray(len(self._plan.params))  # 1: the parameter has a gradient
 
     def _is_trained(self, i: int | None) -> bool:
         return i is not None and self._plan.params[i].requires_grad
 
-    def backward(self, loss: Tensor, factor: float | Tensor, wanted: set[int] | None, *, has_weight: bool) -> float:
+    def backward(
+        self, v: int, loss: Tensor, factor: float | Tensor, wanted: set[int] | None, *, has_weight: bool
+    ) -> float:
         """Run the backward pass, also of a loss that does not count: all ranks take part in the exchange.
 
         Args:
@@ -84,7 +81,7 @@ class ShardedSum:
         if not self._is_called:
             self._missing &= self._wanted
         self._is_called = True
-        self._counts = has_weight and self._v in self._parts.held
+        self._counts = has_weight and v in self._partial.held
         self._models.direct(self._reduce)
         try:
             run_backward_alone(self._plan.params, loss, factor)
@@ -122,7 +119,7 @@ class ShardedSum:
                 if grad is not None:
                     grad.record_stream(stream)
         with torch.cuda.stream(stream):
-            chunks = self._plan.narrow(self._models.units[k].pack(grads))
+            (chunks,) = self._plan.narrow([self._models.units[k].pack(grads)])
             first = self._round * self._world_size
             op = PendingOp(self._chunks.run(chunks, first, self._sums[k], self._models.process_group))
             if stream is not None:
@@ -130,8 +127,8 @@ class ShardedSum:
                 return
         self._under_way = [*(each for each in self._under_way if each.advance()), op]
 
-    def close(self) -> None:
-        """End a micro-batch.
+    def close(self, v: int) -> None:
+        """End micro-batch v.
 
         Raises:
             UsageError: other ranks wait for gradients; or the script has changed a parameter.
@@ -139,7 +136,7 @@ class ShardedSum:
         self._models.free_gathered()
         if self._missing and not self._is_called:
             raise UsageError(
-                f'step.backward was not called in micro-batch {self._v}, and with shard="fsdp2" all ranks wait '
+                f'step.backward was not called in micro-batch {v}, and with shard="fsdp2" all ranks wait '
                 "for its gradients: call it in every micro-batch, with weight=0 for one that does not count",
                 code="SS609",
             )
@@ -151,17 +148,18 @@ class ShardedSum:
             torch.cuda.current_stream().wait_stream(stream)
         drop_grads(self._plan.untrained)
         self._guard.check()
-        if self._v in self._parts.held:
-            self._parts.note_used(self._fired)
+        if v in self._partial.held:
+            self._partial.note_used(self._fired)
+        self._begin_round()
 
-    def finish(self, control: Control) -> Sums:
-        """Complete the sums. Returns them with every rank's control block.
+    def finish(self, control: Control) -> tuple[list[Control], Grads]:
+        """Complete the sums, see `Exchange.finish`.
 
         Raises:
             UsageError: the ranks have used other units, or in another order.
         """
-        sums = self._exchange.finish([], replace(control, order=hash_short(repr(self._order).encode())))
-        orders = [each.order for each in sums.controls]
+        controls, sums = self._exchange.finish(replace(control, order=hash_short(repr(self._order).encode())))
+        orders = [each.order for each in controls]
         other = next((rank for rank, order in enumerate(orders) if order != orders[0]), None)
         if other is not None:
             raise UsageError(
@@ -173,5 +171,5 @@ class ShardedSum:
             if (total := each_sum.total) is not None:
                 for i, part in zip(numbers, unit.split(total.to(unit.dtype)), strict=True):
                     if i is not None:
-                        sums.grads[i] = part
-        return sums
+                        sums[i] = part
+        return controls, sums

@@ -14,23 +14,19 @@ import torch
 from torch import Tensor
 
 from samestep.engine.control import Control
-from samestep.engine.exchange import Exchange, Sums, sum_alone
-from samestep.engine.exchange_memory import ExchangeMemory
-from samestep.engine.folding import RankParts
+from samestep.engine.exchange import Exchange
+from samestep.engine.folding import Grads, PartialSums, list_present
 from samestep.engine.leaf import (
     NONE,
     ParameterGuard,
     drop_grads,
-    passing_gradients,
     read_grad,
     refuse_other_backward,
     run_backward_alone,
 )
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.errors import UsageError
-from samestep.plan.tree import Layout
 from samestep.torch_internals import get_storage, list_storages, read_version
-from samestep.world.group import Group
 
 read_layout: Callable[[Tensor], torch.layout] = attrgetter("layout")
 
@@ -43,42 +39,24 @@ class TreeSum:
     on Accelerating Data Parallel Training").
 
     Args:
-        memory: for the exchange; None if there is no other rank.
+        exchange: with the other ranks; None if there are none.
         guard: of the parameters.
     """
 
     def __init__(
-        self,
-        plan: ReductionPlan,
-        layout: Layout,
-        group: Group,
-        memory: ExchangeMemory | None,
-        guard: ParameterGuard,
+        self, plan: ReductionPlan, partial: PartialSums, exchange: Exchange | None, guard: ParameterGuard
     ) -> None:
         self._plan = plan
+        self._partial = partial
+        self._exchange = exchange
         self._guard = guard
-        self._parts = RankParts(plan, layout, group.rank)
-        self._exchange: Exchange | None = None
-        if memory is not None:
-            self._exchange = Exchange(plan, memory, group, self._parts)
-        # Of the open micro-batch:
-        self._v = 0
-        self._is_last = False  # of this rank
-        self._grads: list[Any] = []  # what step.backward has left in `.grad`
+        self._grads: list[Any] = [None] * len(plan.params)  # what step.backward has left in `.grad`
         self._versions: dict[int, int] = {}  # of these gradients, by the number of the parameter
 
-    def open(self, v: int) -> None:
-        """Begin micro-batch v."""
-        held = self._parts.held
-        self._v = v
-        self._is_last = v == held.stop - 1 and v in held
-        self._grads = [None] * len(self._plan.params)
-        self._versions = {}
-        if v not in held:  # after the exchange, `.grad` may still hold gradients of this rank
-            drop_grads(self._plan.params)
-
-    def backward(self, loss: Tensor, factor: float | Tensor, wanted: set[int] | None, *, has_weight: bool) -> float:
-        """Run the backward pass. Returns the seconds in which it waited for other ranks.
+    def backward(
+        self, v: int, loss: Tensor, factor: float | Tensor, wanted: set[int] | None, *, has_weight: bool
+    ) -> float:
+        """Run the backward pass of micro-batch v. Returns the seconds in which it waited for other ranks.
 
         Args:
             wanted: numbers of the parameters that get gradients; None: all.
@@ -86,11 +64,11 @@ class TreeSum:
         if not has_weight:
             return 0.0
         params = self._plan.params
-        if self._exchange is None or not self._is_last:
+        if self._exchange is None or v not in self._partial.held[-1:]:
             run_backward_alone(params, loss, factor)
             self._note_all(wanted)
             return 0.0
-        with passing_gradients(params, partial(self._send, self._exchange, wanted)):
+        with self._plan.hooks.passing_to(partial(self._send, self._exchange, wanted)):
             run_backward_alone(params, loss, factor)
         return self._exchange.waited_s
 
@@ -136,14 +114,15 @@ class TreeSum:
             param.grad = grad = grad.to_dense()  # a sparse one has other rows on each rank
         # Packed now, while it is in the cache, so that its memory is reused for the next gradient. `.data`, because
         # views of one bucket would share a version.
-        packed = exchange.send(i, grad)
+        (narrow,) = self._plan.narrow([grad])
+        packed = exchange.send(i, narrow)
         if packed.dtype == grad.dtype:  # else it was rounded, and `.grad` cannot hold it
             param.grad = grad = packed.data
         self._grads[i] = grad
         self._versions[i] = read_version(grad)
 
-    def close(self) -> None:
-        """End a micro-batch, and fold it unless it is the last of this rank or another rank's.
+    def close(self, v: int) -> None:
+        """End micro-batch v, and fold it unless it is the last of this rank or another rank's.
 
         Raises:
             UsageError: the script has changed a gradient, or a parameter since the pass began.
@@ -151,34 +130,53 @@ class TreeSum:
         grads: list[Any] = [*map(read_grad, self._plan.params)]
         versions = [*map(read_version, map(self._grads.__getitem__, self._versions))]
         if versions != [*self._versions.values()] or not all(map(is_, grads, self._grads)):
-            self._refuse_changes(grads)
-        drop_grads(self._plan.untrained if self._is_last else self._plan.all)
-        if self._v not in self._parts.held:
-            return
-        self._parts.note_used(map(is_not, grads, NONE))
-        if not self._is_last:
-            self._parts.fold(self._v, grads)
-            return
-        self._guard.check()  # `finish` folds it, bucket by bucket, while sending
-        if self._exchange is not None and self._plan.exchange_dtype is not None:
-            drop_grads(self._plan.params)  # all are packed
+            self._refuse_changes(v, grads)
+        held = self._partial.held
+        if v in held:
+            self._partial.note_used(map(is_not, grads, NONE))
+        if v in held[-1:]:
+            drop_grads(self._plan.untrained)
+            self._guard.check()
+            return  # `finish` folds it
+        drop_grads(self._plan.all)
+        self._grads = [None] * len(grads)
+        self._versions = {}
+        if v in held:
+            self._partial.fold(v, self._plan.narrow(grads))
 
-    def _refuse_changes(self, grads: Sequence[Tensor | None]) -> None:
+    def _refuse_changes(self, v: int, grads: Sequence[Tensor | None]) -> None:
         for i, (name, grad) in enumerate(zip(self._plan.names, grads, strict=True)):
             if i not in self._versions:
                 if grad is not None:
                     refuse_other_backward()
             elif grad is None or grad is not self._grads[i] or read_version(grad) != self._versions[i]:
                 raise UsageError(
-                    f"the gradient of {name} was changed in micro-batch {self._v} (by loss.backward(), zero_grad or "
+                    f"the gradient of {name} was changed in micro-batch {v} (by loss.backward(), zero_grad or "
                     "clipping?), while it is only a partial sum: remove zero_grad(), which is not needed, and change "
                     "gradients after the micro-batch loop",
                     code="SS207",
                 )
 
-    def finish(self, control: Control) -> Sums:
-        """Complete the sums. Returns them with every rank's control block."""
-        grads = [*map(read_grad, self._plan.params)]
+    def finish(self, control: Control) -> tuple[list[Control], Grads]:
+        """Complete the sums, see `Exchange.finish`."""
         if self._exchange is None:
-            return sum_alone(self._plan, self._parts, grads, control)
-        return self._exchange.finish(grads, control)
+            return [control], self._complete_alone()
+        drop_grads(self._plan.params)  # all are packed, so no memory is needed for those that were rounded
+        self._grads = [None] * len(self._grads)
+        self._versions = {}
+        return self._exchange.finish(control)
+
+    def _complete_alone(self) -> Grads:
+        """Return the sums, with the strides and dtypes that they have with more ranks: norms sum in memory order."""
+        plan = self._plan
+        sums = self._partial.complete(plan.narrow(self._grads))
+        if plan.exchange_dtype is None and [*map(Tensor.stride, list_present(sums))] == plan.strides:
+            return sums
+        return [*map(_lay_out, sums, plan.params, plan.strides)]
+
+
+def _lay_out(grad: Tensor | None, param: Tensor, strides: Sequence[int]) -> Tensor | None:
+    """Return a gradient with these strides and the parameter's dtype."""
+    if grad is None or (grad.stride() == strides and grad.dtype == param.dtype):
+        return grad
+    return torch.empty_strided(grad.shape, strides, dtype=param.dtype, device=grad.device).copy_(grad)
